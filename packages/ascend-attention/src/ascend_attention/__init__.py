@@ -1,0 +1,15 @@
+"""Attention backends for vLLM on CANN's fused kernels."""
+
+from ascend_platform import extension
+
+
+def register() -> None:
+    """Offer the fused attention to ascend-platform; never raises.
+
+    The entry point of group ``vllm.general_plugins``: vLLM calls it in every process, perhaps more than once.
+    """
+    extension.join("ascend-attention", "ascend_attention", _offer)
+
+
+def _offer() -> None:
+    extension.offer("attention.dense", "ascend_attention.fused.FusedAttentionBackend")

@@ -1,0 +1,198 @@
+"""Dense causal attention by npu_fused_infer_attention_score over the paged cache.
+
+Its arguments, dtypes and limits are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel; the cache is
+written by npu_scatter_pa_kv_cache, documented there for Atlas A2 and A3.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch_npu
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+BLOCK_SIZE = 128
+"""Tokens per page: what the kernel takes for prefill and decode alike, and the size its documentation recommends."""
+
+CAUSAL_MASK_SIZE = 2048
+"""Edge of the one mask that sparse_mode 3 wants for lengths of any size."""
+
+
+class FusedAttentionBackend(AttentionBackend):
+    """What vLLM asks about the fused attention (``vllm/v1/attention/backend.py``)."""
+
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "float16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # a member of AttentionBackendEnum, which Attention.__init__ looks the name up in
+
+    @staticmethod
+    def get_impl_cls() -> type["FusedAttentionImpl"]:
+        return FusedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["FusedAttentionMetadataBuilder"]:
+        return FusedAttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [BLOCK_SIZE]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 16 == 0 and head_size <= 256
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # the layout in which ascend-platform takes keys and values apart
+        return (KVCacheLayout.LBNHC,)
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+@dataclass
+class FusedAttentionMetadata(AttentionMetadata):
+    """One step's batch, the same for all layers.
+
+    query_ends: where each request's tokens end among the step's, on the host; the last is their number.
+    kv_lens: tokens of each request in the cache once this step's are written, on the host.
+    block_table: int32 ``[requests, blocks]``.
+    slot_mapping: int64 ``[tokens]``, each new token's place in the cache.
+    mask: int8 ``[2048, 2048]``, 1 above the diagonal.
+    """
+
+    query_ends: list[int]
+    kv_lens: list[int]
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    mask: torch.Tensor
+
+
+class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetadata]):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        ones = torch.ones(CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE, dtype=torch.int8)
+        self.mask = ones.triu_(1).to(device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FusedAttentionMetadata:
+        """Lay out one step, on the host, without waiting for the device.
+
+        ``seq_lens_cpu_upper_bound`` is exact wherever no draft tokens are in flight (CommonAttentionMetadata's own
+        note), and the platform refuses speculative decoding.
+        """
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError("the fused attention of ascend-attention is causal only")
+        query_ends = common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist()
+        return FusedAttentionMetadata(
+            query_ends=query_ends,
+            kv_lens=common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist(),
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping[: query_ends[-1]],
+            mask=self.mask,
+        )
+
+
+class FusedAttentionImpl(AttentionImpl[FusedAttentionMetadata]):
+    """See AttentionImpl in ``vllm/v1/attention/backend.py`` for the constructor's arguments.
+
+    Raises:
+        NotImplementedError: ALiBi, sliding window, soft cap, sinks, or other than decoder attention.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ) -> None:
+        asked = {
+            "ALiBi": alibi_slopes,
+            "a sliding window": sliding_window,
+            "a logits soft cap": logits_soft_cap,
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            **{name: value is not None for name, value in extra.items()},
+        }
+        if refused := [name for name, value in asked.items() if value]:
+            raise NotImplementedError(
+                f"the model needs {', '.join(refused)}; the fused attention of ascend-attention has dense causal "
+                "decoder attention only"
+            )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.writes_cache = kv_sharing_target_layer_name is None
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        attn_metadata: FusedAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write this step's keys and values into their pages and attend.
+
+        Args:
+            query: ``[tokens, heads, head_size]``; output has its shape and is written.
+            key, value: ``[tokens, kv_heads, head_size]``.
+            kv_cache: keys and values, each ``[blocks, 128, kv_heads, head_size]``, contiguous.
+            attn_metadata: None while vLLM profiles memory, when there is no cache; the output is then zero.
+        """
+        if attn_metadata is None:
+            return output.zero_()
+        meta, (keys, values) = attn_metadata, kv_cache
+        tokens = meta.query_ends[-1]
+        if self.writes_cache:
+            # vLLM cuts value out of the joint projection of query, key and value; the kernel wants it contiguous
+            torch_npu.npu_scatter_pa_kv_cache(
+                key[:tokens].contiguous(),
+                value[:tokens].contiguous(),
+                keys,
+                values,
+                meta.slot_mapping,
+                cache_mode="Norm",
+            )
+        output[:tokens] = torch_npu.npu_fused_infer_attention_score(
+            query[:tokens].contiguous(),
+            keys.view(*keys.shape[:2], -1),
+            values.view(*values.shape[:2], -1),
+            atten_mask=meta.mask,
+            actual_seq_lengths=meta.query_ends,
+            actual_seq_lengths_kv=meta.kv_lens,
+            block_table=meta.block_table,
+            block_size=keys.shape[1],
+            num_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            scale=self.scale,
+            input_layout="TND",
+            sparse_mode=3,
+        )[0]
+        return output

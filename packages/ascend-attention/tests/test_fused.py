@@ -1,0 +1,109 @@
+"""The fused attention over random paged batches, against softmax(q k^T) v in float64."""
+
+import random
+
+import pytest
+import torch
+from ascend_attention import fused
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+BLOCK_SIZE, BLOCKS = fused.BLOCK_SIZE, 32
+
+
+def reference(query, key, value, scale):
+    """query [tokens, heads, d] at the end of key and value [length, kv_heads, d]; float64."""
+    query, key, value = query.double(), key.double(), value.double()
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = torch.einsum("thd,lhd->htl", query, key) * scale
+    later = torch.ones(len(query), len(key)).triu(len(key) - len(query) + 1).bool()
+    return torch.einsum("htl,lhd->thd", scores.masked_fill(later, -torch.inf).softmax(-1), value)
+
+
+BATCHES = {
+    "decode": lambda rng: (1, rng.randint(0, 600)),
+    "prefill": lambda rng: (rng.randint(1, 400), 0),
+    "mixed": lambda rng: (rng.choice([1, rng.randint(2, 200)]), rng.choice([0, rng.randint(1, 400)])),
+}
+
+
+@pytest.fixture(autouse=True)
+def current_config():
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (8, 2, 128), (4, 1, 16)])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_attention_over_pages(dtype, heads, kv_heads, size, kind):
+    rng = random.Random(f"{heads}{kind}")
+    pairs = [BATCHES[kind](rng) for _ in range(rng.randint(1, 5))]  # (new tokens, tokens in the cache before)
+    lengths = [new + before for new, before in pairs]
+    free = rng.sample(range(BLOCKS), BLOCKS)
+    table = [[free.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
+    slots = [[table[r][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(n)] for r, n in enumerate(lengths)]
+    keys, values = ([torch.randn(n, kv_heads, size, dtype=dtype) for n in lengths] for _ in range(2))
+    queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in pairs]
+
+    pages = torch.full((2, BLOCKS * BLOCK_SIZE, kv_heads, size), 1e4, dtype=dtype)  # a wrong read would show
+    for request, (_, before) in enumerate(pairs):
+        pages[0][slots[request][:before]] = keys[request][:before]
+        pages[1][slots[request][:before]] = values[request][:before]
+    cache = tuple(pages.view(2, BLOCKS, BLOCK_SIZE, kv_heads, size).npu())
+
+    def new_tokens(per_request):
+        return [item for items, (_, before) in zip(per_request, pairs, strict=True) for item in items[before:]]
+
+    starts = [sum(new for new, _ in pairs[:r]) for r in range(len(pairs) + 1)]
+    padded = [row + [0] * (8 - len(row)) for row in table]
+    common = CommonAttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32).npu(),
+        query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32).npu(),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+        num_reqs=len(pairs),
+        num_actual_tokens=starts[-1],
+        max_query_len=max(new for new, _ in pairs),
+        max_seq_len=max(lengths),
+        block_table_tensor=torch.tensor(padded, dtype=torch.int32).npu(),
+        slot_mapping=torch.tensor(new_tokens(slots)).npu(),
+    )
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=kv_heads, head_size=size, dtype=dtype)
+    builder = fused.FusedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
+    layer = fused.FusedAttentionImpl(heads, size, size**-0.5, kv_heads)
+    output = torch.empty(starts[-1], heads, size, dtype=dtype, device="npu")
+    joined = torch.cat([torch.cat([torch.stack(new_tokens(x)) for x in (keys, values)], dim=1)]).npu()
+    key, value = joined.split(kv_heads, dim=1)  # as the model has them: slices of one projection
+    layer.forward(None, torch.cat(queries).npu(), key, value, cache, builder.build(0, common), output)
+
+    expected = torch.cat([reference(q, k, v, size**-0.5) for q, k, v in zip(queries, keys, values, strict=True)])
+    bound = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.cpu().double(), expected, atol=bound, rtol=bound)
+
+
+def test_profiling_without_metadata_gives_zero():
+    layer = fused.FusedAttentionImpl(2, 16, 1.0)
+    output = torch.full((3, 2, 16), torch.nan, device="npu", dtype=torch.float16)
+    assert layer.forward(None, output, output, output, (output, output), None, output).abs().sum().item() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
+        ({"sliding_window": 4096}, "a sliding window"),
+        ({"logits_soft_cap": 30.0}, "a logits soft cap"),
+        ({"attn_type": "encoder_only"}, "encoder_only attention"),
+        ({"sinks": torch.zeros(2)}, "sinks"),
+    ],
+)
+def test_what_it_has_not_is_refused_by_name(arguments, named):
+    with pytest.raises(NotImplementedError, match=named):
+        fused.FusedAttentionImpl(2, 16, 1.0, **arguments)
+
+
+@pytest.mark.parametrize(("head_size", "taken"), [(16, True), (128, True), (256, True), (72, False), (512, False)])
+def test_head_sizes_are_those_of_the_kernel(head_size, taken):
+    assert fused.FusedAttentionBackend.supports_head_size(head_size) is taken

@@ -1,0 +1,95 @@
+"""Put the emulated libraries under torch_npu, in this process or in its children."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from ascend_emulator import build
+from ascend_emulator.chips import chip
+
+DEFAULT_SOC = "Ascend910B1"
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``8GiB``, ``8g`` or ``8589934592``.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    lower = text.strip().lower().removesuffix("ib").removesuffix("b") or text
+    number = lower.rstrip("kmgt")
+    try:
+        return int(float(number) * _UNITS[lower[len(number) :]])
+    except (ValueError, KeyError):
+        raise ValueError(f"{text!r} is no memory size; write it as 8GiB or 8589934592") from None
+
+
+def _default_memory(capacity: int, npus: int) -> int:
+    """The chip's own, unless this machine could not hold it: then an equal part of half of its memory."""
+    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    return min(capacity, page * pages // 2 // npus) & ~((2 << 20) - 1)
+
+
+def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memory: int | None) -> str:
+    """Describe the machine in ``environ``, so that processes started with it see it; return the line that tells the user.
+
+    Raises:
+        BuildError: the libraries could not be compiled.
+        ValueError: ``npus``, ``soc`` or ``memory`` is out of range.
+    """
+    if not 1 <= npus <= 64:
+        raise ValueError(f"{npus} NPUs asked for; 1 to 64 can be emulated")
+    model = chip(soc)
+    size = _default_memory(model.memory, npus) if memory is None else memory
+    if size < 64 << 20:
+        raise ValueError(f"{size} bytes of device memory asked for; 64 MiB is the least")
+    libraries = str(build.library_dir())
+    path = [part for part in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part and part != libraries]
+    environ.update(
+        LD_LIBRARY_PATH=os.pathsep.join([libraries, *path]),
+        ASCEND_HOME_PATH=libraries,
+        ASCEND_OPP_PATH=str(Path(libraries) / "opp"),
+        ASCEND_EMULATOR_NPUS=str(npus),
+        ASCEND_EMULATOR_SOC=model.name,
+        ASCEND_EMULATOR_MEMORY=str(size),
+        ASCEND_EMULATOR_L2=str(model.l2),
+        ASCEND_EMULATOR_CUBE_CORES=str(model.cube_cores),
+        ASCEND_EMULATOR_VECTOR_CORES=str(model.vector_cores),
+    )
+    part = "" if size == model.memory else f" of its {model.memory / 2**30:.0f} GiB"
+    return f"ascend-emulator: {npus} emulated NPU{'s' * (npus > 1)} ({model.name}, {size / 2**30:.3g} GiB{part}), computed on this CPU"
+
+
+def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -> None:
+    """Make this process, and those it starts, see ``npus`` emulated NPUs. Call it before torch is imported.
+
+    Args:
+        npus: how many, 1 to 64.
+        soc: a chip's name, one of ``ascend_emulator.chips.chips()``.
+        memory: bytes of device memory each; by default the chip's, or less if this machine has less.
+
+    Raises:
+        RuntimeError: torch_npu is already loaded, on something else.
+        BuildError, ValueError: see ``set_environment``.
+    """
+    line = set_environment(os.environ, npus, soc, memory)
+    libraries = Path(os.environ["LD_LIBRARY_PATH"].split(os.pathsep)[0])
+    if _loaded("libascend_emulator.so"):
+        return
+    if "torch_npu" in sys.modules:
+        raise RuntimeError("ascend_emulator.activate() came too late: torch_npu is loaded; call it before importing torch")
+    # The dynamic linker takes a library that is already there for a NEEDED of the same name; LD_LIBRARY_PATH is read only at start.
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(build.torch_dir() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    for name in (f"lib{build.CORE}.so", *build.SONAMES):
+        ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
+    print(line, file=sys.stderr, flush=True)
+
+
+def _loaded(library: str) -> bool:
+    return library in Path("/proc/self/maps").read_text()

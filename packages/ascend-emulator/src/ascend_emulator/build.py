@@ -1,0 +1,201 @@
+"""Compile the emulated CANN libraries, once for each (torch, torch_npu, compiler, source) and keep them in a cache.
+
+The result is one library, ``libascend_emulator.so``, that holds every entry point, and a handful of empty ones that carry the names
+torch_npu links against and depend on it: torch_npu asks several libraries for the same symbol, and so finds it through each.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+CORE = "ascend_emulator"
+CANN_VERSION = "9.1.0"  # the interface that torch_npu 2.13 was released against; aclsysGetVersionStr answers the same
+# What torch_npu's wheel links against (readelf -d), and libopapi, which it opens by name for the aclnn operators.
+SONAMES = (
+    "libascendcl.so",
+    "libhccl.so",
+    "libacl_op_compiler.so",
+    "libge_runner.so",
+    "libgraph.so",
+    "libacl_tdt_channel.so",
+    "libopapi.so",
+)
+FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unused-function", f'-DCANN_VERSION="{CANN_VERSION}"')
+SOURCES = Path(__file__).parent / "csrc"
+
+
+class BuildError(RuntimeError):
+    """The libraries could not be built; the message is one line that says what to do."""
+
+
+def _package_dir(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise BuildError(f"ascend-emulator needs {name}, which is not installed: pip install torch==2.13.0 torch-npu==2.13.0")
+    return Path(spec.origin).parent
+
+
+def torch_dir() -> Path:
+    """Directory of the installed torch package; torch is not imported."""
+    return _package_dir("torch")
+
+
+def wheel_names() -> list[str]:
+    """Every CANN name that the installed torch_npu can ask for: link-time symbols and look-ups by name (its string table)."""
+    data = (_package_dir("torch_npu") / "lib" / "libtorch_npu.so").read_bytes()
+    found = re.findall(rb"(?<![\w])((?:aclnn|aclrt|aclmdl|aclop|aclsys|aclprof|aclGet|aclSet|Hccl)[A-Z]\w+|acl[A-Z]\w+|rt[A-Z]\w{6,}|Msprof[A-Z]\w+)\0", data)
+    names = {name.decode() for name in found}
+    # Nine letters with a capital at the end are eight of an inlined string and an instruction's first byte ("HcclAllgH").
+    return sorted(n for n in names if not (len(n) == 9 and (n[-1].isupper() or n.startswith("Hccl"))))
+
+
+def operator(name: str) -> str:
+    """The operator that an aclnn symbol belongs to; other names are their own."""
+    return re.sub(r"Get(Max)?WorkspaceSize$", "", name) if name.startswith("aclnn") else name
+
+
+def _compiler() -> tuple[str, str]:
+    for candidate in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
+        path = shutil.which(candidate)
+        if path:
+            version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
+            return path, version[0] if version else "unknown"
+    raise BuildError("ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install gcc-c++), or set CXX")
+
+
+def cache_root() -> Path:
+    """``ASCEND_EMULATOR_CACHE``, else ``ascend-emulator`` in the user's cache directory."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ascend-emulator"
+    return Path(os.environ.get("ASCEND_EMULATOR_CACHE") or default)
+
+
+def _digest(*parts: str | bytes) -> str:
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(part.encode() if isinstance(part, str) else part)
+        hasher.update(b"\0")
+    return hasher.hexdigest()[:16]
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCES.rglob("*.cpp"))
+
+
+def _headers_digest() -> str:
+    return _digest(*(path.read_bytes() for path in sorted(SOURCES.rglob("*.h"))))
+
+
+def _stubs(names: list[str]) -> str:
+    """C++ text of weak functions that refuse by their own name; a real definition elsewhere takes their place."""
+    lines = ['#include "core/status.h"', "#define STUB(NAME) EXPORT __attribute__((weak)) int NAME() { return emu::refuse(#NAME); }"]
+    # The name that is refused is the operator's, also where its workspace is asked for first.
+    lines.append("#define OPERATOR(NAME) STUB(NAME) EXPORT __attribute__((weak)) int NAME##GetWorkspaceSize() { return emu::refuse(#NAME); }")
+    lines += [f"EXPORT __attribute__((weak)) int {n}() {{ return emu::refuse(\"{n}\"); }}" for n in names if n.endswith("GetMaxWorkspaceSize")]
+    operators = {operator(n) for n in names if n.startswith("aclnn")}
+    lines += [f"OPERATOR({name})" for name in sorted(operators)]
+    lines += [f"STUB({name})" for name in names if not name.startswith("aclnn") and name not in ABSENT]
+    return "\n".join(lines) + "\n"
+
+
+# Optional calls: torch_npu probes for them and does without when they are absent, as with an older CANN.
+ABSENT = frozenset[str]()
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _run(what: str, command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        first = next((line for line in lines if "error" in line or "undefined" in line or "multiple" in line), lines[-1] if lines else "")
+        raise BuildError(f"ascend-emulator: {what} failed: {first}")
+
+
+def library_dir(progress: Callable[[str], None] | None = None) -> Path:
+    """Directory of the compiled libraries, built first if they are not in the cache.
+
+    Raises:
+        BuildError: torch, torch_npu or a compiler is missing, or a file does not compile.
+    """
+    say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch-npu") if _package_dir(name.replace("-", "_"))]
+    compiler, compiler_version = _compiler()
+    base = (*versions, compiler_version, *FLAGS, os.uname().machine)
+    content = _digest(*base, Path(__file__).read_bytes(), _headers_digest(), *(path.read_bytes() for path in _sources()))
+    target = cache_root() / content
+    if (target / "complete").exists():
+        return target
+    with _lock(cache_root() / "lock"):
+        if not (target / "complete").exists():
+            started = time.monotonic()
+            say(f"ascend-emulator: compiling CANN's libraries for {', '.join(versions)} ({compiler_version}), once ...")
+            _build(target, compiler, base, say)
+            say(f"ascend-emulator: compiled in {time.monotonic() - started:.0f} s")
+    return target
+
+
+@contextmanager
+def _precompiled(common: list[str], objects: Path, enough: bool) -> Iterator[list[str]]:
+    """Arguments that take in ATen's headers, compiled once for all files: they are most of the work, and 400 MB, so gone afterwards."""
+    if not enough or "clang" in Path(common[0]).name:
+        yield []
+        return
+    with tempfile.TemporaryDirectory(dir=objects) as directory:
+        prefix = Path(directory) / "prefix.h"
+        prefix.write_text(f'#include "{SOURCES / "core" / "op.h"}"\n')
+        _run("compiling ATen's headers", [*common, "-x", "c++-header", "-o", f"{prefix}.gch", str(prefix)])
+        yield ["-include", str(prefix)]
+
+
+def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[str], None]) -> None:
+    torch = torch_dir()
+    objects = cache_root() / "objects"
+    for directory in (target, objects):
+        directory.mkdir(parents=True, exist_ok=True)
+    includes = [f"-I{SOURCES}", f"-isystem{torch / 'include'}", f"-isystem{torch / 'include/torch/csrc/api/include'}"]
+    stubs = target / "stubs.cpp"
+    stubs.write_text(_stubs(wheel_names()))
+    headers = _headers_digest()
+    common = [compiler, *FLAGS, *includes, f"-ffile-prefix-map={SOURCES}/="]  # so that messages name the file within the project
+    sources = {source: objects / f"{_digest(*base, headers, source.read_bytes())}.o" for source in [*_sources(), stubs]}
+    missing = sorted((source for source in sources if not sources[source].exists()), key=lambda path: -path.stat().st_size)
+    with _precompiled(common, objects, enough=len(missing) > 2) as prefix:
+
+        def compile_one(source: Path) -> None:
+            partial = sources[source].with_suffix(f".{os.getpid()}")
+            _run(f"compiling {source.name}", [*common, *prefix, "-c", "-o", str(partial), str(source)])
+            partial.rename(sources[source])
+            say(f"ascend-emulator:   {source.relative_to(SOURCES) if source != stubs else source.name}")
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            list(pool.map(compile_one, missing))
+    core = target / f"lib{CORE}.so"
+    # No run path: torch's own libraries are in the process before these are (activate), whichever environment they came from.
+    _run(f"linking {core.name}", [compiler, "-shared", f"-Wl,-soname,{core.name}", "-o", str(core), *map(str, sources.values()), f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"])
+    for soname in SONAMES:
+        _run(f"linking {soname}", [compiler, "-shared", f"-Wl,-soname,{soname}", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", "-o", str(target / soname), f"-L{target}", f"-l{CORE}"])
+    # What torch_npu expects to find in a CANN installation (torch_npu/_init/registry/registry_manager.py).
+    for directory in ("runtime", "compiler", "opp"):
+        (target / directory).mkdir(exist_ok=True)
+    (target / "ascend_emulator_install.info").write_text(f"version={CANN_VERSION}\n")
+    (target / "complete").touch()

@@ -1,0 +1,65 @@
+"""``ascend-emulator``: run a command on emulated NPUs, build the libraries, list what they cover."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from ascend_emulator import build
+from ascend_emulator.activation import DEFAULT_SOC, parse_size, set_environment
+from ascend_emulator.chips import chips
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ascend-emulator", description="CANN's shared libraries, computed on the CPU.")
+    commands = parser.add_subparsers(dest="action", required=True)
+    run = commands.add_parser("run", help="run a command with emulated NPUs, its child processes included")
+    run.add_argument("--npus", type=int, default=1, help="how many (default: 1)")
+    run.add_argument("--soc", default=DEFAULT_SOC, help=f"chip: {', '.join(chips())} (default: {DEFAULT_SOC})")
+    run.add_argument("--memory", type=parse_size, help="device memory each, such as 8GiB (default: the chip's, or what this machine can hold)")
+    run.add_argument("--without", default="", metavar="NAMES", help="entry points to take out, separated by commas: calling one then refuses by its name")
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+    commands.add_parser("build", help="compile the libraries if they are not in the cache, and print where they are")
+    coverage = commands.add_parser("coverage", help="what the installed torch_npu can ask for, and what becomes of it")
+    coverage.add_argument("--markdown", action="store_true", help="as a table for the documentation")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        print("ascend-emulator run: no command; write it after --, as in: ascend-emulator run -- vllm serve MODEL", file=sys.stderr)
+        return 2
+    environ = dict(os.environ)
+    line = set_environment(environ, options.npus, options.soc, options.memory)
+    if options.without:
+        environ["ASCEND_EMULATOR_WITHOUT"] = options.without
+    print(line, file=sys.stderr, flush=True)
+    try:
+        os.execvpe(command[0], command, environ)
+    except OSError as error:
+        print(f"ascend-emulator run: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.action == "run":
+            return _run(options)
+        if options.action == "build":
+            print(build.library_dir())
+            return 0
+        from ascend_emulator.coverage import report
+
+        print(report(markdown=options.markdown))
+        return 0
+    except (build.BuildError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

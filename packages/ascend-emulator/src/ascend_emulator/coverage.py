@@ -1,0 +1,82 @@
+"""What becomes of every name that the installed torch_npu can ask for: computed, bookkeeping, or refused by its own name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+from ascend_emulator import build
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    """One CANN name.
+
+    Attributes:
+        name: the C symbol; an aclnn operator's two symbols count as one.
+        state: ``computed``, ``bookkeeping`` or ``refuses``.
+        family: the source file that has it, empty if it refuses.
+        asked: whether the installed torch_npu can ask for it.
+    """
+
+    name: str
+    state: str
+    family: str
+    asked: bool
+
+
+def _registry() -> dict[str, tuple[str, str]]:
+    """Name to (state, family), read in a process of its own: the library wants torch's in the process before it."""
+    script = (
+        "import ctypes, sys\n"
+        "for path in sys.argv[1:]: library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)\n"
+        "library.ascend_emulator_registry.restype = ctypes.c_char_p\n"
+        "print(library.ascend_emulator_registry().decode())"
+    )
+    libraries = build.library_dir()
+    paths = [build.torch_dir() / "lib" / "libtorch_cpu.so", libraries / f"lib{build.CORE}.so"]
+    listing = subprocess.run([sys.executable, "-c", script, *map(str, paths)], check=True, capture_output=True, text=True).stdout
+    return {name: (state, family) for name, state, family in (line.split() for line in listing.splitlines() if line)}
+
+
+def entry_points() -> list[EntryPoint]:
+    """All names, those that torch_npu asks for and any others that the emulator has, sorted."""
+    asked = {build.operator(name) for name in build.wheel_names()}
+    have = _registry()
+    return [
+        EntryPoint(name, *have.get(name, ("refuses", "")), name in asked)
+        for name in sorted(asked | have.keys())
+    ]
+
+
+def _group(name: str) -> str:
+    groups = {"aclnn": "operators (aclnn)", "aclrt": "runtime (aclrt)", "aclmdl": "graphs (aclmdl)", "Hccl": "collectives (Hccl)", "aclprof": "profiling (aclprof)", "aclop": "legacy operators (aclop)"}
+    return next((label for prefix, label in groups.items() if name.startswith(prefix)), "other")
+
+
+def report(markdown: bool = False) -> str:
+    """The table as text: first the sums, then every name that is computed or kept as bookkeeping, by family."""
+    points = [point for point in entry_points() if point.asked]
+    states = ("computed", "bookkeeping", "refuses")
+    counts = Counter((_group(point.name), point.state) for point in points)
+    rows = [[group, *(str(counts[group, state]) for state in states)] for group in sorted({_group(point.name) for point in points})]
+    rows.append(["all", *(str(sum(counts[group, state] for group in {g for g, _ in counts})) for state in states)])
+    lines = _table(["", *states], rows, markdown)
+    families: dict[str, list[str]] = {}
+    for point in points:
+        if point.state != "refuses":
+            families.setdefault(point.family, []).append(point.name)
+    lines.append("")
+    for family, names in sorted(families.items()):
+        lines.append(f"**{family}**: {', '.join(names)}\n" if markdown else f"{family}: {' '.join(names)}")
+    return os.linesep.join(lines)
+
+
+def _table(head: list[str], rows: list[list[str]], markdown: bool) -> list[str]:
+    if markdown:
+        return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return ["  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in [head, *rows]]

@@ -1,0 +1,62 @@
+// The emulated NPUs of this process: how many, which chip, and their memory.
+//
+// A device address is one that the host may hold but not touch: it lies in a PROT_NONE reservation. Kernels reach the bytes at
+// a second mapping, a constant distance away, that only to_kernel() knows. A host read of a device pointer so faults as
+// it does on hardware.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "status.h"
+
+namespace emu {
+
+struct Chip {
+  std::string name = "Ascend910B1";
+  uint64_t memory = 0;  // bytes
+  int64_t l2 = 0;       // bytes
+  int cube_cores = 0;
+  int vector_cores = 0;
+};
+
+class Device {
+ public:
+  Device(int id, uintptr_t base, uint64_t capacity) : id(id), base_(base), capacity_(capacity) { free_[base] = capacity; }
+
+  void* allocate(uint64_t bytes);
+  void release(void* address);
+  uint64_t capacity() const { return capacity_; }
+  uint64_t available();
+  bool owns(const void* address) const {
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    return at >= base_ && at < base_ + capacity_;
+  }
+
+  const int id;  // logical, after ASCEND_RT_VISIBLE_DEVICES
+
+ private:
+  std::mutex mutex_;
+  uintptr_t base_;
+  uint64_t capacity_;
+  uint64_t used_ = 0;
+  std::map<uintptr_t, uint64_t> free_;  // address -> bytes, coalesced
+  std::map<uintptr_t, uint64_t> live_;
+};
+
+const Chip& chip();
+int device_count();
+Device& device(int id);  // throws kInvalidParam
+
+// The calling thread's device; throws kContextNull when none was set.
+int current_device();
+bool has_current_device();
+void set_current_device(int id);
+
+bool is_device(const void* address);
+void* to_kernel(const void* device_address);           // throws if it is not device memory
+void* either(const void* address, bool must_be_device, const char* what);  // kernel view, or the host pointer itself
+
+}  // namespace emu

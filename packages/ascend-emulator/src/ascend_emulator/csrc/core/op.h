@@ -1,0 +1,137 @@
+// How an operator is written: one line, or a few, in C++ types.
+//
+//   OP(aclnnSilu, (Tensor self, Tensor out), { at::silu_out(out, self); })
+//
+// The macro makes both C functions that torch_npu looks up: `aclnnSiluGetWorkspaceSize(const aclTensor*, const aclTensor*, uint64_t*,
+// aclOpExecutor**)`, which records the arguments, and `aclnnSilu(void*, uint64_t, aclOpExecutor*, aclrtStream)`, which computes on the
+// stream. The C parameter list follows from the C++ one (Arg below), so write the parameters in the order of the EXEC_NPU_CMD call sites in
+// Ascend/op-plugin (BSD). An operator's body may throw; torch_npu raises that as a Python exception that names the operator.
+#pragma once
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <tuple>
+
+#include "registry.h"
+#include "stream.h"
+#include "tensor.h"
+
+struct aclOpExecutor {
+  std::function<void()> compute;
+};
+
+namespace emu {
+
+using at::Scalar;
+using at::Tensor;
+using Ints = std::vector<int64_t>;
+using Floats = std::vector<float>;
+using Bools = std::vector<bool>;
+using Tensors = std::vector<Tensor>;
+using Scalars = std::vector<Scalar>;
+using Text = std::string;
+template <class T>
+using Opt = std::optional<T>;
+struct DType { at::ScalarType value; operator at::ScalarType() const { return value; } };
+// An output whose shape the operator finds out: assign() writes the values and reports the shape.
+struct Result {
+  aclTensor* tensor;
+  void assign(const Tensor& value) const;
+};
+
+// Arg<T>: the C type that carries a T, and how to take it out.
+template <class T>
+struct Arg {
+  using C = T;
+  static T get(C value) { return value; }
+};
+template <class T, class Object>
+struct Boxed {
+  using C = const Object*;
+  static T get(C object) {
+    check(object != nullptr, kOpParam, "a required argument is null");
+    return object->value;
+  }
+};
+template <> struct Arg<Tensor> : Boxed<Tensor, aclTensor> {};
+template <> struct Arg<Scalar> : Boxed<Scalar, aclScalar> {};
+template <> struct Arg<Ints> : Boxed<Ints, aclIntArray> {};
+template <> struct Arg<Floats> : Boxed<Floats, aclFloatArray> {};
+template <> struct Arg<Bools> : Boxed<Bools, aclBoolArray> {};
+template <class T>
+struct Arg<Opt<T>> {
+  using C = typename Arg<T>::C;
+  static Opt<T> get(C object) { return object ? Opt<T>(Arg<T>::get(object)) : std::nullopt; }
+};
+template <>
+struct Arg<Tensors> {
+  using C = const aclTensorList*;
+  static Tensors get(C list) {
+    check(list != nullptr, kOpParam, "a required tensor list is null");
+    Tensors out;
+    for (const auto* item : list->items) out.push_back(item ? item->value : Tensor());
+    return out;
+  }
+};
+template <>
+struct Arg<Scalars> {
+  using C = const aclScalarList*;
+  static Scalars get(C list) {
+    check(list != nullptr, kOpParam, "a required scalar list is null");
+    Scalars out;
+    for (const auto* item : list->items) out.push_back(item->value);
+    return out;
+  }
+};
+template <>
+struct Arg<Text> {
+  using C = const char*;
+  static Text get(C text) { return text ? text : ""; }
+};
+template <>
+struct Arg<DType> {
+  using C = int32_t;
+  static DType get(C code) { return {to_scalar_type(code)}; }
+};
+template <>
+struct Arg<Result> {
+  using C = const aclTensor*;
+  static Result get(C tensor) { return {const_cast<aclTensor*>(tensor)}; }
+};
+
+// The two C entry points of one operator.
+template <auto Compute, class Name>
+struct Operator;
+template <class... Params, void (*Compute)(Params...), class Name>
+struct Operator<Compute, Name> {
+  static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
+    *bytes = 0;
+    *executor = nullptr;
+    if (removed(Name::text)) return refuse(Name::text);
+    return guarded(Name::text, [&] {
+      auto held = std::make_tuple(Arg<Params>::get(args)...);
+      *executor = new aclOpExecutor{[held = std::move(held)] { std::apply(Compute, held); }};
+    });
+  }
+};
+
+int launch(const char* name, aclOpExecutor* executor, void* stream);
+
+}  // namespace emu
+
+// dlsym resolves the GetWorkspaceSize symbol to the typed function above through an ifunc, so that no C signature is written twice.
+#define OP(NAME, PARAMS, ...)                                                                          \
+  namespace emu::ops {                                                                                 \
+  struct name_##NAME { static constexpr const char* text = #NAME; };                                   \
+  static void compute_##NAME PARAMS __VA_ARGS__                                                        \
+  static const Registration registration_##NAME{#NAME, State::computed, __FILE__};                     \
+  }                                                                                                    \
+  extern "C" {                                                                                         \
+  static void* resolve_##NAME() {                                                                      \
+    return reinterpret_cast<void*>(&emu::Operator<&emu::ops::compute_##NAME, emu::ops::name_##NAME>::workspace); \
+  }                                                                                                    \
+  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();       \
+  }                                                                                                    \
+  EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) {                            \
+    return emu::launch(#NAME, executor, stream);                                                       \
+  }

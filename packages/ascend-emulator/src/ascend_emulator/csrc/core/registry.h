@@ -1,0 +1,25 @@
+// Every entry point that the emulator has, with one of two states. What torch_npu can ask for and is not
+// registered here gets a generated stub that refuses by its own name (see build.py): there is no fourth state.
+#pragma once
+#include "status.h"
+
+namespace emu {
+
+enum class State { computed, bookkeeping };
+
+struct Registration {
+  Registration(const char* name, State state, const char* file);
+};
+
+// True when the user asked for this entry point to be taken out (ASCEND_EMULATOR_WITHOUT=name,name…).
+bool removed(const char* name);
+
+}  // namespace emu
+
+// A C entry point `int NAME(PARAMS)`. The body may throw emu::Error; it returns nothing.
+#define ACL_API(STATE, NAME, PARAMS, ...)                                             \
+  static const emu::Registration registration_##NAME{#NAME, emu::State::STATE, __FILE__}; \
+  EXPORT int NAME PARAMS {                                                              \
+    if (emu::removed(#NAME)) return emu::refuse(#NAME);                                 \
+    return emu::guarded(#NAME, [&] __VA_ARGS__);                                               \
+  }

@@ -1,0 +1,61 @@
+// Error codes and the message that aclGetRecentErrMsg returns.
+//
+// Codes are the public ones that torch_npu explains in torch_npu/csrc/core/npu/NPUErrorCodes.h (Ascend/pytorch, BSD).
+#pragma once
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace emu {
+
+enum Status : int {
+  kOk = 0,
+  kInvalidParam = 100000,
+  kContextNull = 107002,
+  kRepeatInit = 100002,
+  kUnsupported = 200006,
+  kOutOfMemory = 207001,
+  kOpParam = 161002,
+  kOpFailed = 361001,
+};
+
+// Thrown inside an entry point; turned into its status code and message at the C boundary.
+struct Error : std::runtime_error {
+  Status status;
+  Error(Status s, const std::string& what) : std::runtime_error(what), status(s) {}
+};
+
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+// Stores the calling thread's message and returns the code.
+int fail(Status status, const std::string& message);
+
+// The third state of an entry point: it is not there, and says so by its own name.
+int refuse(const char* name);
+
+// Runs `body`, turning exceptions into a status that names the entry point.
+template <class Body>
+int guarded(const char* name, Body&& body) noexcept {
+  try {
+    body();
+    return kOk;
+  } catch (const Error& e) {
+    return fail(e.status, text(name, ": ", e.what()));
+  } catch (const std::exception& e) {
+    return fail(kOpFailed, text(name, ": ", e.what()));
+  }
+}
+
+template <class... Parts>
+void check(bool ok, Status status, const Parts&... parts) {
+  if (!ok) throw Error(status, text(parts...));
+}
+
+}  // namespace emu

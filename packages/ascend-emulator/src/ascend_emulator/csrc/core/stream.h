@@ -1,0 +1,31 @@
+// Streams and events. A stream runs its tasks in order. This version runs a task where it is submitted, on
+// the submitting thread (torch_npu's task queue already takes operators off the Python thread).
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <functional>
+
+#include "device.h"
+
+namespace emu {
+
+struct Stream {
+  explicit Stream(int device);
+  const int device;
+  const int id;
+
+  // Runs the task in stream order; throws what it throws.
+  template <class Task>
+  void submit(Task&& task) { task(); }
+  void synchronize() {}
+  bool idle() const { return true; }
+};
+
+struct Event {
+  std::atomic<bool> recorded{false};
+  std::chrono::steady_clock::time_point time{};
+};
+
+Stream& stream_of(void* handle);  // null is the current device's default stream
+
+}  // namespace emu

@@ -1,0 +1,118 @@
+#include "tensor.h"
+
+#include <c10/core/InferenceMode.h>
+
+#include "device.h"
+#include "registry.h"
+
+namespace emu {
+
+at::ScalarType to_scalar_type(int32_t acl_type) {
+  switch (acl_type) {
+    case 0: return at::kFloat;
+    case 1: return at::kHalf;
+    case 2: return at::kChar;
+    case 3: return at::kInt;
+    case 4: return at::kByte;
+    case 6: return at::kShort;
+    case 7: return at::kUInt16;
+    case 8: return at::kUInt32;
+    case 9: return at::kLong;
+    case 10: return at::kUInt64;
+    case 11: return at::kDouble;
+    case 12: return at::kBool;
+    case 16: return at::kComplexFloat;
+    case 17: return at::kComplexDouble;
+    case 27: return at::kBFloat16;
+    case 33: return at::kComplexHalf;
+    case 35: return at::kFloat8_e5m2;
+    case 36: return at::kFloat8_e4m3fn;
+  }
+  throw Error(kOpParam, text("aclDataType ", acl_type, " is not emulated"));
+}
+
+namespace {
+
+at::Scalar read_scalar(const void* at, at::ScalarType type) {
+  switch (type) {
+#define READ(NAME) \
+  case at::NAME: return at::Scalar(*static_cast<const c10::impl::ScalarTypeToCPPTypeT<at::NAME>*>(at));
+    READ(kBool) READ(kByte) READ(kChar) READ(kShort) READ(kInt) READ(kLong) READ(kUInt16) READ(kUInt32) READ(kUInt64)
+    READ(kHalf) READ(kBFloat16) READ(kFloat) READ(kDouble) READ(kComplexHalf) READ(kComplexFloat) READ(kComplexDouble)
+#undef READ
+    default: throw Error(kOpParam, text("a scalar of dtype ", type, " is not emulated"));
+  }
+}
+
+// Creation calls return null on failure; torch_npu then passes null on, so the operator names the missing argument.
+template <class Make>
+auto created(const char* name, Make&& make) -> decltype(make()) {
+  decltype(make()) object = nullptr;
+  guarded(name, [&] { object = make(); });
+  return object;
+}
+
+}  // namespace
+}  // namespace emu
+
+#define CREATE(TYPE, NAME, PARAMS, ...)                                                           \
+  static const emu::Registration registration_##NAME{#NAME, emu::State::bookkeeping, __FILE__}; \
+  EXPORT TYPE* NAME PARAMS { return emu::created(#NAME, [&] __VA_ARGS__); }
+
+#define DESTROY(TYPE, NAME)                                                                       \
+  static const emu::Registration registration_##NAME{#NAME, emu::State::bookkeeping, __FILE__}; \
+  EXPORT int NAME(const TYPE* object) {                                                         \
+    delete object;                                                                              \
+    return emu::kOk;                                                                            \
+  }
+
+CREATE(aclTensor, aclCreateTensor,
+       (const int64_t* dims, uint64_t rank, int32_t type, const int64_t* strides, int64_t offset, int32_t format,
+        const int64_t* storage_dims, uint64_t storage_rank, void* data),
+       {
+         // The queue's thread writes to these tensors outside inference mode; one made inside it would refuse that.
+         c10::InferenceMode off(false);
+         auto* tensor = new aclTensor;
+         const auto dtype = emu::to_scalar_type(type);
+         const auto sizes = at::IntArrayRef(dims, rank);
+         char* base = nullptr;
+         if (data) base = static_cast<char*>(emu::to_kernel(data)) + offset * static_cast<int64_t>(c10::elementSize(dtype));
+         const auto options = at::TensorOptions().dtype(dtype);
+         tensor->value = base ? at::from_blob(base, sizes, at::IntArrayRef(strides, rank), options)
+                              : at::empty_strided(sizes, at::IntArrayRef(strides, rank), options);
+         tensor->format = format;
+         tensor->storage_dims.assign(storage_dims, storage_dims + storage_rank);
+         return tensor;
+       })
+CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type), {
+  return new aclScalar{emu::read_scalar(value, emu::to_scalar_type(type))};
+})
+CREATE(aclIntArray, aclCreateIntArray, (const int64_t* value, uint64_t size), { return new aclIntArray{{value, value + size}}; })
+CREATE(aclFloatArray, aclCreateFloatArray, (const float* value, uint64_t size), { return new aclFloatArray{{value, value + size}}; })
+CREATE(aclBoolArray, aclCreateBoolArray, (const bool* value, uint64_t size), { return new aclBoolArray{{value, value + size}}; })
+CREATE(aclTensorList, aclCreateTensorList, (const aclTensor* const* value, uint64_t size), { return new aclTensorList{{value, value + size}}; })
+CREATE(aclScalarList, aclCreateScalarList, (const aclScalar* const* value, uint64_t size), { return new aclScalarList{{value, value + size}}; })
+
+DESTROY(aclTensor, aclDestroyTensor)
+DESTROY(aclScalar, aclDestroyScalar)
+DESTROY(aclIntArray, aclDestroyIntArray)
+DESTROY(aclFloatArray, aclDestroyFloatArray)
+DESTROY(aclBoolArray, aclDestroyBoolArray)
+
+// A list owns its members.
+ACL_API(bookkeeping, aclDestroyTensorList, (const aclTensorList* list), {
+  if (list) for (const auto* item : list->items) delete item;
+  delete list;
+})
+ACL_API(bookkeeping, aclDestroyScalarList, (const aclScalarList* list), {
+  if (list) for (const auto* item : list->items) delete item;
+  delete list;
+})
+
+// The caller frees the array with delete[] (op_plugin's nonzero, unique and masked_select do).
+ACL_API(bookkeeping, aclGetViewShape, (const aclTensor* tensor, int64_t** dims, uint64_t* rank), {
+  const auto shape = tensor->has_result_shape ? at::IntArrayRef(tensor->result_shape) : tensor->value.sizes();
+  *dims = new int64_t[shape.size()];
+  std::copy(shape.begin(), shape.end(), *dims);
+  *rank = shape.size();
+})

@@ -1,0 +1,29 @@
+// The argument objects of aclnn calls. They are opaque to torch_npu, so each simply holds its ATen value; tensors alias device memory
+// through the kernel mapping (device.h). Call forms: op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
+#pragma once
+#include <ATen/ATen.h>
+
+#include "status.h"
+
+struct aclTensor {
+  at::Tensor value;
+  std::vector<int64_t> result_shape;  // what aclGetViewShape answers: data-dependent operators set it
+  bool has_result_shape = false;
+  int32_t format = 2;
+  std::vector<int64_t> storage_dims;
+};
+struct aclScalar { at::Scalar value; };
+struct aclIntArray { std::vector<int64_t> value; };
+struct aclFloatArray { std::vector<float> value; };
+struct aclBoolArray { std::vector<bool> value; };
+struct aclTensorList { std::vector<const aclTensor*> items; };
+struct aclScalarList { std::vector<const aclScalar*> items; };
+
+namespace emu {
+
+// aclDataType, the public enumeration (CANN's API reference, "aclDataType"; torch_npu's CalcuOpUtil.cpp shows the pairs).
+at::ScalarType to_scalar_type(int32_t acl_type);
+
+enum AclFormat : int32_t { kNCHW = 0, kND = 2, kFractalNZ = 29 };
+
+}  // namespace emu

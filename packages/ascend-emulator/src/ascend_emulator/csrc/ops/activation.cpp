@@ -1,0 +1,25 @@
+// Activations and softmax.
+#include "../core/op.h"
+
+#define ACTIVATION(NAME, FUNCTION) OP(aclnn##NAME, (Tensor self, Tensor out), { at::FUNCTION##_out(out, self); })
+
+ACTIVATION(Sigmoid, sigmoid)
+ACTIVATION(Silu, silu)
+ACTIVATION(Tanh, tanh)
+ACTIVATION(Mish, mish)
+ACTIVATION(Hardswish, hardswish)
+ACTIVATION(Hardsigmoid, hardsigmoid)
+OP(aclnnRelu, (Tensor self, Tensor out), { out.copy_(at::relu(self)); })
+OP(aclnnInplaceRelu, (Tensor self), { self.relu_(); })
+OP(aclnnInplaceSigmoid, (Tensor self), { self.sigmoid_(); })
+OP(aclnnInplaceTanh, (Tensor self), { self.tanh_(); })
+OP(aclnnGelu, (Tensor self, Tensor out), { at::gelu_out(out, self, "none"); })
+// 0 none, 1 tanh (op-plugin's GeluOutKernelNpuOpApi.cpp).
+OP(aclnnGeluV2, (Tensor self, int64_t approximate, Tensor out), { at::gelu_out(out, self, approximate ? "tanh" : "none"); })
+// x * sigmoid(1.702 x): torch_npu's documentation of npu_fast_gelu.
+OP(aclnnFastGelu, (Tensor self, Tensor out), { out.copy_(self * at::sigmoid(self * 1.702)); })
+OP(aclnnSoftplus, (Tensor self, Scalar beta, Scalar threshold, Tensor out), { at::softplus_out(out, self, beta, threshold); })
+OP(aclnnElu, (Tensor self, Scalar alpha, Scalar scale, Scalar input_scale, Tensor out), { at::elu_out(out, self, alpha, scale, input_scale); })
+OP(aclnnLeakyRelu, (Tensor self, Scalar slope, Tensor out), { at::leaky_relu_out(out, self, slope); })
+OP(aclnnSoftmax, (Tensor self, int64_t dim, Tensor out), { at::softmax_out(out, self, dim, out.scalar_type()); })
+OP(aclnnLogSoftmax, (Tensor self, int64_t dim, Tensor out), { at::log_softmax_out(out, self, dim, out.scalar_type()); })

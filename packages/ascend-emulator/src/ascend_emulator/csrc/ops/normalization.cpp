@@ -1,0 +1,54 @@
+// Normalizations. Sums are taken in float32, as torch_npu's documentation of npu_rms_norm has it for half types.
+#include <ATen/Parallel.h>
+
+#include "../core/op.h"
+
+namespace {
+
+using at::Tensor;
+
+template <class T>
+void rms_norm_rows(const T* x, const T* gamma, T* y, float* rstd, int64_t rows, int64_t width, float epsilon) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / width), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const T* in = x + row * width;
+      T* out = y + row * width;
+      float sum = 0;
+      for (int64_t i = 0; i < width; ++i) sum += float(in[i]) * float(in[i]);
+      const float scale = 1.0f / std::sqrt(sum / width + epsilon);
+      for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(float(in[i]) * scale * float(gamma[i]));
+      if (rstd) rstd[row] = scale;
+    }
+  });
+}
+
+// y = x / rms(x) * gamma over gamma's dimensions, the last ones of x; rstd may be undefined.
+void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, const Tensor& rstd) {
+  const int64_t width = gamma.numel();
+  emu::check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), emu::kOpParam, "gamma has shape ",
+             gamma.sizes(), ", which is not the end of x's ", x.sizes());
+  emu::check(gamma.scalar_type() == x.scalar_type(), emu::kOpParam, "gamma is ", gamma.scalar_type(), " and x ", x.scalar_type(),
+             "; they must be the same");
+  const auto input = x.contiguous(), weight = gamma.contiguous();
+  auto output = y.is_contiguous() ? y : at::empty_like(input);
+  float* scales = rstd.defined() ? rstd.data_ptr<float>() : nullptr;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "rms_norm", [&] {
+    rms_norm_rows(input.const_data_ptr<scalar_t>(), weight.const_data_ptr<scalar_t>(), output.mutable_data_ptr<scalar_t>(), scales,
+                  input.numel() / width, width, static_cast<float>(epsilon));
+  });
+  if (!output.is_same(y)) y.copy_(output);
+}
+
+}  // namespace
+
+OP(aclnnRmsNorm, (Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd), { rms_norm(x, gamma, epsilon, y, rstd); })
+OP(aclnnAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor y, Tensor rstd, Tensor sum), {
+  at::add_out(sum, a, b);
+  rms_norm(sum, gamma, epsilon, y, rstd);
+})
+OP(aclnnLayerNorm, (Tensor x, Ints shape, Opt<Tensor> weight, Opt<Tensor> bias, double epsilon, Tensor y, Opt<Tensor> mean, Opt<Tensor> rstd), {
+  const auto [out, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);
+  y.copy_(out);
+  if (mean) mean->copy_(m);
+  if (rstd) rstd->copy_(r);
+})

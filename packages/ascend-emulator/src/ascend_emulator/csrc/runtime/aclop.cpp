@@ -1,0 +1,57 @@
+// The legacy graph-operator path. torch_npu takes it when an operator's jit-compilation is on or its aclnn symbol is missing; here the
+// first is reported as off, the second cannot be, and executing one always refuses by the operator's name. What torch_npu builds
+// beforehand (descriptions, attributes, buffers) is bookkeeping that nobody reads. Call sites: torch_npu/csrc/framework/OpParamMaker.cpp (BSD).
+#include <cstring>
+
+#include "../core/registry.h"
+
+using namespace emu;
+
+namespace {
+struct Opaque {};
+
+int refuse_aclop(const char* op_type) {
+  return fail(kUnsupported, text("the legacy graph operator '", op_type, "' (aclopCompileAndExecute) is never emulated; "
+                                 "torch_npu reaches it only where it has no aclnn operator for this call"));
+}
+}  // namespace
+
+// Compile options: jit-compile (ACL_OP_JIT_COMPILE) reads "disable"; so does everything else that is asked for.
+ACL_API(bookkeeping, aclSetCompileopt, (int32_t, const char*), {})
+EXPORT size_t aclGetCompileoptSize(int32_t) { return sizeof("disable"); }
+static const Registration registration_aclGetCompileoptSize{"aclGetCompileoptSize", State::bookkeeping, __FILE__};
+ACL_API(bookkeeping, aclGetCompileopt, (int32_t, char* value, size_t length), {
+  check(length >= sizeof("disable"), kInvalidParam, "no room for the value");
+  std::strcpy(value, "disable");
+})
+
+EXPORT int aclopCompileAndExecute(const char* op_type, ...) { return refuse_aclop(op_type); }
+EXPORT int aclopCompileAndExecuteV2(const char* op_type, ...) { return refuse_aclop(op_type); }
+
+#define MAKE(NAME)                                                                  \
+  static const Registration registration_##NAME{#NAME, State::bookkeeping, __FILE__}; \
+  EXPORT void* NAME() { return new Opaque; }
+#define DROP(NAME)                                                                  \
+  static const Registration registration_##NAME{#NAME, State::bookkeeping, __FILE__}; \
+  EXPORT void NAME(const void* object) { delete static_cast<const Opaque*>(object); }
+#define IGNORE(NAME) ACL_API(bookkeeping, NAME, (), {})
+
+MAKE(aclopCreateAttr)
+DROP(aclopDestroyAttr)
+MAKE(aclCreateDataBuffer)
+ACL_API(bookkeeping, aclDestroyDataBuffer, (const void* buffer), { delete static_cast<const Opaque*>(buffer); })
+MAKE(aclCreateTensorDesc)
+DROP(aclDestroyTensorDesc)
+IGNORE(aclSetTensorDescName)
+IGNORE(aclSetTensorFormat)
+IGNORE(aclSetTensorPlaceMent)
+IGNORE(aclSetTensorShape)
+IGNORE(aclopSetAttrBool)
+IGNORE(aclopSetAttrDataType)
+IGNORE(aclopSetAttrFloat)
+IGNORE(aclopSetAttrInt)
+IGNORE(aclopSetAttrListBool)
+IGNORE(aclopSetAttrListFloat)
+IGNORE(aclopSetAttrListInt)
+IGNORE(aclopSetAttrListListInt)
+IGNORE(aclopSetAttrString)

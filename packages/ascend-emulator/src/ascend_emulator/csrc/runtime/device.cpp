@@ -1,0 +1,84 @@
+// aclInit and the device, context and version calls. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp and
+// NPUFunctions.cpp (Ascend/pytorch, BSD), CANN's public API reference "AscendCL".
+#include "../core/device.h"
+
+#include <unistd.h>
+
+#include <cstring>
+
+#include "../core/registry.h"
+#include "../core/stream.h"
+
+using namespace emu;
+
+ACL_API(bookkeeping, aclInit, (const char*), {})
+ACL_API(bookkeeping, aclFinalize, (), {})
+ACL_API(bookkeeping, aclrtGetDeviceCount, (uint32_t* count), { *count = device_count(); })
+ACL_API(bookkeeping, aclrtSetDevice, (int32_t id), { set_current_device(id); })
+ACL_API(bookkeeping, aclrtResetDevice, (int32_t id), { device(id); })
+ACL_API(bookkeeping, aclrtGetDevice, (int32_t* id), { *id = current_device(); })
+ACL_API(bookkeeping, aclrtGetLogicDevIdByUserDevId, (int32_t user, int32_t* logical), { *logical = user; })
+// A context is its device here: one primary context each.
+ACL_API(bookkeeping, aclrtGetCurrentContext, (void** context), { *context = &device(current_device()); })
+ACL_API(bookkeeping, aclrtSetCurrentContext, (void* context), {
+  check(context != nullptr, kInvalidParam, "the context is null");
+  set_current_device(static_cast<Device*>(context)->id);
+})
+ACL_API(bookkeeping, aclrtGetPrimaryCtxState, (int32_t id, uint32_t* flags, int32_t* active), {
+  device(id);
+  if (flags) *flags = 0;
+  *active = 1;
+})
+ACL_API(bookkeeping, aclrtDeviceCanAccessPeer, (int32_t* can, int32_t, int32_t), { *can = 1; })
+ACL_API(bookkeeping, aclrtDeviceEnablePeerAccess, (int32_t, uint32_t), {})
+ACL_API(bookkeeping, aclrtDeviceGetBareTgid, (int32_t* pid), { *pid = getpid(); })
+ACL_API(bookkeeping, aclrtSetDeviceSatMode, (int32_t), {})
+ACL_API(bookkeeping, aclrtSetOpWaitTimeout, (uint32_t), {})
+ACL_API(bookkeeping, aclrtSetOpExecuteTimeOut, (uint32_t), {})
+ACL_API(bookkeeping, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, uint64_t* actual), { if (actual) *actual = timeout; })
+
+// System parameters (such as the determinism level) read back what was set; an unset one reads 0.
+namespace {
+std::mutex parameters_mutex;
+std::map<int32_t, int64_t> parameters;
+void set_parameter(int32_t option, int64_t value) {
+  std::lock_guard lock(parameters_mutex);
+  parameters[option] = value;
+}
+}  // namespace
+ACL_API(bookkeeping, aclrtSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
+ACL_API(bookkeeping, aclrtCtxSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
+ACL_API(bookkeeping, aclrtGetSysParamOpt, (int32_t option, int64_t* value), {
+  std::lock_guard lock(parameters_mutex);
+  *value = parameters[option];
+})
+
+// aclDeviceInfo: 0 cube (AI) cores, 1 vector cores, 2 bytes of L2 (torch_npu's NPUFunctions.cpp asks for these by name).
+ACL_API(bookkeeping, aclGetDeviceCapability, (uint32_t id, int32_t what, int64_t* value), {
+  device(static_cast<int>(id));
+  const int64_t known[] = {chip().cube_cores, chip().vector_cores, chip().l2};
+  check(what >= 0 && what < 3, kInvalidParam, "capability ", what, " is not emulated");
+  *value = known[what];
+})
+// Sixteen bytes, different for each NPU.
+ACL_API(bookkeeping, aclrtDeviceGetUuid, (int32_t id, char* uuid), {
+  std::memcpy(uuid, "ascend-emulator", 16);
+  uuid[15] = static_cast<char>(device(id).id);
+})
+ACL_API(bookkeeping, aclrtGetDeviceUtilizationRate, (int32_t id, void* rates), {
+  device(id);
+  std::memset(rates, 0, 4 * sizeof(int32_t));  // cube, vector, AI CPU, memory: in percent
+})
+
+// Errors are reported by the call that fails, so none stays behind.
+ACL_API(bookkeeping, aclrtGetLastError, (int32_t), {})
+ACL_API(bookkeeping, aclrtPeekAtLastError, (int32_t), {})
+
+EXPORT const char* aclrtGetSocName() { return chip().name.c_str(); }
+static const Registration registration_aclrtGetSocName{"aclrtGetSocName", State::bookkeeping, __FILE__};
+
+// The one attribute that torch_npu asks for is whether infinities and NaNs are kept (ACL_CANN_ATTR_INF_NAN): they are.
+ACL_API(bookkeeping, aclGetCannAttribute, (int32_t, int32_t* value), { *value = 1; })
+
+// A version is a zero-terminated text of at most 128 bytes behind which the layout is private.
+ACL_API(bookkeeping, aclsysGetVersionStr, (const char*, char* version), { std::strcpy(version, CANN_VERSION); })

@@ -1,0 +1,30 @@
+"""pytest on emulated NPUs: ``pytest --npus 2``, or ``ascend_emulator_npus = 1`` in the configuration file.
+
+Nothing is emulated unless one of the two asks for it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options, on the command line and in the configuration file."""
+    group = parser.getgroup("ascend-emulator")
+    group.addoption("--npus", type=int, default=None, help="run the tests with this many emulated NPUs")
+    group.addoption("--soc", default=None, help="chip of the emulated NPUs")
+    group.addoption("--npu-memory", default=None, help="device memory of each emulated NPU, such as 2GiB")
+    parser.addini("ascend_emulator_npus", "emulated NPUs to run the tests with", default="0")
+    parser.addini("ascend_emulator_memory", "device memory of each emulated NPU", default="")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Activate before any conftest or test module can import torch."""
+    from ascend_emulator.activation import DEFAULT_SOC, activate, parse_size
+
+    chosen = early_config.known_args_namespace
+    npus = chosen.npus if chosen.npus is not None else int(early_config.getini("ascend_emulator_npus"))
+    if npus:
+        memory = chosen.npu_memory or early_config.getini("ascend_emulator_memory")
+        activate(npus, chosen.soc or DEFAULT_SOC, parse_size(memory) if memory else None)

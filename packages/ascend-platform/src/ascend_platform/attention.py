@@ -1,0 +1,229 @@
+"""The built-in attention: plain PyTorch over the paged cache, so that the platform serves without another wheel.
+
+Dense causal attention (multi-head, grouped-query, multi-query) for prefill, chunked prefill, prefix-cache hits and
+decode in one batch. It gathers keys and values out of the pages and computes in float32; ascend-attention's fused
+kernel is what to use when speed matters.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from ascend_platform.kv_cache import LAYOUT, PagedKV
+
+ELEMENTS_AT_ONCE = 1 << 24
+"""Bound on the scores, and on the gathered keys, that one step of the computation holds (64 MiB in float32)."""
+
+
+class PagedAttentionBackend(AttentionBackend):
+    """What vLLM asks about the built-in attention (``vllm/v1/attention/backend.py``)."""
+
+    supported_dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    supported_kv_cache_dtypes = ["auto", "bfloat16", "float16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # a member of AttentionBackendEnum, which Attention.__init__ looks the name up in
+
+    @staticmethod
+    def get_impl_cls() -> type["PagedAttentionImpl"]:
+        return PagedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["PagedAttentionMetadataBuilder"]:
+        return PagedAttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return 128  # as the fused kernel has it, so that prefix-cache hits do not depend on the backend
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (LAYOUT,)
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+@dataclass
+class PagedAttentionMetadata(AttentionMetadata):
+    """One step's batch. Requests of one token come first (``reorder_batch_threshold``).
+
+    query_start: where each request's tokens begin, on the host, one entry more than requests.
+    kv_lens: tokens of each request in the cache once this step's are written, on the host.
+    block_table: int32 ``[requests, blocks]``.
+    slot_mapping: int64 ``[tokens]``, each new token's place in the cache.
+    singles: how many leading requests have one token.
+    hidden: bool ``[singles, blocks * block_size]`` of as many blocks as the longest needs, True behind a request's end.
+    """
+
+    query_start: list[int]
+    kv_lens: list[int]
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    singles: int
+    hidden: torch.Tensor
+
+
+class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedAttentionMetadata:
+        """Lay out one step, on the host, without waiting for the device.
+
+        ``seq_lens_cpu_upper_bound`` is exact wherever no draft tokens are in flight (CommonAttentionMetadata's own
+        note), and the platform refuses speculative decoding.
+        """
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError("the built-in attention of ascend-platform is causal only")
+        query_start = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        kv_lens = common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist()
+        singles = next(
+            (i for i, (a, b) in enumerate(zip(query_start, query_start[1:], strict=False)) if b - a != 1), len(kv_lens)
+        )
+        size = self.kv_cache_spec.block_size
+        longest = -(-max(kv_lens[:singles], default=0) // size) * size
+        places = torch.arange(longest, dtype=torch.int32, device=self.device)
+        return PagedAttentionMetadata(
+            query_start=query_start,
+            kv_lens=kv_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping[: query_start[-1]],
+            singles=singles,
+            hidden=places >= common.seq_lens[:singles].unsqueeze(1),
+        )
+
+
+class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
+    """See AttentionImpl in ``vllm/v1/attention/backend.py`` for the constructor's arguments.
+
+    Raises:
+        NotImplementedError: ALiBi, sliding window, soft cap, sinks, quantized cache, or other than decoder attention.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ) -> None:
+        asked = {
+            "ALiBi": alibi_slopes,
+            "a sliding window": sliding_window,
+            "a logits soft cap": logits_soft_cap,
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            **{name: value is not None for name, value in extra.items()},
+        }
+        if refused := [name for name, value in asked.items() if value]:
+            raise NotImplementedError(
+                f"the model needs {', '.join(refused)}; the built-in attention of ascend-platform has dense causal "
+                "decoder attention only"
+            )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.writes_cache = kv_sharing_target_layer_name is None
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: PagedKV,
+        attn_metadata: PagedAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write this step's keys and values into their pages and attend.
+
+        Args:
+            query: ``[tokens, heads, head_size]``; output has its shape and is written.
+            key, value: ``[tokens, kv_heads, head_size]``.
+            attn_metadata: None while vLLM profiles memory, when there is no cache; the output is then zero.
+        """
+        if attn_metadata is None:
+            return output.zero_()
+        meta, tokens = attn_metadata, attn_metadata.query_start[-1]
+        if self.writes_cache:
+            for pages, new in ((kv_cache.key, key), (kv_cache.value, value)):
+                pages.view(-1, *pages.shape[2:])[meta.slot_mapping] = new[:tokens]
+        if meta.singles:
+            self._decode(query, kv_cache, meta, output)
+        for request in range(meta.singles, len(meta.kv_lens)):
+            self._prefill(request, query, kv_cache, meta, output)
+        return output
+
+    def _decode(self, query: torch.Tensor, cache: PagedKV, meta: PagedAttentionMetadata, output: torch.Tensor) -> None:
+        """All requests of one token together, each padded to the longest; in groups when the pages are many."""
+        length = meta.hidden.shape[1]
+        blocks = length // cache.key.shape[1]
+        group = max(1, ELEMENTS_AT_ONCE // (length * cache.key.shape[2] * self.head_size))
+        for first in range(0, meta.singles, group):
+            rows = slice(first, min(first + group, meta.singles))
+            keys, values = (pages[meta.block_table[rows, :blocks]].flatten(1, 2) for pages in cache)
+            hidden = meta.hidden[rows]
+            values = values.masked_fill(hidden[:, :, None, None], 0)  # pages may hold a former owner's NaN
+            output[rows] = self._attend(query[rows].unsqueeze(1), keys, values, hidden.unsqueeze(1)).squeeze(1)
+
+    def _prefill(
+        self, request: int, query: torch.Tensor, cache: PagedKV, meta: PagedAttentionMetadata, output: torch.Tensor
+    ) -> None:
+        """One request of several tokens, in chunks of its tokens that keep the scores small."""
+        start, end, length = meta.query_start[request], meta.query_start[request + 1], meta.kv_lens[request]
+        if start == end:
+            return
+        blocks = -(-length // cache.key.shape[1])
+        keys, values = (pages[meta.block_table[request, :blocks]].flatten(0, 1)[None, :length] for pages in cache)
+        chunk = max(1, ELEMENTS_AT_ONCE // (length * self.num_heads))
+        places = torch.arange(length, device=query.device)
+        for first in range(start, end, chunk):
+            rows = slice(first, min(first + chunk, end))
+            seen = length - end + rows.stop  # keys that the chunk's last token may see
+            hidden = places[:seen] > places[seen - (rows.stop - first) : seen].unsqueeze(1)
+            output[rows] = self._attend(query[rows][None], keys[:, :seen], values[:, :seen], hidden[None])[0]
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """softmax(scale * q k^T) v with query ``[requests, tokens, heads, head_size]``, keys and values
+        ``[requests, length, kv_heads, head_size]`` and hidden bool ``[requests, tokens, length]``."""
+        requests, tokens, heads, width = query.shape
+        kv_heads, length = keys.shape[2], keys.shape[1]
+        # the query heads that share a key head become rows of one product
+        rows = query.float().view(requests, tokens, kv_heads, -1, width).permute(0, 2, 3, 1, 4)
+        scores = rows.reshape(requests, kv_heads, -1, width) @ keys.float().permute(0, 2, 3, 1)
+        scores = scores.mul_(self.scale).view(requests, heads, tokens, length)
+        weights = scores.masked_fill_(hidden.unsqueeze(1), float("-inf")).softmax(dim=-1)
+        attended = weights.view(requests, kv_heads, -1, length) @ values.float().transpose(1, 2)
+        return attended.view(requests, heads, tokens, -1).transpose(1, 2).to(query.dtype)

@@ -1,0 +1,195 @@
+"""The one module of ascend-platform that its sibling wheels may import.
+
+A sibling's ``register()`` calls :func:`join`; its set-up function calls :func:`offer`. Everything here is cheap and
+imports neither torch nor vLLM, because vLLM calls ``register()`` in every process, in no particular order and perhaps
+twice (``vllm/plugins/__init__.py``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from packaging.requirements import Requirement
+
+# vLLM's log handler hangs on the logger called "vllm" (vllm/logger.py); a logger below it shows its lines.
+logger = logging.getLogger("vllm.ascend")
+
+COMPONENTS = {
+    "ascend-platform": "ascend",
+    "ascend-attention": "ascend_attention",
+    "ascend-communicator": "ascend_communicator",
+    "ascend-kv-connector": "ascend_kv_connector",
+    "ascend-model-loader": "ascend_model_loader",
+    "ascend-patches": "ascend_patches",
+}
+"""Distribution name to entry-point name, in the order of the summary line. VLLM_PLUGINS filters by the latter."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The NPU of this process. ``memory`` is in bytes."""
+
+    name: str
+    memory: int
+    cube_cores: int
+    vector_cores: int
+
+
+_states: dict[str, str] = {}
+_offers: dict[str, str] = {}
+_options: dict[str, dict[str, object]] = {}
+_given: dict[str, dict[str, object]] = {}
+
+
+def join(
+    distribution: str,
+    entry_point: str,
+    setup: Callable[[], None] | None = None,
+    *,
+    note: str = "",
+    options: Mapping[str, object] | None = None,
+) -> None:
+    """Bring a component in, or let it stand aside when what it requires is not what is installed.
+
+    Never raises; a second call does nothing.
+
+    Args:
+        distribution: the wheel's name, whose ``Requires-Dist`` metadata is compared with what is installed.
+        entry_point: the name of its entry point, which is what VLLM_PLUGINS filters by.
+        setup: called once if the requirements hold; it must not import torch or vLLM.
+        note: shown in the summary line.
+        options: the keys, with defaults, that ``--additional-config '{"ascend": {<name>: {...}}}'`` may set, where
+            ``<name>`` is the entry point's name without ``ascend_``.
+    """
+    if distribution in _states:
+        return
+    try:
+        reason = unmet(distribution)
+        if not reason:
+            _options[_namespace(entry_point)] = dict(options or {})
+            if setup:
+                setup()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        _states[distribution] = f"standing aside: {reason}"
+        logger.warning("%s %s is standing aside: %s", distribution, version(distribution), reason)
+    else:
+        _states[distribution] = f"active ({note})" if note else "active"
+
+
+def unmet(distribution: str) -> str:
+    """The first requirement of an installed wheel that does not hold, as one sentence with what to do; "" if all hold.
+
+    The environment variable VLLM_VERSION replaces vLLM's version, for people who run an edited vLLM.
+    """
+    try:
+        declared = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""  # a source tree that is not installed declares nothing
+    for requirement in map(Requirement, declared):
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        wanted = f"{requirement.name}{requirement.specifier}"
+        found = version(requirement.name)
+        if not found:
+            return f"it needs {wanted}, which is not installed; run: pip install '{wanted}'"
+        if not requirement.specifier.contains(found, prereleases=True):
+            return f"it needs {wanted} and found {found}; run: pip install '{wanted}'"
+    return ""
+
+
+def version(distribution: str) -> str:
+    """The installed version of a distribution, or "" when it is not installed."""
+    if distribution == "vllm" and (override := os.environ.get("VLLM_VERSION")):
+        return override
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def offer(slot: str, implementation: str) -> None:
+    """Offer the class of this qualified name for a slot of the platform, for example ``attention.dense``.
+
+    Raises:
+        ValueError: another implementation has been offered for the slot.
+    """
+    if _offers.setdefault(slot, implementation) != implementation:
+        raise ValueError(f"slot {slot} is taken by {_offers[slot]}; {implementation} cannot have it too")
+
+
+def offered(slot: str) -> str | None:
+    """The qualified name offered for a slot, or None."""
+    return _offers.get(slot)
+
+
+def state(distribution: str) -> str:
+    """What the summary line says of a component: active, off, not installed or standing aside, and why."""
+    if distribution in _states:
+        return _states[distribution]
+    if not version(distribution):
+        return "not installed"
+    allowed, name = os.environ.get("VLLM_PLUGINS"), COMPONENTS[distribution]
+    if allowed is not None and name not in allowed.split(","):
+        if name in map(str.strip, allowed.split(",")):
+            return "off (VLLM_PLUGINS has a space next to its name, which vLLM takes as part of it)"
+        return "off (filtered out by VLLM_PLUGINS)"
+    return "not loaded"
+
+
+def summary(attention: str) -> str:
+    """One line naming every component, its version and state, which attention serves, and the versions below."""
+    parts = [
+        " ".join(filter(None, (name.removeprefix("ascend-"), version(name), state(name)))) for name in COMPONENTS
+    ]
+    below = ", ".join(f"{name} {version(name)}" for name in ("vllm", "torch", "torch-npu"))
+    return " | ".join(["vllm-ascend-all", *parts, f"attention: {attention}", below])
+
+
+def configure(additional_config: object) -> None:
+    """Take and check the ``ascend`` part of vLLM's ``--additional-config``.
+
+    Raises:
+        ValueError: an unknown name or key, with the nearest known one.
+    """
+    given = additional_config.get("ascend", {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f'additional_config "ascend" must be an object, not {given!r}')
+    for namespace, values in given.items():
+        _check_known("ascend", namespace, _options)
+        if not isinstance(values, Mapping):
+            raise ValueError(f'additional_config "ascend.{namespace}" must be an object, not {values!r}')
+        for key in values:
+            _check_known(f"ascend.{namespace}", key, _options[namespace])
+    _given.clear()
+    _given.update({namespace: dict(values) for namespace, values in given.items()})
+
+
+def config(namespace: str) -> dict[str, object]:
+    """The options of a component, given ones over defaults. ``namespace`` is its name without ``ascend-``."""
+    return _options.get(namespace, {}) | _given.get(namespace, {})
+
+
+def chip() -> Chip:
+    """The NPU that this process uses. Opens the device's context, so call it in a worker only."""
+    import torch
+
+    properties = torch.npu.get_device_properties(torch.npu.current_device())
+    return Chip(properties.name, properties.total_memory, properties.cube_core_num, properties.vector_core_num)
+
+
+def _namespace(entry_point: str) -> str:
+    return entry_point.removeprefix("ascend_")
+
+
+def _check_known(where: str, key: str, known: Mapping[str, object]) -> None:
+    if key not in known:
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known)) or 'none'}"
+        raise ValueError(f"additional_config {where!r} has no key {key!r}{hint}")

@@ -1,0 +1,62 @@
+"""PyTorch in place of the Triton kernels that vLLM's V1 runner launches.
+
+They are called with the kernels' own arguments (``vllm/triton_utils/dispatcher.py``), queue operators on the device
+and never wait for it.
+"""
+
+import functools
+
+import torch
+
+
+def compute_slot_mapping(
+    num_tokens: int,
+    max_num_tokens: int,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    block_table_stride: int,
+    slot_mapping: torch.Tensor,
+    KV_CACHE_BLOCK_SIZE: int,
+    TOTAL_CP_WORLD_SIZE: int,
+    TOTAL_CP_RANK: int,
+    CP_KV_CACHE_INTERLEAVE_SIZE: int,
+    PAD_ID: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Write each token's place in the paged cache: ``block * block_size + offset``, and PAD_ID behind the last token.
+
+    Replaces ``vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel``.
+
+    Args:
+        num_tokens, max_num_tokens: tokens of this step, and the length of ``slot_mapping``.
+        query_start_loc: int32 ``[requests + 1]``, where each request's tokens begin.
+        positions: int64 ``[num_tokens]``, each token's position in its request.
+        block_table: int32 ``[max_requests, block_table_stride]``, each request's blocks.
+        slot_mapping: int64 ``[max_num_tokens]``, written.
+
+    Raises:
+        NotImplementedError: context parallelism, where a rank holds only some of a request's tokens.
+    """
+    if TOTAL_CP_WORLD_SIZE != 1:
+        raise NotImplementedError("context parallelism is not supported by this version of ascend-platform")
+    requests = query_start_loc.shape[0] - 1
+    blocks = positions // KV_CACHE_BLOCK_SIZE
+    if num_tokens == requests:  # one token each (vLLM schedules no empty request): the decode step
+        numbers = block_table[:requests].gather(1, blocks.unsqueeze(1)).squeeze(1)
+    else:
+        tokens = _arange(max_num_tokens, positions.device)[:num_tokens]
+        owners = torch.bucketize(tokens, query_start_loc[1:], right=True)
+        numbers = block_table.view(-1).index_select(0, torch.add(blocks, owners, alpha=block_table_stride))
+    # block * size + position % size, written as position + (block - position // size) * size
+    torch.add(positions, numbers - blocks, alpha=KV_CACHE_BLOCK_SIZE, out=slot_mapping[:num_tokens])
+    slot_mapping[num_tokens:].fill_(PAD_ID)
+
+
+@functools.lru_cache(maxsize=4)
+def _arange(length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.int32, device=device)
+
+
+OVERRIDES = {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": compute_slot_mapping}
+"""Kernel name to replacement, as ``vllm.triton_utils.dispatcher.register_kernels`` takes them."""

@@ -1,0 +1,68 @@
+"""The paged KV cache as CANN's kernels want it: keys and values in two contiguous tensors per layer.
+
+vLLM 0.32 makes one backing allocation and views each layer as ``[blocks, kv_heads, block_size, K|V]``
+(``vllm/v1/worker/utils.py``, ``allocate_kv_cache``). In the layout LBNHC one layer is one contiguous region, so its
+first half can serve as keys and its second half as values: same bytes, same block numbers, another order inside.
+Whatever needs the address of a block (attention, copies of blocks, later connectors and offloading) starts from
+:class:`PagedKV`; a block of one layer is two contiguous runs, ``key[block]`` and ``value[block]``.
+"""
+
+from typing import NamedTuple
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, iter_layer_specs
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+LAYOUT = KVCacheLayout.LBNHC
+"""The layout in which a layer is contiguous; both attention backends ask vLLM for it."""
+
+
+class PagedKV(NamedTuple):
+    """Keys and values of one layer.
+
+    key: ``[blocks, block_size, kv_heads, head_size]``, contiguous.
+    value: ``[blocks, block_size, kv_heads, head_size_v]``, contiguous.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def take_apart(cache: torch.Tensor, head_size: int) -> PagedKV:
+    """Reinterpret one layer's region as keys and values, without a copy.
+
+    Args:
+        cache: vLLM's view ``[blocks, kv_heads, block_size, head_size + head_size_v]`` in layout LBNHC.
+        head_size: elements of a key per head.
+
+    Raises:
+        ValueError: the region is not contiguous (another layout, or padded pages).
+    """
+    blocks, heads, block_size, width = cache.shape
+    region = cache.transpose(1, 2)
+    if not region.is_contiguous():
+        raise ValueError(
+            f"the KV cache of a layer is not contiguous (shape {tuple(cache.shape)}, strides {cache.stride()}); "
+            f"unset VLLM_KV_CACHE_LAYOUT or set it to {LAYOUT.name}"
+        )
+    key, value = region.view(-1).split([blocks * block_size * heads * w for w in (head_size, width - head_size)])
+    return PagedKV(
+        key.view(blocks, block_size, heads, head_size), value.view(blocks, block_size, heads, width - head_size)
+    )
+
+
+def check(config: KVCacheConfig) -> None:
+    """Refuse the caches that cannot be taken apart.
+
+    Groups overlay each other in memory, and a block belongs to one group at a time; with keys and values apart that
+    holds only while all groups cut a block's bytes the same way. This version takes one group.
+
+    Raises:
+        NotImplementedError: a state cache, a compressed or quantized cache, or several cache groups.
+    """
+    kinds = sorted({type(spec).__name__ for group in config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)})
+    if len(config.kv_cache_groups) > 1 or any(kind != FullAttentionSpec.__name__ for kind in kinds):
+        raise NotImplementedError(
+            f"this version of ascend-platform keeps one group of full-attention KV caches; the model asks for "
+            f"{len(config.kv_cache_groups)} of kind {', '.join(kinds)}"
+        )

@@ -1,0 +1,52 @@
+"""vLLM's V1 model runner on the NPU."""
+
+from contextlib import AbstractContextManager
+from types import ModuleType
+
+import torch
+from vllm.distributed import parallel_state
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from ascend_platform import kv_cache
+
+STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
+
+
+def _view(module: ModuleType, **replaced: object) -> ModuleType:
+    """A module with the contents of another, some names replaced; names that appear there later are found too."""
+    view = ModuleType(module.__name__)
+    view.__dict__.update(module.__dict__, __getattr__=lambda name: getattr(module, name), **replaced)
+    return view
+
+
+# The V1 runner writes torch.cuda.Stream, Event, stream and current_stream in its own text, in __init__ and in every
+# step (gpu_model_runner.py:276-298, 745-753). torch.cuda itself stays as it is: only these modules see torch.npu's.
+_torch = _view(torch, cuda=_view(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES}))
+gpu_model_runner.torch = _torch
+parallel_state.torch = _torch
+
+
+class NPUModelRunner(GPUModelRunner):
+    """GPUModelRunner with keys and values in tensors of their own."""
+
+    def initialize_kv_cache_tensors(
+        self,
+        kv_cache_config: KVCacheConfig,
+        kernel_block_sizes: list[int],
+        kv_cache_allocation_context: AbstractContextManager | None = None,
+    ) -> dict[str, kv_cache.PagedKV]:
+        """Allocate as vLLM does, then give every layer its :class:`~ascend_platform.kv_cache.PagedKV`.
+
+        ``self.kv_caches``, from which the runner copies blocks (``copy_kv_cache_blocks_inplace``), holds the keys and
+        the values of each layer as two caches, both addressed by vLLM's block numbers.
+        """
+        kv_cache.check(kv_cache_config)
+        caches = super().initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes, kv_cache_allocation_context)
+        layers = self.compilation_config.static_forward_context
+        pages = {name: kv_cache.take_apart(layers[name].kv_cache, layers[name].head_size) for name in caches}
+        for name, layer_pages in pages.items():
+            layers[name].bind_kv_cache(layer_pages)
+        self.kv_caches[:] = [tensor for layer_pages in pages.values() for tensor in layer_pages]
+        return pages

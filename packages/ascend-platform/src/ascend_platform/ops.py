@@ -1,0 +1,94 @@
+"""vLLM's layers on the NPU's fused operators. Importing this module registers them.
+
+Normalization goes through vLLM's IR (``vllm/ir/op.py``), the others through ``CustomOp.register_oot``
+(``vllm/model_executor/custom_op.py``). The operators' shapes, dtypes and limits are those of
+``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch_npu
+from vllm import ir
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
+    """npu_rms_norm needs a weight of the input's dtype and normalizes over the whole last dimension."""
+    return weight is not None and weight.dtype == x.dtype and variance_size is None
+
+
+@ir.ops.rms_norm.register_impl(
+    "npu", supports_args=lambda x, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
+)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; x ``[..., hidden]``, weight ``[hidden]``."""
+    return torch_npu.npu_rms_norm(x, weight, epsilon)[0]
+
+
+@ir.ops.fused_add_rms_norm.register_impl(
+    "npu", supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
+)
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rms_norm(x + x_residual), x + x_residual)``; both inputs ``[..., hidden]`` of one dtype."""
+    normed, _, total = torch_npu.npu_add_rms_norm(x, x_residual, weight, epsilon)
+    return normed, total
+
+
+@SiluAndMul.register_oot
+class NPUSiluAndMul(SiluAndMul):
+    """``silu(x[..., :d]) * x[..., d:]`` by npu_swiglu; x ``[..., 2 d]`` of float32, float16 or bfloat16."""
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_npu.npu_swiglu(x)
+
+
+class NPURotaryMixin:
+    """Rotary embedding of query and key in one npu_mrope, which reads the cosines and sines by position itself.
+
+    npu_mrope takes both rotation styles and a rotary dimension smaller than the head, in multiples of 64 bytes' worth
+    of elements (32 for 16-bit types, 16 for float32); other sizes go to vLLM's PyTorch implementation.
+    """
+
+    def forward_oot(
+        self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """positions ``[tokens]``; query and key ``[tokens, heads * head_size]``; returns both rotated."""
+        if key is None or self.rotary_dim * query.element_size() % 64:
+            return self.forward_native(positions, query, key)
+        tokens = positions.numel()
+        rotated_query, rotated_key = torch_npu.npu_mrope(
+            positions.view(-1),
+            query.view(tokens, -1),
+            key.view(tokens, -1),
+            self._match_cos_sin_cache_dtype(query),
+            self.head_size,
+            mrope_section=[0, 0, 0],
+            rotary_mode="half" if self.is_neox_style else "interleave",
+        )
+        return rotated_query.view(query.shape), rotated_key.view(key.shape)
+
+
+def _plain_rotary_classes() -> Iterator[type[RotaryEmbedding]]:
+    """RotaryEmbedding and those of its variants that only fill the cache differently.
+
+    vLLM replaces a class by its exact name (``CustomOp.__new__``), so each needs its own registration.
+    """
+    for cls in vars(rotary_embedding).values():
+        if isinstance(cls, type) and issubclass(cls, RotaryEmbedding):
+            if cls.forward_native is RotaryEmbedding.forward_native and cls.forward is RotaryEmbedding.forward:
+                yield cls
+
+
+for _cls in list(_plain_rotary_classes()):
+    _cls.register_oot(type(f"NPU{_cls.__name__}", (NPURotaryMixin, _cls), {}))

@@ -1,0 +1,257 @@
+"""The NPU as vLLM sees it."""
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm import envs
+from vllm.platforms.interface import Platform, PlatformEnum
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from ascend_platform import extension
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = extension.logger
+
+BUILT_IN_ATTENTION = "ascend_platform.attention.PagedAttentionBackend"
+
+
+def _pin(variable: str, value: str, why: str) -> None:
+    if (given := os.environ.get(variable)) not in (None, value):
+        logger.warning("%s=%s is not supported on Ascend NPUs and becomes %s: %s", variable, given, value, why)
+    os.environ[variable] = value
+
+
+# This module is imported in every process as vLLM resolves its platform, which is before vLLM reads these.
+_pin("VLLM_USE_V2_MODEL_RUNNER", "0", "this version runs vLLM's V1 model runner, which needs no Triton")
+_pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
+# read by extension.unmet; vLLM warns of names it does not know (Platform.validate_environ)
+envs.environment_variables.setdefault("VLLM_VERSION", lambda: os.environ.get("VLLM_VERSION"))
+
+
+class NPUPlatform(Platform):
+    """Ascend NPUs through torch_npu. What is not here is vLLM's default, or ``torch.npu``'s by the same name."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "npu"
+    device_type = "npu"
+    dispatch_key = "PrivateUse1"
+    ray_device_key = "NPU"
+    device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
+    dist_backend = "hccl"
+    simple_compile_backend = "eager"
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """vLLM's own compiled operators are CUDA's; the NPU's come with torch_npu."""
+
+    @classmethod
+    def import_ir_kernels(cls) -> None:
+        import ascend_platform.ops  # noqa: F401
+
+    @classmethod
+    def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> Any:
+        from vllm.config.kernel import IrOpPriorityConfig
+
+        fused = ["npu", "native"]
+        return IrOpPriorityConfig.with_default(["native"], rms_norm=fused, fused_add_rms_norm=fused)
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        from vllm.triton_utils.dispatcher import _registry, register_kernels
+
+        from ascend_platform.kernels import OVERRIDES
+
+        register_kernels({name: kernel for name, kernel in OVERRIDES.items() if name not in _registry})
+
+    # The device
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        torch.npu.set_device(device)
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        torch.npu.manual_seed_all(seed)
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return torch.npu.get_device_name(device_id)
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        """Bytes of device memory.
+
+        Raises:
+            NotImplementedError: in a process that has not opened a device. vLLM asks in the API server too
+                (``vllm/engine/arg_utils.py:2913``), takes a default there, and so leaves the NPU to the worker.
+        """
+        if not torch.npu.is_initialized():
+            raise NotImplementedError("asking for the memory would open the NPU in a process that does not use it")
+        return torch.npu.get_device_properties(device_id).total_memory
+
+    @classmethod
+    def get_current_memory_usage(cls, device: Any = None) -> float:
+        return torch.npu.memory_allocated(device)
+
+    @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return torch.npu.get_device_properties(device_id).cube_core_num
+
+    # What the engine may use
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        # False lets Dynamo bake the metadata-less profiling branch of attention into the graph: wrong tokens, silently.
+        return True
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return True
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """``NPUModelRunner.kv_caches`` is only copied from block by block, whichever layer a cache belongs to."""
+
+    @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        raise ValueError(f"{_serves()} unquantized weights only; the model asks for quantization {quant!r}")
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: "AttentionSelectorConfig", num_heads: int | None = None
+    ) -> str:
+        """The qualified name of the attention for a layer.
+
+        Raises:
+            ValueError: the layer needs what no installed attention has, or another backend was asked for by name.
+        """
+        if selected_backend is not None and selected_backend.name != "CUSTOM":
+            raise ValueError(
+                f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out"
+            )
+        return attention_for(attn_selector_config)[0]
+
+    # The configuration
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        compilation = vllm_config.compilation_config
+        asked = []
+        if compilation.mode not in (None, CompilationMode.NONE):
+            asked.append(f"compilation mode {compilation.mode.name}")
+        if compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE):
+            asked.append(f"graphs ({compilation.cudagraph_mode.name})")
+        if asked:
+            logger.info("%s model eagerly; %s come in a later version", _serves("runs the"), " and ".join(asked))
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        vllm_config.kernel_config.enable_jit_warmup = False
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        """Name the worker and refuse what this version cannot serve.
+
+        Raises:
+            ValueError: everything asked for that is not supported, in one line.
+        """
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = "ascend_platform.worker.NPUWorker"
+        if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
+            raise ValueError(f"{_serves()} dense decoder models without {', '.join(refused)}; these come later")
+        if vllm_config.model_config is not None:
+            vllm_config.model_config.enforce_eager = True  # nothing to capture: says so to the worker
+        announce(vllm_config)
+
+    @classmethod
+    def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig") -> None:
+        announce(vllm_config)  # the first platform hook in the engine core's process after the plugins are loaded
+
+
+def announce(vllm_config: "VllmConfig") -> None:
+    """Take the configuration of the components and log the summary line, once per process.
+
+    Called where each process first has the configuration with all plugins loaded: ``check_and_update_config`` in the
+    API server, ``register_custom_kv_cache_specs`` in the engine core, ``NPUWorker`` in a worker.
+    """
+    extension.join("ascend-platform", "ascend")
+    extension.configure(vllm_config.additional_config)
+    if vllm_config.model_config is not None:
+        _log_once(extension.summary(_attention_of(vllm_config)))
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    logger.info(line)
+
+
+def attention_for(config: "AttentionSelectorConfig") -> tuple[str, str]:
+    """The attention for a layer: its qualified name, and which it is and why, for people.
+
+    The one offered for ``attention.dense`` if it takes the layer, else the built-in one.
+
+    Raises:
+        ValueError: neither takes the layer.
+    """
+    reason = f"ascend-attention is {extension.state('ascend-attention')}"
+    if path := extension.offered("attention.dense"):
+        obstacles = _obstacles(path, config)
+        if not obstacles:
+            return path, f"fused (ascend-attention {extension.version('ascend-attention')})"
+        reason = f"the fused one does not take this model: {', '.join(obstacles)}"
+    if obstacles := _obstacles(BUILT_IN_ATTENTION, config):
+        raise ValueError(f"{_serves()} dense causal attention; the model needs another: {', '.join(obstacles)}")
+    return BUILT_IN_ATTENTION, f"built-in PyTorch ({reason})"
+
+
+def _obstacles(path: str, config: "AttentionSelectorConfig") -> list[str]:
+    return resolve_obj_by_qualname(path).validate_configuration(device_capability=None, **config._asdict())
+
+
+def _attention_of(vllm_config: "VllmConfig") -> str:
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    block_size = cache.block_size if cache.user_specified_block_size else None
+    try:
+        config = AttentionSelectorConfig(model.get_head_size(), model.dtype, cache.cache_dtype, block_size)
+        return attention_for(config)[1]
+    except ValueError as error:
+        return f"none ({error})"
+
+
+def _serves(verb: str = "serves") -> str:
+    return f"ascend-platform {extension.version('ascend-platform')} {verb}"
+
+
+def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
+    """What comes in later versions, and whether it is asked for."""
+    parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
+    offload = vllm_config.offload_config
+    features = {
+        "LoRA": vllm_config.lora_config,
+        "speculative decoding": vllm_config.speculative_config,
+        "KV connectors": vllm_config.kv_transfer_config,
+        "encoder-cache connectors": vllm_config.ec_transfer_config,
+        f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", "bfloat16", "float16"),
+        "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
+        "context parallelism": max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1,
+        "dual batch overlap": parallel.use_ubatching,
+        "batch invariance": envs.VLLM_BATCH_INVARIANT,
+    }
+    if model is not None:
+        features |= {
+            "sleep mode": model.enable_sleep_mode,
+            "MLA": model.use_mla,
+            "mixture of experts": model.is_moe,
+            "state-space layers": model.is_hybrid or model.is_attention_free,
+            "an encoder": model.is_encoder_decoder,
+        }
+    return features

@@ -1,0 +1,70 @@
+"""vLLM's worker on the NPU."""
+
+import gc
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.platforms.interface import set_assigned_physical_gpu_ids
+from vllm.utils.mem_utils import MemorySnapshot
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
+from vllm.v1.worker.utils import request_memory
+
+from ascend_platform.model_runner import NPUModelRunner
+from ascend_platform.platform import announce
+
+# vLLM's warm-up is for kernels compiled at run time, of which there are none here, and imports models that need
+# torchvision (vllm/model_executor/warmup/kernel_warmup.py:163).
+gpu_worker.kernel_warmup = lambda worker, **kwargs: None
+
+
+class NPUWorker(Worker):
+    """Worker with the NPU as its device."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        announce(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        """Open the device, join the process groups, measure memory and make the model runner.
+
+        Raises:
+            RuntimeError: the worker's rank has no NPU among the visible ones.
+        """
+        parallel = self.parallel_config
+        if (
+            parallel.distributed_executor_backend not in ("ray", "external_launcher")
+            and parallel.data_parallel_backend != "ray"
+            and parallel.nnodes_within_dp == 1
+        ):
+            # data-parallel engines of one node see all its devices and take one after another
+            engine = parallel.data_parallel_rank_local
+            self.local_rank += parallel.world_size * (parallel.data_parallel_index if engine is None else engine)
+        if parallel.assigned_physical_gpu_ids is not None:
+            set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
+        index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
+        if index >= torch.npu.device_count():
+            raise RuntimeError(
+                f"worker {self.rank} needs NPU {index}, but only {torch.npu.device_count()} are visible; "
+                f"lower --tensor-parallel-size or widen {current_platform.device_control_env_var}"
+            )
+        self.device = torch.device("npu", index)
+        torch.npu.set_device(self.device)
+        init_worker_distributed_environment(
+            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
+        )
+        set_random_seed(self.model_config.seed)
+        gc.collect()
+        torch.npu.empty_cache()
+        self.init_snapshot = MemorySnapshot(device=self.device)
+        self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
+        self._init_workspace_and_model_runner()
+
+    def _make_model_runner(self) -> NPUModelRunner:
+        return NPUModelRunner(self.vllm_config, self.device)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
+        return nullcontext()

@@ -1,0 +1,136 @@
+"""Joining, offering and configuring, against real distribution metadata in a directory on sys.path."""
+
+import logging
+
+import pytest
+from ascend_platform import extension
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    for name in ("_states", "_offers", "_options", "_given"):
+        monkeypatch.setattr(extension, name, {})
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.delenv("VLLM_VERSION", raising=False)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Installs a distribution's metadata where importlib.metadata finds it first."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(name, version="1.0", requires=()):
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        info.joinpath("METADATA").write_text("\n".join(lines + [f"Requires-Dist: {r}" for r in requires]) + "\n")
+
+    return install
+
+
+@pytest.fixture
+def lines():
+    """What is logged, at the logger itself: "vllm" has a handler of its own and does not always propagate."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
+    extension.logger.addHandler(handler)
+    yield records
+    extension.logger.removeHandler(handler)
+
+
+def test_component_whose_requirements_hold_becomes_active_once(installed):
+    installed("wheel-a", requires=["packaging>=1", "no-such-thing; extra == 'more'", "no-such-thing; python_version < '3'"])
+    calls = []
+    extension.join("wheel-a", "ascend_a", lambda: calls.append(1), note="no features")
+    extension.join("wheel-a", "ascend_a", lambda: calls.append(2))
+    assert calls == [1]
+    assert extension.state("wheel-a") == "active (no features)"
+
+
+@pytest.mark.parametrize(
+    ("requirement", "said"),
+    [
+        ("packaging<1", ["packaging<1", extension.version("packaging"), "pip install 'packaging<1'"]),
+        ("no-such-thing>=2", ["no-such-thing>=2", "not installed", "pip install 'no-such-thing>=2'"]),
+    ],
+)
+def test_component_whose_requirement_fails_stands_aside_in_one_line(installed, lines, requirement, said):
+    installed("wheel-a", requires=[requirement])
+    extension.join("wheel-a", "ascend_a", lambda: pytest.fail("set up although its requirement does not hold"))
+    ((level, line),) = lines
+    assert level == "WARNING"
+    assert "wheel-a 1.0 is standing aside" in line
+    assert all(part in line for part in said)
+    assert extension.state("wheel-a").startswith("standing aside: ")
+
+
+def test_setup_that_raises_does_not_reach_vllm(installed, lines):
+    installed("wheel-a")
+    extension.join("wheel-a", "ascend_a", lambda: 1 / 0)
+    assert "ZeroDivisionError" in extension.state("wheel-a")
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize(("override", "holds"), [("0.32.5.dev3", True), ("0.33.0", False), ("0.32.0+empty", True)])
+def test_vllm_version_overrides_the_installed_one(installed, monkeypatch, override, holds):
+    installed("wheel-a", requires=["vllm>=0.32,<0.33"])
+    installed("vllm", version="0.1")
+    assert "found 0.1" in extension.unmet("wheel-a")
+    monkeypatch.setenv("VLLM_VERSION", override)
+    assert (extension.unmet("wheel-a") == "") is holds
+
+
+def test_slot_goes_to_one_implementation():
+    assert extension.offered("attention.dense") is None
+    extension.offer("attention.dense", "a.B")
+    extension.offer("attention.dense", "a.B")
+    assert extension.offered("attention.dense") == "a.B"
+    with pytest.raises(ValueError, match=r"taken by a\.B"):
+        extension.offer("attention.dense", "c.D")
+
+
+def test_summary_names_every_component_with_its_state(installed, monkeypatch):
+    for name in extension.COMPONENTS:
+        installed(name, requires=["packaging<1"] if name == "ascend-patches" else [])
+    monkeypatch.setenv("VLLM_PLUGINS", "ascend,ascend_attention,ascend_patches, ascend_model_loader")
+    for name, entry_point in extension.COMPONENTS.items():
+        if name in ("ascend-platform", "ascend-attention", "ascend-patches"):
+            extension.join(name, entry_point)
+    parts = extension.summary("fused").split(" | ")
+    assert parts[1] == "platform 1.0 active"
+    assert parts[2] == "attention 1.0 active"
+    assert parts[3] == "communicator 1.0 off (filtered out by VLLM_PLUGINS)"
+    assert parts[5].startswith("model-loader 1.0 off (VLLM_PLUGINS has a space")
+    assert parts[6].startswith("patches 1.0 standing aside: it needs packaging<1")
+    assert parts[7] == "attention: fused"
+    assert f"torch-npu {extension.version('torch-npu')}" in parts[8]
+    assert "\n" not in extension.summary("fused")
+
+
+def test_component_that_is_not_there_is_not_installed(monkeypatch):
+    monkeypatch.setitem(extension.COMPONENTS, "ascend-nothing", "ascend_nothing")
+    assert extension.state("ascend-nothing") == "not installed"
+
+
+def test_options_are_defaults_under_what_is_given():
+    extension.join("wheel-a", "ascend_a", options={"size": 1, "name": "x"})
+    extension.configure({"ascend": {"a": {"size": 2}}, "other": 1})
+    assert extension.config("a") == {"size": 2, "name": "x"}
+    extension.configure({})
+    assert extension.config("a") == {"size": 1, "name": "x"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"a": {"sise": 2}}, r"'ascend\.a' has no key 'sise'; did you mean 'size'\?"),
+        ({"b": {}}, r"'ascend' has no key 'b'; known: a"),
+        ({"a": 3}, r"ascend\.a. must be an object, not 3"),
+        ([], r"must be an object, not \[\]"),
+    ],
+)
+def test_unknown_option_is_refused_with_the_nearest_known(given, said):
+    extension.join("wheel-a", "ascend_a", options={"size": 1})
+    with pytest.raises(ValueError, match=said):
+        extension.configure({"ascend": given})

@@ -1,0 +1,48 @@
+"""The PyTorch replacements of vLLM's Triton kernels, against the arithmetic written out."""
+
+import random
+
+import pytest
+import torch
+from ascend_platform.kernels import compute_slot_mapping
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("seed", range(4))
+def test_each_token_gets_its_place_in_its_request_s_block(decode, block_size, seed):
+    rng = random.Random(seed)
+    requests = rng.randint(1, 6)
+    lengths = [1 if decode else rng.randint(1, 300) for _ in range(requests)]
+    starts = [rng.randint(0, 5 * block_size) for _ in range(requests)]
+    width = (5 * block_size + 300) // block_size + 1
+    table = [[rng.randint(0, 999) for _ in range(width)] for _ in range(8)]
+    positions = [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
+    owners = [request for request, length in enumerate(lengths) for _ in range(length)]
+    begins = [sum(lengths[:request]) for request in range(requests + 1)]
+    slots = torch.zeros(2048, dtype=torch.int64, device="npu")
+    compute_slot_mapping(
+        len(positions),
+        2048,
+        torch.tensor(begins, dtype=torch.int32, device="npu"),
+        torch.tensor(positions, device="npu"),
+        torch.tensor(table, dtype=torch.int32, device="npu"),
+        width,
+        slots,
+        block_size,
+        1,
+        0,
+        1,
+        -1,
+        1024,
+    )
+    expected = [
+        table[o][p // block_size] * block_size + p % block_size for o, p in zip(owners, positions, strict=True)
+    ]
+    assert slots.tolist() == expected + [-1] * (2048 - len(positions))
+
+
+def test_context_parallelism_is_refused():
+    empty = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        compute_slot_mapping(1, 1, empty, empty, empty, 1, empty, 16, 2, 0, 1, -1, 1024)

@@ -1,0 +1,147 @@
+"""NPUPlatform through vLLM's own configuration: what it sets, what it refuses, what it says."""
+
+import json
+import logging
+import os
+
+import pytest
+import torch
+from ascend_platform import extension
+from ascend_platform.platform import BUILT_IN_ATTENTION, NPUPlatform, attention_for
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "torch_dtype": "bfloat16",
+}
+DENSE = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
+
+
+@pytest.fixture
+def model(tmp_path):
+    def write(**changes):
+        tmp_path.joinpath("config.json").write_text(json.dumps(TINY | changes))
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def lines():
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    extension.logger.addHandler(handler)
+    extension.logger.setLevel("INFO")
+    yield records
+    extension.logger.removeHandler(handler)
+
+
+def engine_config(path, **arguments):
+    return EngineArgs(model=path, skip_tokenizer_init=True, **arguments).create_engine_config()
+
+
+def test_vllm_takes_it_as_its_platform():
+    assert type(current_platform) is NPUPlatform
+    assert current_platform.is_out_of_tree()
+
+
+def test_configuration_runs_eagerly_on_the_v1_runner_with_spawned_workers(model):
+    config = engine_config(model())
+    assert config.parallel_config.worker_cls == "ascend_platform.worker.NPUWorker"
+    assert config.compilation_config.mode is CompilationMode.NONE
+    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    assert config.use_v2_model_runner is False
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert config.kernel_config.ir_op_priority.rms_norm == ["npu", "native"]
+
+
+def test_asking_for_graphs_is_answered(model, lines):
+    engine_config(model(), compilation_config={"cudagraph_mode": "FULL", "mode": 3})
+    (line,) = [line for line in lines if "eagerly" in line]
+    assert "compilation mode VLLM_COMPILE and graphs (FULL) come in a later version" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"enable_lora": True}, "LoRA"),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
+        ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
+        ({"cpu_offload_gb": 1}, "weight offloading"),
+    ],
+)
+def test_later_features_are_refused_in_one_line(model, arguments, named):
+    with pytest.raises(ValueError, match=rf"serves dense decoder models without [^\n]*{named}[^\n]*; these come later"):
+        engine_config(model(), **arguments)
+
+
+def test_quantized_weights_are_refused_by_name(model):
+    quantized = model(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
+    with pytest.raises(ValueError, match="unquantized weights only; the model asks for quantization 'fp8'"):
+        engine_config(quantized)
+
+
+def test_unknown_option_is_refused(model):
+    with pytest.raises(ValueError, match="'ascend' has no key 'attentoin'; did you mean 'attention'"):
+        engine_config(model(), additional_config={"ascend": {"attentoin": {}}})
+
+
+def test_another_attention_backend_is_refused_by_name():
+    with pytest.raises(ValueError, match="FLASH_ATTN is not for Ascend NPUs; leave --attention-backend out"):
+        NPUPlatform.get_attn_backend_cls(AttentionBackendEnum.FLASH_ATTN, DENSE)
+
+
+def test_built_in_attention_serves_when_nothing_is_offered(monkeypatch):
+    monkeypatch.setattr(extension, "_offers", {})
+    path, why = attention_for(DENSE)
+    assert path == BUILT_IN_ATTENTION
+    assert why == f"built-in PyTorch (ascend-attention is {extension.state('ascend-attention')})"
+
+
+def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(monkeypatch):
+    pytest.importorskip("ascend_attention")
+    monkeypatch.setattr(extension, "_offers", {"attention.dense": "ascend_attention.fused.FusedAttentionBackend"})
+    path, why = attention_for(DENSE)
+    assert path == "ascend_attention.fused.FusedAttentionBackend"
+    assert why.startswith("fused (ascend-attention ")
+    path, why = attention_for(DENSE._replace(dtype=torch.float32))
+    assert path == BUILT_IN_ATTENTION
+    assert why == "built-in PyTorch (the fused one does not take this model: dtype not supported)"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"use_mla": True}, "MLA not supported"),
+        ({"has_sliding_window": True}, "sliding window not supported"),
+        ({"has_sink": True}, "attention sinks not supported"),
+        ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
+    ],
+)
+def test_attention_that_nobody_has_is_refused_by_name(change, named):
+    with pytest.raises(ValueError, match=named):
+        attention_for(DENSE._replace(**change))
+
+
+def test_memory_is_not_asked_of_a_process_without_device():
+    if not torch.npu.is_initialized():
+        with pytest.raises(NotImplementedError, match="would open the NPU"):
+            NPUPlatform.get_device_total_memory()
+    torch.zeros(1, device="npu")
+    assert NPUPlatform.get_device_total_memory() == extension.chip().memory > 0
+    assert NPUPlatform.get_device_name() == extension.chip().name

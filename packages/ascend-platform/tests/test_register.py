@@ -1,0 +1,74 @@
+"""register() in processes of its own, since a process has its device, or the lack of it, for good."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import ascend_platform
+import sys
+names = [ascend_platform.register() for _ in range(2)]
+torch = sys.modules.get("torch")
+opened = torch is not None and hasattr(torch, "npu") and torch.npu.is_initialized()
+print("\\nresult", *names, "opened" if opened else "untouched")
+"""
+
+
+def run(prologue="", **environment):
+    env = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, "-c", prologue + SCRIPT], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (result,) = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("result ")]
+    return result, [line for line in done.stderr.splitlines() if "not activated" in line]
+
+
+def test_with_a_device_it_names_the_platform_and_opens_nothing():
+    out, said = run()
+    assert out == ["ascend_platform.platform.NPUPlatform"] * 2 + ["untouched"]
+    assert said == []
+
+
+def test_without_cann_it_names_the_library_and_what_to_do():
+    # the libraries are found through LD_LIBRARY_PATH; torch would load torch_npu itself and fail before us
+    out, said = run(LD_LIBRARY_PATH="", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert out == ["None", "None", "untouched"]
+    (line,) = said
+    assert "library lib" in line
+    assert ".so was not found" in line
+    assert "set_env.sh" in line
+
+
+@pytest.mark.parametrize("visible", ["", "7"])
+def test_without_a_visible_device_it_says_what_hides_them(visible):
+    out, said = run(ASCEND_RT_VISIBLE_DEVICES=visible)
+    assert out == ["None", "None", "untouched"]
+    (line,) = said
+    assert f"no NPU is visible with ASCEND_RT_VISIBLE_DEVICES='{visible}'" in line
+
+
+def test_without_torch_npu_it_says_how_to_install_it():
+    out, said = run('import sys; sys.modules["torch_npu"] = None\n', TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert out == ["None", "None", "untouched"]
+    (line,) = said
+    assert "torch_npu is not installed; run: pip install torch-npu" in line
+
+
+def test_with_another_torch_it_says_which_one_fits(tmp_path):
+    info = tmp_path / "torch-2.0.0.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0.0\n")
+    out, said = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n")
+    assert out == ["None", "None", "untouched"]
+    (line,) = said
+    assert "found 2.0.0" in line
+    assert "pip install 'torch==2.13.0.*'" in line
+
+
+def test_with_another_vllm_it_stands_aside():
+    out, said = run(VLLM_VERSION="0.99.0")
+    assert out == ["None", "None", "untouched"]
+    (line,) = said
+    assert "vllm" in line
+    assert "found 0.99.0" in line

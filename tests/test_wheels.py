@@ -1,0 +1,149 @@
+"""What the built wheels say of themselves, read from the wheels and not from the sources they are built from."""
+
+import email
+import subprocess
+import sys
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import environment
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+COMPONENTS = {
+    "ascend-platform",
+    "ascend-attention",
+    "ascend-communicator",
+    "ascend-kv-connector",
+    "ascend-model-loader",
+    "ascend-patches",
+}
+META, EMULATOR = "vllm-ascend-all", "ascend-emulator"
+NAMES = sorted({*COMPONENTS, META, EMULATOR})
+
+
+class Wheel:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        archive = zipfile.ZipFile(path)
+        self.files = {name: archive.read(name) for name in archive.namelist()}
+        self.metadata = email.message_from_bytes(self.dist_info("METADATA"))
+        self.requirements = list(map(Requirement, self.metadata.get_all("Requires-Dist") or []))
+        parser = ConfigParser()
+        parser.optionxform = str
+        parser.read_string(self.dist_info("entry_points.txt").decode())
+        self.entry_points = {group: dict(parser[group]) for group in parser.sections()}
+
+    def dist_info(self, name: str) -> bytes:
+        return next((data for file, data in self.files.items() if file.endswith(f".dist-info/{name}")), b"")
+
+    def required(self, name: str) -> Requirement:
+        return next(requirement for requirement in self.requirements if requirement.name == name)
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wheel]:
+    """The wheels of all packages, each built from its source distribution."""
+    out = tmp_path_factory.mktemp("dist")
+    uv, settings = environment.find_uv()
+    subprocess.run([uv, "build", "--quiet", "--all-packages", "--out-dir", out], cwd=environment.ROOT, env=settings, check=True)
+    built = [Wheel(path) for path in out.glob("*.whl")]
+    return {canonicalize_name(wheel.metadata["Name"]): wheel for wheel in built}
+
+
+def test_one_wheel_for_each_package(wheels: dict[str, Wheel]) -> None:
+    assert sorted(wheels) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wheel_is_pure_python_and_small(wheels: dict[str, Wheel], name: str) -> None:
+    wheel = wheels[name]
+    assert wheel.path.name.endswith("-py3-none-any.whl")
+    assert b"Root-Is-Purelib: true" in wheel.dist_info("WHEEL")
+    assert not [file for file in wheel.files if file.endswith((".so", ".o", ".pyc"))]
+    assert wheel.path.stat().st_size < (1_000_000 if name == EMULATOR else 200_000)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_metadata_is_complete(wheels: dict[str, Wheel], name: str) -> None:
+    wheel = wheels[name]
+    assert wheel.metadata["License-Expression"] == "Apache-2.0"
+    assert wheel.metadata.get_all("License-File") == ["LICENSE"]
+    assert wheel.dist_info("licenses/LICENSE") == (environment.ROOT / "LICENSE").read_bytes()
+    assert "Changelog" in {url.split(",")[0] for url in wheel.metadata.get_all("Project-URL")}
+    assert f"# {name}\n" in wheel.metadata.get_payload()
+    assert wheel.metadata["Requires-Python"] == "<3.14,>=3.11"
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {META}))
+def test_wheel_holds_one_typed_module(wheels: dict[str, Wheel], name: str) -> None:
+    wheel, module = wheels[name], name.replace("-", "_")
+    tops = {file.split("/")[0] for file in wheel.files if ".dist-info/" not in file}
+    assert tops == {module}
+    assert f"{module}/py.typed" in wheel.files
+    assert "Typing :: Typed" in wheel.metadata.get_all("Classifier")
+
+
+@pytest.mark.parametrize("name", sorted(COMPONENTS))
+def test_ranges_have_a_lower_and_an_upper_bound(wheels: dict[str, Wheel], name: str) -> None:
+    bounded = ["vllm", "torch-npu"] if name == "ascend-platform" else ["vllm", "ascend-platform"]
+    for other in bounded:
+        operators = sorted(specifier.operator for specifier in wheels[name].required(other).specifier)
+        assert operators == ["<", ">="], f"{name} requires {wheels[name].required(other)}"
+    siblings = {requirement.name for requirement in wheels[name].requirements} & {*NAMES}
+    assert siblings <= {"ascend-platform"}
+
+
+@pytest.mark.parametrize("name", sorted(COMPONENTS))
+def test_ranges_admit_what_is_built_and_installed(wheels: dict[str, Wheel], name: str) -> None:
+    if name != "ascend-platform":
+        version = wheels["ascend-platform"].metadata["Version"]
+        assert version in wheels[name].required("ascend-platform").specifier
+    assert "0.32.0" in wheels[name].required("vllm").specifier
+    assert "0.33.0" not in wheels[name].required("vllm").specifier
+
+
+def test_exact_pins_stand_in_the_meta_package_alone(wheels: dict[str, Wheel]) -> None:
+    pins = {str(requirement) for requirement in wheels[META].requirements}
+    versions = {name: wheel.metadata["Version"] for name, wheel in wheels.items()}
+    assert pins == {f"{name}=={versions[name]}" for name in COMPONENTS} | {
+        f'{EMULATOR}=={versions[EMULATOR]}; extra == "emulator"'
+    }
+    assert not [
+        str(requirement)
+        for name in NAMES
+        if name != META
+        for requirement in wheels[name].requirements
+        if any(specifier.operator == "==" for specifier in requirement.specifier)
+    ]
+    subprocess.run([sys.executable, environment.ROOT / "tools" / "pin-meta", "--check"], check=True)
+
+
+def test_entry_points(wheels: dict[str, Wheel]) -> None:
+    """One platform, as vLLM refuses two; and no name twice, as vLLM silently keeps one of two of the same name."""
+    found = [
+        (group, *item) for wheel in wheels.values() for group, points in wheel.entry_points.items() for item in points.items()
+    ]
+    general = sorted(name.replace("-", "_") for name in COMPONENTS - {"ascend-platform"})
+    assert sorted(found) == sorted(
+        [
+            ("vllm.platform_plugins", "ascend", "ascend_platform:register"),
+            *(("vllm.general_plugins", name, f"{name}:register") for name in general),
+            ("console_scripts", "ascend-emulator", "ascend_emulator.cli:main"),
+            ("pytest11", "ascend_emulator", "ascend_emulator.pytest_plugin"),
+        ]
+    )
+
+
+def test_emulator_wheel_carries_its_sources_and_data(wheels: dict[str, Wheel]) -> None:
+    source = environment.ROOT / "packages" / EMULATOR / "src"
+    needed = {
+        str(path.relative_to(source)): path.read_bytes()
+        for path in source.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert any(file.endswith(".cpp") for file in needed)
+    assert any(file.endswith(".toml") for file in needed)
+    assert {file: data for file, data in wheels[EMULATOR].files.items() if ".dist-info/" not in file} == needed
