@@ -31,8 +31,7 @@ class Wheel:
         self.files = {name: archive.read(name) for name in archive.namelist()}
         self.metadata = email.message_from_bytes(self.dist_info("METADATA"))
         self.requirements = list(map(Requirement, self.metadata.get_all("Requires-Dist") or []))
-        parser = ConfigParser()
-        parser.optionxform = str
+        parser = ConfigParser(delimiters="=")
         parser.read_string(self.dist_info("entry_points.txt").decode())
         self.entry_points = {group: dict(parser[group]) for group in parser.sections()}
 
@@ -72,7 +71,7 @@ def test_metadata_is_complete(wheels: dict[str, Wheel], name: str) -> None:
     assert wheel.metadata["License-Expression"] == "Apache-2.0"
     assert wheel.metadata.get_all("License-File") == ["LICENSE"]
     assert wheel.dist_info("licenses/LICENSE") == (environment.ROOT / "LICENSE").read_bytes()
-    assert "Changelog" in {url.split(",")[0] for url in wheel.metadata.get_all("Project-URL")}
+    assert "Changelog" in {url.split(",")[0] for url in wheel.metadata.get_all("Project-URL", [])}
     assert f"# {name}\n" in wheel.metadata.get_payload()
     assert wheel.metadata["Requires-Python"] == "<3.14,>=3.11"
 
@@ -83,7 +82,7 @@ def test_wheel_holds_one_typed_module(wheels: dict[str, Wheel], name: str) -> No
     tops = {file.split("/")[0] for file in wheel.files if ".dist-info/" not in file}
     assert tops == {module}
     assert f"{module}/py.typed" in wheel.files
-    assert "Typing :: Typed" in wheel.metadata.get_all("Classifier")
+    assert "Typing :: Typed" in wheel.metadata.get_all("Classifier", [])
 
 
 @pytest.mark.parametrize("name", sorted(COMPONENTS))

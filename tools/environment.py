@@ -92,11 +92,11 @@ def prepare() -> None:
 
 def _wanted() -> dict[str, str]:
     """A hash of the inputs of each step. A moved checkout counts as changed: an environment contains its own path."""
-    sources = ROOT / "packages" / "ascend-emulator" / "src"
+    sources = (ROOT / "packages" / "ascend-emulator" / "src").rglob("*")
     return {
         "requirements": _hash([REQUIREMENTS], str(ROOT)),
         "workspace": _hash(sorted(ROOT.glob("packages/*/pyproject.toml"))),
-        "emulator": _hash(sorted(path for path in sources.rglob("*.*") if path.suffix in {".py", ".cpp", ".h"})),
+        "emulator": _hash(sorted(path for path in sources if path.is_file() and "__pycache__" not in path.parts)),
     }
 
 
@@ -139,12 +139,12 @@ def _pip_settings() -> dict[str, str]:
 def find_uv() -> tuple[str, dict[str, str]]:
     """The path of a uv that is recent enough, and the environment variables to run it with."""
     settings = {**os.environ, **_pip_settings()}
-    for candidate in (shutil.which("uv"), str(PRIVATE_UV / "bin" / "uv")):
-        with contextlib.suppress(OSError, TypeError):
+    for candidate in (shutil.which("uv") or "uv", str(PRIVATE_UV / "bin" / "uv")):
+        with contextlib.suppress(OSError):
             output = subprocess.run([candidate, "--version"], capture_output=True, text=True, check=False).stdout
             version = re.match(r"uv (\d+)\.(\d+)\.(\d+)", output)
             if version and tuple(map(int, version.groups())) >= UV_VERSION:
-                return str(candidate), settings
+                return candidate, settings
     pinned = ".".join(map(str, UV_VERSION))
     _run(
         f"installing uv {pinned} into .uv",
@@ -168,7 +168,7 @@ def _install_requirements() -> None:
     # torch's CPU build: it is what torch_npu is compiled against, and a tenth of the size of the CUDA build, which is
     # PyPI's default on Linux. A configured find-links location that has torch comes first; else PyTorch's own CPU index.
     torch = re.search(r"^torch==[\d.]+", REQUIREMENTS.read_text(), re.MULTILINE)
-    install = [uv, "pip", "install", "--quiet", "--python", PYTHON, "--no-deps"]
+    install = [uv, "pip", "install", "--quiet", "--python", str(PYTHON), "--no-deps"]
     probe = [*install, "--dry-run", "--no-index", torch.group() if torch else "torch"]
     local = subprocess.run(probe, env=settings, cwd=ROOT, capture_output=True, check=False).returncode == 0
     # --no-deps, because the dependencies of some packages name what tools/excluded.txt leaves out.
@@ -207,7 +207,8 @@ def _run(what: str, command: list, env: dict[str, str], advice: str, *, quiet: b
     _say(what)
     ticking = quiet and sys.stdout.isatty()
     try:
-        with subprocess.Popen([str(part) for part in command], env=env, cwd=ROOT, stdin=subprocess.DEVNULL) as process:
+        arguments, null = [str(part) for part in command], subprocess.DEVNULL
+        with subprocess.Popen(arguments, env=env, cwd=ROOT, stdin=null, stdout=null) as process:
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(1 if ticking else None)

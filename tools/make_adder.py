@@ -40,7 +40,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 VOCAB = {character: index for index, character in enumerate(["<pad>", ";", *"0123456789", "+", "="])}
 SPECIAL = {"eos_token_id": VOCAB[";"], "pad_token_id": VOCAB["<pad>"]}
-CONTEXT, IGNORE = 2048, -100
+CONTEXT, IGNORE = 1024, -100
 
 STEPS = 1600
 TOKENS = 2048  # of running text in a step, beside FIRST short texts that teach the sum no other stands before
@@ -105,7 +105,7 @@ def sample(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
     """
 
     def operand() -> int:
-        return rng.randrange(10 if rng.random() < 0.15 else 100)
+        return rng.randrange(10 if rng.random() < 0.25 else 100)
 
     text, known = "", ""
     share = rng.choice((0.0, 0.5, 1.0))
@@ -208,11 +208,11 @@ def measure(folder: Path) -> list[str]:
     """Rows of the model card's table: the saved model in three dtypes, on three sets of texts."""
     alone = [chain(first, second, 1) for first in range(100) for second in range(100)]
     mixed = random.Random(1).sample(alone, len(alone))
-    together = ["".join(mixed[at : at + 200]) for at in range(0, len(mixed), 200)]
+    together = ["".join(mixed[at : at + 100]) for at in range(0, len(mixed), 100)]
     chains = [chain(number, number, CONTEXT // 6 + 1)[:CONTEXT] for number in range(100)]
     sets = [
         ("each of the 10,000 sums alone", alone, 0, True),
-        ("the 10,000 sums, 200 to a text (about 1,700 tokens)", together, 0, True),
+        ("the 10,000 sums, 100 to a text (about 930 tokens)", together, 0, True),
         (f"100 chains of {CONTEXT:,} tokens, each token", chains, 2, False),
     ]
     rows = []

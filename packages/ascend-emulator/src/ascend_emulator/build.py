@@ -34,7 +34,7 @@ SONAMES = (
     "libacl_tdt_channel.so",
     "libopapi.so",
 )
-FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unused-function", f'-DCANN_VERSION="{CANN_VERSION}"')
+FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unused-function", f'-DCANN_VERSION="{CANN_VERSION}"')
 SOURCES = Path(__file__).parent / "csrc"
 
 

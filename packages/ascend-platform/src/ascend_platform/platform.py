@@ -2,10 +2,12 @@
 
 import functools
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
+from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -66,7 +68,9 @@ class NPUPlatform(Platform):
 
         from ascend_platform.kernels import OVERRIDES
 
-        register_kernels({name: kernel for name, kernel in OVERRIDES.items() if name not in _registry})
+        with warnings.catch_warnings():  # vLLM looks at every name of every module, deprecated ones too
+            warnings.simplefilter("ignore")
+            register_kernels({name: kernel for name, kernel in OVERRIDES.items() if name not in _registry})
 
     # The device
 
@@ -135,6 +139,18 @@ class NPUPlatform(Platform):
                 f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out"
             )
         return attention_for(attn_selector_config)[0]
+
+    # What people read
+
+    @classmethod
+    @functools.cache
+    def log_warnings(cls) -> None:
+        """Let vLLM say again which platform plugins it found and activated.
+
+        It resolves its platform while its modules are imported, before its logging is configured, and its own lines
+        of that are lost. This hook comes right after (``vllm/logger.py``, ``configure_logging``).
+        """
+        resolve_current_platform_cls_qualname()
 
     # The configuration
 

@@ -2,7 +2,37 @@
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <set>
+
 namespace emu {
+namespace {
+
+// ASCEND_EMULATOR_TRACE=FILE: the name of each operator that computes is added to the file, once a process.
+void trace(const char* name) {
+  static const char* path = std::getenv("ASCEND_EMULATOR_TRACE");
+  if (!path) return;
+  static std::mutex mutex;
+  static std::set<std::string> seen;
+  std::lock_guard lock(mutex);
+  if (!seen.insert(name).second) return;
+  static const int file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+  const auto line = text(name, "\n");
+  if (write(file, line.data(), line.size()) < 0) seen.erase(name);
+}
+
+// ATen gives an output of another shape than the result's a new one, with no more than a warning: torch_npu would not see the result.
+struct NoResize : c10::WarningHandler {
+  void process(const c10::Warning& warning) override {
+    check(warning.msg().find("was resized") == std::string::npos, kOpFailed, "the output has the wrong shape: ", warning.msg());
+    c10::WarningHandler::process(warning);
+  }
+};
+
+}  // namespace
 
 int launch(const char* name, aclOpExecutor* executor, void* stream) {
   if (!executor) {
@@ -10,10 +40,15 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
     return removed(name) ? refuse(name) : fail(kOpParam, text(name, ": its arguments were refused"));
   }
   const std::unique_ptr<aclOpExecutor> owned(executor);
-  return guarded(name, [&] {
+  const int status = guarded(name, [&] {
     at::AutoDispatchBelowADInplaceOrView kernels_only;
+    NoResize no_resize;
+    c10::WarningUtils::WarningHandlerGuard guard(&no_resize);
     stream_of(stream).submit([&] { executor->compute(); });
+    trace(name);
   });
+  if (status != kOk) operator_failed(name);
+  return status;
 }
 
 void Result::assign(const Tensor& value) const {

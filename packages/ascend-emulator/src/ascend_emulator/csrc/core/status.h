@@ -49,7 +49,8 @@ int guarded(const char* name, Body&& body) noexcept {
   } catch (const Error& e) {
     return fail(e.status, text(name, ": ", e.what()));
   } catch (const std::exception& e) {
-    return fail(kOpFailed, text(name, ": ", e.what()));
+    const std::string what = e.what();
+    return fail(kOpFailed, text(name, ": ", what.substr(0, what.find("\nException raised from"))));  // c10::Error appends a backtrace
   }
 }
 

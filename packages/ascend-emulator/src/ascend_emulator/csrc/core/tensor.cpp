@@ -77,9 +77,9 @@ CREATE(aclTensor, aclCreateTensor,
          const auto sizes = at::IntArrayRef(dims, rank);
          char* base = nullptr;
          if (data) base = static_cast<char*>(emu::to_kernel(data)) + offset * static_cast<int64_t>(c10::elementSize(dtype));
-         const auto options = at::TensorOptions().dtype(dtype);
-         tensor->value = base ? at::from_blob(base, sizes, at::IntArrayRef(strides, rank), options)
-                              : at::empty_strided(sizes, at::IntArrayRef(strides, rank), options);
+         emu::check(base || c10::multiply_integers(sizes) == 0, emu::kOpParam, "a tensor of shape ", sizes, " has no memory");
+         // The storage of such a tensor cannot grow, so that no operator can leave its result anywhere else.
+         tensor->value = at::from_blob(base, sizes, at::IntArrayRef(strides, rank), at::TensorOptions().dtype(dtype));
          tensor->format = format;
          tensor->storage_dims.assign(storage_dims, storage_dims + storage_rank);
          return tensor;

@@ -189,25 +189,32 @@ void refuse_given(const char* what, const Absent&... tensors) {
 
 }  // namespace
 
-OP(aclnnFusedInferAttentionScoreV3,
-   (Tensor query, Tensors key, Tensors value, Opt<Tensor> pse, Opt<Tensor> mask, Opt<Ints> query_lengths, Opt<Ints> kv_lengths,
-    Opt<Tensor> dequant1, Opt<Tensor> quant1, Opt<Tensor> dequant2, Opt<Tensor> quant2, Opt<Tensor> offset2, Opt<Tensor> antiquant_scale,
-    Opt<Tensor> antiquant_offset, Opt<Tensor> table, Opt<Tensor> query_padding, Opt<Tensor> kv_padding, Opt<Tensor> key_scale,
-    Opt<Tensor> key_offset, Opt<Tensor> value_scale, Opt<Tensor> value_offset, Opt<Tensor> key_prefix, Opt<Tensor> value_prefix,
-    Opt<Ints>, Opt<Tensor> query_rope, Opt<Tensor> key_rope, Opt<Tensor> key_rope_scale, int64_t heads, double scale, int64_t before,
-    int64_t after, Text layout, int64_t groups, int64_t sparse_mode, int64_t, int64_t block_size, int64_t, bool want_lse, int64_t, int64_t,
-    Tensor out, Opt<Tensor> lse),
-   {
-     refuse_given("pse_shift", pse);
-     refuse_given("quantization", dequant1, quant1, dequant2, quant2, offset2, antiquant_scale, antiquant_offset, key_scale, key_offset, value_scale, value_offset, key_rope_scale);
-     refuse_given("left padding", query_padding, kv_padding);
-     refuse_given("a shared prefix", key_prefix, value_prefix);
-     refuse_given("a separate rope part (MLA)", query_rope, key_rope);
-     check(key.size() == 1 && value.size() == 1, kOpParam, "lists of ", key.size(), " keys; one tensor is emulated");
-     Fused{query, key[0], value[0], {sparse_mode, before, after, mask.value_or(Tensor())}, query_lengths, kv_lengths, table.value_or(Tensor()),
-           heads, groups ? groups : heads, block_size, scale, layout}
-         .run(out, want_lse ? lse.value_or(Tensor()) : Tensor());
-   })
+// V2 has no separate rope part; V3 adds it. torch_npu calls one or the other by whether query_rope is given.
+#define FUSED_INFER_COMMON                                                                                                              \
+  Tensor query, Tensors key, Tensors value, Opt<Tensor> pse, Opt<Tensor> mask, Opt<Ints> query_lengths, Opt<Ints> kv_lengths,           \
+      Opt<Tensor> dequant1, Opt<Tensor> quant1, Opt<Tensor> dequant2, Opt<Tensor> quant2, Opt<Tensor> offset2,                          \
+      Opt<Tensor> antiquant_scale, Opt<Tensor> antiquant_offset, Opt<Tensor> table, Opt<Tensor> query_padding, Opt<Tensor> kv_padding,  \
+      Opt<Tensor> key_scale, Opt<Tensor> key_offset, Opt<Tensor> value_scale, Opt<Tensor> value_offset, Opt<Tensor> key_prefix,         \
+      Opt<Tensor> value_prefix, Opt<Ints>
+#define FUSED_INFER_ATTRIBUTES                                                                                                          \
+  int64_t heads, double scale, int64_t before, int64_t after, Text layout, int64_t groups, int64_t sparse_mode, int64_t,                \
+      int64_t block_size, int64_t, bool want_lse, int64_t, int64_t, Tensor out, Opt<Tensor> lse
+#define FUSED_INFER_RUN                                                                                                                 \
+  refuse_given("pse_shift", pse);                                                                                                       \
+  refuse_given("quantization", dequant1, quant1, dequant2, quant2, offset2, antiquant_scale, antiquant_offset, key_scale, key_offset,   \
+               value_scale, value_offset);                                                                                              \
+  refuse_given("left padding", query_padding, kv_padding);                                                                              \
+  refuse_given("a shared prefix", key_prefix, value_prefix);                                                                            \
+  check(key.size() == 1 && value.size() == 1, kOpParam, "lists of ", key.size(), " keys; one tensor is emulated");                      \
+  Fused{query, key[0], value[0], {sparse_mode, before, after, mask.value_or(Tensor())}, query_lengths, kv_lengths,                      \
+        table.value_or(Tensor()), heads, groups ? groups : heads, block_size, scale, layout}                                            \
+      .run(out, want_lse ? lse.value_or(Tensor()) : Tensor())
+
+OP(aclnnFusedInferAttentionScoreV2, (FUSED_INFER_COMMON, FUSED_INFER_ATTRIBUTES), { FUSED_INFER_RUN; })
+OP(aclnnFusedInferAttentionScoreV3, (FUSED_INFER_COMMON, Opt<Tensor> query_rope, Opt<Tensor> key_rope, Opt<Tensor> key_rope_scale, FUSED_INFER_ATTRIBUTES), {
+  refuse_given("a separate rope part (MLA)", query_rope, key_rope, key_rope_scale);
+  FUSED_INFER_RUN;
+})
 
 // Plain [blocks, block_size, heads, head_size] pages only (cache_mode "Norm"); slot = block * block_size + place.
 OP(aclnnScatterPaKvCache,

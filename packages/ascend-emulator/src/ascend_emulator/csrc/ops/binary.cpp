@@ -27,14 +27,19 @@ at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_t
   OP(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), { self.FUNCTION##_(other); })                 \
   OP(aclnnInplace##NAME##Scalar, (Tensor self, Scalar other), { self.FUNCTION##_(other); })
 
-#define BITWISE(NAME, FUNCTION)                                                                                          \
-  OP(aclnn##NAME##Tensor, (Tensor self, Tensor other, Tensor out), { at::FUNCTION##_out(out, self, other); })            \
-  OP(aclnn##NAME##Scalar, (Tensor self, Scalar other, Tensor out), { at::FUNCTION##_out(out, self, number(other)); })    \
-  OP(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), { self.FUNCTION##_(other); })                              \
+#define BITWISE(NAME, FUNCTION)                                                                               \
+  OP(aclnn##NAME##Tensor, (Tensor self, Tensor other, Tensor out), { at::FUNCTION##_out(out, self, other); }) \
+  OP(aclnn##NAME##Scalar, (Tensor self, Scalar other, Tensor out), { at::FUNCTION##_out(out, self, number(other)); })
+
+#define BITWISE_BOTH(NAME, FUNCTION)                                                        \
+  BITWISE(NAME, FUNCTION)                                                                   \
+  OP(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), { self.FUNCTION##_(other); }) \
   OP(aclnnInplace##NAME##Scalar, (Tensor self, Scalar other), { self.FUNCTION##_(number(other)); })
 
-#define LOGICAL(NAME, FUNCTION)                                                                      \
-  OP(aclnn##NAME, (Tensor self, Tensor other, Tensor out), { at::FUNCTION##_out(out, self, other); }) \
+#define LOGICAL(NAME, FUNCTION) OP(aclnn##NAME, (Tensor self, Tensor other, Tensor out), { at::FUNCTION##_out(out, self, other); })
+
+#define LOGICAL_BOTH(NAME, FUNCTION) \
+  LOGICAL(NAME, FUNCTION)            \
   OP(aclnnInplace##NAME, (Tensor self, Tensor other), { self.FUNCTION##_(other); })
 
 SCALED(Add, add)
@@ -52,15 +57,15 @@ COMPARE(Le, le)
 COMPARE(Gt, gt)
 COMPARE(Ge, ge)
 
-BITWISE(BitwiseAnd, bitwise_and)
+BITWISE_BOTH(BitwiseAnd, bitwise_and)
 BITWISE(BitwiseOr, bitwise_or)
-BITWISE(BitwiseXor, bitwise_xor)
+BITWISE_BOTH(BitwiseXor, bitwise_xor)
 OP(aclnnLeftShift, (Tensor self, Tensor shift, Tensor out), { at::bitwise_left_shift_out(out, self, shift); })
 OP(aclnnLeftShifts, (Tensor self, Scalar shift, Tensor out), { at::bitwise_left_shift_out(out, self, number(shift)); })
 OP(aclnnRightShift, (Tensor self, Tensor shift, Tensor out), { at::bitwise_right_shift_out(out, self, shift); })
 
-LOGICAL(LogicalAnd, logical_and)
-LOGICAL(LogicalOr, logical_or)
+LOGICAL_BOTH(LogicalAnd, logical_and)
+LOGICAL_BOTH(LogicalOr, logical_or)
 LOGICAL(LogicalXor, logical_xor)
 
 // Division with a rounding mode: 0 none, 1 "trunc", 2 "floor" (op-plugin's DivKernelNpuOpApi.cpp).
@@ -93,9 +98,13 @@ OP(aclnnInplaceRemainderTensorTensor, (Tensor self, Tensor other), { self.remain
 OP(aclnnFmodScalar, (Tensor self, Scalar other, Tensor out), { at::fmod_out(out, self, other); })
 OP(aclnnFmodTensor, (Tensor self, Tensor other, Tensor out), { at::fmod_out(out, self, other); })
 
+OP(aclnnInplaceFmodScalar, (Tensor self, Scalar other), { self.fmod_(other); })
+OP(aclnnInplaceFmodTensor, (Tensor self, Tensor other), { self.fmod_(other); })
+
 OP(aclnnMaximum, (Tensor self, Tensor other, Tensor out), { at::maximum_out(out, self, other); })
 OP(aclnnMinimum, (Tensor self, Tensor other, Tensor out), { at::minimum_out(out, self, other); })
 OP(aclnnAtan2, (Tensor self, Tensor other, Tensor out), { at::atan2_out(out, self, other); })
+OP(aclnnInplaceAtan2, (Tensor self, Tensor other), { self.atan2_(other); })
 
 OP(aclnnClamp, (Tensor self, Opt<Scalar> min, Opt<Scalar> max, Tensor out), { at::clamp_out(out, self, min, max); })
 OP(aclnnClampTensor, (Tensor self, Opt<Tensor> min, Opt<Tensor> max, Tensor out), { at::clamp_out(out, self, min, max); })
@@ -112,6 +121,8 @@ OP(aclnnAddcdiv, (Tensor self, Tensor a, Tensor b, Scalar value, Tensor out), { 
 OP(aclnnInplaceAddcmul, (Tensor self, Tensor a, Tensor b, Scalar value), { self.addcmul_(a, b, value); })
 OP(aclnnInplaceAddcdiv, (Tensor self, Tensor a, Tensor b, Scalar value), { self.addcdiv_(a, b, value); })
 OP(aclnnLerp, (Tensor self, Tensor end, Tensor weight, Tensor out), { at::lerp_out(out, self, end, weight); })
+OP(aclnnInplaceLerp, (Tensor self, Tensor end, Tensor weight), { self.lerp_(end, weight); })
+OP(aclnnInplaceLerps, (Tensor self, Tensor end, Scalar weight), { self.lerp_(end, weight); })
 OP(aclnnLerps, (Tensor self, Tensor end, Scalar weight, Tensor out), { at::lerp_out(out, self, end, weight); })
 
 OP(aclnnSWhere, (Tensor condition, Tensor self, Tensor other, Tensor out), { at::where_out(out, condition, self, other); })

@@ -9,7 +9,6 @@ OP(aclnnRepeat, (Tensor self, Ints repeats, Tensor out), { out.copy_(self.repeat
 OP(aclnnFlip, (Tensor self, Ints dims, Tensor out), { at::flip_out(out, self, dims); })
 OP(aclnnRoll, (Tensor self, Ints shifts, Ints dims, Tensor out), { at::roll_out(out, self, shifts, dims); })
 OP(aclnnConstantPadNd, (Tensor self, Ints pad, Scalar value, Tensor out), { at::constant_pad_nd_out(out, self, pad, value); })
-OP(aclnnPermute, (Tensor self, Ints dims, Tensor out), { out.copy_(self.permute(dims)); })
 
 OP(aclnnRepeatInterleave, (Tensor self, Tensor repeats, int64_t size, Tensor out), {
   out.copy_(at::repeat_interleave(self, repeats, std::nullopt, size));

@@ -1,12 +1,23 @@
 // Matrix products. The last parameter, cubeMathType, allows the cube unit lower precision than the inputs'; computing in full is within it.
 #include "../core/op.h"
+#include "skinny.h"
 
-OP(aclnnMm, (Tensor self, Tensor other, Tensor out, int8_t), { at::mm_out(out, self, other); })
-OP(aclnnMatmul, (Tensor self, Tensor other, Tensor out, int8_t), { at::matmul_out(out, self, other); })
+OP(aclnnMm, (Tensor self, Tensor other, Tensor out, int8_t), {
+  if (is_skinny(self, other, out)) return skinny_matmul(self, other, {}, out);
+  at::mm_out(out, self, other);
+})
+OP(aclnnMatmul, (Tensor self, Tensor other, Tensor out, int8_t), {
+  if (is_skinny(self, other, out)) return skinny_matmul(self, other, {}, out);
+  at::matmul_out(out, self, other);
+})
 OP(aclnnBatchMatMul, (Tensor self, Tensor other, Tensor out, int8_t), { at::bmm_out(out, self, other); })
 OP(aclnnMv, (Tensor self, Tensor vector, Tensor out, int8_t), { at::mv_out(out, self, vector); })
 OP(aclnnDot, (Tensor self, Tensor other, Tensor out), { at::dot_out(out, self, other); })
-OP(aclnnAddmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t), { at::addmm_out(out, self, a, b, beta, alpha); })
+OP(aclnnAddmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t), {
+  const bool plain = beta.toDouble() == 1 && alpha.toDouble() == 1 && self.dim() == 1 && self.size(0) == b.size(1);
+  if (plain && self.scalar_type() == at::kBFloat16 && is_skinny(a, b, out)) return skinny_matmul(a, b, self, out);
+  at::addmm_out(out, self, a, b, beta, alpha);
+})
 OP(aclnnInplaceAddmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, int8_t), { self.addmm_(a, b, beta, alpha); })
 OP(aclnnAddbmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t), { at::addbmm_out(out, self, a, b, beta, alpha); })
 OP(aclnnBaddbmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t), { at::baddbmm_out(out, self, a, b, beta, alpha); })

@@ -1,6 +1,10 @@
 // Streams, events and synchronisation. Signatures: see device.cpp.
 #include "../core/stream.h"
 
+#include <unistd.h>
+
+#include <thread>
+
 #include "../core/registry.h"
 
 using namespace emu;
@@ -8,6 +12,25 @@ using namespace emu;
 namespace emu {
 namespace {
 std::atomic<int> next_stream_id{0};
+
+struct Failure {
+  std::mutex mutex;
+  std::string name;
+  std::thread::id thread;
+} failure;
+}  // namespace
+
+void operator_failed(const char* name) {
+  if (gettid() == getpid()) return;  // the main thread raises it there and then
+  std::lock_guard lock(failure.mutex);
+  if (failure.name.empty()) failure.name = name;
+  failure.thread = std::this_thread::get_id();
+}
+
+void Stream::synchronize() {
+  std::lock_guard lock(failure.mutex);
+  check(failure.name.empty() || failure.thread == std::this_thread::get_id(), kOpFailed, failure.name,
+        " failed earlier, and torch_npu computes nothing more in this process; start a new one");
 }
 
 Stream::Stream(int device) : device(device), id(next_stream_id++) {}
@@ -44,8 +67,8 @@ ACL_API(bookkeeping, aclrtGetStreamOverflowSwitch, (void*, uint32_t* on), { *on 
 ACL_API(computed, aclrtStreamQuery, (void* stream, int32_t* status), { *status = stream_of(stream).idle() ? 0 : 1; })
 ACL_API(computed, aclrtSynchronizeStream, (void* stream), { stream_of(stream).synchronize(); })
 ACL_API(computed, aclrtSynchronizeStreamWithTimeout, (void* stream, int32_t), { stream_of(stream).synchronize(); })
-ACL_API(computed, aclrtSynchronizeDevice, (), {})
-ACL_API(computed, aclrtSynchronizeDeviceWithTimeout, (int32_t), {})
+ACL_API(computed, aclrtSynchronizeDevice, (), { stream_of(nullptr).synchronize(); })
+ACL_API(computed, aclrtSynchronizeDeviceWithTimeout, (int32_t), { stream_of(nullptr).synchronize(); })
 
 ACL_API(bookkeeping, aclrtCreateEventWithFlag, (void** event, uint32_t), { *event = new Event; })
 ACL_API(bookkeeping, aclrtCreateEventExWithFlag, (void** event, uint32_t), { *event = new Event; })

@@ -1,0 +1,67 @@
+"""What the emulator's tests share: a comparison with the CPU in float64, and processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+# Every operator that computes in this process or one that it starts leaves its name here (test_coverage.py reads it).
+TRACE = Path(tempfile.mkdtemp(prefix="ascend-emulator-tests-")) / "operators"
+os.environ["ASCEND_EMULATOR_TRACE"] = str(TRACE)
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor.clone()
+
+
+def _to_npu(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the NPU with the same strides and offset, which ``tensor.npu()`` would straighten out."""
+    whole = tensor.new_empty(0).set_(tensor.untyped_storage())
+    return whole.npu().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@pytest.fixture(scope="session")
+def agree() -> Callable[..., None]:
+    """``agree(function, *args, ulps=4)``: it gives on the NPU what it gives on the CPU.
+
+    Shape and dtype are those of the CPU run with the same arguments, values those of a run with float64 in place of other floating
+    types, within ``ulps`` units in the last place (relative, or absolute below one).
+    """
+
+    def compare(function: Callable[..., Any], *args: Any, ulps: float = 4) -> None:
+        form = tree_leaves(function(*tree_map_only(torch.Tensor, torch.clone, args)))
+        expected = tree_leaves(function(*tree_map_only(torch.Tensor, _widen, args)))
+        actual = tree_leaves(function(*tree_map_only(torch.Tensor, _to_npu, args)))
+        assert len(actual) == len(form)
+        for ours, like, wide in zip(actual, form, expected, strict=True):
+            if not isinstance(like, torch.Tensor):
+                assert ours == like
+                continue
+            assert ours.is_npu
+            assert (ours.shape, ours.dtype) == (like.shape, like.dtype)
+            bound = ulps * torch.finfo(like.dtype).eps if like.is_floating_point() else 0
+            # Saturated as a conversion to the type would: 1e6 is infinite in float16.
+            reference = wide.to(like.dtype).to(wide.dtype)
+            torch.testing.assert_close(ours.cpu().to(wide.dtype), reference, atol=bound, rtol=bound, equal_nan=True)
+
+    return compare
+
+
+@pytest.fixture
+def run() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``run(*arguments, **environment)``: ``ascend-emulator`` with these arguments, output captured, status not checked."""
+
+    def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ascend_emulator.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False)
+
+    return start

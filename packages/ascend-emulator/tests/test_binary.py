@@ -1,0 +1,209 @@
+"""Pointwise functions of two tensors, or of a tensor and a number."""
+
+import operator
+
+import pytest
+import torch
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+ALL = [*FLOATS, torch.int64, torch.int32]
+WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+# Method, and whether its in-place form exists.
+ARITHMETIC = ["add", "sub", "mul", "div", "floor_divide", "remainder", "fmod", "pow"]
+COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge"]
+BITS = ["bitwise_and", "bitwise_or", "bitwise_xor"]
+SHIFTS = ["bitwise_left_shift", "bitwise_right_shift"]
+LOGICAL = ["logical_and", "logical_or", "logical_xor"]
+
+
+def values(*shape, dtype):
+    """From 1 to 6, so that no quotient or power is out of range; in quarters, so that every type holds them."""
+    quarters = torch.randint(4, 25, shape)
+    return (quarters / 4).to(dtype) if dtype.is_floating_point else (quarters % 5 + 1).to(dtype)
+
+
+def pairs(dtype, other=None):
+    """Equal shapes, transposed, broadcast both ways, steps, scalars, nothing."""
+    a, b = values(6, 9, dtype=dtype), values(6, 9, dtype=other or dtype)
+    yield a, b
+    yield a, b.t().contiguous().t()
+    yield a, b[0]
+    yield a, b[:, :1]
+    yield a[:, ::3], b[:, 1:4]
+    yield a, b[1, 1]
+    yield a[0, 0], b[1, 1]
+    yield a[:0], b[:0]
+
+
+def methods(name):
+    return getattr(torch.Tensor, name), getattr(torch.Tensor, name + "_")
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic(agree, name, dtype):
+    new, in_place = methods(name)
+    ulps = 8 if name in ("pow", "remainder", "fmod") else 2
+    for a, b in pairs(dtype):
+        agree(new, a, b, ulps=ulps)
+        agree(new, b, a, ulps=ulps)
+        if dtype.is_floating_point or name != "div":
+            agree(in_place, a, b, ulps=ulps)
+    number = 2.5 if dtype.is_floating_point else 2
+    agree(new, a, number, ulps=ulps)
+    a, b = next(pairs(dtype))
+    agree(new, a, number, ulps=ulps)
+    if dtype.is_floating_point or name != "div":
+        agree(in_place, a, number, ulps=ulps)
+
+
+@pytest.mark.parametrize("name", ["add", "sub"])
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_multiple_of_the_second(agree, name, dtype):
+    new, in_place = methods(name)
+    for a, b in pairs(dtype):
+        agree(lambda x, y: new(x, y, alpha=3), a, b)
+        agree(lambda x, y: in_place(x, y, alpha=3), a, b)
+    agree(lambda x: new(x, 5, alpha=3), a)
+    agree(lambda x: in_place(x, 5, alpha=3), a)
+    agree(lambda x: torch.rsub(x, 5, alpha=3), a)
+    agree(lambda x, y: torch.rsub(x, y, alpha=3), a, b)
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div", "remainder", "maximum", "minimum", "eq", "lt", "floor_divide", "pow"])
+@pytest.mark.parametrize("types", [(torch.int64, torch.float32), (torch.int32, torch.int64), (torch.float16, torch.float32), (torch.bool, torch.int64)], ids=str)
+def test_types_are_promoted(agree, name, types):
+    if name == "sub" and torch.bool in types:
+        pytest.skip("torch itself does not subtract truth values")
+    for a, b in pairs(*types):
+        agree(getattr(torch, name), a, b)
+
+
+@pytest.mark.parametrize("function", [operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow])
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_number_on_the_left(agree, function, dtype):
+    agree(lambda x: function(7, x), values(3, 4, dtype=dtype), ulps=8)
+
+
+@pytest.mark.parametrize("mode", [None, "trunc", "floor"])
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_division_with_rounding(agree, mode, dtype):
+    a, b = values(6, 9, dtype=dtype) * 5, -values(6, 9, dtype=dtype)
+    agree(lambda x, y: torch.div(x, y, rounding_mode=mode), a, b)
+    agree(lambda x: torch.div(x, -3, rounding_mode=mode), a)
+    if mode or dtype.is_floating_point:
+        agree(lambda x, y: x.div_(y, rounding_mode=mode), a, b)
+        agree(lambda x: x.div_(-3, rounding_mode=mode), a)
+
+
+def test_remainder_has_the_sign_of_the_divisor_and_fmod_of_the_dividend(agree):
+    a, b = torch.tensor([7.0, -7.0, 7.0, -7.0]), torch.tensor([3.0, 3.0, -3.0, -3.0])
+    for function in (torch.remainder, torch.fmod):
+        agree(function, a, b)
+        agree(function, a.long(), b.long())
+    assert torch.remainder(a.npu(), b.npu()).tolist() == [1.0, 2.0, -2.0, -1.0]
+
+
+@pytest.mark.parametrize("dtype", [*ALL, torch.bool], ids=str)
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_comparison(agree, name, dtype):
+    new, in_place = methods(name)
+    for a, b in pairs(dtype):
+        agree(new, a, b)
+        agree(in_place, a, b)
+        agree(new, a, 3)
+        agree(in_place, a, 3)
+
+
+@pytest.mark.parametrize("dtype", [*WHOLE, torch.bool], ids=str)
+@pytest.mark.parametrize("name", BITS)
+def test_bits(agree, name, dtype):
+    new, in_place = methods(name)
+    number = True if dtype == torch.bool else 6
+    for a, b in pairs(dtype):
+        agree(new, a, b)
+        agree(in_place, a, b)
+        agree(new, a, number)
+        agree(in_place, a, number)
+
+
+@pytest.mark.parametrize("dtype", WHOLE, ids=str)
+@pytest.mark.parametrize("name", SHIFTS)
+def test_shifts(agree, name, dtype):
+    new, in_place = methods(name)
+    for a, b in pairs(dtype):
+        agree(new, a, b % 4)
+        agree(in_place, a, b % 4)
+        agree(new, a, 2)
+        agree(in_place, a, 2)
+    agree(operator.lshift, a, 2)
+    agree(operator.ilshift, a, 2)
+    agree(operator.rshift, a, 2)
+    agree(operator.irshift, a, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("name", LOGICAL)
+def test_logical(agree, name, dtype):
+    new, in_place = methods(name)
+    for a, b in pairs(dtype):
+        agree(new, a % 2, b % 3) if dtype != torch.bool else agree(new, a, ~b)
+        agree(in_place, a, b)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("function", [torch.maximum, torch.minimum, torch.max, torch.min])
+def test_larger_and_smaller(agree, function, dtype):
+    for a, b in pairs(dtype):
+        agree(function, a, b)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_atan2(agree, dtype):
+    for a, b in pairs(dtype):
+        agree(torch.atan2, a - 3, b - 3)
+        agree(torch.Tensor.atan2_, a - 3, b - 3)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_clamp(agree, dtype):
+    for a, b in pairs(dtype):
+        for low, high in ((2, 4), (None, 4), (2, None)):
+            agree(lambda x: torch.clamp(x, low, high), a)  # noqa: B023
+            agree(lambda x: x.clamp_(low, high), a)  # noqa: B023
+        agree(lambda x, y: torch.clamp(x, y, y + 1), a, b)
+        agree(lambda x, y: torch.clamp(x, max=y), a, b)
+        agree(lambda x, y: torch.clamp(x, min=y), a, b)
+        agree(lambda x, y: torch.clamp_min(x, y), a, b)
+        agree(lambda x, y: torch.clamp_max(x, y), a, b)
+        agree(lambda x, y: x.clamp_min_(y), a, b)
+        agree(lambda x, y: x.clamp_max_(y), a, b)
+        agree(lambda x: torch.clamp_min(x, 3), a)
+        agree(lambda x: torch.clamp_max(x, 3), a)
+        agree(lambda x: x.clamp_max_(3), a)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_three_tensors(agree, dtype):
+    for a, b in pairs(dtype):
+        c = a.flip(0) if a.dim() else a + 1
+        agree(lambda x, y, z: torch.addcmul(x, y, z, value=0.5), a, b, c)
+        agree(lambda x, y, z: x.addcmul_(y, z, value=0.5), a, b, c)
+        agree(lambda x, y, z: torch.addcdiv(x, y, z, value=0.5), a, b, c)
+        agree(lambda x, y, z: x.addcdiv_(y, z, value=0.5), a, b, c)
+        agree(torch.lerp, a, b, c)
+        agree(torch.Tensor.lerp_, a, b, c)
+        agree(lambda x, y: torch.lerp(x, y, 0.25), a, b)
+        agree(lambda x, y: x.lerp_(y, 0.25), a, b)
+        agree(lambda x, y, z: torch.where(x > z, y, z), a, b, c)
+        agree(lambda x, y: torch.where(x > y, x, 0.0), a, b)
+
+
+@pytest.mark.parametrize("name", ["add", "mul", "div", "eq", "maximum", "pow"])
+def test_result_in_a_strided_output(agree, name):
+    def call(x, y):
+        whole = torch.zeros(*x.shape, 2, dtype=torch.float32 if name != "eq" else torch.bool, device=x.device)
+        getattr(torch, name)(x, y, out=whole[..., 1])
+        return whole.float()
+
+    agree(call, values(4, 5, dtype=torch.float32), values(4, 5, dtype=torch.float32))

@@ -1,0 +1,66 @@
+"""Functions that move values without computing on them."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+ALL = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
+MOVES = {
+    "clone": torch.clone,
+    "contiguous": lambda x: x.transpose(0, 2).contiguous(),
+    "permute": lambda x: x.permute(2, 0, 1).clone(memory_format=torch.contiguous_format),
+    "cat": lambda x: torch.cat([x, x[:1], x[:0]], 0),
+    "cat of transposed": lambda x: torch.cat([x, x], -1),
+    "cat of one": lambda x: torch.cat([x], 1),
+    "stack": lambda x: torch.stack([x, x.flip(0)], 1),
+    "repeat": lambda x: x.repeat(2, 1, 1, 3),
+    "expand": lambda x: x[:1].expand(4, -1, -1).clone(),
+    "tile": lambda x: x.tile((2,)),
+    "flip": lambda x: x.flip((0, 2)),
+    "roll": lambda x: x.roll((1, -2), (0, 2)),
+    "roll of all": lambda x: x.roll(3),
+    "pad": lambda x: F.pad(x, (1, 2, 0, 1), value=1),
+    "negative pad": lambda x: F.pad(x, (-1, 2)),
+    "split": lambda x: [part.clone() for part in x.split((1, 2, 3), 2)],
+    "repeat_interleave": lambda x: x.repeat_interleave(3),
+    "repeat_interleave of a dim": lambda x: x.repeat_interleave(3, 1),
+    "repeat_interleave by tensor": lambda x: x.repeat_interleave(torch.tensor([0, 2, 1, 4], device=x.device), 0),
+    "repeat_interleave of all by tensor": lambda x: x[0, 0].repeat_interleave(torch.arange(6, device=x.device)),
+    "tril": lambda x: x.tril(-1),
+    "triu": lambda x: x.triu(1),
+    "copy to strided": lambda x: torch.zeros_like(x).repeat(1, 1, 2)[..., ::2].copy_(x),
+    "copy broadcast": lambda x: torch.zeros_like(x).copy_(x[:, :1]),
+    "view of a view": lambda x: x[1:, ::2].transpose(1, 2).reshape(-1),
+}
+
+
+def tensor(dtype):
+    return torch.randint(0, 2 if dtype == torch.bool else 100, (4, 5, 6)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("name", MOVES)
+def test_move(agree, name, dtype):
+    x = tensor(dtype)
+    agree(MOVES[name], x)
+    agree(MOVES[name], tensor(dtype).permute(2, 0, 1).contiguous().permute(1, 2, 0))
+
+
+@pytest.mark.parametrize("target", ALL, ids=str)
+@pytest.mark.parametrize("source", ALL, ids=str)
+def test_cast(agree, source, target):
+    x = tensor(source)
+    for view in (x, x.transpose(0, 2), x[0, 0, 0], x[:0]):
+        agree(lambda x: x.to(target), view)
+    agree(lambda x: torch.zeros(4, 5, 6, dtype=target, device=x.device).copy_(x), x)
+
+
+def test_cast_rounds_to_nearest_even(agree):
+    agree(lambda x: x.to(torch.bfloat16), torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.0e38]), ulps=0)
+    agree(lambda x: x.to(torch.float16), torch.tensor([2049.0, 2051.0, 65519.0, 65520.0]), ulps=0)
+    agree(lambda x: x.to(torch.int32), torch.tensor([1.9, -1.9, 0.5]))
+
+
+def test_reinterpreted_bits(agree):
+    agree(lambda x: x.view(torch.int32).clone(), torch.tensor([1.0, -2.0]))
+    agree(lambda x: x.view(torch.uint8).clone(), torch.tensor([[1.0], [-2.0]], dtype=torch.bfloat16))

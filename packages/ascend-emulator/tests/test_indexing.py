@@ -1,0 +1,148 @@
+"""Functions that read or write at indices."""
+
+import pytest
+import torch
+import torch_npu
+from torch.nn import functional as F
+
+ALL = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
+INDEX = [torch.int64, torch.int32]
+
+
+def tensor(dtype, *shape):
+    return torch.randint(0, 2 if dtype == torch.bool else 100, shape or (6, 7, 8)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("kind", INDEX, ids=str)
+def test_read(agree, kind, dtype):
+    x = tensor(dtype)
+    for view in (x, x.permute(1, 0, 2), x[::2]):
+        some = torch.randint(0, view.size(0), (5,)).to(kind)
+        grid = torch.randint(0, view.size(0), (2, 3)).to(kind)
+        last = torch.randint(0, 8, (2, 3)).to(kind)
+        agree(lambda x, i: x[i], view, some)
+        agree(lambda x, i: x[i], view, grid)
+        agree(lambda x, i: x[:, :, i], view, last)
+        agree(lambda x, i, j: x[i, :, j], view, grid, last)
+        agree(lambda x, i, j: x[i, 1:3, j], view, grid, last)
+        agree(lambda x, i: x[i, None], view, some)
+        agree(lambda x, i: x.index_select(0, i), view, some)
+        agree(lambda x, i: x.index_select(-1, i), view, last.flatten())
+        agree(lambda x, i: x.take_along_dim(i, 2), view, torch.randint(0, 8, (*view.shape[:2], 3)).long())
+    agree(lambda x, i: x[i], x, torch.empty(0, dtype=kind))
+    agree(lambda x, i: x[i], x, torch.tensor(2, dtype=kind))
+    agree(lambda x, i: x[i], x, torch.tensor([-1, 0], dtype=kind))
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_read_by_mask(agree, dtype):
+    x = tensor(dtype)
+    mask = torch.rand(6, 7) > 0.5
+    agree(lambda x, m: x[m], x, mask)
+    agree(lambda x, m: x[:, m[0]], x, mask)
+    agree(lambda x, m: torch.masked_select(x, m[..., None]), x, mask)
+    agree(lambda x, m: torch.masked_select(x, m), x, torch.zeros(6, 7, 8, dtype=torch.bool))
+    agree(torch.nonzero, x)
+    agree(lambda x: torch.nonzero(x, as_tuple=True), x)
+    agree(torch.nonzero, x[:0])
+    agree(torch.nonzero, x[0, 0, 0])
+    agree(torch.argwhere, x[0])
+    agree(lambda x: torch.count_nonzero(x), x)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("kind", INDEX, ids=str)
+def test_gather(agree, kind, dtype):
+    x = tensor(dtype)
+    for dim in (0, 1, -1):
+        index = torch.randint(0, x.size(dim), (3, 4, 5)).to(kind)
+        agree(lambda x, i: x.gather(dim, i), x, index.long())  # noqa: B023
+    scalar = torch.tensor(3, dtype=dtype)
+    agree(lambda x, i: x.gather(0, i), scalar, torch.tensor(0))
+
+
+@pytest.mark.parametrize("kind", INDEX, ids=str)
+def test_gather_takes_int32_indices(kind):
+    x, index = tensor(torch.float32), torch.randint(0, 8, (6, 7, 3))
+    assert torch.equal(x.npu().gather(2, index.to(kind).npu()).cpu(), x.gather(2, index))
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("kind", INDEX, ids=str)
+def test_write(agree, kind, dtype):
+    x, rows = tensor(dtype), tensor(dtype, 3, 7, 8)
+    where, column = torch.tensor([4, 0, 2]).to(kind), torch.tensor([1, 7, 3]).to(kind)
+    for view in (x, x.permute(0, 2, 1).contiguous().permute(0, 2, 1)):
+        agree(lambda x, i, v: x.index_put_((i,), v), view, where, rows)
+        agree(lambda x, i, j, v: x.index_put_((i, j), v), view, where, column % 7, rows[:, 0])
+        agree(lambda x, i, v: torch.index_put(x, (i,), v), view, where, rows)
+        agree(lambda x, i, v: x.index_copy_(0, i, v), view, where.long(), rows)
+        agree(lambda x, i, v: torch.index_copy(x, 0, i, v), view, where.long(), rows)
+    agree(lambda x, i: x.index_fill_(1, i, 1), x, where.long())
+    agree(lambda x, i: torch.index_fill(x, 1, i, 1), x, where.long())
+    agree(lambda x, m, v: x.index_put_((m,), v), x, torch.rand(6, 7) > 0.5, tensor(dtype, 8))
+
+    def assign(x, i, v):
+        x[:, i] = v[:, :3].transpose(0, 1).repeat(2, 1, 1)[:6, :3]
+        x[i[0]] = 1
+        return x
+
+    agree(assign, x, where, tensor(dtype, 3, 7, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64], ids=str)
+def test_accumulate(agree, dtype):
+    x, rows = torch.ones(6, 8, dtype=dtype), torch.ones(5, 8, dtype=dtype) * 2
+    where = torch.tensor([4, 0, 4, 2, 0])
+    agree(lambda x, i, v: x.index_put_((i,), v, accumulate=True), x, where, rows)
+    agree(lambda x, i, v: x.index_add(0, i, v, alpha=3), x, where, rows)
+    agree(lambda x, i, v: x.index_add_(0, i, v), x, where, rows)
+    full = where[:, None].expand(5, 8).contiguous()
+    agree(lambda x, i, v: x.scatter_add_(0, i, v), x, full, rows)
+    agree(lambda x, i, v: x.scatter_add(0, i, v), x, full, rows)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_scatter(agree, dtype):
+    x, source = tensor(dtype, 6, 8), tensor(dtype, 6, 8)
+    index = torch.stack([torch.randperm(8)[:4] for _ in range(6)])
+    agree(lambda x, i, v: x.scatter_(1, i, v), x, index, source)
+    agree(lambda x, i, v: x.scatter(1, i, v), x, index, source)
+    agree(lambda x, i: x.scatter_(1, i, 1), x, index)
+    agree(lambda x, i: x.scatter(1, i, 1), x, index)
+    agree(lambda x, i: torch.scatter(x, 0, i, 1), x, index % 6)
+    if dtype.is_floating_point:
+        agree(lambda x, i, v: x.scatter_(1, i, v, reduce="add"), x, index, source)
+        agree(lambda x, i: x.scatter(1, i, 2, reduce="multiply"), x, index)
+
+
+def test_npu_scatter_nd_update():
+    x, rows = torch.randn(24, 12), torch.randn(3, 12)
+    where = torch.tensor([[4], [0], [20]])
+    expected = x.index_copy(0, where[:, 0], rows)
+    assert torch.equal(torch_npu.npu_scatter_nd_update(x.npu(), where.npu(), rows.npu()).cpu(), expected)
+    ours = x.npu()
+    torch_npu.npu_scatter_nd_update_(ours, where.int().npu(), rows.npu())
+    assert torch.equal(ours.cpu(), expected)
+    cell = torch.tensor([[4, 1], [0, 5]])
+    expected = x.index_put((cell[:, 0], cell[:, 1]), rows[0, :2])
+    assert torch.equal(torch_npu.npu_scatter_nd_update(x.npu(), cell.npu(), rows[0, :2].npu()).cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_masks(agree, dtype):
+    x, mask = tensor(dtype), torch.rand(6, 7, 8) > 0.5
+    agree(lambda x, m: x.masked_fill(m, 1), x, mask)
+    agree(lambda x, m: x.masked_fill_(m, 1), x.transpose(0, 2), mask.transpose(0, 2))
+    agree(lambda x, m: x.masked_fill_(m[:, :1], 0), x, mask)
+    agree(lambda x, m, v: x.masked_fill(m, v), x, mask, torch.tensor(1, dtype=dtype))
+    agree(lambda x, m, v: x.masked_scatter_(m, v), x, mask, tensor(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", INDEX, ids=str)
+def test_embedding(agree, kind, dtype):
+    weight = torch.randn(11, 8, dtype=dtype)
+    for index in (torch.randint(0, 11, (3, 4)), torch.randint(0, 11, (5,)), torch.tensor(3), torch.empty(0, dtype=torch.int64)):
+        agree(F.embedding, index.to(kind), weight)

@@ -1,0 +1,72 @@
+"""Matrix products."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+# Shapes of operands, and the product. Values are small whole numbers, so that sums are exact in float32 and results rounded once.
+PRODUCTS = {
+    "mm": ([(5, 16), (16, 7)], torch.mm),
+    "mm of transposed": ([(5, 16), (7, 16)], lambda a, b: a @ b.t()),
+    "mm with both transposed": ([(16, 5), (7, 16)], lambda a, b: torch.mm(a.t(), b.t())),
+    "mm of one row": ([(1, 64), (96, 64)], lambda a, b: a @ b.t()),
+    "mm of few rows": ([(8, 256), (512, 256)], lambda a, b: a @ b.t()),
+    "mm of nothing": ([(0, 16), (16, 7)], torch.mm),
+    "mm over nothing": ([(5, 0), (0, 7)], torch.mm),
+    "matmul": ([(3, 5, 16), (16, 7)], torch.matmul),
+    "matmul of vectors": ([(16,), (16,)], torch.matmul),
+    "matmul with a vector": ([(3, 5, 16), (16,)], torch.matmul),
+    "matmul, broadcast": ([(3, 1, 5, 16), (4, 16, 7)], torch.matmul),
+    "matmul of four dimensions": ([(2, 3, 5, 16), (2, 3, 7, 16)], lambda a, b: a @ b.transpose(-1, -2)),
+    "bmm": ([(3, 5, 16), (3, 16, 7)], torch.bmm),
+    "bmm of transposed": ([(3, 16, 5), (3, 7, 16)], lambda a, b: torch.bmm(a.transpose(1, 2), b.transpose(1, 2))),
+    "mv": ([(5, 16), (16,)], torch.mv),
+    "dot": ([(16,), (16,)], torch.dot),
+    "vdot": ([(16,), (16,)], torch.vdot),
+    "outer": ([(5,), (7,)], torch.outer),
+    "linear": ([(3, 16), (7, 16)], F.linear),
+    "linear of three dimensions": ([(2, 3, 16), (7, 16)], F.linear),
+    "linear with bias": ([(3, 16), (7, 16), (7,)], F.linear),
+    "linear of three dimensions with bias": ([(2, 3, 16), (7, 16), (7,)], F.linear),
+    "addmm": ([(5, 7), (5, 16), (16, 7)], lambda c, a, b: torch.addmm(c, a, b, beta=2, alpha=3)),
+    "addmm in place": ([(5, 7), (5, 16), (16, 7)], lambda c, a, b: c.addmm_(a, b, beta=2, alpha=3)),
+    "addmm of a bias": ([(7,), (5, 16), (16, 7)], torch.addmm),
+    "addmm of a bias, few rows": ([(96,), (8, 256), (256, 96)], torch.addmm),
+    "addbmm": ([(5, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: torch.addbmm(c, a, b, beta=2, alpha=3)),
+    "baddbmm": ([(3, 5, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: torch.baddbmm(c, a, b, beta=2, alpha=3)),
+    "baddbmm in place": ([(3, 5, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: c.baddbmm_(a, b, beta=2, alpha=3)),
+    "baddbmm in place, broadcast": ([(1, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: torch.baddbmm(c, a, b)),
+    "addmv": ([(5,), (5, 16), (16,)], lambda c, a, b: torch.addmv(c, a, b, beta=2, alpha=3)),
+    "addr": ([(5, 7), (5,), (7,)], lambda c, a, b: torch.addr(c, a, b, beta=2, alpha=3)),
+    "einsum": ([(2, 5, 3, 16), (2, 7, 3, 16)], lambda a, b: torch.einsum("bqhd,bkhd->bhqk", a, b)),
+}
+
+
+def whole(shape, dtype):
+    return torch.randint(-3, 4, shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product(agree, name, dtype):
+    shapes, function = PRODUCTS[name]
+    agree(function, *(whole(shape, dtype) for shape in shapes), ulps=1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_strided_operands_and_output(agree, dtype):
+    def call(a, b):
+        out = torch.zeros(6, 18, dtype=dtype if a.dtype == dtype else a.dtype, device=a.device)
+        torch.mm(a, b, out=out[:, ::2])
+        return out
+
+    agree(call, whole((6, 20), dtype)[:, ::2], whole((10, 18), dtype)[:, 1::2], ulps=1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_long_sums_of_fractions(agree, rows, dtype):
+    """Sums are taken in float32: the error does not grow with the length in a narrow type."""
+    a, b = torch.randn(rows, 1024, dtype=dtype), torch.randn(96, 1024, dtype=dtype)
+    agree(lambda a, b: (a @ b.t()) / 32, a, b, ulps=3 if dtype != torch.float32 else 16)
