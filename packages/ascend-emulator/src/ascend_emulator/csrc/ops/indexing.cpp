@@ -3,11 +3,17 @@
 
 namespace {
 
-// torch_npu passes an empty tensor where a dimension is not indexed.
-c10::List<std::optional<at::Tensor>> index_list(const emu::Tensors& indices) {
+// torch_npu passes an empty tensor where a dimension is not indexed; where all are empty, none of an index's values are (it spreads
+// indices over one another beforehand), and no list is returned.
+std::optional<c10::List<std::optional<at::Tensor>>> index_list(const emu::Tensors& indices) {
   c10::List<std::optional<at::Tensor>> out;
-  for (const auto& index : indices) out.push_back(index.defined() && index.numel() ? std::optional<at::Tensor>(index) : std::nullopt);
-  return out;
+  bool some = false;
+  for (const auto& index : indices) {
+    const bool used = index.defined() && index.numel();
+    out.push_back(used ? std::optional<at::Tensor>(index) : std::nullopt);
+    some |= used;
+  }
+  return some ? std::optional(out) : std::nullopt;
 }
 
 // Index tensors may be int32 on the NPU where ATen wants int64.
@@ -28,9 +34,11 @@ void scatter(at::Tensor& out, const at::Tensor& self, int64_t dim, const at::Ten
 
 OP(aclnnEmbedding, (Tensor weight, Tensor indices, Tensor out), { at::embedding_out(out, weight, indices); })
 OP(aclnnIndexSelect, (Tensor self, int64_t dim, Tensor index, Tensor out), { at::index_select_out(out, self, dim, index); })
-OP(aclnnIndex, (Tensor self, Tensors indices, Tensor out), { at::index_out(out, self, index_list(indices)); })
+OP(aclnnIndex, (Tensor self, Tensors indices, Tensor out), {
+  if (const auto list = index_list(indices)) at::index_out(out, self, *list);
+})
 OP(aclnnIndexPutImpl, (Tensor self, Tensors indices, Tensor values, bool accumulate, bool), {
-  at::_index_put_impl_(self, index_list(indices), values, accumulate, false);
+  if (const auto list = index_list(indices)) at::_index_put_impl_(self, *list, values, accumulate, false);
 })
 OP(aclnnIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source, Tensor out), {
   at::index_copy_out(out, self, dim, wide(index), source);
@@ -39,12 +47,8 @@ OP(aclnnInplaceIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source
 OP(aclnnIndexAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Scalar alpha, Tensor out), {
   at::index_add_out(out, self, dim, index, source, alpha);
 })
-OP(aclnnIndexFillTensor, (Tensor self, int64_t dim, Ints index, Scalar value, Tensor out), {
-  out.copy_(at::index_fill(self, dim, at::tensor(index, at::kLong), value));
-})
-OP(aclnnInplaceIndexFillTensor, (Tensor self, int64_t dim, Ints index, Scalar value), {
-  self.index_fill_(dim, at::tensor(index, at::kLong), value);
-})
+OP(aclnnIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value, Tensor out), { out.copy_(at::index_fill(self, dim, wide(index), value)); })
+OP(aclnnInplaceIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value), { self.index_fill_(dim, wide(index), value); })
 OP(aclnnGather, (Tensor self, int64_t dim, Tensor index, Tensor out), { at::gather_out(out, self, dim, wide(index)); })
 OP(aclnnScatter, (Tensor self, int64_t dim, Tensor index, Tensor source, int64_t reduction, Tensor out), {
   scatter(out, self, dim, index, source, reduction);

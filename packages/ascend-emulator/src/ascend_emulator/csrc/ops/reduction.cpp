@@ -32,6 +32,17 @@ OP(aclnnCummax, (Tensor self, int64_t dim, Tensor values, Tensor indices), {
   values.copy_(value);
   indices.copy_(index);
 })
+OP(aclnnCummin, (Tensor self, int64_t dim, Tensor values, Tensor indices), {
+  const auto [value, index] = at::cummin(self, dim);
+  values.copy_(value);
+  indices.copy_(index);
+})
+OP(aclnnAminmax, (Tensor self, Ints dims, bool keepdim, Tensor min, Tensor max), {
+  at::amin_out(min, self, dims, keepdim);
+  at::amax_out(max, self, dims, keepdim);
+})
+OP(aclnnMedian, (Tensor self, Tensor out), { out.copy_(at::median(self)); })
+OP(aclnnTrace, (Tensor self, Tensor out), { out.copy_(at::trace(self)); })
 OP(aclnnCumsum, (Tensor self, int64_t dim, DType dtype, Tensor out), { at::cumsum_out(out, self, dim, dtype); })
 OP(aclnnCumprod, (Tensor self, Scalar dim, DType dtype, Tensor out), { at::cumprod_out(out, self, dim.toLong(), dtype); })
 
