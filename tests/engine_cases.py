@@ -1,6 +1,6 @@
 """Run by test_tokens.py in a process of its own: serve prompts with vLLM on an NPU and compare with Hugging Face on the CPU.
 
-    python tests/engine_cases.py '[{"name": ..., "model": DIR, "dtype": ..., "prompts": [[ids], ...], "lengths": [...], "engine": {...}}, ...]'
+    python tests/engine_cases.py '[{"name": ..., "model": DIR, "dtype": ..., "prompts": [[1, 2]], "lengths": [3], "engine": {}}]'
 
 Prints one line `RESULT {json}` a case. Log-probabilities are compared under the engine's own tokens (teacher forcing), so that a near tie
 that falls the other way does not make all that follows incomparable.
@@ -49,7 +49,8 @@ def run(case: dict) -> dict:
     model = copy.deepcopy(rough).float()  # the weights as the engine has them, computed in float32
     engine = LLM(case["model"], dtype=case["dtype"], skip_tokenizer_init=True, max_model_len=1024, seed=0, **case["engine"])
     sampling = [
-        SamplingParams(temperature=0, max_tokens=length, logprobs=0, detokenize=False, ignore_eos=True) for length in case["lengths"]
+        SamplingParams(temperature=0, max_tokens=length, logprobs=0, detokenize=False, ignore_eos=True)
+        for length in case["lengths"]
     ]
     requests = [{"prompt_token_ids": prompt} for prompt in case["prompts"]]
     results = []

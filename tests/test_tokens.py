@@ -58,7 +58,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(
             vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=heads,
-            num_key_value_heads=kv_heads, head_dim=64, max_position_embeddings=2048, initializer_range=0.1, bos_token_id=0, eos_token_id=1,
+            num_key_value_heads=kv_heads, head_dim=64, max_position_embeddings=2048, sliding_window=None, initializer_range=0.1, bos_token_id=0, eos_token_id=1,
         )  # fmt: skip
         directory = tmp_path_factory.mktemp(shape)
         getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(directory)
@@ -73,7 +73,11 @@ def serve(cases: list[dict[str, Any]], plugins: str | None) -> dict[str, dict[st
     if plugins is not None:
         variables["VLLM_PLUGINS"] = plugins
     done = subprocess.run(
-        [sys.executable, str(HERE / "engine_cases.py"), json.dumps(cases)], env=variables, capture_output=True, text=True, timeout=1200
+        [sys.executable, str(HERE / "engine_cases.py"), json.dumps(cases)],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -82,8 +86,8 @@ def serve(cases: list[dict[str, Any]], plugins: str | None) -> dict[str, dict[st
 
 def case(name: str, directory: str) -> dict[str, Any]:
     _, dtype, count, engine = CASES[name]
-    draw = random.Random(name)
-    lengths = [draw.choice([3, 12, 24]) for _ in range(count)]  # of different lengths, so that decodes go on while prompts come in
+    draw = random.Random(name)  # answers of different lengths, so that decodes go on while prompts come in
+    lengths = [draw.choice([3, 12, 24]) for _ in range(count)]
     return {"name": name, "model": directory, "dtype": dtype, "prompts": prompts(count), "lengths": lengths,
             "engine": {"gpu_memory_utilization": 0.3, **engine}}  # fmt: skip
 
@@ -123,7 +127,9 @@ def test_log_probabilities(name: str, all_plugins: dict[str, Any], record_proper
 
 
 @pytest.mark.parametrize("name", BUILT_IN_CASES)
-def test_log_probabilities_of_the_platform_alone(name: str, platform_alone: dict[str, Any], record_property: Callable[[str, object], None]) -> None:
+def test_log_probabilities_of_the_platform_alone(
+    name: str, platform_alone: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
     check(platform_alone[name], CASES[name][1], BUILT_IN, record_property)
 
 

@@ -16,6 +16,8 @@ ACTIVATIONS = {
     "hardsigmoid in place": lambda x: F.hardsigmoid(x, inplace=True),
     "hardswish": F.hardswish,
     "hardswish in place": lambda x: F.hardswish(x, inplace=True),
+    "hardtanh": lambda x: F.hardtanh(x, -1.5, 2),
+    "hardtanh in place": lambda x: F.hardtanh_(x, -1.5, 2),
     "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
     "leaky_relu in place": lambda x: F.leaky_relu_(x, 0.2),
     "mish": F.mish,

@@ -207,3 +207,20 @@ def test_result_in_a_strided_output(agree, name):
         return whole.float()
 
     agree(call, values(4, 5, dtype=torch.float32), values(4, 5, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [*ALL, torch.bool], ids=str)
+def test_equality_of_whole_tensors(dtype):
+    a = values(3, 4, dtype=dtype).npu()
+    assert torch.equal(a, a.clone())
+    assert not torch.equal(a, ~a if dtype == torch.bool else a + 1)
+    assert not torch.equal(a, a[:2])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_closeness(agree, dtype):
+    a = torch.tensor([1.0, 1.0, torch.nan, torch.inf, 0.0], dtype=dtype)
+    b = torch.tensor([1.0, 1.5, torch.nan, torch.inf, 1e-3], dtype=dtype)
+    for nan in (False, True):
+        agree(lambda x, y: torch.isclose(x, y, rtol=1e-3, atol=1e-2, equal_nan=nan), a, b)  # noqa: B023
+    assert torch.allclose(a[:1].npu(), b[:1].npu())

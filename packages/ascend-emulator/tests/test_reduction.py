@@ -43,6 +43,7 @@ REDUCTIONS = {
     "norm": torch.norm,
     "norm of order 1": lambda x: torch.norm(x, 1, dim=(0, 1)),
     "norm of order 3": lambda x: torch.norm(x, 3.0, dim=1),
+    "norm of dims": lambda x: torch.ops.aten.norm(x, 2, [1], True),
     "vector_norm": lambda x: torch.linalg.vector_norm(x, 3, dim=(0, 2), keepdim=True),
     "vector_norm of all": torch.linalg.vector_norm,
     "logsumexp": lambda x: x.logsumexp((0, 1)),

@@ -44,6 +44,11 @@ def test_search(agree, right, int32, dtype):
     agree(lambda row, x: torch.bucketize(x, row, right=right, out_int32=int32), rows[0].contiguous(), x[0, 0])
 
 
+def test_search_for_a_number(agree):
+    agree(lambda row: torch.searchsorted(row, 3), torch.tensor([1, 3, 5]))
+    agree(lambda row: torch.bucketize(2.5, row, right=True), torch.tensor([1.0, 3.0, 5.0]))
+
+
 def test_search_with_a_sorter(agree):
     x = distinct()
     agree(lambda x, v: torch.searchsorted(x, v, sorter=x.argsort(-1)), x, x.flip(0).contiguous())

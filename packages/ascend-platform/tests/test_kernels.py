@@ -36,9 +36,7 @@ def test_each_token_gets_its_place_in_its_request_s_block(decode, block_size, se
         -1,
         1024,
     )
-    expected = [
-        table[o][p // block_size] * block_size + p % block_size for o, p in zip(owners, positions, strict=True)
-    ]
+    expected = [table[o][p // block_size] * block_size + p % block_size for o, p in zip(owners, positions, strict=True)]
     assert slots.tolist() == expected + [-1] * (2048 - len(positions))
 
 

@@ -23,9 +23,7 @@ def spec(cls=FullAttentionSpec, **extra):
 def config(layers=("a", "b"), groups=1, kind=None):
     kind = kind or spec()
     page = kind.page_size_bytes
-    tensor = KVCacheTensor(
-        size=page * BLOCKS * len(layers), layers=list(layers), layer_stride=page * BLOCKS, block_stride=page
-    )
+    tensor = KVCacheTensor(size=page * BLOCKS * len(layers), layers=list(layers), layer_stride=page * BLOCKS, block_stride=page)
     return KVCacheConfig(
         num_blocks=BLOCKS,
         kv_cache_tensors=[tensor],

@@ -82,12 +82,30 @@ def test_asking_for_graphs_is_answered(model, lines):
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
         ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
+        ({"kv_cache_dtype": "float16"}, "a KV cache of float16"),  # the model is bfloat16
         ({"cpu_offload_gb": 1}, "weight offloading"),
     ],
 )
 def test_later_features_are_refused_in_one_line(model, arguments, named):
     with pytest.raises(ValueError, match=rf"serves dense decoder models without [^\n]*{named}[^\n]*; these come later"):
         engine_config(model(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "a sliding window"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4}, "mixture of experts"),
+    ],
+)
+def test_models_of_later_versions_are_refused_in_one_line(model, changes, named):
+    with pytest.raises(ValueError, match=rf"serves dense decoder models without [^\n]*{named}[^\n]*; these come later"):
+        engine_config(model(**changes))
+
+
+def test_sliding_window_model_is_served_up_to_its_window(model):
+    mistral = model(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64)
+    assert engine_config(mistral, disable_sliding_window=True).model_config.max_model_len == 64
 
 
 def test_quantized_weights_are_refused_by_name(model):

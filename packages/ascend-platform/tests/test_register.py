@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
+import ascend_platform
 import pytest
 
 SCRIPT = """
@@ -16,9 +19,9 @@ print("\\nresult", *names, "opened" if opened else "untouched")
 """
 
 
-def run(prologue="", **environment):
+def run(prologue="", flags=(), **environment):
     env = {**os.environ, **environment}
-    done = subprocess.run([sys.executable, "-c", prologue + SCRIPT], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *flags, "-c", prologue + SCRIPT], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (result,) = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("result ")]
     return result, [line for line in done.stderr.splitlines() if "not activated" in line]
@@ -48,11 +51,17 @@ def test_without_a_visible_device_it_says_what_hides_them(visible):
     assert f"no NPU is visible with ASCEND_RT_VISIBLE_DEVICES='{visible}'" in line
 
 
-def test_without_torch_npu_it_says_how_to_install_it():
-    out, said = run('import sys; sys.modules["torch_npu"] = None\n', TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+def test_without_torch_npu_it_says_how_to_install_it(tmp_path):
+    # this environment without that one package: its other entries, linked, and no start-up files (-S)
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith("torch_npu"):
+            (tmp_path / entry.name).symlink_to(entry)
+    sources = Path(ascend_platform.__file__).parents[1]
+    out, said = run(flags=["-S"], PYTHONPATH=os.pathsep.join([str(tmp_path), str(sources)]), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert out == ["None", "None", "untouched"]
     (line,) = said
-    assert "torch_npu is not installed; run: pip install torch-npu" in line
+    assert "it needs torch-npu" in line
+    assert "not installed; run: pip install" in line
 
 
 def test_with_another_torch_it_says_which_one_fits(tmp_path):
@@ -72,3 +81,31 @@ def test_with_another_vllm_it_stands_aside():
     (line,) = said
     assert "vllm" in line
     assert "found 0.99.0" in line
+
+
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_vllm_command_without_cann_ends_in_one_line(autoload):
+    # through the wheel's ascend_platform.pth; torch loads torch_npu itself, or transformers does
+    env = {**os.environ, "LD_LIBRARY_PATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
+    command = [str(Path(sys.executable).parent / "vllm"), "serve", "a-model"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ascend-platform: CANN's library lib")
+    assert "set_env.sh" in last
+    assert "Traceback" not in done.stderr
+    assert "Failed to infer device type" not in done.stderr
+
+
+def test_start_hook_leaves_other_errors_as_they_are():
+    hook = "import ascend_platform.startup; ascend_platform.startup.install()\n"
+    other = "raise RuntimeError('x') from ImportError('libother.so: cannot open shared object file')"
+    done = subprocess.run([sys.executable, "-c", hook + other], capture_output=True, text=True, timeout=60)
+    assert "Traceback" in done.stderr
+    assert "libother.so" in done.stderr
+
+
+def test_start_hook_is_for_vllm_alone():
+    script = "import sys; print(sys.excepthook is sys.__excepthook__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "True"

@@ -72,6 +72,7 @@ class FusedAttentionMetadata(AttentionMetadata):
     block_table: int32 ``[requests, blocks]``.
     slot_mapping: int64 ``[tokens]``, each new token's place in the cache.
     mask: int8 ``[2048, 2048]``, 1 above the diagonal.
+    log_sums: float32 ``[1]``, what the kernel wants for the second output that we do not ask for.
     """
 
     query_ends: list[int]
@@ -79,6 +80,7 @@ class FusedAttentionMetadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     mask: torch.Tensor
+    log_sums: torch.Tensor
 
 
 class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetadata]):
@@ -86,6 +88,7 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         ones = torch.ones(CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE, dtype=torch.int8)
         self.mask = ones.triu_(1).to(device)
+        self.log_sums = torch.empty(1, dtype=torch.float32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -95,16 +98,17 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         ``seq_lens_cpu_upper_bound`` is exact wherever no draft tokens are in flight (CommonAttentionMetadata's own
         note), and the platform refuses speculative decoding.
         """
-        common = common_attn_metadata
-        if common.causal is not True:
-            raise NotImplementedError("the fused attention of ascend-attention is causal only")
+        common, lengths = common_attn_metadata, common_attn_metadata.seq_lens_cpu_upper_bound
+        if common.causal is not True or lengths is None:
+            raise NotImplementedError("the fused attention of ascend-attention is causal, with lengths on the host")
         query_ends = common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist()
         return FusedAttentionMetadata(
             query_ends=query_ends,
-            kv_lens=common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist(),
+            kv_lens=lengths[: common.num_reqs].tolist(),
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping[: query_ends[-1]],
             mask=self.mask,
+            log_sums=self.log_sums,
         )
 
 
@@ -180,7 +184,7 @@ class FusedAttentionImpl(AttentionImpl[FusedAttentionMetadata]):
                 meta.slot_mapping,
                 cache_mode="Norm",
             )
-        output[:tokens] = torch_npu.npu_fused_infer_attention_score(
+        torch_npu.npu_fused_infer_attention_score.out(
             query[:tokens].contiguous(),
             keys.view(*keys.shape[:2], -1),
             values.view(*values.shape[:2], -1),
@@ -194,5 +198,6 @@ class FusedAttentionImpl(AttentionImpl[FusedAttentionMetadata]):
             scale=self.scale,
             input_layout="TND",
             sparse_mode=3,
-        )[0]
+            out=[output[:tokens], meta.log_sums],
+        )
         return output

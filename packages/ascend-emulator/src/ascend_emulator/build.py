@@ -34,7 +34,18 @@ SONAMES = (
     "libacl_tdt_channel.so",
     "libopapi.so",
 )
-FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unused-function", f'-DCANN_VERSION="{CANN_VERSION}"')
+FLAGS = (
+    "-std=c++20",
+    "-O2",
+    "-ftree-vectorize",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-unused-function",
+    f'-DCANN_VERSION="{CANN_VERSION}"',
+)
 SOURCES = Path(__file__).parent / "csrc"
 
 
@@ -57,7 +68,10 @@ def torch_dir() -> Path:
 def wheel_names() -> list[str]:
     """Every CANN name that the installed torch_npu can ask for: link-time symbols and look-ups by name (its string table)."""
     data = (_package_dir("torch_npu") / "lib" / "libtorch_npu.so").read_bytes()
-    found = re.findall(rb"(?<![\w])((?:aclnn|aclrt|aclmdl|aclop|aclsys|aclprof|aclGet|aclSet|Hccl)[A-Z]\w+|acl[A-Z]\w+|rt[A-Z]\w{6,}|Msprof[A-Z]\w+)\0", data)
+    found = re.findall(
+        rb"(?<![\w])((?:aclnn|aclrt|aclmdl|aclop|aclsys|aclprof|aclGet|aclSet|Hccl)[A-Z]\w+|acl[A-Z]\w+|rt[A-Z]\w{6,}|Msprof[A-Z]\w+)\0",
+        data,
+    )
     names = {name.decode() for name in found}
     # Nine letters with a capital at the end are eight of an inlined string and an instruction's first byte ("HcclAllgH").
     return sorted(n for n in names if not (len(n) == 9 and (n[-1].isupper() or n.startswith("Hccl"))))
@@ -74,7 +88,9 @@ def _compiler() -> tuple[str, str]:
         if path:
             version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
             return path, version[0] if version else "unknown"
-    raise BuildError("ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install gcc-c++), or set CXX")
+    raise BuildError(
+        "ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install gcc-c++), or set CXX"
+    )
 
 
 def cache_root() -> Path:
@@ -101,18 +117,30 @@ def _headers_digest() -> str:
 
 def _stubs(names: list[str]) -> str:
     """C++ text of weak functions that refuse by their own name; a real definition elsewhere takes their place."""
-    lines = ['#include "core/status.h"', "#define STUB(NAME) EXPORT __attribute__((weak)) int NAME() { return emu::refuse(#NAME); }"]
+    lines = [
+        '#include "core/status.h"',
+        "#define STUB(NAME) EXPORT __attribute__((weak)) int NAME() { return emu::refuse(#NAME); }",
+    ]
     # The name that is refused is the operator's, also where its workspace is asked for first.
-    lines.append("#define OPERATOR(NAME) STUB(NAME) EXPORT __attribute__((weak)) int NAME##GetWorkspaceSize() { return emu::refuse(#NAME); }")
-    lines += [f"EXPORT __attribute__((weak)) int {n}() {{ return emu::refuse(\"{n}\"); }}" for n in names if n.endswith("GetMaxWorkspaceSize")]
+    lines.append(
+        "#define OPERATOR(NAME) STUB(NAME) EXPORT __attribute__((weak)) int NAME##GetWorkspaceSize() { return emu::refuse(#NAME); }"
+    )
+    lines += [
+        f'EXPORT __attribute__((weak)) int {n}() {{ return emu::refuse("{n}"); }}'
+        for n in names
+        if n.endswith("GetMaxWorkspaceSize")
+    ]
     operators = {operator(n) for n in names if n.startswith("aclnn")}
     lines += [f"OPERATOR({name})" for name in sorted(operators)]
-    lines += [f"STUB({name})" for name in names if not name.startswith("aclnn") and name not in ABSENT]
+    lines += [f"STUB({name})" for name in names if not name.startswith("aclnn") and name not in ABSENT | NO_STATUS]
+    lines += [f'EXPORT __attribute__((weak)) long {n}() {{ emu::refuse("{n}"); return 0; }}' for n in names if n in NO_STATUS]
     return "\n".join(lines) + "\n"
 
 
 # Optional calls: torch_npu probes for them and does without when they are absent, as with an older CANN.
 ABSENT = frozenset[str]()
+# Calls that answer with a pointer or a set of features, where a status would be taken for one: they refuse with none.
+NO_STATUS = frozenset({"HcclGetCommConfigCapability", "aclCreateGraphDumpOpt", "aclprofCreateConfig", "aclprofCreateStepInfo"})
 
 
 @contextmanager
@@ -127,7 +155,9 @@ def _run(what: str, command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        first = next((line for line in lines if "error" in line or "undefined" in line or "multiple" in line), lines[-1] if lines else "")
+        first = next(
+            (line for line in lines if "error" in line or "undefined" in line or "multiple" in line), lines[-1] if lines else ""
+        )
         raise BuildError(f"ascend-emulator: {what} failed: {first}")
 
 
@@ -138,7 +168,9 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
         BuildError: torch, torch_npu or a compiler is missing, or a file does not compile.
     """
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch-npu") if _package_dir(name.replace("-", "_"))]
+    versions = [
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch-npu") if _package_dir(name.replace("-", "_"))
+    ]
     compiler, compiler_version = _compiler()
     base = (*versions, compiler_version, *FLAGS, os.uname().machine)
     content = _digest(*base, Path(__file__).read_bytes(), _headers_digest(), *(path.read_bytes() for path in _sources()))
@@ -191,9 +223,35 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
             list(pool.map(compile_one, missing))
     core = target / f"lib{CORE}.so"
     # No run path: torch's own libraries are in the process before these are (activate), whichever environment they came from.
-    _run(f"linking {core.name}", [compiler, "-shared", f"-Wl,-soname,{core.name}", "-o", str(core), *map(str, sources.values()), f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"])
+    _run(
+        f"linking {core.name}",
+        [
+            compiler,
+            "-shared",
+            f"-Wl,-soname,{core.name}",
+            "-o",
+            str(core),
+            *map(str, sources.values()),
+            f"-L{torch / 'lib'}",
+            "-ltorch_cpu",
+            "-lc10",
+        ],
+    )
     for soname in SONAMES:
-        _run(f"linking {soname}", [compiler, "-shared", f"-Wl,-soname,{soname}", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", "-o", str(target / soname), f"-L{target}", f"-l{CORE}"])
+        _run(
+            f"linking {soname}",
+            [
+                compiler,
+                "-shared",
+                f"-Wl,-soname,{soname}",
+                "-Wl,-rpath,$ORIGIN",
+                "-Wl,--no-as-needed",
+                "-o",
+                str(target / soname),
+                f"-L{target}",
+                f"-l{CORE}",
+            ],
+        )
     # What torch_npu expects to find in a CANN installation (torch_npu/_init/registry/registry_manager.py).
     for directory in ("runtime", "compiler", "opp"):
         (target / directory).mkdir(exist_ok=True)

@@ -34,7 +34,14 @@ def chips() -> dict[str, Chip]:
     """All chips by the name a user types (an alias may stand for a fuller SoC name)."""
     table = tomllib.loads((Path(__file__).parent / "chips.toml").read_text())
     return {
-        key: Chip(row.get("soc", key), row["memory_gib"] << 30, row["l2_mib"] << 20, row["cube_cores"], row["vector_cores"], row["bandwidth_gbs"] * 10**9)
+        key: Chip(
+            row.get("soc", key),
+            row["memory_gib"] << 30,
+            row["l2_mib"] << 20,
+            row["cube_cores"],
+            row["vector_cores"],
+            row["bandwidth_gbs"] * 10**9,
+        )
         for key, row in table.items()
     }
 

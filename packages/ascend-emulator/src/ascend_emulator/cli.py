@@ -17,8 +17,15 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a command with emulated NPUs, its child processes included")
     run.add_argument("--npus", type=int, default=1, help="how many (default: 1)")
     run.add_argument("--soc", default=DEFAULT_SOC, help=f"chip: {', '.join(chips())} (default: {DEFAULT_SOC})")
-    run.add_argument("--memory", type=parse_size, help="device memory each, such as 8GiB (default: the chip's, or what this machine can hold)")
-    run.add_argument("--without", default="", metavar="NAMES", help="entry points to take out, separated by commas: calling one then refuses by its name")
+    run.add_argument(
+        "--memory", type=parse_size, help="device memory each, such as 8GiB (default: the chip's, or what this machine can hold)"
+    )
+    run.add_argument(
+        "--without",
+        default="",
+        metavar="NAMES",
+        help="entry points to take out, separated by commas: calling one then refuses by its name",
+    )
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
     commands.add_parser("build", help="compile the libraries if they are not in the cache, and print where they are")
     coverage = commands.add_parser("coverage", help="what the installed torch_npu can ask for, and what becomes of it")
@@ -29,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        print("ascend-emulator run: no command; write it after --, as in: ascend-emulator run -- vllm serve MODEL", file=sys.stderr)
+        print(
+            "ascend-emulator run: no command; write it after --, as in: ascend-emulator run -- vllm serve MODEL", file=sys.stderr
+        )
         return 2
     environ = dict(os.environ)
     line = set_environment(environ, options.npus, options.soc, options.memory)

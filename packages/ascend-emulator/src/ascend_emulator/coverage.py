@@ -46,14 +46,18 @@ def entry_points() -> list[EntryPoint]:
     """All names, those that torch_npu asks for and any others that the emulator has, sorted."""
     asked = {build.operator(name) for name in build.wheel_names()}
     have = _registry()
-    return [
-        EntryPoint(name, *have.get(name, ("refuses", "")), name in asked)
-        for name in sorted(asked | have.keys())
-    ]
+    return [EntryPoint(name, *have.get(name, ("refuses", "")), name in asked) for name in sorted(asked | have.keys())]
 
 
 def _group(name: str) -> str:
-    groups = {"aclnn": "operators (aclnn)", "aclrt": "runtime (aclrt)", "aclmdl": "graphs (aclmdl)", "Hccl": "collectives (Hccl)", "aclprof": "profiling (aclprof)", "aclop": "legacy operators (aclop)"}
+    groups = {
+        "aclnn": "operators (aclnn)",
+        "aclrt": "runtime (aclrt)",
+        "aclmdl": "graphs (aclmdl)",
+        "Hccl": "collectives (Hccl)",
+        "aclprof": "profiling (aclprof)",
+        "aclop": "legacy operators (aclop)",
+    }
     return next((label for prefix, label in groups.items() if name.startswith(prefix)), "other")
 
 
@@ -62,7 +66,9 @@ def report(markdown: bool = False) -> str:
     points = [point for point in entry_points() if point.asked]
     states = ("computed", "bookkeeping", "refuses")
     counts = Counter((_group(point.name), point.state) for point in points)
-    rows = [[group, *(str(counts[group, state]) for state in states)] for group in sorted({_group(point.name) for point in points})]
+    rows = [
+        [group, *(str(counts[group, state]) for state in states)] for group in sorted({_group(point.name) for point in points})
+    ]
     rows.append(["all", *(str(sum(counts[group, state] for group in {g for g, _ in counts})) for state in states)])
     lines = _table(["", *states], rows, markdown)
     families: dict[str, list[str]] = {}
@@ -79,4 +85,7 @@ def _table(head: list[str], rows: list[list[str]], markdown: bool) -> list[str]:
     if markdown:
         return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return ["  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in [head, *rows]]
+    return [
+        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        for row in [head, *rows]
+    ]

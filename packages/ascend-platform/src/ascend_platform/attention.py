@@ -6,7 +6,8 @@ kernel is what to use when speed matters.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import (
@@ -29,8 +30,8 @@ ELEMENTS_AT_ONCE = 1 << 24
 class PagedAttentionBackend(AttentionBackend):
     """What vLLM asks about the built-in attention (``vllm/v1/attention/backend.py``)."""
 
-    supported_dtypes = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes = ["auto", "bfloat16", "float16"]
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "float16"]
 
     @staticmethod
     def get_name() -> str:
@@ -94,14 +95,12 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         ``seq_lens_cpu_upper_bound`` is exact wherever no draft tokens are in flight (CommonAttentionMetadata's own
         note), and the platform refuses speculative decoding.
         """
-        common = common_attn_metadata
-        if common.causal is not True:
-            raise NotImplementedError("the built-in attention of ascend-platform is causal only")
+        common, lengths = common_attn_metadata, common_attn_metadata.seq_lens_cpu_upper_bound
+        if common.causal is not True or lengths is None:
+            raise NotImplementedError("the built-in attention of ascend-platform is causal, with lengths on the host")
         query_start = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        kv_lens = common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist()
-        singles = next(
-            (i for i, (a, b) in enumerate(zip(query_start, query_start[1:], strict=False)) if b - a != 1), len(kv_lens)
-        )
+        kv_lens = lengths[: common.num_reqs].tolist()
+        singles = next((i for i, (start, end) in enumerate(pairwise(query_start)) if end - start != 1), len(kv_lens))
         size = self.kv_cache_spec.block_size
         longest = -(-max(kv_lens[:singles], default=0) // size) * size
         places = torch.arange(longest, dtype=torch.int32, device=self.device)
@@ -213,9 +212,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             hidden = places[:seen] > places[seen - (rows.stop - first) : seen].unsqueeze(1)
             output[rows] = self._attend(query[rows][None], keys[:, :seen], values[:, :seen], hidden[None])[0]
 
-    def _attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """softmax(scale * q k^T) v with query ``[requests, tokens, heads, head_size]``, keys and values
         ``[requests, length, kv_heads, head_size]`` and hidden bool ``[requests, tokens, length]``."""
         requests, tokens, heads, width = query.shape

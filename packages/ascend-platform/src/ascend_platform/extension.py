@@ -145,9 +145,7 @@ def state(distribution: str) -> str:
 
 def summary(attention: str) -> str:
     """One line naming every component, its version and state, which attention serves, and the versions below."""
-    parts = [
-        " ".join(filter(None, (name.removeprefix("ascend-"), version(name), state(name)))) for name in COMPONENTS
-    ]
+    parts = [" ".join(filter(None, (name.removeprefix("ascend-"), version(name), state(name)))) for name in COMPONENTS]
     below = ", ".join(f"{name} {version(name)}" for name in ("vllm", "torch", "torch-npu"))
     return " | ".join(["vllm-ascend-all", *parts, f"attention: {attention}", below])
 

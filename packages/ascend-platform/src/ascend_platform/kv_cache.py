@@ -46,9 +46,7 @@ def take_apart(cache: torch.Tensor, head_size: int) -> PagedKV:
             f"unset VLLM_KV_CACHE_LAYOUT or set it to {LAYOUT.name}"
         )
     key, value = region.view(-1).split([blocks * block_size * heads * w for w in (head_size, width - head_size)])
-    return PagedKV(
-        key.view(blocks, block_size, heads, head_size), value.view(blocks, block_size, heads, width - head_size)
-    )
+    return PagedKV(key.view(blocks, block_size, heads, head_size), value.view(blocks, block_size, heads, width - head_size))
 
 
 def check(config: KVCacheConfig) -> None:

@@ -6,6 +6,7 @@ Normalization goes through vLLM's IR (``vllm/ir/op.py``), the others through ``C
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch_npu
@@ -23,9 +24,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | Non
 @ir.ops.rms_norm.register_impl(
     "npu", supports_args=lambda x, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
 )
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; x ``[..., hidden]``, weight ``[hidden]``."""
     return torch_npu.npu_rms_norm(x, weight, epsilon)[0]
 
@@ -61,7 +60,7 @@ class NPURotaryMixin:
     """
 
     def forward_oot(
-        self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """positions ``[tokens]``; query and key ``[tokens, heads * head_size]``; returns both rotated."""
         if key is None or self.rotary_dim * query.element_size() % 64:
@@ -86,7 +85,8 @@ def _plain_rotary_classes() -> Iterator[type[RotaryEmbedding]]:
     """
     for cls in vars(rotary_embedding).values():
         if isinstance(cls, type) and issubclass(cls, RotaryEmbedding):
-            if cls.forward_native is RotaryEmbedding.forward_native and cls.forward is RotaryEmbedding.forward:
+            forwards = ("forward", "forward_native", "forward_static")
+            if all(getattr(cls, name) is getattr(RotaryEmbedding, name) for name in forwards):
                 yield cls
 
 

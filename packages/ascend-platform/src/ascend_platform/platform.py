@@ -3,7 +3,7 @@
 import functools
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm import envs
@@ -135,9 +135,7 @@ class NPUPlatform(Platform):
             ValueError: the layer needs what no installed attention has, or another backend was asked for by name.
         """
         if selected_backend is not None and selected_backend.name != "CUSTOM":
-            raise ValueError(
-                f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out"
-            )
+            raise ValueError(f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out")
         return attention_for(attn_selector_config)[0]
 
     # What people read
@@ -182,8 +180,6 @@ class NPUPlatform(Platform):
             parallel.worker_cls = "ascend_platform.worker.NPUWorker"
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise ValueError(f"{_serves()} dense decoder models without {', '.join(refused)}; these come later")
-        if vllm_config.model_config is not None:
-            vllm_config.model_config.enforce_eager = True  # nothing to capture: says so to the worker
         announce(vllm_config)
 
     @classmethod
@@ -237,7 +233,8 @@ def _attention_of(vllm_config: "VllmConfig") -> str:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     block_size = cache.block_size if cache.user_specified_block_size else None
     try:
-        config = AttentionSelectorConfig(model.get_head_size(), model.dtype, cache.cache_dtype, block_size)
+        dtype = cast(torch.dtype, model.dtype)  # resolved by now
+        config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size)
         return attention_for(config)[1]
     except ValueError as error:
         return f"none ({error})"
@@ -256,14 +253,16 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         "speculative decoding": vllm_config.speculative_config,
         "KV connectors": vllm_config.kv_transfer_config,
         "encoder-cache connectors": vllm_config.ec_transfer_config,
-        f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", "bfloat16", "float16"),
         "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
         "context parallelism": max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1,
         "dual batch overlap": parallel.use_ubatching,
         "batch invariance": envs.VLLM_BATCH_INVARIANT,
+        "a sliding window (--disable-sliding-window serves the model up to its window)": cache.sliding_window,
+        "vLLM's second model runner, which watermarking needs": vllm_config.use_v2_model_runner,
     }
     if model is not None:
         features |= {
+            f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", str(model.dtype).split(".")[-1]),
             "sleep mode": model.enable_sleep_mode,
             "MLA": model.use_mla,
             "mixture of experts": model.is_moe,

@@ -1,10 +1,12 @@
 """vLLM's worker on the NPU."""
 
+import atexit
 import gc
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.mem_utils import MemorySnapshot
@@ -56,6 +58,7 @@ class NPUWorker(Worker):
         init_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
         )
+        atexit.register(_leave_groups)
         set_random_seed(self.model_config.seed)
         gc.collect()
         torch.npu.empty_cache()
@@ -63,8 +66,32 @@ class NPUWorker(Worker):
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
         self._init_workspace_and_model_runner()
 
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: what is free, but no more than CANN's kernels address.
+
+        A layer's keys, like its values, must have fewer than 2^31 elements (torch_npu's documentation of
+        npu_fused_infer_attention_score, page attention).
+        """
+        available = super().determine_available_memory()
+        specs = self.get_kv_cache_spec().values()
+        if not specs:
+            return available
+        largest = max(spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v) for spec in specs)
+        return min(available, (2**31 - 1) // largest * sum(spec.page_size_bytes for spec in specs))
+
     def _make_model_runner(self) -> NPUModelRunner:
         return NPUModelRunner(self.vllm_config, self.device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
         return nullcontext()
+
+
+def _leave_groups() -> None:
+    """Destroy what is left of the process groups, as vLLM's engine does when it is shut down before Python ends.
+
+    torch_npu destroys them at exit behind vLLM's back (``torch_npu/_init/core/runtime_lifecycle.py``), and an engine in
+    the main process, which is finalized later still, then fails on them. Registered later, this runs earlier.
+    """
+    if torch.distributed.is_initialized():
+        destroy_model_parallel()
+        destroy_distributed_environment()

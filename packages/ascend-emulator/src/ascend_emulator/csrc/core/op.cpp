@@ -37,18 +37,16 @@ struct NoResize : c10::WarningHandler {
 int launch(const char* name, aclOpExecutor* executor, void* stream) {
   if (!executor) {
     // The workspace phase failed, perhaps on another thread, and some callers do not look at its status.
-    return removed(name) ? refuse(name) : fail(kOpParam, text(name, ": its arguments were refused"));
+    return removed(name) ? refuse(name) : operator_done(name, fail(kOpParam, text(name, ": its arguments were refused")));
   }
   const std::unique_ptr<aclOpExecutor> owned(executor);
-  const int status = guarded(name, [&] {
+  return operator_done(name, guarded(name, [&] {
     at::AutoDispatchBelowADInplaceOrView kernels_only;
     NoResize no_resize;
     c10::WarningUtils::WarningHandlerGuard guard(&no_resize);
     stream_of(stream).submit([&] { executor->compute(); });
     trace(name);
-  });
-  if (status != kOk) operator_failed(name);
-  return status;
+  }));
 }
 
 void Result::assign(const Tensor& value) const {

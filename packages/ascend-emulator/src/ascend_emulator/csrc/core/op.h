@@ -108,10 +108,10 @@ struct Operator<Compute, Name> {
     *bytes = 0;
     *executor = nullptr;
     if (removed(Name::text)) return refuse(Name::text);
-    return guarded(Name::text, [&] {
+    return operator_done(Name::text, guarded(Name::text, [&] {
       auto held = std::make_tuple(Arg<Params>::get(args)...);
       *executor = new aclOpExecutor{[held = std::move(held)] { std::apply(Compute, held); }};
-    });
+    }));
   }
 };
 

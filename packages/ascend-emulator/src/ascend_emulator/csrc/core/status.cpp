@@ -1,4 +1,9 @@
-#include "status.h"
+#include "registry.h"
+
+#include <pthread.h>
+
+#include <cstring>
+#include <mutex>
 
 namespace emu {
 namespace {
@@ -12,7 +17,33 @@ int fail(Status status, const std::string& message) {
 }
 
 int refuse(const char* name) {
-  return fail(kUnsupported, text(name, " is not emulated. `ascend-emulator coverage` lists what is."));
+  const int status = fail(kUnsupported, text(name, " is not emulated. `ascend-emulator coverage` lists what is."));
+  return std::strncmp(name, "aclnn", 5) == 0 ? operator_done(name, status) : status;
+}
+
+namespace {
+std::mutex failure_mutex;
+std::string failed_on_queue;
+
+// The name that torch_npu gives its queue thread (torch_npu/csrc/core/npu/NPUAffinityController.cpp, BSD).
+bool on_queue_thread() {
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  return std::strcmp(name, "acl_thread") == 0;
+}
+}  // namespace
+
+int operator_done(const char* name, int status) {
+  if (status != kOk && on_queue_thread()) {
+    std::lock_guard lock(failure_mutex);
+    if (failed_on_queue.empty()) failed_on_queue = name;
+  }
+  return status;
+}
+
+void check_queue() {
+  std::lock_guard lock(failure_mutex);
+  check(failed_on_queue.empty(), kOpFailed, failed_on_queue, " failed earlier, and torch_npu computes nothing more in this process; start a new one");
 }
 
 }  // namespace emu
@@ -24,3 +55,4 @@ EXPORT const char* aclGetRecentErrMsg() {
   last_message.clear();
   return returned_message.empty() ? nullptr : returned_message.c_str();
 }
+static const emu::Registration registration_aclGetRecentErrMsg{"aclGetRecentErrMsg", emu::State::bookkeeping, __FILE__};

@@ -40,6 +40,11 @@ int fail(Status status, const std::string& message);
 // The third state of an entry point: it is not there, and says so by its own name.
 int refuse(const char* name);
 
+// Passes on the status of an operator. torch_npu's queue thread ends when one fails on it, and torch_npu then raises that one error and
+// drops all that is queued later without another; so a failure on that thread is kept, and synchronizing fails from then on.
+int operator_done(const char* name, int status);
+void check_queue();  // throws if an operator failed on the queue thread
+
 // Runs `body`, turning exceptions into a status that names the entry point.
 template <class Body>
 int guarded(const char* name, Body&& body) noexcept {

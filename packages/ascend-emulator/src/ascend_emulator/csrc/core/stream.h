@@ -17,7 +17,7 @@ struct Stream {
   // Runs the task in stream order; throws what it throws.
   template <class Task>
   void submit(Task&& task) { task(); }
-  void synchronize();
+  void synchronize() { check_queue(); }
   bool idle() const { return true; }
 };
 
@@ -25,10 +25,6 @@ struct Event {
   std::atomic<bool> recorded{false};
   std::chrono::steady_clock::time_point time{};
 };
-
-// An operator failed on the calling thread. torch_npu's queue thread ends at that, and torch_npu drops whatever is queued later without an
-// error, once it has raised this one: so from then on synchronizing fails.
-void operator_failed(const char* name);
 
 Stream& stream_of(void* handle);  // null is the current device's default stream
 

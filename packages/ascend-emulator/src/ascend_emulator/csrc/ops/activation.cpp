@@ -22,6 +22,8 @@ OP(aclnnGelu, (Tensor self, Tensor out), { at::gelu_out(out, self, "tanh"); })
 OP(aclnnGeluV2, (Tensor self, int64_t approximate, Tensor out), { at::gelu_out(out, self, approximate ? "tanh" : "none"); })
 // x * sigmoid(1.702 x): torch_npu's documentation of npu_fast_gelu.
 OP(aclnnFastGelu, (Tensor self, Tensor out), { out.copy_(self * at::sigmoid(self * 1.702)); })
+OP(aclnnHardtanh, (Tensor self, Scalar min, Scalar max, Tensor out), { at::hardtanh_out(out, self, min, max); })
+OP(aclnnInplaceHardtanh, (Tensor self, Scalar min, Scalar max), { at::hardtanh_(self, min, max); })
 OP(aclnnSoftplus, (Tensor self, Scalar beta, Scalar threshold, Tensor out), { at::softplus_out(out, self, beta, threshold); })
 OP(aclnnElu, (Tensor self, Scalar alpha, Scalar scale, Scalar input_scale, Tensor out), { at::elu_out(out, self, alpha, scale, input_scale); })
 OP(aclnnInplaceElu, (Tensor self, Scalar alpha, Scalar scale, Scalar input_scale), { at::elu_(self, alpha, scale, input_scale); })

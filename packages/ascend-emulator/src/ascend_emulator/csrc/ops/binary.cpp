@@ -57,6 +57,11 @@ COMPARE(Le, le)
 COMPARE(Gt, gt)
 COMPARE(Ge, ge)
 
+OP(aclnnEqual, (Tensor self, Tensor other, Tensor out), { out.fill_(at::equal(self, other)); })
+OP(aclnnIsClose, (Tensor self, Tensor other, double relative, double absolute, bool equal_nan, Tensor out), {
+  out.copy_(at::isclose(self, other, relative, absolute, equal_nan));
+})
+
 BITWISE_BOTH(BitwiseAnd, bitwise_and)
 BITWISE(BitwiseOr, bitwise_or)
 BITWISE_BOTH(BitwiseXor, bitwise_xor)

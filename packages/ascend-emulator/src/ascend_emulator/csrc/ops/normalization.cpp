@@ -7,15 +7,27 @@ namespace {
 
 using at::Tensor;
 
+// In sixteen partial sums: more accurate than one, and a vector register wide.
+template <class T>
+float sum_of_squares(const T* x, int64_t width) {
+  constexpr int kLanes = 16;
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += float(x[i + lane]) * float(x[i + lane]);
+  for (int lane = 0; i < width; ++i, ++lane) lanes[lane] += float(x[i]) * float(x[i]);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
 template <class T>
 void rms_norm_rows(const T* x, const T* gamma, T* y, float* rstd, int64_t rows, int64_t width, float epsilon) {
   at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / width), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const T* in = x + row * width;
       T* out = y + row * width;
-      float sum = 0;
-      for (int64_t i = 0; i < width; ++i) sum += float(in[i]) * float(in[i]);
-      const float scale = 1.0f / std::sqrt(sum / width + epsilon);
+      const float scale = 1.0f / std::sqrt(sum_of_squares(in, width) / width + epsilon);
       for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(float(in[i]) * scale * float(gamma[i]));
       if (rstd) rstd[row] = scale;
     }

@@ -6,25 +6,17 @@ OP(aclnnSort, (Tensor self, bool stable, int64_t dim, bool descending, Tensor va
   values.copy_(value);
   indices.copy_(index);
 })
-namespace {
-void topk(const at::Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, at::Tensor& values, at::Tensor& indices) {
+// The unnamed parameter is the sorting policy, which decides speed alone.
+OP(aclnnTopkV2, (Tensor self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor values, Tensor indices), {
   const auto [value, index] = at::topk(self, k, dim, largest, sorted);
   values.copy_(value);
   indices.copy_(index);
-}
-}  // namespace
-OP(aclnnTopk, (Tensor self, int64_t k, int64_t dim, bool largest, bool sorted, Tensor values, Tensor indices), {
-  topk(self, k, dim, largest, sorted, values, indices);
-})
-// V2 adds the sorting policy, which decides speed alone.
-OP(aclnnTopkV2, (Tensor self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor values, Tensor indices), {
-  topk(self, k, dim, largest, sorted, values, indices);
 })
 OP(aclnnSearchSorted, (Tensor sequence, Tensor self, bool int32, bool right, Opt<Tensor> sorter, Tensor out), {
   at::searchsorted_out(out, sequence, self, int32, right, std::nullopt, sorter);
 })
-OP(aclnnBucketize, (Tensor self, Tensor boundaries, bool int32, bool right, Tensor out), {
-  at::bucketize_out(out, self, boundaries, int32, right);
+OP(aclnnSearchSorteds, (Tensor sequence, Scalar self, bool int32, bool right, Opt<Tensor> sorter, Tensor out), {
+  out.copy_(at::searchsorted(sequence, self, int32, right, std::nullopt, sorter));
 })
 OP(aclnnBincount, (Tensor self, Opt<Tensor> weights, int64_t minlength, Tensor out), {
   out.copy_(at::bincount(self, weights, minlength));

@@ -88,25 +88,22 @@ void rope(const Tensor& positions, const Tensor& x, const Tensor& cache, int64_t
 OP(aclnnSwiGlu, (Tensor x, int64_t dim, Tensor out), { swiglu(x, dim, out); })
 
 // mode: 0 half, 1 interleave (op-plugin's RotaryMulKernelNpuOpApi.cpp).
-OP(aclnnRotaryPositionEmbedding, (Tensor x, Tensor cos, Tensor sin, int64_t mode, Tensor out), {
+OP(aclnnRotaryPositionEmbeddingV2, (Tensor x, Tensor cos, Tensor sin, int64_t mode, Opt<Tensor> rotation, Tensor out), {
   check(mode == 0 || mode == 1, kOpParam, "rotary mode ", mode, "; 0 half and 1 interleave are there");
+  check(!rotation, kOpParam, "a rotation matrix (rotate) is not emulated");
   out.copy_(rotate(x, cos, sin, mode == 1));
 })
 
-namespace {
-void apply_rotary(Tensor& query, Tensor& key, const Tensor& cos, const Tensor& sin, int64_t layout, const std::string& mode) {
+OP(aclnnApplyRotaryPosEmbV2, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode), {
   // On A2 and A3: layout BSND (1) or TND (4), head size 64 or 128, rotary mode half.
   check(layout == 1 || layout == 4, kOpParam, "layout ", layout, "; BSND (1) and TND (4) are there");
   check(mode == "half", kOpParam, "rotary mode '", mode, "'; half is there");
+  for (const auto* x : {&key, &cos, &sin})
+    check(x->scalar_type() == query.scalar_type(), kOpParam, "query is ", query.scalar_type(), ", another argument ", x->scalar_type(), "; they must be the same");
   const auto size = query.size(-1);
   check(size == 64 || size == 128, kOpParam, "head size ", size, "; 64 and 128 are allowed");
   query.copy_(rotate(query, cos, sin, false));
   key.copy_(rotate(key, cos, sin, false));
-}
-}  // namespace
-OP(aclnnApplyRotaryPosEmb, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout), { apply_rotary(query, key, cos, sin, layout, "half"); })
-OP(aclnnApplyRotaryPosEmbV2, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode), {
-  apply_rotary(query, key, cos, sin, layout, mode);
 })
 
 namespace {
@@ -126,9 +123,6 @@ void rope_with_cache(const Tensor& positions, const Tensor& query, const Tensor&
   });
 }
 }  // namespace
-OP(aclnnRopeWithSinCosCache, (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints>, int64_t head_size, bool neox, Tensor query_out, Tensor key_out), {
-  rope_with_cache(positions, query, key, cache, head_size, neox, query_out, key_out);
-})
 // cache_mode tells how the three sections of a multimodal cache lie, so it is without effect here.
 OP(aclnnRopeWithSinCosCacheV2, (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints>, int64_t head_size, bool neox, int64_t, Tensor query_out, Tensor key_out), {
   rope_with_cache(positions, query, key, cache, head_size, neox, query_out, key_out);

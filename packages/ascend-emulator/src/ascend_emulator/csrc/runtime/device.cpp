@@ -48,6 +48,8 @@ void set_parameter(int32_t option, int64_t value) {
 }  // namespace
 ACL_API(bookkeeping, aclrtSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
 ACL_API(bookkeeping, aclrtCtxSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
+// The same level for collectives (HcclConfig 0 is determinism, by value in a union of 64 bits).
+ACL_API(bookkeeping, HcclSetConfig, (int32_t config, int64_t), { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
 ACL_API(bookkeeping, aclrtGetSysParamOpt, (int32_t option, int64_t* value), {
   std::lock_guard lock(parameters_mutex);
   *value = parameters[option];
@@ -59,6 +61,18 @@ ACL_API(bookkeeping, aclGetDeviceCapability, (uint32_t id, int32_t what, int64_t
   const int64_t known[] = {chip().cube_cores, chip().vector_cores, chip().l2};
   check(what >= 0 && what < 3, kInvalidParam, "capability ", what, " is not emulated");
   *value = known[what];
+})
+// aclrtDevAttr, the public enumeration (CANN's API reference, "aclrtDevAttr").
+ACL_API(bookkeeping, aclrtGetDeviceInfo, (uint32_t id, int32_t what, int64_t* value), {
+  const auto& npu = device(static_cast<int>(id));
+  switch (what) {
+    case 101:  // AI cores, which are the cube cores
+    case 102: *value = chip().cube_cores; return;
+    case 201: *value = chip().vector_cores; return;
+    case 301: *value = static_cast<int64_t>(npu.capacity()); return;
+    case 302: *value = chip().l2; return;
+  }
+  throw Error(kUnsupported, text("attribute ", what, " is not emulated"));
 })
 // Sixteen bytes, different for each NPU.
 ACL_API(bookkeeping, aclrtDeviceGetUuid, (int32_t id, char* uuid), {
@@ -80,5 +94,20 @@ static const Registration registration_aclrtGetSocName{"aclrtGetSocName", State:
 // The one attribute that torch_npu asks for is whether infinities and NaNs are kept (ACL_CANN_ATTR_INF_NAN): they are.
 ACL_API(bookkeeping, aclGetCannAttribute, (int32_t, int32_t* value), { *value = 1; })
 
-// A version is a zero-terminated text of at most 128 bytes behind which the layout is private.
+// Versions. The structure is in CANN's public API reference ("aclCANNPackageVersion"), as is the numbering of packages: the driver, which
+// there is none of, is the last.
+namespace {
+struct PackageVersion {
+  char version[128], major[64], minor[64], release[64], patch[64], reserved[128];
+};
+constexpr int32_t kDriver = 7;
+}  // namespace
+ACL_API(bookkeeping, aclsysGetCANNVersion, (int32_t package, PackageVersion* version), {
+  check(package >= 0 && package < kDriver, kUnsupported, "package ", package, " has no version");
+  *version = {CANN_VERSION};
+  char* const parts[] = {version->major, version->minor, version->release};
+  std::stringstream numbers(CANN_VERSION);
+  for (char* part : parts) numbers.getline(part, sizeof version->major, '.');
+  std::strcpy(version->patch, "0");
+})
 ACL_API(bookkeeping, aclsysGetVersionStr, (const char*, char* version), { std::strcpy(version, CANN_VERSION); })

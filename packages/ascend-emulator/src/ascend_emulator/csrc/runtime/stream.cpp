@@ -1,10 +1,6 @@
 // Streams, events and synchronisation. Signatures: see device.cpp.
 #include "../core/stream.h"
 
-#include <unistd.h>
-
-#include <thread>
-
 #include "../core/registry.h"
 
 using namespace emu;
@@ -12,25 +8,6 @@ using namespace emu;
 namespace emu {
 namespace {
 std::atomic<int> next_stream_id{0};
-
-struct Failure {
-  std::mutex mutex;
-  std::string name;
-  std::thread::id thread;
-} failure;
-}  // namespace
-
-void operator_failed(const char* name) {
-  if (gettid() == getpid()) return;  // the main thread raises it there and then
-  std::lock_guard lock(failure.mutex);
-  if (failure.name.empty()) failure.name = name;
-  failure.thread = std::this_thread::get_id();
-}
-
-void Stream::synchronize() {
-  std::lock_guard lock(failure.mutex);
-  check(failure.name.empty() || failure.thread == std::this_thread::get_id(), kOpFailed, failure.name,
-        " failed earlier, and torch_npu computes nothing more in this process; start a new one");
 }
 
 Stream::Stream(int device) : device(device), id(next_stream_id++) {}
@@ -81,7 +58,10 @@ ACL_API(computed, aclrtRecordEvent, (void* event, void* stream), {
 })
 ACL_API(computed, aclrtResetEvent, (void* event, void*), { event_of(event).recorded = false; })
 ACL_API(computed, aclrtStreamWaitEvent, (void*, void* event), { event_of(event); })
-ACL_API(computed, aclrtSynchronizeEvent, (void* event), { event_of(event); })
+ACL_API(computed, aclrtSynchronizeEvent, (void* event), {
+  event_of(event);
+  check_queue();
+})
 // aclrtEventRecordedStatus: 0 not ready, 1 complete. An event that was never recorded counts as complete (torch.npu.Event.query).
 ACL_API(computed, aclrtQueryEventStatus, (void* event, int32_t* status), {
   event_of(event);
