@@ -2,8 +2,8 @@
 
     python tests/engine_cases.py '[{"name": ..., "model": DIR, "dtype": ..., "prompts": [[1, 2]], "lengths": [3], "engine": {}}]'
 
-Prints one line `RESULT {json}` a case. Log-probabilities are compared under the engine's own tokens (teacher forcing), so that a near tie
-that falls the other way does not make all that follows incomparable.
+Prints one line `RESULT {json}` a case. Log-probabilities are compared under the engine's own tokens (teacher forcing), so that
+a near tie that falls the other way does not make all that follows incomparable.
 """
 
 import copy

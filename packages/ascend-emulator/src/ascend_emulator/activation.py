@@ -60,9 +60,11 @@ def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memo
         ASCEND_EMULATOR_L2=str(model.l2),
         ASCEND_EMULATOR_CUBE_CORES=str(model.cube_cores),
         ASCEND_EMULATOR_VECTOR_CORES=str(model.vector_cores),
+        ASCEND_EMULATOR_BFLOAT16=str(int(model.bfloat16)),
     )
     part = "" if size == model.memory else f" of its {model.memory / 2**30:.0f} GiB"
-    return f"ascend-emulator: {npus} emulated NPU{'s' * (npus > 1)} ({model.name}, {size / 2**30:.3g} GiB{part}), computed on this CPU"
+    devices = f"{npus} emulated NPU{'s' * (npus > 1)}"
+    return f"ascend-emulator: {devices} ({model.name}, {size / 2**30:.3g} GiB{part}), computed on this CPU"
 
 
 def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -> None:
@@ -83,7 +85,7 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
         return
     if "torch_npu" in sys.modules:
         raise RuntimeError("ascend_emulator.activate() came too late: torch_npu is loaded; call it before importing torch")
-    # The dynamic linker takes a library that is already there for a NEEDED of the same name; LD_LIBRARY_PATH is read only at start.
+    # The dynamic linker takes a library that is already there for a NEEDED of the same name; LD_LIBRARY_PATH it read at start.
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(build.torch_dir() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     for name in (f"lib{build.CORE}.so", *build.SONAMES):

@@ -1,7 +1,7 @@
 """Compile the emulated CANN libraries, once for each (torch, torch_npu, compiler, source) and keep them in a cache.
 
-The result is one library, ``libascend_emulator.so``, that holds every entry point, and a handful of empty ones that carry the names
-torch_npu links against and depend on it: torch_npu asks several libraries for the same symbol, and so finds it through each.
+The result is one library, ``libascend_emulator.so``, that holds every entry point, and a handful of empty ones that carry
+the names torch_npu links against and depend on it: torch_npu asks several libraries for the same symbol, and so finds it through each.
 """
 
 from __future__ import annotations
@@ -122,9 +122,8 @@ def _stubs(names: list[str]) -> str:
         "#define STUB(NAME) EXPORT __attribute__((weak)) int NAME() { return emu::refuse(#NAME); }",
     ]
     # The name that is refused is the operator's, also where its workspace is asked for first.
-    lines.append(
-        "#define OPERATOR(NAME) STUB(NAME) EXPORT __attribute__((weak)) int NAME##GetWorkspaceSize() { return emu::refuse(#NAME); }"
-    )
+    workspace = "EXPORT __attribute__((weak)) int NAME##GetWorkspaceSize() { return emu::refuse(#NAME); }"
+    lines.append(f"#define OPERATOR(NAME) STUB(NAME) {workspace}")
     lines += [
         f'EXPORT __attribute__((weak)) int {n}() {{ return emu::refuse("{n}"); }}'
         for n in names
@@ -188,7 +187,7 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
 
 @contextmanager
 def _precompiled(common: list[str], objects: Path, enough: bool) -> Iterator[list[str]]:
-    """Arguments that take in ATen's headers, compiled once for all files: they are most of the work, and 400 MB, so gone afterwards."""
+    """Arguments that take in ATen's headers, compiled once for all files, as they are most of the work; 400 MB, so gone after."""
     if not enough or "clang" in Path(common[0]).name:
         yield []
         return

@@ -19,6 +19,7 @@ class Chip:
         cube_cores: matrix cores ("AI cores").
         vector_cores: vector cores.
         bandwidth: device memory bandwidth in bytes per second.
+        bfloat16: whether its operators take bfloat16.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Chip:
     cube_cores: int
     vector_cores: int
     bandwidth: int
+    bfloat16: bool
 
 
 @cache
@@ -41,6 +43,7 @@ def chips() -> dict[str, Chip]:
             row["cube_cores"],
             row["vector_cores"],
             row["bandwidth_gbs"] * 10**9,
+            row.get("bfloat16", True),
         )
         for key, row in table.items()
     }

@@ -28,6 +28,7 @@ struct Machine {
     chip.l2 = static_cast<int64_t>(number("ASCEND_EMULATOR_L2", 192ull << 20));
     chip.cube_cores = static_cast<int>(number("ASCEND_EMULATOR_CUBE_CORES", 24));
     chip.vector_cores = static_cast<int>(number("ASCEND_EMULATOR_VECTOR_CORES", 48));
+    chip.bfloat16 = number("ASCEND_EMULATOR_BFLOAT16", 1) != 0;
     const int visible = count_visible(static_cast<int>(number("ASCEND_EMULATOR_NPUS", 1)));
     if (visible == 0) return;
     bytes = chip.memory * visible;

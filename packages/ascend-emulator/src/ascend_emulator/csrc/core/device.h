@@ -20,6 +20,7 @@ struct Chip {
   int64_t l2 = 0;       // bytes
   int cube_cores = 0;
   int vector_cores = 0;
+  bool bfloat16 = true;  // whether operators take it
 };
 
 class Device {

@@ -49,11 +49,18 @@ template <class T, class Object>
 struct Boxed {
   using C = const Object*;
   static T get(C object) {
-    check(object != nullptr, kOpParam, "a required argument is null");
+    required(object);
     return object->value;
   }
 };
-template <> struct Arg<Tensor> : Boxed<Tensor, aclTensor> {};
+template <>
+struct Arg<Tensor> : Boxed<Tensor, aclTensor> {
+  static Tensor get(const aclTensor* object) {
+    required(object);
+    supported(object->value.scalar_type());
+    return object->value;
+  }
+};
 template <> struct Arg<Scalar> : Boxed<Scalar, aclScalar> {};
 template <> struct Arg<Ints> : Boxed<Ints, aclIntArray> {};
 template <> struct Arg<Floats> : Boxed<Floats, aclFloatArray> {};
@@ -61,15 +68,15 @@ template <> struct Arg<Bools> : Boxed<Bools, aclBoolArray> {};
 template <class T>
 struct Arg<Opt<T>> {
   using C = typename Arg<T>::C;
-  static Opt<T> get(C object) { return object ? Opt<T>(Arg<T>::get(object)) : std::nullopt; }
+  static Opt<T> get(C object) { return given(object) ? Opt<T>(Arg<T>::get(object)) : std::nullopt; }
 };
 template <>
 struct Arg<Tensors> {
   using C = const aclTensorList*;
   static Tensors get(C list) {
-    check(list != nullptr, kOpParam, "a required tensor list is null");
+    required(list);
     Tensors out;
-    for (const auto* item : list->items) out.push_back(item ? item->value : Tensor());
+    for (const auto* item : list->items) out.push_back(given(item) ? Arg<Tensor>::get(item) : Tensor());
     return out;
   }
 };
@@ -77,7 +84,7 @@ template <>
 struct Arg<Scalars> {
   using C = const aclScalarList*;
   static Scalars get(C list) {
-    check(list != nullptr, kOpParam, "a required scalar list is null");
+    required(list);
     Scalars out;
     for (const auto* item : list->items) out.push_back(item->value);
     return out;

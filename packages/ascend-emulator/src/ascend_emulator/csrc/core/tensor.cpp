@@ -44,15 +44,38 @@ at::Scalar read_scalar(const void* at, at::ScalarType type) {
   }
 }
 
-// Creation calls return null on failure; torch_npu then passes null on, so the operator names the missing argument.
+// Creation calls return null on failure; torch_npu then passes null on, so the operator gives the reason.
+thread_local std::string creation_error;
+
 template <class Make>
 auto created(const char* name, Make&& make) -> decltype(make()) {
   decltype(make()) object = nullptr;
-  guarded(name, [&] { object = make(); });
+  guarded(name, [&] {
+    try {
+      object = make();
+    } catch (const Error& e) {
+      creation_error = e.what();
+      throw;
+    }
+  });
   return object;
 }
 
 }  // namespace
+
+bool given(const void* object) {
+  if (object) return true;
+  if (creation_error.empty()) return false;
+  std::string reason;
+  reason.swap(creation_error);
+  throw Error(kOpParam, reason);
+}
+
+void required(const void* object) { check(given(object), kOpParam, "a required argument is null"); }
+
+void supported(at::ScalarType dtype) {
+  check(dtype != at::kBFloat16 || chip().bfloat16, kOpParam, chip().name, " does not compute in bfloat16; use float16");
+}
 }  // namespace emu
 
 #define CREATE(TYPE, NAME, PARAMS, ...)                                                           \
