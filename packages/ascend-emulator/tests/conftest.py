@@ -15,8 +15,20 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Every operator that computes in this process or one that it starts leaves its name here (test_coverage.py reads it).
-TRACE = Path(tempfile.mkdtemp(prefix="ascend-emulator-tests-")) / "operators"
-os.environ["ASCEND_EMULATOR_TRACE"] = str(TRACE)
+TRACES = tempfile.TemporaryDirectory(prefix="ascend-emulator-")
+os.environ["ASCEND_EMULATOR_TRACE"] = str(Path(TRACES.name) / "operators")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The check that every operator was run comes last."""
+    items.sort(key=lambda item: item.name == "test_every_computed_operator_was_run")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def emulated() -> None:
+    """These tests are about the emulator: on a real NPU (``--npus 0``) there is nothing for them to do."""
+    if "libascend_emulator.so" not in Path("/proc/self/maps").read_text():
+        pytest.skip("no NPU is emulated")
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,12 +68,18 @@ def agree() -> Callable[..., None]:
     return compare
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """``run(*arguments, **environment)``: ``ascend-emulator`` with these arguments, output captured, status not checked."""
+    """``run(*arguments, **environment)``: ``ascend-emulator`` with these arguments in a process of its own, output captured.
+
+    The environment is this one without what the emulator put there; an empty value takes a variable out.
+    """
+    own = {name: value for name, value in os.environ.items() if name == "ASCEND_EMULATOR_TRACE" or not name.startswith("ASCEND_")}
+    own["LD_LIBRARY_PATH"] = ""
 
     def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ascend_emulator.cli", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False)
+        environ = {name: value for name, value in (own | environment).items() if value}
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
 
     return start

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 CORE = "ascend_emulator"
@@ -65,6 +66,7 @@ def torch_dir() -> Path:
     return _package_dir("torch")
 
 
+@cache
 def wheel_names() -> list[str]:
     """Every CANN name that the installed torch_npu can ask for: link-time symbols and look-ups by name (its string table)."""
     data = (_package_dir("torch_npu") / "lib" / "libtorch_npu.so").read_bytes()

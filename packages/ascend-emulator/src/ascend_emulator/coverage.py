@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from ascend_emulator import build
 
@@ -28,6 +29,7 @@ class EntryPoint:
     asked: bool
 
 
+@cache
 def _registry() -> dict[str, tuple[str, str]]:
     """Name to (state, family), read in a process of its own: the library wants torch's in the process before it."""
     script = (

@@ -3,7 +3,8 @@
 // A device address is one that the host may hold but not touch: it lies in a PROT_NONE reservation. Kernels reach the bytes at
 // a second mapping, a constant distance away, that only to_kernel() knows. A host read of a device pointer so faults as
 // it does on hardware.
-#pragma once
+#ifndef ASCEND_EMULATOR_CORE_DEVICE_H
+#define ASCEND_EMULATOR_CORE_DEVICE_H
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -61,3 +62,5 @@ void* to_kernel(const void* device_address);           // throws if it is not de
 void* either(const void* address, bool must_be_device, const char* what);  // kernel view, or the host pointer itself
 
 }  // namespace emu
+
+#endif  // ASCEND_EMULATOR_CORE_DEVICE_H

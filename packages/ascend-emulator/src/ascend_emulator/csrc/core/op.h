@@ -6,7 +6,8 @@
 // aclOpExecutor**)`, which records the arguments, and `aclnnSilu(void*, uint64_t, aclOpExecutor*, aclrtStream)`, which computes on the
 // stream. The C parameter list follows from the C++ one (Arg below), so write the parameters in the order of the EXEC_NPU_CMD call sites in
 // Ascend/op-plugin (BSD). An operator's body may throw; torch_npu raises that as a Python exception that names the operator.
-#pragma once
+#ifndef ASCEND_EMULATOR_CORE_OP_H
+#define ASCEND_EMULATOR_CORE_OP_H
 #include <ATen/ATen.h>
 
 #include <optional>
@@ -142,3 +143,5 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
   EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) {                            \
     return emu::launch(#NAME, executor, stream);                                                       \
   }
+
+#endif  // ASCEND_EMULATOR_CORE_OP_H

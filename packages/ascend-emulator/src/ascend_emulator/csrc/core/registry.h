@@ -1,6 +1,7 @@
 // Every entry point that the emulator has, with one of two states. What torch_npu can ask for and is not
 // registered here gets a generated stub that refuses by its own name (see build.py): there is no fourth state.
-#pragma once
+#ifndef ASCEND_EMULATOR_CORE_REGISTRY_H
+#define ASCEND_EMULATOR_CORE_REGISTRY_H
 #include "status.h"
 
 namespace emu {
@@ -23,3 +24,5 @@ bool removed(const char* name);
     if (emu::removed(#NAME)) return emu::refuse(#NAME);                                 \
     return emu::guarded(#NAME, [&] __VA_ARGS__);                                               \
   }
+
+#endif  // ASCEND_EMULATOR_CORE_REGISTRY_H

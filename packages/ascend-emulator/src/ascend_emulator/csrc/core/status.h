@@ -1,7 +1,8 @@
 // Error codes and the message that aclGetRecentErrMsg returns.
 //
 // Codes are the public ones that torch_npu explains in torch_npu/csrc/core/npu/NPUErrorCodes.h (Ascend/pytorch, BSD).
-#pragma once
+#ifndef ASCEND_EMULATOR_CORE_STATUS_H
+#define ASCEND_EMULATOR_CORE_STATUS_H
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -65,3 +66,5 @@ void check(bool ok, Status status, const Parts&... parts) {
 }
 
 }  // namespace emu
+
+#endif  // ASCEND_EMULATOR_CORE_STATUS_H

@@ -1,6 +1,7 @@
 // Streams and events. A stream runs its tasks in order. This version runs a task where it is submitted, on
 // the submitting thread (torch_npu's task queue already takes operators off the Python thread).
-#pragma once
+#ifndef ASCEND_EMULATOR_CORE_STREAM_H
+#define ASCEND_EMULATOR_CORE_STREAM_H
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -29,3 +30,5 @@ struct Event {
 Stream& stream_of(void* handle);  // null is the current device's default stream
 
 }  // namespace emu
+
+#endif  // ASCEND_EMULATOR_CORE_STREAM_H

@@ -1,6 +1,7 @@
 // The argument objects of aclnn calls. They are opaque to torch_npu, so each simply holds its ATen value; tensors alias device memory
 // through the kernel mapping (device.h). Call forms: op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
-#pragma once
+#ifndef ASCEND_EMULATOR_CORE_TENSOR_H
+#define ASCEND_EMULATOR_CORE_TENSOR_H
 #include <ATen/ATen.h>
 
 #include "status.h"
@@ -33,3 +34,5 @@ void supported(at::ScalarType dtype);
 enum AclFormat : int32_t { kNCHW = 0, kND = 2, kFractalNZ = 29 };
 
 }  // namespace emu
+
+#endif  // ASCEND_EMULATOR_CORE_TENSOR_H

@@ -1,5 +1,8 @@
 // Attention and the paged KV cache. Semantics and limits: torch_npu's documentation of npu_fused_infer_attention_score and
 // npu_scatter_pa_kv_cache (torch_npu/_op_plugin_docs.py, BSD); argument order: op-plugin's call sites.
+#include <ATen/Parallel.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include "../core/op.h"
 
 namespace {
@@ -132,26 +135,33 @@ struct Fused {
     check(batch == 0 || query_lengths->back() == query.size(0), kOpParam, "actual_seq_lengths ends at ", batch ? query_lengths->back() : 0,
           ", query has ", query.size(0), " tokens");
     if (paged()) check(table.size(0) == batch, kOpParam, "block_table has ", table.size(0), " rows for ", batch, " requests");
-    int64_t first = 0, kv_first = 0;
+    // Where each request begins: queries are cumulative; keys too without pages, each request's own length with them.
+    const auto start = [&](int64_t i) { return i ? query_lengths->at(i - 1) : 0; };
+    const auto kv_start = [&](int64_t i) { return i && !paged() ? kv_lengths->at(i - 1) : 0; };
     for (int64_t i = 0; i < batch; ++i) {
-      const int64_t tokens = query_lengths->at(i) - first;
-      // Cumulative without pages, each request's own with them.
-      const int64_t length = paged() ? kv_lengths->at(i) : kv_lengths->at(i) - kv_first;
-      check(tokens >= 0 && length >= 0, kOpParam, "sequence lengths of request ", i, " decrease");
-      if (paged()) check(length <= table.size(1) * block_size, kOpParam, "request ", i, " has ", length, " tokens, its row of block_table ", table.size(1), " blocks");
-      if (tokens) {
-        if (length) {
-          const auto [result, sums] = attend(query.narrow(0, first, tokens).transpose(0, 1), rows(key, i, length, kv_first), rows(value, i, length, kv_first),
-                                             additive_mask(sparse, i, tokens, length), scale);
-          out.narrow(0, first, tokens).copy_(result.transpose(0, 1));
-          if (lse.defined()) lse.narrow(0, first, tokens).copy_(sums.transpose(0, 1).unsqueeze(-1));
-        } else {
-          out.narrow(0, first, tokens).zero_();
-        }
-      }
-      first += tokens;
-      kv_first += length;
+      const int64_t length = kv_lengths->at(i) - kv_start(i);
+      check(query_lengths->at(i) >= start(i) && length >= 0, kOpParam, "sequence lengths of request ", i, " decrease");
+      if (paged())
+        check(length <= table.size(1) * block_size, kOpParam, "request ", i, " has ", length, " tokens, its row of block_table ", table.size(1),
+              " blocks");
     }
+    // Requests side by side rather than each on all cores: one of a batch is small.
+    at::parallel_for(0, batch, 1, [&](int64_t first, int64_t last) {
+      at::AutoDispatchBelowADInplaceOrView kernels_only;
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t tokens = query_lengths->at(i) - start(i), length = kv_lengths->at(i) - kv_start(i);
+        if (tokens == 0) continue;
+        auto target = out.narrow(0, start(i), tokens);
+        if (length == 0) {
+          target.zero_();
+          continue;
+        }
+        const auto [result, sums] = attend(query.narrow(0, start(i), tokens).transpose(0, 1), rows(key, i, length, kv_start(i)),
+                                           rows(value, i, length, kv_start(i)), additive_mask(sparse, i, tokens, length), scale);
+        target.copy_(result.transpose(0, 1));
+        if (lse.defined()) lse.narrow(0, start(i), tokens).copy_(sums.transpose(0, 1).unsqueeze(-1));
+      }
+    });
   }
 
   void run_batch(Tensor& out, const Tensor& lse) const {
@@ -189,32 +199,26 @@ void refuse_given(const char* what, const Absent&... tensors) {
 
 }  // namespace
 
-// V2 has no separate rope part; V3 adds it. torch_npu calls one or the other by whether query_rope is given.
-#define FUSED_INFER_COMMON                                                                                                              \
-  Tensor query, Tensors key, Tensors value, Opt<Tensor> pse, Opt<Tensor> mask, Opt<Ints> query_lengths, Opt<Ints> kv_lengths,           \
-      Opt<Tensor> dequant1, Opt<Tensor> quant1, Opt<Tensor> dequant2, Opt<Tensor> quant2, Opt<Tensor> offset2,                          \
-      Opt<Tensor> antiquant_scale, Opt<Tensor> antiquant_offset, Opt<Tensor> table, Opt<Tensor> query_padding, Opt<Tensor> kv_padding,  \
-      Opt<Tensor> key_scale, Opt<Tensor> key_offset, Opt<Tensor> value_scale, Opt<Tensor> value_offset, Opt<Tensor> key_prefix,         \
-      Opt<Tensor> value_prefix, Opt<Ints>
-#define FUSED_INFER_ATTRIBUTES                                                                                                          \
-  int64_t heads, double scale, int64_t before, int64_t after, Text layout, int64_t groups, int64_t sparse_mode, int64_t,                \
-      int64_t block_size, int64_t, bool want_lse, int64_t, int64_t, Tensor out, Opt<Tensor> lse
-#define FUSED_INFER_RUN                                                                                                                 \
-  refuse_given("pse_shift", pse);                                                                                                       \
-  refuse_given("quantization", dequant1, quant1, dequant2, quant2, offset2, antiquant_scale, antiquant_offset, key_scale, key_offset,   \
-               value_scale, value_offset);                                                                                              \
-  refuse_given("left padding", query_padding, kv_padding);                                                                              \
-  refuse_given("a shared prefix", key_prefix, value_prefix);                                                                            \
-  check(key.size() == 1 && value.size() == 1, kOpParam, "lists of ", key.size(), " keys; one tensor is emulated");                      \
-  Fused{query, key[0], value[0], {sparse_mode, before, after, mask.value_or(Tensor())}, query_lengths, kv_lengths,                      \
-        table.value_or(Tensor()), heads, groups ? groups : heads, block_size, scale, layout}                                            \
-      .run(out, want_lse ? lse.value_or(Tensor()) : Tensor())
-
-OP(aclnnFusedInferAttentionScoreV2, (FUSED_INFER_COMMON, FUSED_INFER_ATTRIBUTES), { FUSED_INFER_RUN; })
-OP(aclnnFusedInferAttentionScoreV3, (FUSED_INFER_COMMON, Opt<Tensor> query_rope, Opt<Tensor> key_rope, Opt<Tensor> key_rope_scale, FUSED_INFER_ATTRIBUTES), {
-  refuse_given("a separate rope part (MLA)", query_rope, key_rope, key_rope_scale);
-  FUSED_INFER_RUN;
-})
+OP(aclnnFusedInferAttentionScoreV3,
+   (Tensor query, Tensors key, Tensors value, Opt<Tensor> pse, Opt<Tensor> mask, Opt<Ints> query_lengths, Opt<Ints> kv_lengths,
+    Opt<Tensor> dequant1, Opt<Tensor> quant1, Opt<Tensor> dequant2, Opt<Tensor> quant2, Opt<Tensor> offset2, Opt<Tensor> antiquant_scale,
+    Opt<Tensor> antiquant_offset, Opt<Tensor> table, Opt<Tensor> query_padding, Opt<Tensor> kv_padding, Opt<Tensor> key_scale,
+    Opt<Tensor> key_offset, Opt<Tensor> value_scale, Opt<Tensor> value_offset, Opt<Tensor> key_prefix, Opt<Tensor> value_prefix,
+    Opt<Ints>, Opt<Tensor> query_rope, Opt<Tensor> key_rope, Opt<Tensor> key_rope_scale, int64_t heads, double scale, int64_t before,
+    int64_t after, Text layout, int64_t groups, int64_t sparse_mode, int64_t, int64_t block_size, int64_t, bool want_lse, int64_t, int64_t,
+    Tensor out, Opt<Tensor> lse),
+   {
+     refuse_given("pse_shift", pse);
+     refuse_given("quantization", dequant1, quant1, dequant2, quant2, offset2, antiquant_scale, antiquant_offset, key_scale, key_offset,
+                  value_scale, value_offset);
+     refuse_given("left padding", query_padding, kv_padding);
+     refuse_given("a shared prefix", key_prefix, value_prefix);
+     refuse_given("a separate rope part (MLA)", query_rope, key_rope, key_rope_scale);
+     check(key.size() == 1 && value.size() == 1, kOpParam, "lists of ", key.size(), " keys; one tensor is emulated");
+     Fused{query, key[0], value[0], {sparse_mode, before, after, mask.value_or(Tensor())}, query_lengths, kv_lengths,
+           table.value_or(Tensor()), heads, groups ? groups : heads, block_size, scale, layout}
+         .run(out, want_lse ? lse.value_or(Tensor()) : Tensor());
+   })
 
 // Plain [blocks, block_size, heads, head_size] pages only (cache_mode "Norm"); slot = block * block_size + place.
 OP(aclnnScatterPaKvCache,

@@ -21,7 +21,6 @@ OP(aclnnAddmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tens
 OP(aclnnInplaceAddmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, int8_t), { self.addmm_(a, b, beta, alpha); })
 OP(aclnnAddbmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t), { at::addbmm_out(out, self, a, b, beta, alpha); })
 OP(aclnnBaddbmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t), { at::baddbmm_out(out, self, a, b, beta, alpha); })
-OP(aclnnInplaceBaddbmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, int8_t), { self.baddbmm_(a, b, beta, alpha); })
 OP(aclnnAddmv, (Tensor self, Tensor matrix, Tensor vector, Scalar alpha, Scalar beta, Tensor out, int8_t), {
   at::addmv_out(out, self, matrix, vector, beta, alpha);
 })

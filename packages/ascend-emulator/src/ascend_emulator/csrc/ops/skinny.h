@@ -1,6 +1,7 @@
 // Few rows times a large bfloat16 matrix: what decoding spends its time on. ATen's product reorders the matrix at each call, as it
 // cannot know that the weights stay; reading each weight once where it lies is about twice as fast.
-#pragma once
+#ifndef ASCEND_EMULATOR_OPS_SKINNY_H
+#define ASCEND_EMULATOR_OPS_SKINNY_H
 #include <ATen/ATen.h>
 
 namespace emu {
@@ -13,3 +14,5 @@ bool is_skinny(const at::Tensor& self, const at::Tensor& other, const at::Tensor
 void skinny_matmul(const at::Tensor& self, const at::Tensor& other, const at::Tensor& bias, const at::Tensor& out);
 
 }  // namespace emu
+
+#endif  // ASCEND_EMULATOR_OPS_SKINNY_H

@@ -1,0 +1,146 @@
+"""The command line, the build, and activation inside a process."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ascend_emulator import build
+from ascend_emulator.activation import parse_size
+
+SHOW = "import os; print(*(os.environ.get('ASCEND_EMULATOR_' + n) for n in ('NPUS', 'SOC', 'MEMORY')))"
+
+
+def python(*code, **environment):
+    return subprocess.run([sys.executable, *code], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8GiB", 8 << 30), ("8g", 8 << 30), ("512MiB", 512 << 20), ("1.5GB", 3 << 29), ("8589934592", 8 << 30), ("64 kib", 64 << 10)]
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "8 apples", "GiB"])
+def test_no_sizes(text):
+    with pytest.raises(ValueError, match="write it as 8GiB"):
+        parse_size(text)
+
+
+def test_run_says_so_in_one_line_and_describes_the_machine(run):
+    done = run("run", "--npus", "3", "--soc", "Ascend910B4", "--memory", "1GiB", "--", sys.executable, "-c", SHOW)
+    assert done.stdout == "3 Ascend910B4 1073741824\n"
+    assert done.stderr == "ascend-emulator: 3 emulated NPUs (Ascend910B4, 1 GiB of its 32 GiB), computed on this CPU\n"
+
+
+def test_run_hands_on_status_and_arguments(run):
+    done = run("run", sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "--npus", "9", "--", "x")
+    assert (done.returncode, done.stdout) == (7, "['--npus', '9', '--', 'x']\n")
+
+
+def test_child_processes_compute_too(run):
+    child = f'{sys.executable} -c "import torch; print(torch.npu.device_count(), torch.ones(3).npu().sum().item())"'
+    done = run("run", "--npus", "2", "--memory", "1GiB", "--", "sh", "-c", f"{child}; echo end")
+    assert (done.returncode, done.stdout) == (0, "2 3.0\nend\n"), done.stderr
+    assert done.stderr.count("emulated NPU") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["run", "--soc", "Ascend910Z", "--", "true"], 1, "no chip 'Ascend910Z'; there are Ascend910B1, Ascend910B2, "),
+        (["run"], 2, "no command; write it after --"),
+        (["run", "--npus", "2"], 2, "no command"),
+        (["run", "--", "no-such-program"], 127, "cannot start no-such-program: No such file or directory"),
+        (["run", "--npus", "0", "--", "true"], 1, "0 NPUs asked for; 1 to 64 can be emulated"),
+        (["run", "--npus", "65", "--", "true"], 1, "65 NPUs asked for"),
+        (["run", "--memory", "1MiB", "--", "true"], 1, "64 MiB is the least"),
+        (["run", "--memory", "lots", "--", "true"], 2, "invalid parse_size value: 'lots'"),
+        (["fly"], 2, "invalid choice: 'fly'"),
+    ],
+)
+def test_mistakes_are_answered_in_a_line(run, arguments, status, message):
+    done = run(*arguments)
+    assert done.returncode == status
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_compiler_one_line_names_what_to_install(run, tmp_path):
+    done = run("build", PATH=str(tmp_path), CXX="", ASCEND_EMULATOR_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install gcc-c++), or set CXX"
+    ]
+
+
+def test_compiler_that_fails_is_reported_in_a_line(run, tmp_path):
+    compiler = tmp_path / "broken"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo broken 1.0; exit; }\necho "x.cpp:1: error: no such luck" >&2; exit 1\n')
+    compiler.chmod(0o755)
+    done = run("build", CXX=str(compiler), ASCEND_EMULATOR_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("failed: x.cpp:1: error: no such luck")
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("cache/*/complete"))
+
+
+def test_without_torch_npu_one_line_names_what_to_install():
+    source = Path(build.__file__).parents[1]
+    script = f"import sys; sys.path.append({str(source)!r}); from ascend_emulator.cli import main; sys.exit(main(['build']))"
+    done = python("-S", "-c", script)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["ascend-emulator needs torch, which is not installed: pip install torch==2.13.0 torch-npu==2.13.0"]
+
+
+def test_second_build_is_instant(run):
+    started = time.monotonic()
+    done = run("build")
+    assert time.monotonic() - started < 3
+    assert (done.stdout, done.stderr) == (f"{build.library_dir()}\n", "")
+
+
+def test_concurrent_builds_do_not_collide(run, tmp_path):
+    """Four at once into an empty cache that has the compiled files, so that only linking is left: one does it."""
+    (tmp_path / "objects").symlink_to(build.cache_root() / "objects")
+    command = [sys.executable, "-m", "ascend_emulator.cli", "build"]
+    environment = {**os.environ, "ASCEND_EMULATOR_CACHE": str(tmp_path)}
+    several = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
+    outputs = [process.communicate(timeout=120) for process in several]
+    assert [process.returncode for process in several] == [0] * 4
+    directories = {out.strip() for out, _ in outputs}
+    assert directories == {str(tmp_path / build.library_dir().name)}
+    assert sorted("compiled in" in log for _, log in outputs) == [False, False, False, True]
+    original = build.library_dir()
+    assert {path.name for path in (tmp_path / original.name).glob("*.so")} == {path.name for path in original.glob("*.so")}
+
+
+def test_coverage_command(run):
+    done = run("coverage")
+    assert done.returncode == 0
+    assert done.stdout.split("\n")[0].split() == ["computed", "bookkeeping", "refuses"]
+
+
+def test_activation_in_a_process_and_its_children():
+    script = f"""
+import ascend_emulator, subprocess, sys
+ascend_emulator.activate(npus=2, soc="Ascend910B3", memory=1 << 30)
+ascend_emulator.activate(npus=2, soc="Ascend910B3", memory=1 << 30)
+import torch
+print(torch.npu.device_count(), torch.npu.get_device_name(), torch.ones(5, device="npu:1").sum().item(), flush=True)
+subprocess.run([sys.executable, "-c", {SHOW!r}])
+"""
+    done = python("-c", script, LD_LIBRARY_PATH="")
+    assert done.stdout == "2 Ascend910B3 5.0\n2 Ascend910B3 1073741824\n", done.stderr
+    assert done.stderr.count("emulated NPUs") == 1
+
+
+def test_activation_after_torch_npu_is_refused():
+    """A torch_npu that loaded something else cannot be had where there is no CANN, so only its place is taken."""
+    script = "import sys; sys.modules['torch_npu'] = sys; import ascend_emulator; ascend_emulator.activate()"
+    done = python("-c", script)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("RuntimeError: ascend_emulator.activate() came too late: torch_npu is loaded")

@@ -1,0 +1,74 @@
+"""The registry: three states and no fourth, names that torch_npu asks for, and operators that tests have run."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from ascend_emulator import build, coverage
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "emulator.md"
+# torch_npu's macros call these without looking them up by name.
+UNNAMED = {"aclCreateFloatArray", "aclDestroyFloatArray"}
+
+
+@pytest.fixture(scope="module")
+def points():
+    return coverage.entry_points()
+
+
+def test_every_name_has_one_of_three_states(points):
+    assert {point.state for point in points} == {"computed", "bookkeeping", "refuses"}
+    assert len({point.name for point in points}) == len(points) > 1000
+    assert all(bool(point.family) == (point.state != "refuses") for point in points)
+
+
+def test_nothing_is_there_that_torch_npu_cannot_ask_for(points):
+    assert {point.name for point in points if not point.asked} == UNNAMED
+
+
+def test_operators_are_computed_or_refuse(points):
+    assert {point.state for point in points if point.name.startswith("aclnn")} == {"computed", "refuses"}
+    assert {point.state for point in points if point.name.startswith("aclopCompile")} == {"refuses"}
+
+
+def test_libraries_answer_to_every_name_that_is_asked_for():
+    library = (build.library_dir() / f"lib{build.CORE}.so").read_bytes()
+    missing = [name for name in build.wheel_names() if f"\0{name}\0".encode() not in library]
+    assert missing == sorted(build.ABSENT)
+
+
+def sums(markdown):
+    """The table's figures: label to computed, bookkeeping, refuses."""
+    rows = re.findall(r"^\| ([\w() ]+) \| (\d+) \| (\d+) \| (\d+) \|$", markdown, re.MULTILINE)
+    return {label: tuple(map(int, figures)) for label, *figures in rows}
+
+
+def test_table_sums_up(points):
+    table = sums(coverage.report(markdown=True))
+    total = table.pop("all")
+    assert total == tuple(map(sum, zip(*table.values(), strict=True)))
+    asked = [point.state for point in points if point.asked]
+    assert total == tuple(asked.count(state) for state in ("computed", "bookkeeping", "refuses"))
+
+
+def test_both_forms_of_the_report_have_the_same_figures():
+    plain = re.findall(r"^(\S.*?)  +(\d+)  +(\d+)  +(\d+)$", coverage.report(), re.MULTILINE)
+    assert {label: tuple(map(int, figures)) for label, *figures in plain} == sums(coverage.report(markdown=True))
+
+
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="the documentation is in the checkout only")
+def test_documentation_has_the_figures_of_this_version():
+    assert sums(DOCUMENT.read_text()) == sums(coverage.report(markdown=True)), "ascend-emulator coverage --markdown has new figures for docs/emulator.md"
+
+
+def test_every_computed_operator_was_run(points, request):
+    """Comes last. Of a part of the tests nothing can be said."""
+    directory = Path(__file__).parent
+    collected = {Path(item.path) for item in request.session.items}
+    if not set(directory.glob("test_*.py")) <= collected or request.config.option.keyword or request.config.option.markexpr:
+        pytest.skip("only some of the tests run")
+    trace = Path(os.environ["ASCEND_EMULATOR_TRACE"])
+    assert trace.exists(), "an operator ran before the tests were collected, without a trace"
+    ran = set(trace.read_text().split())
+    assert {point.name for point in points if point.state == "computed" and point.name.startswith("aclnn")} - ran == set()

@@ -1,0 +1,134 @@
+"""Several NPUs, the choice among them, and the chips."""
+
+import json
+import sys
+
+import pytest
+from ascend_emulator.chips import chips
+
+# torch is imported once; each question is asked in a fork of its own, since a process sees one machine for good.
+FORKS = """
+import json, os, sys, traceback
+import torch
+from ascend_emulator.activation import set_environment
+
+def ask(label, question, npus=1, soc="Ascend910B1", memory=1 << 30, **environ):
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        set_environment(os.environ, npus, soc, memory)
+        os.environ.update(environ)
+        try:
+            answer = question()
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        print(json.dumps([label, answer]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+QUESTIONS = FORKS + """
+from ascend_emulator.chips import chips
+
+def properties():
+    known = torch.npu.get_device_properties(0)
+    return [known.name, known.total_memory, known.L2_cache_size, known.cube_core_num, known.vector_core_num, torch.npu.is_bf16_supported()]
+
+def add(dtype):
+    x = torch.ones(3, dtype=dtype).npu()
+    return (x + x).float().tolist()
+
+for soc, chip in chips().items():
+    ask(soc, properties, soc=soc, memory=chip.memory)
+    ask(soc + " bfloat16", lambda: add(torch.bfloat16), soc=soc)
+    ask(soc + " float16", lambda: add(torch.float16), soc=soc)
+
+for visible in ("0,2", "2", "1,9,0", "", "x"):
+    ask("visible " + visible, torch.npu.device_count, npus=3, ASCEND_RT_VISIBLE_DEVICES=visible)
+ask("64", torch.npu.device_count, npus=64)
+
+def placed():
+    torch.manual_seed(0)
+    x = torch.randn(200, 300)
+    a, b = x.to("npu:0"), x.to("npu:1")
+    with torch.npu.device(2):
+        here = torch.ones(2, device="npu")
+    torch.npu.set_device(1)
+    moved = a.to("npu:1")
+    back = (moved @ b.t()).to("npu:0", non_blocking=True)
+    torch.npu.synchronize("npu:1")
+    return {
+        "devices": [str(t.device) for t in (a, b, here, moved, back)],
+        "current": torch.npu.current_device(),
+        "equal": torch.equal(moved.cpu(), x) and torch.allclose(back.cpu(), x @ x.t(), atol=1e-3),
+        "apart": len({t.data_ptr() for t in (a, b, moved)}) == 3,
+        "uuids": len({str(torch.npu.get_device_properties(i).uuid) for i in range(3)}),
+        "random": not torch.equal(torch.rand(4, device="npu:0").cpu(), torch.rand(4, device="npu:1").cpu()) or "same seed, same numbers",
+    }
+
+def memory():
+    before = [torch.npu.mem_get_info(i)[0] for i in range(2)]
+    x = torch.empty(256 << 20, dtype=torch.uint8, device="npu:1")
+    after = [torch.npu.mem_get_info(i)[0] for i in range(2)]
+    return [before[i] - after[i] for i in range(2)]
+
+def mixed():
+    return torch.ones(3, device="npu:0") + torch.ones(3, device="npu:1")
+
+ask("placed", placed, npus=3)
+ask("memory", memory, npus=2)
+ask("mixed", mixed, npus=2)
+ask("beyond", lambda: torch.ones(3, device="npu:2"), npus=2)
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(run):
+    done = run("run", "--", sys.executable, "-c", QUESTIONS)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+@pytest.mark.parametrize("soc", chips())
+def test_chip_is_what_its_table_says(answers, soc):
+    chip = chips()[soc]
+    assert answers[soc] == [chip.name, chip.memory, chip.l2, chip.cube_cores, chip.vector_cores, chip.bfloat16]
+    assert answers[f"{soc} float16"] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("soc", chips())
+def test_bfloat16_where_the_chip_has_it(answers, soc):
+    if chips()[soc].bfloat16:
+        assert answers[f"{soc} bfloat16"] == [2.0, 2.0, 2.0]
+    else:
+        assert f"aclnnAdd: {soc} does not compute in bfloat16; use float16" in answers[f"{soc} bfloat16"]
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,2", 2), ("2", 1), ("1,9,0", 1), ("", 0), ("x", 0)])
+def test_visible_devices(answers, visible, count):
+    """ASCEND_RT_VISIBLE_DEVICES names those of three that are seen; the first that is not there ends the list."""
+    assert answers[f"visible {visible}"] == count
+
+
+def test_sixty_four(answers):
+    assert answers["64"] == 64
+
+
+def test_tensors_on_several_npus(answers):
+    placed = answers["placed"]
+    assert placed["devices"] == ["npu:0", "npu:1", "npu:2", "npu:1", "npu:0"]
+    assert placed["current"] == 1
+    assert placed["equal"]
+    assert placed["apart"]
+    assert placed["uuids"] == 3
+
+
+def test_each_npu_has_memory_of_its_own(answers):
+    assert answers["memory"] == [0, 256 << 20]
+
+
+def test_operands_on_different_npus_are_refused_by_torch(answers):
+    assert "Expected all tensors to be on the same device" in answers["mixed"]
+
+
+def test_an_npu_that_is_not_there(answers):
+    assert "device 2 asked for, 2 present" in answers["beyond"]

@@ -1,0 +1,56 @@
+"""The pytest plugin: nothing is emulated unless the command line or the configuration asks for it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+LOADED = "'libascend_emulator.so' in open('/proc/self/maps').read()"
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """``suite(test, *arguments, ini=...)``: pytest's end of a suite of one test, in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND_EMULATOR_") or name.endswith("TRACE")}
+    environment.pop("LD_LIBRARY_PATH", None)
+
+    def start(body, *arguments, ini=""):
+        (tmp_path / "test_one.py").write_text(f"def test_one():\n    {body}\n")
+        (tmp_path / "conftest.py").write_text(f"import os\nEARLY = {LOADED}\n")
+        (tmp_path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(tmp_path)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment, check=False)
+
+    return start
+
+
+def passed(done):
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
+
+
+def test_nothing_by_default(suite):
+    assert "emulated" not in passed(suite(f"import os; assert not {LOADED} and 'ASCEND_EMULATOR_NPUS' not in os.environ"))
+
+
+def test_configuration_file_asks_for_it(suite):
+    ini = "ascend_emulator_npus = 2\nascend_emulator_memory = 1GiB"
+    assert "2 emulated NPUs (Ascend910B1, 1 GiB of its 64 GiB)" in passed(suite(f"assert {LOADED}", ini=ini))
+
+
+def test_command_line_wins_over_the_configuration_file(suite):
+    assert "emulated" not in passed(suite(f"assert not {LOADED}", "--npus", "0", ini="ascend_emulator_npus = 2"))
+
+
+def test_command_line_asks_for_it_before_any_conftest(suite):
+    body = "import conftest, torch; assert conftest.EARLY and torch.npu.device_count() == 3 and torch.npu.get_device_name() == 'Ascend910B2'"
+    line = passed(suite(body, "--npus", "3", "--soc", "Ascend910B2", "--npu-memory", "512MiB"))
+    assert "3 emulated NPUs (Ascend910B2, 0.5 GiB of its 64 GiB)" in line
+
+
+def test_unknown_chip_is_answered_in_a_line(suite):
+    done = suite("pass", "--npus", "1", "--soc", "Ascend")
+    assert done.returncode != 0
+    assert "no chip 'Ascend'; there are" in done.stderr
+    assert "Traceback" not in done.stderr

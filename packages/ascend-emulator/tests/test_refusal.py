@@ -1,0 +1,116 @@
+"""What is not there refuses by its own name, up to a Python exception, and nothing computes silently after it."""
+
+import sys
+
+import pytest
+import torch
+
+
+# Each line of its output is "label: exception's text on one line", or "label: no error".
+PRELUDE = """
+import torch, torch_npu
+def attempt(label, call):
+    try:
+        call()
+        print(f"{label}: no error")
+    except RuntimeError as error:
+        print(f"{label}: {' / '.join(str(error).splitlines())}")
+x = torch.ones(4, 6, device="npu")
+half = torch.ones(2, 3, 2, 64, dtype=torch.float16, device="npu")
+"""
+REFUSED = PRELUDE + """
+attempt("removed", lambda: torch.nn.functional.silu(x))
+attempt("never there", lambda: torch.nn.functional.conv1d(x[None], x[None, :, :2]))
+attempt("legacy", lambda: torch_npu.npu_transpose(x, (1, 0)))
+attempt("compiled", lambda: torch_npu.npu_confusion_transpose(x, (1, 0), (6, 4), True))
+attempt("dtype", lambda: torch.zeros(3, dtype=torch.float8_e8m0fnu, device="npu"))
+attempt("argument", lambda: torch_npu.npu_rms_norm(x, x[0, :3], 1e-6))
+attempt("mixed", lambda: torch_npu.npu_rms_norm(x, x[0].half(), 1e-6))
+attempt("index", lambda: x[torch.tensor([9]).npu()])
+attempt("pse", lambda: torch_npu.npu_fused_infer_attention_score(half, half, half, pse_shift=half, num_heads=2, input_layout="BSND"))
+attempt("mask", lambda: torch_npu.npu_fused_infer_attention_score(half, half, half, num_heads=2, input_layout="BSND", sparse_mode=3))
+attempt("float32", lambda: torch_npu.npu_fused_infer_attention_score(*[half.float()] * 3, num_heads=2, input_layout="BSND"))
+attempt("heads", lambda: torch_npu.npu_apply_rotary_pos_emb(*[half[..., :32].contiguous()] * 4))
+attempt("position", lambda: torch_npu.npu_mrope(torch.tensor([0, 7]).npu(), *[torch.ones(2, 64, device="npu")] * 2, torch.ones(4, 64, device="npu"), 64))
+attempt("slot", lambda: torch_npu.npu_scatter_pa_kv_cache(*[half[0]] * 2, *[half.transpose(0, 1)[:, :, None].flatten(1, 2).contiguous()] * 2, torch.tensor([0, 1, 99]).npu(), cache_mode="Norm"))
+attempt("still works", lambda: print("sum:", (x + 1).sum().item()))
+torch.npu.set_compile_mode(jit_compile=True)
+attempt("jit", lambda: torch.nn.functional.relu(x))
+"""
+ASYNCHRONOUS = PRELUDE + """
+attempt("kernel", lambda: (x[torch.tensor([9]).npu()], torch.npu.synchronize()))
+attempt("later", lambda: print((x + 1).cpu()))
+attempt("synchronize", torch.npu.synchronize)
+"""
+
+
+def lines(done):
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+
+
+@pytest.fixture(scope="module")
+def refused(run):
+    """All in one process, where each error comes at its call."""
+    return lines(run("run", "--without", "aclnnSilu,aclnnTan", "--", sys.executable, "-c", REFUSED, ASCEND_LAUNCH_BLOCKING="1"))
+
+
+@pytest.mark.parametrize(
+    ("label", "named"),
+    {
+        "removed": "aclnnSilu is not emulated",
+        "never there": "aclnnConvolution is not emulated",
+        "legacy": "the legacy graph operator 'Transpose'",
+        "compiled": "the legacy graph operator 'ConfusionTransposeD'",
+        "jit": "the legacy graph operator 'Relu'",
+        "dtype": "aclnnInplaceZero: aclDataType 37 is not emulated",
+        "argument": "aclnnRmsNorm: gamma has shape [3], which is not the end of x's [4, 6]",
+        "mixed": "aclnnRmsNorm: gamma is Half and x Float; they must be the same",
+        "index": "aclnnIndex: index 9 is out of bounds for dimension 0 with size 4",
+        "pse": "aclnnFusedInferAttentionScoreV3: pse_shift is not emulated",
+        "mask": "aclnnFusedInferAttentionScoreV3: sparse_mode 3 needs atten_mask",
+        "float32": "aclnnFusedInferAttentionScoreV3: dtype Float",
+        "heads": "aclnnApplyRotaryPosEmbV2: head size 32; 64 and 128 are allowed",
+        "position": "aclnnRopeWithSinCosCacheV2: position 7 is outside the cos/sin cache of 4 rows",
+        "slot": "aclnnScatterPaKvCache: slot 99 is outside the cache",
+    }.items(),
+)
+def test_error_names_the_operator(refused, label, named):
+    assert f"[ascend-emulator] {named}" in refused[label]
+    assert "frame #" not in refused[label].partition("[ascend-emulator]")[2]
+
+
+def test_an_error_at_its_call_leaves_the_rest_working(refused):
+    assert refused["still works"] == "no error"
+    assert refused["sum"] == "48.0"
+
+
+@pytest.fixture(scope="module")
+def asynchronous(run):
+    return {
+        "kernel": lines(run("run", "--", sys.executable, "-c", ASYNCHRONOUS)),
+        "removed": lines(run("run", "--without", "aclnnIndex", "--", sys.executable, "-c", ASYNCHRONOUS, TASK_QUEUE_ENABLE="2")),
+    }
+
+
+@pytest.mark.parametrize("case", ["kernel", "removed"])
+def test_error_in_the_queue_is_raised_and_nothing_computes_after_it(asynchronous, case):
+    """torch_npu raises it once and then drops work silently; the emulator's synchronization keeps failing instead."""
+    seen = asynchronous[case]
+    assert "the current working operator name is aclnnIndex" in seen["kernel"]
+    assert {"kernel": "aclnnIndex: index 9 is out of bounds", "removed": "aclnnIndex is not emulated"}[case] in seen["kernel"]
+    assert "failed" in seen["later"]
+    assert "aclnnIndex failed earlier" in seen["synchronize"]
+
+
+def test_operators_that_were_never_there_refuse_at_once_in_this_process_too():
+    with pytest.raises(RuntimeError, match="aclnnConvolution is not emulated"):
+        torch.nn.functional.conv2d(torch.ones(1, 1, 4, 4, device="npu"), torch.ones(1, 1, 2, 2, device="npu"))
+    assert torch.ones(3, device="npu").sum().item() == 3
+
+
+def test_graph_capture_refuses():
+    with pytest.raises(RuntimeError, match=r"200006|not emulated"), torch.npu.graph(torch.npu.NPUGraph()):
+        torch.ones(3, device="npu").add_(1)
+
+
