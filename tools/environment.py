@@ -156,25 +156,36 @@ def find_uv() -> tuple[str, dict[str, str]]:
 
 
 def _install_requirements() -> None:
+    create(VENV)
+    install(VENV, REQUIREMENTS, "installing tools/requirements.txt and building vLLM (downloads 0.6 GB, unless it is in uv's cache)")
+
+
+def create(venv: Path) -> None:
+    """Make an empty environment with this Python, if it is one that is supported, or replace the one that is there."""
     uv, settings = find_uv()
     running = (3, 11) <= sys.version_info[:2] <= (3, 13)
     python = getattr(sys, "_base_executable", sys.executable) if running else "3.11"
     _run(
-        "creating .venv",
-        [uv, "venv", "--quiet", "--clear", "--no-project", "--python", python, VENV],
+        f"creating {venv.name}",
+        [uv, "venv", "--quiet", "--clear", "--no-project", "--python", python, venv],
         settings,
         "install Python 3.11, 3.12 or 3.13, then start again",
     )
+
+
+def install(venv: Path, requirements: Path, what: str) -> None:
+    """Install requirements that are complete: every dependency is listed, with its version."""
+    uv, settings = find_uv()
     # torch's CPU build: it is what torch_npu is compiled against, and a tenth of the size of the CUDA build, which is
     # PyPI's default on Linux. A configured find-links location that has torch comes first; else PyTorch's own CPU index.
-    torch = re.search(r"^torch==[\d.]+", REQUIREMENTS.read_text(), re.MULTILINE)
-    install = [uv, "pip", "install", "--quiet", "--python", str(PYTHON), "--no-deps"]
-    probe = [*install, "--dry-run", "--no-index", torch.group() if torch else "torch"]
-    local = subprocess.run(probe, env=settings, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    torch = re.search(r"^torch==[\d.]+", requirements.read_text(), re.MULTILINE)
     # --no-deps, because the dependencies of some packages name what tools/excluded.txt leaves out.
+    command = [uv, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python"), "--no-deps"]
+    probe = [*command, "--dry-run", "--no-index", torch.group() if torch else "torch"]
+    local = subprocess.run(probe, env=settings, cwd=ROOT, capture_output=True, check=False).returncode == 0
     _run(
-        "installing tools/requirements.txt and building vLLM (downloads 0.6 GB, unless it is in uv's cache)",
-        [*install, *([] if local else ["--torch-backend", "cpu"]), "--requirement", REQUIREMENTS],
+        what,
+        [*command, *([] if local else ["--torch-backend", "cpu"]), "--requirement", requirements],
         settings,
         "check the network and the package indexes that pip and uv are configured with, then start again",
     )

@@ -66,18 +66,19 @@ def placed():
     }
 
 def memory():
+    torch.ones(1, device="npu:0"), torch.ones(1, device="npu:1")  # torch_npu asks an NPU only once it is in use
     before = [torch.npu.mem_get_info(i)[0] for i in range(2)]
     x = torch.empty(256 << 20, dtype=torch.uint8, device="npu:1")
     after = [torch.npu.mem_get_info(i)[0] for i in range(2)]
     return [before[i] - after[i] for i in range(2)]
 
 def mixed():
-    return torch.ones(3, device="npu:0") + torch.ones(3, device="npu:1")
+    return (torch.ones(3, device="npu:0") + torch.ones(3, device="npu:1")).tolist()
 
 ask("placed", placed, npus=3)
 ask("memory", memory, npus=2)
 ask("mixed", mixed, npus=2)
-ask("beyond", lambda: torch.ones(3, device="npu:2"), npus=2)
+ask("beyond", lambda: torch.ones(3, device="npu:2").tolist(), npus=2)
 """
 
 
@@ -85,7 +86,7 @@ ask("beyond", lambda: torch.ones(3, device="npu:2"), npus=2)
 def answers(run):
     done = run("run", "--", sys.executable, "-c", QUESTIONS)
     assert done.returncode == 0, done.stderr
-    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
 
 
 @pytest.mark.parametrize("soc", chips())
@@ -123,11 +124,14 @@ def test_tensors_on_several_npus(answers):
 
 
 def test_each_npu_has_memory_of_its_own(answers):
-    assert answers["memory"] == [0, 256 << 20]
+    first, second = answers["memory"]
+    assert first == 0
+    assert 256 << 20 <= second <= 258 << 20  # torch_npu allocates in units of 2 MiB, a little above what was asked
 
 
-def test_operands_on_different_npus_are_refused_by_torch(answers):
-    assert "Expected all tensors to be on the same device" in answers["mixed"]
+def test_operands_on_different_npus_are_refused(answers):
+    """By the emulator: torch_npu passes them on, and on hardware the kernel has no access."""
+    assert "aclnnAdd: a tensor that is not in the memory of NPU 0, where the operator runs" in answers["mixed"]
 
 
 def test_an_npu_that_is_not_there(answers):

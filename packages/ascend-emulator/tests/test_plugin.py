@@ -19,7 +19,7 @@ def suite(tmp_path):
         (tmp_path / "test_one.py").write_text(f"def test_one():\n    {body}\n")
         (tmp_path / "conftest.py").write_text(f"import os\nEARLY = {LOADED}\n")
         (tmp_path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(tmp_path)]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(tmp_path)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment, check=False)
 
     return start
@@ -27,7 +27,7 @@ def suite(tmp_path):
 
 def passed(done):
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stderr
+    return done.stdout
 
 
 def test_nothing_by_default(suite):

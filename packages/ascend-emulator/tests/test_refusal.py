@@ -1,5 +1,6 @@
 """What is not there refuses by its own name, up to a Python exception, and nothing computes silently after it."""
 
+import ctypes
 import sys
 
 import pytest
@@ -88,17 +89,18 @@ def test_an_error_at_its_call_leaves_the_rest_working(refused):
 @pytest.fixture(scope="module")
 def asynchronous(run):
     return {
-        "kernel": lines(run("run", "--", sys.executable, "-c", ASYNCHRONOUS)),
-        "removed": lines(run("run", "--without", "aclnnIndex", "--", sys.executable, "-c", ASYNCHRONOUS, TASK_QUEUE_ENABLE="2")),
+        "kernel": run("run", "--", sys.executable, "-c", ASYNCHRONOUS),
+        "removed": run("run", "--without", "aclnnIndex", "--", sys.executable, "-c", ASYNCHRONOUS, TASK_QUEUE_ENABLE="2"),
     }
 
 
 @pytest.mark.parametrize("case", ["kernel", "removed"])
 def test_error_in_the_queue_is_raised_and_nothing_computes_after_it(asynchronous, case):
     """torch_npu raises it once and then drops work silently; the emulator's synchronization keeps failing instead."""
-    seen = asynchronous[case]
+    seen = lines(asynchronous[case])
     assert "the current working operator name is aclnnIndex" in seen["kernel"]
-    assert {"kernel": "aclnnIndex: index 9 is out of bounds", "removed": "aclnnIndex is not emulated"}[case] in seen["kernel"]
+    reason = {"kernel": "index 9 is out of bounds for dimension 0 with size 4", "removed": "is not emulated"}[case]
+    assert reason in asynchronous[case].stderr.split("[ascend-emulator] aclnnIndex")[1]
     assert "failed" in seen["later"]
     assert "aclnnIndex failed earlier" in seen["synchronize"]
 
@@ -114,3 +116,58 @@ def test_graph_capture_refuses():
         torch.ones(3, device="npu").add_(1)
 
 
+
+
+class Calls:
+    """CANN's C interface, for what no torch function would do."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL("libopapi.so")
+        self.library.aclCreateTensor.restype = ctypes.c_void_p
+        self.library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+
+    def tensor(self, tensor, shape):
+        dims, strides = ((ctypes.c_int64 * len(shape))(*numbers) for numbers in (shape, torch.empty(shape).stride()))
+        data = ctypes.c_void_p(tensor.data_ptr())
+        return ctypes.c_void_p(self.library.aclCreateTensor(dims, len(shape), 0, strides, 0, 2, dims, len(shape), data))
+
+    def silu(self, source, result):
+        """The status of both phases and the message of the last one that failed."""
+        size, executor = ctypes.c_uint64(), ctypes.c_void_p()
+        prepared = self.library.aclnnSiluGetWorkspaceSize(source, result, ctypes.byref(size), ctypes.byref(executor))
+        status = prepared or self.library.aclnnSilu(None, size, executor, None)
+        return status, (self.library.aclGetRecentErrMsg() or b"").decode()
+
+
+def test_output_of_the_wrong_shape_is_refused_not_resized():
+    x, y = torch.randn(6, device="npu"), torch.zeros(8, device="npu")
+    torch.npu.synchronize()
+    calls = Calls()
+    assert calls.silu(calls.tensor(x, (6,)), calls.tensor(y, (6,))) == (0, "")
+    torch.testing.assert_close(y[:6], torch.nn.functional.silu(x))
+    before = y.cpu()
+    for shape in ((5,), (2, 3), (8,), (0,)):
+        status, message = calls.silu(calls.tensor(x, (6,)), calls.tensor(y, shape))
+        assert status != 0
+        assert message.startswith("[ascend-emulator] aclnnSilu: ")
+        assert torch.equal(y.cpu(), before)
+
+
+def test_missing_arguments_and_host_memory_are_refused():
+    x, host = torch.randn(6, device="npu"), torch.randn(6)
+    calls = Calls()
+    good = calls.tensor(x, (6,))
+    assert "a required argument is null" in calls.silu(good, None)[1]
+    assert "not device memory" in calls.silu(good, calls.tensor(host, (6,)))[1]
+
+
+def test_copies_beyond_an_allocation_are_refused():
+    x, host = torch.zeros(1 << 20, dtype=torch.uint8, device="npu"), torch.ones(64 << 20, dtype=torch.uint8)
+    torch.npu.synchronize()
+    library, to_device = ctypes.CDLL("libascendcl.so"), 1
+    library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    sizes = ctypes.c_size_t(host.numel()), ctypes.c_size_t(host.numel())
+    assert library.aclrtMemcpy(ctypes.c_void_p(x.data_ptr()), sizes[0], ctypes.c_void_p(host.data_ptr()), sizes[1], to_device) != 0
+    assert "are allocated" in library.aclGetRecentErrMsg().decode()
+    assert library.aclrtMemcpy(ctypes.c_void_p(host.data_ptr()), sizes[0], ctypes.c_void_p(host.data_ptr()), sizes[1], to_device) != 0
+    assert "not device memory" in library.aclGetRecentErrMsg().decode()

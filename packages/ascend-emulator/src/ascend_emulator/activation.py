@@ -67,13 +67,16 @@ def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memo
     return f"ascend-emulator: {devices} ({model.name}, {size / 2**30:.3g} GiB{part}), computed on this CPU"
 
 
-def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -> None:
+def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -> str:
     """Make this process, and those it starts, see ``npus`` emulated NPUs. Call it before torch is imported.
 
     Args:
         npus: how many, 1 to 64.
         soc: a chip's name, one of ``ascend_emulator.chips.chips()``.
         memory: bytes of device memory each; by default the chip's, or less if this machine has less.
+
+    Returns:
+        The line that it prints, once.
 
     Raises:
         RuntimeError: torch_npu is already loaded, on something else.
@@ -82,7 +85,7 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
     line = set_environment(os.environ, npus, soc, memory)
     libraries = Path(os.environ["LD_LIBRARY_PATH"].split(os.pathsep)[0])
     if _loaded("libascend_emulator.so"):
-        return
+        return line
     if "torch_npu" in sys.modules:
         raise RuntimeError("ascend_emulator.activate() came too late: torch_npu is loaded; call it before importing torch")
     # The dynamic linker takes a library that is already there for a NEEDED of the same name; LD_LIBRARY_PATH it read at start.
@@ -91,6 +94,7 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
     for name in (f"lib{build.CORE}.so", *build.SONAMES):
         ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
     print(line, file=sys.stderr, flush=True)
+    return line
 
 
 def _loaded(library: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+LINE = pytest.StashKey[str]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options, on the command line and in the configuration file."""
@@ -22,9 +23,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Activate before any conftest or test module can import torch."""
     from ascend_emulator.activation import DEFAULT_SOC, activate, parse_size
+    from ascend_emulator.build import BuildError
 
     chosen = early_config.known_args_namespace
     npus = chosen.npus if chosen.npus is not None else int(early_config.getini("ascend_emulator_npus"))
-    if npus:
-        memory = chosen.npu_memory or early_config.getini("ascend_emulator_memory")
-        activate(npus, chosen.soc or DEFAULT_SOC, parse_size(memory) if memory else None)
+    if not npus:
+        return
+    memory = chosen.npu_memory or early_config.getini("ascend_emulator_memory")
+    try:
+        early_config.stash[LINE] = activate(npus, chosen.soc or DEFAULT_SOC, parse_size(memory) if memory else None)
+    except (BuildError, ValueError) as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say so, since pytest captures what activate() prints."""
+    return config.stash.get(LINE, "")

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <memory>
 
@@ -70,6 +71,7 @@ Machine& machine() {
 }
 
 thread_local int current = -1;
+std::atomic<int> default_device{-1};
 
 }  // namespace
 
@@ -114,6 +116,15 @@ void Device::release(void* pointer) {
   }
 }
 
+uint64_t Device::left(const void* address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  std::lock_guard lock(mutex_);
+  auto block = live_.upper_bound(at);
+  if (block == live_.begin()) return 0;
+  --block;
+  return block->first + block->second > at ? block->first + block->second - at : 0;
+}
+
 uint64_t Device::available() {
   std::lock_guard lock(mutex_);
   return capacity_ - used_;
@@ -130,10 +141,16 @@ Device& device(int id) {
 
 bool has_current_device() { return current >= 0; }
 int current_device() {
+  if (current < 0 && default_device >= 0) set_current_device(default_device);
   check(current >= 0, kContextNull, "no device was set in this thread");
   return current;
 }
-void set_current_device(int id) { current = device(id).id; }
+void set_default_device(int id) { default_device = id; }
+void set_current_device(int id) {
+  auto& chosen = device(id);
+  chosen.active = true;
+  current = chosen.id;
+}
 
 bool is_device(const void* address) {
   const auto& m = machine();

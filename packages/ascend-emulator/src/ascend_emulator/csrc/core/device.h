@@ -5,6 +5,7 @@
 // it does on hardware.
 #ifndef ASCEND_EMULATOR_CORE_DEVICE_H
 #define ASCEND_EMULATOR_CORE_DEVICE_H
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -32,12 +33,14 @@ class Device {
   void release(void* address);
   uint64_t capacity() const { return capacity_; }
   uint64_t available();
+  uint64_t left(const void* address);  // bytes from here to the end of the allocation, 0 outside one
   bool owns(const void* address) const {
     const auto at = reinterpret_cast<uintptr_t>(address);
     return at >= base_ && at < base_ + capacity_;
   }
 
   const int id;  // logical, after ASCEND_RT_VISIBLE_DEVICES
+  std::atomic<bool> active{false};  // some thread has set it
 
  private:
   std::mutex mutex_;
@@ -52,8 +55,9 @@ const Chip& chip();
 int device_count();
 Device& device(int id);  // throws kInvalidParam
 
-// The calling thread's device; throws kContextNull when none was set.
+// The calling thread's device, or the default one if aclInit was given that; throws kContextNull when there is neither.
 int current_device();
+void set_default_device(int id);
 bool has_current_device();
 void set_current_device(int id);
 

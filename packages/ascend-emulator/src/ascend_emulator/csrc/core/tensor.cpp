@@ -95,17 +95,22 @@ CREATE(aclTensor, aclCreateTensor,
        {
          // The queue's thread writes to these tensors outside inference mode; one made inside it would refuse that.
          c10::InferenceMode off(false);
-         auto* tensor = new aclTensor;
          const auto dtype = emu::to_scalar_type(type);
          const auto sizes = at::IntArrayRef(dims, rank);
          char* base = nullptr;
-         if (data) base = static_cast<char*>(emu::to_kernel(data)) + offset * static_cast<int64_t>(c10::elementSize(dtype));
+         if (data) {
+           base = static_cast<char*>(emu::to_kernel(data)) + offset * static_cast<int64_t>(c10::elementSize(dtype));
+           // Without peer access an NPU cannot reach another's memory, and torch_npu leaves it to the device to say so.
+           const int here = emu::current_device();
+           emu::check(emu::device(here).owns(data), emu::kOpParam, "a tensor that is not in the memory of NPU ", here, ", where the operator runs");
+         }
          emu::check(base || c10::multiply_integers(sizes) == 0, emu::kOpParam, "a tensor of shape ", sizes, " has no memory");
+         auto tensor = std::make_unique<aclTensor>();
          // The storage of such a tensor cannot grow, so that no operator can leave its result anywhere else.
          tensor->value = at::from_blob(base, sizes, at::IntArrayRef(strides, rank), at::TensorOptions().dtype(dtype));
          tensor->format = format;
          tensor->storage_dims.assign(storage_dims, storage_dims + storage_rank);
-         return tensor;
+         return tensor.release();
        })
 CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type), {
   return new aclScalar{emu::read_scalar(value, emu::to_scalar_type(type))};

@@ -5,18 +5,32 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <fstream>
+#include <iterator>
+#include <regex>
 
 #include "../core/registry.h"
 #include "../core/stream.h"
 
 using namespace emu;
 
-ACL_API(bookkeeping, aclInit, (const char*), {})
+// Of the configuration file, {"defaultDevice": {"default_device": "0"}} counts: runtime calls then set that device implicitly in a
+// thread that has none (CANN's documentation, "Initialization"). The other settings are about dumps and profiles.
+ACL_API(bookkeeping, aclInit, (const char* path), {
+  if (!path) return;
+  std::ifstream file(path);
+  const std::string config{std::istreambuf_iterator<char>(file), {}};
+  std::smatch found;
+  if (std::regex_search(config, found, std::regex("\"default_device\"\\s*:\\s*\"(\\d+)\""))) set_default_device(std::stoi(found[1]));
+})
 ACL_API(bookkeeping, aclFinalize, (), {})
 ACL_API(bookkeeping, aclrtGetDeviceCount, (uint32_t* count), { *count = device_count(); })
 ACL_API(bookkeeping, aclrtSetDevice, (int32_t id), { set_current_device(id); })
 ACL_API(bookkeeping, aclrtResetDevice, (int32_t id), { device(id); })
-ACL_API(bookkeeping, aclrtGetDevice, (int32_t* id), { *id = current_device(); })
+ACL_API(bookkeeping, aclrtGetDevice, (int32_t* id), {
+  check(has_current_device(), kContextNull, "no device was set in this thread");
+  *id = current_device();
+})
 ACL_API(bookkeeping, aclrtGetLogicDevIdByUserDevId, (int32_t user, int32_t* logical), { *logical = user; })
 // A context is its device here: one primary context each.
 ACL_API(bookkeeping, aclrtGetCurrentContext, (void** context), { *context = &device(current_device()); })
@@ -25,14 +39,14 @@ ACL_API(bookkeeping, aclrtSetCurrentContext, (void* context), {
   set_current_device(static_cast<Device*>(context)->id);
 })
 ACL_API(bookkeeping, aclrtGetPrimaryCtxState, (int32_t id, uint32_t* flags, int32_t* active), {
-  device(id);
   if (flags) *flags = 0;
-  *active = 1;
+  *active = device(id).active;
 })
 ACL_API(bookkeeping, aclrtDeviceCanAccessPeer, (int32_t* can, int32_t, int32_t), { *can = 1; })
 ACL_API(bookkeeping, aclrtDeviceEnablePeerAccess, (int32_t, uint32_t), {})
 ACL_API(bookkeeping, aclrtDeviceGetBareTgid, (int32_t* pid), { *pid = getpid(); })
-ACL_API(bookkeeping, aclrtSetDeviceSatMode, (int32_t), {})
+// aclrtFloatOverflowMode: 0 saturates, 1 keeps infinities and NaNs, which is what ATen does.
+ACL_API(bookkeeping, aclrtSetDeviceSatMode, (int32_t mode), { check(mode == 1, kUnsupported, "overflow mode ", mode, " is not emulated; 1, infinities and NaNs, is"); })
 ACL_API(bookkeeping, aclrtSetOpWaitTimeout, (uint32_t), {})
 ACL_API(bookkeeping, aclrtSetOpExecuteTimeOut, (uint32_t), {})
 ACL_API(bookkeeping, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, uint64_t* actual), { if (actual) *actual = timeout; })

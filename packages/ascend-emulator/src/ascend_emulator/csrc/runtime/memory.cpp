@@ -20,18 +20,32 @@ void allocate(void** address, size_t bytes) {
   *address = device(current_device()).allocate(bytes);
 }
 
+// That the bytes are of one allocation.
+void check_range(const void* address, size_t bytes) {
+  for (int i = 0; i < device_count(); ++i) {
+    if (!device(i).owns(address)) continue;
+    const auto left = device(i).left(address);
+    check(bytes <= left, kInvalidParam, bytes, " bytes at ", address, ", where ", left, " are allocated");
+  }
+}
+
 void copy(void* to, size_t room, const void* from, size_t bytes, int32_t kind) {
   if (bytes == 0) return;
   check(bytes <= room, kInvalidParam, "copying ", bytes, " bytes into ", room);
   check(kind >= host_to_host && kind <= device_to_device, kInvalidParam, "copy kind ", kind, " is not emulated");
-  void* target = either(to, kind == host_to_device || kind == device_to_device, "the destination");
-  const void* source = either(from, kind == device_to_host || kind == device_to_device, "the source");
+  const bool onto_device = kind == host_to_device || kind == device_to_device, off_device = kind == device_to_host || kind == device_to_device;
+  void* target = either(to, onto_device, "the destination");
+  const void* source = either(from, off_device, "the source");
+  if (onto_device) check_range(to, bytes);
+  if (off_device) check_range(from, bytes);
   std::memmove(target, source, bytes);
 }
 
 void fill(void* at, size_t room, int32_t value, size_t bytes) {
   check(bytes <= room, kInvalidParam, "setting ", bytes, " bytes of ", room);
-  if (bytes) std::memset(is_device(at) ? to_kernel(at) : at, value, bytes);
+  if (!bytes) return;
+  if (is_device(at)) check_range(at, bytes);
+  std::memset(is_device(at) ? to_kernel(at) : at, value, bytes);
 }
 
 }  // namespace

@@ -38,7 +38,8 @@ ACL_API(bookkeeping, aclrtDestroyStream, (void* stream), { delete static_cast<St
 ACL_API(bookkeeping, aclrtDestroyStreamForce, (void* stream), { delete static_cast<Stream*>(stream); })
 ACL_API(bookkeeping, aclrtStreamGetId, (void* stream, int32_t* id), { *id = stream_of(stream).id; })
 ACL_API(bookkeeping, aclrtSetStreamFailureMode, (void*, uint64_t), {})
-ACL_API(bookkeeping, aclrtSetStreamOverflowSwitch, (void*, uint32_t), {})
+// Overflow is never watched for: results keep infinities (aclGetCannAttribute), where nobody needs it.
+ACL_API(bookkeeping, aclrtSetStreamOverflowSwitch, (void*, uint32_t on), { check(on == 0, kUnsupported, "overflow detection is not emulated"); })
 ACL_API(bookkeeping, aclrtGetStreamOverflowSwitch, (void*, uint32_t* on), { *on = 0; })
 // aclrtStreamStatus: 0 complete, 1 not ready.
 ACL_API(computed, aclrtStreamQuery, (void* stream, int32_t* status), { *status = stream_of(stream).idle() ? 0 : 1; })
