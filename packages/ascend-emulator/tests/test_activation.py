@@ -89,4 +89,6 @@ def test_gelu_is_the_approximation_also_where_none_is_asked_for():
 def test_npu_gelu(approximate):
     x = torch.randn(5, 7)
     expected = F.gelu(x.double(), approximate=approximate)
-    torch.testing.assert_close(torch_npu.npu_gelu(x.npu(), approximate=approximate).cpu().double(), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        torch_npu.npu_gelu(x.npu(), approximate=approximate).cpu().double(), expected, atol=1e-6, rtol=1e-6
+    )

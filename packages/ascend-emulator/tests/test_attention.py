@@ -41,7 +41,13 @@ def close(actual, expected, ulps=6):
 def fused(query, key, value, *, heads, mask=None, **options):
     groups = heads[1]
     return torch_npu.npu_fused_infer_attention_score(
-        query.npu(), key.npu(), value.npu(), atten_mask=None if mask is None else mask.npu(), num_heads=heads[0], num_key_value_heads=groups, **options
+        query.npu(),
+        key.npu(),
+        value.npu(),
+        atten_mask=None if mask is None else mask.npu(),
+        num_heads=heads[0],
+        num_key_value_heads=groups,
+        **options,
     )
 
 
@@ -132,7 +138,14 @@ def test_batches_without_pages(layout, mode, heads, dtype):
     window = dict(pre_tokens=9, next_tokens=2) if mode == 4 else {}
     mask = (torch.rand(1, queries, length) > 0.8) if mode == 0 else COMPRESSED
     out, lse = fused(
-        *map(places[layout], (query, key, value)), heads=heads, mask=mask, sparse_mode=mode, scale=0.2, input_layout=layout, softmax_lse_flag=True, **window
+        *map(places[layout], (query, key, value)),
+        heads=heads,
+        mask=mask,
+        sparse_mode=mode,
+        scale=0.2,
+        input_layout=layout,
+        softmax_lse_flag=True,
+        **window,
     )
     ignored = mask[0] if mode == 0 else left_out(mode, queries, length, window.get("pre_tokens", 0), window.get("next_tokens", 0))
     wanted = [reference(q, k, v, 0.2, ignored) for q, k, v in zip(query, key, value, strict=True)]
@@ -146,7 +159,14 @@ def test_batches_without_pages(layout, mode, heads, dtype):
 def test_actual_lengths_of_a_padded_batch(layout):
     query, key, value = torch.randn(2, 6, 2, 16).half(), torch.randn(2, 9, 2, 16).half(), torch.randn(2, 9, 2, 16).half()
     place = (lambda x: x.flatten(2)) if layout == "BSH" else (lambda x: x.transpose(1, 2).contiguous())
-    out, _ = fused(*map(place, (query, key, value)), heads=(2, 2), scale=0.25, input_layout=layout, actual_seq_lengths=[6, 4], actual_seq_lengths_kv=[5, 9])
+    out, _ = fused(
+        *map(place, (query, key, value)),
+        heads=(2, 2),
+        scale=0.25,
+        input_layout=layout,
+        actual_seq_lengths=[6, 4],
+        actual_seq_lengths_kv=[5, 9],
+    )
     first, second = reference(query[0], key[0, :5], value[0, :5], 0.25)[0], reference(query[1, :4], key[1], value[1], 0.25)[0]
     own = out.cpu().view(2, 6, 2, 16) if layout == "BSH" else out.cpu().transpose(1, 2)
     close(own[0], first)
@@ -169,7 +189,10 @@ def test_tokens_of_all_requests_in_a_row_without_pages(mode):
         actual_seq_lengths=lengths[0],
         actual_seq_lengths_kv=lengths[1],
     )
-    wanted = [reference(q, k, v, 0.125, left_out(3, len(q), len(k)) if mode else None)[0] for q, k, v in zip(queries, keys, values, strict=True)]
+    wanted = [
+        reference(q, k, v, 0.125, left_out(3, len(q), len(k)) if mode else None)[0]
+        for q, k, v in zip(queries, keys, values, strict=True)
+    ]
     close(out, torch.cat(wanted))
 
 

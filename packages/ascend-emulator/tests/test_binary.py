@@ -70,8 +70,14 @@ def test_multiple_of_the_second(agree, name, dtype):
     agree(lambda x, y: torch.rsub(x, y, alpha=3), a, b)
 
 
-@pytest.mark.parametrize("name", ["add", "sub", "mul", "div", "remainder", "maximum", "minimum", "eq", "lt", "floor_divide", "pow"])
-@pytest.mark.parametrize("types", [(torch.int64, torch.float32), (torch.int32, torch.int64), (torch.float16, torch.float32), (torch.bool, torch.int64)], ids=str)
+@pytest.mark.parametrize(
+    "name", ["add", "sub", "mul", "div", "remainder", "maximum", "minimum", "eq", "lt", "floor_divide", "pow"]
+)
+@pytest.mark.parametrize(
+    "types",
+    [(torch.int64, torch.float32), (torch.int32, torch.int64), (torch.float16, torch.float32), (torch.bool, torch.int64)],
+    ids=str,
+)
 def test_types_are_promoted(agree, name, types):
     if name == "sub" and torch.bool in types:
         pytest.skip("torch itself does not subtract truth values")
@@ -79,7 +85,9 @@ def test_types_are_promoted(agree, name, types):
         agree(getattr(torch, name), a, b)
 
 
-@pytest.mark.parametrize("function", [operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow])
+@pytest.mark.parametrize(
+    "function", [operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow]
+)
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_number_on_the_left(agree, function, dtype):
     agree(lambda x: function(7, x), values(3, 4, dtype=dtype), ulps=8)

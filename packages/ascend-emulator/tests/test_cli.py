@@ -14,11 +14,21 @@ SHOW = "import os; print(*(os.environ.get('ASCEND_EMULATOR_' + n) for n in ('NPU
 
 
 def python(*code, **environment):
-    return subprocess.run([sys.executable, *code], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False)
+    return subprocess.run(
+        [sys.executable, *code], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("8GiB", 8 << 30), ("8g", 8 << 30), ("512MiB", 512 << 20), ("1.5GB", 3 << 29), ("8589934592", 8 << 30), ("64 kib", 64 << 10)]
+    ("text", "size"),
+    [
+        ("8GiB", 8 << 30),
+        ("8g", 8 << 30),
+        ("512MiB", 512 << 20),
+        ("1.5GB", 3 << 29),
+        ("8589934592", 8 << 30),
+        ("64 kib", 64 << 10),
+    ],
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
@@ -79,7 +89,9 @@ def test_without_a_compiler_one_line_names_what_to_install(run, tmp_path):
 
 def test_compiler_that_fails_is_reported_in_a_line(run, tmp_path):
     compiler = tmp_path / "broken"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo broken 1.0; exit; }\necho "x.cpp:1: error: no such luck" >&2; exit 1\n')
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo broken 1.0; exit; }\necho "x.cpp:1: error: no such luck" >&2; exit 1\n'
+    )
     compiler.chmod(0o755)
     done = run("build", CXX=str(compiler), ASCEND_EMULATOR_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 1
@@ -93,7 +105,9 @@ def test_without_torch_npu_one_line_names_what_to_install():
     script = f"import sys; sys.path.append({str(source)!r}); from ascend_emulator.cli import main; sys.exit(main(['build']))"
     done = python("-S", "-c", script)
     assert done.returncode == 1
-    assert done.stderr.splitlines() == ["ascend-emulator needs torch, which is not installed: pip install torch==2.13.0 torch-npu==2.13.0"]
+    assert done.stderr.splitlines() == [
+        "ascend-emulator needs torch, which is not installed: pip install torch==2.13.0 torch-npu==2.13.0"
+    ]
 
 
 def test_second_build_is_instant(run):
@@ -108,7 +122,9 @@ def test_concurrent_builds_do_not_collide(run, tmp_path):
     (tmp_path / "objects").symlink_to(build.cache_root() / "objects")
     command = [sys.executable, "-m", "ascend_emulator.cli", "build"]
     environment = {**os.environ, "ASCEND_EMULATOR_CACHE": str(tmp_path)}
-    several = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
+    several = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(4)
+    ]
     outputs = [process.communicate(timeout=120) for process in several]
     assert [process.returncode for process in several] == [0] * 4
     directories = {out.strip() for out, _ in outputs}

@@ -59,7 +59,9 @@ def test_both_forms_of_the_report_have_the_same_figures():
 
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="the documentation is in the checkout only")
 def test_documentation_has_the_figures_of_this_version():
-    assert sums(DOCUMENT.read_text()) == sums(coverage.report(markdown=True)), "ascend-emulator coverage --markdown has new figures for docs/emulator.md"
+    assert sums(DOCUMENT.read_text()) == sums(coverage.report(markdown=True)), (
+        "ascend-emulator coverage --markdown has new figures for docs/emulator.md"
+    )
 
 
 def test_every_computed_operator_was_run(points, request):

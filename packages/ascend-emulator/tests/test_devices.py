@@ -26,7 +26,9 @@ def ask(label, question, npus=1, soc="Ascend910B1", memory=1 << 30, **environ):
         os._exit(0)
     os.waitpid(child, 0)
 """
-QUESTIONS = FORKS + """
+QUESTIONS = (
+    FORKS
+    + """
 from ascend_emulator.chips import chips
 
 def properties():
@@ -80,6 +82,7 @@ ask("memory", memory, npus=2)
 ask("mixed", mixed, npus=2)
 ask("beyond", lambda: torch.ones(3, device="npu:2").tolist(), npus=2)
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,9 @@ LOADED = "'libascend_emulator.so' in open('/proc/self/maps').read()"
 @pytest.fixture
 def suite(tmp_path):
     """``suite(test, *arguments, ini=...)``: pytest's end of a suite of one test, in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND_EMULATOR_") or name.endswith("TRACE")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("ASCEND_EMULATOR_") or name.endswith("TRACE")
+    }
     environment.pop("LD_LIBRARY_PATH", None)
 
     def start(body, *arguments, ini=""):

@@ -85,9 +85,27 @@ def test_extremes_of_whole_numbers(agree, name):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_scalars_and_nothing(agree, dtype):
     scalar, nothing = torch.tensor(2.5, dtype=dtype), torch.empty(0, 3, dtype=dtype)
-    for function in (torch.sum, torch.mean, torch.max, torch.argmax, torch.prod, lambda x: x.cumsum(0), lambda x: x.amax(0), lambda x: x.any()):
+    for function in (
+        torch.sum,
+        torch.mean,
+        torch.max,
+        torch.argmax,
+        torch.prod,
+        lambda x: x.cumsum(0),
+        lambda x: x.amax(0),
+        lambda x: x.any(),
+    ):
         agree(function, scalar)
-    for function in (torch.sum, torch.prod, lambda x: x.sum(0), lambda x: x.sum(1), lambda x: x.amax(1), lambda x: x.cumsum(0), lambda x: x.any(), lambda x: x.all()):
+    for function in (
+        torch.sum,
+        torch.prod,
+        lambda x: x.sum(0),
+        lambda x: x.sum(1),
+        lambda x: x.amax(1),
+        lambda x: x.cumsum(0),
+        lambda x: x.any(),
+        lambda x: x.all(),
+    ):
         agree(function, nothing)
 
 

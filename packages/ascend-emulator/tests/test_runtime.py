@@ -12,7 +12,9 @@ import torch_npu
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64, torch.complex64], ids=str
+)
 @pytest.mark.parametrize("size", [0, 1, 511, 513, 3 * MIB])
 def test_copies_there_and_back(size, dtype):
     x = torch.randint(0, 2, (size,)).to(dtype)

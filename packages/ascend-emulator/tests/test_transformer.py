@@ -45,7 +45,10 @@ def test_rotary_mul(angles, mode, dtype):
 
 def test_rotary_mul_of_heads_before_tokens():
     x, cos, sin = torch.randn(2, 3, 5, 64), torch.rand(1, 1, 5, 64), torch.rand(1, 1, 5, 64)
-    close(torch_npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu()), x.double() * cos.double() + rotated(x.double(), False) * sin.double())
+    close(
+        torch_npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu()),
+        x.double() * cos.double() + rotated(x.double(), False) * sin.double(),
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

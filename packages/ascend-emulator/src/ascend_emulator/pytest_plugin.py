@@ -9,6 +9,7 @@ import pytest
 
 LINE = pytest.StashKey[str]()
 
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options, on the command line and in the configuration file."""
     group = parser.getgroup("ascend-emulator")

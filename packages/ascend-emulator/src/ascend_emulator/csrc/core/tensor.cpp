@@ -53,7 +53,7 @@ auto created(const char* name, Make&& make) -> decltype(make()) {
   guarded(name, [&] {
     try {
       object = make();
-    } catch (const Error& e) {
+    } catch (const std::exception& e) {
       creation_error = e.what();
       throw;
     }

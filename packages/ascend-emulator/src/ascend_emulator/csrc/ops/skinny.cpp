@@ -2,6 +2,8 @@
 
 #include <ATen/Parallel.h>
 
+#include <atomic>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define BF16_VECTORS __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
@@ -74,12 +76,14 @@ void skinny_matmul(const at::Tensor& self, const at::Tensor& other, const at::Te
   const auto* offsets = added.defined() ? added.const_data_ptr<at::BFloat16>() : nullptr;
   auto* result = out.mutable_data_ptr<at::BFloat16>();
   const int64_t count = self.size(0), width = self.size(1), stride = other.stride(1);
-  constexpr int64_t kBlock = 24;  // columns whose weights stay in the first-level cache for all rows
-  at::parallel_for(0, (other.size(1) + kBlock - 1) / kBlock, std::max<int64_t>(1, 8192 / width), [&](int64_t first, int64_t last) {
-    const int64_t end = std::min(last * kBlock, other.size(1));
-    for (int64_t n = first * kBlock; n < end; n += kBlock)
+  constexpr int64_t kBlock = 96;  // columns taken at a time
+  const int64_t columns = other.size(1), workers = columns * width < 1 << 16 ? 1 : at::get_num_threads();
+  // Threads take blocks as they come, not equal halves: the host's own threads run too, and may hold one up.
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    for (int64_t n = next.fetch_add(kBlock); n < columns; n = next.fetch_add(kBlock))
       kBands[count - 1](x, self.stride(0), weights + n * stride, stride, width, offsets ? offsets + n : nullptr, result + n, out.stride(0),
-                        std::min(kBlock, end - n));
+                        std::min(kBlock, columns - n));
   });
 }
 

@@ -2,6 +2,7 @@
 // NPUFunctions.cpp (Ascend/pytorch, BSD), CANN's public API reference "AscendCL".
 #include "../core/device.h"
 
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -17,6 +18,9 @@ using namespace emu;
 // Of the configuration file, {"defaultDevice": {"default_device": "0"}} counts: runtime calls then set that device implicitly in a
 // thread that has none (CANN's documentation, "Initialization"). The other settings are about dumps and profiles.
 ACL_API(bookkeeping, aclInit, (const char* path), {
+  // A thread of torch_npu's polls every microsecond for memory to release; threads made from here on may sleep a millisecond instead,
+  // which leaves the processor to the operators.
+  prctl(PR_SET_TIMERSLACK, 1000000ul);
   if (!path) return;
   std::ifstream file(path);
   const std::string config{std::istreambuf_iterator<char>(file), {}};
