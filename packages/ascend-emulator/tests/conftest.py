@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,13 +16,38 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Every operator that computes in this process or one that it starts leaves its name here (test_coverage.py reads it).
-TRACES = tempfile.TemporaryDirectory(prefix="ascend-emulator-")
-os.environ["ASCEND_EMULATOR_TRACE"] = str(Path(TRACES.name) / "operators")
+TRACES = Path(tempfile.mkdtemp(prefix="ascend-emulator-"))
+os.environ["ASCEND_EMULATOR_TRACE"] = str(TRACES / "operators")
+
+
+def pytest_sessionfinish() -> None:
+    """Here and not at exit, which forked children have too."""
+    shutil.rmtree(TRACES, ignore_errors=True)
+
+
+LEFT_OUT = pytest.StashKey[bool]()
+
+
+@pytest.fixture(scope="session")
+def complete(request: pytest.FixtureRequest) -> bool:
+    """Whether all tests of this directory run in this session."""
+    directory, collected = Path(__file__).parent, {item.path for item in request.session.items}
+    return set(directory.glob("test_*.py")) <= collected and not request.config.stash.get(LEFT_OUT, False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The check that every operator was run comes last."""
-    items.sort(key=lambda item: item.name == "test_every_computed_operator_was_run")
+    """The check that every operator was run comes last of this directory's tests."""
+    last = [item for item in items if item.name == "test_every_computed_operator_was_run"]
+    own = [place for place, item in enumerate(items) if item.path.parent == Path(__file__).parent and item not in last]
+    if last and own:
+        items.insert(own[-1] + 1, last[0])  # first behind, then away from where it was
+        items.remove(last[0])
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Remember whether tests of this directory were left out (test_coverage.py asks)."""
+    if any(item.path.parent == Path(__file__).parent for item in items):
+        items[0].config.stash[LEFT_OUT] = True
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,8 +71,8 @@ def _to_npu(tensor: torch.Tensor) -> torch.Tensor:
 def agree() -> Callable[..., None]:
     """``agree(function, *args, ulps=4)``: it gives on the NPU what it gives on the CPU.
 
-    Shape and dtype are those of the CPU run with the same arguments, values those of a run with float64 in place of other floating
-    types, within ``ulps`` units in the last place (relative, or absolute below one).
+    Shape and dtype are those of the CPU run with the same arguments, values those of a run with float64 in place of other
+    floating types, within ``ulps`` units in the last place (relative, or absolute below one).
     """
 
     def compare(function: Callable[..., Any], *args: Any, ulps: float = 4) -> None:

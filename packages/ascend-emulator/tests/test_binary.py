@@ -75,14 +75,20 @@ def test_multiple_of_the_second(agree, name, dtype):
 )
 @pytest.mark.parametrize(
     "types",
-    [(torch.int64, torch.float32), (torch.int32, torch.int64), (torch.float16, torch.float32), (torch.bool, torch.int64)],
+    [(torch.int64, torch.float32), (torch.int32, torch.int64), (torch.float16, torch.float32), (torch.uint8, torch.int64)],
     ids=str,
 )
 def test_types_are_promoted(agree, name, types):
-    if name == "sub" and torch.bool in types:
-        pytest.skip("torch itself does not subtract truth values")
     for a, b in pairs(*types):
         agree(getattr(torch, name), a, b)
+
+
+@pytest.mark.parametrize("name", ["add", "mul", "maximum", "eq", "lt"])
+@pytest.mark.parametrize("other", [torch.bool, torch.int64, torch.float32, torch.bfloat16], ids=str)
+def test_truth_values_take_part(agree, name, other):
+    a, b = torch.rand(6, 9) > 0.5, (torch.rand(6, 9) > 0.5).to(other)
+    agree(getattr(torch, name), a, b)
+    agree(getattr(torch, name), b, a)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def test_part_of_a_tensor_is_filled(agree):
     agree(call, torch.randn(7, 5).t())
 
 
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated")
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_ranges(agree, dtype):
     like = torch.empty(0)

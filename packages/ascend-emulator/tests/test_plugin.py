@@ -46,7 +46,8 @@ def test_command_line_wins_over_the_configuration_file(suite):
 
 
 def test_command_line_asks_for_it_before_any_conftest(suite):
-    body = "import conftest, torch; assert conftest.EARLY and torch.npu.device_count() == 3 and torch.npu.get_device_name() == 'Ascend910B2'"
+    seen = "(conftest.EARLY, torch.npu.device_count(), torch.npu.get_device_name())"
+    body = f"import conftest, torch; assert {seen} == (True, 3, 'Ascend910B2')"
     line = passed(suite(body, "--npus", "3", "--soc", "Ascend910B2", "--npu-memory", "512MiB"))
     assert "3 emulated NPUs (Ascend910B2, 0.5 GiB of its 64 GiB)" in line
 

@@ -1,7 +1,7 @@
 """Compile the emulated CANN libraries, once for each (torch, torch_npu, compiler, source) and keep them in a cache.
 
-The result is one library, ``libascend_emulator.so``, that holds every entry point, and a handful of empty ones that carry
-the names torch_npu links against and depend on it: torch_npu asks several libraries for the same symbol, and so finds it through each.
+The result is one library, ``libascend_emulator.so``, that holds every entry point, and a handful of empty ones that carry the
+names torch_npu links against and depend on it: torch_npu asks several libraries for the same symbol, and finds it through each.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
             ],
         )
     # What torch_npu expects to find in a CANN installation (torch_npu/_init/registry/registry_manager.py).
-    for directory in ("runtime", "compiler", "opp"):
-        (target / directory).mkdir(exist_ok=True)
+    for name in ("runtime", "compiler", "opp"):
+        (target / name).mkdir(exist_ok=True)
     (target / "ascend_emulator_install.info").write_text(f"version={CANN_VERSION}\n")
     (target / "complete").touch()
