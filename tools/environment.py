@@ -157,7 +157,8 @@ def find_uv() -> tuple[str, dict[str, str]]:
 
 def _install_requirements() -> None:
     create(VENV)
-    install(VENV, REQUIREMENTS, "installing tools/requirements.txt and building vLLM (downloads 0.6 GB, unless it is in uv's cache)")
+    what = "installing tools/requirements.txt and building vLLM (downloads 0.6 GB, unless it is in uv's cache)"
+    install(VENV, REQUIREMENTS, what)
 
 
 def create(venv: Path) -> None:
