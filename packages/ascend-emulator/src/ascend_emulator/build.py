@@ -113,8 +113,16 @@ def _sources() -> list[Path]:
     return sorted(SOURCES.rglob("*.cpp"))
 
 
-def _headers_digest() -> str:
-    return _digest(*(path.read_bytes() for path in sorted(SOURCES.rglob("*.h"))))
+def _with_headers(source: Path) -> list[Path]:
+    """The file and, in turn, the headers of ours that it includes; they are named from its directory or from SOURCES."""
+    found: dict[Path, None] = {source: None}
+    for path in (queue := [source]):
+        for name in re.findall(r'^\s*#include "(.+?)"', path.read_text(), re.MULTILINE):
+            header = next((place for place in ((path.parent / name).resolve(), SOURCES / name) if place.exists()), None)
+            if header and header not in found:
+                found[header] = None
+                queue.append(header)
+    return list(found)
 
 
 def _stubs(names: list[str]) -> str:
@@ -174,7 +182,7 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     ]
     compiler, compiler_version = _compiler()
     base = (*versions, compiler_version, *FLAGS, os.uname().machine)
-    content = _digest(*base, Path(__file__).read_bytes(), _headers_digest(), *(path.read_bytes() for path in _sources()))
+    content = _digest(*base, Path(__file__).read_bytes(), *(path.read_bytes() for path in sorted(SOURCES.rglob("*.[ch]*"))))
     target = cache_root() / content
     if (target / "complete").exists():
         return target
@@ -208,9 +216,10 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
     includes = [f"-I{SOURCES}", f"-isystem{torch / 'include'}", f"-isystem{torch / 'include/torch/csrc/api/include'}"]
     stubs = target / "stubs.cpp"
     stubs.write_text(_stubs(wheel_names()))
-    headers = _headers_digest()
     common = [compiler, *FLAGS, *includes, f"-ffile-prefix-map={SOURCES}/="]  # so that messages name the file within the project
-    sources = {source: objects / f"{_digest(*base, headers, source.read_bytes())}.o" for source in [*_sources(), stubs]}
+    # A header of ours counts for the files that include it alone.
+    contents = {source: [path.read_bytes() for path in _with_headers(source)] for source in [*_sources(), stubs]}
+    sources = {source: objects / f"{_digest(*base, *parts)}.o" for source, parts in contents.items()}
     missing = sorted((source for source in sources if not sources[source].exists()), key=lambda path: -path.stat().st_size)
     with _precompiled(common, objects, enough=len(missing) > 2) as prefix:
 

@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <set>
 
+#include "stream.h"
+
 namespace emu {
 namespace {
 

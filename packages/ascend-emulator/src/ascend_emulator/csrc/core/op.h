@@ -2,10 +2,16 @@
 //
 //   OP(aclnnSilu, (Tensor self, Tensor out), { at::silu_out(out, self); })
 //
-// The macro makes both C functions that torch_npu looks up: `aclnnSiluGetWorkspaceSize(const aclTensor*, const aclTensor*, uint64_t*,
-// aclOpExecutor**)`, which records the arguments, and `aclnnSilu(void*, uint64_t, aclOpExecutor*, aclrtStream)`, which computes on the
+//   CHECKED(aclnnSwiGlu, (Tensor x, int64_t dim, Tensor out), {
+//     one_of("x", x, kFloating);        // runs in aclnnSwiGluGetWorkspaceSize, on the thread that calls the operator
+//     COMPUTE { swiglu(x, dim, out); };  // runs on the stream
+//   })
+//
+// The macros make both C functions that torch_npu looks up: `aclnnSiluGetWorkspaceSize(const aclTensor*, const aclTensor*, uint64_t*,
+// aclOpExecutor**)`, which records the arguments, and `aclnnSilu(void*, uint64_t, aclOpExecutor*, aclrtStream)`, which puts the operator on the
 // stream. The C parameter list follows from the C++ one (Arg below), so write the parameters in the order of the EXEC_NPU_CMD call sites in
-// Ascend/op-plugin (BSD). An operator's body may throw; torch_npu raises that as a Python exception that names the operator.
+// Ascend/op-plugin (BSD). What a check throws, torch_npu raises at the call; what a computation throws, when the stream is synchronized.
+// Values of tensors are there in the computation alone. It may run again, in a replayed graph: from its arguments as they were.
 #ifndef ASCEND_EMULATOR_CORE_OP_H
 #define ASCEND_EMULATOR_CORE_OP_H
 #include <ATen/ATen.h>
@@ -13,12 +19,14 @@
 #include <optional>
 #include <tuple>
 
+#include "checks.h"
 #include "registry.h"
-#include "stream.h"
 #include "tensor.h"
 
 struct aclOpExecutor {
   std::function<void()> compute;
+  std::vector<at::Tensor> tensors;  // its arguments in their order, outputs last
+  bool reports_shape = false;       // the caller reads an output's shape as soon as the operator is launched
 };
 
 namespace emu {
@@ -107,18 +115,34 @@ struct Arg<Result> {
   static Result get(C tensor) { return {const_cast<aclTensor*>(tensor)}; }
 };
 
-// The two C entry points of one operator.
-template <auto Compute, class Name>
+// The tensors among the arguments, for checks and observation.
+inline void collect(std::vector<Tensor>& into, const Tensor& value) { into.push_back(value); }
+inline void collect(std::vector<Tensor>& into, const Opt<Tensor>& value) { into.push_back(value.value_or(Tensor())); }
+inline void collect(std::vector<Tensor>& into, const Tensors& value) { into.insert(into.end(), value.begin(), value.end()); }
+inline void collect(std::vector<Tensor>& into, const Result& value) { if (value.tensor) into.push_back(value.tensor->value); }
+template <class T>
+void collect(std::vector<Tensor>&, const T&) {}
+
+// The two C entry points of one operator. Body computes, or it checks and returns what computes.
+template <auto Body, class Name>
 struct Operator;
-template <class... Params, void (*Compute)(Params...), class Name>
-struct Operator<Compute, Name> {
+template <class R, class... Params, R (*Body)(Params...), class Name>
+struct Operator<Body, Name> {
   static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
     *bytes = 0;
     *executor = nullptr;
-    if (removed(Name::text)) return refuse(Name::text);
-    return operator_done(Name::text, guarded(Name::text, [&] {
+    return operator_done(Name::text, intercepted(Name::text, [&] {
       auto held = std::make_tuple(Arg<Params>::get(args)...);
-      *executor = new aclOpExecutor{[held = std::move(held)] { std::apply(Compute, held); }};
+      auto made = std::make_unique<aclOpExecutor>();
+      std::apply([&](const auto&... each) { (collect(made->tensors, each), ...); }, held);
+      made->reports_shape = (std::is_same_v<Params, Result> || ...);
+      if constexpr (std::is_void_v<R>) {
+        made->compute = [held = std::move(held)] { std::apply(Body, held); };
+      } else {
+        // A copy each time, as a computation may change what it holds.
+        made->compute = [prepared = std::apply(Body, std::move(held))] { auto fresh = prepared; fresh(); };
+      }
+      *executor = made.release();
     }));
   }
 };
@@ -128,20 +152,23 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
 }  // namespace emu
 
 // dlsym resolves the GetWorkspaceSize symbol to the typed function above through an ifunc, so that no C signature is written twice.
-#define OP(NAME, PARAMS, ...)                                                                          \
+#define OPERATOR(RETURN, NAME, PARAMS, ...)                                                            \
   namespace emu::ops {                                                                                 \
   struct name_##NAME { static constexpr const char* text = #NAME; };                                   \
-  static void compute_##NAME PARAMS __VA_ARGS__                                                        \
+  static RETURN body_##NAME PARAMS __VA_ARGS__                                                         \
   static const Registration registration_##NAME{#NAME, State::computed, __FILE__};                     \
   }                                                                                                    \
   extern "C" {                                                                                         \
   static void* resolve_##NAME() {                                                                      \
-    return reinterpret_cast<void*>(&emu::Operator<&emu::ops::compute_##NAME, emu::ops::name_##NAME>::workspace); \
+    return reinterpret_cast<void*>(&emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace); \
   }                                                                                                    \
   __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();       \
   }                                                                                                    \
   EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) {                            \
     return emu::launch(#NAME, executor, stream);                                                       \
   }
+#define OP(NAME, PARAMS, ...) OPERATOR(void, NAME, PARAMS, __VA_ARGS__)
+#define CHECKED(NAME, PARAMS, ...) OPERATOR(std::function<void()>, NAME, PARAMS, __VA_ARGS__)
+#define COMPUTE return [=]() mutable
 
 #endif  // ASCEND_EMULATOR_CORE_OP_H

@@ -15,14 +15,20 @@ struct Registration {
 // True when the user asked for this entry point to be taken out (ASCEND_EMULATOR_WITHOUT=name,name…).
 bool removed(const char* name);
 
+// Runs the body of an entry point, unless it was taken out.
+template <class Body>
+int intercepted(const char* name, Body&& body) noexcept {
+  if (removed(name)) return refuse(name);
+  return guarded(name, std::forward<Body>(body));
+}
+
 }  // namespace emu
 
 // A C entry point `int NAME(PARAMS)`. The body may throw emu::Error; it returns nothing.
 #define ACL_API(STATE, NAME, PARAMS, ...)                                             \
   static const emu::Registration registration_##NAME{#NAME, emu::State::STATE, __FILE__}; \
   EXPORT int NAME PARAMS {                                                              \
-    if (emu::removed(#NAME)) return emu::refuse(#NAME);                                 \
-    return emu::guarded(#NAME, [&] __VA_ARGS__);                                               \
+    return emu::intercepted(#NAME, [&] __VA_ARGS__);                                    \
   }
 
 #endif  // ASCEND_EMULATOR_CORE_REGISTRY_H
