@@ -7,11 +7,17 @@
 #include <cstdlib>
 #include <memory>
 
+#include "arena.h"
+#include "host_memory.h"
+#include "virtual_memory.h"
+
 namespace emu {
 namespace {
 
-constexpr uint64_t kGranule = 512;           // alignment of aclrtMalloc, as torch_npu's allocator assumes
+constexpr uint64_t kGranule = 4096;          // a page, so that each allocation can be shared and given back on its own
 constexpr uint64_t kReturnPages = 1u << 20;  // freed blocks of at least this size give their pages back
+// Address space for virtual memory. torch_npu's expandable segments each reserve 9/8 of an NPU's memory, one for each stream and kind.
+constexpr uint64_t kVirtualPerMemory = 16, kVirtualMost = 16ull << 40;
 
 uint64_t number(const char* variable, uint64_t otherwise) {
   const char* value = std::getenv(variable);
@@ -21,7 +27,7 @@ uint64_t number(const char* variable, uint64_t otherwise) {
 struct Machine {
   Chip chip;
   std::vector<std::unique_ptr<Device>> devices;
-  uintptr_t device_base = 0, kernel_base = 0, bytes = 0;
+  uintptr_t device_base = 0, kernel_base = 0, memory = 0, bytes = 0;  // each view: the NPUs' memory, then virtual address space
 
   Machine() {
     if (const char* name = std::getenv("ASCEND_EMULATOR_SOC")) chip.name = name;
@@ -32,10 +38,13 @@ struct Machine {
     chip.bfloat16 = number("ASCEND_EMULATOR_BFLOAT16", 1) != 0;
     const int visible = count_visible(static_cast<int>(number("ASCEND_EMULATOR_NPUS", 1)));
     if (visible == 0) return;
-    bytes = chip.memory * visible;
+    memory = chip.memory * visible;
+    bytes = memory + std::min(memory * kVirtualPerMemory, kVirtualMost);
     device_base = map(PROT_NONE);
-    kernel_base = map(PROT_READ | PROT_WRITE);
-    madvise(reinterpret_cast<void*>(kernel_base), bytes, MADV_HUGEPAGE);
+    kernel_base = map(PROT_NONE);
+    mprotect(reinterpret_cast<void*>(kernel_base), memory, PROT_READ | PROT_WRITE);
+    madvise(reinterpret_cast<void*>(kernel_base), memory, MADV_HUGEPAGE);
+    virtual_memory::initialize(device_base + memory, bytes - memory, static_cast<intptr_t>(kernel_base - device_base));
     for (int i = 0; i < visible; ++i) devices.push_back(std::make_unique<Device>(i, device_base + i * chip.memory, chip.memory));
   }
 
@@ -70,25 +79,45 @@ Machine& machine() {
   return *instance;
 }
 
+void* kernel_view(uintptr_t address) {
+  const auto& m = machine();
+  return reinterpret_cast<void*>(address - m.device_base + m.kernel_base);
+}
+
 thread_local int current = -1;
 std::atomic<int> default_device{-1};
 
+// ASCEND_EMULATOR_LEAKS: at exit, after torch_npu's own clean-up, as this library is torn down after those that depend on it.
+__attribute__((destructor)) void report_leaks() {
+  if (!number("ASCEND_EMULATOR_LEAKS", 0)) return;
+  for (const auto& npu : machine().devices)
+    if (const auto line = npu->leaks(); !line.empty()) fprintf(stderr, "ascend-emulator: %s\n", line.c_str());
+}
+
 }  // namespace
 
+void Device::check_room(uint64_t bytes) const {
+  check(bytes <= capacity_ - used_, kOutOfMemory, "out of memory on NPU ", id, ": asked for ", bytes, " bytes, ", capacity_ - used_, " of ",
+        capacity_, " free");
+}
+
 void* Device::allocate(uint64_t bytes) {
+  const uint64_t asked = bytes;
   bytes = std::max<uint64_t>((bytes + kGranule - 1) / kGranule * kGranule, kGranule);
   std::lock_guard lock(mutex_);
+  check_room(std::max(asked, bytes));  // the larger, as rounding up may overflow
   for (auto block = free_.begin(); block != free_.end(); ++block) {
     if (block->second < bytes) continue;
     const auto [address, size] = *block;
     free_.erase(block);
     if (size > bytes) free_[address + bytes] = size - bytes;
-    live_[address] = bytes;
+    live_[address] = {bytes, std::nullopt};
     used_ += bytes;
+    poison(kernel_view(address), bytes, false);
     return reinterpret_cast<void*>(address);
   }
   throw Error(kOutOfMemory, text("out of memory on NPU ", id, ": asked for ", bytes, " bytes, ", capacity_ - used_, " of ",
-                                 capacity_, " free"));
+                                 capacity_, " free, but not in one piece"));
 }
 
 void Device::release(void* pointer) {
@@ -96,12 +125,16 @@ void Device::release(void* pointer) {
   std::lock_guard lock(mutex_);
   const auto block = live_.find(address);
   check(block != live_.end(), kInvalidParam, "not an allocation of NPU ", id, ": ", pointer);
-  const uint64_t bytes = block->second;
+  const auto [bytes, shared] = block->second;
   live_.erase(block);
   used_ -= bytes;
-  if (bytes >= kReturnPages) {
-    const auto first = (address + 4095) & ~uintptr_t{4095}, last = (address + bytes) & ~uintptr_t{4095};
-    madvise(to_kernel(reinterpret_cast<void*>(first)), last - first, MADV_DONTNEED);
+  if (shared) {
+    arena::unmap(kernel_view(address), bytes);
+    arena::abandon(*shared);
+  } else if (poisoned()) {
+    poison(kernel_view(address), bytes, true);
+  } else if (bytes >= kReturnPages) {
+    madvise(kernel_view(address), bytes, MADV_DONTNEED);
   }
   auto at = free_.emplace(address, bytes).first;
   if (auto next = std::next(at); next != free_.end() && at->first + at->second == next->first) {
@@ -116,13 +149,59 @@ void Device::release(void* pointer) {
   }
 }
 
+void Device::take(uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  check_room(bytes);
+  used_ += bytes;
+  ++physical_[bytes];
+}
+
+void Device::give(uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  used_ -= bytes;
+  if (--physical_[bytes] == 0) physical_.erase(bytes);
+}
+
+Device::Shared Device::share(const void* address) {
+  std::lock_guard lock(mutex_);
+  auto block = live_.upper_bound(reinterpret_cast<uintptr_t>(address));
+  check(block != live_.begin() && (--block)->first + block->second.bytes > reinterpret_cast<uintptr_t>(address), kInvalidParam,
+        "not an allocation of NPU ", id, ": ", address);
+  auto& [bytes, shared] = block->second;
+  if (!shared) {
+    void* view = kernel_view(block->first);
+    const uint64_t offset = arena::take(bytes);
+    arena::write(offset, view, bytes);
+    arena::map(view, offset, bytes);
+    shared = arena::publish(offset, bytes);
+  }
+  return {*shared, reinterpret_cast<uintptr_t>(address) - block->first};
+}
+
+std::string Device::leaks() {
+  std::lock_guard lock(mutex_);
+  std::map<uint64_t, uint64_t, std::greater<>> sizes(physical_.begin(), physical_.end());
+  for (const auto& [address, block] : live_) ++sizes[block.bytes];
+  if (sizes.empty()) return "";
+  uint64_t count = 0, total = 0;
+  std::string largest;
+  int listed = 0;
+  for (const auto& [bytes, times] : sizes) {
+    count += times;
+    total += bytes * times;
+    if (++listed <= 8) largest += text(listed == 1 ? "" : ", ", times, " x ", bytes);
+  }
+  return text("NPU ", id, ": ", count, " allocations of ", total, " bytes were never freed: ", largest, listed > 8 ? ", ..." : "");
+}
+
 uint64_t Device::left(const void* address) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   std::lock_guard lock(mutex_);
   auto block = live_.upper_bound(at);
   if (block == live_.begin()) return 0;
   --block;
-  return block->first + block->second > at ? block->first + block->second - at : 0;
+  const auto end = block->first + block->second.bytes;
+  return end > at ? end - at : 0;
 }
 
 uint64_t Device::available() {
@@ -158,16 +237,45 @@ bool is_device(const void* address) {
   return at >= m.device_base && at < m.device_base + m.bytes;
 }
 
-void* to_kernel(const void* address) {
-  check(is_device(address), kOpParam, "not device memory: ", address);
-  const auto& m = machine();
-  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(address) - m.device_base + m.kernel_base);
+bool poisoned() {
+  static const bool on = number("ASCEND_EMULATOR_POISON", 0) != 0;
+  return on;
 }
 
-void* either(const void* address, bool must_be_device, const char* what) {
-  if (must_be_device) return to_kernel(address);
-  check(!is_device(address), kInvalidParam, what, " is device memory where host memory is expected: ", address);
+void poison(void* kernel_address, uint64_t bytes, bool freed) {
+  if (!poisoned()) return;
+  auto* words = static_cast<uint16_t*>(kernel_address);
+  std::fill(words, words + bytes / sizeof *words, freed ? 0x7fff : 0xffff);
+}
+
+Place locate(const void* address, uint64_t bytes) {
+  const auto& m = machine();
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  if (!is_device(address)) {
+    check(host_memory::mapped(address) >= bytes, kOpParam, "not device memory: ", address);
+    return {const_cast<void*>(address), kNoNpu};
+  }
+  Place place{kernel_view(at), kNoNpu};
+  uint64_t left = 0;
+  if (at < m.device_base + m.memory) {
+    place.npu = static_cast<int>((at - m.device_base) / m.chip.memory);
+    left = m.devices[place.npu]->left(address);
+  } else {
+    const auto mapped = virtual_memory::at(address, bytes);
+    place.npu = mapped.npu;
+    left = mapped.bytes;
+    if (left && mapped.npu == kNoNpu) place.kernel = const_cast<void*>(address);
+  }
+  check(bytes <= left, kInvalidParam, bytes, " bytes at ", address, ", where ", left, " are allocated");
+  return place;
+}
+
+void* either(const void* address, bool must_be_device, const char* what, uint64_t bytes) {
+  if (must_be_device) return to_kernel(address, bytes);
+  check(!is_device(address) || host_memory::mapped(address), kInvalidParam, what, " is device memory where host memory is expected: ", address);
   return const_cast<void*>(address);
 }
+
+bool is_pinned(const void* address) { return host_memory::pinned(address) != 0; }
 
 }  // namespace emu

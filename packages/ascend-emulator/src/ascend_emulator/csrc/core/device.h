@@ -2,13 +2,15 @@
 //
 // A device address is one that the host may hold but not touch: it lies in a PROT_NONE reservation. Kernels reach the bytes at
 // a second mapping, a constant distance away, that only to_kernel() knows. A host read of a device pointer so faults as
-// it does on hardware.
+// it does on hardware. The reservation has each NPU's memory, where aclrtMalloc allocates, and behind it address space without
+// memory, which programs reserve and map memory into (virtual_memory.h).
 #ifndef ASCEND_EMULATOR_CORE_DEVICE_H
 #define ASCEND_EMULATOR_CORE_DEVICE_H
 #include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,24 +33,45 @@ class Device {
 
   void* allocate(uint64_t bytes);
   void release(void* address);
+  // Physical memory that has no address of its own: counted against the same capacity. take() throws kOutOfMemory.
+  void take(uint64_t bytes);
+  void give(uint64_t bytes);
   uint64_t capacity() const { return capacity_; }
   uint64_t available();
+  uint64_t used() { return capacity_ - available(); }
   uint64_t left(const void* address);  // bytes from here to the end of the allocation, 0 outside one
   bool owns(const void* address) const {
     const auto at = reinterpret_cast<uintptr_t>(address);
     return at >= base_ && at < base_ + capacity_;
   }
+  // Moves the bytes of the allocation that holds this address into the arena (arena.h), where other processes can map them; its
+  // address stays. No kernel may be running.
+  struct Shared {
+    uint64_t key;    // as published
+    uint64_t delta;  // of the address within the allocation
+  };
+  Shared share(const void* address);
+
+  // One line of what was allocated and never released; empty if there is nothing.
+  std::string leaks();
 
   const int id;  // logical, after ASCEND_RT_VISIBLE_DEVICES
   std::atomic<bool> active{false};  // some thread has set it
 
  private:
+  struct Block {
+    uint64_t bytes;
+    std::optional<uint64_t> shared;  // its key in the arena
+  };
+  void check_room(uint64_t bytes) const;
+
   std::mutex mutex_;
   uintptr_t base_;
   uint64_t capacity_;
   uint64_t used_ = 0;
   std::map<uintptr_t, uint64_t> free_;  // address -> bytes, coalesced
-  std::map<uintptr_t, uint64_t> live_;
+  std::map<uintptr_t, Block> live_;
+  std::map<uint64_t, uint64_t> physical_;  // bytes -> how many, of what was taken
 };
 
 const Chip& chip();
@@ -61,9 +84,26 @@ void set_default_device(int id);
 bool has_current_device();
 void set_current_device(int id);
 
+// ASCEND_EMULATOR_POISON: memory holds NaNs when it is allocated (all bits set), and others once it is freed (0x7FFF).
+bool poisoned();
+void poison(void* kernel_address, uint64_t bytes, bool freed);
+
+// Which NPU's memory this is; kNoNpu: host memory that devices may use (aclrtHostRegister).
+constexpr int kNoNpu = -1;
+
 bool is_device(const void* address);
-void* to_kernel(const void* device_address);           // throws if it is not device memory
-void* either(const void* address, bool must_be_device, const char* what);  // kernel view, or the host pointer itself
+// Where kernels find the bytes. Throws unless every one of them is allocated, mapped, or registered host memory.
+struct Place {
+  void* kernel;
+  int npu;
+};
+Place locate(const void* address, uint64_t bytes);
+inline void* to_kernel(const void* device_address, uint64_t bytes = 1) { return locate(device_address, bytes).kernel; }
+// Kernel view, or the host pointer itself.
+void* either(const void* address, bool must_be_device, const char* what, uint64_t bytes = 1);
+
+// Whether aclrtMallocHost allocated this host address, or aclrtHostRegister registered it.
+bool is_pinned(const void* address);
 
 }  // namespace emu
 

@@ -41,6 +41,8 @@ bool removed(const char* name) {
   return !none && removals().count(name);
 }
 
+bool registered(const char* name) { return entries().count(name) != 0; }
+
 }  // namespace emu
 
 // One line per entry point: "name state family". Read by `ascend-emulator coverage`.

@@ -2,6 +2,7 @@
 // registered here gets a generated stub that refuses by its own name (see build.py): there is no fourth state.
 #ifndef ASCEND_EMULATOR_CORE_REGISTRY_H
 #define ASCEND_EMULATOR_CORE_REGISTRY_H
+#include "fault.h"
 #include "status.h"
 
 namespace emu {
@@ -15,11 +16,17 @@ struct Registration {
 // True when the user asked for this entry point to be taken out (ASCEND_EMULATOR_WITHOUT=name,name…).
 bool removed(const char* name);
 
-// Runs the body of an entry point, unless it was taken out.
+// Whether this is an entry point, and not one that refuses.
+bool registered(const char* name);
+
+// Runs the body of an entry point, unless it was taken out or is to fail.
 template <class Body>
 int intercepted(const char* name, Body&& body) noexcept {
   if (removed(name)) return refuse(name);
-  return guarded(name, std::forward<Body>(body));
+  return guarded(name, [&] {
+    if (fault::armed()) [[unlikely]] fault::at(name);
+    body();
+  });
 }
 
 }  // namespace emu

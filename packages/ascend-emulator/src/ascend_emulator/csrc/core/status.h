@@ -18,6 +18,9 @@ enum Status : int {
   kRepeatInit = 100002,
   kUnsupported = 200006,
   kOutOfMemory = 207001,
+  kNoPermission = 207006,
+  kMemoryError = 507053,
+  kEccError = 507054,
   kOpParam = 161002,
   kOpFailed = 361001,
 };

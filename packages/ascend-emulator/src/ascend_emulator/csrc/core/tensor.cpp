@@ -99,10 +99,16 @@ CREATE(aclTensor, aclCreateTensor,
          const auto sizes = at::IntArrayRef(dims, rank);
          char* base = nullptr;
          if (data) {
-           base = static_cast<char*>(emu::to_kernel(data)) + offset * static_cast<int64_t>(c10::elementSize(dtype));
+           const auto item = static_cast<int64_t>(c10::elementSize(dtype));
+           int64_t last = 0;  // the element furthest from the first
+           for (uint64_t i = 0; i < rank; ++i) last += (dims[i] - 1) * strides[i];
+           const bool empty = c10::multiply_integers(sizes) == 0;
+           const auto place = emu::locate(static_cast<char*>(data) + offset * item, empty ? 0 : (last + 1) * item);
+           base = static_cast<char*>(place.kernel);
            // Without peer access an NPU cannot reach another's memory, and torch_npu leaves it to the device to say so.
            const int here = emu::current_device();
-           emu::check(emu::device(here).owns(data), emu::kOpParam, "a tensor that is not in the memory of NPU ", here, ", where the operator runs");
+           emu::check(place.npu == here || place.npu == emu::kNoNpu, emu::kOpParam, "a tensor that is not in the memory of NPU ", here,
+                      ", where the operator runs");
          }
          emu::check(base || c10::multiply_integers(sizes) == 0, emu::kOpParam, "a tensor of shape ", sizes, " has no memory");
          auto tensor = std::make_unique<aclTensor>();

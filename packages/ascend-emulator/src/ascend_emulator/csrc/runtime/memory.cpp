@@ -20,32 +20,20 @@ void allocate(void** address, size_t bytes) {
   *address = device(current_device()).allocate(bytes);
 }
 
-// That the bytes are of one allocation.
-void check_range(const void* address, size_t bytes) {
-  for (int i = 0; i < device_count(); ++i) {
-    if (!device(i).owns(address)) continue;
-    const auto left = device(i).left(address);
-    check(bytes <= left, kInvalidParam, bytes, " bytes at ", address, ", where ", left, " are allocated");
-  }
-}
-
 void copy(void* to, size_t room, const void* from, size_t bytes, int32_t kind) {
   if (bytes == 0) return;
   check(bytes <= room, kInvalidParam, "copying ", bytes, " bytes into ", room);
   check(kind >= host_to_host && kind <= device_to_device, kInvalidParam, "copy kind ", kind, " is not emulated");
   const bool onto_device = kind == host_to_device || kind == device_to_device, off_device = kind == device_to_host || kind == device_to_device;
-  void* target = either(to, onto_device, "the destination");
-  const void* source = either(from, off_device, "the source");
-  if (onto_device) check_range(to, bytes);
-  if (off_device) check_range(from, bytes);
+  void* target = either(to, onto_device, "the destination", bytes);
+  const void* source = either(from, off_device, "the source", bytes);
   std::memmove(target, source, bytes);
 }
 
 void fill(void* at, size_t room, int32_t value, size_t bytes) {
   check(bytes <= room, kInvalidParam, "setting ", bytes, " bytes of ", room);
   if (!bytes) return;
-  if (is_device(at)) check_range(at, bytes);
-  std::memset(is_device(at) ? to_kernel(at) : at, value, bytes);
+  std::memset(either(at, is_device(at), "the memory", bytes), value, bytes);
 }
 
 }  // namespace
@@ -60,11 +48,6 @@ ACL_API(computed, aclrtFree, (void* address), {
     if (owner.owns(address)) return owner.release(address);
   }
 })
-ACL_API(computed, aclrtMallocHost, (void** address, size_t bytes), {
-  *address = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-  check(*address != nullptr, kOutOfMemory, "no host memory for ", bytes, " bytes");
-})
-ACL_API(computed, aclrtFreeHost, (void* address), { std::free(address); })
 
 // The kinds of memory (DDR, HBM, their huge-page parts …) are one pool here.
 ACL_API(bookkeeping, aclrtGetMemInfo, (int32_t, size_t* available, size_t* total), {

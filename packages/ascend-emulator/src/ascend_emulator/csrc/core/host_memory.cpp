@@ -1,0 +1,77 @@
+#include "host_memory.h"
+
+#include <cstdlib>
+#include <map>
+#include <shared_mutex>
+
+#include "status.h"
+
+namespace emu::host_memory {
+namespace {
+struct Range {
+  uint64_t bytes;
+  bool for_devices = false;
+};
+using Ranges = std::map<uintptr_t, Range>;
+std::shared_mutex mutex;
+Ranges& allocated() {  // never destroyed: torch_npu frees memory during exit
+  static auto* ranges = new Ranges;
+  return *ranges;
+}
+Ranges& registered() {
+  static auto* ranges = new Ranges;
+  return *ranges;
+}
+
+uint64_t left(const Ranges& ranges, const void* address, bool for_devices) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  auto range = ranges.upper_bound(at);
+  if (range == ranges.begin()) return 0;
+  --range;
+  const uintptr_t end = range->first + range->second.bytes;
+  return end > at && (!for_devices || range->second.for_devices) ? end - at : 0;
+}
+constexpr uint64_t kPage = 4096;
+}  // namespace
+
+void* allocate(uint64_t bytes) {
+  void* address = bytes + kPage > bytes ? std::aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage) : nullptr;
+  check(address != nullptr, kOutOfMemory, "no host memory for ", bytes, " bytes");
+  std::lock_guard lock(mutex);
+  allocated()[reinterpret_cast<uintptr_t>(address)] = {bytes};
+  return address;
+}
+
+void release(void* address) {
+  {
+    std::lock_guard lock(mutex);
+    check(allocated().erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam, "not memory of aclrtMallocHost: ", address);
+  }
+  std::free(address);
+}
+
+void register_range(void* address, uint64_t bytes, bool for_devices) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  check(at && at % kPage == 0 && bytes, kInvalidParam, bytes, " bytes at ", address, "; the address must be a multiple of ", kPage);
+  std::lock_guard lock(mutex);
+  check(left(registered(), address, false) == 0, kInvalidParam, "registered already: ", address);
+  registered()[at] = {bytes, for_devices};
+}
+
+void unregister(void* address) {
+  std::lock_guard lock(mutex);
+  check(registered().erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam, "not registered: ", address);
+}
+
+uint64_t pinned(const void* address) {
+  std::shared_lock lock(mutex);
+  const uint64_t bytes = left(allocated(), address, false);
+  return bytes ? bytes : left(registered(), address, false);
+}
+
+uint64_t mapped(const void* address) {
+  std::shared_lock lock(mutex);
+  return left(registered(), address, true);
+}
+
+}  // namespace emu::host_memory

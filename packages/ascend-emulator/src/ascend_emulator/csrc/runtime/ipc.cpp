@@ -1,0 +1,84 @@
+// Memory of aclrtMalloc for other processes. The key is `ascend-emulator:<key in the arena>:<offset in the allocation>`. Signatures:
+// torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference, "aclrtIpcMemGetExportKey".
+#include <unistd.h>
+
+#include <cinttypes>
+#include <cstdio>
+
+#include "../core/arena.h"
+#include "../core/registry.h"
+#include "../core/stream.h"
+#include "../core/virtual_memory.h"
+
+using namespace emu;
+
+namespace {
+constexpr size_t kKeyLength = 65;
+
+struct Key {
+  uint64_t part = 0, delta = 0;
+  bool own() const { return static_cast<int>(part >> 32) == getpid(); }
+};
+Key parse(const char* text) {
+  Key key;
+  check(text && std::sscanf(text, "ascend-emulator:%" SCNx64 ":%" SCNx64, &key.part, &key.delta) == 2, kInvalidParam, "not a key of aclrtIpcMemGetExportKey");
+  return key;
+}
+
+struct Opened {
+  void* address;
+  arena::Import import;
+  int times;
+};
+std::mutex mutex;
+std::map<uint64_t, Opened> opened;  // by the key in the arena
+
+void synchronize_all(int) { stream_of(nullptr).synchronize(); }
+}  // namespace
+
+ACL_API(computed, aclrtIpcMemGetExportKey, (void* address, size_t bytes, char* key, size_t length, uint64_t flags), {
+  check(key != nullptr && length == kKeyLength, kInvalidParam, "the key's length is ", length, "; it must be ", kKeyLength);
+  check(flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0, and 1, which lets every process import it");
+  const auto place = locate(address, bytes);
+  check(place.npu != kNoNpu && device(place.npu).owns(address), kInvalidParam, "not memory of aclrtMalloc: ", address);
+  synchronize_all(place.npu);  // its bytes move
+  const auto shared = device(place.npu).share(address);
+  arena::offer(shared.key, flags & 1);
+  std::snprintf(key, length, "ascend-emulator:%" PRIx64 ":%" PRIx64, shared.key, shared.delta);
+})
+ACL_API(computed, aclrtIpcMemSetImportPid, (const char* key, const int32_t* processes, size_t count), {
+  check(processes != nullptr, kInvalidParam, "the list of processes is null");
+  arena::allow(parse(key).part, processes, count);
+})
+// The flag enables peer access, which there always is.
+ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uint64_t flags), {
+  check(address != nullptr && flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0 or 1");
+  const auto key = parse(text);
+  std::lock_guard lock(mutex);
+  auto found = opened.find(key.part);
+  if (found == opened.end()) {
+    const int npu = current_device();
+    const auto import = arena::open(key.part);
+    const uint64_t bytes = (import.bytes + virtual_memory::kPage - 1) / virtual_memory::kPage * virtual_memory::kPage;
+    void* start = virtual_memory::reserve(bytes);
+    virtual_memory::map(start, {bytes, npu, import.file, import.offset});
+    found = opened.emplace(key.part, Opened{start, import, 0}).first;
+  }
+  ++found->second.times;
+  *address = static_cast<char*>(found->second.address) + key.delta;
+})
+// In the process that exported it, no other can import it afterwards; in one that imported it, its address is gone.
+ACL_API(computed, aclrtIpcMemClose, (const char* text), {
+  const auto key = parse(text);
+  std::lock_guard lock(mutex);
+  const auto found = opened.find(key.part);
+  if (found == opened.end()) {
+    check(key.own(), kInvalidParam, "the key was not imported by this process");
+    return arena::withdraw(key.part);
+  }
+  if (--found->second.times > 0) return;
+  virtual_memory::unmap(found->second.address);
+  virtual_memory::release(found->second.address);
+  arena::let_go(found->second.import);
+  opened.erase(found);
+})

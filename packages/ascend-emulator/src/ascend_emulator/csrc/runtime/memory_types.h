@@ -1,0 +1,40 @@
+// Structures of the memory calls: CANN's public API reference, "aclrtMemLocation", "aclrtPhysicalMemProp", "aclrtPtrAttributes",
+// "aclrtMemcpyBatchAttr", "aclrtMemUceInfo", "aclrtMemUsageInfo".
+#ifndef ASCEND_EMULATOR_RUNTIME_MEMORY_TYPES_H
+#define ASCEND_EMULATOR_RUNTIME_MEMORY_TYPES_H
+#include <cstddef>
+#include <cstdint>
+
+namespace emu {
+
+enum LocationType : int32_t { kHost = 0, kDevice = 1, kUnregistered = 2, kHostNuma = 4 };
+struct Location {
+  uint32_t id;
+  int32_t type;
+};
+struct PhysicalProperties {
+  int32_t handle_type, allocation_type, attribute;
+  Location location;
+  uint64_t reserved;
+};
+struct PointerAttributes {
+  Location location;
+  uint32_t page_bytes, reserved[4];
+};
+struct BatchAttributes {
+  Location to, from;
+  uint8_t reserved[16];
+};
+struct FaultyRange {
+  void* address;
+  size_t bytes, reserved[14];
+};
+struct Usage {
+  char name[32];
+  uint64_t now, peak;
+  size_t reserved[8];
+};
+
+}  // namespace emu
+
+#endif  // ASCEND_EMULATOR_RUNTIME_MEMORY_TYPES_H
