@@ -9,6 +9,7 @@ import sys
 from ascend_emulator import build
 from ascend_emulator.activation import DEFAULT_SOC, parse_size, set_environment
 from ascend_emulator.chips import chips
+from ascend_emulator.faults import KINDS, checked
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -25,6 +26,14 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         metavar="NAMES",
         help="entry points to take out, separated by commas: calling one then refuses by its name",
+    )
+    run.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="NAME@N=KIND",
+        help=f"let the Nth call of an entry point fail (N+: and every later one), such as aclrtMalloc@3=oom; again for more; kinds: "
+        f"{', '.join(KINDS)}",
     )
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
     commands.add_parser("build", help="compile the libraries if they are not in the cache, and print where they are")
@@ -44,6 +53,8 @@ def _run(options: argparse.Namespace) -> int:
     line = set_environment(environ, options.npus, options.soc, options.memory)
     if options.without:
         environ["ASCEND_EMULATOR_WITHOUT"] = options.without
+    if options.fault:
+        environ["ASCEND_EMULATOR_FAULTS"] = ";".join(map(checked, options.fault))
     print(line, file=sys.stderr, flush=True)
     try:
         os.execvpe(command[0], command, environ)

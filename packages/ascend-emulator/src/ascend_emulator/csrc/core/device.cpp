@@ -32,10 +32,7 @@ struct Machine {
   Machine() {
     if (const char* name = std::getenv("ASCEND_EMULATOR_SOC")) chip.name = name;
     chip.memory = number("ASCEND_EMULATOR_MEMORY", 4ull << 30) & ~((1ull << 21) - 1);
-    chip.l2 = static_cast<int64_t>(number("ASCEND_EMULATOR_L2", 192ull << 20));
-    chip.cube_cores = static_cast<int>(number("ASCEND_EMULATOR_CUBE_CORES", 24));
-    chip.vector_cores = static_cast<int>(number("ASCEND_EMULATOR_VECTOR_CORES", 48));
-    chip.bfloat16 = number("ASCEND_EMULATOR_BFLOAT16", 1) != 0;
+    describe();
     const int visible = count_visible(static_cast<int>(number("ASCEND_EMULATOR_NPUS", 1)));
     if (visible == 0) return;
     memory = chip.memory * visible;
@@ -46,6 +43,29 @@ struct Machine {
     madvise(reinterpret_cast<void*>(kernel_base), memory, MADV_HUGEPAGE);
     virtual_memory::initialize(device_base + memory, bytes - memory, static_cast<intptr_t>(kernel_base - device_base));
     for (int i = 0; i < visible; ++i) devices.push_back(std::make_unique<Device>(i, device_base + i * chip.memory, chip.memory));
+  }
+
+  // ASCEND_EMULATOR_CHIP: the fields of a chip in chips.py, as name=value with spaces between.
+  void describe() {
+    std::stringstream fields(std::getenv("ASCEND_EMULATOR_CHIP") ? std::getenv("ASCEND_EMULATOR_CHIP") : "");
+    for (std::string field; fields >> field;) {
+      const auto equals = field.find('=');
+      const auto name = field.substr(0, equals);
+      const double value = std::strtod(field.c_str() + equals + 1, nullptr);
+      if (name == "l2") chip.l2 = static_cast<int64_t>(value);
+      else if (name == "cube_cores") chip.cube_cores = static_cast<int>(value);
+      else if (name == "vector_cores") chip.vector_cores = static_cast<int>(value);
+      else if (name == "bfloat16") chip.bfloat16 = value != 0;
+      else if (name == "streams") chip.streams = static_cast<int>(value);
+      else if (name == "graph_nodes") chip.graph_nodes = static_cast<int>(value);
+      else if (name == "bandwidth") chip.bandwidth = value;
+      else if (name == "host_bandwidth") chip.host_bandwidth = value;
+      else if (name == "link_bandwidth") chip.link_bandwidth = value;
+      else if (name == "cube_flops") chip.cube_flops = value;
+      else if (name == "vector_flops") chip.vector_flops = value;
+      else if (name == "launch") chip.launch = value;
+      else if (name == "graph_launch") chip.graph_launch = value;
+    }
   }
 
   uintptr_t map(int protection) const {
@@ -96,26 +116,27 @@ __attribute__((destructor)) void report_leaks() {
 
 }  // namespace
 
-void Device::check_room(uint64_t bytes) const {
+void Device::count(uint64_t bytes) {
   check(bytes <= capacity_ - used_, kOutOfMemory, "out of memory on NPU ", id, ": asked for ", bytes, " bytes, ", capacity_ - used_, " of ",
         capacity_, " free");
+  used_ += bytes;
+  most_ = std::max(most_, used_);
 }
 
 void* Device::allocate(uint64_t bytes) {
-  const uint64_t asked = bytes;
-  bytes = std::max<uint64_t>((bytes + kGranule - 1) / kGranule * kGranule, kGranule);
+  bytes = std::max(std::max((bytes + kGranule - 1) / kGranule * kGranule, bytes), kGranule);  // rounding up may overflow
   std::lock_guard lock(mutex_);
-  check_room(std::max(asked, bytes));  // the larger, as rounding up may overflow
+  count(bytes);
   for (auto block = free_.begin(); block != free_.end(); ++block) {
     if (block->second < bytes) continue;
     const auto [address, size] = *block;
     free_.erase(block);
     if (size > bytes) free_[address + bytes] = size - bytes;
     live_[address] = {bytes, std::nullopt};
-    used_ += bytes;
     poison(kernel_view(address), bytes, false);
     return reinterpret_cast<void*>(address);
   }
+  used_ -= bytes;
   throw Error(kOutOfMemory, text("out of memory on NPU ", id, ": asked for ", bytes, " bytes, ", capacity_ - used_, " of ",
                                  capacity_, " free, but not in one piece"));
 }
@@ -151,8 +172,7 @@ void Device::release(void* pointer) {
 
 void Device::take(uint64_t bytes) {
   std::lock_guard lock(mutex_);
-  check_room(bytes);
-  used_ += bytes;
+  count(bytes);
   ++physical_[bytes];
 }
 
@@ -202,6 +222,25 @@ uint64_t Device::left(const void* address) {
   --block;
   const auto end = block->first + block->second.bytes;
   return end > at ? end - at : 0;
+}
+
+Device::Usage Device::usage() {
+  std::lock_guard lock(mutex_);
+  return {used_, most_};
+}
+
+void Device::spoil() {
+  std::lock_guard lock(mutex_);
+  const auto largest = std::max_element(live_.begin(), live_.end(), [](const auto& a, const auto& b) { return a.second.bytes < b.second.bytes; });
+  if (largest != live_.end()) spoiled_ = reinterpret_cast<void*>(largest->first);
+}
+void Device::repair() {
+  std::lock_guard lock(mutex_);
+  spoiled_ = nullptr;
+}
+void* Device::spoiled() {
+  std::lock_guard lock(mutex_);
+  return spoiled_;
 }
 
 uint64_t Device::available() {

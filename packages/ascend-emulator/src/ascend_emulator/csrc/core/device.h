@@ -25,6 +25,10 @@ struct Chip {
   int cube_cores = 0;
   int vector_cores = 0;
   bool bfloat16 = true;  // whether operators take it
+  int streams = 1984;
+  int graph_nodes = 1 << 20;
+  // For the roofline model (observe.h): per second, seconds.
+  double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, cube_flops = 300e12, vector_flops = 10e12, launch = 5e-6, graph_launch = 1e-6;
 };
 
 class Device {
@@ -38,7 +42,10 @@ class Device {
   void give(uint64_t bytes);
   uint64_t capacity() const { return capacity_; }
   uint64_t available();
-  uint64_t used() { return capacity_ - available(); }
+  struct Usage {
+    uint64_t now, most;
+  };
+  Usage usage();
   uint64_t left(const void* address);  // bytes from here to the end of the allocation, 0 outside one
   bool owns(const void* address) const {
     const auto at = reinterpret_cast<uintptr_t>(address);
@@ -52,6 +59,11 @@ class Device {
   };
   Shared share(const void* address);
 
+  // An injected memory error lies at the start of the largest allocation, until it is repaired.
+  void spoil();
+  void repair();
+  void* spoiled();
+
   // One line of what was allocated and never released; empty if there is nothing.
   std::string leaks();
 
@@ -63,12 +75,13 @@ class Device {
     uint64_t bytes;
     std::optional<uint64_t> shared;  // its key in the arena
   };
-  void check_room(uint64_t bytes) const;
+  void count(uint64_t bytes);
 
   std::mutex mutex_;
   uintptr_t base_;
   uint64_t capacity_;
-  uint64_t used_ = 0;
+  uint64_t used_ = 0, most_ = 0;
+  void* spoiled_ = nullptr;
   std::map<uintptr_t, uint64_t> free_;  // address -> bytes, coalesced
   std::map<uintptr_t, Block> live_;
   std::map<uint64_t, uint64_t> physical_;  // bytes -> how many, of what was taken

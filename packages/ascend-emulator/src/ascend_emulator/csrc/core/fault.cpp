@@ -3,10 +3,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "registry.h"
+#include "stream.h"
 
 namespace emu::fault {
 
@@ -130,8 +132,12 @@ void at(const char* name) {
   switch (fault.kind) {
     case Kind::none: return;
     case Kind::oom: throw Error(kOutOfMemory, text("out of memory (injected: ", fault.text, ")"));
-    case Kind::ecc: throw Error(kEccError, text("multi-bit ECC error in the NPU's memory (injected: ", fault.text, ")"));
-    case Kind::uce: throw Error(kMemoryError, text("uncorrectable error in the NPU's memory (injected: ", fault.text, ")"));
+    case Kind::ecc:
+      if (has_current_device()) device(current_device()).spoil();
+      throw Error(kEccError, text("multi-bit ECC error in the NPU's memory (injected: ", fault.text, ")"));
+    case Kind::uce:
+      if (has_current_device()) device(current_device()).spoil();
+      throw Error(kMemoryError, text("uncorrectable error in the NPU's memory (injected: ", fault.text, ")"));
     case Kind::error: throw Error(static_cast<Status>(fault.code), text("error ", fault.code, " (injected: ", fault.text, ")"));
     default: left_to_do = fault.kind;
   }
@@ -142,6 +148,13 @@ Kind pending() { return std::exchange(left_to_do, Kind::none); }
 bool hangs() {
   if (left_to_do == Kind::hang) return pending() == Kind::hang;
   return due("stream").kind == Kind::hang;
+}
+
+void hang() {
+  for (;;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    check_not_aborted();
+  }
 }
 
 }  // namespace emu::fault

@@ -20,8 +20,9 @@ void at(const char* name);
 enum class Kind { none, oom, ecc, uce, error, hang, timeout, drop };
 Kind pending();
 
-// A task is put on a stream: whether it has to hang.
+// A task is put on a stream: whether it has to hang, and what it does then, until its stream is aborted.
 bool hangs();
+void hang();
 
 }  // namespace emu::fault
 

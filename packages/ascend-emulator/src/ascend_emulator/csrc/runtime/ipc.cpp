@@ -33,7 +33,9 @@ struct Opened {
 std::mutex mutex;
 std::map<uint64_t, Opened> opened;  // by the key in the arena
 
-void synchronize_all(int) { stream_of(nullptr).synchronize(); }
+void synchronize_all(int npu) {
+  for (const auto& stream : streams_of(npu)) stream->synchronize();
+}
 }  // namespace
 
 ACL_API(computed, aclrtIpcMemGetExportKey, (void* address, size_t bytes, char* key, size_t length, uint64_t flags), {

@@ -1,39 +1,96 @@
 // Device and host memory, and copies between them. A host pointer where a device pointer belongs, or the other way round,
 // is refused. Signatures: see device.cpp.
-#include <sys/mman.h>
-
-#include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "../core/device.h"
+#include "../core/observe.h"
 #include "../core/registry.h"
 #include "../core/stream.h"
+#include "memory_types.h"
 
 using namespace emu;
 
 namespace {
 
-enum CopyKind : int32_t { host_to_host = 0, host_to_device = 1, device_to_host = 2, device_to_device = 3 };
+// aclrtMemcpyKind (CANN's API reference). The two within and between NPUs say what device_to_device leaves open.
+enum CopyKind : int32_t { host_to_host, host_to_device, device_to_host, device_to_device, by_addresses, host_by_buffer, within_npu, between_npus };
 
 void allocate(void** address, size_t bytes) {
   check(address != nullptr, kInvalidParam, "no place for the result");
   *address = device(current_device()).allocate(bytes);
 }
 
-void copy(void* to, size_t room, const void* from, size_t bytes, int32_t kind) {
-  if (bytes == 0) return;
-  check(bytes <= room, kInvalidParam, "copying ", bytes, " bytes into ", room);
-  check(kind >= host_to_host && kind <= device_to_device, kInvalidParam, "copy kind ", kind, " is not emulated");
-  const bool onto_device = kind == host_to_device || kind == device_to_device, off_device = kind == device_to_host || kind == device_to_device;
-  void* target = either(to, onto_device, "the destination", bytes);
-  const void* source = either(from, off_device, "the source", bytes);
-  std::memmove(target, source, bytes);
+struct Copy {
+  void* to;
+  size_t room;
+  const void* from;
+  size_t bytes;
+  int32_t kind;
+  bool onto_device = false, off_device = false;
+
+  Copy(void* to, size_t room, const void* from, size_t bytes, int32_t kind) : to(to), room(room), from(from), bytes(bytes), kind(kind) {
+    check(bytes <= room, kInvalidParam, "copying ", bytes, " bytes into ", room);
+    check(kind >= host_to_host && kind <= between_npus, kInvalidParam, "copy kind is ", kind, "; allowed: ", host_to_host, " to ", between_npus);
+    const bool between_devices = kind == device_to_device || kind >= within_npu;
+    onto_device = kind == by_addresses ? is_device(to) : between_devices || kind == host_to_device || kind == host_by_buffer;
+    off_device = kind == by_addresses ? is_device(from) : between_devices || kind == device_to_host;
+    views();
+  }
+  std::pair<void*, const void*> views() const {
+    if (bytes == 0) return {to, from};
+    return {either(to, onto_device, "the destination", bytes), either(from, off_device, "the source", bytes)};
+  }
+  void run() const {
+    const auto [target, source] = views();
+    if (bytes) std::memmove(target, source, bytes);
+  }
+  // Device memory is read or written once or both, and the link carries what crosses it.
+  Work cost() const {
+    const double size = bytes;
+    return {size * (onto_device + off_device), 0, 0, onto_device != off_device ? size : 0, {}};
+  }
+};
+
+void submit(const char* name, const Copy& copy, void* handle) {
+  auto& stream = stream_of(handle);
+  Task task{name, [copy] { copy.run(); }, Kind::copy};
+  task.work = copy.cost();
+  const bool upload = copy.onto_device && !copy.off_device, download = copy.off_device && !copy.onto_device;
+  if (upload && copy.bytes && (!is_pinned(copy.from) || copy.kind == host_by_buffer) && !stream.capture) {
+    // Pageable memory may change as soon as this returns: CANN takes a copy of it first.
+    auto staged = std::make_shared<std::vector<char>>(static_cast<const char*>(copy.from), static_cast<const char*>(copy.from) + copy.bytes);
+    task.run = [copy, staged] { std::memcpy(copy.views().first, staged->data(), copy.bytes); };
+    stream.submit(std::move(task));
+    return;
+  }
+  const auto ticket = stream.submit(std::move(task));
+  // Into pageable memory a copy is done when this returns.
+  if (download && copy.bytes && !is_pinned(copy.to) && !stream.capture) stream.wait(ticket);
+}
+
+// The copies of one call, each with the direction that the attributes give it; the index of one that is wrong is reported.
+std::vector<Copy> batch(void** to, const size_t* room, void** from, const size_t* bytes, size_t count, const BatchAttributes* attributes,
+                        const size_t* starts, size_t kinds, size_t* failed) {
+  *failed = SIZE_MAX;
+  check(count > 0 && kinds > 0 && kinds <= count && starts[0] == 0, kInvalidParam, count, " copies with ", kinds, " attributes, the first of copy ",
+        kinds ? starts[0] : 0, "; allowed: as many attributes as copies or fewer, from copy 0");
+  std::vector<Copy> copies;
+  for (size_t kind = 0, i = 0; i < count; ++i) {
+    if (kind + 1 < kinds && starts[kind + 1] == i) ++kind;
+    *failed = i;
+    const int32_t source = attributes[kind].from.type, target = attributes[kind].to.type;
+    check(source <= kDevice && target <= kDevice && source != target, kInvalidParam, "copy ", i, " is from location type ", source, " to ", target,
+          "; allowed: 0 (host) to 1 (device), and 1 to 0");
+    copies.emplace_back(to[i], room[i], from[i], bytes[i], target == kDevice ? host_to_device : device_to_host);
+  }
+  *failed = SIZE_MAX;
+  return copies;
 }
 
 void fill(void* at, size_t room, int32_t value, size_t bytes) {
   check(bytes <= room, kInvalidParam, "setting ", bytes, " bytes of ", room);
-  if (!bytes) return;
-  std::memset(either(at, is_device(at), "the memory", bytes), value, bytes);
+  if (bytes) std::memset(either(at, is_device(at), "the memory", bytes), value, bytes);
 }
 
 }  // namespace
@@ -49,22 +106,36 @@ ACL_API(computed, aclrtFree, (void* address), {
   }
 })
 
-// The kinds of memory (DDR, HBM, their huge-page parts …) are one pool here.
-ACL_API(bookkeeping, aclrtGetMemInfo, (int32_t, size_t* available, size_t* total), {
-  auto& npu = device(current_device());
-  *available = npu.available();
-  *total = npu.capacity();
-})
-
+// The synchronous calls have no place in any stream's order.
 ACL_API(computed, aclrtMemcpy, (void* to, size_t room, const void* from, size_t bytes, int32_t kind), {
-  stream_of(nullptr).submit([&] { copy(to, room, from, bytes, kind); });
+  check_not_captured("aclrtMemcpy");
+  HostObservation observed("aclrtMemcpy");
+  Copy(to, room, from, bytes, kind).run();
 })
 ACL_API(computed, aclrtMemcpyAsync, (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream), {
-  stream_of(stream).submit([&] { copy(to, room, from, bytes, kind); });
+  submit("aclrtMemcpyAsync", {to, room, from, bytes, kind}, stream);
+})
+// The condition is whether the host memory is page-locked, which aclrtMemcpyAsync minds too.
+ACL_API(computed, aclrtMemcpyAsyncWithCondition, (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream), {
+  submit("aclrtMemcpyAsyncWithCondition", {to, room, from, bytes, kind}, stream);
+})
+ACL_API(computed, aclrtMemcpyBatch, (void** to, size_t* room, void** from, size_t* bytes, size_t count, BatchAttributes* attributes, size_t* starts,
+                                     size_t kinds, size_t* failed), {
+  check_not_captured("aclrtMemcpyBatch");
+  HostObservation observed("aclrtMemcpyBatch");
+  for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed)) copy.run();
+})
+ACL_API(computed, aclrtMemcpyBatchAsync, (void** to, size_t* room, void** from, size_t* bytes, size_t count, BatchAttributes* attributes,
+                                          size_t* starts, size_t kinds, size_t* failed, void* stream), {
+  for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed)) submit("aclrtMemcpyBatchAsync", copy, stream);
 })
 ACL_API(computed, aclrtMemset, (void* at, size_t room, int32_t value, size_t bytes), {
-  stream_of(nullptr).submit([&] { fill(at, room, value, bytes); });
+  check_not_captured("aclrtMemset");
+  fill(at, room, value, bytes);
 })
 ACL_API(computed, aclrtMemsetAsync, (void* at, size_t room, int32_t value, size_t bytes, void* stream), {
-  stream_of(stream).submit([&] { fill(at, room, value, bytes); });
+  check(bytes <= room, kInvalidParam, "setting ", bytes, " bytes of ", room);
+  Task task{"aclrtMemsetAsync", [=] { fill(at, room, value, bytes); }, Kind::copy};
+  task.work.bytes = bytes;
+  stream_of(stream).submit(std::move(task));
 })
