@@ -25,6 +25,7 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(TRACES, ignore_errors=True)
 
 
+sys.path.append(str(Path(__file__).parent))  # for memory_calls.py, which test files share
 LEFT_OUT = pytest.StashKey[bool]()
 
 
@@ -100,7 +101,8 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     The environment is this one without what the emulator put there; an empty value takes a variable out.
     """
-    own = {name: value for name, value in os.environ.items() if name == "ASCEND_EMULATOR_OPERATORS" or not name.startswith("ASCEND_")}
+    kept = ("ASCEND_EMULATOR_OPERATORS", "ASCEND_EMULATOR_SANITIZE")
+    own = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("ASCEND_")}
     own["LD_LIBRARY_PATH"] = ""
 
     def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -59,6 +59,11 @@ def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memo
         ASCEND_EMULATOR_MEMORY=str(size),
         ASCEND_EMULATOR_CHIP=model.description(),
     )
+    if sanitizers := build.sanitizer_libraries():
+        others = [one for one in environ.get("LD_PRELOAD", "").split(os.pathsep) if one and one not in sanitizers]
+        environ["LD_PRELOAD"] = os.pathsep.join([*sanitizers, *others])
+        for name, options in build.SANITIZER_OPTIONS.items():
+            environ.setdefault(name, options)
     part = "" if size == model.memory else f" of its {model.memory / 2**30:.0f} GiB"
     devices = f"{npus} emulated NPU{'s' * (npus > 1)}"
     return f"ascend-emulator: {devices} ({model.name}, {size / 2**30:.3g} GiB{part}), computed on this CPU"
@@ -85,6 +90,8 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
         return line
     if "torch_npu" in sys.modules:
         raise RuntimeError("ascend_emulator.activate() came too late: torch_npu is loaded; call it before importing torch")
+    if not all(map(_loaded, build.sanitizer_libraries())):
+        raise RuntimeError("sanitizers come first in a process: start it with `ascend-emulator run`, or the tests with tools/test --sanitize")
     # The dynamic linker takes a library that is already there for a NEEDED of the same name; LD_LIBRARY_PATH it read at start.
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(build.torch_dir() / "lib" / name), mode=ctypes.RTLD_GLOBAL)

@@ -48,6 +48,13 @@ FLAGS = (
     f'-DCANN_VERSION="{CANN_VERSION}"',
 )
 SOURCES = Path(__file__).parent / "csrc"
+# ASCEND_EMULATOR_SANITIZE: compiled with these sanitizers of the compiler, which `ascend-emulator run` then loads first. Neither
+# Python, which leaks at exit by design, nor torch is built with them.
+SANITIZERS = "address,undefined"
+SANITIZER_OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:detect_container_overflow=0:detect_odr_violation=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
 
 
 class BuildError(RuntimeError):
@@ -93,6 +100,29 @@ def _compiler() -> tuple[str, str]:
     raise BuildError(
         "ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install gcc-c++), or set CXX"
     )
+
+
+def _flags() -> tuple[str, ...]:
+    chosen = os.environ.get("ASCEND_EMULATOR_SANITIZE")
+    if not chosen:
+        return FLAGS
+    return (*FLAGS, "-g1", "-fno-omit-frame-pointer", f"-fsanitize={chosen}", "-fno-sanitize=vptr")
+
+
+def sanitizer_libraries() -> list[str]:
+    """What has to be in a process before everything else (LD_PRELOAD) if the libraries are built with sanitizers."""
+    chosen = os.environ.get("ASCEND_EMULATOR_SANITIZE")
+    if not chosen:
+        return []
+    names = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+    unknown = [name for name in chosen.split(",") if name not in names]
+    if unknown:
+        raise BuildError(f"ASCEND_EMULATOR_SANITIZE: unknown {', '.join(unknown)}; there are {', '.join(names)}")
+    compiler, _ = _compiler()
+    return [
+        str(Path(subprocess.run([compiler, f"-print-file-name={names[name]}"], capture_output=True, text=True).stdout.strip()).resolve())
+        for name in chosen.split(",")
+    ]
 
 
 def cache_root() -> Path:
@@ -181,7 +211,7 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
         f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch-npu") if _package_dir(name.replace("-", "_"))
     ]
     compiler, compiler_version = _compiler()
-    base = (*versions, compiler_version, *FLAGS, os.uname().machine)
+    base = (*versions, compiler_version, *_flags(), os.uname().machine)
     content = _digest(*base, Path(__file__).read_bytes(), *(path.read_bytes() for path in sorted(SOURCES.rglob("*.[ch]*"))))
     target = cache_root() / content
     if (target / "complete").exists():
@@ -216,7 +246,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
     includes = [f"-I{SOURCES}", f"-isystem{torch / 'include'}", f"-isystem{torch / 'include/torch/csrc/api/include'}"]
     stubs = target / "stubs.cpp"
     stubs.write_text(_stubs(wheel_names()))
-    common = [compiler, *FLAGS, *includes, f"-ffile-prefix-map={SOURCES}/="]  # so that messages name the file within the project
+    common = [compiler, *_flags(), *includes, f"-ffile-prefix-map={SOURCES}/="]  # so that messages name the file within the project
     # A header of ours counts for the files that include it alone.
     contents = {source: [path.read_bytes() for path in _with_headers(source)] for source in [*_sources(), stubs]}
     sources = {source: objects / f"{_digest(*base, *parts)}.o" for source, parts in contents.items()}
@@ -237,6 +267,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
         f"linking {core.name}",
         [
             compiler,
+            *(flag for flag in _flags() if "sanitize" in flag),
             "-shared",
             f"-Wl,-soname,{core.name}",
             "-o",

@@ -12,6 +12,9 @@ from ascend_emulator.chips import chips
 from ascend_emulator.faults import KINDS, checked
 
 
+SANITIZE = "compiled with the address and undefined-behaviour sanitizers, as with ASCEND_EMULATOR_SANITIZE=address,undefined"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ascend-emulator", description="CANN's shared libraries, computed on the CPU.")
     commands = parser.add_subparsers(dest="action", required=True)
@@ -35,8 +38,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"let the Nth call of an entry point fail (N+: and every later one), such as aclrtMalloc@3=oom; again for more; kinds: "
         f"{', '.join(KINDS)}",
     )
+    run.add_argument("--sanitize", action="store_true", help=SANITIZE)
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
-    commands.add_parser("build", help="compile the libraries if they are not in the cache, and print where they are")
+    compiling = commands.add_parser("build", help="compile the libraries if they are not in the cache, and print where they are")
+    compiling.add_argument("--sanitize", action="store_true", help=SANITIZE)
     coverage = commands.add_parser("coverage", help="what the installed torch_npu can ask for, and what becomes of it")
     coverage.add_argument("--markdown", action="store_true", help="as a table for the documentation")
     return parser
@@ -66,6 +71,8 @@ def _run(options: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     options = _parser().parse_args(arguments)
+    if getattr(options, "sanitize", False):
+        os.environ["ASCEND_EMULATOR_SANITIZE"] = build.SANITIZERS
     try:
         if options.action == "run":
             return _run(options)

@@ -311,10 +311,14 @@ Place locate(const void* address, uint64_t bytes) {
 
 void* either(const void* address, bool must_be_device, const char* what, uint64_t bytes) {
   if (must_be_device) return to_kernel(address, bytes);
-  check(!is_device(address) || host_memory::mapped(address), kInvalidParam, what, " is device memory where host memory is expected: ", address);
+  check(!is_device(address) || locate(address, bytes).npu == kNoNpu, kInvalidParam, what, " is device memory where host memory is expected: ", address);
   return const_cast<void*>(address);
 }
 
-bool is_pinned(const void* address) { return host_memory::pinned(address) != 0; }
+bool is_pinned(const void* address) {
+  if (!is_device(address)) return host_memory::pinned(address) != 0;
+  const auto mapped = virtual_memory::at(address, 1);  // physical memory of the host
+  return mapped.bytes && mapped.npu == kNoNpu;
+}
 
 }  // namespace emu
