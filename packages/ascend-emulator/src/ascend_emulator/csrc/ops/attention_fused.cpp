@@ -51,7 +51,7 @@ struct Fused {
   Opt<Ints> query_lengths, kv_lengths;
   Opt<Tensor> block_table, query_padding, kv_padding, key_prefix, value_prefix;
   Opt<Ints> prefix_lengths;
-  Opt<Tensor> query_rope, key_rope, sink;
+  Opt<Tensor> query_rope, key_rope, sink, query_scale;
   Antiquant key_quant, value_quant;
   Opt<Tensor> out_scale, out_offset;
   int64_t heads, groups, block_size;
@@ -72,6 +72,7 @@ struct Fused {
   bool latent() const { return query_rope.has_value(); }
 
   void check_dtypes() const {
+    if (query_scale) return check_quantized();
     one_of("query", query, kHalves);
     for (const auto& [name, list] : {std::pair{"key", &key}, std::pair{"value", &value}})
       for (const auto& x : *list) {
@@ -93,6 +94,20 @@ struct Fused {
     if (out_scale) one_of("quant_scale2", *out_scale, query.scalar_type() == at::kBFloat16 ? DTypes{at::kFloat, at::kBFloat16} : DTypes{at::kFloat});
     check(!out_offset || out_scale, kOpParam, "quant_offset2 is given without quant_scale2");
     if (pse) same_dtype("pse_shift", *pse, "query", query);
+  }
+
+  // int8 throughout, with rope parts in bfloat16: documentation of npu_fused_infer_attention_score_v2, where query_rope is given.
+  void check_quantized() const {
+    check(latent(), kOpParam, "dequant_scale_query is given without query_rope");
+    one_of("query", query, {at::kChar});
+    one_of("key", key[0], {at::kChar});
+    one_of("value", value[0], {at::kChar});
+    one_of("query_rope", *query_rope, {at::kBFloat16});
+    one_of("dequant_scale_query", *query_scale, {at::kFloat});
+    check(query_scale->numel() == query.numel() / width, kOpParam, "dequant_scale_query has shape ", query_scale->sizes(), "; one for each token and head is expected");
+    check(key_quant.scale.defined() && value_quant.scale.defined() && key_quant.scale.numel() == 1 && value_quant.scale.numel() == 1, kOpParam,
+          "dequant_scale_key and dequant_scale_value must be given, of one element each");
+    check(!key_quant.offset.defined() && !value_quant.offset.defined() && !out_scale, kOpParam, "an int8 query goes with no offsets and no quant_scale_out");
   }
 
   void check_heads() const {
@@ -139,8 +154,8 @@ struct Fused {
   void check_latent() const {
     check(query_rope.has_value() == key_rope.has_value(), kOpParam, "query_rope and key_rope must be given together");
     if (!latent()) return;
-    same_dtype("query_rope", *query_rope, "query", query);
-    same_dtype("key_rope", *key_rope, "key", key[0]);
+    if (!query_scale) same_dtype("query_rope", *query_rope, "query", query);
+    same_dtype("key_rope", *key_rope, "query_rope", *query_rope);
     check(width == 512 || width == 128, kOpParam, "the head size is ", width, " with query_rope; 512 and 128 are allowed");
     check(query_rope->numel() == query.numel() / width * 64, kOpParam, "query_rope has shape ", query_rope->sizes(), "; it must be that of query with a last dimension of 64 per head");
     check(!pse && !key_prefix && !out_scale && !query_padding && !kv_padding, kOpParam, "query_rope goes with no pse_shift, prefix, quant_scale2 or left padding");
@@ -258,12 +273,18 @@ struct Fused {
     if (kv_padding && kv_lengths) kv_start = length_of(own_key, in) - std::max<int64_t>(0, kv_padding->item<int64_t>()) - span.kv_count;
     if (span.start < 0 || kv_start < 0) return;  // "the result is zeros"
     const bool whole = key.size() == 1;
-    auto k = key_quant(rows(own_key, span, whole ? i : 0, kv_start), i, groups, table, block_size);
+    // With an int8 query the rope part is there divided by both scales (golden function of op-plugin's test_mla_prolog_v2.py), so they apply to all.
+    auto k = query_scale ? rows(own_key, span, whole ? i : 0, kv_start).to(at::kFloat)
+                         : key_quant(rows(own_key, span, whole ? i : 0, kv_start), i, groups, table, block_size);
     auto v = value_quant(rows(own_value, span, whole ? i : 0, kv_start), i, groups, table, block_size);
     auto q = tokens(query, in, i, span.start, span.count, heads);
     if (latent()) {
-      q = at::cat({q, tokens(*query_rope, in, i, span.start, span.count, heads)}, -1);
+      q = at::cat({query_scale ? q.to(at::kFloat) : q, tokens(*query_rope, in, i, span.start, span.count, heads)}, -1);
       k = at::cat({k, rows(*key_rope, span, whole ? i : 0, kv_start)}, -1);
+    }
+    if (query_scale) {
+      const std::string like = in == "BSH" ? "BSND" : in;
+      q = q.to(at::kFloat) * tokens(query_scale->unsqueeze(-1), like, i, span.start, span.count, heads) * key_quant.scale.reshape({1, 1, 1});
     }
     if (key_prefix) {
       const int64_t length = entry(prefix_lengths, 0, length_of(*key_prefix, in));
@@ -336,39 +357,27 @@ Tensor wanted(bool want, const Opt<Tensor>& lse) { return want ? lse.value_or(Te
 #define SHAPES                                                                                                                                  \
   int64_t heads, double scale, int64_t before, int64_t after, Text layout, int64_t groups, int64_t sparse_mode, int64_t precise,              \
       int64_t block_size, int64_t both_mode, bool want_lse, int64_t key_mode, int64_t value_mode
-#define FUSED(QUERY_ROPE, KEY_ROPE, SINK)                                                                                                        \
+#define FUSED(QUERY_ROPE, KEY_ROPE, SINK, QUERY_SCALE)                                                                                                      \
   refuse_given("an int8 query (dequant_scale1, quant_scale1, dequant_scale2)", dequant1, quant1, dequant2);                                    \
   return computation({query, key, value, pse, mask, query_lengths, kv_lengths, table, query_padding, kv_padding, key_prefix, value_prefix,     \
-                      prefix_lengths, QUERY_ROPE, KEY_ROPE, SINK,                                                                               \
+                      prefix_lengths, QUERY_ROPE, KEY_ROPE, SINK, QUERY_SCALE,                                                                  \
                       antiquant(key_scale, key_offset, key_mode, both_scale, both_offset, both_mode, 0),                                        \
                       antiquant(value_scale, value_offset, value_mode, both_scale, both_offset, both_mode, 1), out_scale, out_offset, heads,    \
                       groups, block_size, scale, before, after, layout, sparse_mode, precise, out, wanted(want_lse, lse)})
 
-CHECKED(aclnnFusedInferAttentionScoreV2, (COMMON, SHAPES, Tensor out, Opt<Tensor> lse), { FUSED({}, {}, {}); })
-
 CHECKED(aclnnFusedInferAttentionScoreV3,
         (COMMON, Opt<Tensor> query_rope, Opt<Tensor> key_rope, Opt<Tensor> rope_scale, SHAPES, Tensor out, Opt<Tensor> lse), {
   refuse_given("key_rope_antiquant_scale", rope_scale);
-  FUSED(query_rope, key_rope, {});
+  FUSED(query_rope, key_rope, {}, {});
 })
 MAX_WORKSPACE(aclnnFusedInferAttentionScoreV3)
 
 CHECKED(aclnnFusedInferAttentionScoreV4,
         (COMMON, Opt<Tensor> query_rope, Opt<Tensor> key_rope, Opt<Tensor> rope_scale, Opt<Tensor> query_scale, Opt<Tensor> sink, SHAPES, int64_t, Tensor out, Opt<Tensor> lse), {
   refuse_given("key_rope_antiquant_scale", rope_scale);
-  refuse_given("an int8 query (dequant_scale_query)", query_scale);
-  FUSED(query_rope, key_rope, sink);
+  FUSED(query_rope, key_rope, sink, query_scale);
 })
 MAX_WORKSPACE(aclnnFusedInferAttentionScoreV4)
-
-CHECKED(aclnnFusedInferAttentionScoreV5,
-        (COMMON, Opt<Tensor> query_rope, Opt<Tensor> key_rope, Opt<Tensor> rope_scale, Opt<Tensor> query_scale, Opt<Tensor> sink, Opt<Ints>, Opt<Ints>, SHAPES, int64_t, int64_t,
-         Tensor out, Opt<Tensor> lse), {
-  refuse_given("key_rope_antiquant_scale", rope_scale);
-  refuse_given("an int8 query (dequant_scale_query)", query_scale);
-  FUSED(query_rope, key_rope, sink);
-})
-MAX_WORKSPACE(aclnnFusedInferAttentionScoreV5)
 
 CHECKED(aclnnPromptFlashAttentionV3,
         (Tensor query, Tensor key, Tensor value, Opt<Tensor> pse, Opt<Tensor> mask, Opt<Ints> query_lengths, Opt<Ints> kv_lengths, Opt<Tensor> dequant1, Opt<Tensor> quant1,
@@ -376,7 +385,7 @@ CHECKED(aclnnPromptFlashAttentionV3,
          int64_t sparse_mode, int64_t precise, Tensor out), {
   refuse_given("an int8 query (deq_scale1, quant_scale1, deq_scale2)", dequant1, quant1, dequant2);
   one_of<Text>("input_layout", layout, {"BSH", "BSND", "BNSD", "BNSD_BSND", "NSD"});
-  return computation({query, {key}, {value}, pse, mask, query_lengths, kv_lengths, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, out_scale, out_offset, heads, groups, 0, scale, before,
+  return computation({query, {key}, {value}, pse, mask, query_lengths, kv_lengths, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, out_scale, out_offset, heads, groups, 0, scale, before,
                       after, layout, sparse_mode, precise, out, {}});
 })
 
@@ -388,6 +397,6 @@ CHECKED(aclnnIncreFlashAttentionV4,
   one_of<Text>("input_layout", layout, {"BSH", "BSND", "BNSD"});
   const int64_t places = layout == "BNSD" ? 2 : 1;
   check(query.size(places) == 1, kOpParam, "query has ", query.size(places), " tokens; it must be 1");
-  return computation({query, key, value, pse, mask, {}, kv_lengths, table, {}, kv_padding, {}, {}, {}, {}, {}, {}, antiquant({}, {}, 0, both_scale, both_offset, 0, 0),
+  return computation({query, key, value, pse, mask, {}, kv_lengths, table, {}, kv_padding, {}, {}, {}, {}, {}, {}, {}, antiquant({}, {}, 0, both_scale, both_offset, 0, 0),
                       antiquant({}, {}, 0, both_scale, both_offset, 0, 1), out_scale, out_offset, heads, groups, block_size, scale, INT64_MAX, INT64_MAX, layout, 0, precise, out, {}});
 })

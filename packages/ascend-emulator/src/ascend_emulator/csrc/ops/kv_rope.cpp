@@ -1,10 +1,8 @@
 // Normalization, rotary embedding and the write to a cache in one operator. Semantics: the golden functions of op-plugin's
 // test_npu_kv_rms_norm_rope_cache.py and test_npu_qkv_rms_norm_rope_cache.py; shapes: torch_npu/op_plugin/meta/_meta_registrations.py.
-#include "rotary.h"
+#include "kv_rope.h"
 
-namespace {
-
-using namespace emu;
+namespace emu {
 
 Tensor rms_normed(const Tensor& x, const Tensor& gamma, double epsilon) {
   const auto wide = x.to(at::kFloat);
@@ -19,17 +17,14 @@ Tensor stored(const Tensor& x, const Tensor& cache, const Opt<Tensor>& scale, co
   return out.round().clamp_(-128, 127).to(at::kChar);
 }
 
-enum class Places { sequence, slots, pages };
-struct CacheMode { Places places; bool fractal; };
-
-CacheMode mode_of(const Text& name) {
-  one_of<Text>("cache_mode", name, {"Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"});
+CacheMode mode_of(const Text& name, std::initializer_list<Text> allowed) {
+  one_of<Text>("cache_mode", name, allowed);
   return {name == "Norm" ? Places::sequence : name.find("BLK") != std::string::npos ? Places::pages : Places::slots, name.find("NZ") != std::string::npos};
 }
 
 // rows [B, S, heads, D] into a cache of [blocks, block_size, heads, D], whose memory in fractal order is [blocks, heads * D / c, block_size, c],
 // or, in mode Norm, of [B, heads, places, D] at index [B, S].
-void write(const Tensor& cache, const Tensor& rows, const Tensor& index, CacheMode mode) {
+void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, CacheMode mode) {
   const int64_t batch = rows.size(0), length = rows.size(1), values = rows.size(2) * rows.size(3);
   auto where = index.to(at::kLong).reshape(-1);
   if (mode.places == Places::sequence) {
@@ -54,6 +49,12 @@ void write(const Tensor& cache, const Tensor& rows, const Tensor& index, CacheMo
   const auto view = mode.fractal ? cache.view({blocks, values / unit, block_size, unit}).transpose(1, 2) : cache.view({blocks, block_size, 1, values});
   view.index_put_({block, place}, rows.reshape({-1, values / unit, unit}).index_select(0, used));
 }
+
+}  // namespace emu
+
+namespace {
+
+using namespace emu;
 
 void check_cache(const char* name, const Tensor& cache, const Tensor& like, const Opt<Tensor>& scale, int64_t size, const Text& mode) {
   rank(name, cache, 4);
@@ -83,7 +84,7 @@ std::function<void()> kv_rms_norm_rope(const Tensor& kv, const Tensor& gamma, co
     check(x->size(0) == kv.size(0) && (x->size(2) == kv.size(2) || x->size(2) == 1) && x->size(3) == rope, kOpParam, name, " has shape ", x->sizes(), " and kv ", kv.sizes());
   }
   one_of("index", index, {at::kLong});
-  const auto mode = mode_of(cache_mode);
+  const auto mode = mode_of(cache_mode, {"Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"});
   check_cache("k_cache", k_cache, kv, k_scale, v ? normed : rope, cache_mode);
   check_cache("ckv_cache", ckv_cache, kv, ckv_scale, v ? v->size(3) : normed, cache_mode);
   check((!k_offset || k_scale) && (!ckv_offset || ckv_scale), kOpParam, "an offset is given without its scale");
@@ -103,8 +104,8 @@ std::function<void()> kv_rms_norm_rope(const Tensor& kv, const Tensor& gamma, co
       value = rms_normed(kv.narrow(-1, 0, normed), gamma, epsilon);
       key = rotate(halves_of_pairs(kv.narrow(-1, normed, rope).to(at::kFloat)), cos, sin, false);
     }
-    write(k_cache, stored(key, k_cache, k_scale, k_offset, false).transpose(1, 2), index, mode);
-    write(ckv_cache, stored(value, ckv_cache, ckv_scale, ckv_offset, false).transpose(1, 2), index, mode);
+    write_cache(k_cache, stored(key, k_cache, k_scale, k_offset, false).transpose(1, 2), index, mode);
+    write_cache(ckv_cache, stored(value, ckv_cache, ckv_scale, ckv_offset, false).transpose(1, 2), index, mode);
     if (!outputs) return;
     k_out.copy_(key);
     ckv_out.copy_(value);
@@ -144,8 +145,8 @@ CHECKED(aclnnQkvRmsNormRopeCache,
     const auto c = cos.view({1, -1, 1, size[3]}), s = sin.view({1, -1, 1, size[3]});
     const auto q = rotate(rms_normed(split[0], q_gamma, epsilon), c, s, false), k = rotate(rms_normed(split[1], k_gamma, epsilon), c, s, false);
     q_out.copy_(q.view(q_out.sizes()));
-    write(k_cache, stored(k, k_cache, k_scale, k_offset, true), index, {Places::slots, true});
-    write(v_cache, stored(split[2], v_cache, v_scale, v_offset, true), index, {Places::slots, true});
+    write_cache(k_cache, stored(k, k_cache, k_scale, k_offset, true), index, {Places::slots, true});
+    write_cache(v_cache, stored(split[2], v_cache, v_scale, v_offset, true), index, {Places::slots, true});
     const auto give = [&](const Opt<Tensor>& out, const Tensor& x) { if (out && out->numel()) Tensor(*out).copy_(x.reshape(out->sizes())); };
     give(q_before, q);
     give(k_before, k);

@@ -197,10 +197,6 @@ CHECKED(aclnnAddRmsNormQuantV2,
         (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> scale1, Opt<Tensor> scale2, Opt<Tensor> zero1, Opt<Tensor> zero2, Opt<Tensor> beta, int64_t axis, double epsilon, bool divides,
          Tensor y1, Tensor y2, Tensor sum, Opt<Tensor> normed),
         { return add_rms_norm_quant(a, b, gamma, scale1, scale2, zero1, zero2, beta, axis, epsilon, divides, y1, y2, sum, normed); })
-CHECKED(aclnnAddRmsNormQuant,
-        (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> scale1, Opt<Tensor> scale2, Opt<Tensor> zero1, Opt<Tensor> zero2, int64_t axis, double epsilon, bool divides, Tensor y1, Tensor y2,
-         Tensor sum),
-        { return add_rms_norm_quant(a, b, gamma, scale1, scale2, zero1, zero2, {}, axis, epsilon, divides, y1, y2, sum, {}); })
 CHECKED(aclnnAddRmsNormDynamicQuantV2,
         (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> smooth1, Opt<Tensor> smooth2, Opt<Tensor> beta, double epsilon, Opt<Bools> mask, Tensor y1, Tensor y2, Tensor sum, Tensor scale1,
          Tensor scale2), {

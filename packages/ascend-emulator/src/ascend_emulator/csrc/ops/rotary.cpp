@@ -150,11 +150,6 @@ CHECKED(aclnnRotaryPositionEmbeddingV2, (Tensor x, Tensor cos, Tensor sin, int64
     out.copy_(wide * cos.to(at::kFloat) + at::matmul(wide, rotation->to(at::kFloat)) * sin.to(at::kFloat));
   };
 })
-CHECKED(aclnnRotaryPositionEmbedding, (Tensor x, Tensor cos, Tensor sin, int64_t mode, Tensor out), {
-  one_of<int64_t>("rotary_mode", mode, {0, 1});
-  check_angles(x, cos, sin);
-  COMPUTE { out.copy_(rotate(x, cos, sin, mode == 1)); };
-})
 CHECKED(aclnnRotaryPositionEmbeddingGrad, (Tensor grad, Tensor cos, Tensor sin, Opt<Tensor> x, int64_t mode, Tensor x_grad, Tensor cos_grad, Tensor sin_grad), {
   one_of<int64_t>("rotary_mode", mode, {0, 1});
   check_angles(grad, cos, sin);
@@ -184,7 +179,6 @@ std::function<void()> apply_rotary(Tensor query, Tensor key, const Tensor& cos, 
 }
 }  // namespace
 
-CHECKED(aclnnApplyRotaryPosEmb, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout), { return apply_rotary(query, key, cos, sin, layout, "half"); })
 CHECKED(aclnnApplyRotaryPosEmbV2, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode), { return apply_rotary(query, key, cos, sin, layout, mode); })
 
 // Pairs of neighbours come apart into halves first, and stay there (vLLM's use in MLA, and the golden function of test_npu_kv_rms_norm_rope_cache.py).
@@ -203,6 +197,3 @@ CHECKED(aclnnInterleaveRope, (Tensor x, Tensor cos, Tensor sin, Tensor out), {
 CHECKED(aclnnRopeWithSinCosCacheV2,
         (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections, int64_t head_size, bool neox, int64_t cache_mode, Tensor query_out, Tensor key_out),
         { return rope_with_cache(positions, query, key, cache, sections, head_size, neox, cache_mode, query_out, key_out); })
-CHECKED(aclnnRopeWithSinCosCache,
-        (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections, int64_t head_size, bool neox, Tensor query_out, Tensor key_out),
-        { return rope_with_cache(positions, query, key, cache, sections, head_size, neox, 0, query_out, key_out); })
