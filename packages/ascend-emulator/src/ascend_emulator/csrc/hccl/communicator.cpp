@@ -89,10 +89,7 @@ std::string Communicator::message() {
 
 void Communicator::fail(const Header& call, Code result, const std::string& message) {
   stop(result, text(call.describe(), " on communicator ", name, " (rank ", rank, " of ", ranks, ", call ", calls_, "): ", message));
-  // The others see an end after what is still on its way to them; closing now would take that away.
-  for (const auto& link : links_) {
-    if (link.socket.get() >= 0) shutdown(link.socket.get(), SHUT_WR);
-  }
+  give_up(links_, this->message());
   throw Error(kOpFailed, this->message());
 }
 

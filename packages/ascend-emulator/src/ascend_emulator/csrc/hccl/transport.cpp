@@ -47,9 +47,11 @@ struct Lane {
   char* target = nullptr;
   std::optional<Early> early;  // where it goes if it was not expected yet
   bool has_header = false;
+  std::string failure;         // the peer's, as it arrives
+  bool broken = false;         // the peer reads no more; what it sent before may say why
 
-  bool wants_to_send() const { return sending < out.size(); }
-  bool wants_to_receive() const { return !waiting.empty() || received > 0; }
+  bool wants_to_send() const { return sending < out.size() && !broken; }
+  bool wants_to_receive() const { return !waiting.empty() || received > 0 || broken; }
   bool done() const { return !wants_to_send() && !wants_to_receive(); }
 };
 
@@ -91,7 +93,7 @@ const Incoming* take(Lane& lane, const Header& header) {
 }
 
 // False when nothing can be sent now.
-bool send_some(Lane& lane, int fd) {
+bool send_some(Lane& lane, Link& link) {
   bool moved = false;
   while (lane.wants_to_send()) {
     const auto& message = *lane.out[lane.sending];
@@ -105,14 +107,16 @@ bool send_some(Lane& lane, int fd) {
     msghdr packet{};
     packet.msg_iov = parts;
     packet.msg_iovlen = count;
-    const ssize_t bytes = sendmsg(fd, &packet, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t bytes = sendmsg(link.socket.get(), &packet, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (bytes < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN) return moved;
-      gone(lane.peer);
+      lane.broken = true;
+      return true;
     }
     moved = true;
     lane.sent += bytes;
+    link.within_message = lane.sent < sizeof(Header) + message.header.bytes;
     if (lane.sent == sizeof(Header) + message.header.bytes) {
       lane.sent = 0;
       ++lane.sending;
@@ -147,7 +151,11 @@ bool receive_some(Lane& lane, Link& link) {
     lane.received += bytes;
     if (!lane.has_header && lane.received == sizeof(Header)) {
       lane.has_header = true;
-      if (const auto* call = take(lane, lane.header)) {
+      if (lane.header.kind == kFailed) {
+        lane.failure.resize(std::min<uint64_t>(lane.header.bytes, 4096));
+        lane.header.bytes = lane.failure.size();
+        lane.target = lane.failure.data();
+      } else if (const auto* call = take(lane, lane.header)) {
         lane.target = static_cast<char*>(call->data);
       } else {
         lane.early.emplace(Early{lane.header, std::vector<char>(lane.header.bytes)});
@@ -155,6 +163,7 @@ bool receive_some(Lane& lane, Link& link) {
       }
     }
     if (lane.has_header && lane.received == sizeof(Header) + lane.header.bytes) {
+      if (lane.header.kind == kFailed) throw Broken(kRemote, text("rank ", lane.peer, " failed: ", lane.failure));
       if (lane.early) link.early.push_back(std::move(*lane.early));
       lane.early.reset();
       lane.has_header = false;
@@ -186,6 +195,19 @@ bool wait(std::vector<pollfd>& files, Deadline deadline) {
 
 }  // namespace
 
+void give_up(std::vector<Link>& links, const std::string& reason) {
+  Header header;
+  header.kind = kFailed;
+  header.bytes = std::min<size_t>(reason.size(), 4096);
+  const std::string message = std::string(reinterpret_cast<const char*>(&header), sizeof header) + reason.substr(0, header.bytes);
+  for (auto& link : links) {
+    if (link.socket.get() < 0) continue;
+    // Closing it would take away what is still on its way to the peer.
+    if (!link.within_message && send(link.socket.get(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno == EPIPE) continue;
+    shutdown(link.socket.get(), SHUT_WR);
+  }
+}
+
 void pause(Deadline deadline, int wake) {
   std::vector<pollfd> files{{wake, POLLIN, 0}};
   wait(files, deadline);
@@ -207,10 +229,8 @@ void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out, const 
   std::erase_if(lanes, [](const Lane& lane) { return lane.done(); });
   while (!lanes.empty()) {
     bool moved = false;
-    for (auto& lane : lanes) {
-      moved |= receive_some(lane, links[lane.peer]);  // first: a mismatch shows before a broken pipe does
-      moved |= send_some(lane, links[lane.peer].socket.get());
-    }
+    for (auto& lane : lanes) moved |= send_some(lane, links[lane.peer]);
+    for (auto& lane : lanes) moved |= receive_some(lane, links[lane.peer]);  // when all know what this rank called
     std::erase_if(lanes, [](const Lane& lane) { return lane.done(); });
     if (moved || lanes.empty()) continue;
     std::vector<pollfd> files{{wake, POLLIN, 0}};

@@ -33,7 +33,7 @@ class File {
 };
 
 // What both ends of a message must agree on; it goes before the message's bytes.
-enum Kind : uint8_t { kBarrier, kAllReduce, kAllGather, kAllGatherV, kReduceScatter, kReduceScatterV, kBroadcast, kReduce, kScatter, kAllToAll, kAllToAllV, kSend, kReceive };
+enum Kind : uint8_t { kBarrier, kAllReduce, kAllGather, kAllGatherV, kReduceScatter, kReduceScatterV, kBroadcast, kReduce, kScatter, kAllToAll, kAllToAllV, kSend, kReceive, kFailed };
 const char* kind_name(uint8_t kind);
 constexpr uint32_t kNone = 0xffffffff;
 
@@ -53,6 +53,7 @@ struct Early {  // a message of a point-to-point call that this rank has not mad
 struct Link {
   File socket;
   std::deque<Early> early;
+  bool within_message = false;  // part of one was sent
 };
 
 struct Outgoing {
@@ -74,6 +75,8 @@ struct Broken : std::runtime_error {
 
 // Moves all of it. Throws Broken: a peer went away, sent something else, the deadline passed, or `wake` became readable.
 void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake);
+// Tells the others why this rank goes no further, as far as they can still be told.
+void give_up(std::vector<Link>& links, const std::string& reason);
 // Sleeps until the deadline; throws Broken if `wake` becomes readable.
 void pause(Deadline deadline, int wake);
 
