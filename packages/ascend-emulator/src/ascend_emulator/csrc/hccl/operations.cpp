@@ -73,19 +73,28 @@ void rank_within(const char* name, uint32_t rank, const Communicator& on) {
   if (static_cast<int64_t>(rank) >= on.ranks) refuse_call(kParameter, name, " is ", rank, "; the communicator has ", on.ranks, " ranks");
 }
 
+// So that no size in bytes overflows.
+uint64_t sane(const char* name, uint64_t count) {
+  if (count >> 40) refuse_call(kParameter, name, " is ", count, "; no NPU holds that many elements");
+  return count;
+}
+
+uint64_t bytes_of(uint64_t count, int type) { return sane("the count", count) * data_type(type).bytes; }
+
 Header header(Kind kind, uint64_t count, int type, int op = 0xff, uint32_t root = kNone) {
   Header made;
   made.kind = kind;
   made.type = static_cast<uint8_t>(type);
   made.op = static_cast<uint8_t>(op);
   made.root = root;
-  made.count = count;
+  made.count = sane("the count", count);
   return made;
 }
 
 Counts counts_of(const void* array, const char* name, const Communicator& on) {
   if (!array) refuse_call(kNullPointer, name, " is null");
   const auto* first = static_cast<const uint64_t*>(array);
+  for (int i = 0; i < on.ranks; ++i) sane(name, first[i]);
   return {first, first + on.ranks};
 }
 
@@ -107,7 +116,7 @@ PointToPoint item(Kind kind, void* address, uint64_t count, int type, uint32_t p
   check_transferable(type);
   rank_within(kind == kSend ? "destRank" : "srcRank", peer, on);
   auto call = header(kind, count, type);
-  call.bytes = count * data_type(type).bytes;
+  call.bytes = bytes_of(count, type);
   return {static_cast<int>(peer), call, buffer(address, call.bytes, kind == kSend ? "sendBuf" : "recvBuf")};
 }
 
@@ -130,7 +139,7 @@ void all_to_all_call(Kind kind, uint64_t count, const void* send_address, Counts
 HCCL_API(computed, HcclAllReduce, (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream), {
   const auto on = communicator(comm);
   check_reducible(type, op);
-  const uint64_t bytes = count * data_type(type).bytes;
+  const uint64_t bytes = bytes_of(count, type);
   const auto call = header(kAllReduce, count, type, op);
   issue({on, stream, call, [=, from = buffer(send, bytes, "sendBuf"), to = buffer(receive, bytes, "recvBuf")] { all_reduce(*on, call, from, to); }, {}});
 })
@@ -139,7 +148,7 @@ HCCL_API(computed, HcclReduce, (void* send, void* receive, uint64_t count, int32
   const auto on = communicator(comm);
   check_reducible(type, op);
   rank_within("root", root, *on);
-  const uint64_t bytes = count * data_type(type).bytes;
+  const uint64_t bytes = bytes_of(count, type);
   void* to = on->rank == static_cast<int>(root) ? buffer(receive, bytes, "recvBuf") : nullptr;
   const auto call = header(kReduce, count, type, op, root);
   issue({on, stream, call, [=, from = buffer(send, bytes, "sendBuf")] { reduce(*on, call, from, to); }, {}});
@@ -148,7 +157,7 @@ HCCL_API(computed, HcclReduce, (void* send, void* receive, uint64_t count, int32
 HCCL_API(computed, HcclReduceScatter, (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream), {
   const auto on = communicator(comm);
   check_reducible(type, op);
-  const uint64_t bytes = count * data_type(type).bytes;
+  const uint64_t bytes = bytes_of(count, type);
   void* from = buffer(send, bytes * on->ranks, "sendBuf");
   void* to = buffer(receive, bytes, "recvBuf");
   const auto call = header(kReduceScatter, count, type, op);
@@ -163,7 +172,7 @@ HCCL_API(computed, HcclReduceScatterV, (const void* send, const void* send_count
   const auto starts = counts_of(send_starts, "sdispls", *on);
   if (counts[on->rank] != count) refuse_call(kParameter, "recvCount is ", count, ", sendCounts[", on->rank, "] ", counts[on->rank], "; they must be the same");
   void* from = buffer(send, extent(counts, starts) * data_type(type).bytes, "sendBuf");
-  void* to = buffer(receive, count * data_type(type).bytes, "recvBuf");
+  void* to = buffer(receive, bytes_of(count, type), "recvBuf");
   const auto call = header(kReduceScatterV, 0, type, op);
   issue({on, stream, call, [=] { reduce_scatter(*on, call, from, counts, starts, to); }, {}});
 })
@@ -171,7 +180,7 @@ HCCL_API(computed, HcclReduceScatterV, (const void* send, const void* send_count
 HCCL_API(computed, HcclAllGather, (void* send, void* receive, uint64_t count, int32_t type, void* comm, void* stream), {
   const auto on = communicator(comm);
   check_transferable(type);
-  const uint64_t bytes = count * data_type(type).bytes;
+  const uint64_t bytes = bytes_of(count, type);
   void* from = buffer(send, bytes, "sendBuf");
   void* to = buffer(receive, bytes * on->ranks, "recvBuf");
   const auto call = header(kAllGather, count, type);
@@ -185,7 +194,7 @@ HCCL_API(computed, HcclAllGatherV, (const void* send, uint64_t count, const void
   const auto counts = counts_of(receive_counts, "recvCounts", *on);
   const auto starts = counts_of(receive_starts, "rdispls", *on);
   if (counts[on->rank] != count) refuse_call(kParameter, "sendCount is ", count, ", recvCounts[", on->rank, "] ", counts[on->rank], "; they must be the same");
-  void* from = buffer(send, count * data_type(type).bytes, "sendBuf");
+  void* from = buffer(send, bytes_of(count, type), "sendBuf");
   void* to = buffer(receive, extent(counts, starts) * data_type(type).bytes, "recvBuf");
   const auto call = header(kAllGatherV, 0, type);
   issue({on, stream, call, [=] { all_gather(*on, call, from, to, counts, starts); }, {}});
@@ -195,7 +204,7 @@ HCCL_API(computed, HcclBroadcast, (void* address, uint64_t count, int32_t type, 
   const auto on = communicator(comm);
   check_transferable(type);
   rank_within("root", root, *on);
-  void* whole = buffer(address, count * data_type(type).bytes, "buf");
+  void* whole = buffer(address, bytes_of(count, type), "buf");
   const auto call = header(kBroadcast, count, type, 0xff, root);
   issue({on, stream, call, [=] { broadcast(*on, call, whole); }, {}});
 })
@@ -204,7 +213,7 @@ HCCL_API(computed, HcclScatter, (void* send, void* receive, uint64_t count, int3
   const auto on = communicator(comm);
   check_transferable(type);
   rank_within("root", root, *on);
-  const uint64_t bytes = count * data_type(type).bytes;
+  const uint64_t bytes = bytes_of(count, type);
   void* from = on->rank == static_cast<int>(root) ? buffer(send, bytes * on->ranks, "sendBuf") : nullptr;
   void* to = buffer(receive, bytes, "recvBuf");
   const auto call = header(kScatter, count, type, 0xff, root);
@@ -232,6 +241,7 @@ HCCL_API(computed, HcclAlltoAllVC, (const void* send, const void* matrix, int32_
   const auto on = communicator(comm);
   if (!matrix) refuse_call(kNullPointer, "sendCountMatrix is null");
   const auto* counts = static_cast<const uint64_t*>(matrix);
+  for (int i = 0; i < on->ranks * on->ranks; ++i) sane("sendCountMatrix", counts[i]);
   const auto starts = [](const Counts& each) {
     Counts out(each.size());
     for (size_t i = 1; i < each.size(); ++i) out[i] = out[i - 1] + each[i - 1];
