@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Every operator that computes in this process or one that it starts leaves its name here (test_coverage.py reads it).
 TRACES = Path(tempfile.mkdtemp(prefix="ascend-emulator-"))
-os.environ["ASCEND_EMULATOR_TRACE"] = str(TRACES / "operators")
+os.environ["ASCEND_EMULATOR_OPERATORS"] = str(TRACES / "operators")
 
 
 def pytest_sessionfinish() -> None:
@@ -100,7 +100,7 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     The environment is this one without what the emulator put there; an empty value takes a variable out.
     """
-    own = {name: value for name, value in os.environ.items() if name == "ASCEND_EMULATOR_TRACE" or not name.startswith("ASCEND_")}
+    own = {name: value for name, value in os.environ.items() if name == "ASCEND_EMULATOR_OPERATORS" or not name.startswith("ASCEND_")}
     own["LD_LIBRARY_PATH"] = ""
 
     def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

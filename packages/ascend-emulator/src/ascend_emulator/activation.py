@@ -57,10 +57,7 @@ def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memo
         ASCEND_EMULATOR_NPUS=str(npus),
         ASCEND_EMULATOR_SOC=model.name,
         ASCEND_EMULATOR_MEMORY=str(size),
-        ASCEND_EMULATOR_L2=str(model.l2),
-        ASCEND_EMULATOR_CUBE_CORES=str(model.cube_cores),
-        ASCEND_EMULATOR_VECTOR_CORES=str(model.vector_cores),
-        ASCEND_EMULATOR_BFLOAT16=str(int(model.bfloat16)),
+        ASCEND_EMULATOR_CHIP=model.description(),
     )
     part = "" if size == model.memory else f" of its {model.memory / 2**30:.0f} GiB"
     devices = f"{npus} emulated NPU{'s' * (npus > 1)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Chip:
-    """What a program can ask an NPU about itself.
+    """What a program can ask an NPU about itself, and what the roofline model reckons with.
 
     Attributes:
         name: the SoC name that ``aclrtGetSocName`` answers and torch_npu knows.
@@ -18,8 +19,16 @@ class Chip:
         l2: second-level cache in bytes.
         cube_cores: matrix cores ("AI cores").
         vector_cores: vector cores.
-        bandwidth: device memory bandwidth in bytes per second.
         bfloat16: whether its operators take bfloat16.
+        streams: how many there can be, those of captured graphs included.
+        graph_nodes: how many operators a captured graph can have.
+        bandwidth: of device memory, in bytes per second.
+        host_bandwidth: between host and device, in bytes per second and direction.
+        link_bandwidth: between two NPUs of a machine, in bytes per second and direction.
+        cube_flops: floating-point operations per second of the cube cores in 16-bit types; twice that in int8, a quarter in float32.
+        vector_flops: floating-point operations per second of the vector cores in float32.
+        launch: seconds between an operator's end and the next one's beginning, submitted one by one.
+        graph_launch: the same within a captured graph.
     """
 
     name: str
@@ -27,26 +36,50 @@ class Chip:
     l2: int
     cube_cores: int
     vector_cores: int
-    bandwidth: int
     bfloat16: bool
+    streams: int
+    graph_nodes: int
+    bandwidth: float
+    host_bandwidth: float
+    link_bandwidth: float
+    cube_flops: float
+    vector_flops: float
+    launch: float
+    graph_launch: float
+
+    def description(self) -> str:
+        """The fields as the library reads them (csrc/core/device.cpp)."""
+        fields = dataclasses.asdict(self)
+        return " ".join(f"{name}={float(fields[name]):.17g}" for name in fields if name not in ("name", "memory"))
 
 
 @cache
 def chips() -> dict[str, Chip]:
     """All chips by the name a user types (an alias may stand for a fuller SoC name)."""
     table = tomllib.loads((Path(__file__).parent / "chips.toml").read_text())
-    return {
-        key: Chip(
-            row.get("soc", key),
-            row["memory_gib"] << 30,
-            row["l2_mib"] << 20,
-            row["cube_cores"],
-            row["vector_cores"],
-            row["bandwidth_gbs"] * 10**9,
-            row.get("bfloat16", True),
+    common = table.pop("all")
+    chips = {}
+    for key, own in table.items():
+        row = common | own
+        hertz = row["clock_ghz"] * 1e9
+        chips[key] = Chip(
+            name=row.get("soc", key),
+            memory=row["memory_gib"] << 30,
+            l2=row["l2_mib"] << 20,
+            cube_cores=row["cube_cores"],
+            vector_cores=row["vector_cores"],
+            bfloat16=row["bfloat16"],
+            streams=row["streams"],
+            graph_nodes=row["graph_nodes"],
+            bandwidth=row["bandwidth_gbs"] * 1e9,
+            host_bandwidth=row["host_gbs"] * 1e9,
+            link_bandwidth=row["link_gbs"] * 1e9,
+            cube_flops=row["cube_cores"] * row["cube_flops_per_cycle"] * hertz,
+            vector_flops=row["vector_cores"] * row["vector_flops_per_cycle"] * hertz,
+            launch=row["launch_us"] * 1e-6,
+            graph_launch=row["graph_launch_us"] * 1e-6,
         )
-        for key, row in table.items()
-    }
+    return chips
 
 
 def chip(name: str) -> Chip:

@@ -26,10 +26,7 @@ struct Machine {
   Machine() {
     if (const char* name = std::getenv("ASCEND_EMULATOR_SOC")) chip.name = name;
     chip.memory = number("ASCEND_EMULATOR_MEMORY", 4ull << 30) & ~((1ull << 21) - 1);
-    chip.l2 = static_cast<int64_t>(number("ASCEND_EMULATOR_L2", 192ull << 20));
-    chip.cube_cores = static_cast<int>(number("ASCEND_EMULATOR_CUBE_CORES", 24));
-    chip.vector_cores = static_cast<int>(number("ASCEND_EMULATOR_VECTOR_CORES", 48));
-    chip.bfloat16 = number("ASCEND_EMULATOR_BFLOAT16", 1) != 0;
+    describe();
     const int visible = count_visible(static_cast<int>(number("ASCEND_EMULATOR_NPUS", 1)));
     if (visible == 0) return;
     bytes = chip.memory * visible;
@@ -37,6 +34,29 @@ struct Machine {
     kernel_base = map(PROT_READ | PROT_WRITE);
     madvise(reinterpret_cast<void*>(kernel_base), bytes, MADV_HUGEPAGE);
     for (int i = 0; i < visible; ++i) devices.push_back(std::make_unique<Device>(i, device_base + i * chip.memory, chip.memory));
+  }
+
+  // ASCEND_EMULATOR_CHIP: the fields of a chip in chips.py, as name=value with spaces between.
+  void describe() {
+    std::stringstream fields(std::getenv("ASCEND_EMULATOR_CHIP") ? std::getenv("ASCEND_EMULATOR_CHIP") : "");
+    for (std::string field; fields >> field;) {
+      const auto equals = field.find('=');
+      const auto name = field.substr(0, equals);
+      const double value = std::strtod(field.c_str() + equals + 1, nullptr);
+      if (name == "l2") chip.l2 = static_cast<int64_t>(value);
+      else if (name == "cube_cores") chip.cube_cores = static_cast<int>(value);
+      else if (name == "vector_cores") chip.vector_cores = static_cast<int>(value);
+      else if (name == "bfloat16") chip.bfloat16 = value != 0;
+      else if (name == "streams") chip.streams = static_cast<int>(value);
+      else if (name == "graph_nodes") chip.graph_nodes = static_cast<int>(value);
+      else if (name == "bandwidth") chip.bandwidth = value;
+      else if (name == "host_bandwidth") chip.host_bandwidth = value;
+      else if (name == "link_bandwidth") chip.link_bandwidth = value;
+      else if (name == "cube_flops") chip.cube_flops = value;
+      else if (name == "vector_flops") chip.vector_flops = value;
+      else if (name == "launch") chip.launch = value;
+      else if (name == "graph_launch") chip.graph_launch = value;
+    }
   }
 
   uintptr_t map(int protection) const {

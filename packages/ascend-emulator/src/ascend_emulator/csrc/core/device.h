@@ -23,6 +23,10 @@ struct Chip {
   int cube_cores = 0;
   int vector_cores = 0;
   bool bfloat16 = true;  // whether operators take it
+  int streams = 1984;
+  int graph_nodes = 1 << 20;
+  // For the roofline model (observe.h): per second, seconds.
+  double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, cube_flops = 300e12, vector_flops = 10e12, launch = 5e-6, graph_launch = 1e-6;
 };
 
 class Device {
@@ -63,6 +67,7 @@ void set_current_device(int id);
 
 bool is_device(const void* address);
 void* to_kernel(const void* device_address);           // throws if it is not device memory
+bool is_pinned(const void* host_address);              // whether aclrtMallocHost gave it
 void* either(const void* address, bool must_be_device, const char* what);  // kernel view, or the host pointer itself
 
 }  // namespace emu

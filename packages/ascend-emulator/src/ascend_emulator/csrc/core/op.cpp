@@ -8,14 +8,14 @@
 #include <cstdlib>
 #include <set>
 
-#include "stream.h"
+#include "observe.h"
 
 namespace emu {
 namespace {
 
-// ASCEND_EMULATOR_TRACE=FILE: the name of each operator that computes is added to the file, once a process.
-void trace(const char* name) {
-  static const char* path = std::getenv("ASCEND_EMULATOR_TRACE");
+// ASCEND_EMULATOR_OPERATORS=FILE: the name of each operator that computes is added to the file, once a process.
+void note(const char* name) {
+  static const char* path = std::getenv("ASCEND_EMULATOR_OPERATORS");
   if (!path) return;
   static std::mutex mutex;
   static std::set<std::string> seen;
@@ -34,20 +34,62 @@ struct NoResize : c10::WarningHandler {
   }
 };
 
+// Matrix products: the operations of a product are twice the output's elements times the length of the sum.
+Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
+  Work work;
+  std::ostringstream shapes;
+  const Tensor* matrices[2] = {nullptr, nullptr};
+  int seen = 0;
+  for (const auto& tensor : tensors) {
+    if (!tensor.defined()) continue;
+    work.bytes += static_cast<double>(tensor.nbytes());
+    shapes << (seen ? " " : "") << tensor.scalar_type() << tensor.sizes();
+    if (seen < 2) matrices[seen] = &tensor;
+    ++seen;
+  }
+  work.shapes = shapes.str();
+  if (seen > 1 && (name.find("atmul") != std::string::npos || name.find("Mm") != std::string::npos || name.find("MatMul") != std::string::npos ||
+                   name.find("Linear") != std::string::npos || name.find("Matmul") != std::string::npos)) {
+    const bool adds = name.rfind("aclnnAdd", 0) == 0 || name.rfind("aclnnBaddbmm", 0) == 0;  // the first argument is what is added
+    const Tensor& left = adds ? *matrices[1] : *matrices[0];
+    if (left.dim() > 0) {
+      work.flops = 2.0 * static_cast<double>(tensors.back().numel()) * static_cast<double>(left.size(-1));
+      work.item = static_cast<int>(left.element_size());
+    }
+  } else {
+    work.flops = tensors.empty() || !tensors.back().defined() ? 0 : static_cast<double>(tensors.back().numel());
+  }
+  return work;
+}
+
 }  // namespace
+
+void prepare_worker() {
+  static thread_local std::optional<at::AutoDispatchBelowADInplaceOrView> kernels_only;
+  static thread_local NoResize no_resize;
+  kernels_only.emplace();
+  c10::WarningUtils::set_warning_handler(&no_resize);
+}
 
 int launch(const char* name, aclOpExecutor* executor, void* stream) {
   if (!executor) {
     // The workspace phase failed, perhaps on another thread, and some callers do not look at its status.
     return removed(name) ? refuse(name) : operator_done(name, fail(kOpParam, text(name, ": its arguments were refused")));
   }
-  const std::unique_ptr<aclOpExecutor> owned(executor);
+  std::shared_ptr<aclOpExecutor> owned(executor);
   return operator_done(name, guarded(name, [&] {
-    at::AutoDispatchBelowADInplaceOrView kernels_only;
-    NoResize no_resize;
-    c10::WarningUtils::WarningHandlerGuard guard(&no_resize);
-    stream_of(stream).submit([&] { executor->compute(); });
-    trace(name);
+    const auto on = stream_at(stream);
+    if (null_mode() && !owned->reports_shape) return;
+    Task task{name, [owned, name] {
+                owned->compute();
+                note(name);
+              }};
+    if (observing()) task.work = work_of(name, owned->tensors);
+    const bool at_once = owned->reports_shape;
+    if (at_once) check(!on->capture, kStreamCaptured, "its result's shape depends on values, so that it cannot be captured");
+    owned.reset();
+    const auto ticket = on->submit(std::move(task));
+    if (at_once) on->wait(ticket);
   }));
 }
 

@@ -1,94 +1,298 @@
-// Streams, events and synchronisation. Signatures: see device.cpp.
+// Streams, events, synchronisation and callbacks. Signatures: see device.cpp; behaviour: CANN's public API reference ("Stream Management", "Event
+// Management", "Synchronization") and torch_npu's NPUEvent.cpp, AsyncTaskQueueInterface.cpp and Graph.cpp.
 #include "../core/stream.h"
 
+#include <map>
+
+#include "../core/graph.h"
+#include "../core/observe.h"
 #include "../core/registry.h"
 
 using namespace emu;
 
-namespace emu {
 namespace {
-std::atomic<int> next_stream_id{0};
+
+constexpr uint32_t kEventTimeline = 8, kEventStreamProgress = 2;
+
+Deadline after(int32_t milliseconds) {
+  if (milliseconds < 0) return {};
+  return Clock::now() + std::chrono::milliseconds(milliseconds);
 }
 
-Stream::Stream(int device) : device(device), id(next_stream_id++) {}
-
-Stream& stream_of(void* handle) {
-  if (handle) return *static_cast<Stream*>(handle);
-  static std::mutex mutex;
-  static std::map<int, Stream*> defaults;
-  std::lock_guard lock(mutex);
-  auto*& stream = defaults[current_device()];
-  if (!stream) stream = new Stream(current_device());
-  return *stream;
+struct Events {
+  std::mutex mutex;
+  std::map<void*, std::shared_ptr<Event>> living;
+};
+Events& events() {
+  static Events* instance = new Events;
+  return *instance;
 }
 
-namespace {
-Event& event_of(void* handle) {
+std::shared_ptr<Event> event_at(void* handle) {
   check(handle != nullptr, kInvalidParam, "the event is null");
-  return *static_cast<Event*>(handle);
+  std::lock_guard lock(events().mutex);
+  const auto found = events().living.find(handle);
+  check(found != events().living.end(), kInvalidParam, handle, " is no event, or it was destroyed");
+  return found->second;
 }
 
-using Clock = std::chrono::steady_clock;
-}  // namespace
-}  // namespace emu
+void create_event(void** handle, uint32_t flags) {
+  auto event = std::make_shared<Event>();
+  event->flags = flags;
+  std::lock_guard lock(events().mutex);
+  *handle = event.get();
+  events().living[event.get()] = std::move(event);
+}
 
-ACL_API(bookkeeping, aclrtCreateStream, (void** stream), { *stream = new Stream(current_device()); })
-ACL_API(bookkeeping, aclrtCreateStreamWithConfig, (void** stream, uint32_t, uint32_t), { *stream = new Stream(current_device()); })
-ACL_API(bookkeeping, aclrtDestroyStream, (void* stream), { delete static_cast<Stream*>(stream); })
-ACL_API(bookkeeping, aclrtDestroyStreamForce, (void* stream), { delete static_cast<Stream*>(stream); })
+void record(Event& event, const std::shared_ptr<Stream>& stream) {
+  // An event that reports a stream's progress is not captured: what is captured makes none.
+  if (!(stream->capture && (event.flags & kEventStreamProgress) && event.flags != 0xE) && capture_record(*stream, event)) return;
+  auto mark = std::make_shared<Mark>();
+  mark->stream = stream;
+  std::lock_guard lock(event.mutex);
+  if (stream->capture) {
+    mark->ticket = stream->submitted();
+    mark->time = Clock::now();
+    mark->stamped = true;
+  } else {
+    mark->ticket = stream->submit("aclrtRecordEvent", Kind::record, [mark, on = stream.get()] {
+      mark->time = Clock::now();
+      mark->modelled = on->modelled;
+      mark->stamped = true;
+    });
+  }
+  event.mark = mark;
+}
+
+void wait(const std::shared_ptr<Stream>& stream, Event& event) {
+  if (capture_wait(*stream, event)) return;
+  std::shared_ptr<Mark> mark;
+  {
+    std::lock_guard lock(event.mutex);
+    mark = event.mark;
+  }
+  if (!mark || mark->stream == stream) return;
+  Task task{"aclrtStreamWaitEvent", [mark, on = stream.get()] {
+              mark->stream->wait(mark->ticket);
+              on->modelled = std::max(on->modelled, mark->modelled);
+            }, Kind::wait};
+  task.waits_for = mark;
+  stream->submit(std::move(task));
+}
+
+// The latest mark of an event, none if it was never recorded.
+std::shared_ptr<Mark> mark_of(Event& event) {
+  std::lock_guard lock(event.mutex);
+  check(event.captured.expired(), kEventCaptured, "the event was recorded in a capture, which has no time of its own");
+  return event.mark;
+}
+
+void synchronize_event(void* handle, Deadline deadline) {
+  const auto event = event_at(handle);
+  check_not_captured("aclrtSynchronizeEvent");
+  HostObservation observed("aclrtSynchronizeEvent");
+  check_queue();
+  if (const auto mark = mark_of(*event))
+    check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout, "the deadline passed while stream ", mark->stream->id, " ran ", mark->stream->what_runs());
+}
+
+void synchronize_device(const char* call, Deadline deadline) {
+  check_not_captured(call);
+  HostObservation observed(call);
+  check_queue();
+  for (const auto& stream : streams_of(current_device())) stream->synchronize(deadline);
+}
+
+void synchronize_stream(const char* call, void* handle, Deadline deadline) {
+  const auto stream = stream_at(handle);
+  check_not_captured(call, stream.get());
+  HostObservation observed(call);
+  check_queue();
+  stream->synchronize(deadline);
+}
+
+void destroy(void* handle, bool force) {
+  const auto stream = take_stream(handle);
+  if (force) stream->abort();
+  stream->retire();
+}
+
+}  // namespace
+
+ACL_API(computed, aclrtCreateStream, (void** stream), { *stream = add_stream(Stream::create(current_device())); })
+ACL_API(computed, aclrtCreateStreamWithConfig, (void** stream, uint32_t priority, uint32_t), {
+  *stream = add_stream(Stream::create(current_device(), static_cast<int>(priority)));
+})
+ACL_API(computed, aclrtDestroyStream, (void* stream), { destroy(stream, false); })
+ACL_API(computed, aclrtDestroyStreamForce, (void* stream), { destroy(stream, true); })
+ACL_API(computed, aclrtDeviceTaskAbort, (int32_t id, uint32_t), {
+  for (const auto& stream : streams_of(device(id).id)) stream->abort();
+})
 ACL_API(bookkeeping, aclrtStreamGetId, (void* stream, int32_t* id), { *id = stream_of(stream).id; })
-ACL_API(bookkeeping, aclrtSetStreamFailureMode, (void*, uint64_t), {})
+// A stream stops at its first failure in either mode: nothing wrong is computed from what failed.
+ACL_API(bookkeeping, aclrtSetStreamFailureMode, (void* stream, uint64_t), { stream_of(stream); })
+// Attributes: 1 failure mode, 2 overflow check, 3 a tag, 4 whether shapes are reported to the profiler, 5 priority. None changes a result but 2.
+ACL_API(bookkeeping, aclrtSetStreamAttribute, (void* stream, int32_t attribute, const void* value), {
+  stream_of(stream);
+  check(attribute >= 1 && attribute <= 5 && value, kInvalidParam, "stream attribute ", attribute, "; 1 to 5 are there");
+  check(attribute != 2 || *static_cast<const uint32_t*>(value) == 0, kUnsupported, "overflow detection is not emulated");
+})
 // Overflow is never watched for: results keep infinities (aclGetCannAttribute), where nobody needs it.
 ACL_API(bookkeeping, aclrtSetStreamOverflowSwitch, (void*, uint32_t on), { check(on == 0, kUnsupported, "overflow detection is not emulated"); })
 ACL_API(bookkeeping, aclrtGetStreamOverflowSwitch, (void*, uint32_t* on), { *on = 0; })
 // aclrtStreamStatus: 0 complete, 1 not ready.
-ACL_API(computed, aclrtStreamQuery, (void* stream, int32_t* status), { *status = stream_of(stream).idle() ? 0 : 1; })
-ACL_API(computed, aclrtSynchronizeStream, (void* stream), { stream_of(stream).synchronize(); })
-ACL_API(computed, aclrtSynchronizeStreamWithTimeout, (void* stream, int32_t), { stream_of(stream).synchronize(); })
-ACL_API(computed, aclrtSynchronizeDevice, (), { stream_of(nullptr).synchronize(); })
-ACL_API(computed, aclrtSynchronizeDeviceWithTimeout, (int32_t), { stream_of(nullptr).synchronize(); })
+ACL_API(computed, aclrtStreamQuery, (void* handle, int32_t* status), {
+  const auto stream = stream_at(handle);
+  check(!stream->capture, kStreamCaptured, "the stream is being captured");
+  *status = stream->idle() ? 0 : 1;
+  if (*status == 0) stream->check_failure();
+})
+ACL_API(computed, aclrtSynchronizeStream, (void* stream), { synchronize_stream("aclrtSynchronizeStream", stream, {}); })
+ACL_API(computed, aclrtSynchronizeStreamWithTimeout, (void* stream, int32_t milliseconds), {
+  synchronize_stream("aclrtSynchronizeStreamWithTimeout", stream, after(milliseconds));
+})
+ACL_API(computed, aclrtSynchronizeDevice, (), { synchronize_device("aclrtSynchronizeDevice", {}); })
+ACL_API(computed, aclrtSynchronizeDeviceWithTimeout, (int32_t milliseconds), { synchronize_device("aclrtSynchronizeDeviceWithTimeout", after(milliseconds)); })
 
-ACL_API(bookkeeping, aclrtCreateEventWithFlag, (void** event, uint32_t), { *event = new Event; })
-ACL_API(bookkeeping, aclrtCreateEventExWithFlag, (void** event, uint32_t), { *event = new Event; })
-ACL_API(bookkeeping, aclrtDestroyEvent, (void* event), { delete static_cast<Event*>(event); })
-ACL_API(computed, aclrtRecordEvent, (void* event, void* stream), {
-  stream_of(stream).submit([&] {
-    event_of(event).time = Clock::now();
-    event_of(event).recorded = true;
-  });
+ACL_API(computed, aclrtCreateEventWithFlag, (void** event, uint32_t flags), { create_event(event, flags); })
+ACL_API(computed, aclrtCreateEventExWithFlag, (void** event, uint32_t flags), { create_event(event, flags); })
+ACL_API(computed, aclrtDestroyEvent, (void* event), {
+  event_at(event);
+  std::lock_guard lock(events().mutex);
+  events().living.erase(event);
 })
-ACL_API(computed, aclrtResetEvent, (void* event, void*), { event_of(event).recorded = false; })
-ACL_API(computed, aclrtStreamWaitEvent, (void*, void* event), { event_of(event); })
-ACL_API(computed, aclrtSynchronizeEvent, (void* event), {
-  event_of(event);
-  check_queue();
+ACL_API(computed, aclrtRecordEvent, (void* event, void* stream), { record(*event_at(event), stream_at(stream)); })
+ACL_API(computed, aclrtStreamWaitEvent, (void* stream, void* event), { wait(stream_at(stream), *event_at(event)); })
+ACL_API(computed, aclrtResetEvent, (void* event, void*), {
+  const auto reset = event_at(event);
+  std::lock_guard lock(reset->mutex);
+  reset->mark.reset();
 })
+ACL_API(computed, aclrtSynchronizeEvent, (void* event), { synchronize_event(event, {}); })
 // aclrtEventRecordedStatus: 0 not ready, 1 complete. An event that was never recorded counts as complete (torch.npu.Event.query).
 ACL_API(computed, aclrtQueryEventStatus, (void* event, int32_t* status), {
-  event_of(event);
-  *status = 1;
+  const auto mark = mark_of(*event_at(event));
+  *status = !mark || mark->stream->reached(mark->ticket) ? 1 : 0;
+  if (*status && mark) mark->stream->check_failure();
 })
-ACL_API(computed, aclrtQueryEventWaitStatus, (void* event, int32_t* status), {
-  event_of(event);
+// aclrtEventWaitStatus: 0 complete. A wait holds the mark that it waits for, so that the event may go at any time.
+ACL_API(computed, aclrtQueryEventWaitStatus, (void* event, int32_t* status) , {
+  event_at(event);
   *status = 0;
 })
 ACL_API(computed, aclrtEventElapsedTime, (float* milliseconds, void* start, void* end), {
-  const auto& from = event_of(start);
-  const auto& to = event_of(end);
-  check(from.recorded && to.recorded, kInvalidParam, "both events must have been recorded");
-  *milliseconds = std::chrono::duration<float, std::milli>(to.time - from.time).count();
+  const auto from = event_at(start);
+  const auto to = event_at(end);
+  check((from->flags & to->flags & kEventTimeline) != 0, kInvalidParam, "an event was made without timing (ACL_EVENT_TIME_LINE; torch.npu.Event(enable_timing=True))");
+  const auto first = mark_of(*from);
+  const auto last = mark_of(*to);
+  check(first && last && first->stamped && last->stamped, kInvalidParam, "both events must have been recorded and reached");
+  *milliseconds = std::chrono::duration<float, std::milli>(last->time - first->time).count();
 })
 ACL_API(computed, aclrtEventGetTimestamp, (void* event, uint64_t* microseconds), {
-  *microseconds = std::chrono::duration_cast<std::chrono::microseconds>(event_of(event).time.time_since_epoch()).count();
+  const auto mark = mark_of(*event_at(event));
+  check(mark && mark->stamped, kInvalidParam, "the event must have been recorded and reached");
+  *microseconds = std::chrono::duration_cast<std::chrono::microseconds>(mark->time.time_since_epoch()).count();
 })
 
-// Host callbacks arrive through a report thread that torch_npu starts for each subscribed stream.
-ACL_API(computed, aclrtLaunchCallback, (void (*callback)(void*), void* data, int32_t, void* stream), {
-  stream_of(stream).submit([&] { callback(data); });
+// Values in device memory that a stream writes, and that another waits for (torch.npu.ExternalEvent).
+namespace {
+std::mutex value_mutex;
+std::condition_variable value_written;
+
+bool holds(uint64_t found, uint64_t wanted, uint32_t flag) {
+  switch (flag) {
+    case 0: return found >= wanted;
+    case 1: return found == wanted;
+    case 2: return (found & wanted) != 0;
+    default: return (~(found | wanted)) != 0;
+  }
+}
+}  // namespace
+ACL_API(computed, aclrtValueWrite, (void* address, uint64_t value, uint32_t flag, void* stream), {
+  check(flag == 0, kInvalidParam, "flag ", flag, "; 0 is there");
+  auto* at = static_cast<uint64_t*>(to_kernel(address));
+  stream_of(stream).submit("aclrtValueWrite", Kind::host, [at, value] {
+    std::lock_guard lock(value_mutex);
+    *at = value;
+    value_written.notify_all();
+  });
 })
-ACL_API(computed, aclrtLaunchHostFunc, (void* stream, void (*callback)(void*), void* data), {
-  stream_of(stream).submit([&] { callback(data); });
+ACL_API(computed, aclrtValueWait, (void* address, uint64_t value, uint32_t flag, void* stream), {
+  check(flag <= 3, kInvalidParam, "flag ", flag, "; 0 (not less), 1 (equal), 2 (and) and 3 (nor) are there");
+  const auto* at = static_cast<const volatile uint64_t*>(to_kernel(address));
+  Task task{"aclrtValueWait", [at, value, flag] {
+              std::unique_lock lock(value_mutex);
+              // Copies and fills write values too, and tell nobody.
+              while (!value_written.wait_for(lock, std::chrono::milliseconds(5), [&] { return holds(*at, value, flag); })) check_not_aborted();
+            }, Kind::host};
+  task.blocks = true;
+  stream_of(stream).submit(std::move(task));
 })
-ACL_API(bookkeeping, aclrtSubscribeReport, (uint64_t, void*), {})
-ACL_API(bookkeeping, aclrtUnSubscribeReport, (uint64_t, void*), {})
-ACL_API(bookkeeping, aclrtProcessReport, (int32_t), {})
+
+// Host functions run on the stream's thread. Callbacks run on a thread that subscribed for the stream and processes reports.
+namespace {
+struct Report {
+  void (*call)(void*);
+  void* data;
+  std::shared_ptr<std::atomic<bool>> done;
+};
+std::mutex report_mutex;
+std::condition_variable report_changed;
+std::map<Stream*, uint64_t> subscribed;             // stream -> thread
+std::map<uint64_t, std::deque<Report>> reports;  // thread -> what it has to call
+}  // namespace
+ACL_API(computed, aclrtLaunchHostFunc, (void* stream, void (*function)(void*), void* data), {
+  check(function != nullptr, kInvalidParam, "the function is null");
+  Task task{"aclrtLaunchHostFunc", [function, data] { function(data); }, Kind::host};
+  task.blocks = true;
+  stream_of(stream).submit(std::move(task));
+})
+ACL_API(computed, aclrtSubscribeReport, (uint64_t thread, void* stream), {
+  auto& of = stream_of(stream);
+  std::lock_guard lock(report_mutex);
+  check(subscribed.emplace(&of, thread).second, static_cast<Status>(107011), "the stream is subscribed already");
+  reports[thread];
+})
+ACL_API(computed, aclrtUnSubscribeReport, (uint64_t thread, void* stream), {
+  auto& of = stream_of(stream);
+  std::lock_guard lock(report_mutex);
+  const auto at = subscribed.find(&of);
+  check(at != subscribed.end() && at->second == thread, static_cast<Status>(107011), "the thread is not subscribed for this stream");
+  subscribed.erase(at);
+})
+ACL_API(computed, aclrtLaunchCallback, (void (*callback)(void*), void* data, int32_t block, void* stream), {
+  auto& on = stream_of(stream);
+  check(callback != nullptr, kInvalidParam, "the callback is null");
+  uint64_t thread;
+  {
+    std::lock_guard lock(report_mutex);
+    const auto at = subscribed.find(&on);
+    check(at != subscribed.end(), static_cast<Status>(107015), "no thread subscribed for the stream's callbacks (aclrtSubscribeReport)");
+    thread = at->second;
+  }
+  Task task{"aclrtLaunchCallback", [callback, data, block, thread] {
+              Report report{callback, data, std::make_shared<std::atomic<bool>>(false)};
+              std::unique_lock lock(report_mutex);
+              reports[thread].push_back(report);
+              report_changed.notify_all();
+              if (block == 0) return;
+              while (!report_changed.wait_for(lock, std::chrono::milliseconds(50), [&] { return report.done->load(); })) check_not_aborted();
+            }, Kind::host};
+  task.blocks = true;
+  on.submit(std::move(task));
+})
+ACL_API(computed, aclrtProcessReport, (int32_t milliseconds), {
+  const auto thread = static_cast<uint64_t>(pthread_self());
+  std::unique_lock lock(report_mutex);
+  const auto any = [&] { return !reports[thread].empty(); };
+  if (milliseconds < 0) report_changed.wait(lock, any);
+  else check(report_changed.wait_for(lock, std::chrono::milliseconds(milliseconds), any), kReportTimeout, "no callback within ", milliseconds, " ms");
+  const auto report = reports[thread].front();
+  reports[thread].pop_front();
+  lock.unlock();
+  report.call(report.data);
+  lock.lock();
+  *report.done = true;
+  report_changed.notify_all();
+})

@@ -1,0 +1,394 @@
+#include "graph.h"
+
+#include <algorithm>
+
+#include "adversary.h"
+#include "observe.h"
+
+namespace emu {
+namespace {
+
+// Captures that are under way, for calls that a capture forbids on other streams and threads too.
+std::mutex underway_mutex;
+std::set<Capture*> underway;
+thread_local CaptureMode thread_mode = CaptureMode::global;
+
+// An update of a task group that is open on a stream: its tasks go here.
+struct Update {
+  std::shared_ptr<Group> group;
+  std::vector<Task> tasks;
+};
+std::mutex update_mutex;
+std::map<Stream*, Update> updates;
+std::atomic<int> open_updates{0};
+
+void invalidate(Capture& capture, const std::string& why) {
+  if (capture.invalid.empty()) capture.invalid = why;
+}
+
+void enter(Stream& stream, const std::shared_ptr<Capture>& capture, Status status) {
+  if (capture->last.count(&stream)) return;
+  reserve_streams(capture->graph->device, 1, status);
+  ++capture->graph->streams;
+  capture->last[&stream] = -1;
+  stream.capture = capture;
+}
+
+}  // namespace
+
+Graph::~Graph() { reserve_streams(device, -streams, kOk); }
+
+Condition::~Condition() {
+  try {
+    for (int i = 0; i < device_count(); ++i)
+      if (device(i).owns(address)) device(i).release(address);
+  } catch (const std::exception&) {
+  }
+}
+
+bool Graph::blocks() const {
+  return std::any_of(nodes.begin(), nodes.end(), [](const Node& node) { return node.task.blocks; }) ||
+         std::any_of(branches.begin(), branches.end(), [](const auto& branch) { return branch->blocks(); });
+}
+
+void Graph::run(Stream& on) {
+  const uint64_t replay = replays++;
+  for (const auto& condition : conditions)
+    if (condition->assign) *static_cast<uint64_t*>(to_kernel(condition->address)) = condition->initial;
+  const int count = static_cast<int>(nodes.size());
+  std::vector<int> missing(count), ready;
+  std::vector<std::vector<int>> then(count);
+  for (int i = 0; i < count; ++i) {
+    missing[i] = static_cast<int>(nodes[i].after.size());
+    for (int before : nodes[i].after) then[before].push_back(i);
+    if (!missing[i]) ready.push_back(i);
+  }
+  while (!ready.empty()) {
+    // In the order of the capture, unless an adversary chooses.
+    auto next = Adversary::on() ? ready.begin() + static_cast<long>(Adversary::number({static_cast<uint64_t>(id), replay, ready.size(), static_cast<uint64_t>(ready.back())}) % ready.size()) : std::min_element(ready.begin(), ready.end());
+    const int node = *next;
+    ready.erase(next);
+    check_not_aborted();
+    Task task;
+    {
+      std::lock_guard lock(mutex);
+      task = nodes[node].task;
+    }
+    try {
+      Observation observed(on, task);
+      task.run();
+    } catch (const std::exception& error) {
+      const auto* own = dynamic_cast<const Error*>(&error);
+      throw Error(own ? own->status : kOpFailed, text(task.name, " (node ", node, " of graph ", id, "): ", error.what()));
+    }
+    for (int after : then[node])
+      if (--missing[after] == 0) ready.push_back(after);
+  }
+}
+
+void capture_task(Stream& stream, Task task) {
+  auto& capture = *stream.capture;
+  auto& nodes = capture.graph->nodes;
+  const int index = static_cast<int>(nodes.size());
+  const int limit = chip().graph_nodes;
+  if (index >= limit) {
+    invalidate(capture, text("a graph holds ", limit, " nodes on this chip; ", task.name, " would be one more"));
+    throw Error(kNoResource, capture.invalid);
+  }
+  Node node{std::move(task), {}, stream.id};
+  int& last = capture.last[&stream];
+  if (last >= 0) node.after.push_back(last);
+  auto& joined = capture.joined[&stream];
+  for (int other : joined)
+    if (other >= 0 && std::find(node.after.begin(), node.after.end(), other) == node.after.end()) node.after.push_back(other);
+  joined.clear();
+  last = index;
+  nodes.push_back(std::move(node));
+  if (capture.group && &stream == capture.origin) capture.group->nodes.push_back(index);
+}
+
+bool capture_record(Stream& stream, Event& event) {
+  std::lock_guard lock(event.mutex);
+  const auto capture = stream.capture;
+  if (!capture) {
+    event.captured.reset();
+    return false;
+  }
+  event.captured = capture;
+  event.node = capture->last[&stream];
+  // What the stream itself still has to wait for counts too.
+  if (const auto& joined = capture->joined[&stream]; !joined.empty()) {
+    capture_task(stream, Task{"join", [] {}, Kind::wait});
+    event.node = capture->last[&stream];
+  }
+  return true;
+}
+
+bool capture_wait(Stream& stream, Event& event) {
+  std::lock_guard lock(event.mutex);
+  const auto recorded = event.captured.lock();
+  if (!recorded) {
+    if (!stream.capture) return false;
+    if (!event.mark) return true;  // never recorded: nothing to wait for
+    invalidate(*stream.capture, "a captured stream waits for an event that was recorded outside the capture");
+    throw Error(kCaptureDependency, stream.capture->invalid);
+  }
+  check(!stream.capture || stream.capture == recorded, kCaptureDependency, "the event belongs to another capture");
+  enter(stream, recorded, kNoResource);
+  recorded->joined[&stream].push_back(event.node);
+  return true;
+}
+
+void check_not_captured(const char* call, const Stream* stream) {
+  std::lock_guard lock(underway_mutex);
+  if (underway.empty()) return;
+  for (auto* capture : underway) {
+    const bool own = stream && stream->capture.get() == capture;
+    const bool forbidden = thread_mode != CaptureMode::relaxed && (capture->mode == CaptureMode::global ||
+                           (capture->mode == CaptureMode::thread_local_ && capture->thread == std::this_thread::get_id()));
+    if (!own && !forbidden) continue;
+    invalidate(*capture, text(call, " was called during the capture"));
+    throw Error(own ? kStreamCaptured : kCaptureMode, own ? "the stream is being captured, and does not run until the graph is replayed"
+                                                          : "not allowed while a stream is captured (capture mode " +
+                                                            std::string(capture->mode == CaptureMode::global ? "global" : "thread_local") + ")");
+  }
+}
+
+}  // namespace emu
+
+// The aclmdlRI calls are beside their state. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); behaviour: CANN's public
+// API reference ("aclmdlRICaptureBegin" and following) and torch_npu's NPUGraph.cpp.
+#include "registry.h"
+
+using namespace emu;
+
+namespace {
+
+std::mutex graphs_mutex;
+std::map<void*, std::shared_ptr<Graph>> graphs;
+std::map<void*, std::shared_ptr<Group>> groups;
+std::map<void*, std::shared_ptr<Condition>> conditions;
+int next_graph = 0;
+
+std::shared_ptr<Graph> new_graph(int device) {
+  std::lock_guard lock(graphs_mutex);
+  auto graph = std::make_shared<Graph>(device, next_graph++);
+  graphs[graph.get()] = graph;
+  return graph;
+}
+
+template <class Map>
+auto found(Map& map, void* handle, const char* what) {
+  std::lock_guard lock(graphs_mutex);
+  const auto at = map.find(handle);
+  check(at != map.end(), kInvalidParam, handle, " is no ", what, ", or it was destroyed");
+  return at->second;
+}
+
+void begin(void* handle, const std::shared_ptr<Graph>& graph, int32_t mode) {
+  auto stream = stream_at(handle);
+  check(handle != nullptr, kInvalidParam, "the default stream cannot be captured");
+  check(mode >= 0 && mode <= 2, kInvalidParam, "capture mode ", mode, "; 0 global, 1 thread_local and 2 relaxed are there");
+  check(!stream->capture, kStreamCaptured, "the stream is being captured already");
+  auto capture = std::make_shared<Capture>();
+  capture->graph = graph;
+  capture->mode = static_cast<CaptureMode>(mode);
+  capture->thread = std::this_thread::get_id();
+  capture->origin = stream.get();
+  enter(*stream, capture, kNoStream);
+  std::lock_guard lock(underway_mutex);
+  underway.insert(capture.get());
+}
+
+void run_branch(const std::shared_ptr<Condition>& condition, int32_t type, const std::vector<std::shared_ptr<Graph>>& branches, Stream& on) {
+  const auto value = [&] { return *static_cast<const volatile uint64_t*>(to_kernel(condition->address)); };
+  if (type == 0) {  // if, perhaps with an else
+    if (value()) branches[0]->run(on);
+    else if (branches.size() > 1) branches[1]->run(on);
+  } else if (type == 1) {  // while
+    while (value()) branches[0]->run(on);
+  } else if (const auto chosen = value(); chosen < branches.size()) {  // switch
+    branches[chosen]->run(on);
+  }
+}
+
+struct CondTaskParams {
+  void* handle;
+  int32_t type;
+  uint32_t size;
+  void** graphs;
+};
+
+}  // namespace
+
+ACL_API(computed, aclmdlRICaptureBegin, (void* stream, int32_t mode), { begin(stream, new_graph(stream_of(stream).device), mode); })
+ACL_API(computed, aclmdlRICaptureToModelRIBegin, (void* stream, void* graph, int32_t mode), { begin(stream, found(graphs, graph, "graph"), mode); })
+
+ACL_API(computed, aclmdlRICaptureGetInfo, (void* stream, int32_t* status, void** graph), {
+  // 0 none, 1 active, 2 invalidated.
+  const auto capture = stream_of(stream).capture;
+  if (status) *status = !capture ? 0 : capture->invalid.empty() ? 1 : 2;
+  if (graph) *graph = capture ? capture->graph.get() : nullptr;
+})
+
+ACL_API(computed, aclmdlRICaptureEnd, (void* handle, void** graph), {
+  auto stream = stream_at(handle);
+  const auto capture = stream->capture;
+  if (graph) *graph = nullptr;
+  check(capture != nullptr, kNotCaptured, "the stream is not being captured");
+  check(capture->origin == stream.get(), kCaptureUnmatched, "the capture began on another stream");
+  check(capture->mode == CaptureMode::relaxed || capture->thread == std::this_thread::get_id(), kCaptureThread, "the capture began in another thread");
+  {
+    std::lock_guard lock(underway_mutex);
+    underway.erase(capture.get());
+  }
+  // Every stream that took part has to come back to the first one.
+  std::set<int> reached;
+  auto queue = capture->joined[stream.get()];
+  queue.push_back(capture->last[stream.get()]);
+  while (!queue.empty()) {
+    const int node = queue.back();
+    queue.pop_back();
+    if (node < 0 || !reached.insert(node).second) continue;
+    for (int before : capture->graph->nodes[node].after) queue.push_back(before);
+  }
+  for (const auto& [other, last] : capture->last) {
+    other->capture.reset();
+    if (last >= 0 && !reached.count(last)) invalidate(*capture, text("stream ", other->id, " took part in the capture and was not joined to its first stream by an event"));
+  }
+  if (capture->group) invalidate(*capture, "a task group was begun and not ended");
+  check(capture->invalid.empty(), kCaptureInvalidated, "the capture is invalid: ", capture->invalid);
+  if (graph) *graph = capture->graph.get();
+})
+
+ACL_API(computed, aclmdlRICaptureThreadExchangeMode, (int32_t* mode), {
+  check(mode && *mode >= 0 && *mode <= 2, kInvalidParam, "a capture mode is 0, 1 or 2");
+  const auto before = static_cast<int32_t>(thread_mode);
+  thread_mode = static_cast<CaptureMode>(*mode);
+  *mode = before;
+})
+
+ACL_API(computed, aclmdlRIExecuteAsync, (void* handle, void* stream), {
+  const auto graph = found(graphs, handle, "graph");
+  auto on = stream_at(stream);
+  check(!on->capture, kStreamCaptured, "a graph cannot be run on a stream that is being captured");
+  check(on->device == graph->device, kInvalidParam, "the graph is of NPU ", graph->device, ", the stream of NPU ", on->device);
+  Task task{"aclmdlRIExecuteAsync", [graph, on = on.get()] { graph->run(*on); }, Kind::graph};
+  task.blocks = graph->blocks();
+  on->submit(std::move(task));
+})
+ACL_API(computed, aclmdlRIDestroy, (void* handle), {
+  const auto graph = found(graphs, handle, "graph");  // lives on while it runs
+  std::lock_guard lock(graphs_mutex);
+  graphs.erase(handle);
+})
+ACL_API(bookkeeping, aclmdlRIGetId, (void* handle, uint32_t* id), { *id = static_cast<uint32_t>(found(graphs, handle, "graph")->id); })
+
+// Task groups: the nodes captured between begin and end get a handle. Between the beginning and the end of an update, the same operators are
+// called again on another stream; they take the nodes' places, in that stream's order, and do not run.
+ACL_API(computed, aclmdlRICaptureTaskGrpBegin, (void* stream), {
+  const auto capture = stream_of(stream).capture;
+  check(capture != nullptr, kNotCaptured, "the stream is not being captured");
+  check(!capture->group, kInvalidParam, "a task group is open already");
+  capture->group = std::make_shared<Group>();
+  capture->group->graph = capture->graph;
+})
+ACL_API(computed, aclmdlRICaptureTaskGrpEnd, (void* stream, void** handle), {
+  const auto capture = stream_of(stream).capture;
+  check(capture && capture->group, kNotCaptured, "no task group is open on the stream");
+  std::lock_guard lock(graphs_mutex);
+  groups[capture->group.get()] = capture->group;
+  *handle = capture->group.get();
+  capture->group.reset();
+})
+ACL_API(computed, aclmdlRICaptureTaskUpdateBegin, (void* stream, void* handle), {
+  auto& on = stream_of(stream);
+  check(!on.capture, kStreamCaptured, "an update wants a stream that is not being captured");
+  auto group = found(groups, handle, "task group");
+  check(!group->graph.expired(), kInvalidParam, "the graph of this task group was destroyed");
+  std::lock_guard lock(update_mutex);
+  check(updates.emplace(&on, Update{std::move(group), {}}).second, kInvalidParam, "an update is open on this stream already");
+  ++open_updates;
+})
+ACL_API(computed, aclmdlRICaptureTaskUpdateEnd, (void* stream), {
+  auto& on = stream_of(stream);
+  Update update;
+  {
+    std::lock_guard lock(update_mutex);
+    const auto at = updates.find(&on);
+    check(at != updates.end(), kInvalidParam, "no update is open on this stream");
+    update = std::move(at->second);
+    updates.erase(at);
+    --open_updates;
+  }
+  const auto count = update.tasks.size();
+  check(count == update.group->nodes.size(), kInvalidParam, "the task group has ", update.group->nodes.size(), " operators, its update ", count);
+  on.submit("aclmdlRICaptureTaskUpdate", Kind::host, [update] {
+    const auto graph = update.group->graph.lock();
+    check(graph != nullptr, kInvalidParam, "the graph was destroyed before its update");
+    std::lock_guard lock(graph->mutex);
+    for (size_t i = 0; i < update.tasks.size(); ++i) {
+      auto& old = graph->nodes[update.group->nodes[i]].task;
+      check(std::string(old.name) == update.tasks[i].name, kInvalidParam, "node ", update.group->nodes[i], " is ", old.name, ", its update ", update.tasks[i].name);
+      old = update.tasks[i];
+    }
+  });
+})
+
+namespace emu {
+bool takes_update(Stream& stream, Task& task) {
+  if (open_updates == 0 || task.kind != Kind::op) return false;
+  std::lock_guard lock(update_mutex);
+  const auto at = updates.find(&stream);
+  if (at == updates.end()) return false;
+  at->second.tasks.push_back(std::move(task));
+  return true;
+}
+}  // namespace emu
+
+// Conditional nodes.
+ACL_API(computed, aclmdlRICondHandleCreate, (void* handle, uint32_t initial, uint32_t flags, void** out), {
+  const auto graph = found(graphs, handle, "graph");
+  auto condition = std::make_shared<Condition>();
+  condition->address = static_cast<uint64_t*>(device(graph->device).allocate(sizeof(uint64_t)));
+  condition->initial = initial;
+  condition->assign = flags == 1;
+  graph->conditions.push_back(condition);
+  std::lock_guard lock(graphs_mutex);
+  conditions[condition.get()] = condition;
+  *out = condition.get();
+})
+ACL_API(computed, aclmdlRICondHandleGetCondPtr, (void* handle, uint64_t** address), { *address = found(conditions, handle, "condition")->address; })
+ACL_API(computed, aclmdlRIAddCondTask, (CondTaskParams params, void* handle, uint32_t), {
+  auto& stream = stream_of(handle);
+  const auto condition = found(conditions, params.handle, "condition");
+  check(stream.capture != nullptr, kNotCaptured, "the stream is not being captured");
+  check(params.type >= 0 && params.type <= 2, kInvalidParam, "condition type ", params.type, "; 0 if, 1 while and 2 switch are there");
+  const uint32_t most[] = {2, 1, UINT32_MAX};
+  check(params.size >= 1 && params.size <= most[params.type], kInvalidParam, params.size, " branches for condition type ", params.type);
+  std::vector<std::shared_ptr<Graph>> branches;
+  for (uint32_t i = 0; i < params.size; ++i) {
+    branches.push_back(new_graph(stream.device));
+    params.graphs[i] = branches.back().get();
+    stream.capture->graph->branches.push_back(branches.back());
+  }
+  Task task{"aclmdlRIAddCondTask", [condition, type = params.type, branches, on = stream.shared_from_this()] { run_branch(condition, type, branches, *on); }, Kind::graph};
+  stream.submit(std::move(task));
+})
+
+// A listing of the graph: to standard output, or to a file in the event format that trace viewers open.
+ACL_API(computed, aclmdlRIDebugPrint, (void* handle), {
+  const auto graph = found(graphs, handle, "graph");
+  for (size_t i = 0; i < graph->nodes.size(); ++i) printf("graph %d node %zu: %s, stream %d\n", graph->id, i, graph->nodes[i].task.name, graph->nodes[i].stream);
+})
+ACL_API(computed, aclmdlRIDebugJsonPrint, (void* handle, const char* path, uint32_t), {
+  const auto graph = found(graphs, handle, "graph");
+  FILE* file = path ? std::fopen(path, "w") : nullptr;
+  check(file != nullptr, kInvalidParam, "cannot write to ", path ? path : "null");
+  std::fputs("[", file);
+  for (size_t i = 0; i < graph->nodes.size(); ++i)
+    std::fprintf(file, "%s\n{\"name\": \"%s\", \"ph\": \"X\", \"pid\": \"graph %d\", \"tid\": \"stream %d\", \"ts\": %zu, \"dur\": 1}", i ? "," : "",
+                 graph->nodes[i].task.name, graph->id, graph->nodes[i].stream, i);
+  std::fputs("\n]\n", file);
+  std::fclose(file);
+})

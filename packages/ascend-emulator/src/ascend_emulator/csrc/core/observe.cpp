@@ -1,0 +1,167 @@
+#include "observe.h"
+
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <set>
+
+namespace emu {
+namespace {
+
+std::atomic<bool> modelling{false};
+thread_local double counted_flops = 0;
+thread_local int counted_item = 0;
+thread_local int depth = 0;  // of tasks within tasks: a graph's nodes
+
+// Complete lines are added to the file, which other processes of the program write to as well.
+struct Trace {
+  int file;
+  std::mutex mutex;
+  std::string buffer;
+  std::set<std::string> named;
+  Clock::time_point flushed = Clock::now();
+
+  void add(const std::string& line) {
+    std::lock_guard lock(mutex);
+    buffer += line;
+    if (buffer.size() > 65536 || Clock::now() - flushed > std::chrono::milliseconds(500)) flush();
+  }
+  void flush() {
+    for (size_t at = 0; at < buffer.size();) {
+      const auto written = write(file, buffer.data() + at, buffer.size() - at);
+      if (written <= 0) break;
+      at += static_cast<size_t>(written);
+    }
+    buffer.clear();
+    flushed = Clock::now();
+  }
+};
+
+Trace* trace() {
+  static Trace* const instance = [] {
+    const char* path = std::getenv("ASCEND_EMULATOR_TRACE");
+    if (!path || !*path) return static_cast<Trace*>(nullptr);
+    const int file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    if (file < 0) {
+      fprintf(stderr, "ascend-emulator: cannot write the trace to %s\n", path);
+      return static_cast<Trace*>(nullptr);
+    }
+    auto* made = new Trace;
+    made->file = file;
+    return made;
+  }();
+  return instance;
+}
+
+double microseconds(Clock::time_point time) { return std::chrono::duration<double, std::micro>(time.time_since_epoch()).count(); }
+
+const char* name_of(Kind kind) {
+  const char* const names[] = {"operator", "copy", "record", "wait", "host", "collective", "graph"};
+  return names[static_cast<int>(kind)];
+}
+
+void name_thread(const std::string& id, const std::string& name) {
+  {
+    std::lock_guard lock(trace()->mutex);
+    if (!trace()->named.insert(id).second) return;
+  }
+  trace()->add(text("{\"name\": \"thread_name\", \"ph\": \"M\", \"pid\": ", getpid(), ", \"tid\": ", id, ", \"args\": {\"name\": \"", name, "\"}},\n"));
+}
+
+std::string event(const std::string& name, const char* category, const std::string& tid, Clock::time_point start, Clock::time_point end, const std::string& arguments) {
+  std::ostringstream out;
+  out.precision(3);
+  out << std::fixed << "{\"name\": \"" << name << "\", \"cat\": \"" << category << "\", \"ph\": \"X\", \"pid\": " << getpid() << ", \"tid\": " << tid
+      << ", \"ts\": " << microseconds(start) << ", \"dur\": " << microseconds(end) - microseconds(start) << ", \"args\": {" << arguments << "}},\n";
+  return out.str();
+}
+
+}  // namespace
+
+bool observing() { return modelling || trace(); }
+
+void count_flops(double flops, int item) {
+  counted_flops += flops;
+  counted_item = item;
+}
+
+double modelled_seconds(const Task& task, bool in_graph) {
+  const auto& c = chip();
+  const auto& w = task.work;
+  const double launch = in_graph ? c.graph_launch : c.launch;
+  switch (task.kind) {
+    case Kind::record:
+    case Kind::wait:
+    case Kind::host:
+    case Kind::graph: return 0;
+    case Kind::copy: return launch + std::max(w.bytes / c.bandwidth, w.link / c.host_bandwidth);
+    case Kind::collective: return launch + w.link / c.link_bandwidth;
+    case Kind::op: break;
+  }
+  const double throughput = w.item == 0 ? c.vector_flops : w.item == 1 ? c.cube_flops * 2 : w.item == 2 ? c.cube_flops : c.cube_flops / 4;
+  return launch + std::max(w.flops / throughput, w.bytes / c.bandwidth);
+}
+
+Observation::Observation(Stream& stream, const Task& task) : stream_(stream), task_(task), on_(observing()) {
+  if (!on_) return;
+  ++depth;
+  counted_flops = 0;
+  start_ = Clock::now();
+}
+
+Observation::~Observation() {
+  if (!on_) return;
+  const bool in_graph = --depth > 0;
+  Task costed{task_.name, nullptr, task_.kind, false, nullptr, task_.work};
+  if (counted_flops > 0) {
+    costed.work.flops = counted_flops;
+    costed.work.item = counted_item;
+    counted_flops = 0;
+  }
+  const double seconds = modelled_seconds(costed, in_graph);
+  stream_.modelled += seconds;
+  if (!trace()) return;
+  const auto id = std::to_string(stream_.id);
+  name_thread(id, text("NPU ", stream_.device, " stream ", stream_.id));
+  std::ostringstream arguments;
+  arguments << "\"npu\": " << stream_.device << ", \"stream\": " << stream_.id << ", \"bytes\": " << static_cast<int64_t>(costed.work.bytes + costed.work.link)
+            << ", \"flops\": " << static_cast<int64_t>(costed.work.flops) << ", \"estimated_us\": " << seconds * 1e6;
+  if (!costed.work.shapes.empty()) arguments << ", \"shapes\": \"" << costed.work.shapes << '"';
+  trace()->add(event(task_.name, name_of(task_.kind), id, start_, Clock::now(), arguments.str()));
+}
+
+HostObservation::HostObservation(const char* name) : name_(name), on_(trace() != nullptr) {
+  if (on_) start_ = Clock::now();
+}
+
+HostObservation::~HostObservation() {
+  if (!on_) return;
+  const auto thread = std::to_string(1000000 + syscall(SYS_gettid));
+  name_thread(thread, "host " + thread.substr(1));
+  trace()->add(event(name_, "synchronize", thread, start_, Clock::now(), ""));
+}
+
+void flush_trace() {
+  if (!trace()) return;
+  std::lock_guard lock(trace()->mutex);
+  trace()->flush();
+}
+
+}  // namespace emu
+
+// For ascend_emulator.observe: switches the model on, and reads it: seconds on the device's stream that is furthest on. Synchronize first.
+EXPORT void ascend_emulator_model(int on) { emu::modelling = on != 0; }
+EXPORT double ascend_emulator_modelled(int device) {
+  double most = 0;
+  for (const auto& stream : emu::streams_of(device)) most = std::max(most, stream->modelled);
+  return most;
+}
+// After a synchronization of the device all its streams are as far on.
+EXPORT void ascend_emulator_align(int device) {
+  const double most = ascend_emulator_modelled(device);
+  for (const auto& stream : emu::streams_of(device)) stream->modelled = most;
+}

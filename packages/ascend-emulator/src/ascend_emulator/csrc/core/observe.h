@@ -1,0 +1,47 @@
+// Observation: a trace of what the device does (ASCEND_EMULATOR_TRACE=FILE), and the time that it would take by the roofline model.
+//
+// The model: an operator takes the longest of its floating-point operations over the throughput of its cores, its bytes over the memory's bandwidth and its
+// bytes over the link's, and a launch besides. Streams go on side by side; an event carries the time of its record to whoever waits for it. The
+// host is taken to be quick enough. The figures of a chip, with their sources, are in chips.toml. It is an estimate.
+#ifndef ASCEND_EMULATOR_CORE_OBSERVE_H
+#define ASCEND_EMULATOR_CORE_OBSERVE_H
+#include "stream.h"
+
+namespace emu {
+
+bool observing();  // whether Task::work is to be filled in
+
+// Of a task, from before it runs until after.
+class Observation {
+ public:
+  Observation(Stream& stream, const Task& task);
+  ~Observation();
+
+ private:
+  Stream& stream_;
+  const Task& task_;
+  Clock::time_point start_;
+  bool on_;
+};
+
+// Of a call that makes the host wait.
+class HostObservation {
+ public:
+  explicit HostObservation(const char* name);
+  ~HostObservation();
+
+ private:
+  const char* name_;
+  Clock::time_point start_;
+  bool on_;
+};
+
+// Adds to the floating-point operations of the task that runs in this thread, for operators whose cost lies in their arguments' values.
+void count_flops(double flops, int item);
+
+double modelled_seconds(const Task& task, bool in_graph);
+void flush_trace();
+
+}  // namespace emu
+
+#endif  // ASCEND_EMULATOR_CORE_OBSERVE_H

@@ -1,0 +1,255 @@
+#include "stream.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+
+#include "adversary.h"
+#include "graph.h"
+#include "observe.h"
+
+namespace emu {
+namespace {
+
+struct All {
+  std::mutex mutex;
+  std::map<void*, std::shared_ptr<Stream>> streams;
+  std::map<int, std::shared_ptr<Stream>> defaults;
+  std::map<int, int> in_graphs;  // device -> streams that graphs hold
+  int next_id = 0;
+};
+All& all() {
+  static All* instance = new All;
+  return *instance;
+}
+
+thread_local Stream* worker_of = nullptr;
+
+int count(int device) {
+  auto& a = all();
+  return a.in_graphs[device] + static_cast<int>(std::count_if(a.streams.begin(), a.streams.end(), [&](const auto& each) { return each.second->device == device; }));
+}
+
+void check_room(int device, int wanted, Status status) {
+  const int limit = chip().streams, used = count(device);
+  check(used + wanted <= limit, status, "no stream resource: NPU ", device, " has ", limit, " streams; ", used, " are in use (", all().in_graphs[device],
+        " of them by captured graphs) and ", wanted, " more are asked for. Capture fewer graphs, or destroy streams");
+}
+
+}  // namespace
+
+std::shared_ptr<Stream> Stream::create(int device, int priority) {
+  int id;
+  {
+    std::lock_guard lock(all().mutex);
+    if (all().next_id == 0) std::atexit(stop_streams);
+    id = all().next_id++;
+  }
+  std::shared_ptr<Stream> stream(new Stream(device, id, priority));
+  Adversary::join(stream);
+  std::thread([stream] { stream->work(); }).detach();
+  return stream;
+}
+
+uint64_t Stream::submit(Task task) {
+  if (capture) {
+    capture_task(*this, std::move(task));
+    return 0;
+  }
+  if (takes_update(*this, task)) return submitted_;
+  uint64_t ticket;
+  {
+    std::lock_guard lock(mutex_);
+    check(!retired_, kNotThisStream, "the stream was destroyed");
+    tasks_.push_back(std::move(task));
+    ticket = ++submitted_;
+    if (tasks_.size() == 1) arrived_.notify_one();
+  }
+  Adversary::submitted();
+  return ticket;
+}
+
+bool Stream::wait(uint64_t ticket, Deadline deadline) {
+  if (!reached(ticket)) {
+    check(worker_of != this, kOpFailed, "a task waits for its own stream");
+    Adversary::Demand demand(*this, ticket);
+    std::unique_lock lock(mutex_);
+    const auto done = [&] { return reached(ticket); };
+    if (worker_of) {  // another stream's thread, which can be aborted
+      while (!progressed_.wait_for(lock, std::chrono::milliseconds(50), done)) check_not_aborted();
+    } else if (!deadline) {
+      progressed_.wait(lock, done);
+    } else if (!progressed_.wait_until(lock, *deadline, done)) {
+      return false;
+    }
+  }
+  check_failure();
+  return true;
+}
+
+void Stream::check_failure() {
+  std::lock_guard lock(mutex_);
+  if (failure_) throw *failure_;
+}
+
+void Stream::synchronize(Deadline deadline, Status timeout) {
+  check(wait(submitted(), deadline), timeout, "the deadline passed while stream ", id, " of NPU ", device, " ran ", what_runs());
+}
+
+std::string Stream::what_runs() {
+  std::lock_guard lock(mutex_);
+  return tasks_.empty() ? "nothing" : tasks_.front().name;
+}
+
+void Stream::perform(Task& task) {
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_ && task.kind != Kind::record) return;
+  }
+  try {
+    Observation observed(*this, task);
+    task.run();
+  } catch (const std::exception& error) {
+    const auto* own = dynamic_cast<const Error*>(&error);
+    const std::string what = error.what();
+    const std::string reason = what.substr(0, what.find("\nException raised from"));  // c10::Error appends a backtrace
+    const bool passed_on = task.kind == Kind::wait || reason.rfind(task.name, 0) == 0;
+    std::lock_guard lock(mutex_);
+    failure_ = Error(own ? own->status : kOpFailed, passed_on ? reason : text(task.name, ": ", reason));
+  }
+}
+
+void Stream::work() {
+  worker_of = this;
+  pthread_setname_np(pthread_self(), text("npu", device, "-stream", id).substr(0, 15).c_str());
+  set_current_device(device);
+  prepare_worker();
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    arrived_.wait(lock, [&] { return !tasks_.empty() || retired_; });
+    if (tasks_.empty()) return;
+    running_ = true;
+    Task& task = tasks_.front();
+    lock.unlock();
+    {
+      Adversary::Turn turn(*this, task);
+      perform(task);
+    }
+    lock.lock();
+    running_ = false;
+    // A task's arguments go before anybody learns that it is done: the memory may be freed then.
+    Task done = std::move(tasks_.front());
+    tasks_.pop_front();
+    lock.unlock();
+    done.run = nullptr;
+    lock.lock();
+    ++completed_;
+    progressed_.notify_all();
+    lock.unlock();
+    Adversary::completed(*this);
+    lock.lock();
+  }
+}
+
+void check_not_aborted() {
+  check(!worker_of || !worker_of->aborting_, kOpFailed, "the stream was aborted");
+}
+
+void Stream::abort() {
+  std::unique_lock lock(mutex_);
+  aborting_ = true;
+  if (tasks_.size() > 1) {
+    completed_ += tasks_.size() - 1;  // its order with the task that runs does not matter any more
+    tasks_.erase(tasks_.begin() + 1, tasks_.end());
+  }
+  if (!running_ && !tasks_.empty()) {
+    ++completed_;
+    tasks_.clear();
+  }
+  progressed_.wait_for(lock, std::chrono::seconds(1), [&] { return tasks_.empty(); });
+  aborting_ = false;
+  failure_.reset();
+  progressed_.notify_all();
+}
+
+void Stream::retire() {
+  std::lock_guard lock(mutex_);
+  retired_ = true;
+  arrived_.notify_one();
+}
+
+std::shared_ptr<Stream> stream_at(void* handle) {
+  auto& a = all();
+  if (!handle) {
+    const int device = current_device();
+    {
+      std::lock_guard lock(a.mutex);
+      if (auto found = a.defaults.find(device); found != a.defaults.end()) return found->second;
+    }
+    auto made = Stream::create(device);
+    std::lock_guard lock(a.mutex);
+    auto [at, added] = a.defaults.emplace(device, made);
+    if (added) a.streams[made.get()] = made;
+    else made->retire();
+    return at->second;
+  }
+  std::lock_guard lock(a.mutex);
+  const auto found = a.streams.find(handle);
+  check(found != a.streams.end(), kNotThisStream, handle, " is no stream, or it was destroyed");
+  return found->second;
+}
+
+Stream& stream_of(void* handle) { return *stream_at(handle); }
+
+std::vector<std::shared_ptr<Stream>> streams_of(int device) {
+  std::vector<std::shared_ptr<Stream>> found;
+  std::lock_guard lock(all().mutex);
+  for (const auto& [_, stream] : all().streams)
+    if (stream->device == device) found.push_back(stream);
+  return found;
+}
+
+void* add_stream(std::shared_ptr<Stream> stream) {
+  std::lock_guard lock(all().mutex);
+  try {
+    check_room(stream->device, 1, kNoStream);
+  } catch (...) {
+    stream->retire();
+    throw;
+  }
+  void* handle = stream.get();
+  all().streams[handle] = std::move(stream);
+  return handle;
+}
+
+std::shared_ptr<Stream> take_stream(void* handle) {
+  auto stream = stream_at(handle);
+  std::lock_guard lock(all().mutex);
+  all().streams.erase(handle);
+  return stream;
+}
+
+void reserve_streams(int device, int wanted, Status status) {
+  std::lock_guard lock(all().mutex);
+  if (wanted > 0) check_room(device, wanted, status);
+  all().in_graphs[device] += wanted;
+}
+
+void stop_streams() {
+  std::vector<std::shared_ptr<Stream>> every;
+  {
+    std::lock_guard lock(all().mutex);
+    for (const auto& [_, stream] : all().streams) every.push_back(stream);
+  }
+  for (const auto& stream : every) stream->abort();
+  for (const auto& stream : every) stream->retire();
+}
+
+bool null_mode() {
+  static const bool on = std::getenv("ASCEND_EMULATOR_NULL") && *std::getenv("ASCEND_EMULATOR_NULL") == '1';
+  return on;
+}
+
+}  // namespace emu
