@@ -173,7 +173,7 @@ def test_a_dead_rank_is_noticed(played):
 
 def test_watchdog_ends_the_process_with_the_reason(played):
     assert played["dead watched"] == [None, None]
-    assert "watchdog thread terminated with exception: [ascend-emulator] HcclAllReduce(1048576 float32, sum)" in played["stderr"]
+    assert "watchdog thread terminated with exception: [ascend-emulator] HcclAllReduce(4 float32, sum)" in played["stderr"]
 
 
 def test_a_late_rank_is_given_up(played):
@@ -214,6 +214,13 @@ def test_c_interface(played):
         assert (size, own) == (2, rank)
         assert name == answer["results"][0][4] != ""
     assert answer["texts"] == ["no error", "timeout"]
+
+
+def test_destroying_a_communicator_ends_what_waits(played):
+    text, seconds = played["one process"][0]["destroyed"]
+    assert "HcclAllReduce(4 float32, sum) on communicator" in text
+    assert "the communicator was destroyed or suspended meanwhile" in text
+    assert seconds < 20
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ namespace emu::hccl {
 namespace {
 
 constexpr uint64_t kSmall = 64 << 10;     // bytes: up to here one step to all is faster than two
-constexpr int64_t kBlock = 256 << 10;     // elements that a reduction takes at a time, for the caches
+constexpr int64_t kBlock = 16 << 10;     // elements that a reduction takes at a time: in the caches, and too few for ATen to call other threads
 
 void copy(void* to, const void* from, uint64_t bytes) {
   if (bytes && to != from) std::memmove(to, from, bytes);

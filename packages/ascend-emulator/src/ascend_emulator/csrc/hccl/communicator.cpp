@@ -115,6 +115,8 @@ void Communicator::perform(const Header& call, const std::function<void()>& body
     body();
   } catch (const Broken& broken) {
     fail(call, broken.result, broken.what());
+  } catch (const Error& error) {  // in the middle of a message, perhaps
+    fail(call, kSuspending, error.what());
   }
 }
 

@@ -1,7 +1,9 @@
 // HCCL's operations. Arguments are checked in the call; the operation is a task of the stream. Signatures: see types.h.
 #include <algorithm>
+#include <utility>
 
 #include "../core/device.h"
+#include "../core/observe.h"
 #include "../core/stream.h"
 #include "api.h"
 #include "collectives.h"
@@ -39,18 +41,51 @@ void run(const std::vector<Operation>& operations) {
   }
 }
 
+// Bytes over this rank's links, for observation.
+double link_bytes(const Operation& operation) {
+  const auto& [on, stream, call, body, items] = operation;
+  const double bytes = static_cast<double>(call.count * data_type(call.type).bytes), others = on->ranks - 1;
+  double sum = 0;
+  switch (call.kind) {
+    case kAllReduce: return 2 * bytes * others / on->ranks;
+    case kAllGather:
+    case kReduceScatter:
+    case kAllToAll: return bytes * others;
+    case kSend:
+    case kReceive:
+      for (const auto& each : items) sum += static_cast<double>(each.header.bytes);
+      return sum;
+    default: return bytes;
+  }
+}
+
+// Of the communicator that it is for, until it has run, or was dropped.
+struct Pending {
+  explicit Pending(std::shared_ptr<Communicator> on) : on(std::move(on)) { this->on->started(); }
+  ~Pending() { end(); }
+  void end() {
+    if (!std::exchange(ended, true)) on->finished();
+  }
+  std::shared_ptr<Communicator> on;
+  bool ended = false;
+};
+
 void submit(std::vector<Operation> operations) {
-  const auto on = operations.front().on;
-  void* stream = operations.front().stream;
-  on->started();
-  // Also when the task is dropped without a run.
-  std::shared_ptr<Communicator> done(on.get(), [on](Communicator* it) { it->finished(); });
-  stream_of(stream).submit([operations = std::move(operations), done] { run(operations); });
+  const auto stream = stream_at(operations.front().stream);
+  const auto pending = std::make_shared<Pending>(operations.front().on);
+  Task task{kind_name(operations.front().call.kind), {}, emu::Kind::collective, /*blocks=*/true};
+  if (observing()) {
+    for (const auto& each : operations) task.work.link += link_bytes(each);
+    task.work.bytes = 2 * task.work.link;
+    task.work.shapes = operations.front().call.describe();
+  }
+  task.run = [operations = std::move(operations), pending] { run(operations); };
+  if (stream->submit(std::move(task)) == 0) pending->end();  // captured: the graph keeps it for good
 }
 
 void issue(Operation operation) {
   if (operation.on->error()) refuse_call(static_cast<Code>(operation.on->error()), operation.on->message());
-  const int device = stream_of(operation.stream).device;
+  const int device = stream_at(operation.stream)->device;
   check(device == operation.on->device, kInvalidParam, "the stream is of NPU ", device, ", the communicator of NPU ", operation.on->device);
   if (group_depth) group.push_back(std::move(operation));
   else submit({std::move(operation)});
@@ -81,7 +116,7 @@ uint64_t sane(const char* name, uint64_t count) {
 
 uint64_t bytes_of(uint64_t count, int type) { return sane("the count", count) * data_type(type).bytes; }
 
-Header header(Kind kind, uint64_t count, int type, int op = 0xff, uint32_t root = kNone) {
+Header header(CallKind kind, uint64_t count, int type, int op = 0xff, uint32_t root = kNone) {
   Header made;
   made.kind = kind;
   made.type = static_cast<uint8_t>(type);
@@ -112,7 +147,7 @@ uint64_t extent(const Counts& counts, const Counts& starts) {
   return end;
 }
 
-PointToPoint item(Kind kind, void* address, uint64_t count, int type, uint32_t peer, const Communicator& on) {
+PointToPoint item(CallKind kind, void* address, uint64_t count, int type, uint32_t peer, const Communicator& on) {
   check_transferable(type);
   rank_within(kind == kSend ? "destRank" : "srcRank", peer, on);
   auto call = header(kind, count, type);
@@ -120,7 +155,7 @@ PointToPoint item(Kind kind, void* address, uint64_t count, int type, uint32_t p
   return {static_cast<int>(peer), call, buffer(address, call.bytes, kind == kSend ? "sendBuf" : "recvBuf")};
 }
 
-void all_to_all_call(Kind kind, uint64_t count, const void* send_address, Counts send_counts, Counts send_starts, int send_type,
+void all_to_all_call(CallKind kind, uint64_t count, const void* send_address, Counts send_counts, Counts send_starts, int send_type,
                      const void* receive_address, Counts receive_counts, Counts receive_starts, int receive_type,
                      std::shared_ptr<Communicator> on, void* stream) {
   check_transferable(send_type);

@@ -175,8 +175,10 @@ bool receive_some(Lane& lane, Link& link) {
   return moved;
 }
 
+constexpr int kLook = 50;  // milliseconds between looks at whether the stream was aborted
+
 int milliseconds(Deadline deadline) {
-  if (!deadline) return -1;
+  if (!deadline) return kLook;
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(*deadline - Clock::now()).count() + 1;
   return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
 }
@@ -184,7 +186,8 @@ int milliseconds(Deadline deadline) {
 // False when the deadline passed.
 bool wait(std::vector<pollfd>& files, Deadline deadline) {
   while (true) {
-    const int ready = poll(files.data(), files.size(), milliseconds(deadline));
+    check_not_aborted();
+    const int ready = poll(files.data(), files.size(), std::min(milliseconds(deadline), kLook));
     if (ready > 0) break;
     if (ready == 0 && deadline && Clock::now() >= *deadline) return false;
     if (ready < 0 && errno != EINTR) throw Broken(kInternal, text("poll: ", std::strerror(errno)));

@@ -10,12 +10,10 @@
 #include <string>
 #include <vector>
 
+#include "../core/stream.h"
 #include "types.h"
 
 namespace emu::hccl {
-
-using Clock = std::chrono::steady_clock;
-using Deadline = std::optional<Clock::time_point>;  // none: wait for ever
 
 class File {
  public:
@@ -33,7 +31,7 @@ class File {
 };
 
 // What both ends of a message must agree on; it goes before the message's bytes.
-enum Kind : uint8_t { kBarrier, kAllReduce, kAllGather, kAllGatherV, kReduceScatter, kReduceScatterV, kBroadcast, kReduce, kScatter, kAllToAll, kAllToAllV, kSend, kReceive, kFailed };
+enum CallKind : uint8_t { kBarrier, kAllReduce, kAllGather, kAllGatherV, kReduceScatter, kReduceScatterV, kBroadcast, kReduce, kScatter, kAllToAll, kAllToAllV, kSend, kReceive, kFailed };
 const char* kind_name(uint8_t kind);
 constexpr uint32_t kNone = 0xffffffff;
 
@@ -73,7 +71,8 @@ struct Broken : std::runtime_error {
   Broken(Code result, const std::string& what) : std::runtime_error(what), result(result) {}
 };
 
-// Moves all of it. Throws Broken: a peer went away, sent something else, the deadline passed, or `wake` became readable.
+// Moves all of it. Throws Broken: a peer went away, sent something else, the deadline passed, or `wake` became
+// readable; and what check_not_aborted() throws.
 void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake);
 // Tells the others why this rank goes no further, as far as they can still be told.
 void give_up(std::vector<Link>& links, const std::string& reason);
