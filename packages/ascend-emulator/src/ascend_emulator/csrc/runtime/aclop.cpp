@@ -1,20 +1,51 @@
 // The legacy graph-operator path. torch_npu takes it when an operator's jit-compilation is on or its aclnn symbol is missing; here the
-// first is reported as off, the second cannot be, and executing one always refuses by the operator's name. What torch_npu builds
-// beforehand (descriptions, attributes, buffers) is bookkeeping; of it, torch_npu reads the descriptions, to log them after the refusal.
+// first is reported as off, the second cannot be, and executing one refuses by the operator's name. The exception is an Identity that
+// changes nothing: npu_format_cast(x, 3) runs one, from a format to itself, where internal formats are off, which they are by default
+// (torch_npu's FormatCastKernelNpu.cpp). What torch_npu builds beforehand (descriptions, attributes, buffers) is bookkeeping.
 // Call sites: torch_npu/csrc/framework/OpParamMaker.cpp (BSD).
 #include <cstring>
 #include <vector>
 
-#include "../core/registry.h"
+#include "../core/device.h"
+#include "../core/op.h"
 
 using namespace emu;
 
 namespace {
 struct Opaque {};
+struct TensorDesc {
+  int32_t type, format;
+  std::vector<int64_t> dims;
+  int32_t storage_format = format;
+};
+struct DataBuffer {
+  void* data;
+  size_t bytes;
+};
+const TensorDesc& desc_of(const void* desc) { return *static_cast<const TensorDesc*>(desc); }
+const DataBuffer& buffer_of(const void* buffer) { return *static_cast<const DataBuffer*>(buffer); }
 
 int refuse_aclop(const char* op_type) {
   return operator_done(op_type, fail(kUnsupported, text("the legacy graph operator '", op_type, "' (aclopCompileAndExecute) is never emulated; "
                                  "torch_npu reaches it only where it has no aclnn operator for this call")));
+}
+
+bool changes_nothing(const void* input, const void* output, const void* from, const void* to) {
+  return desc_of(input).type == desc_of(output).type && desc_of(input).storage_format == desc_of(output).storage_format &&
+         buffer_of(from).bytes == buffer_of(to).bytes;
+}
+
+int copy_bytes(const DataBuffer& from, const DataBuffer& to, void* stream) {
+  return guarded("Identity", [&] {
+    auto task = std::make_unique<aclOpExecutor>();
+    if (const auto bytes = static_cast<int64_t>(to.bytes)) {
+      task->tensors = {at::from_blob(to_kernel(from.data), bytes, at::kByte), at::from_blob(to_kernel(to.data), bytes, at::kByte)};
+      task->compute = [tensors = task->tensors] { tensors[1].copy_(tensors[0]); };
+    } else {
+      task->compute = [] {};
+    }
+    check(launch("Identity", task.release(), stream) == kOk, kOpFailed, "the copy failed");
+  });
 }
 }  // namespace
 
@@ -27,7 +58,13 @@ ACL_API(bookkeeping, aclGetCompileopt, (int32_t, char* value, size_t length), {
   std::strcpy(value, "disable");
 })
 
-EXPORT int aclopCompileAndExecute(const char* op_type, ...) { return refuse_aclop(op_type); }
+EXPORT int aclopCompileAndExecute(const char* op_type, int, const void* const input[], const void* const from[], int,
+                                  const void* const output[], void* const to[], const void*, int, int, const char*, void* stream) {
+  if (std::strcmp(op_type, "Identity") == 0 && changes_nothing(*input, *output, *from, *to)) {
+    return copy_bytes(buffer_of(*from), buffer_of(*to), stream);
+  }
+  return refuse_aclop(op_type);
+}
 EXPORT int aclopCompileAndExecuteV2(const char* op_type, ...) { return refuse_aclop(op_type); }
 
 #define MAKE(NAME)                                                                  \
@@ -40,23 +77,15 @@ EXPORT int aclopCompileAndExecuteV2(const char* op_type, ...) { return refuse_ac
 
 MAKE(aclopCreateAttr)
 DROP(aclopDestroyAttr)
-MAKE(aclCreateDataBuffer)
-ACL_API(bookkeeping, aclDestroyDataBuffer, (const void* buffer), { delete static_cast<const Opaque*>(buffer); })
-
-namespace {
-struct TensorDesc {
-  int32_t type, format;
-  std::vector<int64_t> dims;
-};
-const TensorDesc& desc_of(const void* desc) { return *static_cast<const TensorDesc*>(desc); }
-}  // namespace
+ACL_API(bookkeeping, aclDestroyDataBuffer, (const void* buffer), { delete &buffer_of(buffer); })
 #define DESC(TYPE, NAME, PARAMS, ...)                                                         \
   static const Registration registration_##NAME{#NAME, State::bookkeeping, __FILE__}; \
   EXPORT TYPE NAME PARAMS __VA_ARGS__
+DESC(void*, aclCreateDataBuffer, (void* data, size_t bytes), { return new DataBuffer{data, bytes}; })
 DESC(void*, aclCreateTensorDesc, (int32_t type, int32_t rank, const int64_t* dims, int32_t format), {
   return new TensorDesc{type, format, {dims, dims + rank}};
 })
-DESC(void, aclDestroyTensorDesc, (const void* desc), { delete static_cast<const TensorDesc*>(desc); })
+DESC(void, aclDestroyTensorDesc, (const void* desc), { delete &desc_of(desc); })
 DESC(int32_t, aclGetTensorDescType, (const void* desc), { return desc_of(desc).type; })
 DESC(int32_t, aclGetTensorDescFormat, (const void* desc), { return desc_of(desc).format; })
 DESC(size_t, aclGetTensorDescNumDims, (const void* desc), { return desc_of(desc).dims.size(); })
@@ -65,8 +94,8 @@ ACL_API(bookkeeping, aclGetTensorDescDimV2, (const void* desc, size_t index, int
   check(index < dims.size(), kInvalidParam, "dimension ", index, " of ", dims.size());
   *size = dims[index];
 })
+ACL_API(bookkeeping, aclSetTensorFormat, (void* desc, int32_t format), { static_cast<TensorDesc*>(desc)->storage_format = format; })
 IGNORE(aclSetTensorDescName)
-IGNORE(aclSetTensorFormat)
 IGNORE(aclSetTensorPlaceMent)
 IGNORE(aclSetTensorShape)
 IGNORE(aclopSetAttrBool)

@@ -1,0 +1,321 @@
+"""Runs the cases of one unittest file in processes that may die, and keeps what becomes of each (see tools/upstream)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import types
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+IMPORT = "(import)"
+START = 120  # seconds until a file is imported
+REFUSED = re.compile(r"(\w+) is not emulated|legacy graph operator '(\w+)'")
+# Only the queue's thread knows the reason; with launches that block it arrives where it belongs.
+ELSEWHERE = re.compile(r"failed earlier|arguments were refused|Inner error is reported|synchronize failed")
+OTHER_CHIP = re.compile(r"[Oo]nly run on|910A|310P|[Aa]scend950|[Aa]scend910[_C]|\bA[235]\b|cann version", re.IGNORECASE)
+
+
+class File:
+    """One test file on its way through its processes.
+
+    Attributes:
+        cases: for each case its outcome (passed, failed, refused, other chip, skipped, crashed, timed out), the message and
+            the names that refused.
+    """
+
+    def __init__(self, path: Path, name: str, fresh: bool, deadline: float, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.path, self.name, self.fresh, self.deadline = path, name, fresh, deadline
+        self.cases: dict[str, dict] = {}
+        self._log = logs / (name.replace("/", "-") + ".log")
+        self._log.write_bytes(b"")
+        self._known: list[str] = []
+        self._process: subprocess.Popen | None = None
+        self._again: list[str] = []  # to be run with blocking launches, for the reason of their failure
+        self._start()
+
+    def step(self) -> bool:
+        """Read what the process has reported, and start the next when it is gone; true when all is done."""
+        alive = self._read()
+        if alive and time.monotonic() < self._until:
+            return False
+        if alive:
+            self.kill()
+            self._read()
+        status = self._wait()
+        if self._current or not self._listed:
+            self._lost(timed_out=alive, status=status)
+        if self._listed and not self._broken:  # it ran to its end: what is left was kept from running, by setUpClass say
+            for case in self._left():
+                self._record(case, "failed", f"not run: {self._trouble or 'no reason given'}")
+        if not self._listed or (self._current is None and not self._broken and not self._again):
+            return True
+        if not self._left():
+            if not self._again:
+                return True
+            self._start(blocking=True)
+        else:
+            self._start()
+        return False
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+
+    def _left(self) -> list[str]:
+        return [case for case in self._known if case not in self.cases]
+
+    def _start(self, blocking: bool = False) -> None:
+        reader, writer = os.pipe()
+        only = list(self._again) if blocking else None
+        job = {"path": str(self.path), "done": [*self.cases], "only": only, "blocking": blocking}
+        self._blocking = blocking
+        with open(self._log, "ab") as log:
+            if self.fresh:
+                command = [sys.executable, __file__, json.dumps({**job, "pipe": writer})]
+                where = tempfile.gettempdir()
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[writer],
+                    start_new_session=True,
+                    cwd=where,
+                )
+                self._pid, self._process = process.pid, process
+            else:
+                self._pid = _fork(job, reader, writer, log.fileno())
+        os.close(writer)
+        os.set_blocking(reader, False)
+        self._pipe, self._rest = reader, b""
+        self._current: str | None = None
+        self._listed = self._broken = False
+        self._trouble = ""
+        self._until = time.monotonic() + START
+
+    def _read(self) -> bool:
+        """Take in reports; false when the process has closed its end."""
+        while select.select([self._pipe], [], [], 0)[0]:
+            chunk = os.read(self._pipe, 1 << 16)
+            if not chunk:
+                return False
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            for line in lines:
+                self._report(json.loads(line))
+        return True
+
+    def _report(self, report: dict) -> None:
+        self._until = time.monotonic() + self.deadline
+        if "cases" in report:
+            self._listed = True
+            self._known = self._known or report["cases"]
+        elif "start" in report:
+            self._current = report["start"]
+            if self._blocking:
+                self._again.remove(self._current)
+        elif "broken" in report:
+            self._broken = True
+        elif "trouble" in report:
+            self._trouble = report["trouble"]
+        else:
+            self._current = None
+            case, outcome, message = report["end"], report["outcome"], report["message"]
+            if outcome == "failed" and ELSEWHERE.search(message) and not self._blocking and not REFUSED.search(message):
+                self._again.append(case)
+            if not self._blocking or outcome == "failed":
+                self._record(case, outcome, message, report["seconds"])
+
+    def _lost(self, timed_out: bool, status: int) -> None:
+        outcome = "timed out" if timed_out else "crashed"
+        code = os.waitstatus_to_exitcode(status) if not self._process else status
+        how = f"after {self.deadline:g} s" if timed_out else (signal.Signals(-code).name if code < 0 else f"exit code {code}")
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
+        self._record(self._current or IMPORT, outcome, f"{how}\n{tail}")
+
+    def _record(self, case: str, outcome: str, message: str = "", seconds: float = 0.0) -> None:
+        names = sorted({first or second for first, second in REFUSED.findall(message)})
+        if outcome == "failed" and names:
+            outcome = "refused"
+        if outcome == "skipped" and OTHER_CHIP.search(message):
+            outcome = "other chip"
+        self.cases[case] = {"outcome": outcome, "message": message, "refused": names, "seconds": round(seconds, 2)}
+
+    def _wait(self) -> int:
+        os.close(self._pipe)
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            if self._process:
+                if self._process.poll() is not None:
+                    break
+            else:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+                if pid:
+                    self.kill()
+                    return status
+            time.sleep(0.01)
+        self.kill()  # also what it started and left behind
+        return self._process.wait() if self._process else os.waitpid(self._pid, 0)[1]
+
+
+def _fork(job: dict, reader: int, writer: int, log: int) -> int:
+    """Start from this process, which has torch and torch_npu imported and no device opened."""
+    _runners()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        os.close(reader)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.chdir(tempfile.gettempdir())
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        perform(module, job, writer)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def perform(module: types.ModuleType, job: dict, pipe: int) -> None:
+    """Import the file as `module` and run its cases, reporting each through the pipe."""
+    fcntl.fcntl(pipe, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if job["blocking"]:
+        os.environ["ASCEND_LAUNCH_BLOCKING"] = "1"
+    out = os.fdopen(pipe, "w", buffering=1)
+
+    def report(**what: object) -> None:
+        out.write(json.dumps(what) + "\n")
+
+    path = job["path"]
+    sys.argv[:] = [path]
+    sys.path.insert(0, os.path.dirname(path))
+    for owner in _runners():
+        owner.run_tests = lambda *_, **__: None
+    unittest.main = lambda *_, **__: None  # type: ignore[assignment]
+    module.__file__, module.__spec__ = path, None
+    started = time.monotonic()
+    try:
+        exec(compile(Path(path).read_text(), path, "exec"), module.__dict__)
+        tests = _flat(unittest.defaultTestLoader.loadTestsFromModule(module))
+    except BaseException as error:
+        report(cases=[IMPORT])
+        outcome = "skipped" if isinstance(error, (unittest.SkipTest, ModuleNotFoundError, SystemExit)) else "failed"
+        report(end=IMPORT, outcome=outcome, message=_text(error), seconds=time.monotonic() - started)
+        return
+    report(cases=[_id(test) for test in tests])
+    wanted = job["only"] if job["only"] is not None else [_id(test) for test in tests if _id(test) not in set(job["done"])]
+    unittest.TestSuite(test for test in tests if _id(test) in set(wanted)).run(_Result(report))
+
+
+def _runners() -> list:
+    import torch.testing._internal.common_utils
+    import torch_npu.testing.testcase
+
+    return [torch.testing._internal.common_utils, torch_npu.testing.testcase]
+
+
+def _flat(suite: unittest.TestSuite) -> list:
+    return [case for test in suite for case in (_flat(test) if isinstance(test, unittest.TestSuite) else [test])]
+
+
+def _id(test: unittest.TestCase) -> str:
+    return test.id().removeprefix("__main__.").replace(".", "::")
+
+
+def _text(error: BaseException) -> str:
+    """The error, and where in the test file or below it was raised; without what differs from run to run."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = next(
+        (f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in reversed(frames) if "test" in Path(f.filename).name), ""
+    )
+    text = re.sub(r"\[ERROR\] \d{4}-[^\n]*\n", "", str(error)).strip()
+    text = text if len(text) < 2500 else text[:1200] + "\n...\n" + text[-1200:]
+    return f"{type(error).__name__}: {text}\n{where}".strip()
+
+
+class _Result(unittest.TestResult):
+    """Reports each case when it is over; the device's queue is empty by then, so that no failure is left to the next."""
+
+    def __init__(self, report: Callable) -> None:
+        super().__init__()
+        self._report = report
+
+    def startTest(self, test: unittest.TestCase) -> None:
+        super().startTest(test)
+        self._outcome, self._message, self._started = "passed", "", time.monotonic()
+        self._report(start=_id(test))
+
+    def stopTest(self, test: unittest.TestCase) -> None:
+        super().stopTest(test)
+        broken = ""
+        try:
+            import torch
+
+            if torch.npu.is_initialized():
+                torch.npu.synchronize()
+        except Exception as error:
+            broken = _text(error)
+            if self._outcome == "passed":
+                self._note("failed", f"after the case: {broken}")
+        self._report(end=_id(test), outcome=self._outcome, message=self._message, seconds=time.monotonic() - self._started)
+        if broken or self._outcome == "failed":  # a failure may leave memory, modes or streams behind
+            self._report(broken=True)
+            self.stop()
+
+    def addError(self, test: Any, err: Any) -> None:
+        if not isinstance(test, unittest.TestCase):
+            self._report(trouble=_text(err[1]))
+        else:
+            self._note("failed", _text(err[1]))
+
+    addFailure = addError
+
+    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+        if err is not None:
+            self._note("failed", _text(err[1]))
+
+    def addSkip(self, test: Any, reason: str) -> None:
+        if not isinstance(test, unittest.TestCase):
+            self._report(trouble=reason)
+        elif self._outcome == "passed":
+            self._note("skipped", reason)
+
+    def addUnexpectedSuccess(self, test: Any) -> None:
+        self._note("failed", "succeeded, which was not expected")
+
+    def _note(self, outcome: str, message: str) -> None:
+        if self._outcome == "failed":
+            return
+        self._outcome, self._message = outcome, message
+
+
+if __name__ == "__main__":
+    _job = json.loads(sys.argv[1])
+    del sys.path[0]
+    perform(sys.modules["__main__"], _job, _job.pop("pipe"))
