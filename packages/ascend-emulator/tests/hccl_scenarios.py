@@ -23,7 +23,7 @@ REDUCED = [
     for dtype in ("int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "bool", "uint8")
     for op in ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
     if not (op == "PRODUCT" and dtype in ("int16", "bfloat16"))
-    and not (op == "AVG" and dtype not in ("float16", "bfloat16", "float32"))
+    and not (op == "AVG" and dtype not in ("float16", "bfloat16", "float32", "int32"))
     and not (dtype == "bool" and op in ("PRODUCT", "MIN"))
 ]
 MOVED = ("int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")

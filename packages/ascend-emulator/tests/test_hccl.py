@@ -51,6 +51,8 @@ def test_all_reduce(played, label, ranks, dtype, op):
         if key not in played[label][0]:
             continue
         expected = reduced(op, [data(rank, (size,), kind) for rank in range(ranks)])
+        if op == "AVG" and not kind.is_floating_point:
+            expected = expected.trunc()
         if dtype == "bool":
             expected = expected.clamp(max=1)  # torch_npu: a sum of truth values is their disjunction
         for rank in range(ranks):
