@@ -34,13 +34,17 @@ void rms_norm_rows(const T* x, const T* gamma, T* y, float* rstd, int64_t rows, 
   });
 }
 
+void check_norm(const Tensor& x, const Tensor& gamma) {
+  emu::one_of("x", x, emu::kFloating);
+  emu::rank("x", x, 1, 8);
+  emu::check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), emu::kOpParam, "gamma has shape ",
+             gamma.sizes(), ", which is not the end of x's ", x.sizes());
+  emu::same_dtype("gamma", gamma, "x", x);
+}
+
 // y = x / rms(x) * gamma over gamma's dimensions, the last ones of x; rstd may be undefined.
 void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, const Tensor& rstd) {
   const int64_t width = gamma.numel();
-  emu::check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), emu::kOpParam, "gamma has shape ",
-             gamma.sizes(), ", which is not the end of x's ", x.sizes());
-  emu::check(gamma.scalar_type() == x.scalar_type(), emu::kOpParam, "gamma is ", gamma.scalar_type(), " and x ", x.scalar_type(),
-             "; they must be the same");
   const auto input = x.contiguous(), weight = gamma.contiguous();
   auto output = y.is_contiguous() ? y : at::empty_like(input);
   float* scales = rstd.defined() ? rstd.data_ptr<float>() : nullptr;
@@ -53,10 +57,19 @@ void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, c
 
 }  // namespace
 
-OP(aclnnRmsNorm, (Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd), { rms_norm(x, gamma, epsilon, y, rstd); })
-OP(aclnnAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor y, Tensor rstd, Tensor sum), {
-  at::add_out(sum, a, b);
-  rms_norm(sum, gamma, epsilon, y, rstd);
+// torch_npu's documentation of npu_rms_norm: float16, bfloat16 and float32, gamma of the same dtype, usually the last dimension.
+CHECKED(aclnnRmsNorm, (Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd), {
+  check_norm(x, gamma);
+  COMPUTE { rms_norm(x, gamma, epsilon, y, rstd); };
+})
+CHECKED(aclnnAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor y, Tensor rstd, Tensor sum), {
+  check_norm(a, gamma);
+  same_dtype("x2", b, "x1", a);
+  shape("x2", b, a.sizes());
+  COMPUTE {
+    at::add_out(sum, a, b);
+    rms_norm(sum, gamma, epsilon, y, rstd);
+  };
 })
 OP(aclnnLayerNorm, (Tensor x, Ints shape, Opt<Tensor> weight, Opt<Tensor> bias, double epsilon, Tensor y, Opt<Tensor> mean, Opt<Tensor> rstd), {
   const auto [out, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);

@@ -57,7 +57,10 @@ void submit(const char* name, const Copy& copy, void* handle) {
   Task task{name, [copy] { copy.run(); }, Kind::copy};
   task.work = copy.cost();
   const bool upload = copy.onto_device && !copy.off_device, download = copy.off_device && !copy.onto_device;
-  if (upload && copy.bytes && (!is_pinned(copy.from) || copy.kind == host_by_buffer) && !stream.capture) {
+  const bool pageable = copy.bytes && ((upload && !is_pinned(copy.from)) || (download && !is_pinned(copy.to)));
+  if (pageable) check_capture_mode("a copy of memory that is not pinned");
+  check(!pageable || !stream.capture, kCaptureBlocks, "the host memory is not pinned, so that the copy blocks the host, and cannot be captured");
+  if (upload && copy.bytes && (pageable || copy.kind == host_by_buffer)) {
     // Pageable memory may change as soon as this returns: CANN takes a copy of it first.
     auto staged = std::make_shared<std::vector<char>>(static_cast<const char*>(copy.from), static_cast<const char*>(copy.from) + copy.bytes);
     task.run = [copy, staged] { std::memcpy(copy.views().first, staged->data(), copy.bytes); };
@@ -66,7 +69,7 @@ void submit(const char* name, const Copy& copy, void* handle) {
   }
   const auto ticket = stream.submit(std::move(task));
   // Into pageable memory a copy is done when this returns.
-  if (download && copy.bytes && !is_pinned(copy.to) && !stream.capture) stream.wait(ticket);
+  if (pageable) stream.wait(ticket);
 }
 
 // The copies of one call, each with the direction that the attributes give it; the index of one that is wrong is reported.
@@ -108,7 +111,7 @@ ACL_API(computed, aclrtFree, (void* address), {
 
 // The synchronous calls have no place in any stream's order.
 ACL_API(computed, aclrtMemcpy, (void* to, size_t room, const void* from, size_t bytes, int32_t kind), {
-  check_not_captured("aclrtMemcpy");
+  check_capture_mode("aclrtMemcpy");
   HostObservation observed("aclrtMemcpy");
   Copy(to, room, from, bytes, kind).run();
 })
@@ -121,7 +124,7 @@ ACL_API(computed, aclrtMemcpyAsyncWithCondition, (void* to, size_t room, const v
 })
 ACL_API(computed, aclrtMemcpyBatch, (void** to, size_t* room, void** from, size_t* bytes, size_t count, BatchAttributes* attributes, size_t* starts,
                                      size_t kinds, size_t* failed), {
-  check_not_captured("aclrtMemcpyBatch");
+  check_capture_mode("aclrtMemcpyBatch");
   HostObservation observed("aclrtMemcpyBatch");
   for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed)) copy.run();
 })
@@ -130,7 +133,7 @@ ACL_API(computed, aclrtMemcpyBatchAsync, (void** to, size_t* room, void** from, 
   for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed)) submit("aclrtMemcpyBatchAsync", copy, stream);
 })
 ACL_API(computed, aclrtMemset, (void* at, size_t room, int32_t value, size_t bytes), {
-  check_not_captured("aclrtMemset");
+  check_capture_mode("aclrtMemset");
   fill(at, room, value, bytes);
 })
 ACL_API(computed, aclrtMemsetAsync, (void* at, size_t room, int32_t value, size_t bytes, void* stream), {

@@ -2,6 +2,8 @@
 // Management", "Synchronization") and torch_npu's NPUEvent.cpp, AsyncTaskQueueInterface.cpp and Graph.cpp.
 #include "../core/stream.h"
 
+#include <cstring>
+
 #include <map>
 
 #include "../core/graph.h"
@@ -44,7 +46,11 @@ void create_event(void** handle, uint32_t flags) {
   events().living[event.get()] = std::move(event);
 }
 
+// Given to another process, where it counts as complete, so it must not be recorded again.
+constexpr uint32_t kExported = 1u << 31;
+
 void record(Event& event, const std::shared_ptr<Stream>& stream) {
+  check(!(event.flags & kExported), kUnsupported, "recording an event again whose handle another process was given is not emulated");
   // An event that reports a stream's progress is not captured: what is captured makes none.
   if (!(stream->capture && (event.flags & kEventStreamProgress) && event.flags != 0xE) && capture_record(*stream, event)) return;
   auto mark = std::make_shared<Mark>();
@@ -89,7 +95,6 @@ std::shared_ptr<Mark> mark_of(Event& event) {
 
 void synchronize_event(void* handle, Deadline deadline) {
   const auto event = event_at(handle);
-  check_not_captured("aclrtSynchronizeEvent");
   HostObservation observed("aclrtSynchronizeEvent");
   check_queue();
   if (const auto mark = mark_of(*event))
@@ -97,15 +102,16 @@ void synchronize_event(void* handle, Deadline deadline) {
 }
 
 void synchronize_device(const char* call, Deadline deadline) {
-  check_not_captured(call);
   HostObservation observed(call);
   check_queue();
-  for (const auto& stream : streams_of(current_device())) stream->synchronize(deadline);
+  const auto streams = streams_of(current_device());
+  for (const auto& stream : streams) check_not_captured(call, *stream);
+  for (const auto& stream : streams) stream->synchronize(deadline);
 }
 
 void synchronize_stream(const char* call, void* handle, Deadline deadline) {
   const auto stream = stream_at(handle);
-  check_not_captured(call, stream.get());
+  check_not_captured(call, *stream);
   HostObservation observed(call);
   check_queue();
   stream->synchronize(deadline);
@@ -295,4 +301,24 @@ ACL_API(computed, aclrtProcessReport, (int32_t milliseconds), {
   lock.lock();
   *report.done = true;
   report_changed.notify_all();
+})
+
+// Events of other processes. One is waited for when its handle is taken, so that it is complete wherever it is opened; torch_npu takes a
+// handle right after the record whose work the other process is to see (torch_npu/csrc/ipc/StorageSharing.cpp, BSD).
+namespace {
+struct IpcHandle {
+  char text[64];
+};
+constexpr char kIpcEvent[] = "ascend-emulator-event";
+}  // namespace
+ACL_API(computed, aclrtIpcGetEventHandle, (void* handle, char* text), {
+  const auto event = event_at(handle);
+  check_capture_mode("aclrtIpcGetEventHandle");
+  if (const auto mark = mark_of(*event)) mark->stream->wait(mark->ticket);
+  event->flags |= kExported;
+  std::memcpy(text, kIpcEvent, sizeof kIpcEvent);
+})
+ACL_API(computed, aclrtIpcOpenEventHandle, (IpcHandle handle, void** event), {
+  check(std::memcmp(handle.text, kIpcEvent, sizeof kIpcEvent) == 0, kInvalidParam, "not a handle of aclrtIpcGetEventHandle");
+  create_event(event, 0);
 })

@@ -1,0 +1,335 @@
+"""Layouts and additions of the fused inference attention, against softmax(scale * q k^T + bias) v in float64."""
+
+import re
+
+import pytest
+import torch
+import torch_npu
+
+COMPRESSED = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
+BATCH, QUERIES, KEYS, HEADS, GROUPS, SIZE = 2, 6, 20, 4, 2, 32
+
+
+def reference(query, key, value, scale, mask=None, bias=None, sink=None):
+    """query [n, t, d], key and value [m, l, d]; returns [n, t, dv] and the log-sum-exp [n, t]."""
+    query, key, value = query.double(), key.double(), value.double()
+    key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+    scores = query @ key.transpose(1, 2) * scale
+    if bias is not None:
+        scores = scores + bias.double()
+    if mask is not None:
+        scores = scores.masked_fill(mask, -torch.inf)
+    sums = scores.logsumexp(-1)
+    if sink is not None:
+        sums = torch.logaddexp(sums, sink.double()[:, None])
+    weights = (scores - sums[..., None]).exp().nan_to_num(0)
+    return weights @ value, sums
+
+
+def close(actual, expected, ulps=8):
+    bound = ulps * torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
+
+
+def arranged(x, layout):
+    """[b, n, s, d] in a layout; requests of the packed ones one after the other."""
+    if layout == "BSH":
+        return x.transpose(1, 2).flatten(2)
+    order = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "NBSD": (1, 0, 2, 3), "TND": (0, 2, 1, 3), "NTD": (1, 0, 2, 3)}[layout]
+    y = x.permute(order)
+    if layout == "TND":
+        y = y.flatten(0, 1)
+    if layout == "NTD":
+        y = y.flatten(1, 2)
+    return y.contiguous()
+
+
+def inputs(dtype=torch.float16, queries=QUERIES, size=SIZE):
+    shapes = ((HEADS, queries), (GROUPS, KEYS), (GROUPS, KEYS))
+    return [torch.randn(BATCH, n, s, size).to(dtype) for n, s in shapes]
+
+
+LAYOUTS = ["BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "TND", "NTD_TND", "TND_NTD"]
+
+
+@pytest.mark.parametrize("mode", [0, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, mode):
+    source, target = (layout.split("_") * 2)[:2]
+    query, key, value = inputs()
+    lengths = {}
+    if source in ("TND", "NTD"):
+        lengths = {
+            "actual_seq_lengths": [QUERIES * (i + 1) for i in range(BATCH)],
+            "actual_seq_lengths_kv": [KEYS * (i + 1) for i in range(BATCH)],
+        }
+    out, lse = torch_npu.npu_fused_infer_attention_score(
+        *(arranged(x, source).npu() for x in (query, key, value)),
+        atten_mask=COMPRESSED.npu() if mode else None,
+        sparse_mode=mode,
+        num_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        scale=0.2,
+        input_layout=layout,
+        softmax_lse_flag=True,
+        **lengths,
+    )
+    mask = torch.arange(KEYS)[None] > torch.arange(QUERIES)[:, None] + KEYS - QUERIES if mode else None
+    wanted = [reference(q, k, v, 0.2, mask) for q, k, v in zip(query, key, value, strict=True)]
+    close(out, arranged(torch.stack([o for o, _ in wanted]), target))
+    sums = torch.stack([s for _, s in wanted])[..., None]
+    close(lse, arranged(sums, "TND") if lengths else sums, ulps=2e4)
+
+
+@pytest.mark.parametrize("mode", [2, 3, 4])
+def test_sparse_modes_have_no_effect_on_one_token(mode):
+    query, key, value = inputs(queries=1)
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(), key.npu(), value.npu(), atten_mask=COMPRESSED.npu(), sparse_mode=mode, pre_tokens=3, next_tokens=0,
+        num_heads=HEADS, num_key_value_heads=GROUPS, scale=0.2, input_layout="BNSD",
+    )  # fmt: skip
+    close(out, torch.stack([reference(q, k, v, 0.2)[0] for q, k, v in zip(query, key, value, strict=True)]))
+
+
+def test_rows_past_a_length_are_zeros_without_a_sum():
+    query, key, value = inputs()
+    out, lse = torch_npu.npu_fused_infer_attention_score(
+        query.npu(), key.npu(), value.npu(), num_heads=HEADS, num_key_value_heads=GROUPS, scale=0.2, input_layout="BNSD",
+        actual_seq_lengths=[4, 6], actual_seq_lengths_kv=[9, 0], softmax_lse_flag=True,
+    )  # fmt: skip
+    expected, sums = reference(query[0, :, :4], key[0, :, :9], value[0, :, :9], 0.2)
+    close(out[0, :, :4], expected)
+    close(lse[0, :, :4, 0], sums, ulps=2e4)
+    assert not out[0, :, 4:].any() and not out[1].any()
+    assert lse[0, :, 4:].isposinf().all() and lse[1].isposinf().all()
+
+
+def test_queries_that_see_no_key():
+    query, key, value = (torch.randn(1, 2, length, 32).half() for length in (6, 4, 4))
+    out, lse = torch_npu.npu_fused_infer_attention_score(
+        query.npu(), key.npu(), value.npu(), atten_mask=COMPRESSED.npu(), sparse_mode=3, num_heads=2, scale=0.2,
+        input_layout="BNSD", softmax_lse_flag=True,
+    )  # fmt: skip
+    mask = torch.arange(4)[None] > torch.arange(6)[:, None] - 2
+    expected, _ = reference(query[0], key[0], value[0], 0.2, mask)
+    assert not out[0, :, :2].any() and lse[0, :, :2].isposinf().all()
+    close(out[0, :, 2:], expected[:, 2:])
+
+
+def test_position_bias_full_mask_and_quantized_output():
+    query, key, value = inputs()
+    bias, mask = torch.randn(1, HEADS, QUERIES, KEYS).half(), torch.rand(BATCH, 1, QUERIES, KEYS) > 0.7
+    mask[..., 0] = False
+    scale, offset = torch.tensor([40.0]), torch.tensor([3.0])
+    options = {"pse_shift": bias.npu(), "atten_mask": mask.npu(), "num_heads": HEADS, "num_key_value_heads": GROUPS}
+    options |= {"scale": 0.2, "input_layout": "BNSD"}
+    wanted = torch.stack([reference(query[i], key[i], value[i], 0.2, mask[i], bias[0])[0] for i in range(BATCH)])
+    ours = [x.npu() for x in (query, key, value)]
+    close(torch_npu.npu_fused_infer_attention_score(*ours, **options)[0], wanted)
+    out, _ = torch_npu.npu_fused_infer_attention_score(*ours, quant_scale2=scale.npu(), quant_offset2=offset.npu(), **options)
+    assert out.dtype == torch.int8
+    assert (out.cpu().double() - (wanted * 40 + 3).round().clamp(-128, 127)).abs().max() <= 1
+
+
+def test_shared_prefix_and_lists_of_keys():
+    query, key, value = inputs()
+    prefix = torch.randn(2, 1, GROUPS, 5, SIZE).half()
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(), key.npu(), value.npu(), key_shared_prefix=prefix[0].npu(), value_shared_prefix=prefix[1].npu(),
+        actual_shared_prefix_len=[3], num_heads=HEADS, num_key_value_heads=GROUPS, scale=0.2, input_layout="BNSD",
+    )  # fmt: skip
+    keys, values = (torch.cat([p[0, :, :3].expand(BATCH, -1, -1, -1), x], 2) for p, x in zip(prefix, (key, value), strict=True))
+    close(out, torch.stack([reference(q, k, v, 0.2)[0] for q, k, v in zip(query, keys, values, strict=True)]))
+
+
+def test_left_padding():
+    query, key, value = inputs()
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(), key.npu(), value.npu(), query_padding_size=torch.tensor([1]).npu(), kv_padding_size=torch.tensor([2]).npu(),
+        actual_seq_lengths=[4, 5], actual_seq_lengths_kv=[9, 18], num_heads=HEADS, num_key_value_heads=GROUPS, scale=0.2,
+        input_layout="BNSD",
+    )  # fmt: skip
+    for i, (count, length) in enumerate(((4, 9), (5, 18))):
+        rows, places = slice(QUERIES - 1 - count, QUERIES - 1), slice(KEYS - 2 - length, KEYS - 2)
+        close(out[i, :, rows], reference(query[i, :, rows], key[i, :, places], value[i, :, places], 0.2)[0])
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+@pytest.mark.parametrize("offsets", [False, True])
+def test_int8_keys_and_values(offsets, mode):
+    query = torch.randn(BATCH, HEADS, 1, SIZE).half()
+    key, value = torch.randint(-128, 128, (2, BATCH, GROUPS, KEYS, SIZE), dtype=torch.int8)
+    shape = {0: (1, GROUPS, 1, SIZE), 1: (1, BATCH, KEYS), 2: (GROUPS,), 3: (BATCH, GROUPS, KEYS)}[mode]
+    dtype = torch.float16 if mode in (0, 2) else torch.float32
+    factors = [(torch.rand(shape) * 0.02 + 0.01).to(dtype) for _ in range(2)]
+    shifts = [(torch.randn(shape) * 5).to(dtype) for _ in range(2)] if offsets else [None, None]
+    spread = {
+        0: lambda x: x,
+        1: lambda x: x[0][:, None, :, None],
+        2: lambda x: x[None, :, None, None],
+        3: lambda x: x[..., None],
+    }[mode]
+    keys, values = (
+        (x.double() + (spread(shift).double() if offsets else 0)) * spread(factor).double()
+        for x, factor, shift in zip((key, value), factors, shifts, strict=True)
+    )
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(), key.npu(), value.npu(), key_antiquant_scale=factors[0].npu(), value_antiquant_scale=factors[1].npu(),
+        key_antiquant_offset=shifts[0].npu() if offsets else None, value_antiquant_offset=shifts[1].npu() if offsets else None,
+        key_antiquant_mode=mode, value_antiquant_mode=mode, num_heads=HEADS, num_key_value_heads=GROUPS, scale=0.2,
+        input_layout="BNSD",
+    )  # fmt: skip
+    close(out, torch.stack([reference(q, k, v, 0.2)[0] for q, k, v in zip(query, keys, values, strict=True)]))
+
+
+def paged(rows, block, order, dtype):
+    """[b, l, d] in shuffled blocks of `block` tokens: the cache, in plain or fractal order, and the table."""
+    count = -(-rows.size(1) // block)
+    free = torch.randperm(len(rows) * count + 2).tolist()
+    cache = torch.full((len(free), block, rows.size(2)), 50).to(dtype)
+    table = torch.tensor([[free.pop() for _ in range(count)] for _ in rows], dtype=torch.int32)
+    for i, row in enumerate(rows):
+        for j, number in enumerate(table[i].tolist()):
+            part = row[j * block : (j + 1) * block]
+            cache[number, : len(part)] = part
+    unit = 32 // cache.element_size()
+    return (cache if order == "H" else cache.unflatten(-1, (-1, unit)).transpose(1, 2).unsqueeze(1).contiguous()), table
+
+
+@pytest.mark.parametrize("layout", ["BSND", "BSND_NBSD", "BNSD_NBSD", "TND_NTD"])
+@pytest.mark.parametrize("order", ["H", "NZ"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_latent_attention_over_pages(queries, order, layout):
+    if order == "NZ" and layout == "BNSD_NBSD":
+        pytest.skip("a fractal cache goes with no layout BNSD")
+    heads, length = 8, 150
+    source, target = (layout.split("_") * 2)[:2]
+    query, rope = (torch.randn(BATCH, heads, queries, size).bfloat16() for size in (512, 64))
+    latent, key_rope = (torch.randn(BATCH, length, size).bfloat16() for size in (512, 64))
+    seed = torch.random.get_rng_state()
+    cache, table = paged(latent, 128, order, torch.bfloat16)
+    torch.random.set_rng_state(seed)
+    rope_cache, _ = paged(key_rope, 128, order, torch.bfloat16)
+    lengths = [queries * (i + 1) for i in range(BATCH)] if source == "TND" else None
+    causal = {"atten_mask": COMPRESSED.npu(), "sparse_mode": 3} if queries > 1 else {}
+    out, lse = torch_npu.npu_fused_infer_attention_score_v2(
+        arranged(query, source).npu(), cache.npu(), cache.npu(), query_rope=arranged(rope, source).npu(), key_rope=rope_cache.npu(),
+        num_query_heads=heads, num_key_value_heads=1, softmax_scale=0.04, input_layout=layout, block_table=table.npu(), block_size=128,
+        actual_seq_qlen=lengths, actual_seq_kvlen=[length, 140], return_softmax_lse=True, **causal,
+    )  # fmt: skip
+    wanted = []
+    for i, used in enumerate((length, 140)):
+        keys = torch.cat([latent[i, :used], key_rope[i, :used]], -1)[None]
+        mask = torch.arange(used)[None] > torch.arange(queries)[:, None] + used - queries
+        wanted.append(reference(torch.cat([query[i], rope[i]], -1), keys, latent[i, None, :used], 0.04, mask))
+    close(out, arranged(torch.stack([o for o, _ in wanted]), target))
+    sums = torch.stack([s for _, s in wanted])[..., None]
+    close(lse, arranged(sums, "TND") if lengths else sums, ulps=2e4)
+
+
+def test_latent_attention_without_pages():
+    query, key, value = (torch.randn(9, 4, 128).bfloat16() for _ in range(3))
+    ropes = torch.randn(2, 9, 4, 64).bfloat16()
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(), key.npu(), value.npu(), query_rope=ropes[0].npu(), key_rope=ropes[1].npu(), num_heads=4, scale=0.1,
+        input_layout="TND", actual_seq_lengths=[4, 9], actual_seq_lengths_kv=[4, 9], atten_mask=COMPRESSED.npu(), sparse_mode=3,
+    )  # fmt: skip
+    for part in (slice(0, 4), slice(4, 9)):
+        q, k = (torch.cat([x[part], rope[part]], -1).transpose(0, 1) for x, rope in zip((query, key), ropes, strict=True))
+        mask = torch.ones(len(out[part]), len(out[part]), dtype=torch.bool).triu(1)
+        close(out[part].transpose(0, 1), reference(q, k, value[part].transpose(0, 1), 0.1, mask)[0])
+
+
+def test_int8_latent_attention():
+    """An int8 query comes with its rope part divided by both scales, as npu_mla_prolog_v2 gives it."""
+    heads, length = 4, 40
+    query = torch.randint(-127, 128, (BATCH, 1, heads, 512), dtype=torch.int8)
+    latent = torch.randint(-127, 128, (BATCH, length, 512), dtype=torch.int8)
+    rope, key_rope = torch.randn(BATCH, 1, heads, 64).bfloat16() * 9, torch.randn(BATCH, length, 64).bfloat16()
+    query_scale, key_scale = torch.rand(BATCH, 1, heads) * 0.01 + 0.005, torch.tensor([0.02])
+    seed = torch.random.get_rng_state()
+    cache, table = paged(latent, 128, "NZ", torch.int8)
+    torch.random.set_rng_state(seed)
+    rope_cache, _ = paged(key_rope, 128, "NZ", torch.bfloat16)
+    out, _ = torch_npu.npu_fused_infer_attention_score_v2(
+        query.npu(), cache.npu(), cache.npu(), query_rope=rope.npu(), key_rope=rope_cache.npu(), num_query_heads=heads,
+        num_key_value_heads=1, softmax_scale=0.04, input_layout="BSND", block_table=table.npu(), block_size=128,
+        actual_seq_kvlen=[length] * BATCH, dequant_scale_query=query_scale.npu(), dequant_scale_key=key_scale.npu(),
+        dequant_scale_value=key_scale.npu(), query_quant_mode=3,
+    )  # fmt: skip
+    assert out.dtype == torch.bfloat16
+    for i in range(BATCH):
+        q = torch.cat([query[i].double(), rope[i].double()], -1).transpose(0, 1) * query_scale[i].double().t()[..., None] * 0.02
+        k = torch.cat([latent[i].double(), key_rope[i].double()], -1)[None]
+        close(out[i].transpose(0, 1), reference(q, k, latent[i, None].double() * 0.02, 0.04)[0])
+
+
+@pytest.mark.parametrize("layout", ["TND", "NTD_TND"])
+def test_learnable_sink(layout):
+    query, key, value = (torch.randn(1, n, 12, 64).bfloat16() for n in (HEADS, GROUPS, GROUPS))
+    sink = torch.randn(HEADS).bfloat16()
+    source = layout.split("_")[0]
+    out, lse = torch_npu.npu_fused_infer_attention_score_v2(
+        *(arranged(x, source).npu() for x in (query, key, value)), learnable_sink=sink.npu(), num_query_heads=HEADS,
+        num_key_value_heads=GROUPS, softmax_scale=0.3, input_layout=layout, actual_seq_qlen=[12], actual_seq_kvlen=[12],
+        atten_mask=COMPRESSED.npu(), sparse_mode=3, return_softmax_lse=True,
+    )  # fmt: skip
+    expected, sums = reference(query[0], key[0], value[0], 0.3, torch.ones(12, 12, dtype=torch.bool).triu(1), sink=sink)
+    close(out.transpose(0, 1), expected)
+    close(lse[..., 0].t(), sums, ulps=2e4)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_workspace_of_a_capture(version):
+    query, key, value = (x.npu() for x in inputs())
+    if version == 1:
+        call, sizing = torch_npu.npu_fused_infer_attention_score, torch_npu._npu_fused_infer_attention_score_get_max_workspace
+        options = {"num_heads": HEADS, "scale": 0.2, "softmax_lse_flag": True}
+    else:
+        call, sizing = torch_npu.npu_fused_infer_attention_score_v2, torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace
+        options = {"num_query_heads": HEADS, "softmax_scale": 0.2, "return_softmax_lse": True}
+    options |= {"num_key_value_heads": GROUPS, "input_layout": "BNSD"}
+    workspace = sizing(query, key, value, **options)
+    out, lse = torch.empty_like(query), torch.empty(BATCH, HEADS, QUERIES, 1, device="npu")
+    call.out(query, key, value, workspace=workspace, out=[out, lse], **options)
+    wanted = call(query, key, value, **options)
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+
+
+def test_prompt_and_incremental_attention():
+    query, key, value = inputs()
+    out = torch_npu.npu_prompt_flash_attention(
+        query.npu(), key.npu(), value.npu(), num_heads=HEADS, num_key_value_heads=GROUPS, scale_value=0.2, input_layout="BNSD",
+        actual_seq_lengths=[6, 5], atten_mask=COMPRESSED.bool().npu(), sparse_mode=2,
+    )  # fmt: skip
+    mask = torch.ones(QUERIES, KEYS, dtype=torch.bool).triu(1)
+    close(out[0], reference(query[0], key[0], value[0], 0.2, mask)[0])
+    close(out[1, :, :5], reference(query[1, :, :5], key[1], value[1], 0.2, mask[:5])[0])
+    out = torch_npu.npu_incre_flash_attention(
+        query[:, :, :1].contiguous().npu(), key.npu(), value.npu(), num_heads=HEADS, num_key_value_heads=GROUPS, scale_value=0.2,
+        input_layout="BNSD", actual_seq_lengths=[7, 20],
+    )  # fmt: skip
+    for i, length in enumerate((7, 20)):
+        close(out[i], reference(query[i, :, :1], key[i, :, :length], value[i, :, :length], 0.2)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input_layout": "BSDN"}, ""),
+        ({"num_key_value_heads": 3}, "4 heads over 3 key-value heads"),
+        ({"sparse_mode": 3}, "sparse_mode 3 needs atten_mask"),
+        ({"sparse_mode": 7}, "sparse_mode is 7; allowed: 0 to 4"),
+        ({"actual_seq_lengths": [1, 2, 3][:0] + [9]}, "actual_seq_lengths of request 0 is 9 and query has 6 tokens"),
+        ({"actual_seq_lengths_kv": [5, 21]}, "actual_seq_lengths_kv of request 1 is 21 and key has 20 tokens"),
+        ({"atten_mask": torch.zeros(3, 3), "sparse_mode": 1}, "atten_mask is Float"),
+        ({"query_padding_size": None, "inner_precise": 5}, "inner_precise is 5"),
+        ({"key_antiquant_scale": torch.ones(1).half(), "value_antiquant_scale": torch.ones(1).half()}, "it must be int8"),
+        ({"block_table": torch.zeros(2, 1, dtype=torch.int32), "block_size": 128}, "a paged cache needs actual_seq_lengths_kv"),
+    ],
+)
+def test_arguments_outside_the_documentation_are_refused(options, message):
+    given = {"num_heads": HEADS, "num_key_value_heads": GROUPS, "input_layout": "BNSD", "scale": 0.2} | options
+    given = {name: x.npu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        torch_npu.npu_fused_infer_attention_score(*(x.npu() for x in inputs()), **given)
