@@ -124,6 +124,8 @@ except RuntimeError as error:
 @pytest.mark.parametrize("name", ["stream", "aclnnAdds"])
 def test_a_hanging_task_ends_in_the_timeout(run, name):
     started = time.monotonic()
-    done = run("run", "--", sys.executable, "-c", HANGING.format(name=name), ACL_STREAM_TIMEOUT="1500", ACL_DEVICE_SYNC_TIMEOUT="2")
+    done = run(
+        "run", "--", sys.executable, "-c", HANGING.format(name=name), ACL_STREAM_TIMEOUT="1500", ACL_DEVICE_SYNC_TIMEOUT="2"
+    )
     assert "timed out True" in done.stdout, done.stdout + done.stderr
     assert time.monotonic() - started < 60

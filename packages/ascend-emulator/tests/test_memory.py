@@ -36,7 +36,9 @@ def test_what_an_address_is():
     assert attributes(plain.data_ptr())[0] == UNREGISTERED
     assert pinned.is_pinned()
     assert not plain.is_pinned()
-    assert "where 0 are allocated" in refused(acl.aclrtPointerGetAttributes(ctypes.c_void_p(here.data_ptr() + (1 << 30)), ctypes.byref(Attributes())))
+    assert "where 0 are allocated" in refused(
+        acl.aclrtPointerGetAttributes(ctypes.c_void_p(here.data_ptr() + (1 << 30)), ctypes.byref(Attributes()))
+    )
 
 
 def test_host_memory_can_be_registered():
@@ -107,7 +109,17 @@ def test_batches_of_copies(waiting):
     failed = ctypes.c_size_t()
 
     def call(starts, count=4, kinds=kinds):
-        arguments = (to, bytes_, source, bytes_, size(count), kinds, (ctypes.c_size_t * 2)(*starts), size(2), ctypes.byref(failed))
+        arguments = (
+            to,
+            bytes_,
+            source,
+            bytes_,
+            size(count),
+            kinds,
+            (ctypes.c_size_t * 2)(*starts),
+            size(2),
+            ctypes.byref(failed),
+        )
         if waiting:
             return acl.aclrtMemcpyBatch(*arguments)
         return acl.aclrtMemcpyBatchAsync(*arguments, ctypes.c_void_p(torch.npu.current_stream().npu_stream))
@@ -124,7 +136,12 @@ def test_batches_of_copies(waiting):
 
 def test_use_by_component():
     class Usage(ctypes.Structure):
-        _fields_ = (("name", ctypes.c_char * 32), ("now", ctypes.c_uint64), ("most", ctypes.c_uint64), ("reserved", ctypes.c_size_t * 8))
+        _fields_ = (
+            ("name", ctypes.c_char * 32),
+            ("now", ctypes.c_uint64),
+            ("most", ctypes.c_uint64),
+            ("reserved", ctypes.c_size_t * 8),
+        )
 
     used, count = (Usage * 4)(), ctypes.c_size_t()
     check(acl.aclrtGetMemUsageInfo(0, used, size(4), ctypes.byref(count)))
@@ -249,6 +266,10 @@ print("poisoned")
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
 def test_new_memory_is_poisoned(run, settings):
-    variables = {"ASCEND_EMULATOR_POISON": "1", "PYTORCH_NPU_ALLOC_CONF": settings, "PYTORCH_NO_NPU_MEMORY_CACHING": "" if settings else "1"}
+    variables = {
+        "ASCEND_EMULATOR_POISON": "1",
+        "PYTORCH_NPU_ALLOC_CONF": settings,
+        "PYTORCH_NO_NPU_MEMORY_CACHING": "" if settings else "1",
+    }
     done = run("run", "--memory", "256MiB", "--", sys.executable, "-c", POISONED, **variables)
     assert "poisoned" in done.stdout, done.stderr

@@ -12,7 +12,9 @@ from memory_calls import DEVICE, HOST, MIB, Physical, acl, address_of, check, re
 
 def physical(size=2 * MIB, location=DEVICE, npu=0):
     handle = ctypes.c_void_p()
-    check(acl.aclrtMallocPhysical(ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(Physical(location=(npu, location))), 0))
+    check(
+        acl.aclrtMallocPhysical(ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(Physical(location=(npu, location))), 0)
+    )
     return handle
 
 
@@ -99,7 +101,9 @@ def test_calls_in_a_wrong_order_are_refused(range_of_three):
     assert "as a whole" in refused(map_at(start + 8 * MIB, chunks[0], MIB))
     assert "no physical memory" in refused(acl.aclrtFreePhysical(ctypes.c_void_p(12345)))
     assert "multiple of" in refused(
-        acl.aclrtMallocPhysical(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(MIB), ctypes.byref(Physical(location=(0, DEVICE))), 0)
+        acl.aclrtMallocPhysical(
+            ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(MIB), ctypes.byref(Physical(location=(0, DEVICE))), 0
+        )
     )
 
 
@@ -259,7 +263,9 @@ print("sum of a part", y[::MIB].sum().item() == -(-y.numel() // MIB))
 
 
 def test_expandable_segments(run):
-    done = run("run", "--memory", "1GiB", "--", sys.executable, "-c", EXPANDABLE, PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")
+    done = run(
+        "run", "--memory", "1GiB", "--", sys.executable, "-c", EXPANDABLE, PYTORCH_NPU_ALLOC_CONF="expandable_segments:True"
+    )
     assert done.returncode == 0, done.stderr
     assert "out of memory: NPU out of memory" in done.stdout
     assert "sum of a part True" in done.stdout

@@ -91,7 +91,7 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
     if "torch_npu" in sys.modules:
         raise RuntimeError("ascend_emulator.activate() came too late: torch_npu is loaded; call it before importing torch")
     if not all(map(_loaded, build.sanitizer_libraries())):
-        raise RuntimeError("sanitizers come first in a process: start it with `ascend-emulator run`, or the tests with tools/test --sanitize")
+        raise RuntimeError("sanitizers come first in a process: use `ascend-emulator run`, or tools/test --sanitize for tests")
     # The dynamic linker takes a library that is already there for a NEEDED of the same name; LD_LIBRARY_PATH it read at start.
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(build.torch_dir() / "lib" / name), mode=ctypes.RTLD_GLOBAL)

@@ -12,7 +12,6 @@ from ascend_emulator.activation import DEFAULT_SOC, parse_size, set_environment
 from ascend_emulator.chips import chips
 from ascend_emulator.faults import KINDS, checked
 
-
 SANITIZE = "compiled with the address and undefined-behaviour sanitizers, as with ASCEND_EMULATOR_SANITIZE=address,undefined"
 
 
@@ -40,7 +39,11 @@ def _parser() -> argparse.ArgumentParser:
         f"{', '.join(KINDS)}",
     )
     run.add_argument("--sanitize", action="store_true", help=SANITIZE)
-    run.add_argument("--trace", metavar="FILE", help="write what the NPUs do to a file that Perfetto opens (ascend-emulator trace has the table)")
+    run.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write what the NPUs do to a file that Perfetto opens (ascend-emulator trace has the table)",
+    )
     run.add_argument(
         "--adversary",
         type=int,
