@@ -217,7 +217,7 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     target = cache_root() / content
     if (target / "complete").exists():
         return target
-    with _lock(cache_root() / "lock"):
+    with _lock(target.with_suffix(".lock")):  # another version may compile at the same time
         if not (target / "complete").exists():
             started = time.monotonic()
             say(f"ascend-emulator: compiling CANN's libraries for {', '.join(versions)} ({compiler_version}), once ...")

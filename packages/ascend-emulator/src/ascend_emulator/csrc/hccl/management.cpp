@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <regex>
 #include <thread>
 
 #include "../core/device.h"
@@ -68,8 +69,19 @@ int config_timeout(const Config* config) {
   return set ? config->exec_timeout : exec_timeout();
 }
 
+// "level0:NA;level1:ring", or such for operations: "allreduce=level0:NA;level1:ring/allgather=…" (HCCL_ALGO). The choice changes no result here.
+void check_algorithm(const Config* config) {
+  if (!config || config->size < offsetof(Config, algorithm) + sizeof config->algorithm) return;
+  const std::string chosen(config->algorithm, strnlen(config->algorithm, sizeof config->algorithm));
+  static const std::regex form("(\\w+=)?level\\d:[\\w-]+(;level\\d:[\\w-]+)*(/(\\w+=)?level\\d:[\\w-]+(;level\\d:[\\w-]+)*)*");
+  if (!chosen.empty() && (chosen.size() > 400 || !std::regex_match(chosen, form))) {
+    refuse_call(kParameter, "hcclAlgo is ", chosen.substr(0, 60), "; it has the form level0:NA;level1:ring, or operation=level0:NA;level1:ring/…");
+  }
+}
+
 std::shared_ptr<Communicator> from_root(uint32_t ranks, const char* root, uint32_t rank, const Config* config) {
   if (!root) refuse_call(kNullPointer, "rootInfo is null");
+  check_algorithm(config);
   if (ranks == 0 || rank >= ranks) refuse_call(kParameter, "rank is ", rank, " of ", ranks, "; allowed: 0 to nRanks - 1");
   std::stringstream parts(std::string(root, strnlen(root, 512)));
   std::string mark, ip, id;
@@ -83,6 +95,7 @@ std::shared_ptr<Communicator> from_root(uint32_t ranks, const char* root, uint32
 
 std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const Config* config) {
   if (!path) refuse_call(kNullPointer, "clusterInfo is null");
+  check_algorithm(config);
   const auto table = read_rank_table(path);
   const int ranks = static_cast<int>(table.servers.size());
   if (static_cast<int64_t>(rank) >= ranks) refuse_call(kParameter, "rank is ", rank, "; ", path, " has ", ranks, " ranks");

@@ -63,6 +63,7 @@ struct Config {
   uint64_t job;
   uint8_t graph_zero_copy;
   int32_t exec_timeout;  // seconds; -1 is unset
+  char algorithm[1600];
 };
 
 struct SendReceive {  // HcclSendRecvItem
