@@ -64,7 +64,7 @@ def test_quant_matmul_to_bfloat16_adds_its_bias_last(bias):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_quant_matmul_of_int4(transposed):
     a, b, scale = integers(4, 64, low=-8, high=8), integers(64, 16, low=-8, high=8), torch.rand(16) * 1e-2
-    right = packed(b.T).npu().T if transposed else packed(b).npu()
+    right = packed(b.T).contiguous().npu().T if transposed else packed(b).npu()
     actual = torch_npu.npu_quant_matmul(packed(a).npu(), right, scale.npu(), pertoken_scale=torch.ones(4).npu(), output_dtype=torch.float16)
     close(actual, a.double() @ b.double() * scale.double())
 
@@ -224,6 +224,70 @@ def test_grouped_matmul_swiglu_quant():
     step = wide.abs().amax(-1) / 127
     close(steps[:6], step, ulps=64)
     assert ((values[:6].cpu().double() - wide / step[:, None]).abs() <= 0.501).all()
+
+
+@pytest.fixture
+def internal_formats():
+    """npu_format_cast makes FRACTAL_NZ tensors only where these are allowed."""
+    torch.npu.config.allow_internal_format = True
+    yield
+    torch.npu.config.allow_internal_format = False  # its default; it cannot be read
+
+
+def nz(x):
+    cast = torch_npu.npu_format_cast(x.npu(), 29)
+    assert torch_npu.get_npu_format(cast) == 29
+    return cast
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.float16, (40, 24)), (torch.int8, (3, 20, 50)), (torch.float32, (16, 16))], ids=str)
+def test_format_cast_and_back(internal_formats, dtype, shape):
+    x = torch.randint(-100, 100, shape).to(dtype)
+    cast = nz(x)
+    assert cast.shape == x.shape
+    assert cast.untyped_storage().nbytes() >= x.nbytes
+    assert torch.equal(torch_npu.npu_format_cast(cast, 2).cpu(), x)
+    assert torch.equal(cast.cpu(), x)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_products_with_nz_weights(internal_formats, dtype):
+    x, weight = torch.randn(5, 40).to(dtype), torch.randn(24, 40).to(dtype)
+    close(x.npu() @ nz(weight.T.contiguous()), x.double() @ weight.double().T)
+    close(torch.nn.functional.linear(x.npu(), nz(weight)), x.double() @ weight.double().T)
+    a, b, scale = integers(5, 64), integers(64, 32), torch.rand(32) * 1e-2
+    actual = torch_npu.npu_quant_matmul(a.npu(), nz(b), scale.npu(), pertoken_scale=torch.ones(5).npu(), output_dtype=dtype)
+    close(actual, a.double() @ b.double() * scale.double())
+
+
+def test_grouped_products_with_nz_weights(internal_formats):
+    counts, x, weight = torch.tensor([3, 1, 4]), integers(8, 32), integers(3, 32, 64)
+    scale, per_token, expert = torch.rand(3, 64) * 1e-3, torch.rand(8), torch.arange(3).repeat_interleave(counts)
+    wide = torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert]) * scale.double()[expert] * per_token.double()[:, None]
+    actual = torch_npu.npu_grouped_matmul(
+        npu([x]), [nz(weight)], scale=npu([scale]), per_token_scale=npu([per_token]), group_list=counts.npu(), split_item=3, group_type=0, group_list_type=1,
+        output_dtype=torch.float16,
+    )  # fmt: skip
+    close(actual[0], wide)
+    rows, logit = torch.arange(8), torch.rand(8)
+    summed = torch_npu.npu_grouped_matmul_finalize_routing(
+        x.npu(), nz(weight), counts.npu(), scale=scale.npu(), pertoken_scale=per_token.npu(), logit=logit.npu(), row_index=rows.npu(), dtype=torch.float32, group_list_type=1
+    )
+    close(summed, wide * logit.double()[:, None], ulps=64)
+    gate, up = wide.chunk(2, -1)
+    step = (torch.nn.functional.silu(gate) * up).abs().amax(-1) / 127
+    for values, steps, *_ in (
+        torch_npu.npu_grouped_matmul_swiglu_quant(x.npu(), nz(weight), counts.cumsum(0).npu(), scale.npu(), per_token.npu()),
+        torch_npu.npu_grouped_matmul_swiglu_quant_v2(x.npu(), [nz(weight)], npu([scale]), per_token.npu(), counts.cumsum(0).npu()),
+    ):
+        close(steps, step, ulps=64)
+        assert ((values.cpu().double() - torch.nn.functional.silu(gate) * up / step[:, None]).abs() <= 0.501).all()
+
+
+def test_packed_nz_weight_is_refused(internal_formats):
+    words = torch_npu.npu_convert_weight_to_int4pack(nz(torch.randint(-8, 8, (64, 64), dtype=torch.int32)))
+    with pytest.raises(RuntimeError, match="packed int4 in FRACTAL_NZ is not emulated"):
+        torch_npu.npu_weight_quant_batchmatmul(torch.ones(2, 64, dtype=torch.float16, device="npu"), words, torch.ones(1, 64, dtype=torch.float16, device="npu"))
 
 
 @pytest.mark.parametrize(
