@@ -32,3 +32,5 @@ ACL_API(bookkeeping, aclnnNpuFormatCastCalculateSizeAndFormat, (const aclTensor*
   *rank_out = sizes.size();
   *format_out = format;
 })
+
+OP(aclnnMatmulWeightNz, (Tensor self, Tensor weight, Tensor out, int8_t), { at::matmul_out(out, self, weight); })
