@@ -97,6 +97,9 @@ CREATE(aclTensor, aclCreateTensor,
          c10::InferenceMode off(false);
          const auto dtype = emu::to_scalar_type(type);
          const auto sizes = at::IntArrayRef(dims, rank);
+         // See ops/format.cpp: values of an NZ tensor lie as its strides say, but for these, whose layout torch_npu made on the host.
+         emu::check(format != emu::kFractalNZ || dtype != at::kInt || storage_rank < 4 || storage_dims[storage_rank - 1] != 8, emu::kOpParam,
+                    "packed int4 in FRACTAL_NZ is not emulated");
          char* base = nullptr;
          if (data) {
            const auto item = static_cast<int64_t>(c10::elementSize(dtype));

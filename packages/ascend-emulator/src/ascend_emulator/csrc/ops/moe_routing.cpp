@@ -161,7 +161,7 @@ struct Routing {
            const Tensor& tokens, const Opt<Tensor>& scale_out) const {
     const int64_t k = expert_idx.size(1), total = expert_idx.numel();
     auto keys = expert_idx.reshape({-1}).to(at::kLong);
-    keys = keys.masked_fill(at::logical_or(keys < first, keys >= last), std::numeric_limits<int32_t>::max());
+    keys = keys.masked_fill(keys < first, std::numeric_limits<int32_t>::max());  // those from `last` on are behind anyway
     const auto [sorted, order] = at::sort(keys, true, 0, false);
     const auto of_expert = at::bincount(sorted.masked_select(sorted < last) - first, {}, last - first);
     const int64_t present = of_expert.sum().item<int64_t>();

@@ -69,4 +69,36 @@ void quantize_rows(const Tensor& values, const Tensor& out, const Tensor& scale,
   store_rounded(at::where(most > 0, values / step, at::zeros_like(values)), out, four_bits);
 }
 
+Tensor integer_product(const Tensor& a, const Tensor& b) {
+  if (a.dim() == 2 && b.dim() == 2) return at::_int_mm(a, b);
+  std::vector<int64_t> batch = at::infer_size(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
+  const auto with = [&](const Tensor& x) {
+    auto shape = batch;
+    shape.insert(shape.end(), {x.size(-2), x.size(-1)});
+    return x.expand(shape).reshape({-1, x.size(-2), x.size(-1)});
+  };
+  const auto left = with(a), right = with(b);
+  std::vector<Tensor> parts;
+  for (int64_t i = 0; i < left.size(0); ++i) parts.push_back(at::_int_mm(left[i], right[i]));
+  batch.insert(batch.end(), {a.size(-2), b.size(-1)});
+  return at::stack(parts).view(batch);
+}
+
+Tensor scale_values(const Tensor& scale) {
+  if (scale.scalar_type() != at::kLong && scale.scalar_type() != at::kUInt64) return scale.to(at::kFloat);
+  return scale.contiguous().view(at::kLong).bitwise_and(0xFFFFFFFFll).to(at::kInt).view(at::kFloat);
+}
+
+Tensor dequantized(const Tensor& weight, const Tensor& scale, const Opt<Tensor>& offset) {
+  const auto spread = [&](const Tensor& parameter) {
+    const auto wide = scale_values(parameter);
+    if (wide.dim() < 2 || wide.size(-2) <= 1) return wide.dim() == 2 ? wide : wide.reshape({1, -1});
+    check(weight.size(-2) % wide.size(-2) == 0, kOpParam, wide.size(-2), " groups do not divide the ", weight.size(-2), " rows of the weight");
+    return wide.repeat_interleave(weight.size(-2) / wide.size(-2), -2);
+  };
+  auto values = weight.to(at::kFloat);
+  if (offset) values = values + spread(*offset);
+  return values * spread(scale);
+}
+
 }  // namespace emu

@@ -33,6 +33,15 @@ Tensor scaled_by_group(const Tensor& x, const Tensor& scales, const std::vector<
 // Symmetric quantization of rows: values / (row's largest magnitude / 127). The scale is written to `scale`.
 void quantize_rows(const Tensor& values, const Tensor& out, const Tensor& scale, bool four_bits);
 
+// a @ b of int8 matrices, exact in int32; batches broadcast.
+Tensor integer_product(const Tensor& a, const Tensor& b);
+
+// Float values of a scale: as it is, or in the 64 bits of npu_trans_quant_param, whose lower half is a float.
+Tensor scale_values(const Tensor& scale);
+
+// Weights [k, n] as floats: (w + offset) * scale, both for all, for each column, or for each group of rows.
+Tensor dequantized(const Tensor& weight, const Tensor& scale, const Opt<Tensor>& offset);
+
 }  // namespace emu
 
 #endif  // ASCEND_EMULATOR_OPS_QUANTIZED_H

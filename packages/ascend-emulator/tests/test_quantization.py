@@ -1,0 +1,255 @@
+"""Quantization and gated activations, against the formulas of torch_npu's documentation in float64."""
+
+import pytest
+import torch
+import torch_npu
+from torch.nn import functional as F
+
+HALVES = [torch.float16, torch.bfloat16]
+FLOATS = [torch.float32, *HALVES]
+
+
+def unpacked(words):
+    """int32 [..., n] -> the eight int4 values of each, [..., 8 n], the lowest bits first."""
+    fields = torch.stack([(words.cpu().long() >> (4 * i)) & 15 for i in range(8)], -1).flatten(-2)
+    return torch.where(fields > 7, fields - 16, fields)
+
+
+def packed(values):
+    """The reverse."""
+    fields = (values.long() & 15).unflatten(-1, (-1, 8))
+    words = sum(fields[..., i] << (4 * i) for i in range(8))
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def same_integers(actual, wide, lowest, highest):
+    """Rounded values: where float32 and float64 fall on different sides of a tie, they may differ by one."""
+    actual, expected = actual.cpu().double(), wide.round().clamp(lowest, highest)
+    near_tie = ((wide - wide.floor()) - 0.5).abs() < 1e-3
+    assert actual.shape == expected.shape
+    assert torch.equal(actual[~near_tie], expected[~near_tie])
+    assert ((actual - expected).abs() <= 1)[near_tie].all()
+
+
+def close(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(actual.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("kind", "lowest", "highest"), [(torch.qint8, -128, 127), (torch.quint8, 0, 255), (torch.qint32, -(2**31), 2**31 - 1)], ids=str)
+def test_quantize_by_division(kind, lowest, highest, dtype):
+    x, scales, zeros = torch.randn(4, 5, 6).to(dtype), torch.rand(5) * 0.02 + 0.01, torch.randint(-3, 4, (5,), dtype=torch.int32)
+    actual = torch_npu.npu_quantize(x.npu(), scales.npu(), zeros.npu(), kind, 1)
+    same_integers(actual, x.double() / scales.double()[:, None] + zeros[:, None], lowest, highest)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("shape", "axis"), [((16,), -1), ((1,), -1), ((5, 1), -2)])
+def test_quantize_by_multiplication(shape, axis, dtype):
+    x, scales, zeros = torch.randn(5, 16).to(dtype), (torch.rand(shape) * 60).to(dtype), torch.randn(shape).to(dtype)
+    wide = x.double() * scales.double() + zeros.double()
+    actual = torch_npu.npu_quantize(x.npu(), scales.npu(), zeros.npu(), torch.qint8, axis, False)
+    assert actual.dtype == torch.int8
+    same_integers(actual, wide, -128, 127)
+    words = torch_npu.npu_quantize(x.npu(), (scales / 10).npu(), zeros.npu(), torch.quint4x2, axis, False)
+    assert words.dtype == torch.int32
+    same_integers(unpacked(words), x.double() * (scales / 10).double() + zeros.double(), -8, 7)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("four_bits", [False, True])
+@pytest.mark.parametrize("smooth", [None, "one", "groups"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_dynamic_quant(symmetric, smooth, four_bits, dtype):
+    x = torch.randn(3, 4, 32).to(dtype)
+    scales, ends, wide = None, None, x.double()
+    if smooth == "one":
+        scales = torch.rand(32).to(dtype) + 0.5
+        wide = wide * scales.double()
+    elif smooth == "groups":
+        scales, ends = torch.rand(3, 32).to(dtype) + 0.5, torch.tensor([2, 2, 12], dtype=torch.int32)
+        wide = (wide.view(12, 32) * scales.double()[torch.tensor([0] * 2 + [2] * 10)]).view(x.shape)
+    top = 7 if four_bits else 127
+    options = {"smooth_scales": None if scales is None else scales.npu(), "group_index": None if ends is None else ends.npu()}
+    options["dst_type"] = torch.quint4x2 if four_bits else torch.int8
+    if symmetric:
+        values, scale = torch_npu.npu_dynamic_quant(x.npu(), **options)
+        step = wide.abs().amax(-1) / top
+        expected = wide / step[..., None]
+    else:
+        values, scale, offset = torch_npu.npu_dynamic_quant_asymmetric(x.npu(), **options)
+        step = (wide.amax(-1) - wide.amin(-1)) / (2 * top + 1)
+        close(offset, top - wide.amax(-1) / step, 1e-4)
+        expected = wide / step[..., None] + (top - wide.amax(-1) / step)[..., None]
+    close(scale, step)
+    same_integers(unpacked(values) if four_bits else values, expected, -top - 1, top)
+
+
+def test_dynamic_quant_of_zeros():
+    values, scale = torch_npu.npu_dynamic_quant(torch.zeros(2, 8, dtype=torch.float16, device="npu"))
+    assert not values.any()
+    assert not scale.any()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_anti_quant(four_bits, dtype):
+    integers = torch.randint(-8, 8, (3, 16)) if four_bits else torch.randint(-128, 128, (3, 16))
+    x = packed(integers) if four_bits else integers.to(torch.int8)
+    scale, offset = torch.randn(16), torch.randn(16)
+    actual = torch_npu.npu_anti_quant(x.npu(), scale.npu(), offset=offset.npu(), dst_dtype=dtype)
+    bound = torch.finfo(dtype).eps
+    torch.testing.assert_close(actual.cpu().double(), (integers + offset.double()) * scale.double(), atol=bound, rtol=bound)
+
+
+def test_trans_quant_param():
+    scale, offset = torch.tensor([1.0 + 2**-9 + 2**-12, -3.7]), torch.tensor([3.4, -300.0])
+    bits = torch_npu.npu_trans_quant_param(scale.npu(), offset.npu()).cpu()
+    assert ((bits & 0xFFFFFFFF).to(torch.int32).view(torch.float32) == (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)).all()
+    assert (bits >> 46 == 1).all()
+    assert ((bits >> 37) & 0x1FF).tolist() == [3, 256]  # nine bits, saturated at -256
+    rounded = torch_npu.npu_trans_quant_param(torch.tensor([1.0 + 2**-11 * 1.5]).npu(), round_mode=1).cpu()
+    assert (rounded & 0xFFFFFFFF).to(torch.int32).view(torch.float32).item() == 1.0 + 2**-10
+
+
+@pytest.mark.parametrize("offset", [None, -0.3])
+def test_group_quant(offset):
+    x, scale, ends = torch.randn(6, 16), torch.rand(3, 16) * 40, torch.tensor([1, 1, 6])
+    shift = None if offset is None else torch.tensor([offset]).npu()
+    actual = torch_npu.npu_group_quant(x.npu(), scale.npu(), ends.npu(), offset=shift, dst_dtype=torch.qint8)
+    same_integers(actual, x.double() * scale.double()[torch.tensor([0] + [2] * 5)] + (offset or 0), -128, 127)
+
+
+@pytest.mark.parametrize("two_dimensions", [False, True])
+def test_quant_scatter(two_dimensions):
+    cache = torch.randint(-128, 128, (4, 6, 32), dtype=torch.int8)
+    updates, scales = torch.randn(2, 2, 32).to(torch.bfloat16), torch.rand(32) * 0.02 + 0.01
+    indices = torch.tensor([[3, 1], [0, 4]] if two_dimensions else [2, 3], dtype=torch.int32)
+    actual = torch_npu.npu_quant_scatter(cache.npu(), indices.npu(), updates.npu(), scales.npu(), None, axis=-2, quant_axis=-1, reduce="update")
+    expected = cache.double()
+    for i, (batch, start) in enumerate(indices.tolist() if two_dimensions else enumerate(indices.tolist())):
+        expected[batch, start : start + 2] = updates[i].double() / scales.double()
+    same_integers(actual, expected, -128, 127)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("clip", [1.0, 0.75])
+def test_kronecker_quant(clip, dtype):
+    x, left, right = torch.randn(5, 3, 16).to(dtype), torch.randn(3, 3).to(dtype), torch.randn(16, 16).to(dtype)
+    words, scale = torch_npu.npu_kronecker_quant(x.npu(), left.npu(), right.npu(), clip)
+    wide = left.double() @ x.double() @ right.double()
+    step = wide.abs().amax((1, 2)) / (7 / clip)
+    close(scale, step)
+    same_integers(unpacked(words), wide / step.view(-1, 1, 1), -8, 7)
+
+
+def swiglu(x, left):
+    first, second = x.double().chunk(2, -1)
+    return F.silu(first) * second if left else F.silu(second) * first
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(("mode", "kind"), [(1, 0), (1, 1), (0, 0)])
+def test_swiglu_quant(mode, kind, left):
+    x, smooth, offsets = torch.randn(6, 32), torch.rand(3, 16) + 0.5, torch.randn(3, 16)
+    index = torch.tensor([1, 4, 6] if kind == 0 else [1, 3, 2], dtype=torch.int32)
+    if mode == 0:
+        smooth = smooth * 40
+    values, scale = torch_npu.npu_swiglu_quant(
+        x.npu(), smooth_scales=smooth.npu(), offsets=offsets.npu(), group_index=index.npu(), activate_left=left, quant_mode=mode, group_list_type=kind
+    )
+    group = torch.tensor([0, 1, 1, 1, 2, 2])
+    wide = swiglu(x, left) * smooth.double()[group]
+    if mode == 1:
+        close(scale, 127 / wide.abs().amax(-1), 1e-4)
+        same_integers(values, wide * (127 / wide.abs().amax(-1))[:, None], -128, 127)
+    else:
+        same_integers(values, wide + offsets.double()[group], -128, 127)
+
+
+@pytest.mark.parametrize("variant", [0, 1])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_dequant_swiglu_quant(grouped, variant):
+    x = torch.randint(-100, 100, (5, 256), dtype=torch.int32)
+    groups = 2 if grouped else 1
+    weight_scale, per_token, smooth = torch.rand(groups, 256) * 0.05, torch.rand(5, 1), torch.rand(groups, 128) + 0.5
+    group = torch.tensor([0, 0, 1, 1, 1] if grouped else [0] * 5)
+    index = torch.tensor([2, 3]).npu() if grouped else None
+    values, scale = torch_npu.npu_dequant_swiglu_quant(
+        x.npu(), weight_scale=weight_scale.npu(), activation_scale=per_token.npu(), quant_scale=smooth.npu(), group_index=index,
+        activate_left=True, quant_mode=1, swiglu_mode=variant, clamp_limit=7.0, glu_alpha=1.702, glu_bias=1.0,
+    )  # fmt: skip
+    wide = x.double() * weight_scale.double()[group] * per_token.double()
+    if variant:
+        gate, value = wide[:, ::2].clamp(max=7), wide[:, 1::2].clamp(-7, 7)
+        wide = gate * torch.sigmoid(1.702 * gate) * (value + 1)
+    else:
+        wide = swiglu(wide, True)
+    wide = wide * smooth.double()[group]
+    step = wide.abs().amax(-1) / 127
+    close(scale, step)
+    same_integers(values, wide / step[:, None], -128, 127)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_clipped_swiglu(interleaved):
+    x = torch.randn(6, 32) * 2
+    actual = torch_npu.npu_clipped_swiglu(x.npu(), group_index=torch.tensor([1, 3]).npu(), dim=-1, alpha=0.7, limit=1.0, bias=1.2, interleaved=interleaved)
+    wide = x[:4].double()
+    gate, value = (wide[:, ::2], wide[:, 1::2]) if interleaved else wide.chunk(2, -1)
+    gate = gate.clamp(max=1)
+    close(actual[:4], gate * torch.sigmoid(0.7 * gate) * (value.clamp(-1, 1) + 1.2))
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_mul(approximate):
+    x = torch.randn(3, 5, 8)
+    first, second = x.double().chunk(2, -1)
+    close(torch_npu.npu_gelu_mul(x.npu(), approximate=approximate), F.gelu(first, approximate=approximate) * second)
+
+
+def gradients(function, reference, *arguments):
+    """The same cotangent through both."""
+    ours = [x.npu().requires_grad_() for x in arguments]
+    wide = [x.double().requires_grad_() for x in arguments]
+    result, expected = function(*ours), reference(*wide)
+    close(result, expected.detach())
+    cotangent = torch.randn(expected.shape)
+    result.backward(cotangent.npu())
+    expected.backward(cotangent.double())
+    for own, other in zip(ours, wide, strict=True):
+        close(own.grad, other.grad)
+
+
+@pytest.mark.parametrize("approximate", [0, 1])
+@pytest.mark.parametrize("left", [False, True])
+def test_geglu_and_gradient(left, approximate):
+    def reference(x):
+        first, second = x.chunk(2, -1)
+        gate, value = (first, second) if left else (second, first)
+        return F.gelu(gate, approximate="tanh" if approximate else "none") * value
+
+    gradients(lambda x: torch_npu.npu_geglu(x, -1, approximate, left)[0], reference, torch.randn(4, 10))
+
+
+def test_gradient_of_swiglu():
+    gradients(lambda x: torch_npu.npu_swiglu(x, dim=0), lambda x: F.silu(x.chunk(2, 0)[0]) * x.chunk(2, 0)[1], torch.randn(6, 4))
+
+
+def test_gradient_of_fast_gelu():
+    gradients(torch_npu.npu_fast_gelu, lambda x: x * torch.sigmoid(1.702 * x), torch.randn(4, 10))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    {
+        "int4 columns": (lambda x: torch_npu.npu_dynamic_quant(x.float()), "aclnnDynamicQuantV2: x is Float; allowed: Half, BFloat16"),
+        "smooth": (lambda x: torch_npu.npu_dynamic_quant(x, smooth_scales=x[0, :4]), "smooth_scales has shape"),
+        "scales": (lambda x: torch_npu.npu_quantize(x, x[0, :3], None, torch.qint8, -1, False), "scales has 3 elements; allowed: 1, or 16"),
+        "odd": (lambda x: torch_npu.npu_gelu_mul(x[:, :5]), "it must be even"),
+        "clip": (lambda x: torch_npu.npu_kronecker_quant(x[None], x[:, :4].contiguous(), x.T @ x, 1.5), "clip_ratio is 1.5"),
+    }.values(),
+)  # fmt: skip
+def test_limits_are_refused(call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call(torch.randn(4, 16, dtype=torch.float16, device="npu"))
