@@ -278,7 +278,7 @@ def test_exponential_numbers():
     [
         (lambda x: torch_npu.npu_attention_update([x[0]], [x.half(), x.half()], 0), "lists of 1 lse and 2 local_out"),
         (lambda x: torch_npu.npu_top_k_top_p(x, None, None), "p and k are both None"),
-        (lambda x: torch_npu.npu_top_k_top_p(x, x[:, 0].half(), None), "p is Half and logits Float"),
+        (lambda x: torch_npu.npu_top_k_top_p(x, x[:, 0].half(), None), "p is Half and logits is Float"),
         (lambda x: torch_npu.npu_transpose_batchmatmul(x[None], x[None], perm_x1=(2, 1, 0)), "perm_x1 should be [0, 1, 2] or [1, 0, 2]"),
     ],
 )

@@ -44,7 +44,8 @@ def close(actual, expected, ulps=8):
 def places(x, layout):
     """[b, n, s, d] in a layout."""
     order = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "SBND": (2, 0, 1, 3)}
-    return x.permute(order[{"BSH": "BSND", "SBH": "SBND"}.get(layout, layout)]).flatten(2 if "H" in layout else 4).contiguous()
+    y = x.permute(order[{"BSH": "BSND", "SBH": "SBND"}.get(layout, layout)])
+    return (y.flatten(2) if "H" in layout else y).contiguous()
 
 
 def both(ours, wide, out, expected, bound):
@@ -173,7 +174,7 @@ def test_rope_parts():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparse_mode": 9}, "sparse_mode is 9"),
+        ({"sparse_mode": 9}, "sparse_mode value must be in range"),
         ({"keep_prob": 0.0}, "keep_prob"),
         ({"sparse_mode": 3, "atten_mask": torch.ones(6, 6).bool()}, "sparse_mode 3 needs an atten_mask of 2048 x 2048"),
         ({"padding_mask": torch.ones(6, 6)}, "padding_mask"),
