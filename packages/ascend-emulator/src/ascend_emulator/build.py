@@ -25,10 +25,11 @@ from pathlib import Path
 
 CORE = "ascend_emulator"
 CANN_VERSION = "9.1.0"  # the interface that torch_npu 2.13 was released against; aclsysGetVersionStr answers the same
-# What torch_npu's wheel links against (readelf -d), and libopapi, which it opens by name for the aclnn operators.
+# What torch_npu's wheel links against (readelf -d), and what it opens by name: libopapi for the aclnn operators, libhcomm for HCCL's groups.
 SONAMES = (
     "libascendcl.so",
     "libhccl.so",
+    "libhcomm.so",
     "libacl_op_compiler.so",
     "libge_runner.so",
     "libgraph.so",

@@ -1,10 +1,11 @@
-"""``ascend-emulator``: run a command on emulated NPUs, build the libraries, list what they cover."""
+"""``ascend-emulator``: run a command on emulated NPUs, build the libraries, list what they cover, sum up a trace."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from ascend_emulator import build
 from ascend_emulator.activation import DEFAULT_SOC, parse_size, set_environment
@@ -26,8 +27,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help="entry points to take out, separated by commas: calling one then refuses by its name",
     )
+    run.add_argument("--trace", metavar="FILE", help="write what the NPUs do to a file that Perfetto opens (ascend-emulator trace has the table)")
+    run.add_argument(
+        "--adversary",
+        type=int,
+        metavar="SEED",
+        help="run streams as late and in as odd an order as events allow, the same for the same seed: a missing wait fails",
+    )
+    run.add_argument("--null", action="store_true", help="compute no operator, so that the host's own cost can be measured")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
     commands.add_parser("build", help="compile the libraries if they are not in the cache, and print where they are")
+    trace = commands.add_parser("trace", help="the table of a trace: calls, bytes, operations, emulated and estimated time")
+    trace.add_argument("file", type=Path)
     coverage = commands.add_parser("coverage", help="what the installed torch_npu can ask for, and what becomes of it")
     coverage.add_argument("--markdown", action="store_true", help="as a table for the documentation")
     return parser
@@ -44,6 +55,18 @@ def _run(options: argparse.Namespace) -> int:
     line = set_environment(environ, options.npus, options.soc, options.memory)
     if options.without:
         environ["ASCEND_EMULATOR_WITHOUT"] = options.without
+    if options.trace:
+        path = Path(options.trace).resolve()
+        try:
+            path.write_text("[\n")  # an event a line follows, from every process
+        except OSError as error:
+            print(f"ascend-emulator run: cannot write the trace to {path}: {error.strerror}", file=sys.stderr)
+            return 2
+        environ["ASCEND_EMULATOR_TRACE"] = str(path)
+    if options.adversary is not None:
+        environ["ASCEND_EMULATOR_ADVERSARY"] = str(options.adversary)
+    if options.null:
+        environ["ASCEND_EMULATOR_NULL"] = "1"
     print(line, file=sys.stderr, flush=True)
     try:
         os.execvpe(command[0], command, environ)
@@ -61,11 +84,16 @@ def main(arguments: list[str] | None = None) -> int:
         if options.action == "build":
             print(build.library_dir())
             return 0
+        if options.action == "trace":
+            from ascend_emulator.observe import table
+
+            print(table(options.file))
+            return 0
         from ascend_emulator.coverage import report
 
         print(report(markdown=options.markdown))
         return 0
-    except (build.BuildError, ValueError) as error:
+    except (build.BuildError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
 

@@ -139,18 +139,23 @@ bool capture_wait(Stream& stream, Event& event) {
   return true;
 }
 
-void check_not_captured(const char* call, const Stream* stream) {
+void check_not_captured(const char* call, const Stream& stream) {
+  if (!stream.capture) return;
+  invalidate(*stream.capture, text(call, " was called on a captured stream"));
+  throw Error(kStreamCaptured, "the stream is being captured, and does not run until the graph is replayed");
+}
+
+// Which calls these are: CANN's API reference, "aclmdlRICaptureBegin" (aclrtMemset, aclrtMemcpy, aclrtMemcpy2d, and asynchronous copies of
+// host memory that is not pinned) and "aclmdlRICaptureMode".
+void check_capture_mode(const char* call) {
   std::lock_guard lock(underway_mutex);
-  if (underway.empty()) return;
+  if (underway.empty() || thread_mode == CaptureMode::relaxed) return;
   for (auto* capture : underway) {
-    const bool own = stream && stream->capture.get() == capture;
-    const bool forbidden = thread_mode != CaptureMode::relaxed && (capture->mode == CaptureMode::global ||
-                           (capture->mode == CaptureMode::thread_local_ && capture->thread == std::this_thread::get_id()));
-    if (!own && !forbidden) continue;
+    const bool global = capture->mode == CaptureMode::global;
+    if (!global && (capture->mode == CaptureMode::relaxed || capture->thread != std::this_thread::get_id())) continue;
     invalidate(*capture, text(call, " was called during the capture"));
-    throw Error(own ? kStreamCaptured : kCaptureMode, own ? "the stream is being captured, and does not run until the graph is replayed"
-                                                          : "not allowed while a stream is captured (capture mode " +
-                                                            std::string(capture->mode == CaptureMode::global ? "global" : "thread_local") + ")");
+    throw Error(kCaptureMode, text("not allowed while a stream is captured in the mode ", global ? "global" : "thread_local",
+                                   "; capture in the mode relaxed, or make the call before"));
   }
 }
 

@@ -23,6 +23,7 @@ enum Status : int {
   kCaptureMode = 107030,
   kCaptureUnmatched = 107036,
   kCaptureThread = 107038,
+  kCaptureBlocks = 107041,
   kNoResource = 207005,
   kNoStream = 207008,
   kReportTimeout = 507012,

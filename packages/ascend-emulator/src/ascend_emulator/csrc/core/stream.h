@@ -119,8 +119,10 @@ std::shared_ptr<Stream> take_stream(void* handle);
 // Streams that graphs of the device hold; taking more than there are throws with that status.
 void reserve_streams(int device, int count, Status status);
 
-// The host's synchronizing calls ask first whether a capture forbids them (graph.cpp).
-void check_not_captured(const char* call, const Stream* stream = nullptr);
+// The host cannot wait for a stream that is being captured (graph.cpp).
+void check_not_captured(const char* call, const Stream& stream);
+// For calls that the mode of a capture, on whichever stream, forbids.
+void check_capture_mode(const char* call);
 
 // Stops every thread; called at exit, before libraries are torn down.
 void stop_streams();

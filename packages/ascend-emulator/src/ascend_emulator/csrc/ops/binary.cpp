@@ -45,7 +45,11 @@ at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_t
 SCALED(Add, add)
 SCALED(Sub, sub)
 ARITHMETIC(Mul, mul)
-ARITHMETIC(Div, div)
+OP(aclnnDiv, (Tensor self, Tensor other, Tensor out), { at::div_out(out, self, other); })
+OP(aclnnDivs, (Tensor self, Scalar other, Tensor out), { at::div_out(out, self, number(other)); })
+// In place, integers take the quotient without its fraction: torch_npu's ReduceOp.AVG divides them so (ProcessGroupHCCL.cpp).
+OP(aclnnInplaceDiv, (Tensor self, Tensor other), { self.copy_(at::div(self, other)); })
+OP(aclnnInplaceDivs, (Tensor self, Scalar other), { self.copy_(at::div(self, number(other))); })
 ARITHMETIC(FloorDivide, floor_divide)
 OP(aclnnRsub, (Tensor self, Tensor other, Scalar alpha, Tensor out), { at::sub_out(out, other, self, alpha); })
 OP(aclnnRsubs, (Tensor self, Scalar other, Scalar alpha, Tensor out), { at::sub_out(out, number(other), self, alpha); })

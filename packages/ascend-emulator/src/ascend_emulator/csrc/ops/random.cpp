@@ -2,7 +2,7 @@
 // repeat for the same (seed, offset). The forms that take seed and offset from tensors belong to graph capture, which is not emulated.
 #include <ATen/CPUGeneratorImpl.h>
 
-#include "../core/op.h"
+#include "wide.h"
 
 namespace {
 
@@ -26,3 +26,18 @@ OP(aclnnMultinomial, (Tensor self, int64_t samples, bool replacement, int64_t se
   at::multinomial_out(out, self, samples, replacement, generator(seed, offset));
 })
 OP(aclnnRandperm, (int64_t n, int64_t seed, int64_t offset, Tensor out), { at::randperm_out(out, n, generator(seed, offset)); })
+
+namespace {
+// The noise holds the slopes that were drawn.
+void rrelu(const at::Tensor& self, at::Tensor& noise, const at::Scalar& lower, const at::Scalar& upper, bool training, const at::Generator& generator, at::Tensor& out) {
+  auto slopes = emu::wide(noise);
+  out.copy_(at::rrelu_with_noise(emu::wide(self), slopes, lower, upper, training, generator));
+  noise.copy_(slopes);
+}
+}  // namespace
+OP(aclnnRReluWithNoise, (Tensor self, Tensor noise, Scalar lower, Scalar upper, bool training, int64_t seed, int64_t offset, Tensor out), {
+  rrelu(self, noise, lower, upper, training, generator(seed, offset), out);
+})
+OP(aclnnInplaceRReluWithNoise, (Tensor self, Tensor noise, Scalar lower, Scalar upper, bool training, int64_t seed, int64_t offset), {
+  rrelu(self, noise, lower, upper, training, generator(seed, offset), self);
+})

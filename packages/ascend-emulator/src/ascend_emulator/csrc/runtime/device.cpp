@@ -66,8 +66,6 @@ void set_parameter(int32_t option, int64_t value) {
 }  // namespace
 ACL_API(bookkeeping, aclrtSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
 ACL_API(bookkeeping, aclrtCtxSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
-// The same level for collectives (HcclConfig 0 is determinism, by value in a union of 64 bits).
-ACL_API(bookkeeping, HcclSetConfig, (int32_t config, int64_t), { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
 ACL_API(bookkeeping, aclrtGetSysParamOpt, (int32_t option, int64_t* value), {
   std::lock_guard lock(parameters_mutex);
   *value = parameters[option];

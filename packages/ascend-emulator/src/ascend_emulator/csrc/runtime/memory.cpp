@@ -114,7 +114,7 @@ Work cost(size_t bytes, int32_t kind) {
 
 // The synchronous calls have no place in any stream's order.
 ACL_API(computed, aclrtMemcpy, (void* to, size_t room, const void* from, size_t bytes, int32_t kind), {
-  check_not_captured("aclrtMemcpy");
+  check_capture_mode("aclrtMemcpy");
   HostObservation observed("aclrtMemcpy");
   copy(to, room, from, bytes, kind);
 })
@@ -123,7 +123,10 @@ ACL_API(computed, aclrtMemcpyAsync, (void* to, size_t room, const void* from, si
   auto& stream = stream_of(handle);
   Task task{"aclrtMemcpyAsync", nullptr, Kind::copy};
   task.work = cost(bytes, kind);
-  if (kind == host_to_device && !is_pinned(from) && !stream.capture) {
+  const bool pageable = (kind == host_to_device && !is_pinned(from)) || (kind == device_to_host && !is_pinned(to));
+  if (pageable) check_capture_mode("aclrtMemcpyAsync of memory that is not pinned");
+  check(!pageable || !stream.capture, kCaptureBlocks, "the host memory is not pinned, so that the copy blocks the host, and cannot be captured");
+  if (kind == host_to_device && pageable) {
     // Pageable memory may change as soon as this returns: CANN takes a copy of it first.
     auto staged = std::make_shared<std::vector<char>>(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
     task.run = [=] { std::memcpy(to_kernel(to), staged->data(), bytes); };
@@ -133,10 +136,10 @@ ACL_API(computed, aclrtMemcpyAsync, (void* to, size_t room, const void* from, si
   task.run = [=] { copy(to, room, from, bytes, kind); };
   const auto ticket = stream.submit(std::move(task));
   // Into pageable memory a copy is done when this returns.
-  if (kind == device_to_host && !is_pinned(to) && !stream.capture) stream.wait(ticket);
+  if (pageable) stream.wait(ticket);
 })
 ACL_API(computed, aclrtMemset, (void* at, size_t room, int32_t value, size_t bytes), {
-  check_not_captured("aclrtMemset");
+  check_capture_mode("aclrtMemset");
   fill(at, room, value, bytes);
 })
 ACL_API(computed, aclrtMemsetAsync, (void* at, size_t room, int32_t value, size_t bytes, void* stream), {

@@ -89,7 +89,6 @@ std::shared_ptr<Mark> mark_of(Event& event) {
 
 void synchronize_event(void* handle, Deadline deadline) {
   const auto event = event_at(handle);
-  check_not_captured("aclrtSynchronizeEvent");
   HostObservation observed("aclrtSynchronizeEvent");
   check_queue();
   if (const auto mark = mark_of(*event))
@@ -97,15 +96,16 @@ void synchronize_event(void* handle, Deadline deadline) {
 }
 
 void synchronize_device(const char* call, Deadline deadline) {
-  check_not_captured(call);
   HostObservation observed(call);
   check_queue();
-  for (const auto& stream : streams_of(current_device())) stream->synchronize(deadline);
+  const auto streams = streams_of(current_device());
+  for (const auto& stream : streams) check_not_captured(call, *stream);
+  for (const auto& stream : streams) stream->synchronize(deadline);
 }
 
 void synchronize_stream(const char* call, void* handle, Deadline deadline) {
   const auto stream = stream_at(handle);
-  check_not_captured(call, stream.get());
+  check_not_captured(call, *stream);
   HostObservation observed(call);
   check_queue();
   stream->synchronize(deadline);

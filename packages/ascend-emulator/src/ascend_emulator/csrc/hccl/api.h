@@ -1,0 +1,34 @@
+// What the files with HCCL's entry points share.
+#ifndef ASCEND_EMULATOR_HCCL_API_H
+#define ASCEND_EMULATOR_HCCL_API_H
+#include "../core/registry.h"
+#include "communicator.h"
+
+namespace emu::hccl {
+
+// The communicator of a handle; throws if there is none.
+std::shared_ptr<Communicator> communicator(void* handle);
+
+// HCCL's own result for what an entry point threw.
+inline int result_of(int status) {
+  switch (status) {
+    case kOk: return kSuccess;
+    case kInvalidParam:
+    case kOpParam:
+    case kContextNull: return kParameter;
+    case kUnsupported: return kNotSupported;
+    case kOutOfMemory: return kMemory;
+  }
+  return status < 100 ? status : kInternal;
+}
+
+}  // namespace emu::hccl
+
+// A C entry point of HCCL: as ACL_API, but it returns an HcclResult.
+#define HCCL_API(STATE, NAME, PARAMS, ...)                                                  \
+  static const emu::Registration registration_##NAME{#NAME, emu::State::STATE, __FILE__};    \
+  EXPORT int NAME PARAMS {                                                                   \
+    return emu::hccl::result_of(emu::intercepted(#NAME, [&] __VA_ARGS__));                   \
+  }
+
+#endif  // ASCEND_EMULATOR_HCCL_API_H

@@ -1,0 +1,239 @@
+// Communicators as HCCL's entry points make, ask and end them. Signatures: see types.h.
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "../core/device.h"
+#include "api.h"
+#include "ranktable.h"
+
+using namespace emu;
+using namespace emu::hccl;
+
+namespace emu::hccl {
+namespace {
+
+std::mutex mutex;
+std::map<void*, std::shared_ptr<Communicator>> communicators;
+
+void* enter(std::shared_ptr<Communicator> made) {
+  void* handle = made.get();
+  std::lock_guard lock(mutex);
+  communicators[handle] = std::move(made);
+  return handle;
+}
+
+c10::intrusive_ptr<c10d::Store> prefixed(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store) {
+  return c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
+}
+
+c10::intrusive_ptr<c10d::Store> tcp_store(const std::string& ip, int port, bool serves) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(port);
+  options.isServer = serves;
+  options.waitWorkers = false;
+  options.multiTenant = true;
+  options.timeout = std::chrono::seconds(connect_timeout());
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(ip, options);
+  } catch (const std::exception& error) {
+    if (serves) refuse_call(kConnect, "cannot listen on port ", port, ": ", std::string(error.what()).substr(0, 120));
+    refuse_call(kTimeout, "rank 0 does not answer at ", ip, " port ", port, " within ", connect_timeout(),
+                " s (HCCL_CONNECT_TIMEOUT); is it running, and reachable from this machine?");
+  }
+}
+
+// Where the ranks of communicators that have their root in this process meet; one for all.
+c10d::TCPStore& root_store() {
+  static auto* store = new auto(tcp_store("127.0.0.1", 0, true));  // never destroyed: ranks may still come at exit
+  return *static_cast<c10d::TCPStore*>(store->get());
+}
+
+constexpr char kMark[] = "ascend-emulator-hccl-1";
+
+std::string config_name(const Config* config, const std::string& otherwise) {
+  const bool named = config && config->size > offsetof(Config, name) && config->name[0];
+  return named ? std::string(config->name, strnlen(config->name, sizeof config->name - 1)) : otherwise;
+}
+
+int config_timeout(const Config* config) {
+  const bool set = config && config->size > offsetof(Config, exec_timeout) && config->exec_timeout != -1;
+  return set ? config->exec_timeout : exec_timeout();
+}
+
+std::shared_ptr<Communicator> from_root(uint32_t ranks, const char* root, uint32_t rank, const Config* config) {
+  if (!root) refuse_call(kNullPointer, "rootInfo is null");
+  if (ranks == 0 || rank >= ranks) refuse_call(kParameter, "rank is ", rank, " of ", ranks, "; allowed: 0 to nRanks - 1");
+  std::stringstream parts(std::string(root, strnlen(root, 512)));
+  std::string mark, ip, id;
+  int port = 0;
+  parts >> mark >> ip >> port >> id;
+  if (mark != kMark || id.empty()) refuse_call(kParameter, "rootInfo does not come from HcclGetRootInfo of an emulated HCCL");
+  auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>()) : tcp_store(ip, port, false);
+  return std::make_shared<Communicator>(prefixed(id, store), config_name(config, "hccl_" + id), static_cast<int>(rank), static_cast<int>(ranks),
+                                        config_timeout(config));
+}
+
+std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const Config* config) {
+  if (!path) refuse_call(kNullPointer, "clusterInfo is null");
+  const auto table = read_rank_table(path);
+  const int ranks = static_cast<int>(table.servers.size());
+  if (static_cast<int64_t>(rank) >= ranks) refuse_call(kParameter, "rank is ", rank, "; ", path, " has ", ranks, " ranks");
+  static std::atomic<int> uses{0};
+  const char* base = std::getenv("HCCL_IF_BASE_PORT");
+  const int port = base && *base ? std::atoi(base) : 60000;  // the documented default
+  const std::string name = config_name(config, text("hccl_table_", table.identity, "_", uses++));
+  auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>()) : tcp_store(table.servers[0], port, rank == 0);
+  return std::make_shared<Communicator>(prefixed(name, store), name, static_cast<int>(rank), ranks, config_timeout(config));
+}
+
+void result(void** comm, std::shared_ptr<Communicator> made) { *comm = enter(std::move(made)); }
+
+void place(void** comm) {
+  if (!comm) refuse_call(kNullPointer, "there is no place for the communicator");
+}
+
+}  // namespace
+
+std::shared_ptr<Communicator> communicator(void* handle) {
+  std::lock_guard lock(mutex);
+  const auto found = communicators.find(handle);
+  if (found == communicators.end()) refuse_call(kParameter, handle, " is no communicator, or it was destroyed");
+  return found->second;
+}
+
+}  // namespace emu::hccl
+
+HCCL_API(computed, HcclGetRootInfo, (char* root), {
+  if (!root) refuse_call(kNullPointer, "rootInfo is null");
+  static std::atomic<int> number{0};
+  static const uint64_t process = std::random_device{}() * 0x100000001ull ^ static_cast<uint64_t>(getpid());
+  const auto line = text(kMark, " ", host_ip(), " ", root_store().getPort(), " ", std::hex, process, "_", std::dec, number++);
+  std::strcpy(root, line.c_str());
+})
+
+HCCL_API(computed, HcclCommInitRootInfo, (uint32_t ranks, const char* root, uint32_t rank, void** comm), {
+  place(comm);
+  result(comm, from_root(ranks, root, rank, nullptr));
+})
+HCCL_API(computed, HcclCommInitRootInfoConfig, (uint32_t ranks, const char* root, uint32_t rank, const Config* config, void** comm), {
+  place(comm);
+  if (!config) refuse_call(kNullPointer, "config is null");
+  result(comm, from_root(ranks, root, rank, config));
+})
+HCCL_API(computed, HcclCommInitClusterInfo, (const char* path, uint32_t rank, void** comm), {
+  place(comm);
+  result(comm, from_table(path, rank, nullptr));
+})
+HCCL_API(computed, HcclCommInitClusterInfoConfig, (const char* path, uint32_t rank, const Config* config, void** comm), {
+  place(comm);
+  if (!config) refuse_call(kNullPointer, "config is null");
+  result(comm, from_table(path, rank, config));
+})
+
+// Ranks that are not in it pass no list, and get none.
+HCCL_API(computed, HcclCreateSubCommConfig, (void** comm, uint32_t number, const uint32_t* members, uint64_t id, uint32_t rank, const Config* config, void** sub), {
+  if (!comm) refuse_call(kNullPointer, "comm is null");
+  place(sub);
+  const auto whole = communicator(*comm);
+  *sub = nullptr;
+  if (!members) {
+    if (id != 0xffffffff) refuse_call(kNullPointer, "rankIds is null; a rank that takes no part passes subCommId 0xFFFFFFFF too");
+    return;
+  }
+  if (!config) refuse_call(kNullPointer, "config is null");
+  if (rank >= number) refuse_call(kParameter, "subCommRankId is ", rank, " of ", number, " ranks");
+  for (uint32_t i = 0; i < number; ++i) {
+    if (static_cast<int64_t>(members[i]) >= whole->ranks) refuse_call(kParameter, "rankIds[", i, "] is ", members[i], "; the communicator has ", whole->ranks, " ranks");
+    if (i && members[i] <= members[i - 1]) refuse_call(kParameter, "rankIds must ascend; rankIds[", i, "] is ", members[i], " after ", members[i - 1]);
+  }
+  if (static_cast<int>(members[rank]) != whole->rank) {
+    refuse_call(kParameter, "rankIds[", rank, "] is ", members[rank], ", this rank is ", whole->rank, "; subCommRankId is its index in rankIds");
+  }
+  std::string prefix = text("sub/", id);
+  for (uint32_t i = 0; i < number; ++i) prefix += text("/", members[i]);
+  const auto name = config_name(config, text(whole->name, "_sub_", id));
+  {
+    static std::map<std::string, int> uses;  // the same on all members, as each makes it as often
+    std::lock_guard lock(mutex);
+    prefix += text("/", name, "/", uses[text(*comm, prefix, name)]++);
+  }
+  result(sub, std::make_shared<Communicator>(prefixed(prefix, whole->store()), name, static_cast<int>(rank), static_cast<int>(number), config_timeout(config)));
+})
+
+// All ranks in this process, each on its NPU.
+HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, void** comms), {
+  place(comms);
+  if (!devices) refuse_call(kNullPointer, "devices is null");
+  if (!number) refuse_call(kParameter, "ndev is 0");
+  static std::atomic<int> uses{0};
+  const auto name = text("hccl_all_", getpid(), "_", uses++);
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::shared_ptr<Communicator>> made(number);
+  std::vector<std::string> failures(number);
+  std::vector<std::thread> threads;
+  for (uint32_t i = 0; i < number; ++i) {
+    threads.emplace_back([&, i] {
+      try {
+        set_current_device(devices[i]);
+        made[i] = std::make_shared<Communicator>(store, name, static_cast<int>(i), static_cast<int>(number), exec_timeout());
+      } catch (const std::exception& error) {
+        failures[i] = error.what();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& each : failures) if (!each.empty()) refuse_call(kParameter, each);
+  for (uint32_t i = 0; i < number; ++i) result(comms + i, made[i]);
+})
+
+HCCL_API(computed, HcclCommDestroy, (void* comm), {
+  const auto it = communicator(comm);
+  {
+    std::lock_guard lock(mutex);
+    communicators.erase(comm);
+  }
+  it->close();
+})
+
+HCCL_API(computed, HcclGetRankSize, (void* comm, uint32_t* ranks), { *ranks = communicator(comm)->ranks; })
+HCCL_API(computed, HcclGetRankId, (void* comm, uint32_t* rank), { *rank = communicator(comm)->rank; })
+HCCL_API(computed, HcclGetCommName, (void* comm, char* name), {
+  const auto it = communicator(comm);
+  std::strcpy(name, it->name.substr(0, 127).c_str());
+})
+
+// The error of the first operation that failed, and its line as this thread's recent message, which torch_npu's watchdog reports.
+HCCL_API(computed, HcclGetCommAsyncError, (void* comm, int32_t* error) , {
+  const auto it = communicator(comm);
+  *error = it->error();
+  if (*error) fail(static_cast<Status>(*error), it->message());
+})
+EXPORT const char* HcclGetErrorString(int32_t result) { return emu::hccl::describe(result); }
+static const Registration registration_HcclGetErrorString{"HcclGetErrorString", State::computed, __FILE__};
+
+HCCL_API(computed, HcclCommSuspend, (void* comm), { communicator(comm)->suspend(); })
+HCCL_API(computed, HcclCommResume, (void* comm), { communicator(comm)->resume(); })
+
+// How many of HcclCommConfigCapability there are: all up to the name of a shared buffer.
+EXPORT uint32_t HcclGetCommConfigCapability() { return 12; }
+static const Registration registration_HcclGetCommConfigCapability{"HcclGetCommConfigCapability", State::bookkeeping, __FILE__};
+
+// Reductions are deterministic in any case (HcclConfig 0).
+HCCL_API(bookkeeping, HcclSetConfig, (int32_t config, int64_t), { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
+
+// There is one way between two ranks.
+HCCL_API(bookkeeping, HcclCommWorkingDevNicSet, (void* comm, const uint32_t* ranks, const bool* backup, uint32_t number), {
+  const auto it = communicator(comm);
+  if (number && (!ranks || !backup)) refuse_call(kNullPointer, "ranks or useBackup is null");
+  for (uint32_t i = 0; i < number; ++i) {
+    if (static_cast<int64_t>(ranks[i]) >= it->ranks) refuse_call(kParameter, "ranks[", i, "] is ", ranks[i], "; the communicator has ", it->ranks, " ranks");
+  }
+})

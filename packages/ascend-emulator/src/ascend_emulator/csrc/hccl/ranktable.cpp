@@ -1,0 +1,120 @@
+#include "ranktable.h"
+
+#include <arpa/inet.h>
+
+#include <fstream>
+#include <iterator>
+#include <map>
+
+#include "types.h"
+
+namespace emu::hccl {
+namespace {
+
+// As much of JSON as the table uses; a number or a word is kept as its text.
+struct Value {
+  std::string text;
+  std::vector<Value> items;
+  std::map<std::string, Value> members;
+
+  std::string at(const std::string& key) const {
+    const auto found = members.find(key);
+    return found == members.end() ? "" : found->second.text;
+  }
+  const std::vector<Value>& list(const std::string& key) const {
+    static const std::vector<Value> none;
+    const auto found = members.find(key);
+    return found == members.end() ? none : found->second.items;
+  }
+};
+
+class Reader {
+ public:
+  explicit Reader(std::string text) : text_(std::move(text)) {}
+  Value all() {
+    Value value = read(0);
+    if (next()) wrong();
+    return value;
+  }
+
+ private:
+  char next() {
+    while (at_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[at_]))) ++at_;
+    return at_ < text_.size() ? text_[at_] : 0;
+  }
+  void take(char expected) {
+    if (next() != expected) wrong();
+    ++at_;
+  }
+  [[noreturn]] void wrong() { refuse_call(kParameter, "the rank table is not JSON at character ", at_); }
+  std::string string() {
+    take('"');
+    const auto end = text_.find('"', at_);
+    if (end == std::string::npos) wrong();
+    const auto out = text_.substr(at_, end - at_);
+    at_ = end + 1;
+    return out;
+  }
+  Value read(int depth) {
+    if (depth > 32) wrong();
+    Value value;
+    switch (next()) {
+      case '{':
+        for (take('{'); next() != '}';) {
+          const auto key = string();
+          take(':');
+          value.members[key] = read(depth + 1);
+          if (next() != '}') take(',');
+        }
+        take('}');
+        break;
+      case '[':
+        for (take('['); next() != ']';) {
+          value.items.push_back(read(depth + 1));
+          if (next() != ']') take(',');
+        }
+        take(']');
+        break;
+      case '"': value.text = string(); break;
+      default:
+        while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || std::string("+-.").find(text_[at_]) != std::string::npos)) value.text += text_[at_++];
+        if (value.text.empty()) wrong();
+    }
+    return value;
+  }
+
+  std::string text_;
+  size_t at_ = 0;
+};
+
+}  // namespace
+
+RankTable read_rank_table(const char* path) {
+  std::ifstream file(path);
+  if (!file) refuse_call(kOpenFile, "the rank table does not open: ", path);
+  const std::string content{std::istreambuf_iterator<char>(file), {}};
+  const auto root = Reader(content).all();
+  if (const auto status = root.at("status"); status != "completed") refuse_call(kUnavailable, path, ": status is ", status.empty() ? "missing" : status, "; it must be completed");
+  std::map<int, std::string> found;
+  for (const auto& server : root.list("server_list")) {
+    // server_id is an address, or a name where host_ip is the address.
+    in_addr parsed;
+    std::string address = server.at("host_ip").empty() ? server.at("server_id") : server.at("host_ip");
+    if (inet_pton(AF_INET, address.c_str(), &parsed) != 1) address = "127.0.0.1";
+    for (const auto& device : server.list("device")) {
+      const auto rank = device.at("rank_id");
+      if (rank.empty() || rank.find_first_not_of("0123456789") != std::string::npos || rank.size() > 6) refuse_call(kParameter, path, ": rank_id is '", rank, "'; it is a number");
+      if (!found.emplace(std::stoi(rank), address).second) refuse_call(kParameter, path, ": rank_id ", rank, " is there twice");
+    }
+  }
+  if (found.empty()) refuse_call(kParameter, path, ": server_list has no device with a rank_id");
+  if (found.rbegin()->first + 1 != static_cast<int>(found.size())) refuse_call(kParameter, path, ": rank_id goes to ", found.rbegin()->first, ", but there are ", found.size());
+  RankTable table;
+  for (const auto& [rank, address] : found) table.servers.push_back(address);
+  uint64_t hash = 1469598103934665603ull;
+  for (const unsigned char each : content) hash = (hash ^ each) * 1099511628211ull;
+  table.identity = emu::text(std::hex, hash);
+  return table;
+}
+
+}  // namespace emu::hccl

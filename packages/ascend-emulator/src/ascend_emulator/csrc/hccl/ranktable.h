@@ -1,0 +1,17 @@
+// The file that describes a cluster (Huawei's "Rank table"): which server has which ranks.
+#ifndef ASCEND_EMULATOR_HCCL_RANKTABLE_H
+#define ASCEND_EMULATOR_HCCL_RANKTABLE_H
+#include <string>
+#include <vector>
+
+namespace emu::hccl {
+
+struct RankTable {
+  std::vector<std::string> servers;  // the address of each rank's
+  std::string identity;              // the same for the same file
+};
+RankTable read_rank_table(const char* path);
+
+}  // namespace emu::hccl
+
+#endif  // ASCEND_EMULATOR_HCCL_RANKTABLE_H

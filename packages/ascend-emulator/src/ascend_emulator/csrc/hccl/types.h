@@ -1,0 +1,78 @@
+// HCCL's numbers and rules. Source of the values and of the limits: Huawei's public API reference "HCCL" (HcclDataType, HcclReduceOp,
+// HcclResult, HcclCommConfig, and each operation's page); of the signatures, torch_npu/csrc/distributed/HcclCompile.h (Ascend/pytorch, BSD).
+#ifndef ASCEND_EMULATOR_HCCL_TYPES_H
+#define ASCEND_EMULATOR_HCCL_TYPES_H
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "../core/status.h"
+
+namespace emu::hccl {
+
+enum Code : int {
+  kSuccess = 0,
+  kParameter = 1,
+  kNullPointer = 2,
+  kMemory = 3,
+  kInternal = 4,
+  kNotSupported = 5,
+  kNotFound = 6,
+  kUnavailable = 7,
+  kTimeout = 9,
+  kOpenFile = 10,
+  kConnect = 11,
+  kRemote = 21,
+  kSuspending = 22,
+};
+const char* describe(int result);
+
+// Thrown where a call fails at once; an operation that fails on its stream has an ACL code for the stream beside it (communicator.h).
+template <class... Parts>
+[[noreturn]] void refuse_call(Code result, const Parts&... parts) {
+  throw Error(static_cast<Status>(result), text(parts...));
+}
+
+enum Reduction : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3 };
+const char* reduction_name(int op);
+
+struct DataType {
+  const char* name;
+  uint64_t bytes;
+  std::optional<at::ScalarType> scalar;  // as what it is reduced
+};
+const DataType& data_type(int code);  // throws if the code is none
+
+// That this chip transfers, or reduces, elements of this type. The message lists what is allowed.
+void check_transferable(int code);
+void check_reducible(int code, int op);
+
+// The first members of HcclCommConfig; later ones do not matter here. `size` is what HcclCommConfigInit noted.
+struct Config {
+  uint64_t size;
+  char reserved[16];
+  uint32_t buffer_size;
+  uint32_t deterministic;
+  char name[128];
+  char user_information[128];
+  uint32_t expansion_mode;
+  uint32_t traffic_class;
+  uint32_t service_level;
+  uint32_t world_rank;
+  uint64_t job;
+  uint8_t graph_zero_copy;
+  int32_t exec_timeout;  // seconds; -1 is unset
+};
+
+struct SendReceive {  // HcclSendRecvItem
+  int32_t kind;       // 0 send, 1 receive
+  void* buffer;
+  uint64_t count;
+  int32_t type;
+  uint32_t peer;
+};
+
+}  // namespace emu::hccl
+
+#endif  // ASCEND_EMULATOR_HCCL_TYPES_H

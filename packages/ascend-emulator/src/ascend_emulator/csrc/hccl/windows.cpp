@@ -1,0 +1,83 @@
+// Memory that a program lends to a communicator, so that an NPU may reach its peers' directly. Here data goes over connections in any case,
+// so this is remembered and checked, and changes no result. Signatures: torch_npu/csrc/distributed/HcclCompile.h and
+// torch_npu/csrc/core/npu/interface/HcclInterface.cpp (Ascend/pytorch, BSD).
+#include <map>
+
+#include "../core/device.h"
+#include "api.h"
+
+using namespace emu;
+using namespace emu::hccl;
+
+namespace {
+
+struct Memory {
+  uintptr_t start = 0;
+  uint64_t bytes = 0;
+  bool contains(uintptr_t at, uint64_t size) const { return at >= start && size <= bytes && at - start <= bytes - size; }
+};
+
+std::mutex mutex;
+uintptr_t next_window = 1;
+std::map<std::pair<void*, uintptr_t>, Memory> windows;      // communicator and handle
+std::map<std::pair<void*, uintptr_t>, Memory> ranges;       // communicator and start of reserved addresses
+std::map<std::pair<void*, uintptr_t>, Memory> active;       // communicator and start of memory within them
+
+uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+
+void given(const void* address, uint64_t bytes, const char* name) {
+  if (!address) refuse_call(kNullPointer, name, " is null");
+  if (!bytes) refuse_call(kParameter, "the size is 0");
+}
+
+void remove(std::map<std::pair<void*, uintptr_t>, Memory>& from, void* comm, uintptr_t key, const char* what) {
+  communicator(comm);
+  std::lock_guard lock(mutex);
+  if (!from.erase({comm, key})) refuse_call(kNotFound, reinterpret_cast<void*>(key), " is no ", what, " of this communicator");
+}
+
+}  // namespace
+
+HCCL_API(bookkeeping, HcclCommRegister, (void* comm, void* address, uint64_t bytes, void** handle, uint32_t flag), {
+  communicator(comm);
+  given(address, bytes, "addr");
+  if (!handle) refuse_call(kNullPointer, "handle is null");
+  if (flag) refuse_call(kParameter, "flag is ", flag, "; allowed: 0");
+  if (!is_device(address)) refuse_call(kParameter, "addr is not device memory: ", address);
+  std::lock_guard lock(mutex);
+  *handle = reinterpret_cast<void*>(next_window);
+  windows[{comm, next_window++}] = {number(address), bytes};
+})
+HCCL_API(bookkeeping, HcclCommDeregister, (void* comm, void* handle), { remove(windows, comm, number(handle), "registered memory"); })
+HCCL_API(bookkeeping, HcclCommExchangeMem, (void* comm, void* handle, const uint32_t* peers, uint32_t count), {
+  const auto on = communicator(comm);
+  if (count && !peers) refuse_call(kNullPointer, "peerRanks is null");
+  for (uint32_t i = 0; i < count; ++i) {
+    if (static_cast<int64_t>(peers[i]) >= on->ranks) refuse_call(kParameter, "peerRanks[", i, "] is ", peers[i], "; the communicator has ", on->ranks, " ranks");
+  }
+  std::lock_guard lock(mutex);
+  if (!windows.count({comm, number(handle)})) refuse_call(kNotFound, handle, " is no registered memory of this communicator");
+})
+
+HCCL_API(bookkeeping, HcclCommSetMemoryRange, (void* comm, void* base, size_t bytes, size_t alignment, uint64_t), {
+  communicator(comm);
+  given(base, bytes, "baseVirPtr");
+  if (alignment) refuse_call(kParameter, "alignment is ", alignment, "; allowed: 0");
+  std::lock_guard lock(mutex);
+  ranges[{comm, number(base)}] = {number(base), bytes};
+})
+HCCL_API(bookkeeping, HcclCommUnsetMemoryRange, (void* comm, void* base), { remove(ranges, comm, number(base), "memory range"); })
+HCCL_API(bookkeeping, HcclCommActivateCommMemory, (void* comm, void* address, size_t bytes, size_t offset, void* handle, uint64_t), {
+  communicator(comm);
+  given(address, bytes, "virPtr");
+  if (offset) refuse_call(kParameter, "offset is ", offset, "; allowed: 0");
+  if (!handle) refuse_call(kNullPointer, "handle is null");
+  std::lock_guard lock(mutex);
+  for (const auto& [key, range] : ranges) {
+    if (key.first != comm || !range.contains(number(address), bytes)) continue;
+    active[{comm, number(address)}] = {number(address), bytes};
+    return;
+  }
+  refuse_call(kNotFound, bytes, " bytes at ", address, " are in no range of HcclCommSetMemoryRange");
+})
+HCCL_API(bookkeeping, HcclCommDeactivateCommMemory, (void* comm, void* address), { remove(active, comm, number(address), "active memory"); })

@@ -1,0 +1,174 @@
+"""HCCL's C interface, as programs other than torch_npu use it: for test_hccl.py."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from hccl_ranks import plain, scenario, timed
+
+
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL("libhccl.so")
+
+
+def message() -> str:
+    """What aclGetRecentErrMsg says of the last call."""
+    ask = ctypes.CDLL("libascendcl.so").aclGetRecentErrMsg
+    ask.restype = ctypes.c_char_p
+    return (ask() or b"").decode()
+
+
+def counts(*values: int) -> Any:
+    return (ctypes.c_uint64 * len(values))(*values)
+
+
+def address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+FLOAT, SUM = 4, 0
+
+
+@scenario("one process", ranks=2, plain_c="1")
+def one_process(rank: int, ranks: int) -> Any:
+    """HCCL's C interface: both ranks in this process, a thread and an NPU each."""
+    if rank:
+        return None
+    hccl = library()
+    for device in range(2):
+        torch.ones(1, device=f"npu:{device}")
+    comms = (ctypes.c_void_p * 2)()
+    assert hccl.HcclCommInitAll(2, (ctypes.c_int32 * 2)(0, 1), comms) == 0, message()
+    out: dict[str, Any] = {"results": [None, None], "errors": []}
+
+    def work(device: int) -> None:
+        torch.npu.set_device(device)
+        comm, stream = ctypes.c_void_p(comms[device]), ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+        x = torch.arange(4.0, device="npu") + device
+        y, z = torch.empty(4, device="npu"), torch.empty(2, device="npu")
+        gathered, exchanged = torch.empty(3, device="npu"), torch.empty(3, device="npu")
+        torch.npu.synchronize()
+        mine = [(1, 0), (2, 1)][device]  # of three, rank 0 has one and rank 1 two
+        calls = [
+            hccl.HcclAllReduce(address(x), address(y), counts_of(4), FLOAT, SUM, comm, stream),
+            hccl.HcclReduceScatter(address(x), address(z), counts_of(2), FLOAT, SUM, comm, stream),
+            hccl.HcclBarrier(comm, stream),
+            hccl.HcclAllGatherV(
+                address(x), counts_of(mine[0]), address(gathered), counts(1, 2), counts(0, 1), FLOAT, comm, stream
+            ),
+            # Rank i sends [[1, 2], [2, 1]][i][j] elements to rank j.
+            hccl.HcclAlltoAllVC(address(x), counts(1, 2, 2, 1), FLOAT, address(exchanged), FLOAT, comm, stream),
+            hccl.HcclGroupStart(),
+            hccl.HcclSend(address(x), counts_of(2), FLOAT, device, comm, stream),
+            hccl.HcclRecv(ctypes.c_void_p(z.data_ptr()), counts_of(2), FLOAT, device, comm, stream),
+            hccl.HcclGroupEnd(),
+        ]
+        torch.npu.synchronize()
+        size, rank_id, name = ctypes.c_uint32(), ctypes.c_uint32(), ctypes.create_string_buffer(128)
+        hccl.HcclGetRankSize(comm, ctypes.byref(size))
+        hccl.HcclGetRankId(comm, ctypes.byref(rank_id))
+        hccl.HcclGetCommName(comm, name)
+        out["results"][device] = [calls, plain([y, gathered, exchanged, z]), size.value, rank_id.value, name.value.decode()]
+
+    def counts_of(value: int) -> ctypes.c_uint64:
+        return ctypes.c_uint64(value)
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.npu.set_device(0)
+    x, host = torch.ones(4, device="npu"), torch.ones(4)
+    comm, stream = ctypes.c_void_p(comms[0]), ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+    torch.npu.synchronize()
+    window, missing = ctypes.c_void_p(), ctypes.c_void_p(77)
+    size, range_size, base = ctypes.c_uint64(16), ctypes.c_size_t(1 << 20), ctypes.c_void_p(1 << 40)
+    zero, peers = ctypes.c_size_t(0), (ctypes.c_uint32 * 1)(1)
+    out["windows"] = [
+        hccl.HcclCommRegister(comm, address(x), size, ctypes.byref(window), 0),
+        hccl.HcclCommExchangeMem(comm, window, peers, 1),
+        hccl.HcclCommExchangeMem(comm, missing, peers, 1),
+        hccl.HcclCommDeregister(comm, window),
+        hccl.HcclCommDeregister(comm, window),
+        hccl.HcclCommSetMemoryRange(comm, base, range_size, zero, ctypes.c_uint64(1)),
+        hccl.HcclCommActivateCommMemory(comm, address(x), range_size, zero, missing, ctypes.c_uint64(0)),
+        hccl.HcclCommActivateCommMemory(comm, base, range_size, zero, missing, ctypes.c_uint64(0)),
+        hccl.HcclCommDeactivateCommMemory(comm, base),
+        hccl.HcclCommUnsetMemoryRange(comm, base),
+    ]
+    message()
+    for wrong in (
+        lambda: hccl.HcclAllReduce(address(x), address(x), counts_of(4), 99, SUM, comm, stream),
+        lambda: hccl.HcclAllReduce(address(x), address(x), counts_of(4), FLOAT, 7, comm, stream),
+        lambda: hccl.HcclAllReduce(address(x), address(x), counts_of(2), 10, SUM, comm, stream),
+        lambda: hccl.HcclAllReduce(address(host), address(x), counts_of(4), FLOAT, SUM, comm, stream),
+        lambda: hccl.HcclAllReduce(None, address(x), counts_of(4), FLOAT, SUM, comm, stream),
+        lambda: hccl.HcclBroadcast(address(x), counts_of(1 << 40), FLOAT, 0, comm, stream),
+        lambda: hccl.HcclBroadcast(address(x), counts_of(4), FLOAT, 2, comm, stream),
+        lambda: hccl.HcclSend(address(x), counts_of(1), 15, 1, comm, stream),
+        lambda: hccl.HcclAlltoAll(address(x), counts_of(1), FLOAT, address(x), counts_of(1), FLOAT, comm, stream),
+        lambda: hccl.HcclGroupEnd(),
+        lambda: hccl.HcclCommDestroy(comm),
+        lambda: hccl.HcclCommDestroy(comm),
+    ):
+        out["errors"].append([wrong(), message()])
+    # A communicator that is destroyed while an operation waits for a rank that never comes.
+    assert hccl.HcclCommInitAll(2, (ctypes.c_int32 * 2)(0, 1), comms) == 0, message()
+    comm = ctypes.c_void_p(comms[0])
+    assert hccl.HcclAllReduce(address(x), address(x), counts_of(4), FLOAT, SUM, comm, stream) == 0
+    out["destroyed"] = timed(lambda: hccl.HcclCommDestroy(comm))
+    hccl.HcclGetErrorString.restype = ctypes.c_char_p
+    out["texts"] = [hccl.HcclGetErrorString(code).decode() for code in (0, 9)]
+    return out
+
+
+@scenario("rank table", ranks=2, plain_c="1")
+def rank_table(rank: int, ranks: int) -> Any:
+    """Communicators from a file that describes the cluster, and one of a communicator's ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1] if rank == 0 else 0
+    directory = Path(os.environ["SCENARIO_DIRECTORY"])
+    if rank == 0:
+        devices = [{"device_id": str(i), "device_ip": f"192.0.2.{i}", "rank_id": str(i)} for i in range(ranks)]
+        table = {
+            "status": "completed",
+            "version": "1.0",
+            "server_count": "1",
+            "server_list": [{"server_id": "node", "device": devices}],
+        }
+        (directory / "table").write_text(json.dumps(table))
+        (directory / "port").write_text(str(port))
+        os.rename(directory / "port", directory / "ready")
+    while not (directory / "ready").exists():
+        time.sleep(0.01)
+    os.environ["HCCL_IF_BASE_PORT"] = (directory / "ready").read_text()
+    hccl, comm, sub = library(), ctypes.c_void_p(), ctypes.c_void_p()
+    x = torch.full((4,), float(rank + 1), device="npu")
+    torch.npu.synchronize()
+    status = [hccl.HcclCommInitClusterInfo(str(directory / "table").encode(), rank, ctypes.byref(comm)), message()]
+    stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+    status.append(hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(4), FLOAT, SUM, comm, stream))
+    config = ctypes.create_string_buffer(4096)  # as HcclCommConfigInit leaves it: the size first, the name after two numbers
+    ctypes.memmove(config, ctypes.byref(ctypes.c_uint64(160)), 8)
+    ctypes.memmove(ctypes.byref(config, 32), b"part", 4)
+    members, name = (ctypes.c_uint32 * 1)(1), ctypes.create_string_buffer(128)
+    one, none = ctypes.c_uint64(1), ctypes.c_uint64(0xFFFFFFFF)
+    if rank == 1:
+        status.append(hccl.HcclCreateSubCommConfig(ctypes.byref(comm), 1, members, one, 0, config, ctypes.byref(sub)))
+        hccl.HcclGetCommName(sub, name)
+    else:
+        status.append(hccl.HcclCreateSubCommConfig(ctypes.byref(comm), 0, None, none, 0, config, ctypes.byref(sub)))
+    torch.npu.synchronize()
+    (directory / "wrong").write_text('{"status": "completed", "server_list": [')
+    wrong = hccl.HcclCommInitClusterInfo(str(directory / "wrong").encode(), rank, ctypes.byref(comm))
+    return [status, plain(x), sub.value is None, name.value.decode(), wrong, message()]

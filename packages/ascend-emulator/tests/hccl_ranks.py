@@ -1,0 +1,130 @@
+"""Programs of several ranks: torch is imported once, each rank of each scenario is a fork that returns something for JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ascend_emulator.activation import set_environment
+
+TIMEOUT = 60
+SCENARIOS: dict[str, tuple[Callable[[int, int], Any], int, str, dict[str, str]]] = {}
+
+
+def scenario(name: str, ranks: int = 2, soc: str = "Ascend910B1", **environ: str) -> Callable[..., Any]:
+    """Register a function of (rank, ranks) that runs within an initialised process group, or with no group if `plain_c` is given.
+
+    torch_npu's watchdog ends the process when a collective failed, unless told not to: then the error is that of the call.
+    """
+    environ = {"TORCH_HCCL_ASYNC_ERROR_HANDLING": "0"} | environ
+
+    def register(function: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+        SCENARIOS[name] = (function, ranks, soc, environ)
+        return function
+
+    return register
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cpu().double().tolist() if value.is_floating_point() else value.cpu().tolist()
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value
+
+
+def failure(function: Callable[[], Any]) -> str:
+    """The error that it ends with, its first lines. A stream that failed stays so: the process ends after this."""
+    try:
+        function()
+        torch.npu.synchronize()
+    except Exception as error:
+        os.environ["SCENARIO_FAILED"] = "1"
+        return str(error)[:3000]
+    return "no error"
+
+
+def timed(function: Callable[[], Any]) -> list[Any]:
+    started = time.monotonic()
+    return [failure(function), time.monotonic() - started]
+
+
+def data(rank: int, shape: Any, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """What this rank puts in, on the CPU: small numbers, so that products stay in range."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 4, shape, generator=generator).to(dtype)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def run_rank(function: Callable[[int, int], Any], rank: int, ranks: int, directory: str) -> Any:
+    torch.npu.set_device(rank % torch.npu.device_count())
+    if "plain_c" in os.environ:
+        os.environ["SCENARIO_DIRECTORY"] = directory
+        return function(rank, ranks)
+    store = dist.FileStore(f"{directory}/store", ranks)
+    dist.init_process_group("hccl", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
+    result = function(rank, ranks)
+    if "SCENARIO_FAILED" in os.environ:
+        return result
+    torch.npu.synchronize()
+    dist.destroy_process_group()
+    return result
+
+
+def fork(
+    function: Callable[[int, int], Any], rank: int, ranks: int, soc: str, environ: dict[str, str], directory: str
+) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writer)
+        return child, reader
+    os.close(reader)
+    try:
+        set_environment(os.environ, ranks, soc, 1 << 29)
+        os.environ.update(environ)
+        answer = run_rank(function, rank, ranks, directory)
+    except BaseException as error:
+        answer = f"{type(error).__name__}: {error}"[:3000]
+    with os.fdopen(writer, "w") as pipe:
+        pipe.write(json.dumps(answer))
+    os._exit(0)
+
+
+def play(name: str) -> list[Any]:
+    """What each rank returned; a rank that does not answer in time is ended and is None."""
+    function, ranks, soc, environ = SCENARIOS[name]
+    with tempfile.TemporaryDirectory() as directory:
+        children = [fork(function, rank, ranks, soc, environ, directory) for rank in range(ranks)]
+        answers: list[Any] = []
+        deadline = time.monotonic() + TIMEOUT
+        for child, reader in children:
+            text = b""
+            while True:
+                ready, _, _ = select.select([reader], [], [], max(deadline - time.monotonic(), 0))
+                piece = os.read(reader, 1 << 16) if ready else b""
+                if not piece:
+                    break
+                text += piece
+            if not ready:
+                os.kill(child, signal.SIGKILL)
+            os.close(reader)
+            os.waitpid(child, 0)
+            answers.append(json.loads(text) if text else None)
+        return answers

@@ -1,0 +1,265 @@
+"""Capture and replay through torch.npu.NPUGraph and, for what torch has no function, CANN's interface."""
+
+import ctypes
+import json
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def x():
+    return torch.ones(8, device="npu")
+
+
+def capture(body, **options):
+    graph = torch.npu.NPUGraph()
+    torch.npu.synchronize()
+    with torch.npu.graph(graph, **options):
+        result = body()
+    return graph, result
+
+
+def test_what_is_captured_does_not_run_until_it_is_replayed(x):
+    y = torch.zeros_like(x)
+    graph, _ = capture(lambda: y.add_(x))
+    assert y.sum().item() == 0
+    for times in (1, 2, 3):
+        graph.replay()
+        assert y.tolist() == [times] * 8
+
+
+def test_replay_reads_its_inputs_anew(x):
+    graph, result = capture(lambda: (x * 2 + 1).softmax(0).cumsum(0))
+    for _ in range(3):
+        x.uniform_()
+        graph.replay()
+        torch.testing.assert_close(result.cpu(), (x.cpu() * 2 + 1).softmax(0).cumsum(0))
+
+
+def test_streams_that_an_event_ties_in_are_captured_too(x):
+    side = torch.npu.Stream()
+
+    def body():
+        main = torch.npu.current_stream()
+        side.wait_stream(main)
+        with torch.npu.stream(side):
+            doubled = x * 2
+        tripled = x * 3
+        main.wait_stream(side)
+        return doubled + tripled
+
+    graph, result = capture(body)
+    x.fill_(2)
+    graph.replay()
+    assert result.tolist() == [10] * 8
+
+
+def test_graphs_share_a_memory_pool(x):
+    first, half = capture(lambda: x / 2)
+    second, result = capture(lambda: half + 1, pool=first.pool())
+    x.fill_(8)
+    first.replay()
+    second.replay()
+    assert result.tolist() == [5] * 8
+
+
+def refused(body, *messages):
+    """The capture fails for one of these reasons, at the call or at its end, and the process goes on."""
+    with pytest.raises(RuntimeError) as caught:
+        capture(body)
+    reasons = f"{caught.value} {caught.value.__context__}"
+    assert any(message in reasons for message in messages), reasons
+    assert torch.ones(8, device="npu").sum().item() == 8
+
+
+def test_waiting_for_a_captured_stream_is_refused():
+    refused(lambda: torch.npu.current_stream().synchronize(), "the stream is being captured")
+    refused(torch.npu.synchronize, "the stream is being captured")
+
+
+def test_copies_that_make_the_host_wait_are_refused(x):
+    refused(x.cpu, "not allowed while a stream is captured in the mode global", "the stream is being captured")
+    refused(lambda: x.copy_(torch.ones(8)), "not allowed while a stream is captured in the mode global", "not pinned")
+
+
+def test_another_stream_may_be_waited_for_during_a_capture(x):
+    other = torch.npu.Stream()
+    graph, result = capture(lambda: (other.synchronize(), x + 1)[1])
+    graph.replay()
+    assert result.tolist() == [2] * 8
+
+
+def test_an_operator_whose_shape_follows_from_values_cannot_be_captured(run):
+    script = """
+import torch, torch_npu
+x = torch.ones(4, device="npu")
+torch.npu.synchronize()
+with torch.npu.graph(torch.npu.NPUGraph()):
+    x.nonzero()
+"""
+    done = run("run", "--", sys.executable, "-c", script)
+    assert done.returncode == 1
+    assert "aclnnNonzero: its result's shape depends on values, so that it cannot be captured" in done.stderr
+
+
+def test_a_stream_that_is_not_joined_invalidates_the_capture(x):
+    side = torch.npu.Stream()
+
+    def body():
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            x.add_(1)
+
+    with pytest.raises(RuntimeError, match="was not joined to its first stream"):
+        capture(body)
+
+
+def test_task_groups_are_updated_and_wait_for_an_external_event(x):
+    """As a model's attention is given new lengths: the group's operator is called again on another stream."""
+    graph, event, update = torch.npu.NPUGraph(), torch.npu.ExternalEvent(), torch.npu.Stream()
+    out = torch.zeros_like(x)
+    torch.npu.synchronize()
+    with torch.npu.graph(graph):
+        stream = torch.npu.current_stream()
+        event.wait(stream)
+        event.reset(stream)
+        torch.npu.graph_task_group_begin(stream)
+        torch.mul(x, 2.0, out=out)
+        handle = torch.npu.graph_task_group_end(stream)
+    for factor in (5.0, 7.0):
+        graph.replay()
+        with torch.npu.stream(update):
+            torch.npu.graph_task_update_begin(update, handle)
+            torch.mul(x, factor, out=out)
+            torch.npu.graph_task_update_end(update)
+            event.record(update)
+        torch.npu.synchronize()
+        assert out.tolist() == [factor] * 8
+
+
+def test_an_update_that_is_another_operator_fails(run):
+    script = """
+import torch, torch_npu
+x, out = torch.ones(4, device="npu"), torch.zeros(4, device="npu")
+graph, update = torch.npu.NPUGraph(), torch.npu.Stream()
+torch.npu.synchronize()
+with torch.npu.graph(graph):
+    stream = torch.npu.current_stream()
+    torch.npu.graph_task_group_begin(stream)
+    torch.mul(x, 2.0, out=out)
+    handle = torch.npu.graph_task_group_end(stream)
+with torch.npu.stream(update):
+    torch.npu.graph_task_update_begin(update, handle)
+    torch.sub(x, x, out=out)
+    torch.npu.graph_task_update_end(update)
+try:
+    torch.npu.synchronize()
+except RuntimeError as error:
+    print("node 0 is aclnnMuls, its update aclnnSub" in str(error))
+"""
+    done = run("run", "--", sys.executable, "-c", script)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_conditional_node_runs_its_branch_when_its_value_says_so(x):
+    """aclmdlRIAddCondTask as NPUGraph::begin_capture_to_if_node calls it, which torch_npu opens for one chip alone."""
+    library = ctypes.CDLL("libascendcl.so")
+    library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+
+    class Parameters(ctypes.Structure):
+        _fields_ = [
+            ("handle", ctypes.c_void_p),
+            ("type", ctypes.c_int32),
+            ("size", ctypes.c_uint32),
+            ("graphs", ctypes.POINTER(ctypes.c_void_p)),
+        ]
+
+    graph, stream, inner = torch.npu.NPUGraph(), torch.npu.Stream(), torch.npu.Stream()
+    flag = torch.zeros(1, dtype=torch.int64, device="npu")
+    torch.npu.synchronize()
+    with torch.npu.graph(graph, stream=stream):
+        torch.npu.current_stream().npu_stream  # noqa: B018: drains torch_npu's queue
+        handle, status, parent = ctypes.c_void_p(stream.npu_stream), ctypes.c_int32(), ctypes.c_void_p()
+        assert library.aclmdlRICaptureGetInfo(handle, ctypes.byref(status), ctypes.byref(parent)) == 0
+        condition, address, child = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        assert library.aclmdlRICondHandleCreate(parent, 0, 1, ctypes.byref(condition)) == 0
+        assert library.aclmdlRICondHandleGetCondPtr(condition, ctypes.byref(address)) == 0
+        size, to_device = ctypes.c_size_t(8), 3
+        assert library.aclrtMemcpyAsync(address, size, ctypes.c_void_p(flag.data_ptr()), size, to_device, handle) == 0
+        parameters = Parameters(condition, 0, 1, ctypes.pointer(child))
+        assert library.aclmdlRIAddCondTask(parameters, handle, 0) == 0
+        branch = ctypes.c_void_p(inner.npu_stream)
+        assert library.aclmdlRICaptureToModelRIBegin(branch, child, 2) == 0
+        with torch.npu.stream(inner):
+            x.add_(10)
+            torch.npu.current_stream().npu_stream  # noqa: B018
+        ended = ctypes.c_void_p()
+        assert library.aclmdlRICaptureEnd(branch, ctypes.byref(ended)) == 0, library.aclGetRecentErrMsg()
+        assert ended.value == child.value
+    for value, expected in ((0, 1), (1, 11), (0, 11), (3, 21)):
+        flag.fill_(value)
+        graph.replay()
+        assert x.tolist() == [expected] * 8
+
+
+def test_a_graph_s_listing_has_its_operators(x, tmp_path):
+    graph, _ = capture(lambda: x * 2 + 1)
+    path = tmp_path / "graph.json"
+    graph.enable_debug_mode()
+    graph.debug_dump(str(path))
+    assert [event["name"] for event in json.loads(path.read_text())] == ["aclnnMuls", "aclnnAdds"]
+
+
+def test_graphs_use_up_the_chip_s_streams(run):
+    script = """
+import torch, torch_npu
+x, graphs = torch.ones(4, device="npu"), []
+torch.npu.synchronize()
+try:
+    while True:
+        graphs.append(torch.npu.NPUGraph())
+        with torch.npu.graph(graphs[-1]):
+            x + 1
+except RuntimeError as error:
+    print(len(graphs), "207008" in str(error), "1984 streams" in str(error))
+graphs.clear()
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph):
+    y = x + 1
+graph.replay()
+print(y.tolist())
+"""
+    done = run("run", "--", sys.executable, "-c", script)
+    first, second = done.stdout.splitlines()
+    count, code, message = first.split()
+    assert 1800 < int(count) < 1984
+    assert (code, message) == ("True", "True"), done.stderr
+    assert second == "[2.0, 2.0, 2.0, 2.0]"
+
+
+def test_an_adversary_may_reorder_what_a_graph_leaves_open(run):
+    """Two streams of a capture that write the same tensor with nothing between them."""
+    script = """
+import torch, torch_npu
+x = torch.zeros(4, device="npu")
+side, graph = torch.npu.Stream(), torch.npu.NPUGraph()
+torch.npu.synchronize()
+with torch.npu.graph(graph):
+    main = torch.npu.current_stream()
+    side.wait_stream(main)
+    x.fill_(1)
+    with torch.npu.stream(side):
+        x.fill_(2)
+    main.wait_stream(side)
+results = []
+for _ in range(12):
+    graph.replay()
+    results.append(int(x[0].item()))
+print(*results)
+"""
+    plain, odd, again = (run("run", *options, "--", sys.executable, "-c", script) for options in ([], *[["--adversary", "5"]] * 2))
+    assert set(plain.stdout.split()) == {"2"}, plain.stderr
+    assert set(odd.stdout.split()) == {"1", "2"}, odd.stderr
+    assert odd.stdout == again.stdout

@@ -1,0 +1,261 @@
+"""Collectives between processes, against references computed here on the CPU in float64."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("hccl_scenarios.py")
+sys.path.insert(0, str(SCRIPT.parent))
+programs = importlib.import_module("hccl_scenarios")
+MOVED, REDUCED, SIZES, data, torch_dtype = programs.MOVED, programs.REDUCED, programs.SIZES, programs.data, programs.torch_dtype
+
+
+@pytest.fixture(scope="module")
+def played(run):
+    """Every scenario's results by rank, from one process that imports torch once."""
+    done = run("run", "--npus", "4", "--", sys.executable, str(SCRIPT))
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
+    return results | {"stderr": done.stderr}
+
+
+def close(actual, expected, dtype):
+    """Within one rounding of the type: sums are wide inside."""
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0
+    expected = expected.to(dtype).double() if dtype != torch.bool else expected.double()
+    torch.testing.assert_close(torch.tensor(actual, dtype=torch.float64), expected, rtol=eps, atol=eps)
+
+
+def reduced(op, values):
+    """The reduction over ranks, in float64."""
+    stack = torch.stack([value.double() for value in values])
+    return {
+        "SUM": lambda: stack.sum(0),
+        "PRODUCT": lambda: stack.prod(0),
+        "MAX": lambda: stack.amax(0),
+        "MIN": lambda: stack.amin(0),
+        "AVG": lambda: stack.mean(0),
+    }[op]()
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCED)
+@pytest.mark.parametrize(("label", "ranks"), [("all_reduce 2", 2), ("all_reduce 3", 3), ("all_reduce tcp", 2)])
+def test_all_reduce(played, label, ranks, dtype, op):
+    kind = torch_dtype(dtype)
+    for size in SIZES:
+        key = f"{dtype} {op} {size}"
+        if key not in played[label][0]:
+            continue
+        expected = reduced(op, [data(rank, (size,), kind) for rank in range(ranks)])
+        if op == "AVG" and not kind.is_floating_point:
+            expected = expected.trunc()
+        if dtype == "bool":
+            expected = expected.clamp(max=1)  # torch_npu: a sum of truth values is their disjunction
+        for rank in range(ranks):
+            close(played[label][rank][key], torch.cat([expected[:50], expected[-50:]]), kind)
+        assert all(answer[key] == played[label][0][key] for answer in played[label]), "ranks have other bits"
+
+
+@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_moves(played, ranks, name):
+    dtype = torch_dtype(name)
+    own = [data(rank, (4, 3), dtype) for rank in range(ranks)]
+    many = [data(rank, (2 * ranks, 3), dtype, salt=1) for rank in range(ranks)]
+    rows = [[r + p + 1 for p in range(ranks)] for r in range(ranks)]
+    uneven = [data(rank, (sum(rows[rank]), 3), dtype, salt=2).split(rows[rank]) for rank in range(ranks)]
+    for rank, answer in enumerate(played[f"moves {ranks}"]):
+        expected = [
+            own,
+            torch.cat(own),
+            own[-1],
+            many[1].chunk(ranks)[rank],
+            own if rank == 0 else None,
+            torch.cat([each.chunk(ranks)[rank] for each in many]),
+            torch.cat([each[rank] for each in uneven]),
+            [each[rank] for each in uneven],
+        ]
+        assert answer[name] == programs.plain(expected)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reductions(played, ranks, name):
+    dtype = torch_dtype(name)
+
+    def values(shape, salt):
+        return [data(rank, shape, dtype, salt) for rank in range(ranks)]
+
+    rows = [2 * p + 1 for p in range(ranks)]
+    for rank, answer in enumerate(played[f"reductions {ranks}"]):
+        root, part, listed, uneven, gathered = answer[name]
+        if rank == 1:
+            close(root, reduced("SUM", values((6,), 0)), dtype)
+        many = values((3 * ranks,), 1)
+        close(part, reduced("MAX", many).chunk(ranks)[rank], dtype)
+        close(listed, reduced("SUM", many).chunk(ranks)[rank], dtype)
+        close(uneven, reduced("SUM", values((sum(rows),), 2)).split(rows)[rank], dtype)
+        assert gathered == [programs.plain(data(p, (rows[p],), dtype, salt=3)) for p in range(ranks)]
+
+
+def test_repeated_sums_have_the_same_bits(played):
+    first, second = played["bits"]
+    assert len(first) == 1
+    assert first == second
+
+
+def test_the_order_of_a_sum_does_not_depend_on_its_size(played):
+    answers = played["bits 3"]
+    assert [same for same, _ in answers] == [True] * 3
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_point_to_point(played):
+    answers = played["point to point"]
+    for rank, (batch, total, last) in enumerate(answers):
+        previous = (rank - 1) % 3
+        assert batch == programs.plain(data(previous, (5,), torch.float32))
+        assert total == int(data(previous, (300000,), torch.int32).sum())
+        sent = data(0, (3,), torch.bfloat16)
+        assert last == programs.plain([sent * 2, sent, None][rank])
+
+
+def test_groups_and_objects(played):
+    for rank, (half, works, coalesced, objects, some) in enumerate(played["groups"]):
+        assert half == [4.0, 4.0, 4.0] if rank % 2 == 0 else [6.0, 6.0, 6.0]
+        assert works == [6.0 + 4 * k for k in range(5)]
+        assert coalesced == [6.0 * k for k in range(3)]
+        assert objects == [{"rank": r, "text": "x" * r} for r in range(4)]
+        assert some == [["a", 1], {"b": 2}]
+
+
+def test_a_collective_comes_after_what_it_needs(played):
+    x = 0.0
+    for step in range(20):
+        x = (2 * x + 2 * step + 1) / 2
+    assert played["order of streams"] == [[x, x]] * 2
+
+
+@pytest.mark.parametrize(
+    ("label", "first", "second"),
+    [
+        ("call", "HcclAllReduce(4 float32, sum)", "HcclBroadcast(4 float32, root 0)"),
+        ("count", "HcclAllReduce(4 float32, sum)", "HcclAllReduce(3 float32, sum)"),
+        ("dtype", "HcclAllReduce(4 float32, sum)", "HcclAllReduce(4 int32, sum)"),
+        ("reduction", "HcclAllReduce(4 float32, sum)", "HcclAllReduce(4 float32, max)"),
+        ("kind", "HcclAllReduce(4 float32, sum)", "HcclRecv(4 float32)"),
+    ],
+)
+def test_ranks_that_disagree_both_say_so(played, label, first, second):
+    one, other = played[f"other {label}"]
+    assert f"rank 1 called {second} where this rank called {first}" in one
+    assert f"rank 0 called {first} where this rank called {second}" in other
+
+
+def test_sizes_that_do_not_fit_together(played):
+    one, other = played["other sizes"]
+    assert "rank 1 sends 4 bytes" in one
+    assert "12 are expected" in one
+    assert "rank 0 sends 12 bytes" in other
+
+
+def test_a_dead_rank_is_noticed(played):
+    first, second, third = played["dead"]
+    assert second is None
+    for text, seconds in (first, third):
+        assert "HcclAllReduce(1048576 float32, sum)" in text
+        assert "rank 1 closed its connection: its process ended" in text
+        assert seconds < 20  # of an HCCL_EXEC_TIMEOUT of 50
+
+
+def test_watchdog_ends_the_process_with_the_reason(played):
+    assert played["dead watched"] == [None, None]
+    assert "watchdog thread terminated with exception: [ascend-emulator] HcclAllReduce(4 float32, sum)" in played["stderr"]
+
+
+def test_a_late_rank_is_given_up(played):
+    (text, seconds), (other, _) = played["late"]
+    assert "nothing from rank 1 in time" in text
+    assert 0.9 < seconds < 20
+    assert "rank 0 failed: HcclAllReduce" in other
+
+
+def test_faults_on_demand(played):
+    for label, what in {"hang": "it hung until HCCL_EXEC_TIMEOUT", "drop": "the connections broke"}.items():
+        (sum_, text, _), (_, other, _) = played[label]
+        assert sum_ == [2.0] * 4
+        assert what in text
+        assert "rank 0" in other
+    assert [text for text, seconds in played["delay"] if seconds >= 0.3] == ["no error"] * 2
+
+
+def test_a_rank_that_never_comes(played):
+    text, seconds = played["absent"][0]
+    assert "rank 0 of 2: rank 1 did not come within 1 s (HCCL_CONNECT_TIMEOUT)" in text
+    assert seconds < 20
+
+
+def test_what_hccl_does_not_reduce_is_refused(played):
+    errors = played["unsupported"][0]
+    assert "Unsupported data type at::kDouble" in errors["float64 sum"]
+    expected = "the data type of a reduction by prod is bfloat16; allowed on Ascend910B1: int8, int32, int64, float16, float32"
+    assert f"HcclAllReduce: {expected}" in errors["bfloat16 product"]
+
+
+def test_c_interface(played):
+    answer = played["one process"][0]
+    for rank, (calls, values, size, own, name) in enumerate(answer["results"]):
+        assert calls == [0] * 9
+        exchanged = [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]][rank]
+        assert values == [[1.0, 3.0, 5.0, 7.0], [0.0, 1.0, 2.0], exchanged, [float(rank), rank + 1.0]]
+        assert (size, own) == (2, rank)
+        assert name == answer["results"][0][4] != ""
+    assert answer["texts"] == ["no error", "timeout"]
+
+
+def test_destroying_a_communicator_ends_what_waits(played):
+    text, seconds = played["one process"][0]["destroyed"]
+    assert "HcclAllReduce(4 float32, sum) on communicator" in text
+    assert "the communicator was destroyed or suspended meanwhile" in text
+    assert seconds < 20
+
+
+@pytest.mark.parametrize(
+    ("place", "status", "text"),
+    [
+        (0, 1, "HcclAllReduce: there is no data type 99"),
+        (1, 1, "HcclAllReduce: the reduction is 7; allowed: 0 (sum), 1 (prod), 2 (max), 3 (min)"),
+        (2, 5, "HcclAllReduce: the data type of a reduction by sum is float64; allowed on Ascend910B1: int8, int16,"),
+        (3, 1, "HcclAllReduce: sendBuf is not device memory"),
+        (4, 2, "HcclAllReduce: sendBuf is null"),
+        (5, 1, "HcclBroadcast: the count is 1099511627776; no NPU holds that many elements"),
+        (6, 1, "HcclBroadcast: root is 2; the communicator has 2 ranks"),
+        (7, 5, "HcclSend: the data type is float8_e4m3; allowed on Ascend910B1: int8, uint8,"),
+        (8, 1, "HcclAlltoAll: sendBuf and recvBuf are the same; they must not be"),
+        (9, 1, "HcclGroupEnd: no HcclGroupStart came before"),
+        (10, 0, ""),
+        (11, 1, "is no communicator, or it was destroyed"),
+    ],
+)
+def test_c_interface_refuses(played, place, status, text):
+    found, message = played["one process"][0]["errors"][place]
+    assert found == status
+    assert text in message
+
+
+def test_lent_memory_is_remembered(played):
+    assert played["one process"][0]["windows"] == [0, 0, 6, 0, 6, 0, 6, 0, 0, 0]
+
+
+def test_rank_table_and_sub_communicator(played):
+    for rank, (status, total, no_sub, name, wrong, text) in enumerate(played["rank table"]):
+        assert status == [0, "", 0, 0]
+        assert total == [3.0] * 4
+        assert no_sub == (rank == 0)
+        assert name == ["", "part"][rank]
+        assert wrong == 1
+        assert "the rank table is not JSON at character 40" in text
