@@ -49,7 +49,20 @@ def inputs(dtype=torch.float16, queries=QUERIES, size=SIZE):
     return [torch.randn(BATCH, n, s, size).to(dtype) for n, s in shapes]
 
 
-LAYOUTS = ["BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "TND", "NTD_TND", "TND_NTD"]
+LAYOUTS = [
+    "BSH",
+    "BSND",
+    "BNSD",
+    "BNSD_BSND",
+    "BSH_BNSD",
+    "BSND_BNSD",
+    "BSH_NBSD",
+    "BSND_NBSD",
+    "BNSD_NBSD",
+    "TND",
+    "NTD_TND",
+    "TND_NTD",
+]
 
 
 @pytest.mark.parametrize("mode", [0, 3])
@@ -286,7 +299,10 @@ def test_workspace_of_a_capture(version):
         call, sizing = torch_npu.npu_fused_infer_attention_score, torch_npu._npu_fused_infer_attention_score_get_max_workspace
         options = {"num_heads": HEADS, "scale": 0.2, "softmax_lse_flag": True}
     else:
-        call, sizing = torch_npu.npu_fused_infer_attention_score_v2, torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace
+        call, sizing = (
+            torch_npu.npu_fused_infer_attention_score_v2,
+            torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace,
+        )
         options = {"num_query_heads": HEADS, "softmax_scale": 0.2, "return_softmax_lse": True}
     options |= {"num_key_value_heads": GROUPS, "input_layout": "BNSD"}
     workspace = sizing(query, key, value, **options)

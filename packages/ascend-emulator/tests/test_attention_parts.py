@@ -88,7 +88,12 @@ def test_mla_prolog(small, mode, version):
     def weight(*shape):
         return torch.randint(-100, 100, shape, dtype=dtype) if small else (torch.randn(shape) / shape[0] ** 0.5).to(dtype)
 
-    x, down, up, down_key = weight(tokens, hidden), weight(hidden, low), weight(low, heads * (size + rotary)), weight(hidden, latent + rotary)
+    x, down, up, down_key = (
+        weight(tokens, hidden),
+        weight(hidden, low),
+        weight(low, heads * (size + rotary)),
+        weight(hidden, latent + rotary),
+    )
     up_key = (torch.randn(heads, size, latent) / size**0.5).bfloat16()
     gammas = torch.rand(low).bfloat16() + 0.5, torch.rand(latent).bfloat16() + 0.5
     sin, cos = torch.rand(2, tokens, rotary).bfloat16()
@@ -235,7 +240,11 @@ def test_top_k_top_p(by, dtype):
 @pytest.mark.parametrize("case", ["argmax", "k", "p", "k p q", "p q", "k min", "k p min draw"])
 def test_top_k_top_p_sample(case):
     logits, batch, words = torch.randn(6, 200) * 3, 6, 200
-    k = torch.randint(1, 30, (batch,), dtype=torch.int32) if "k" in case.split() else torch.full((batch,), 2000, dtype=torch.int32)
+    k = (
+        torch.randint(1, 30, (batch,), dtype=torch.int32)
+        if "k" in case.split()
+        else torch.full((batch,), 2000, dtype=torch.int32)
+    )
     p = torch.rand(batch) * 0.8 + 0.1 if "p" in case.split() else torch.ones(batch)
     q = torch.rand(batch, words) + 0.1 if "q" in case.split() else None
     least = torch.rand(batch) * 0.5 if "min" in case.split() else None
@@ -279,7 +288,10 @@ def test_exponential_numbers():
         (lambda x: torch_npu.npu_attention_update([x[0]], [x.half(), x.half()], 0), "lists of 1 lse and 2 local_out"),
         (lambda x: torch_npu.npu_top_k_top_p(x, None, None), "p and k are both None"),
         (lambda x: torch_npu.npu_top_k_top_p(x, x[:, 0].half(), None), "p is Half and logits is Float"),
-        (lambda x: torch_npu.npu_transpose_batchmatmul(x[None], x[None], perm_x1=(2, 1, 0)), "perm_x1 should be [0, 1, 2] or [1, 0, 2]"),
+        (
+            lambda x: torch_npu.npu_transpose_batchmatmul(x[None], x[None], perm_x1=(2, 1, 0)),
+            "perm_x1 should be [0, 1, 2] or [1, 0, 2]",
+        ),
     ],
 )
 def test_arguments_outside_the_documentation_are_refused(call, message):

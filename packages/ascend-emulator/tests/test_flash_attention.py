@@ -64,9 +64,7 @@ def test_layouts_forward_and_backward(mode, layout, dtype):
     plain = [torch.randn(2, n, s, SIZE).to(dtype) for n, s in ((HEADS, 6), (GROUPS, 10), (GROUPS, 10))]
     ours = [places(x, layout).npu().requires_grad_() for x in plain]
     mask = COMPRESSED.npu() if mode else None
-    out, largest, total, *_ = torch_npu.npu_fusion_attention(
-        *ours, HEADS, layout, scale=0.2, atten_mask=mask, sparse_mode=mode
-    )
+    out, largest, total, *_ = torch_npu.npu_fusion_attention(*ours, HEADS, layout, scale=0.2, atten_mask=mask, sparse_mode=mode)
     wide = [places(x, layout).double().requires_grad_() for x in plain]
     back = [places_back(x, layout, n) for x, n in zip(wide, (HEADS, GROUPS, GROUPS), strict=True)]
     parts = [attend(q, k, v, 0.2, left_out(3, 6, 10) if mode else None) for q, k, v in zip(*back, strict=True)]
@@ -108,7 +106,9 @@ def test_packed_requests(arrangement, options):
     for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         rows, keys = slice(start[0], start[0] + count), slice(start[1], start[1] + length)
         q, k, v = (x[s].transpose(0, 1) for x, s in zip(wide, (rows, keys, keys), strict=True))
-        mask = full[:count, :length] if mode == 0 else left_out(mode, count, length, before, after, (4, 4, 2)[i] if mode == 6 else 0)
+        mask = (
+            full[:count, :length] if mode == 0 else left_out(mode, count, length, before, after, (4, 4, 2)[i] if mode == 6 else 0)
+        )
         parts.append(attend(q, k, v, 0.2, mask))
         start = rows.stop, keys.stop
     expected = torch.cat([p[0].transpose(0, 1) for p in parts])

@@ -135,7 +135,9 @@ def test_kv_rmsnorm_rope_cache(mode, small, dtype):
         stored = (rows * scale.double()).round().clamp(-128, 127) if small else rows
         expected = torch.zeros(cache.shape, dtype=torch.int8 if small else dtype)
         put(expected, stored.view(batch * length, -1).to(expected.dtype), index, mode, length)
-        torch.testing.assert_close(result.cpu().double(), expected.double(), atol=1 if small else bound, rtol=0 if small else bound)
+        torch.testing.assert_close(
+            result.cpu().double(), expected.double(), atol=1 if small else bound, rtol=0 if small else bound
+        )
 
 
 def test_kv_rmsnorm_rope_cache_by_places_and_with_values():
