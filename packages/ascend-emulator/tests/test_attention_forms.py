@@ -229,9 +229,9 @@ def test_latent_attention_over_pages(queries, order, layout):
     lengths = [queries * (i + 1) for i in range(BATCH)] if source == "TND" else None
     causal = {"atten_mask": COMPRESSED.npu(), "sparse_mode": 3} if queries > 1 else {}
     out, lse = torch_npu.npu_fused_infer_attention_score_v2(
-        arranged(query, source).npu(), cache.npu(), cache.npu(), query_rope=arranged(rope, source).npu(), key_rope=rope_cache.npu(),
-        num_query_heads=heads, num_key_value_heads=1, softmax_scale=0.04, input_layout=layout, block_table=table.npu(), block_size=128,
-        actual_seq_qlen=lengths, actual_seq_kvlen=[length, 140], return_softmax_lse=True, **causal,
+        arranged(query, source).npu(), cache.npu(), cache.npu(), query_rope=arranged(rope, source).npu(),
+        key_rope=rope_cache.npu(), num_query_heads=heads, num_key_value_heads=1, softmax_scale=0.04, input_layout=layout,
+        block_table=table.npu(), block_size=128, actual_seq_qlen=lengths, actual_seq_kvlen=[length, 140], return_softmax_lse=True, **causal,
     )  # fmt: skip
     wanted = []
     for i, used in enumerate((length, 140)):
