@@ -88,7 +88,12 @@ def test_mla_prolog(small, mode, version):
     def weight(*shape):
         return torch.randint(-100, 100, shape, dtype=dtype) if small else (torch.randn(shape) / shape[0] ** 0.5).to(dtype)
 
-    x, down, up, down_key = weight(tokens, hidden), weight(hidden, low), weight(low, heads * (size + rotary)), weight(hidden, latent + rotary)
+    x, down, up, down_key = (
+        weight(tokens, hidden),
+        weight(hidden, low),
+        weight(low, heads * (size + rotary)),
+        weight(hidden, latent + rotary),
+    )
     up_key = (torch.randn(heads, size, latent) / size**0.5).bfloat16()
     gammas = torch.rand(low).bfloat16() + 0.5, torch.rand(latent).bfloat16() + 0.5
     sin, cos = torch.rand(2, tokens, rotary).bfloat16()
@@ -188,7 +193,8 @@ def test_indexer_and_sparse_attention(mode, layout, small):
         scores = torch.einsum("nd,ld->nl", query[t].double(), rows[request].double()).relu() * weights[t].double()[:, None]
         order = scores.sum(0)[:seen].argsort(descending=True)[:30]
         assert set(flat[t][flat[t] >= 0].tolist()) == set(order.tolist())
-        assert (flat[t] >= 0).sum() == len(order) and (flat[t, len(order) :] == -1).all()
+        assert (flat[t] >= 0).sum() == len(order)
+        assert (flat[t, len(order) :] == -1).all()
     if small:
         return
     # Attention to what was chosen, with a rope part; the value is the key.
@@ -235,7 +241,11 @@ def test_top_k_top_p(by, dtype):
 @pytest.mark.parametrize("case", ["argmax", "k", "p", "k p q", "p q", "k min", "k p min draw"])
 def test_top_k_top_p_sample(case):
     logits, batch, words = torch.randn(6, 200) * 3, 6, 200
-    k = torch.randint(1, 30, (batch,), dtype=torch.int32) if "k" in case.split() else torch.full((batch,), 2000, dtype=torch.int32)
+    k = (
+        torch.randint(1, 30, (batch,), dtype=torch.int32)
+        if "k" in case.split()
+        else torch.full((batch,), 2000, dtype=torch.int32)
+    )
     p = torch.rand(batch) * 0.8 + 0.1 if "p" in case.split() else torch.ones(batch)
     q = torch.rand(batch, words) + 0.1 if "q" in case.split() else None
     least = torch.rand(batch) * 0.5 if "min" in case.split() else None
@@ -270,7 +280,9 @@ def test_exponential_numbers():
     first = torch_npu.npu_sim_exponential_(torch.empty(20000, device="npu"), lambd=2.0)
     torch.npu.manual_seed(7)
     assert torch.equal(first, torch_npu.npu_sim_exponential_(torch.empty(20000, device="npu"), lambd=2.0))
-    assert first.min() >= 0 and abs(float(first.mean()) - 0.5) < 0.02 and abs(float(first.var()) - 0.25) < 0.03
+    assert first.min() >= 0
+    assert abs(float(first.mean()) - 0.5) < 0.02
+    assert abs(float(first.var()) - 0.25) < 0.03
 
 
 @pytest.mark.parametrize(
@@ -278,8 +290,11 @@ def test_exponential_numbers():
     [
         (lambda x: torch_npu.npu_attention_update([x[0]], [x.half(), x.half()], 0), "lists of 1 lse and 2 local_out"),
         (lambda x: torch_npu.npu_top_k_top_p(x, None, None), "p and k are both None"),
-        (lambda x: torch_npu.npu_top_k_top_p(x, x[:, 0].half(), None), "p is Half and logits Float"),
-        (lambda x: torch_npu.npu_transpose_batchmatmul(x[None], x[None], perm_x1=(2, 1, 0)), "perm_x1 should be [0, 1, 2] or [1, 0, 2]"),
+        (lambda x: torch_npu.npu_top_k_top_p(x, x[:, 0].half(), None), "p is Half and logits is Float"),
+        (
+            lambda x: torch_npu.npu_transpose_batchmatmul(x[None], x[None], perm_x1=(2, 1, 0)),
+            "perm_x1 should be [0, 1, 2] or [1, 0, 2]",
+        ),
     ],
 )
 def test_arguments_outside_the_documentation_are_refused(call, message):

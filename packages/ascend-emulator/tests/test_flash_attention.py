@@ -44,7 +44,8 @@ def close(actual, expected, ulps=8):
 def places(x, layout):
     """[b, n, s, d] in a layout."""
     order = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "SBND": (2, 0, 1, 3)}
-    return x.permute(order[{"BSH": "BSND", "SBH": "SBND"}.get(layout, layout)]).flatten(2 if "H" in layout else 4).contiguous()
+    y = x.permute(order[{"BSH": "BSND", "SBH": "SBND"}.get(layout, layout)])
+    return (y.flatten(2) if "H" in layout else y).contiguous()
 
 
 def both(ours, wide, out, expected, bound):
@@ -63,9 +64,7 @@ def test_layouts_forward_and_backward(mode, layout, dtype):
     plain = [torch.randn(2, n, s, SIZE).to(dtype) for n, s in ((HEADS, 6), (GROUPS, 10), (GROUPS, 10))]
     ours = [places(x, layout).npu().requires_grad_() for x in plain]
     mask = COMPRESSED.npu() if mode else None
-    out, largest, total, *_ = torch_npu.npu_fusion_attention(
-        *ours, HEADS, layout, scale=0.2, atten_mask=mask, sparse_mode=mode
-    )
+    out, largest, total, *_ = torch_npu.npu_fusion_attention(*ours, HEADS, layout, scale=0.2, atten_mask=mask, sparse_mode=mode)
     wide = [places(x, layout).double().requires_grad_() for x in plain]
     back = [places_back(x, layout, n) for x, n in zip(wide, (HEADS, GROUPS, GROUPS), strict=True)]
     parts = [attend(q, k, v, 0.2, left_out(3, 6, 10) if mode else None) for q, k, v in zip(*back, strict=True)]
@@ -107,7 +106,9 @@ def test_packed_requests(arrangement, options):
     for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         rows, keys = slice(start[0], start[0] + count), slice(start[1], start[1] + length)
         q, k, v = (x[s].transpose(0, 1) for x, s in zip(wide, (rows, keys, keys), strict=True))
-        mask = full[:count, :length] if mode == 0 else left_out(mode, count, length, before, after, (4, 4, 2)[i] if mode == 6 else 0)
+        mask = (
+            full[:count, :length] if mode == 0 else left_out(mode, count, length, before, after, (4, 4, 2)[i] if mode == 6 else 0)
+        )
         parts.append(attend(q, k, v, 0.2, mask))
         start = rows.stop, keys.stop
     expected = torch.cat([p[0].transpose(0, 1) for p in parts])
@@ -173,7 +174,7 @@ def test_rope_parts():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparse_mode": 9}, "sparse_mode is 9"),
+        ({"sparse_mode": 9}, "sparse_mode value must be in range"),
         ({"keep_prob": 0.0}, "keep_prob"),
         ({"sparse_mode": 3, "atten_mask": torch.ones(6, 6).bool()}, "sparse_mode 3 needs an atten_mask of 2048 x 2048"),
         ({"padding_mask": torch.ones(6, 6)}, "padding_mask"),

@@ -135,7 +135,9 @@ def test_kv_rmsnorm_rope_cache(mode, small, dtype):
         stored = (rows * scale.double()).round().clamp(-128, 127) if small else rows
         expected = torch.zeros(cache.shape, dtype=torch.int8 if small else dtype)
         put(expected, stored.view(batch * length, -1).to(expected.dtype), index, mode, length)
-        torch.testing.assert_close(result.cpu().double(), expected.double(), atol=1 if small else bound, rtol=0 if small else bound)
+        torch.testing.assert_close(
+            result.cpu().double(), expected.double(), atol=1 if small else bound, rtol=0 if small else bound
+        )
 
 
 def test_kv_rmsnorm_rope_cache_by_places_and_with_values():
@@ -190,7 +192,7 @@ def test_qkv_rms_norm_rope_cache(small):
     [
         ({"slots": torch.tensor([0, 1, 2])}, "key has 7 tokens and slot_mapping 3"),
         ({"cache": torch.zeros(3, 16, 2, 32)}, "key_cache has shape [3, 16, 2, 32]"),
-        ({"cache": torch.zeros(3, 16, 2, 64).half()}, "key_cache is Half and key Float"),
+        ({"cache": torch.zeros(3, 16, 2, 64).half()}, "key_cache is Half and key is Float"),
         ({"mode": "PA_NZ"}, "in cache_mode PA_NZ"),
     ],
 )

@@ -72,7 +72,11 @@ def test_rms_norm_backward(dtype):
     wide = x.double().requires_grad_(), gamma.double().requires_grad_()
     rms(*wide)[0].backward(grad.double())
     close(ours[0].grad, wide[0].grad, ulps=8)
-    close(ours[1].grad.to(torch.float32), wide[1].grad, ulps=64 if dtype == torch.float32 else 1 / torch.finfo(torch.float32).eps * torch.finfo(dtype).eps * 8)
+    close(
+        ours[1].grad.to(torch.float32),
+        wide[1].grad,
+        ulps=64 if dtype == torch.float32 else 1 / torch.finfo(torch.float32).eps * torch.finfo(dtype).eps * 8,
+    )
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -128,7 +132,12 @@ def test_rms_norm_quant(dtype):
     expected = ((rms(x.double(), gamma.double())[0] + beta.double()) * scale.double() + 3).clamp(-128, 127)
     near(y, expected)
     y, _ = torch.ops.npu.npu_rms_norm_quant_v2(x.npu(), gamma.npu(), (1 / scale.float()).npu(), beta=beta.npu())
-    near(y, (expected - 3).clamp(-128, 127) if expected.abs().max() < 120 else ((rms(x.double(), gamma.double())[0] + beta.double()) * 30).clamp(-128, 127))
+    near(
+        y,
+        (expected - 3).clamp(-128, 127)
+        if expected.abs().max() < 120
+        else ((rms(x.double(), gamma.double())[0] + beta.double()) * 30).clamp(-128, 127),
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -190,7 +199,7 @@ def test_group_norms(dtype):
     ("call", "message"),
     [
         (lambda x, g: torch_npu.npu_rms_norm(x, g[:32]), "gamma has shape [32]"),
-        (lambda x, g: torch_npu.npu_gemma_rms_norm(x, g.float()), "gamma is Float and input Half"),
+        (lambda x, g: torch_npu.npu_gemma_rms_norm(x, g.float()), "gamma is Float and input is Half"),
         (lambda x, g: torch_npu.npu_add_rms_norm_cast(x.float(), x.float(), g.float()), "x1 is Float; allowed: Half, BFloat16"),
         (lambda x, g: torch_npu.npu_group_norm_silu(x, None, None, 2, 1e-5), "group is 2"),
     ],

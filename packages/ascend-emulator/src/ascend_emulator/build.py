@@ -35,6 +35,7 @@ SONAMES = (
     "libgraph.so",
     "libacl_tdt_channel.so",
     "libopapi.so",
+    "libnnopbase.so",  # where it looks for aclDestroyAclOpExecutor
 )
 FLAGS = (
     "-std=c++20",
