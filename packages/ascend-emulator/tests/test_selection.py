@@ -59,3 +59,17 @@ def test_embedding_bag(agree, mode):
 
 def test_embedding_is_renormed(agree):
     agree(lambda t: F.embedding(torch.tensor([1, 4], device=t.device), t * 3, max_norm=1.0), torch.randn(7, 3))
+
+
+def test_forms_of_the_npu(agree):
+    def split(x):
+        out = [torch.empty(4, width, device=x.device, dtype=x.dtype) for width in (1, 2, 3)]
+        torch.split_with_sizes_copy(x, [1, 2, 3], 1, out=out)
+        return out
+
+    def added(x, source):
+        places = torch.tensor([3, 0, 3], device=x.device)
+        return torch.ops.npu._npu_index_add(x, places, source) if x.is_npu else x.index_add(0, places, source)
+
+    agree(split, torch.randn(4, 6))
+    agree(added, torch.randn(4, 6), torch.randn(3, 6))

@@ -25,7 +25,6 @@ OP(aclnnNanMedianDim, (Tensor self, int64_t dim, bool keepdim, Tensor values, Te
 OP(aclnnNanMedian, (Tensor self, Tensor out), { out.copy_(at::nanmedian(self)); })
 OP(aclnnAminmaxAll, (Tensor self, Tensor min, Tensor max), { store(at::aminmax(self), min, max); })
 OP(aclnnAminmaxDim, (Tensor self, int64_t dim, bool keepdim, Tensor min, Tensor max), { store(at::aminmax(self, dim, keepdim), min, max); })
-OP(aclnnBucketize, (Tensor self, Tensor boundaries, bool int32, bool right, Tensor out), { out.copy_(at::bucketize(self, boundaries, int32, right)); })
 OP(aclnnTake, (Tensor self, Tensor indices, Tensor out), { out.copy_(at::take(self, index(indices))); })
 OP(aclnnInplacePut, (Tensor self, Tensor indices, Tensor source, bool accumulate), { self.put_(index(indices), source, accumulate); })
 // The unnamed parameter is a mode, 0 in torch_npu's calls.
@@ -71,4 +70,4 @@ OP(aclnnUniqueConsecutive, (Tensor self, bool inverse, bool counts, int64_t dim,
   if (inverse) inverses.assign(position);
   if (counts) numbers.assign(count);
 })
-OP(aclnnRepeatInterleaveTensor, (Tensor repeats, int64_t total, Tensor out), { out.copy_(at::repeat_interleave(index(repeats), total)); })
+OP(aclnnRepeatInterleaveTensor, (Tensor repeats, int64_t total, Tensor out), { out.copy_(at::repeat_interleave(index(repeats), Opt<int64_t>(total))); })
