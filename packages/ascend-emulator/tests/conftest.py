@@ -111,3 +111,26 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
 
     return start
+
+
+def _cotangent(output: torch.Tensor) -> torch.Tensor:
+    """A gradient for an output, exact in every type."""
+    return ((torch.arange(output.numel()) % 7 - 3) / 4).view(output.shape).to(output)
+
+
+@pytest.fixture(scope="session")
+def agree_backward(agree: Callable[..., None]) -> Callable[..., None]:
+    """``agree_backward(function, *args)``: as ``agree``, and the gradients of all floating arguments agree too."""
+
+    def compare(function: Callable[..., Any], *args: Any, ulps: float = 8) -> None:
+        def call(*own: Any) -> list[torch.Tensor]:
+            own = tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), own)
+            inputs = [leaf for leaf in tree_leaves(own) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            outputs = tree_leaves(function(*own))
+            smooth = [output for output in outputs if output.requires_grad]
+            slopes = torch.autograd.grad(smooth, inputs, [_cotangent(output) for output in smooth], materialize_grads=True)
+            return [*(output.detach() for output in outputs), *slopes]
+
+        agree(call, *args, ulps=ulps)
+
+    return compare

@@ -92,3 +92,8 @@ def test_npu_gelu(approximate):
     torch.testing.assert_close(
         torch_npu.npu_gelu(x.npu(), approximate=approximate).cpu().double(), expected, atol=1e-6, rtol=1e-6
     )
+
+
+def test_hardsigmoid_of_whole_numbers():
+    x = torch.tensor([-7, -3, 0, 3, 7], dtype=torch.int32)
+    assert torch.equal(torch.nn.functional.hardsigmoid(x.npu()).cpu(), torch.nn.functional.hardsigmoid(x.float()).int())

@@ -238,3 +238,7 @@ def test_closeness(agree, dtype):
     for nan in (False, True):
         agree(lambda x, y: torch.isclose(x, y, rtol=1e-3, atol=1e-2, equal_nan=nan), a, b)  # noqa: B023
     assert torch.allclose(a[:1].npu(), b[:1].npu())
+
+
+def test_number_no_less_than_a_tensor(agree):
+    agree(lambda x: torch.ge(torch.tensor(2.0), x), torch.tensor([1.0, 2.0, 3.0]))

@@ -259,7 +259,9 @@ for _ in range(12):
     results.append(int(x[0].item()))
 print(*results)
 """
-    plain, odd, again = (run("run", *options, "--", sys.executable, "-c", script) for options in ([], *[["--adversary", "5"]] * 2))
+    plain, odd, again = (
+        run("run", *options, "--", sys.executable, "-c", script) for options in ([], *[["--adversary", "5"]] * 2)
+    )
     assert set(plain.stdout.split()) == {"2"}, plain.stderr
     assert set(odd.stdout.split()) == {"1", "2"}, odd.stderr
     assert odd.stdout == again.stdout

@@ -22,6 +22,7 @@ PRODUCTS = {
     "matmul, broadcast": ([(3, 1, 5, 16), (4, 16, 7)], torch.matmul),
     "matmul of four dimensions": ([(2, 3, 5, 16), (2, 3, 7, 16)], lambda a, b: a @ b.transpose(-1, -2)),
     "bmm": ([(3, 5, 16), (3, 16, 7)], torch.bmm),
+    "bmm, broadcast": ([(1, 5, 16), (3, 16, 7)], torch.matmul),
     "bmm of transposed": ([(3, 16, 5), (3, 7, 16)], lambda a, b: torch.bmm(a.transpose(1, 2), b.transpose(1, 2))),
     "mv": ([(5, 16), (16,)], torch.mv),
     "dot": ([(16,), (16,)], torch.dot),
@@ -75,3 +76,9 @@ def test_long_sums_of_fractions(agree, rows, dtype):
     """Sums are taken in float32: the error does not grow with the length in a narrow type."""
     a, b = torch.randn(rows, 1024, dtype=dtype), torch.randn(96, 1024, dtype=dtype)
     agree(lambda a, b: (a @ b.t()) / 32, a, b, ulps=3 if dtype != torch.float32 else 16)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shapes", [[(5,), (5, 6)], [(3, 4), (4,)], [(2, 3, 4), (4,)]], ids=str)
+def test_gradients_of_products_with_vectors(agree_backward, shapes, dtype):
+    agree_backward(torch.matmul, *(torch.randint(-3, 4, shape).to(dtype) for shape in shapes))

@@ -94,3 +94,15 @@ def test_a_strided_part_is_filled_and_the_rest_left():
     x[:, 1].uniform_(1, 2)
     assert not x[:, 0].any()
     assert x[:, 1].min().item() >= 1
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dropout(dtype):
+    x = torch.ones(COUNT, dtype=dtype).npu().requires_grad_()
+    y = torch.nn.functional.dropout(x, 0.25)
+    kept = y != 0
+    assert abs(kept.float().mean().item() - 0.75) < 0.02
+    assert torch.equal(y, (kept.float() / 0.75).to(dtype))
+    y.backward(torch.full_like(y, 3))
+    torch.testing.assert_close(x.grad, kept.to(dtype) * 4)
+    assert torch.equal(torch.nn.functional.dropout(x, 0.25, training=False), x)

@@ -126,7 +126,8 @@ CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type), {
 })
 CREATE(aclIntArray, aclCreateIntArray, (const int64_t* value, uint64_t size), { return new aclIntArray{{value, value + size}}; })
 CREATE(aclFloatArray, aclCreateFloatArray, (const float* value, uint64_t size), { return new aclFloatArray{{value, value + size}}; })
-CREATE(aclBoolArray, aclCreateBoolArray, (const bool* value, uint64_t size), { return new aclBoolArray{std::vector<bool>(value, value + size)}; })  // in braces, two pointers would be two bools
+// Braces alone would make two truth values out of the two pointers.
+CREATE(aclBoolArray, aclCreateBoolArray, (const bool* value, uint64_t size), { return new aclBoolArray{std::vector<bool>(value, value + size)}; })
 CREATE(aclTensorList, aclCreateTensorList, (const aclTensor* const* value, uint64_t size), { return new aclTensorList{{value, value + size}}; })
 CREATE(aclScalarList, aclCreateScalarList, (const aclScalar* const* value, uint64_t size), { return new aclScalarList{{value, value + size}}; })
 

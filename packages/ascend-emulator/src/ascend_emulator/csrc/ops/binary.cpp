@@ -6,20 +6,38 @@
 namespace {
 // A scalar that takes part in type promotion as a Python number does.
 at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_tensor(value); }
+// What torch's in-place functions demand, at the call (op-plugin's test_divide.py, test_add.py).
+template <class Other>
+void castable(const at::Tensor& self, const Other& other) {
+  const auto type = at::result_type(self, other);
+  emu::check(at::canCast(type, self.scalar_type()), emu::kOpParam, "result type ", type, " can't be cast to the desired output type ", self.scalar_type());
+}
 }  // namespace
 
 // Tensor-tensor and tensor-scalar forms, each with its in-place twin.
 #define ARITHMETIC(NAME, FUNCTION)                                                                              \
   OP(aclnn##NAME, (Tensor self, Tensor other, Tensor out), { at::FUNCTION##_out(out, self, other); })           \
   OP(aclnn##NAME##s, (Tensor self, Scalar other, Tensor out), { at::FUNCTION##_out(out, self, number(other)); }) \
-  OP(aclnnInplace##NAME, (Tensor self, Tensor other), { self.FUNCTION##_(other); })                             \
-  OP(aclnnInplace##NAME##s, (Tensor self, Scalar other), { self.FUNCTION##_(number(other)); })
+  CHECKED(aclnnInplace##NAME, (Tensor self, Tensor other), {                                                    \
+    castable(self, other);                                                                                      \
+    COMPUTE { self.FUNCTION##_(other); };                                                                       \
+  })                                                                                                            \
+  CHECKED(aclnnInplace##NAME##s, (Tensor self, Scalar other), {                                                 \
+    castable(self, other);                                                                                      \
+    COMPUTE { self.FUNCTION##_(number(other)); };                                                               \
+  })
 
 #define SCALED(NAME, FUNCTION)                                                                                                \
   OP(aclnn##NAME, (Tensor self, Tensor other, Scalar alpha, Tensor out), { at::FUNCTION##_out(out, self, other, alpha); })    \
   OP(aclnn##NAME##s, (Tensor self, Scalar other, Scalar alpha, Tensor out), { at::FUNCTION##_out(out, self, number(other), alpha); }) \
-  OP(aclnnInplace##NAME, (Tensor self, Tensor other, Scalar alpha), { self.FUNCTION##_(other, alpha); })                      \
-  OP(aclnnInplace##NAME##s, (Tensor self, Scalar other, Scalar alpha), { self.FUNCTION##_(number(other), alpha); })
+  CHECKED(aclnnInplace##NAME, (Tensor self, Tensor other, Scalar alpha), {                                                    \
+    castable(self, other);                                                                                                    \
+    COMPUTE { self.FUNCTION##_(other, alpha); };                                                                              \
+  })                                                                                                                          \
+  CHECKED(aclnnInplace##NAME##s, (Tensor self, Scalar other, Scalar alpha), {                                                 \
+    castable(self, other);                                                                                                    \
+    COMPUTE { self.FUNCTION##_(number(other), alpha); };                                                                      \
+  })
 
 #define COMPARE(NAME, FUNCTION)                                                                             \
   OP(aclnn##NAME##Tensor, (Tensor self, Tensor other, Tensor out), { at::FUNCTION##_out(out, self, other); }) \
@@ -60,6 +78,8 @@ COMPARE(Lt, lt)
 COMPARE(Le, le)
 COMPARE(Gt, gt)
 COMPARE(Ge, ge)
+// What torch_npu asks for at `number >= tensor`: the tensor is no larger (op-plugin's GeKernelNpuOpApi.cpp).
+OP(aclnnLessScalar, (Tensor self, Scalar other, Tensor out), { at::le_out(out, self, other); })
 
 OP(aclnnEqual, (Tensor self, Tensor other, Tensor out), { out.fill_(at::equal(self, other)); })
 OP(aclnnIsClose, (Tensor self, Tensor other, double relative, double absolute, bool equal_nan, Tensor out), {
@@ -90,8 +110,14 @@ std::optional<c10::string_view> rounding(int64_t mode) {
 }  // namespace
 OP(aclnnDivMod, (Tensor self, Tensor other, int32_t mode, Tensor out), { at::div_out(out, self, other, rounding(mode)); })
 OP(aclnnDivMods, (Tensor self, Scalar other, int32_t mode, Tensor out), { at::div_out(out, self, number(other), rounding(mode)); })
-OP(aclnnInplaceDivMod, (Tensor self, Tensor other, int32_t mode), { self.div_(other, rounding(mode)); })
-OP(aclnnInplaceDivMods, (Tensor self, Scalar other, int32_t mode), { self.div_(number(other), rounding(mode)); })
+CHECKED(aclnnInplaceDivMod, (Tensor self, Tensor other, int32_t mode), {
+  castable(self, other);
+  COMPUTE { self.div_(other, rounding(mode)); };
+})
+CHECKED(aclnnInplaceDivMods, (Tensor self, Scalar other, int32_t mode), {
+  castable(self, other);
+  COMPUTE { self.div_(number(other), rounding(mode)); };
+})
 
 OP(aclnnPowTensorScalar, (Tensor self, Scalar exponent, Tensor out), { at::pow_out(out, self, exponent); })
 OP(aclnnPowTensorTensor, (Tensor self, Tensor exponent, Tensor out), { at::pow_out(out, self, exponent); })

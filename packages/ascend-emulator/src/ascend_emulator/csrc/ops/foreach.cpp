@@ -1,4 +1,4 @@
-// Operators on lists of tensors. A scalar comes as a tensor of one value on the device, or (V2) as a host scalar.
+// Operators on lists of tensors, in the newer form (V2) where there are two: torch_npu takes that one.
 #include "wide.h"
 
 namespace {
@@ -24,23 +24,16 @@ void each(const Tensors& out, Function&& function) {
   })
 
 #define FOREACH_SCALAR(NAME, FUNCTION)                                            \
-  FOREACH_SCALAR_FORM(NAME, FUNCTION, Scalar, Tensor, other.item())               \
   FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarV2, Scalar, other)                    \
   FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarList, Scalars, other[i])
 
 #define FOREACH_SCALED(NAME, FUNCTION)                                                            \
-  OP(aclnnForeach##NAME##List, (Tensors self, Tensors other, Tensor alpha, Tensors out), {        \
-    each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(other[i]), alpha.item()); }); \
-  })                                                                                              \
   OP(aclnnForeach##NAME##ListV2, (Tensors self, Tensors other, Scalar alpha, Tensors out), {      \
     each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(other[i]), alpha); });      \
   })
 
 // self + value * a (op) b; the list form has its values in a tensor.
 #define FOREACH_THREE(NAME, FUNCTION)                                                                                          \
-  OP(aclnnForeach##NAME##Scalar, (Tensors self, Tensors a, Tensors b, Tensor value, Tensors out), {                            \
-    each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(a[i]), wide(b[i]), value.item()); });                    \
-  })                                                                                                                           \
   OP(aclnnForeach##NAME##ScalarV2, (Tensors self, Tensors a, Tensors b, Scalar value, Tensors out), {                          \
     each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(a[i]), wide(b[i]), value); });                           \
   })                                                                                                                           \
@@ -116,9 +109,6 @@ OP(aclnnForeachLerpScalar, (Tensors self, Tensors end, Scalar weight, Tensors ou
 })
 OP(aclnnForeachPowScalarAndTensor, (Scalar self, Tensors exponent, Tensors out), {
   each(out, [&](size_t i) { return at::pow(self, wide(exponent[i])); });
-})
-OP(aclnnForeachRoundOffNumber, (Tensors self, Tensor mode, Tensors out), {
-  each(out, [&](size_t i) { return rounded(wide(self[i]), mode.item().toLong()); });
 })
 OP(aclnnForeachRoundOffNumberV2, (Tensors self, Scalar mode, Tensors out), {
   each(out, [&](size_t i) { return rounded(wide(self[i]), mode.toLong()); });

@@ -9,7 +9,6 @@ using namespace emu;
   })
 
 GRADIENT(Hardsigmoid, hardsigmoid)
-GRADIENT(Hardswish, hardswish)
 OP(aclnnHardswishBackwardV2, (Tensor grad, Tensor self, Tensor out), { out.copy_(at::hardswish_backward(wide(grad), wide(self))); })
 GRADIENT(Mish, mish)
 GRADIENT(Sigmoid, sigmoid)
@@ -95,9 +94,6 @@ OP(aclnnGroupNormBackward, (Tensor grad, Tensor input, Tensor mean, Tensor rstd,
   give(grad_bias, b);
 })
 
-OP(aclnnCdistBackward, (Tensor grad, Tensor a, Tensor b, Tensor distance, float p, Tensor out), {
-  out.copy_(at::_cdist_backward(wide(grad).contiguous(), wide(a).contiguous(), wide(b).contiguous(), p < 0 ? INFINITY : p, wide(distance).contiguous()));
-})
 OP(aclnnEmbeddingDenseBackward, (Tensor grad, Tensor indices, int64_t rows, int64_t padding, bool scale, Tensor out), {
   out.copy_(at::embedding_dense_backward(wide(grad), index(indices), rows, padding, scale));
 })

@@ -35,6 +35,7 @@ void scatter(at::Tensor& out, const at::Tensor& self, int64_t dim, const at::Ten
 OP(aclnnEmbedding, (Tensor weight, Tensor indices, Tensor out), { at::embedding_out(out, weight, indices); })
 OP(aclnnIndexSelect, (Tensor self, int64_t dim, Tensor index, Tensor out), { at::index_select_out(out, self, dim, index); })
 OP(aclnnIndex, (Tensor self, Tensors indices, Tensor out), {
+  if (!out.numel()) return;  // as of x[False], whose index is empty because it selects nothing
   if (const auto list = index_list(indices)) at::index_out(out, self, *list);
 })
 OP(aclnnIndexPutImpl, (Tensor self, Tensors indices, Tensor values, bool accumulate, bool), {

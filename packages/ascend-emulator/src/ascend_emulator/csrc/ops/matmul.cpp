@@ -8,9 +8,15 @@ OP(aclnnMm, (Tensor self, Tensor other, Tensor out, int8_t), {
 })
 OP(aclnnMatmul, (Tensor self, Tensor other, Tensor out, int8_t), {
   if (is_skinny(self, other, out)) return skinny_matmul(self, other, {}, out);
+  // A product with a vector may be wanted with a dimension of 1 more (op-plugin's MatmulBackwardKernelNpuOpApi.cpp).
+  if (self.dim() == 1 || other.dim() == 1) return void(out.copy_(at::matmul(self, other).view(out.sizes())));
   at::matmul_out(out, self, other);
 })
-OP(aclnnBatchMatMul, (Tensor self, Tensor other, Tensor out, int8_t), { at::bmm_out(out, self, other); })
+// The batches may be broadcast (op-plugin's test_bmm_compatible.py).
+OP(aclnnBatchMatMul, (Tensor self, Tensor other, Tensor out, int8_t), {
+  if (self.size(0) == other.size(0)) return void(at::bmm_out(out, self, other));
+  at::matmul_out(out, self, other);
+})
 OP(aclnnMv, (Tensor self, Tensor vector, Tensor out, int8_t), { at::mv_out(out, self, vector); })
 OP(aclnnDot, (Tensor self, Tensor other, Tensor out), { at::dot_out(out, self, other); })
 OP(aclnnAddmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t), {

@@ -26,7 +26,7 @@ OP(aclnnXLogYTensor, (Tensor self, Tensor other, Tensor out), { out.copy_(at::xl
 OP(aclnnXLogYScalarOther, (Tensor self, Scalar other, Tensor out), { out.copy_(at::xlogy(wide(self), other)); })
 OP(aclnnXLogYScalarSelf, (Scalar self, Tensor other, Tensor out), { out.copy_(at::xlogy(self, wide(other))); })
 OP(aclnnInplaceXLogYScalarOther, (Tensor self, Scalar other), { self.copy_(at::xlogy(wide(self), other)); })
-OP(aclnnMaskedScale, (Tensor self, Tensor mask, float scale, Tensor out), { out.copy_(wide(self) * mask * scale); })
+OP(aclnnMaskedScale, (Tensor self, Tensor mask, double scale, Tensor out), { out.copy_(wide(self) * mask * scale); })
 OP(aclnnPrelu, (Tensor self, Tensor weight, Tensor out), {
   auto slope = wide(weight);
   if (slope.dim() == 1 && self.dim() > 1 && slope.numel() > 1) {

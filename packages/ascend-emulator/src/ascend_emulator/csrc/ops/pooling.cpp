@@ -39,12 +39,6 @@ OP(aclnnAvgPool3dBackward, (Tensor grad, Tensor self, Ints kernel, Ints stride, 
   out.copy_(at::avg_pool3d_backward(wide(grad), wide(self), kernel, stride, padding, ceil, count_padding, divisor(divide)));
 })
 
-OP(aclnnMaxPool2dWithIndices, (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out, Tensor indices), {
-  store(at::max_pool2d_with_indices(wide(self), kernel, stride, padding, dilation, ceil), out, indices);
-})
-OP(aclnnMaxPool2dWithIndicesBackward, (Tensor grad, Tensor self, Tensor indices, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out), {
-  out.copy_(at::max_pool2d_with_indices_backward(wide(grad), wide(self), kernel, stride, padding, dilation, ceil, index(indices)));
-})
 OP(aclnnMaxPool3dWithArgmax, (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out, Tensor indices), {
   store(at::max_pool3d_with_indices(wide(self), kernel, stride, padding, dilation, ceil), out, indices);
 })

@@ -1,11 +1,16 @@
 // Operators that reduce or scan over dimensions.
 #include "../core/op.h"
 
+namespace {
+// ATen rounds each product of halves.
+at::ScalarType in_float32(at::ScalarType dtype) { return at::isReducedFloatingType(dtype) ? at::kFloat : dtype; }
+}  // namespace
+
 OP(aclnnReduceSum, (Tensor self, Ints dims, bool keepdim, DType dtype, Tensor out), { at::sum_out(out, self, dims, keepdim, dtype); })
 OP(aclnnReduceNansum, (Tensor self, Ints dims, bool keepdim, DType dtype, Tensor out), { at::nansum_out(out, self, dims, keepdim, dtype); })
 OP(aclnnMean, (Tensor self, Ints dims, bool keepdim, DType dtype, Tensor out), { at::mean_out(out, self, dims, keepdim, dtype); })
-OP(aclnnProd, (Tensor self, DType dtype, Tensor out), { out.copy_(at::prod(self, dtype)); })
-OP(aclnnProdDim, (Tensor self, int64_t dim, bool keepdim, DType dtype, Tensor out), { at::prod_out(out, self, dim, keepdim, dtype); })
+OP(aclnnProd, (Tensor self, DType dtype, Tensor out), { out.copy_(at::prod(self, in_float32(dtype))); })
+OP(aclnnProdDim, (Tensor self, int64_t dim, bool keepdim, DType dtype, Tensor out), { out.copy_(at::prod(self, dim, keepdim, in_float32(dtype))); })
 OP(aclnnAny, (Tensor self, Ints dims, bool keepdim, Tensor out), { out.copy_(at::any(self, at::OptionalIntArrayRef(dims), keepdim)); })
 OP(aclnnAll, (Tensor self, Ints dims, bool keepdim, Tensor out), { out.copy_(at::all(self, at::OptionalIntArrayRef(dims), keepdim)); })
 

@@ -38,10 +38,8 @@ Opt<double> scale(double value) { return value > 0 ? Opt<double>(value) : std::n
     out.copy_(at::FUNCTION##_backward(wide(grad), size, input, align, scale(h), scale(w)));                            \
   })
 
-OP(aclnnUpsampleNearest1d, (Tensor self, Ints size, Tensor out), { out.copy_(at::upsample_nearest1d(wide(self), size)); })
 OP(aclnnUpsampleNearest1dV2, (Tensor self, Ints size, float w, Tensor out), { out.copy_(at::upsample_nearest1d(wide(self), size, scale(w))); })
 UPSAMPLE_1D_GRADIENT(Nearest1d, upsample_nearest1d)
-OP(aclnnUpsampleNearest2d, (Tensor self, Ints size, Tensor out), { out.copy_(at::upsample_nearest2d(wide(self), size)); })
 OP(aclnnUpsampleNearest2dV2, (Tensor self, Ints size, float h, float w, Tensor out), {
   out.copy_(at::upsample_nearest2d(wide(self), size, scale(h), scale(w)));
 })
@@ -57,7 +55,6 @@ OP(aclnnUpsampleLinear1dBackward, (Tensor grad, Ints size, Ints input, bool alig
   out.copy_(at::upsample_linear1d_backward(wide(grad), size, input, align, scale(w)));
 })
 ALIGNED_2D(Bilinear2d, upsample_bilinear2d)
-ALIGNED_2D_GRADIENT(Bilinear2dBackward, upsample_bilinear2d)
 ALIGNED_2D_GRADIENT(Bilinear2dBackwardV2, upsample_bilinear2d)
 ALIGNED_2D(Bilinear2dAA, _upsample_bilinear2d_aa)
 ALIGNED_2D_GRADIENT(Bilinear2dAABackward, _upsample_bilinear2d_aa)

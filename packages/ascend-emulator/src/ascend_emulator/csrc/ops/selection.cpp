@@ -23,16 +23,10 @@ OP(aclnnKthvalue, (Tensor self, int64_t k, int64_t dim, bool keepdim, Tensor val
 OP(aclnnMedianDim, (Tensor self, int64_t dim, bool keepdim, Tensor values, Tensor indices), { store(at::median(self, dim, keepdim), values, indices); })
 OP(aclnnNanMedianDim, (Tensor self, int64_t dim, bool keepdim, Tensor values, Tensor indices), { store(at::nanmedian(self, dim, keepdim), values, indices); })
 OP(aclnnNanMedian, (Tensor self, Tensor out), { out.copy_(at::nanmedian(self)); })
-OP(aclnnTopk, (Tensor self, int64_t k, int64_t dim, bool largest, bool sorted, Tensor values, Tensor indices), {
-  store(at::topk(self, k, dim, largest, sorted), values, indices);
-})
 OP(aclnnAminmaxAll, (Tensor self, Tensor min, Tensor max), { store(at::aminmax(self), min, max); })
 OP(aclnnAminmaxDim, (Tensor self, int64_t dim, bool keepdim, Tensor min, Tensor max), { store(at::aminmax(self, dim, keepdim), min, max); })
-OP(aclnnBucketize, (Tensor self, Tensor boundaries, bool int32, bool right, Tensor out), { out.copy_(at::bucketize(self, boundaries, int32, right)); })
 OP(aclnnTake, (Tensor self, Tensor indices, Tensor out), { out.copy_(at::take(self, index(indices))); })
 OP(aclnnInplacePut, (Tensor self, Tensor indices, Tensor source, bool accumulate), { self.put_(index(indices), source, accumulate); })
-OP(aclnnIndexFillTensor, (Tensor self, int64_t dim, Ints indices, Scalar value, Tensor out), { out.copy_(self).index_fill_(dim, at::tensor(indices, at::kLong), value); })
-OP(aclnnInplaceIndexFillTensor, (Tensor self, int64_t dim, Ints indices, Scalar value), { self.index_fill_(dim, at::tensor(indices, at::kLong), value); })
 // The unnamed parameter is a mode, 0 in torch_npu's calls.
 OP(aclnnIndexAddV2, (Tensor self, int64_t dim, Tensor indices, Tensor source, Scalar alpha, int64_t, Tensor out), {
   out.copy_(at::index_add(wide(self), dim, index(indices), wide(source), alpha));
@@ -76,3 +70,4 @@ OP(aclnnUniqueConsecutive, (Tensor self, bool inverse, bool counts, int64_t dim,
   if (inverse) inverses.assign(position);
   if (counts) numbers.assign(count);
 })
+OP(aclnnRepeatInterleaveTensor, (Tensor repeats, int64_t total, Tensor out), { out.copy_(at::repeat_interleave(index(repeats), Opt<int64_t>(total))); })

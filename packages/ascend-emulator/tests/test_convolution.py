@@ -1,0 +1,42 @@
+"""Convolutions and their gradients."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+# Shapes of input, weight and bias, and the function. Values are small whole numbers, so that sums are exact.
+CASES = {
+    "conv1d": ([(2, 4, 11), (6, 4, 3), (6,)], lambda x, w, b: F.conv1d(x, w, b, padding=1)),
+    "conv1d, dilated": ([(2, 4, 11), (6, 2, 3), (6,)], lambda x, w, b: F.conv1d(x, w, b, stride=2, dilation=2, groups=2)),
+    "conv2d": ([(2, 4, 7, 6), (6, 4, 3, 2), (6,)], lambda x, w, b: F.conv2d(x, w, b, stride=(2, 1), padding=(1, 0))),
+    "conv2d, one image": ([(4, 7, 6), (6, 4, 3, 3), (6,)], F.conv2d),
+    "conv2d, depthwise": ([(2, 4, 7, 6), (4, 1, 3, 3), (4,)], lambda x, w, b: F.conv2d(x, w, b, groups=4)),
+    "conv2d without a bias": ([(2, 4, 7, 6), (6, 4, 3, 3)], F.conv2d),
+    "conv3d": ([(2, 2, 4, 5, 6), (3, 2, 2, 3, 2), (3,)], lambda x, w, b: F.conv3d(x, w, b, padding=1)),
+    "conv_transpose1d": ([(2, 4, 5), (4, 3, 3), (3,)], lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2, output_padding=1)),
+    "conv_transpose2d": ([(2, 4, 5, 4), (4, 3, 3, 2), (6,)], lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1, groups=2)),
+    "conv_transpose3d": ([(1, 2, 3, 4, 3), (2, 3, 2, 2, 2), (3,)], lambda x, w, b: F.conv_transpose3d(x, w, b, stride=2)),
+    "conv_tbc": ([(9, 2, 4), (3, 4, 5), (5,)], lambda x, w, b: torch.conv_tbc(x, w, b, 1)),
+    "unfold": ([(2, 3, 8, 7)], lambda x: F.unfold(x, (3, 2), dilation=2, padding=1, stride=2)),
+    "fold": ([(2, 12, 20)], lambda x: F.fold(x, (6, 5), (2, 2))),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_convolution(agree_backward, name, dtype):
+    shapes, function = CASES[name]
+    agree_backward(function, *(torch.randint(-2, 3, shape).to(dtype) for shape in shapes), ulps=1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_depthwise_by_its_own_name(agree, dtype):
+    x, w = torch.randint(-2, 3, (2, 4, 7, 6)).to(dtype), torch.randint(-2, 3, (4, 1, 3, 3)).to(dtype)
+
+    def depthwise(x, w):
+        if x.is_npu:
+            return torch.ops.aten._conv_depthwise2d(x, w, [3, 3], None, [1, 1], [0, 0], [1, 1])
+        return F.conv2d(x, w, groups=4)
+
+    agree(depthwise, x, w, ulps=1)
