@@ -6,33 +6,40 @@
 namespace {
 // A scalar that takes part in type promotion as a Python number does.
 at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_tensor(value); }
+
+// An operator in place promotes types as the other form does, and self must hold the result.
+template <class Other>
+void fits(const at::Tensor& self, const Other& other) {
+  const auto result = at::result_type(self, other);
+  emu::check(c10::canCast(result, self.scalar_type()), emu::kOpParam, "self is ", self.scalar_type(), ", which does not hold the result's ", result);
+}
 }  // namespace
 
 // Tensor-tensor and tensor-scalar forms, each with its in-place twin.
-#define ARITHMETIC(NAME, FUNCTION)                                                                              \
-  SHAPED(aclnn##NAME, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other); })           \
+#define ARITHMETIC(NAME, FUNCTION) \
+  SHAPED(aclnn##NAME, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other); }) \
   SHAPED(aclnn##NAME##s, (Tensor self, Scalar other, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self, number(other)); }) \
-  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other), EXPANDS(self, other), { self.FUNCTION##_(other); })                             \
-  OP(aclnnInplace##NAME##s, (Tensor self, Scalar other), { self.FUNCTION##_(number(other)); })
+  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other), (EXPANDS(self, other), fits(self, other)), { self.FUNCTION##_(other); }) \
+  SHAPED(aclnnInplace##NAME##s, (Tensor self, Scalar other), fits(self, other), { self.FUNCTION##_(number(other)); })
 
-#define SCALED(NAME, FUNCTION)                                                                                                \
-  SHAPED(aclnn##NAME, (Tensor self, Tensor other, Scalar alpha, Tensor out), BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other, alpha); })    \
+#define SCALED(NAME, FUNCTION) \
+  SHAPED(aclnn##NAME, (Tensor self, Tensor other, Scalar alpha, Tensor out), BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other, alpha); }) \
   SHAPED(aclnn##NAME##s, (Tensor self, Scalar other, Scalar alpha, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self, number(other), alpha); }) \
-  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other, Scalar alpha), EXPANDS(self, other), { self.FUNCTION##_(other, alpha); })                      \
-  OP(aclnnInplace##NAME##s, (Tensor self, Scalar other, Scalar alpha), { self.FUNCTION##_(number(other), alpha); })
+  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other, Scalar alpha), (EXPANDS(self, other), fits(self, other)), { self.FUNCTION##_(other, alpha); }) \
+  SHAPED(aclnnInplace##NAME##s, (Tensor self, Scalar other, Scalar alpha), fits(self, other), { self.FUNCTION##_(number(other), alpha); })
 
-#define COMPARE(NAME, FUNCTION)                                                                             \
+#define COMPARE(NAME, FUNCTION) \
   SHAPED(aclnn##NAME##Tensor, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other); }) \
   SHAPED(aclnn##NAME##Scalar, (Tensor self, Scalar other, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self, other); }) \
-  SHAPED(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), EXPANDS(self, other), { self.FUNCTION##_(other); })                 \
+  SHAPED(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), EXPANDS(self, other), { self.FUNCTION##_(other); }) \
   OP(aclnnInplace##NAME##Scalar, (Tensor self, Scalar other), { self.FUNCTION##_(other); })
 
-#define BITWISE(NAME, FUNCTION)                                                                               \
+#define BITWISE(NAME, FUNCTION) \
   SHAPED(aclnn##NAME##Tensor, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other); }) \
   SHAPED(aclnn##NAME##Scalar, (Tensor self, Scalar other, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self, number(other)); })
 
-#define BITWISE_BOTH(NAME, FUNCTION)                                                        \
-  BITWISE(NAME, FUNCTION)                                                                   \
+#define BITWISE_BOTH(NAME, FUNCTION) \
+  BITWISE(NAME, FUNCTION) \
   SHAPED(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), EXPANDS(self, other), { self.FUNCTION##_(other); }) \
   OP(aclnnInplace##NAME##Scalar, (Tensor self, Scalar other), { self.FUNCTION##_(number(other)); })
 
@@ -40,7 +47,7 @@ at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_t
   SHAPED(aclnn##NAME, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other); })
 
 #define LOGICAL_BOTH(NAME, FUNCTION) \
-  LOGICAL(NAME, FUNCTION)            \
+  LOGICAL(NAME, FUNCTION) \
   SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other), EXPANDS(self, other), { self.FUNCTION##_(other); })
 
 SCALED(Add, add)
