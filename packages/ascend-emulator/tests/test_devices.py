@@ -103,7 +103,7 @@ def test_bfloat16_where_the_chip_has_it(answers, soc):
     if chips()[soc].bfloat16:
         assert answers[f"{soc} bfloat16"] == [2.0, 2.0, 2.0]
     else:
-        assert f"aclnnAdd: {soc} does not compute in bfloat16; use float16" in answers[f"{soc} bfloat16"]
+        assert f"aclnnAdd: self is BFloat16; {soc} does not compute in bfloat16; use float16" in answers[f"{soc} bfloat16"]
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0,2", 2), ("2", 1), ("1,9,0", 1), ("", 0), ("x", 0)])

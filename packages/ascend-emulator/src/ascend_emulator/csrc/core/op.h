@@ -7,6 +7,8 @@
 //     COMPUTE { swiglu(x, dim, out); };  // runs on the stream
 //   })
 //
+//   SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::triu_out(out, self, diagonal); })  // checks of shapes.h
+//
 // The macros make both C functions that torch_npu looks up: `aclnnSiluGetWorkspaceSize(const aclTensor*, const aclTensor*, uint64_t*,
 // aclOpExecutor**)`, which records the arguments, and `aclnnSilu(void*, uint64_t, aclOpExecutor*, aclrtStream)`, which puts the operator on the
 // stream. The C parameter list follows from the C++ one (Arg below), so write the parameters in the order of the EXEC_NPU_CMD call sites in
@@ -62,14 +64,7 @@ struct Boxed {
     return object->value;
   }
 };
-template <>
-struct Arg<Tensor> : Boxed<Tensor, aclTensor> {
-  static Tensor get(const aclTensor* object) {
-    required(object);
-    supported(object->value.scalar_type());
-    return object->value;
-  }
-};
+template <> struct Arg<Tensor> : Boxed<Tensor, aclTensor> {};
 template <> struct Arg<Scalar> : Boxed<Scalar, aclScalar> {};
 template <> struct Arg<Ints> : Boxed<Ints, aclIntArray> {};
 template <> struct Arg<Floats> : Boxed<Floats, aclFloatArray> {};
@@ -123,6 +118,15 @@ inline void collect(std::vector<Tensor>& into, const Result& value) { if (value.
 template <class T>
 void collect(std::vector<Tensor>&, const T&) {}
 
+// A set of dtypes, a bit each. What torch_npu's documentation allows an operator's first argument to be (dtypes.cpp), or none where it does not say.
+using DTypeSet = uint64_t;
+DTypeSet documented(const char* name);
+// Throws if the chip does not compute in the dtype of one of the tensors from `first` on, or it is none of `allowed`. `parameters` is their list as it
+// stands in the source, and `position` the place of theirs in it.
+void check_dtypes(const std::vector<Tensor>& tensors, size_t first, DTypeSet allowed, const char* parameters, int position);
+// The nth name of a list as it stands in the source: "bias" is number 1 of "(Tensor self, Opt<Tensor> bias, Tensor out)".
+std::string nth(const char* list, int64_t n);
+
 // The two C entry points of one operator. Body computes, or it checks and returns what computes.
 template <auto Body, class Name>
 struct Operator;
@@ -134,7 +138,15 @@ struct Operator<Body, Name> {
     return operator_done(Name::text, intercepted(Name::text, [&] {
       auto held = std::make_tuple(Arg<Params>::get(args)...);
       auto made = std::make_unique<aclOpExecutor>();
-      std::apply([&](const auto&... each) { (collect(made->tensors, each), ...); }, held);
+      static const DTypeSet allowed = documented(Name::text);
+      int position = 0;
+      const auto take = [&](const auto& each) {
+        const auto first = made->tensors.size();
+        collect(made->tensors, each);
+        check_dtypes(made->tensors, first, position ? 0 : allowed, Name::parameters, position);
+        ++position;
+      };
+      std::apply([&](const auto&... each) { (take(each), ...); }, held);
       made->reports_shape = (std::is_same_v<Params, Result> || ...);
       if constexpr (std::is_void_v<R>) {
         made->compute = [held = std::move(held)] { std::apply(Body, held); };
@@ -154,7 +166,9 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
 // dlsym resolves the GetWorkspaceSize symbol to the typed function above through an ifunc, so that no C signature is written twice.
 #define OPERATOR(RETURN, NAME, PARAMS, ...)                                                            \
   namespace emu::ops {                                                                                 \
-  struct name_##NAME { static constexpr const char* text = #NAME; };                                   \
+  struct name_##NAME {                                                                                 \
+    static constexpr const char *text = #NAME, *parameters = #PARAMS;                                  \
+  };                                                                                                   \
   static RETURN body_##NAME PARAMS __VA_ARGS__                                                         \
   static const Registration registration_##NAME{#NAME, State::computed, __FILE__};                     \
   }                                                                                                    \
@@ -170,5 +184,6 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
 #define OP(NAME, PARAMS, ...) OPERATOR(void, NAME, PARAMS, __VA_ARGS__)
 #define CHECKED(NAME, PARAMS, ...) OPERATOR(std::function<void()>, NAME, PARAMS, __VA_ARGS__)
 #define COMPUTE return [=]() mutable
+#define SHAPED(NAME, PARAMS, CHECKS, ...) CHECKED(NAME, PARAMS, { CHECKS; COMPUTE __VA_ARGS__; })
 
 #endif  // ASCEND_EMULATOR_CORE_OP_H

@@ -73,9 +73,6 @@ bool given(const void* object) {
 
 void required(const void* object) { check(given(object), kOpParam, "a required argument is null"); }
 
-void supported(at::ScalarType dtype) {
-  check(dtype != at::kBFloat16 || chip().bfloat16, kOpParam, chip().name, " does not compute in bfloat16; use float16");
-}
 }  // namespace emu
 
 #define CREATE(TYPE, NAME, PARAMS, ...)                                                           \

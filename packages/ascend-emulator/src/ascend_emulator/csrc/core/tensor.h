@@ -28,8 +28,6 @@ at::ScalarType to_scalar_type(int32_t acl_type);
 // Whether an argument was given. Throws if it is null because its creation failed.
 bool given(const void* object);
 void required(const void* object);  // throws if it was not
-// Throws if the chip cannot compute in this dtype.
-void supported(at::ScalarType dtype);
 
 enum AclFormat : int32_t { kNCHW = 0, kND = 2, kFractalNZ = 29 };
 

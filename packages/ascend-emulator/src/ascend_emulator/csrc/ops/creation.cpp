@@ -1,7 +1,7 @@
 // Operators that fill a tensor.
 #include <sys/mman.h>
 
-#include "../core/op.h"
+#include "../core/shapes.h"
 
 namespace {
 
@@ -27,14 +27,14 @@ void clear(const at::Tensor& self) {
 OP(aclnnInplaceZero, (Tensor self), { clear(self); })
 OP(aclnnInplaceOne, (Tensor self), { self.fill_(1); })
 OP(aclnnInplaceFillScalar, (Tensor self, Scalar value), { self.fill_(value); })
-OP(aclnnInplaceFillTensor, (Tensor self, Tensor value), { self.fill_(value); })
+SHAPED(aclnnInplaceFillTensor, (Tensor self, Tensor value), EXPANDS(self, value), { self.fill_(value); })
 OP(aclnnInplaceFillDiagonal, (Tensor self, Scalar value, bool wrap), { self.fill_diagonal_(value, wrap); })
 OP(aclnnArange, (Scalar start, Scalar end, Scalar step, Tensor out), { at::arange_out(out, start, end, step); })
 OP(aclnnRange, (Scalar start, Scalar end, Scalar step, Tensor out), { at::range_out(out, start, end, step); })
-OP(aclnnLinspace, (Scalar start, Scalar end, int64_t steps, Tensor out), { at::linspace_out(out, start, end, steps); })
-OP(aclnnEye, (int64_t rows, int64_t columns, Tensor out), { at::eye_out(out, rows, columns); })
-OP(aclnnTril, (Tensor self, int64_t diagonal, Tensor out), { at::tril_out(out, self, diagonal); })
-OP(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), { at::triu_out(out, self, diagonal); })
+SHAPED(aclnnLinspace, (Scalar start, Scalar end, int64_t steps, Tensor out), SHAPE(out, {steps}), { at::linspace_out(out, start, end, steps); })
+SHAPED(aclnnEye, (int64_t rows, int64_t columns, Tensor out), SHAPE(out, {rows, columns}), { at::eye_out(out, rows, columns); })
+SHAPED(aclnnTril, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::tril_out(out, self, diagonal); })
+SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::triu_out(out, self, diagonal); })
 OP(aclnnInplaceTril, (Tensor self, int64_t diagonal), { self.tril_(diagonal); })
 OP(aclnnInplaceTriu, (Tensor self, int64_t diagonal), { self.triu_(diagonal); })
 OP(aclnnOneHot, (Tensor self, int64_t depth, Tensor on, Tensor off, int64_t axis, Tensor out), {

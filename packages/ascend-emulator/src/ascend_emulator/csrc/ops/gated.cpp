@@ -194,9 +194,3 @@ CHECKED(aclnnSwiGluGrad, (Tensor grad, Tensor x, int64_t dim, Tensor out), {
     out.copy_(at::cat({at::silu_backward(wide * halves[1], halves[0]), wide * at::silu(halves[0])}, dim));
   };
 })
-
-// The derivative of x sigmoid(1.702 x).
-OP(aclnnFastGeluBackward, (Tensor grad, Tensor self, Tensor out), {
-  const auto x = self.to(at::kFloat), s = at::sigmoid(x * 1.702);
-  out.copy_(grad.to(at::kFloat) * (s + 1.702 * x * s * (1 - s)));
-})

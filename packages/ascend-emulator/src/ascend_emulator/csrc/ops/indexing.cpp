@@ -1,5 +1,5 @@
 // Operators that read or write at indices.
-#include "../core/op.h"
+#include "../core/shapes.h"
 
 namespace {
 
@@ -30,10 +30,36 @@ void scatter(at::Tensor& out, const at::Tensor& self, int64_t dim, const at::Ten
   }
 }
 
+// A tensor that goes with self's dimensions, none of its sizes above self's but for `dim`.
+void inside(const char* argument, const at::Tensor& index, int64_t dim, const at::Tensor& self) {
+  const auto least = std::max<int64_t>(self.dim(), 1);
+  dim = emu::real_dim(dim, self.dim());
+  bool fits = index.numel() == 0 || std::max<int64_t>(index.dim(), 1) == least;
+  for (int64_t i = 0; fits && index.numel() && i < std::min(index.dim(), self.dim()); ++i) fits = i == dim || index.size(i) <= self.size(i);
+  emu::check(fits, emu::kOpParam, argument, " has shape ", index.sizes(), "; allowed: sizes up to ", self.sizes(), ", but for dimension ", dim);
+}
+
+emu::Shape looked_up(const at::Tensor& weight, const at::Tensor& indices) {
+  emu::rank("weight", weight, 2);
+  emu::one_of("indices", indices, emu::kIndices);
+  emu::Shape shape(indices.sizes());
+  shape.push_back(weight.size(1));
+  return shape;
+}
+
+emu::Shape selected(const at::Tensor& self, int64_t dim, const at::Tensor& index) {
+  emu::rank("index", index, 0, 1);
+  emu::one_of("index", index, emu::kIndices);
+  dim = emu::real_dim(dim, self.dim());
+  emu::Shape shape(self.sizes());
+  if (self.dim()) shape[dim] = index.numel();
+  return shape;
+}
+
 }  // namespace
 
-OP(aclnnEmbedding, (Tensor weight, Tensor indices, Tensor out), { at::embedding_out(out, weight, indices); })
-OP(aclnnIndexSelect, (Tensor self, int64_t dim, Tensor index, Tensor out), { at::index_select_out(out, self, dim, index); })
+SHAPED(aclnnEmbedding, (Tensor weight, Tensor indices, Tensor out), SHAPE(out, looked_up(weight, indices)), { at::embedding_out(out, weight, indices); })
+SHAPED(aclnnIndexSelect, (Tensor self, int64_t dim, Tensor index, Tensor out), SHAPE(out, selected(self, dim, index)), { at::index_select_out(out, self, dim, index); })
 OP(aclnnIndex, (Tensor self, Tensors indices, Tensor out), {
   if (!out.numel()) return;  // as of x[False], whose index is empty because it selects nothing
   if (const auto list = index_list(indices)) at::index_out(out, self, *list);
@@ -41,29 +67,29 @@ OP(aclnnIndex, (Tensor self, Tensors indices, Tensor out), {
 OP(aclnnIndexPutImpl, (Tensor self, Tensors indices, Tensor values, bool accumulate, bool), {
   if (const auto list = index_list(indices)) at::_index_put_impl_(self, *list, values, accumulate, false);
 })
-OP(aclnnIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source, Tensor out), {
+SHAPED(aclnnIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source, Tensor out), ALONG(out, self, dim), {
   at::index_copy_out(out, self, dim, wide(index), source);
 })
-OP(aclnnInplaceIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source), { self.index_copy_(dim, wide(index), source); })
-OP(aclnnIndexAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Scalar alpha, Tensor out), {
+SHAPED(aclnnInplaceIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source), real_dim(dim, self.dim()), { self.index_copy_(dim, wide(index), source); })
+SHAPED(aclnnIndexAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Scalar alpha, Tensor out), ALONG(out, self, dim), {
   at::index_add_out(out, self, dim, index, source, alpha);
 })
-OP(aclnnIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value, Tensor out), { out.copy_(at::index_fill(self, dim, wide(index), value)); })
-OP(aclnnInplaceIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value), { self.index_fill_(dim, wide(index), value); })
-OP(aclnnGather, (Tensor self, int64_t dim, Tensor index, Tensor out), { at::gather_out(out, self, dim, wide(index)); })
-OP(aclnnScatter, (Tensor self, int64_t dim, Tensor index, Tensor source, int64_t reduction, Tensor out), {
+SHAPED(aclnnIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value, Tensor out), ALONG(out, self, dim), { out.copy_(at::index_fill(self, dim, wide(index), value)); })
+SHAPED(aclnnInplaceIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value), real_dim(dim, self.dim()), { self.index_fill_(dim, wide(index), value); })
+SHAPED(aclnnGather, (Tensor self, int64_t dim, Tensor index, Tensor out), (inside("index", index, dim, self), SAME(out, index)), { at::gather_out(out, self, dim, wide(index)); })
+SHAPED(aclnnScatter, (Tensor self, int64_t dim, Tensor index, Tensor source, int64_t reduction, Tensor out), (inside("index", index, dim, self), SAME(out, self)), {
   scatter(out, self, dim, index, source, reduction);
 })
-OP(aclnnScatterValue, (Tensor self, int64_t dim, Tensor index, Scalar value, int64_t reduction, Tensor out), {
+SHAPED(aclnnScatterValue, (Tensor self, int64_t dim, Tensor index, Scalar value, int64_t reduction, Tensor out), (inside("index", index, dim, self), SAME(out, self)), {
   scatter(out, self, dim, index, value, reduction);
 })
-OP(aclnnInplaceScatter, (Tensor self, int64_t dim, Tensor index, Tensor source, int64_t reduction), {
+SHAPED(aclnnInplaceScatter, (Tensor self, int64_t dim, Tensor index, Tensor source, int64_t reduction), inside("index", index, dim, self), {
   scatter(self, self, dim, index, source, reduction);
 })
-OP(aclnnInplaceScatterValue, (Tensor self, int64_t dim, Tensor index, Scalar value, int64_t reduction), {
+SHAPED(aclnnInplaceScatterValue, (Tensor self, int64_t dim, Tensor index, Scalar value, int64_t reduction), inside("index", index, dim, self), {
   scatter(self, self, dim, index, value, reduction);
 })
-OP(aclnnScatterAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Tensor out), {
+SHAPED(aclnnScatterAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Tensor out), (inside("index", index, dim, self), SAME(out, self)), {
   at::scatter_add_out(out, self, dim, wide(index), source);
 })
 // Rows of `indices` (its last dimension) address leading dimensions of self; `updates` holds one slice a row.
@@ -73,9 +99,9 @@ OP(aclnnScatterNdUpdate, (Tensor self, Tensor indices, Tensor updates), {
   self.index_put_(at_dims, updates);
 })
 
-OP(aclnnInplaceMaskedFillScalar, (Tensor self, Tensor mask, Scalar value), { self.masked_fill_(mask, value); })
-OP(aclnnInplaceMaskedFillTensor, (Tensor self, Tensor mask, Tensor value), { self.masked_fill_(mask, value); })
-OP(aclnnInplaceMaskedScatter, (Tensor self, Tensor mask, Tensor source), { self.masked_scatter_(mask, source); })
+SHAPED(aclnnInplaceMaskedFillScalar, (Tensor self, Tensor mask, Scalar value), EXPANDS(self, mask), { self.masked_fill_(mask, value); })
+SHAPED(aclnnInplaceMaskedFillTensor, (Tensor self, Tensor mask, Tensor value), EXPANDS(self, mask), { self.masked_fill_(mask, value); })
+SHAPED(aclnnInplaceMaskedScatter, (Tensor self, Tensor mask, Tensor source), EXPANDS(self, mask), { self.masked_scatter_(mask, source); })
 OP(aclnnMaskedSelect, (Tensor self, Tensor mask, Result out), { out.assign(at::masked_select(self, mask)); })
 OP(aclnnNonzero, (Tensor self, Result out), { out.assign(at::nonzero(self)); })
 // The V2 form has one row a dimension.

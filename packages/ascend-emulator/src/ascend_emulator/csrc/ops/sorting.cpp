@@ -1,13 +1,24 @@
 // Operators that order or look up values.
-#include "../core/op.h"
+#include "../core/shapes.h"
 
-OP(aclnnSort, (Tensor self, bool stable, int64_t dim, bool descending, Tensor values, Tensor indices), {
+namespace {
+emu::Shape largest_shape(const at::Tensor& self, int64_t k, int64_t dim) {
+  dim = emu::real_dim(dim, self.dim());
+  emu::within("k", k, int64_t{0}, self.dim() ? self.size(dim) : int64_t{1});
+  emu::Shape shape(self.sizes());
+  if (self.dim()) shape[dim] = k;
+  return shape;
+}
+}  // namespace
+
+SHAPED(aclnnSort, (Tensor self, bool stable, int64_t dim, bool descending, Tensor values, Tensor indices), (ALONG(values, self, dim), SAME(indices, self)), {
   const auto [value, index] = at::sort(self, stable, dim, descending);
   values.copy_(value);
   indices.copy_(index);
 })
 // The unnamed parameter is the sorting policy, which decides speed alone.
-OP(aclnnTopkV2, (Tensor self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor values, Tensor indices), {
+SHAPED(aclnnTopkV2, (Tensor self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor values, Tensor indices),
+       (SHAPE(values, largest_shape(self, k, dim)), SAME(indices, values)), {
   const auto [value, index] = at::topk(self, k, dim, largest, sorted);
   values.copy_(value);
   indices.copy_(index);

@@ -1,12 +1,12 @@
 // Pointwise operators of one tensor.
-#include "../core/op.h"
+#include "../core/shapes.h"
 
-#define UNARY(NAME, FUNCTION) OP(aclnn##NAME, (Tensor self, Tensor out), { at::FUNCTION##_out(out, self); })
+#define UNARY(NAME, FUNCTION) SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self); })
 #define UNARY_BOTH(NAME, FUNCTION) \
   UNARY(NAME, FUNCTION)            \
   OP(aclnnInplace##NAME, (Tensor self), { self.FUNCTION##_(); })
 // The output may have another dtype than the function's (bool of a float, say), so it is copied into.
-#define PREDICATE(NAME, FUNCTION) OP(aclnn##NAME, (Tensor self, Tensor out), { out.copy_(at::FUNCTION(self)); })
+#define PREDICATE(NAME, FUNCTION) SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { out.copy_(at::FUNCTION(self)); })
 
 UNARY(Abs, abs)
 UNARY_BOTH(Acos, acos)
@@ -49,9 +49,9 @@ PREDICATE(IsFinite, isfinite)
 PREDICATE(IsPosInf, isposinf)
 PREDICATE(IsNegInf, isneginf)
 
-OP(aclnnRoundDecimals, (Tensor self, int64_t decimals, Tensor out), { at::round_out(out, self, decimals); })
+SHAPED(aclnnRoundDecimals, (Tensor self, int64_t decimals, Tensor out), SAME(out, self), { at::round_out(out, self, decimals); })
 OP(aclnnInplaceRoundDecimals, (Tensor self, int64_t decimals), { self.round_(decimals); })
 OP(aclnnInplaceNanToNum, (Tensor self, float nan, float posinf, float neginf), { self.nan_to_num_(nan, posinf, neginf); })
-OP(aclnnNanToNum, (Tensor self, float nan, float posinf, float neginf, Tensor out), {
+SHAPED(aclnnNanToNum, (Tensor self, float nan, float posinf, float neginf, Tensor out), SAME(out, self), {
   at::nan_to_num_out(out, self, nan, posinf, neginf);
 })

@@ -1,0 +1,231 @@
+"""Arguments of plain operators are refused at the call, with operator, argument, found and allowed, and all goes on after it."""
+
+import ctypes
+import sys
+
+import pytest
+import torch
+from torch.nn import functional
+
+
+def npu(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype, device="npu")
+
+
+@pytest.fixture(autouse=True)
+def goes_on():
+    """No stream has failed after any of these tests."""
+    yield
+    torch.npu.synchronize()
+    assert npu(3).sum().item() == 3
+
+
+def refusal(call, *arguments):
+    """The message of the error that the call raises, without a synchronization."""
+    with pytest.raises(RuntimeError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+HALVES, INTEGERS = ("BFloat16", "Half", "Float"), ("Byte", "Char", "Short", "Int", "Long")
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype", "named"),
+    [
+        (lambda x: x @ x, torch.int32, ("aclnnMatmul: self is Int", *HALVES)),
+        (lambda x: torch.bmm(x[None], x[None]), torch.float64, ("aclnnBatchMatMul: self is Double", *HALVES)),
+        (lambda x: torch.addmm(x, x, x), torch.int64, ("aclnnAddmm: self is Long", *HALVES)),
+        (functional.silu, torch.int64, ("aclnnSilu: self is Long", *HALVES)),
+        (functional.gelu, torch.int32, ("aclnnGelu: self is Int", *HALVES)),
+        (functional.mish, torch.float64, ("aclnnMish: self is Double", *HALVES)),
+        (torch.ceil, torch.complex64, ("aclnnCeil: self is ComplexFloat", *HALVES)),
+        (torch.bitwise_not, torch.float16, ("aclnnBitwiseNot: self is Half", *INTEGERS, "Bool")),
+        (lambda x: torch.add(x, x), torch.complex64, ("aclnnAdd: self is ComplexFloat", *HALVES, "Double", *INTEGERS, "Bool")),
+        (torch.neg, torch.bool, ("aclnnNeg: self is Bool", *HALVES, "Double", *INTEGERS, "ComplexFloat", "ComplexDouble")),
+        (lambda x: x.tril_(), torch.complex64, ("aclnnInplaceTril: self is ComplexFloat", *HALVES, "Double", *INTEGERS, "Bool")),
+    ],
+)
+def test_dtype_is_refused_at_the_call(call, dtype, named):
+    message = refusal(call, npu(4, 4, dtype=dtype))
+    found, *dtypes = named
+    assert f"[ascend-emulator] {found}; allowed: {', '.join(dtypes)}" in message
+
+
+def test_result_that_does_not_fit_in_place_is_refused_at_the_call():
+    x, fraction = npu(4, dtype=torch.int32), npu(4)
+    message = "self is Int, which does not hold the result's Float"
+    assert f"aclnnInplaceAdds: {message}" in refusal(x.add_, 1.5)
+    assert f"aclnnInplaceMul: {message}" in refusal(x.mul_, fraction)
+    assert x.add_(2).tolist() == [3] * 4
+    assert fraction.add_(x).tolist() == [4] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_floating_dtypes_are_taken(dtype):
+    x = npu(4, 4, dtype=dtype)
+    assert (functional.silu(x) + functional.gelu(x @ x)).dtype == dtype
+
+
+def test_bfloat16_is_refused_where_the_chip_has_none(run):
+    script = (
+        "import torch, torch_npu\n"
+        "x = torch.ones(4, 4, dtype=torch.bfloat16, device='npu')\n"
+        "for call in (lambda: x @ x, lambda: torch.nn.functional.silu(x), lambda: torch.add(x, x), lambda: torch.cat([x, x])):\n"
+        "    try: call()\n"
+        "    except RuntimeError as error: print(' '.join(str(error).split()))\n"
+        "print((torch.ones(4, 4, device='npu') @ torch.ones(4, 4, device='npu')).sum().item())\n"
+    )
+    done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    *lines, value = done.stdout.splitlines()
+    wanted = ["aclnnMatmul: self is", "aclnnSilu: self is", "aclnnAdd: self is", "aclnnCat: tensors is"]
+    assert value == "64.0"
+    assert len(lines) == len(wanted)
+    for line, named in zip(lines, wanted, strict=True):
+        assert f"{named} BFloat16; Ascend310P3 does not compute in bfloat16; use float16" in line
+
+
+class Calls:
+    """CANN's C interface: calls that torch_npu, which checks most shapes itself, would not make."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL("libopapi.so")
+        self.library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+        for create in ("Tensor", "Scalar", "IntArray", "TensorList"):
+            getattr(self.library, f"aclCreate{create}").restype = ctypes.c_void_p
+
+    def tensor(self, tensor, shape=None):
+        shape = list(tensor.shape) if shape is None else shape
+        dims, strides = ((ctypes.c_int64 * len(shape))(*numbers) for numbers in (shape, torch.empty(shape).stride()))
+        rank, offset, data = ctypes.c_uint64(len(shape)), ctypes.c_int64(0), ctypes.c_void_p(tensor.data_ptr())
+        code = {torch.float32: 0, torch.int32: 3, torch.int64: 9, torch.bool: 12}[tensor.dtype]
+        return ctypes.c_void_p(self.library.aclCreateTensor(dims, rank, code, strides, offset, 2, dims, rank, data))
+
+    def argument(self, value):
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value)
+        if isinstance(value, list) and isinstance(value[0], torch.Tensor):
+            items = (ctypes.c_void_p * len(value))(*[self.tensor(each) for each in value])
+            return ctypes.c_void_p(self.library.aclCreateTensorList(items, ctypes.c_uint64(len(value))))
+        if isinstance(value, list):
+            numbers = (ctypes.c_int64 * len(value))(*value)
+            return ctypes.c_void_p(self.library.aclCreateIntArray(numbers, ctypes.c_uint64(len(value))))
+        if isinstance(value, float):  # an aclScalar
+            return ctypes.c_void_p(self.library.aclCreateScalar(ctypes.byref(ctypes.c_float(value)), 0))
+        if isinstance(value, bool):
+            return ctypes.c_bool(value)
+        return ctypes.c_int64(value) if isinstance(value, int) else value
+
+    def workspace(self, name, *arguments):
+        """The status of the first phase, the executor, and the message if it failed."""
+        size, executor = ctypes.c_uint64(), ctypes.c_void_p()
+        call = getattr(self.library, f"aclnn{name}GetWorkspaceSize")
+        status = call(*[self.argument(value) for value in arguments], ctypes.byref(size), ctypes.byref(executor))
+        return status, executor, (self.library.aclGetRecentErrMsg() or b"").decode()
+
+    def run(self, name, *arguments):
+        """Both phases."""
+        status, executor, message = self.workspace(name, *arguments)
+        if status == 0:
+            status = getattr(self.library, f"aclnn{name}")(None, ctypes.c_uint64(), executor, None)
+            message = (self.library.aclGetRecentErrMsg() or b"").decode()
+        return status, message
+
+
+def made_of(value):
+    """A tensor for a shape, a list of them for a list of shapes."""
+    if isinstance(value, list):
+        return [made_of(each) for each in value]
+    return npu(*value) if isinstance(value, tuple) else value
+
+
+M, V, OUT = (4, 6), (3,), (4, 6)
+ONE = 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "named"),
+    [
+        ("Silu", (M, (4, 5)), "out has shape [4, 5]; it must be [4, 6]"),
+        ("Abs", (M, ()), "out has shape []; it must be [4, 6]"),
+        ("Add", (M, V, ONE, OUT), "other has shape [3], which does not broadcast with self's [4, 6]"),
+        ("Mul", (M, (1, 6), (1, 6)), "out has shape [1, 6]; it must be [4, 6]"),
+        ("InplaceMul", ((1, 6), M), "other has shape [4, 6], which does not expand to self's [1, 6]"),
+        ("Addcmul", (M, (6,), V, ONE, OUT), "b has shape [3], which does not broadcast with self and the others' [4, 6]"),
+        ("EqTensor", (M, (4, 1), (4, 1)), "out has shape [4, 1]; it must be [4, 6]"),
+        ("Mm", (M, (5, 2), (4, 2), 0), "other has shape [5, 2], where 5 must be 6, the last size of self's [4, 6]"),
+        ("Mm", (M, (6, 2), (4, 3), 0), "out has shape [4, 3]; it must be [4, 2]"),
+        ("Mm", ((2, 4, 6), (6, 2), (4, 3), 0), "self has 3 dimensions; allowed: 2"),
+        (
+            "Matmul",
+            ((3, 4, 6), (2, 6, 5), (3, 4, 5), 0),
+            "other has shape [2, 6, 5], whose first dimensions do not broadcast with those of self's [3, 4, 6]",
+        ),
+        ("Addmm", (V, M, (6, 2), ONE, ONE, (4, 2), 0), "self has shape [3], which does not expand to out's [4, 2]"),
+        ("Softmax", (M, 2, OUT), "dim is 2; allowed: -2 to 1"),
+        ("Cumsum", (M, -3, 0, OUT), "dim is -3; allowed: -2 to 1"),
+        ("ReduceSum", (M, [0, -2], False, 0, (6,)), "dim is [0, -2], which has dimension 0 more than once"),
+        ("Mean", (M, [1], True, 0, (4,)), "out has shape [4]; it must be [4, 1]"),
+        ("Amax", (M, [5], False, (4,)), "dim is 5; allowed: -2 to 1"),
+        ("Cat", ([M, (5, 6), V], 0, (9, 6)), "tensors has shapes [4, 6] and [3]; allowed: a difference in dimension 0 alone"),
+        ("Cat", ([M, (5, 6)], 0, (8, 6)), "out has shape [8, 6]; it must be [9, 6]"),
+        ("Stack", ([M, V], 0, OUT), "tensors has shapes [4, 6] and [3]; they must be the same"),
+        ("Repeat", (M, [2], OUT), "repeats has 1 numbers; allowed: at least 2, the dimensions of self"),
+        ("ConstantPadNd", (M, [1, 2], ONE, OUT), "out has shape [4, 6]; it must be [4, 9]"),
+        ("InplaceCopy", (M, V), "source has shape [3], which does not expand to self's [4, 6]"),
+        ("Embedding", (M, V, (3, 6)), "indices is Float; allowed: Int, Long"),
+        ("IndexSelect", (M, 2, V, (3, 6)), "index is Float; allowed: Int, Long"),
+        ("Gather", (M, 1, V, V), "index has shape [3]; allowed: sizes up to [4, 6], but for dimension 1"),
+        ("TopkV2", (M, 7, 1, True, True, 1, OUT, OUT), "k is 7; allowed: 0 to 6"),
+        ("Sort", (M, False, 1, False, (4, 5), OUT), "values has shape [4, 5]; it must be [4, 6]"),
+        ("Eye", (2, 3, (3, 2)), "out has shape [3, 2]; it must be [2, 3]"),
+    ],
+)
+def test_shape_is_refused_at_the_call(name, arguments, named):
+    made = [made_of(each) for each in arguments]
+    torch.npu.synchronize()
+    status, _, message = Calls().workspace(name, *made)
+    assert status != 0
+    assert message == f"[ascend-emulator] aclnn{name}: {named}"
+
+
+def test_output_of_the_wrong_shape_is_refused_not_resized():
+    x, y = torch.randn(6, device="npu"), torch.zeros(8, device="npu")
+    torch.npu.synchronize()
+    calls = Calls()
+    assert calls.run("Silu", x, calls.tensor(y, (6,))) == (0, "")
+    torch.testing.assert_close(y[:6], functional.silu(x))
+    before = y.cpu()
+    for shape in ((5,), (2, 3), (8,), (0,)):
+        status, message = calls.run("Silu", x, calls.tensor(y, shape))
+        assert status != 0
+        assert message == f"[ascend-emulator] aclnnSilu: out has shape {list(shape)}; it must be [6]"
+        assert torch.equal(y.cpu(), before)
+
+
+def test_missing_arguments_and_host_memory_are_refused():
+    x, host = torch.randn(6, device="npu"), torch.randn(6)
+    calls = Calls()
+    assert "a required argument is null" in calls.run("Silu", x, None)[1]
+    assert "not device memory" in calls.run("Silu", x, host)[1]
+    assert "not device memory" in calls.run("Add", host, x, ONE, x)[1]
+
+
+def test_legitimate_forms_are_taken(agree):
+    """What the rules of shapes must not refuse."""
+    x, empty = torch.randn(4, 6), torch.zeros(0)
+    agree(lambda a: a + 1, torch.randn(()))
+    agree(lambda a, b: a * b, torch.randn(4, 1, 6), torch.randn(5, 1))
+    agree(lambda a, b: torch.cat([a, b]), x, empty)
+    agree(lambda a, b: a @ b, torch.randn(3), torch.randn(3))
+    agree(lambda a, b: a @ b, torch.randn(2, 3, 4), torch.randn(4))
+    agree(lambda a: a.sum(), x)
+    agree(lambda a: a.sum((0, 1), keepdim=True), x)
+    agree(lambda a: a.argmax(), x)
+    agree(lambda a: torch.softmax(a, 0), torch.randn(()))
+    agree(lambda a: a.repeat(2, 1, 3), x)
+    agree(lambda a, i: a.gather(1, i), x, torch.zeros(2, 9, dtype=torch.int64))
+    agree(lambda a, i: a.index_select(0, i), x, torch.tensor([3, 0, 3]))
+    agree(lambda a: torch.nn.functional.pad(a, (-1, 2)), x)
+    agree(lambda a, m: a.masked_fill(m, 2.0), x, torch.rand(6) > 0.5)
