@@ -8,7 +8,8 @@ SHAPED(aclnnMm, (Tensor self, Tensor other, Tensor out, int8_t), SHAPE(out, PROD
 })
 SHAPED(aclnnMatmul, (Tensor self, Tensor other, Tensor out, int8_t), SHAPE(out, PRODUCT(self, other, 1, 8)), {
   if (is_skinny(self, other, out)) return skinny_matmul(self, other, {}, out);
-  at::matmul_out(out, self, other);
+  if (self.dim() == 1 && other.dim() == 2) at::mv_out(out, other.t(), self);  // ATen's matmul_out would resize the output on its way
+  else at::matmul_out(out, self, other);
 })
 SHAPED(aclnnBatchMatMul, (Tensor self, Tensor other, Tensor out, int8_t), SHAPE(out, PRODUCT(self, other, 3, 3)), { at::bmm_out(out, self, other); })
 SHAPED(aclnnMv, (Tensor self, Tensor vector, Tensor out, int8_t), (rank("vector", vector, 1), SHAPE(out, PRODUCT(self, vector, 1, 2))), {
