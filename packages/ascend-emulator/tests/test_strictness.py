@@ -39,7 +39,7 @@ HALVES, INTEGERS = ("BFloat16", "Half", "Float"), ("Byte", "Char", "Short", "Int
         (functional.silu, torch.int64, ("aclnnSilu: self is Long", *HALVES)),
         (functional.gelu, torch.int32, ("aclnnGelu: self is Int", *HALVES)),
         (functional.mish, torch.float64, ("aclnnMish: self is Double", *HALVES)),
-        (torch.ceil, torch.complex64, ("aclnnCeil: self is ComplexFloat", *HALVES)),
+        (torch.frac, torch.float64, ("aclnnFrac: self is Double", *HALVES)),
         (torch.bitwise_not, torch.float16, ("aclnnBitwiseNot: self is Half", *INTEGERS, "Bool")),
         (lambda x: torch.add(x, x), torch.complex64, ("aclnnAdd: self is ComplexFloat", *HALVES, "Double", *INTEGERS, "Bool")),
         (torch.neg, torch.bool, ("aclnnNeg: self is Bool", *HALVES, "Double", *INTEGERS, "ComplexFloat", "ComplexDouble")),
@@ -70,7 +70,7 @@ def test_floating_dtypes_are_taken(dtype):
 def test_bfloat16_is_refused_where_the_chip_has_none(run):
     script = (
         "import torch, torch_npu\n"
-        "x = torch.ones(4, 4, dtype=torch.bfloat16, device='npu')\n"
+        "x = torch.empty(4, 4, dtype=torch.bfloat16, device='npu')\n"
         "for call in (lambda: x @ x, lambda: torch.nn.functional.silu(x), lambda: torch.add(x, x), lambda: torch.cat([x, x])):\n"
         "    try: call()\n"
         "    except RuntimeError as error: print(' '.join(str(error).split()))\n"
@@ -220,7 +220,9 @@ def test_legitimate_forms_are_taken(agree):
     agree(lambda a, b: torch.cat([a, b]), x, empty)
     agree(lambda a, b: a @ b, torch.randn(3), torch.randn(3))
     agree(lambda a, b: a @ b, torch.randn(2, 3, 4), torch.randn(4))
+    agree(lambda a, b: a @ b, torch.randn(4), torch.randn(4, 3))
     agree(lambda a: a.sum(), x)
+    agree(torch.ceil, torch.arange(3))
     agree(lambda a: a.sum((0, 1), keepdim=True), x)
     agree(lambda a: a.argmax(), x)
     agree(lambda a: torch.softmax(a, 0), torch.randn(()))

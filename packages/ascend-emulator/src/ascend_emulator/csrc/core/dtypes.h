@@ -38,7 +38,7 @@
 {"aclnnBitwiseXorScalar", "uint8 int8 int16 int32 int64 bool"},
 {"aclnnBitwiseXorTensor", "uint8 int8 int16 int32 int64 bool"},
 {"aclnnBucketize", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
-{"aclnnCeil", "bf16 fp16 fp32"},
+{"aclnnCeil", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},  // op-plugin's test_ceil.py, test_ceil_integer_identity_npu
 {"aclnnCelu", "bf16 fp16 fp32"},
 {"aclnnCumprod", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
 {"aclnnDiv", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
@@ -205,7 +205,7 @@
 {"aclnnThreshold", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
 {"aclnnTril", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
 {"aclnnTriu", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
-{"aclnnTrunc", "bf16 fp16 fp32"},
+{"aclnnTrunc", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},  // as aclnnCeil
 {"aclnnVarCorrection", "bf16 fp16 fp32"},
 {"aclnnXLogYScalarOther", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
 {"aclnnXLogYTensor", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
