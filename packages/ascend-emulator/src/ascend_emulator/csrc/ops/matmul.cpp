@@ -8,7 +8,6 @@ SHAPED(aclnnMm, (Tensor self, Tensor other, Tensor out, int8_t), SHAPE(out, PROD
 })
 SHAPED(aclnnMatmul, (Tensor self, Tensor other, Tensor out, int8_t), SHAPE(out, PRODUCT(self, other, 1, 8)), {
   if (is_skinny(self, other, out)) return skinny_matmul(self, other, {}, out);
-<<<<<<< HEAD
   // A product with a vector may be wanted with a dimension of 1 more (op-plugin's MatmulBackwardKernelNpuOpApi.cpp).
   if (self.dim() == 1 || other.dim() == 1) return void(out.copy_(at::matmul(self, other).view(out.sizes())));
   at::matmul_out(out, self, other);
@@ -17,10 +16,6 @@ SHAPED(aclnnMatmul, (Tensor self, Tensor other, Tensor out, int8_t), SHAPE(out, 
 OP(aclnnBatchMatMul, (Tensor self, Tensor other, Tensor out, int8_t), {
   if (self.size(0) == other.size(0)) return void(at::bmm_out(out, self, other));
   at::matmul_out(out, self, other);
-=======
-  if (self.dim() == 1 && other.dim() == 2) at::mv_out(out, other.t(), self);  // ATen's matmul_out would resize the output on its way
-  else at::matmul_out(out, self, other);
->>>>>>> strict
 })
 SHAPED(aclnnMv, (Tensor self, Tensor vector, Tensor out, int8_t), (rank("vector", vector, 1), SHAPE(out, PRODUCT(self, vector, 1, 2))), {
   at::mv_out(out, self, vector);
