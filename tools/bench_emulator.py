@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The emulator beside plain CPU torch: matrix products, norms and attention of 0.6B-model sizes, as ratios of both sides in one run.
+"""The emulator beside plain CPU torch: matrix products, norms and attention of 0.6B-model sizes, as ratios from one run.
 
     tools/bench_emulator.py [--threads 2] [--repeat 15]
 
-Per case the median time of a call on the emulated NPU, where it ends with a synchronization, over that of the same call on the CPU; the two
-sides take turns. At last what launching an operator costs the host: the same program with and without the null mode.
+Per case the median time of a call on the emulated NPU, where it ends with a synchronization, over that of the same call on
+the CPU; the two sides take turns. At last what launching an operator costs the host, with and without the null mode.
 """
 
 from __future__ import annotations

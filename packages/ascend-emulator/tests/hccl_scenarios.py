@@ -308,7 +308,10 @@ def unsupported(rank: int, ranks: int) -> Any:
     return {
         "float64 sum": failure(lambda: dist.all_reduce(torch.ones(3, dtype=torch.float64, device="npu"))),
         "bfloat16 product": failure(
-            lambda: dist.all_reduce(torch.ones(3, dtype=torch.bfloat16, device="npu"), op=dist.ReduceOp.PRODUCT)
+            lambda: (
+                dist.all_reduce(torch.ones(3, dtype=torch.bfloat16, device="npu"), op=dist.ReduceOp.PRODUCT),
+                torch.npu.synchronize(),
+            )
         ),
     }
 

@@ -98,18 +98,35 @@ def test_layouts(layout, mode):
 def test_sparse_modes_have_no_effect_on_one_token(mode):
     query, key, value = inputs(queries=1)
     out, _ = torch_npu.npu_fused_infer_attention_score(
-        query.npu(), key.npu(), value.npu(), atten_mask=COMPRESSED.npu(), sparse_mode=mode, pre_tokens=3, next_tokens=0,
-        num_heads=HEADS, num_key_value_heads=GROUPS, scale=0.2, input_layout="BNSD",
-    )  # fmt: skip
+        query.npu(),
+        key.npu(),
+        value.npu(),
+        atten_mask=COMPRESSED.npu(),
+        sparse_mode=mode,
+        pre_tokens=3,
+        next_tokens=0,
+        num_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        scale=0.2,
+        input_layout="BNSD",
+    )
     close(out, torch.stack([reference(q, k, v, 0.2)[0] for q, k, v in zip(query, key, value, strict=True)]))
 
 
 def test_rows_past_a_length_are_zeros_without_a_sum():
     query, key, value = inputs()
     out, lse = torch_npu.npu_fused_infer_attention_score(
-        query.npu(), key.npu(), value.npu(), num_heads=HEADS, num_key_value_heads=GROUPS, scale=0.2, input_layout="BNSD",
-        actual_seq_lengths=[4, 6], actual_seq_lengths_kv=[9, 0], softmax_lse_flag=True,
-    )  # fmt: skip
+        query.npu(),
+        key.npu(),
+        value.npu(),
+        num_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        scale=0.2,
+        input_layout="BNSD",
+        actual_seq_lengths=[4, 6],
+        actual_seq_lengths_kv=[9, 0],
+        softmax_lse_flag=True,
+    )
     expected, sums = reference(query[0, :, :4], key[0, :, :9], value[0, :, :9], 0.2)
     close(out[0, :, :4], expected)
     close(lse[0, :, :4, 0], sums, ulps=2e4)
@@ -122,9 +139,16 @@ def test_rows_past_a_length_are_zeros_without_a_sum():
 def test_queries_that_see_no_key():
     query, key, value = (torch.randn(1, 2, length, 32).half() for length in (6, 4, 4))
     out, lse = torch_npu.npu_fused_infer_attention_score(
-        query.npu(), key.npu(), value.npu(), atten_mask=COMPRESSED.npu(), sparse_mode=3, num_heads=2, scale=0.2,
-        input_layout="BNSD", softmax_lse_flag=True,
-    )  # fmt: skip
+        query.npu(),
+        key.npu(),
+        value.npu(),
+        atten_mask=COMPRESSED.npu(),
+        sparse_mode=3,
+        num_heads=2,
+        scale=0.2,
+        input_layout="BNSD",
+        softmax_lse_flag=True,
+    )
     mask = torch.arange(4)[None] > torch.arange(6)[:, None] - 2
     expected, _ = reference(query[0], key[0], value[0], 0.2, mask)
     assert not out[0, :, :2].any()
@@ -151,9 +175,17 @@ def test_shared_prefix_and_lists_of_keys():
     query, key, value = inputs()
     prefix = torch.randn(2, 1, GROUPS, 5, SIZE).half()
     out, _ = torch_npu.npu_fused_infer_attention_score(
-        query.npu(), key.npu(), value.npu(), key_shared_prefix=prefix[0].npu(), value_shared_prefix=prefix[1].npu(),
-        actual_shared_prefix_len=[3], num_heads=HEADS, num_key_value_heads=GROUPS, scale=0.2, input_layout="BNSD",
-    )  # fmt: skip
+        query.npu(),
+        key.npu(),
+        value.npu(),
+        key_shared_prefix=prefix[0].npu(),
+        value_shared_prefix=prefix[1].npu(),
+        actual_shared_prefix_len=[3],
+        num_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        scale=0.2,
+        input_layout="BNSD",
+    )
     keys, values = (torch.cat([p[0, :, :3].expand(BATCH, -1, -1, -1), x], 2) for p, x in zip(prefix, (key, value), strict=True))
     close(out, torch.stack([reference(q, k, v, 0.2)[0] for q, k, v in zip(query, keys, values, strict=True)]))
 
@@ -161,10 +193,18 @@ def test_shared_prefix_and_lists_of_keys():
 def test_left_padding():
     query, key, value = inputs()
     out, _ = torch_npu.npu_fused_infer_attention_score(
-        query.npu(), key.npu(), value.npu(), query_padding_size=torch.tensor([1]).npu(), kv_padding_size=torch.tensor([2]).npu(),
-        actual_seq_lengths=[4, 5], actual_seq_lengths_kv=[9, 18], num_heads=HEADS, num_key_value_heads=GROUPS, scale=0.2,
+        query.npu(),
+        key.npu(),
+        value.npu(),
+        query_padding_size=torch.tensor([1]).npu(),
+        kv_padding_size=torch.tensor([2]).npu(),
+        actual_seq_lengths=[4, 5],
+        actual_seq_lengths_kv=[9, 18],
+        num_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        scale=0.2,
         input_layout="BNSD",
-    )  # fmt: skip
+    )
     for i, (count, length) in enumerate(((4, 9), (5, 18))):
         rows, places = slice(QUERIES - 1 - count, QUERIES - 1), slice(KEYS - 2 - length, KEYS - 2)
         close(out[i, :, rows], reference(query[i, :, rows], key[i, :, places], value[i, :, places], 0.2)[0])
@@ -190,11 +230,20 @@ def test_int8_keys_and_values(offsets, mode):
         for x, factor, shift in zip((key, value), factors, shifts, strict=True)
     )
     out, _ = torch_npu.npu_fused_infer_attention_score(
-        query.npu(), key.npu(), value.npu(), key_antiquant_scale=factors[0].npu(), value_antiquant_scale=factors[1].npu(),
-        key_antiquant_offset=shifts[0].npu() if offsets else None, value_antiquant_offset=shifts[1].npu() if offsets else None,
-        key_antiquant_mode=mode, value_antiquant_mode=mode, num_heads=HEADS, num_key_value_heads=GROUPS, scale=0.2,
+        query.npu(),
+        key.npu(),
+        value.npu(),
+        key_antiquant_scale=factors[0].npu(),
+        value_antiquant_scale=factors[1].npu(),
+        key_antiquant_offset=shifts[0].npu() if offsets else None,
+        value_antiquant_offset=shifts[1].npu() if offsets else None,
+        key_antiquant_mode=mode,
+        value_antiquant_mode=mode,
+        num_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        scale=0.2,
         input_layout="BNSD",
-    )  # fmt: skip
+    )
     close(out, torch.stack([reference(q, k, v, 0.2)[0] for q, k, v in zip(query, keys, values, strict=True)]))
 
 
@@ -229,10 +278,22 @@ def test_latent_attention_over_pages(queries, order, layout):
     lengths = [queries * (i + 1) for i in range(BATCH)] if source == "TND" else None
     causal = {"atten_mask": COMPRESSED.npu(), "sparse_mode": 3} if queries > 1 else {}
     out, lse = torch_npu.npu_fused_infer_attention_score_v2(
-        arranged(query, source).npu(), cache.npu(), cache.npu(), query_rope=arranged(rope, source).npu(),
-        key_rope=rope_cache.npu(), num_query_heads=heads, num_key_value_heads=1, softmax_scale=0.04, input_layout=layout,
-        block_table=table.npu(), block_size=128, actual_seq_qlen=lengths, actual_seq_kvlen=[length, 140], return_softmax_lse=True, **causal,
-    )  # fmt: skip
+        arranged(query, source).npu(),
+        cache.npu(),
+        cache.npu(),
+        query_rope=arranged(rope, source).npu(),
+        key_rope=rope_cache.npu(),
+        num_query_heads=heads,
+        num_key_value_heads=1,
+        softmax_scale=0.04,
+        input_layout=layout,
+        block_table=table.npu(),
+        block_size=128,
+        actual_seq_qlen=lengths,
+        actual_seq_kvlen=[length, 140],
+        return_softmax_lse=True,
+        **causal,
+    )
     wanted = []
     for i, used in enumerate((length, 140)):
         keys = torch.cat([latent[i, :used], key_rope[i, :used]], -1)[None]
@@ -247,9 +308,19 @@ def test_latent_attention_without_pages():
     query, key, value = (torch.randn(9, 4, 128).bfloat16() for _ in range(3))
     ropes = torch.randn(2, 9, 4, 64).bfloat16()
     out, _ = torch_npu.npu_fused_infer_attention_score(
-        query.npu(), key.npu(), value.npu(), query_rope=ropes[0].npu(), key_rope=ropes[1].npu(), num_heads=4, scale=0.1,
-        input_layout="TND", actual_seq_lengths=[4, 9], actual_seq_lengths_kv=[4, 9], atten_mask=COMPRESSED.npu(), sparse_mode=3,
-    )  # fmt: skip
+        query.npu(),
+        key.npu(),
+        value.npu(),
+        query_rope=ropes[0].npu(),
+        key_rope=ropes[1].npu(),
+        num_heads=4,
+        scale=0.1,
+        input_layout="TND",
+        actual_seq_lengths=[4, 9],
+        actual_seq_lengths_kv=[4, 9],
+        atten_mask=COMPRESSED.npu(),
+        sparse_mode=3,
+    )
     for part in (slice(0, 4), slice(4, 9)):
         q, k = (torch.cat([x[part], rope[part]], -1).transpose(0, 1) for x, rope in zip((query, key), ropes, strict=True))
         mask = torch.ones(len(out[part]), len(out[part]), dtype=torch.bool).triu(1)
@@ -268,11 +339,23 @@ def test_int8_latent_attention():
     torch.random.set_rng_state(seed)
     rope_cache, _ = paged(key_rope, 128, "NZ", torch.bfloat16)
     out, _ = torch_npu.npu_fused_infer_attention_score_v2(
-        query.npu(), cache.npu(), cache.npu(), query_rope=rope.npu(), key_rope=rope_cache.npu(), num_query_heads=heads,
-        num_key_value_heads=1, softmax_scale=0.04, input_layout="BSND", block_table=table.npu(), block_size=128,
-        actual_seq_kvlen=[length] * BATCH, dequant_scale_query=query_scale.npu(), dequant_scale_key=key_scale.npu(),
-        dequant_scale_value=key_scale.npu(), query_quant_mode=3,
-    )  # fmt: skip
+        query.npu(),
+        cache.npu(),
+        cache.npu(),
+        query_rope=rope.npu(),
+        key_rope=rope_cache.npu(),
+        num_query_heads=heads,
+        num_key_value_heads=1,
+        softmax_scale=0.04,
+        input_layout="BSND",
+        block_table=table.npu(),
+        block_size=128,
+        actual_seq_kvlen=[length] * BATCH,
+        dequant_scale_query=query_scale.npu(),
+        dequant_scale_key=key_scale.npu(),
+        dequant_scale_value=key_scale.npu(),
+        query_quant_mode=3,
+    )
     assert out.dtype == torch.bfloat16
     for i in range(BATCH):
         q = torch.cat([query[i].double(), rope[i].double()], -1).transpose(0, 1) * query_scale[i].double().t()[..., None] * 0.02
@@ -286,10 +369,18 @@ def test_learnable_sink(layout):
     sink = torch.randn(HEADS).bfloat16()
     source = layout.split("_")[0]
     out, lse = torch_npu.npu_fused_infer_attention_score_v2(
-        *(arranged(x, source).npu() for x in (query, key, value)), learnable_sink=sink.npu(), num_query_heads=HEADS,
-        num_key_value_heads=GROUPS, softmax_scale=0.3, input_layout=layout, actual_seq_qlen=[12], actual_seq_kvlen=[12],
-        atten_mask=COMPRESSED.npu(), sparse_mode=3, return_softmax_lse=True,
-    )  # fmt: skip
+        *(arranged(x, source).npu() for x in (query, key, value)),
+        learnable_sink=sink.npu(),
+        num_query_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        softmax_scale=0.3,
+        input_layout=layout,
+        actual_seq_qlen=[12],
+        actual_seq_kvlen=[12],
+        atten_mask=COMPRESSED.npu(),
+        sparse_mode=3,
+        return_softmax_lse=True,
+    )
     expected, sums = reference(query[0], key[0], value[0], 0.3, torch.ones(12, 12, dtype=torch.bool).triu(1), sink=sink)
     close(out.transpose(0, 1), expected)
     close(lse[..., 0].t(), sums, ulps=2e4)
@@ -320,16 +411,30 @@ def test_workspace_of_a_capture(version):
 def test_prompt_and_incremental_attention():
     query, key, value = inputs()
     out = torch_npu.npu_prompt_flash_attention(
-        query.npu(), key.npu(), value.npu(), num_heads=HEADS, num_key_value_heads=GROUPS, scale_value=0.2, input_layout="BNSD",
-        actual_seq_lengths=[6, 5], atten_mask=COMPRESSED.bool().npu(), sparse_mode=2,
-    )  # fmt: skip
+        query.npu(),
+        key.npu(),
+        value.npu(),
+        num_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        scale_value=0.2,
+        input_layout="BNSD",
+        actual_seq_lengths=[6, 5],
+        atten_mask=COMPRESSED.bool().npu(),
+        sparse_mode=2,
+    )
     mask = torch.ones(QUERIES, KEYS, dtype=torch.bool).triu(1)
     close(out[0], reference(query[0], key[0], value[0], 0.2, mask)[0])
     close(out[1, :, :5], reference(query[1, :, :5], key[1], value[1], 0.2, mask[:5])[0])
     out = torch_npu.npu_incre_flash_attention(
-        query[:, :, :1].contiguous().npu(), key.npu(), value.npu(), num_heads=HEADS, num_key_value_heads=GROUPS, scale_value=0.2,
-        input_layout="BNSD", actual_seq_lengths=[7, 20],
-    )  # fmt: skip
+        query[:, :, :1].contiguous().npu(),
+        key.npu(),
+        value.npu(),
+        num_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        scale_value=0.2,
+        input_layout="BNSD",
+        actual_seq_lengths=[7, 20],
+    )
     for i, length in enumerate((7, 20)):
         close(out[i], reference(query[i, :, :1], key[i, :, :length], value[i, :, :length], 0.2)[0])
 

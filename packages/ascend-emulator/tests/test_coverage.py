@@ -31,7 +31,9 @@ def test_nothing_is_there_that_torch_npu_cannot_ask_for(points):
 
 
 def test_operators_are_computed_or_refuse(points):
-    operators = [point for point in points if point.name.startswith("aclnn") and not point.name.endswith("CalculateSizeAndFormat")]
+    operators = [
+        point for point in points if point.name.startswith("aclnn") and not point.name.endswith("CalculateSizeAndFormat")
+    ]
     assert {point.state for point in operators} == {"computed", "refuses"}
     assert {point.state for point in points if point.name.startswith("aclopCompile")} == {"refuses"}
 

@@ -168,6 +168,10 @@ def test_a_conditional_node_runs_its_branch_when_its_value_says_so(x):
     library = ctypes.CDLL("libascendcl.so")
     library.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
+    def drain():
+        """Reading a stream's handle empties torch_npu's queue."""
+        return torch.npu.current_stream().npu_stream
+
     class Parameters(ctypes.Structure):
         _fields_ = [
             ("handle", ctypes.c_void_p),
@@ -180,7 +184,7 @@ def test_a_conditional_node_runs_its_branch_when_its_value_says_so(x):
     flag = torch.zeros(1, dtype=torch.int64, device="npu")
     torch.npu.synchronize()
     with torch.npu.graph(graph, stream=stream):
-        torch.npu.current_stream().npu_stream  # noqa: B018: drains torch_npu's queue
+        drain()
         handle, status, parent = ctypes.c_void_p(stream.npu_stream), ctypes.c_int32(), ctypes.c_void_p()
         assert library.aclmdlRICaptureGetInfo(handle, ctypes.byref(status), ctypes.byref(parent)) == 0
         condition, address, child = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -194,7 +198,7 @@ def test_a_conditional_node_runs_its_branch_when_its_value_says_so(x):
         assert library.aclmdlRICaptureToModelRIBegin(branch, child, 2) == 0
         with torch.npu.stream(inner):
             x.add_(10)
-            torch.npu.current_stream().npu_stream  # noqa: B018
+            drain()
         ended = ctypes.c_void_p()
         assert library.aclmdlRICaptureEnd(branch, ctypes.byref(ended)) == 0, library.aclGetRecentErrMsg()
         assert ended.value == child.value

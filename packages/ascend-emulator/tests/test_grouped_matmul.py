@@ -40,7 +40,9 @@ def test_quant_matmul_per_token(transposed, batch, dtype):
     a, b = integers(*batch, 5, 64), integers(*batch, 64, 16)
     scale, per_token, bias = torch.rand(16) * 1e-2, torch.rand(5), torch.randint(-500, 500, (16,), dtype=torch.int32)
     right = b.transpose(-1, -2).contiguous().npu().transpose(-1, -2) if transposed else b.npu()
-    actual = torch_npu.npu_quant_matmul(a.npu(), right, scale.npu(), pertoken_scale=per_token.npu(), bias=bias.npu(), output_dtype=dtype)
+    actual = torch_npu.npu_quant_matmul(
+        a.npu(), right, scale.npu(), pertoken_scale=per_token.npu(), bias=bias.npu(), output_dtype=dtype
+    )
     close(actual, (a.double() @ b.double() + bias) * scale.double() * per_token.double()[:, None])
 
 
@@ -65,7 +67,9 @@ def test_quant_matmul_to_bfloat16_adds_its_bias_last(bias):
 def test_quant_matmul_of_int4(transposed):
     a, b, scale = integers(4, 64, low=-8, high=8), integers(64, 16, low=-8, high=8), torch.rand(16) * 1e-2
     right = packed(b.T).contiguous().npu().T if transposed else packed(b).npu()
-    actual = torch_npu.npu_quant_matmul(packed(a).npu(), right, scale.npu(), pertoken_scale=torch.ones(4).npu(), output_dtype=torch.float16)
+    actual = torch_npu.npu_quant_matmul(
+        packed(a).npu(), right, scale.npu(), pertoken_scale=torch.ones(4).npu(), output_dtype=torch.float16
+    )
     close(actual, a.double() @ b.double() * scale.double())
 
 
@@ -76,7 +80,11 @@ def test_quant_matmul_of_int4(transposed):
 def test_weight_quant_batchmatmul(precise, four_bits, group, dtype):
     x, weight = torch.randn(3, 64).to(dtype), integers(64, 16, low=-8, high=8)
     rows = 2 if group else 1
-    scale, offset, bias = torch.rand(rows, 16).to(dtype), torch.randn(rows, 16).to(dtype), torch.randn(16).to(torch.float32 if dtype == torch.bfloat16 else dtype)
+    scale, offset, bias = (
+        torch.rand(rows, 16).to(dtype),
+        torch.randn(rows, 16).to(dtype),
+        torch.randn(16).to(torch.float32 if dtype == torch.bfloat16 else dtype),
+    )
     own = packed(weight) if four_bits else weight
     actual = torch_npu.npu_weight_quant_batchmatmul(
         x.npu(), own.npu(), scale.npu(), offset.npu(), bias=bias.npu(), antiquant_group_size=group, inner_precise=precise
@@ -98,7 +106,9 @@ def test_batch_gather_matmul(with_a):
     y, x = torch.randn(5, 48).half(), torch.randn(5, 64 if with_a else 16).half()
     a, b = torch.randn(3, 2, 16, 64).half(), torch.randn(3, 2, 32, 16).half()
     indices = torch.tensor([0, 2, 1, 3, 2], dtype=torch.int32)  # 3: without an adapter
-    actual = torch_npu.npu_batch_gather_matmul_(y.npu(), x.npu(), b.npu(), indices.npu(), a.npu() if with_a else None, layer_idx=1, scale=0.5, y_offset=8, y_slice_size=32)
+    actual = torch_npu.npu_batch_gather_matmul_(
+        y.npu(), x.npu(), b.npu(), indices.npu(), a.npu() if with_a else None, layer_idx=1, scale=0.5, y_offset=8, y_slice_size=32
+    )
     expected = y.double()
     for i, index in enumerate(indices.tolist()):
         if index < 3:
@@ -126,9 +136,14 @@ def test_grouped_matmul_by_rows(split, kind, stacked):
     counts, x, weight = [2, 0, 5, 1], torch.randn(8, 16).half(), torch.randn(4, 16, 6).half()
     bias = torch.randn(4, 6).half()
     actual = torch_npu.npu_grouped_matmul(
-        npu([x]), npu([weight] if stacked else list(weight)), bias=npu([bias] if stacked else list(bias)), group_list=ends_of(counts, kind).npu(),
-        split_item=split, group_type=0, group_list_type=kind,
-    )  # fmt: skip
+        npu([x]),
+        npu([weight] if stacked else list(weight)),
+        bias=npu([bias] if stacked else list(bias)),
+        group_list=ends_of(counts, kind).npu(),
+        split_item=split,
+        group_type=0,
+        group_list_type=kind,
+    )
     expert = torch.arange(4).repeat_interleave(torch.tensor(counts))
     assert len(actual) == 1
     wanted = torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert]) + bias.double()[expert]
@@ -138,11 +153,15 @@ def test_grouped_matmul_by_rows(split, kind, stacked):
 
 def test_grouped_matmul_to_one_output_each_and_from_several_inputs():
     x, weight = torch.randn(7, 8), torch.randn(3, 8, 4)
-    parts = torch_npu.npu_grouped_matmul(npu([x]), npu(list(weight)), group_list=torch.tensor([2, 3, 7]).npu(), split_item=1, group_type=0)
+    parts = torch_npu.npu_grouped_matmul(
+        npu([x]), npu(list(weight)), group_list=torch.tensor([2, 3, 7]).npu(), split_item=1, group_type=0
+    )
     split = x.double().split([2, 1, 4])
     for part, rows, matrix in zip(parts, split, weight.double(), strict=True):
         close(part, rows @ matrix)
-    whole = torch_npu.npu_grouped_matmul(npu(list(x.split([2, 1, 4]))), npu(list(weight)), split_item=2, group_type=0, group_list=torch.tensor([2, 3, 7]).npu())
+    whole = torch_npu.npu_grouped_matmul(
+        npu(list(x.split([2, 1, 4]))), npu(list(weight)), split_item=2, group_type=0, group_list=torch.tensor([2, 3, 7]).npu()
+    )
     close(whole[0], torch.cat([rows @ matrix for rows, matrix in zip(split, weight.double(), strict=True)]))
     same = torch_npu.npu_grouped_matmul(npu([x]), npu(list(weight)), group_list=[2, 3, 7], split_item=3)  # a list of integers
     close(same[0], whole[0].cpu().double())
@@ -150,7 +169,9 @@ def test_grouped_matmul_to_one_output_each_and_from_several_inputs():
 
 def test_grouped_matmul_by_columns():
     x, weight = torch.randn(6, 4).half(), torch.randn(6, 5).half()
-    actual = torch_npu.npu_grouped_matmul(npu([x])[0:0] + [x.npu().T], npu([weight]), group_list=torch.tensor([2, 2, 6]).npu(), split_item=3, group_type=2)
+    actual = torch_npu.npu_grouped_matmul(
+        [x.npu().T], npu([weight]), group_list=torch.tensor([2, 2, 6]).npu(), split_item=3, group_type=2
+    )
     wide = x.double().T
     expected = [wide[:, a:b] @ weight.double()[a:b] for a, b in ((0, 2), (2, 2), (2, 6))]
     close(actual[0].reshape(3, 4, 5), torch.stack(expected))
@@ -162,13 +183,28 @@ def test_grouped_matmul_of_int8(stacked, dtype):
     counts, x, weight = [3, 1, 4], integers(8, 32), integers(3, 32, 16)
     scale, per_token = (torch.rand(3, 16) * 1e-2).to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32), torch.rand(8)
     actual = torch_npu.npu_grouped_matmul(
-        npu([x]), npu([weight] if stacked else list(weight)), scale=npu([scale] if stacked else list(scale)), per_token_scale=npu([per_token]),
-        group_list=ends_of(counts, 1).npu(), split_item=3, group_type=0, group_list_type=1, output_dtype=dtype,
-    )  # fmt: skip
+        npu([x]),
+        npu([weight] if stacked else list(weight)),
+        scale=npu([scale] if stacked else list(scale)),
+        per_token_scale=npu([per_token]),
+        group_list=ends_of(counts, 1).npu(),
+        split_item=3,
+        group_type=0,
+        group_list_type=1,
+        output_dtype=dtype,
+    )
     expert = torch.arange(3).repeat_interleave(torch.tensor(counts))
     sums = torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert])
     close(actual[0], sums * scale.double()[expert] * per_token.double()[:, None])
-    whole = torch_npu.npu_grouped_matmul(npu([x]), npu([weight]), group_list=ends_of(counts, 1).npu(), split_item=3, group_type=0, group_list_type=1, output_dtype=torch.int32)
+    whole = torch_npu.npu_grouped_matmul(
+        npu([x]),
+        npu([weight]),
+        group_list=ends_of(counts, 1).npu(),
+        split_item=3,
+        group_type=0,
+        group_list_type=1,
+        output_dtype=torch.int32,
+    )
     assert torch.equal(whole[0].cpu().double(), sums)
 
 
@@ -178,7 +214,14 @@ def test_grouped_matmul_with_dequantized_weights(four_bits):
     scale, offset = torch.rand(2, 16).half(), torch.randn(2, 16).half()
     own = packed(weight) if four_bits else weight
     actual = torch_npu.npu_grouped_matmul(
-        npu([x]), npu([own]), antiquant_scale=npu([scale]), antiquant_offset=npu([offset]), group_list=ends_of(counts, 1).npu(), split_item=3, group_type=0, group_list_type=1
+        npu([x]),
+        npu([own]),
+        antiquant_scale=npu([scale]),
+        antiquant_offset=npu([offset]),
+        group_list=ends_of(counts, 1).npu(),
+        split_item=3,
+        group_type=0,
+        group_list_type=1,
     )
     expert = torch.tensor([0] * 3 + [1] * 5)
     matrix = (weight.double() + offset.double()[:, None]) * scale.double()[:, None]
@@ -192,23 +235,52 @@ def test_grouped_matmul_of_int8_by_int4():
     matrix = weight.double() * scale.double().repeat_interleave(32, 1)
     bias, per_token = (8 * matrix.sum(1)).float(), torch.rand(8, 1)
     actual = torch_npu.npu_grouped_matmul(
-        npu([x]), npu([packed(weight)]), scale=npu([bits]), bias=npu([bias]), per_token_scale=npu([per_token]), group_list=ends_of(counts, 1).npu(),
-        split_item=3, group_type=0, group_list_type=1, output_dtype=torch.float16,
-    )  # fmt: skip
+        npu([x]),
+        npu([packed(weight)]),
+        scale=npu([bits]),
+        bias=npu([bias]),
+        per_token_scale=npu([per_token]),
+        group_list=ends_of(counts, 1).npu(),
+        split_item=3,
+        group_type=0,
+        group_list_type=1,
+        output_dtype=torch.float16,
+    )
     expert = torch.tensor([0] * 3 + [1] * 5)
     close(actual[0], torch.einsum("mk,mkn->mn", x.double(), matrix[expert]) * per_token.double())
 
 
 def test_finalize_routing():
     counts, k = [2, 1, 5], 2
-    x, weight, scale, per_token, logit = integers(8, 32), integers(3, 32, 16), torch.rand(3, 16) * 1e-2, torch.rand(8), torch.rand(8)
+    x, weight, scale, per_token, logit = (
+        integers(8, 32),
+        integers(3, 32, 16),
+        torch.rand(3, 16) * 1e-2,
+        torch.rand(8),
+        torch.rand(8),
+    )
     shared, rows = torch.randn(2, 16).bfloat16(), torch.randperm(8) // k
     actual = torch_npu.npu_grouped_matmul_finalize_routing(
-        x.npu(), weight.npu(), torch.tensor(counts).npu(), scale=scale.npu(), pertoken_scale=per_token.npu(), shared_input=shared.npu(), logit=logit.npu(),
-        row_index=rows.npu(), dtype=torch.float32, shared_input_weight=0.5, shared_input_offset=1, output_bs=4, group_list_type=1,
-    )  # fmt: skip
+        x.npu(),
+        weight.npu(),
+        torch.tensor(counts).npu(),
+        scale=scale.npu(),
+        pertoken_scale=per_token.npu(),
+        shared_input=shared.npu(),
+        logit=logit.npu(),
+        row_index=rows.npu(),
+        dtype=torch.float32,
+        shared_input_weight=0.5,
+        shared_input_offset=1,
+        output_bs=4,
+        group_list_type=1,
+    )
     expert = torch.arange(3).repeat_interleave(torch.tensor(counts))
-    values = torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert]) * scale.double()[expert] * (per_token * logit).double()[:, None]
+    values = (
+        torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert])
+        * scale.double()[expert]
+        * (per_token * logit).double()[:, None]
+    )
     expected = torch.zeros(4, 16, dtype=torch.float64).index_add(0, rows, values)
     expected[1:3] += 0.5 * shared.double()
     close(actual, expected, ulps=64)
@@ -217,9 +289,15 @@ def test_finalize_routing():
 def test_grouped_matmul_swiglu_quant():
     counts = [2, 4]
     x, weight, scale, per_token = integers(8, 32), integers(2, 32, 16), torch.rand(2, 16) * 1e-3, torch.rand(8)
-    values, steps = torch_npu.npu_grouped_matmul_swiglu_quant_v2(x.npu(), npu([weight]), npu([scale]), per_token.npu(), torch.tensor(counts).cumsum(0).npu())
+    values, steps = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+        x.npu(), npu([weight]), npu([scale]), per_token.npu(), torch.tensor(counts).cumsum(0).npu()
+    )
     expert = torch.tensor([0, 0, 1, 1, 1, 1])
-    gate, up = (torch.einsum("mk,mkn->mn", x[:6].double(), weight.double()[expert]) * scale.double()[expert] * per_token[:6].double()[:, None]).chunk(2, -1)
+    gate, up = (
+        torch.einsum("mk,mkn->mn", x[:6].double(), weight.double()[expert])
+        * scale.double()[expert]
+        * per_token[:6].double()[:, None]
+    ).chunk(2, -1)
     wide = torch.nn.functional.silu(gate) * up
     step = wide.abs().amax(-1) / 127
     close(steps[:6], step, ulps=64)
@@ -240,7 +318,9 @@ def nz(x):
     return cast
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [(torch.float16, (40, 24)), (torch.int8, (3, 20, 50)), (torch.float32, (16, 16))], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.float16, (40, 24)), (torch.int8, (3, 20, 50)), (torch.float32, (16, 16))], ids=str
+)
 def test_format_cast_and_back(internal_formats, dtype, shape):
     x = torch.randint(-100, 100, shape).to(dtype)
     cast = nz(x)
@@ -265,20 +345,37 @@ def test_grouped_products_with_nz_weights(internal_formats):
     scale, per_token, expert = torch.rand(3, 64) * 1e-3, torch.rand(8), torch.arange(3).repeat_interleave(counts)
     wide = torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert]) * scale.double()[expert] * per_token.double()[:, None]
     actual = torch_npu.npu_grouped_matmul(
-        npu([x]), [nz(weight)], scale=npu([scale]), per_token_scale=npu([per_token]), group_list=counts.npu(), split_item=3, group_type=0, group_list_type=1,
+        npu([x]),
+        [nz(weight)],
+        scale=npu([scale]),
+        per_token_scale=npu([per_token]),
+        group_list=counts.npu(),
+        split_item=3,
+        group_type=0,
+        group_list_type=1,
         output_dtype=torch.float16,
-    )  # fmt: skip
+    )
     close(actual[0], wide)
     rows, logit = torch.arange(8), torch.rand(8)
     summed = torch_npu.npu_grouped_matmul_finalize_routing(
-        x.npu(), nz(weight), counts.npu(), scale=scale.npu(), pertoken_scale=per_token.npu(), logit=logit.npu(), row_index=rows.npu(), dtype=torch.float32, group_list_type=1
+        x.npu(),
+        nz(weight),
+        counts.npu(),
+        scale=scale.npu(),
+        pertoken_scale=per_token.npu(),
+        logit=logit.npu(),
+        row_index=rows.npu(),
+        dtype=torch.float32,
+        group_list_type=1,
     )
     close(summed, wide * logit.double()[:, None], ulps=64)
     gate, up = wide.chunk(2, -1)
     step = (torch.nn.functional.silu(gate) * up).abs().amax(-1) / 127
     for values, steps, *_ in (
         torch_npu.npu_grouped_matmul_swiglu_quant(x.npu(), nz(weight), counts.cumsum(0).npu(), scale.npu(), per_token.npu()),
-        torch_npu.npu_grouped_matmul_swiglu_quant_v2(x.npu(), [nz(weight)], npu([scale]), per_token.npu(), counts.cumsum(0).npu()),
+        torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+            x.npu(), [nz(weight)], npu([scale]), per_token.npu(), counts.cumsum(0).npu()
+        ),
     ):
         close(steps, step, ulps=64)
         assert ((values.cpu().double() - torch.nn.functional.silu(gate) * up / step[:, None]).abs() <= 0.501).all()
@@ -287,18 +384,34 @@ def test_grouped_products_with_nz_weights(internal_formats):
 def test_packed_nz_weight_is_refused(internal_formats):
     words = torch_npu.npu_convert_weight_to_int4pack(nz(torch.randint(-8, 8, (64, 64), dtype=torch.int32)))
     with pytest.raises(RuntimeError, match="packed int4 in FRACTAL_NZ is not emulated"):
-        torch_npu.npu_weight_quant_batchmatmul(torch.ones(2, 64, dtype=torch.float16, device="npu"), words, torch.ones(1, 64, dtype=torch.float16, device="npu"))
+        torch_npu.npu_weight_quant_batchmatmul(
+            torch.ones(2, 64, dtype=torch.float16, device="npu"), words, torch.ones(1, 64, dtype=torch.float16, device="npu")
+        )
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     {
-        "rows": (lambda a, b: torch_npu.npu_quant_matmul(a, b[:5], b[0, :8].float(), output_dtype=torch.bfloat16), "x1 has 8 columns and x2 5 rows"),
-        "scale": (lambda a, b: torch_npu.npu_quant_matmul(a, b, b[0, :3].bfloat16(), output_dtype=torch.bfloat16), "scale has shape"),
-        "lists": (lambda a, b: torch_npu.npu_grouped_matmul([a.half()], [b.half()] * 3, group_list=torch.tensor([1, 4]).npu(), split_item=3, group_type=0), "group_list has 2 groups and weight 3"),
-        "dtype": (lambda a, b: torch_npu.npu_grouped_matmul([a.half()], [b.float()], group_type=-1), "weight is Float and x is? Half"),
+        "rows": (
+            lambda a, b: torch_npu.npu_quant_matmul(a, b[:5], b[0, :8].float(), output_dtype=torch.bfloat16),
+            "x1 has 8 columns and x2 5 rows",
+        ),
+        "scale": (
+            lambda a, b: torch_npu.npu_quant_matmul(a, b, b[0, :3].bfloat16(), output_dtype=torch.bfloat16),
+            "scale has shape",
+        ),
+        "lists": (
+            lambda a, b: torch_npu.npu_grouped_matmul(
+                [a.half()], [b.half()] * 3, group_list=torch.tensor([1, 4]).npu(), split_item=3, group_type=0
+            ),
+            "group_list has 2 groups and weight 3",
+        ),
+        "dtype": (
+            lambda a, b: torch_npu.npu_grouped_matmul([a.half()], [b.float()], group_type=-1),
+            "weight is Float and x is? Half",
+        ),
     }.values(),
-)  # fmt: skip
+)
 def test_limits_are_refused(call, message):
     with pytest.raises(RuntimeError, match=message):
         call(torch.ones(4, 8, dtype=torch.int8, device="npu"), torch.ones(8, 8, dtype=torch.int8, device="npu"))

@@ -221,7 +221,8 @@ def test_an_allocator_can_be_plugged_in(run, tmp_path):
     source.write_text(ALLOCATOR)
     script.write_text(PLUGGED)
     libraries = build.library_dir()
-    command = [compiler, "-shared", "-fPIC", "-o", library, source, f"-L{libraries}", "-lascendcl", "-Wl,--allow-shlib-undefined"]
+    command = [compiler, "-shared", "-fPIC", "-o", library, source, "-Wl,--no-as-needed,--allow-shlib-undefined"]
+    command += [f"-L{libraries}", "-lascendcl"]
     subprocess.run(list(map(str, command)), check=True)
     done = run("run", "--", sys.executable, str(script), str(library))
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,7 @@
 """Mixture of experts: routing, permutation and what they leave out, against float64 or exact index arithmetic."""
 
+import sys
+
 import pytest
 import torch
 import torch_npu
@@ -25,7 +27,9 @@ def test_gating_by_softmax(renorm, dtype):
         y, experts, rows = torch_npu.npu_moe_gating_top_k_softmax(x.npu(), finished.npu(), k=3)
         assert torch.equal(rows.cpu(), torch.arange(18, dtype=torch.int32).view(3, 6).T)
     else:
-        y, experts, probabilities = torch_npu.npu_moe_gating_top_k_softmax_v2(x.npu(), k=3, finished=finished.npu(), renorm=renorm, output_softmax=True)
+        y, experts, probabilities = torch_npu.npu_moe_gating_top_k_softmax_v2(
+            x.npu(), k=3, finished=finished.npu(), renorm=renorm, output_softmax=True
+        )
         if renorm == 0:
             close(probabilities, x.double().softmax(-1))
     chosen = x.double().topk(3, -1)
@@ -40,7 +44,15 @@ def test_gating_in_groups(k_group, groups, mode, kind, dtype):
     x = scores_of(torch.Size((5, 32))).to(dtype) * 0.25
     bias = (torch.randperm(32) * 0.5).to(dtype)
     y, experts, normed = torch_npu.npu_moe_gating_top_k(
-        x.npu(), 4, bias=bias.npu(), k_group=k_group, group_count=groups, group_select_mode=mode, norm_type=kind, out_flag=True, routed_scaling_factor=2.5
+        x.npu(),
+        4,
+        bias=bias.npu(),
+        k_group=k_group,
+        group_count=groups,
+        group_select_mode=mode,
+        norm_type=kind,
+        out_flag=True,
+        routed_scaling_factor=2.5,
     )
     scores = x.double().sigmoid() if kind else x.double().softmax(-1)
     close(normed, scores)
@@ -68,7 +80,9 @@ def test_gradient_of_gating():
     chosen = normed.gather(1, experts)
     grad = torch.randn(4, 3)
     (2 * chosen / chosen.sum(-1, True)).backward(grad.double())
-    actual = torch_npu.npu_moe_gating_top_k_backward(normed.detach().float().npu(), grad.npu(), experts.int().npu(), norm_type=1, routed_scaling_factor=2.0)
+    actual = torch_npu.npu_moe_gating_top_k_backward(
+        normed.detach().float().npu(), grad.npu(), experts.int().npu(), norm_type=1, routed_scaling_factor=2.0
+    )
     close(actual, x.grad, ulps=16)
 
 
@@ -100,9 +114,18 @@ def test_init_routing_v2(scatter, counts, quant_mode):
     scale = {-1: torch.rand(10), 0: torch.tensor([30.0]), 1: torch.rand(last - first, 16) + 0.5}[quant_mode]
     offset = torch.tensor([1.0]) if quant_mode == 0 else None
     rows, places, tokens, steps = torch_npu.npu_moe_init_routing_v2(
-        x.npu(), experts.npu(), scale=scale.npu(), offset=None if offset is None else offset.npu(), active_num=30, expert_num=8,
-        expert_tokens_num_type=counts, expert_tokens_num_flag=True, quant_mode=quant_mode, active_expert_range=[first, last], row_idx_type=scatter,
-    )  # fmt: skip
+        x.npu(),
+        experts.npu(),
+        scale=scale.npu(),
+        offset=None if offset is None else offset.npu(),
+        active_num=30,
+        expert_num=8,
+        expert_tokens_num_type=counts,
+        expert_tokens_num_flag=True,
+        quant_mode=quant_mode,
+        active_expert_range=[first, last],
+        row_idx_type=scatter,
+    )
     order = torch.tensor(routed(experts, first, last))
     present, expected = len(order), x[order // k]
     if scatter:
@@ -132,7 +155,14 @@ def test_init_routing_v2(scatter, counts, quant_mode):
 def test_init_routing_v2_drops_and_pads():
     x, experts = torch.randn(6, 8), torch.tensor([[0, 1], [0, 2], [0, 1], [2, 0], [1, 2], [0, 3]], dtype=torch.int32)
     rows, places, tokens, _ = torch_npu.npu_moe_init_routing_v2(
-        x.npu(), experts.npu(), expert_capacity=2, expert_num=4, drop_pad_mode=1, expert_tokens_num_type=1, expert_tokens_num_flag=True, active_expert_range=[0, 4]
+        x.npu(),
+        experts.npu(),
+        expert_capacity=2,
+        expert_num=4,
+        drop_pad_mode=1,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        active_expert_range=[0, 4],
     )
     expected, wanted, used = torch.zeros(4, 2, 8), torch.full((12,), -1), [0] * 4
     for i, expert in enumerate(experts.view(-1).tolist()):
@@ -149,7 +179,9 @@ def test_init_routing_v2_drops_and_pads():
 def test_re_routing(kind, idx_type):
     counts = torch.tensor([[2, 0, 1], [1, 3, 1]])
     tokens, scales = torch.randn(8, 4).half(), torch.rand(8)
-    rows, steps, places, totals = torch_npu.npu_moe_re_routing(tokens.npu(), counts.npu(), per_token_scales=scales.npu(), expert_token_num_type=kind, idx_type=idx_type)
+    rows, steps, places, totals = torch_npu.npu_moe_re_routing(
+        tokens.npu(), counts.npu(), per_token_scales=scales.npu(), expert_token_num_type=kind, idx_type=idx_type
+    )
     order = torch.tensor([0, 1, 3, 4, 5, 6, 2, 7])
     assert torch.equal(rows.cpu(), tokens[order])
     assert torch.equal(steps.cpu(), scales[order])
@@ -171,7 +203,10 @@ def test_permute_and_unpermute_with_gradients(k, dtype):
     assert torch.equal(places.cpu().long(), order.argsort())
     result = torch_npu.npu_moe_token_unpermute(permuted * 2, places, probs=weights)
 
-    wide, wide_weights = tokens.double().requires_grad_(), (torch.ones(7, 1) if probs is None else probs).double().requires_grad_()
+    wide, wide_weights = (
+        tokens.double().requires_grad_(),
+        (torch.ones(7, 1) if probs is None else probs).double().requires_grad_(),
+    )
     expected = 2 * wide * wide_weights.sum(-1, True)
     close(result.detach(), expected.detach(), ulps=8)
     cotangent = torch.randn(7, 6).to(dtype)
@@ -201,7 +236,9 @@ def test_finalize_routing(mode):
         places[2] = -1
     skip1, skip2, bias = torch.randn(tokens, columns), torch.randn(tokens, columns), torch.randn(experts, columns)
     scales, chosen = torch.randn(tokens, k), torch.randint(0, experts, (tokens, k), dtype=torch.int32)
-    actual = torch_npu.npu_moe_finalize_routing(*(x.npu() for x in (rows, skip1, skip2, bias, scales, places, chosen)), drop_pad_mode=mode)
+    actual = torch_npu.npu_moe_finalize_routing(
+        *(x.npu() for x in (rows, skip1, skip2, bias, scales, places, chosen)), drop_pad_mode=mode
+    )
     expected = skip1.double() + skip2.double()
     for i in range(tokens):
         for j in range(k):
@@ -217,7 +254,9 @@ def test_permute_with_routing_map_and_gradients(padded):
     routes = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0], [1, 0, 1], [0, 1, 1]], dtype=torch.bool)
     count = 6 if padded else 10
     ours, weights = tokens.npu().requires_grad_(), probs.npu().requires_grad_()
-    rows, row_probs, _ = torch_npu.npu_moe_token_permute_with_routing_map(ours, routes.npu(), probs=weights, num_out_tokens=count, drop_and_pad=padded)
+    rows, row_probs, _ = torch_npu.npu_moe_token_permute_with_routing_map(
+        ours, routes.npu(), probs=weights, num_out_tokens=count, drop_and_pad=padded
+    )
     pairs = [(e, t) for e in range(3) for t in torch.nonzero(routes[:, e]).view(-1).tolist()[: 2 if padded else None]]
     expert, token = map(torch.tensor, zip(*pairs, strict=True))
     assert torch.equal(rows.detach().cpu(), tokens[token])
@@ -235,13 +274,20 @@ def test_routing_on_ascend310p(run):
 import torch, torch_npu
 x, experts = torch.randn(4, 8).half(), torch.tensor([[3, 0], [1, 3], [0, 2], [1, 0]], dtype=torch.int32)
 rows, places, ends, _ = torch_npu.npu_moe_init_routing_v2(
-    x.npu(), experts.npu(), active_num=8, expert_num=4, expert_tokens_num_type=0, expert_tokens_num_flag=True, active_expert_range=[0, 4])
+    x.npu(),
+    experts.npu(),
+    active_num=8,
+    expert_num=4,
+    expert_tokens_num_type=0,
+    expert_tokens_num_flag=True,
+    active_expert_range=[0, 4],
+)
 order = experts.view(-1).argsort(stable=True)
 assert torch.equal(rows.cpu(), x[order // 2])
 assert torch.equal(places.cpu().long(), order.argsort())
 assert ends.cpu().tolist() == [3, 5, 6, 8]
 """
-    done = run("run", "--soc", "Ascend310P3", "--", "python", "-c", code)
+    done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
 
 
@@ -249,10 +295,16 @@ assert ends.cpu().tolist() == [3, 5, 6, 8]
     ("call", "message"),
     {
         "groups": (lambda x, i: torch_npu.npu_moe_gating_top_k(x, 1, k_group=1, group_count=4), "a group has 2 experts"),
-        "range": (lambda x, i: torch_npu.npu_moe_init_routing_v2(x, i, active_num=8, expert_num=4, active_expert_range=[2, 9]), r"active_expert_range is \[2, 9\)"),
-        "index": (lambda x, i: torch_npu.npu_moe_token_unpermute(x, i.view(-1)[:4].long()), "sorted_indices is Long; allowed: Int"),
+        "range": (
+            lambda x, i: torch_npu.npu_moe_init_routing_v2(x, i, active_num=8, expert_num=4, active_expert_range=[2, 9]),
+            r"active_expert_range is \[2, 9\)",
+        ),
+        "index": (
+            lambda x, i: torch_npu.npu_moe_token_unpermute(x, i.view(-1)[:4].long()),
+            "sorted_indices is Long; allowed: Int",
+        ),
     }.values(),
-)  # fmt: skip
+)
 def test_limits_are_refused(call, message):
     with pytest.raises(RuntimeError, match=message):
         call(torch.randn(4, 8, device="npu"), torch.zeros(4, 2, dtype=torch.int32, device="npu"))

@@ -36,7 +36,11 @@ def close(actual, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("kind", "lowest", "highest"), [(torch.qint8, -128, 127), (torch.quint8, 0, 255), (torch.qint32, -(2**31), 2**31 - 1)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "lowest", "highest"),
+    [(torch.qint8, -128, 127), (torch.quint8, 0, 255), (torch.qint32, -(2**31), 2**31 - 1)],
+    ids=str,
+)
 def test_quantize_by_division(kind, lowest, highest, dtype):
     x, scales, zeros = torch.randn(4, 5, 6).to(dtype), torch.rand(5) * 0.02 + 0.01, torch.randint(-3, 4, (5,), dtype=torch.int32)
     actual = torch_npu.npu_quantize(x.npu(), scales.npu(), zeros.npu(), kind, 1)
@@ -105,7 +109,9 @@ def test_anti_quant(four_bits, dtype):
 def test_trans_quant_param():
     scale, offset = torch.tensor([1.0 + 2**-9 + 2**-12, -3.7]), torch.tensor([3.4, -300.0])
     bits = torch_npu.npu_trans_quant_param(scale.npu(), offset.npu()).cpu()
-    assert ((bits & 0xFFFFFFFF).to(torch.int32).view(torch.float32) == (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)).all()
+    assert (
+        (bits & 0xFFFFFFFF).to(torch.int32).view(torch.float32) == (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)
+    ).all()
     assert (bits >> 46 == 1).all()
     assert ((bits >> 37) & 0x1FF).tolist() == [3, 256]  # nine bits, saturated at -256
     rounded = torch_npu.npu_trans_quant_param(torch.tensor([1.0 + 2**-11 * 1.5]).npu(), round_mode=1).cpu()
@@ -125,7 +131,9 @@ def test_quant_scatter(two_dimensions):
     cache = torch.randint(-128, 128, (4, 6, 32), dtype=torch.int8)
     updates, scales = torch.randn(2, 2, 32).to(torch.bfloat16), torch.rand(32) * 0.02 + 0.01
     indices = torch.tensor([[3, 1], [0, 4]] if two_dimensions else [2, 3], dtype=torch.int32)
-    actual = torch_npu.npu_quant_scatter(cache.npu(), indices.npu(), updates.npu(), scales.npu(), None, axis=-2, quant_axis=-1, reduce="update")
+    actual = torch_npu.npu_quant_scatter(
+        cache.npu(), indices.npu(), updates.npu(), scales.npu(), None, axis=-2, quant_axis=-1, reduce="update"
+    )
     expected = cache.double()
     for i, (batch, start) in enumerate(indices.tolist() if two_dimensions else enumerate(indices.tolist())):
         expected[batch, start : start + 2] = updates[i].double() / scales.double()
@@ -156,7 +164,13 @@ def test_swiglu_quant(mode, kind, left):
     if mode == 0:
         smooth = smooth * 40
     values, scale = torch_npu.npu_swiglu_quant(
-        x.npu(), smooth_scales=smooth.npu(), offsets=offsets.npu(), group_index=index.npu(), activate_left=left, quant_mode=mode, group_list_type=kind
+        x.npu(),
+        smooth_scales=smooth.npu(),
+        offsets=offsets.npu(),
+        group_index=index.npu(),
+        activate_left=left,
+        quant_mode=mode,
+        group_list_type=kind,
     )
     group = torch.tensor([0, 1, 1, 1, 2, 2])
     wide = swiglu(x, left) * smooth.double()[group]
@@ -176,9 +190,18 @@ def test_dequant_swiglu_quant(grouped, variant):
     group = torch.tensor([0, 0, 1, 1, 1] if grouped else [0] * 5)
     index = torch.tensor([2, 3]).npu() if grouped else None
     values, scale = torch_npu.npu_dequant_swiglu_quant(
-        x.npu(), weight_scale=weight_scale.npu(), activation_scale=per_token.npu(), quant_scale=smooth.npu(), group_index=index,
-        activate_left=True, quant_mode=1, swiglu_mode=variant, clamp_limit=7.0, glu_alpha=1.702, glu_bias=1.0,
-    )  # fmt: skip
+        x.npu(),
+        weight_scale=weight_scale.npu(),
+        activation_scale=per_token.npu(),
+        quant_scale=smooth.npu(),
+        group_index=index,
+        activate_left=True,
+        quant_mode=1,
+        swiglu_mode=variant,
+        clamp_limit=7.0,
+        glu_alpha=1.702,
+        glu_bias=1.0,
+    )
     wide = x.double() * weight_scale.double()[group] * per_token.double()
     if variant:
         gate, value = wide[:, ::2].clamp(max=7), wide[:, 1::2].clamp(-7, 7)
@@ -194,7 +217,9 @@ def test_dequant_swiglu_quant(grouped, variant):
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_clipped_swiglu(interleaved):
     x = torch.randn(6, 32) * 2
-    actual = torch_npu.npu_clipped_swiglu(x.npu(), group_index=torch.tensor([1, 3]).npu(), dim=-1, alpha=0.7, limit=1.0, bias=1.2, interleaved=interleaved)
+    actual = torch_npu.npu_clipped_swiglu(
+        x.npu(), group_index=torch.tensor([1, 3]).npu(), dim=-1, alpha=0.7, limit=1.0, bias=1.2, interleaved=interleaved
+    )
     wide = x[:4].double()
     gate, value = (wide[:, ::2], wide[:, 1::2]) if interleaved else wide.chunk(2, -1)
     gate = gate.clamp(max=1)
@@ -243,13 +268,19 @@ def test_gradient_of_fast_gelu():
 @pytest.mark.parametrize(
     ("call", "message"),
     {
-        "int4 columns": (lambda x: torch_npu.npu_dynamic_quant(x.float()), "aclnnDynamicQuantV2: x is Float; allowed: Half, BFloat16"),
+        "int4 columns": (
+            lambda x: torch_npu.npu_dynamic_quant(x.float()),
+            "aclnnDynamicQuantV2: x is Float; allowed: Half, BFloat16",
+        ),
         "smooth": (lambda x: torch_npu.npu_dynamic_quant(x, smooth_scales=x[0, :4]), "smooth_scales has shape"),
-        "scales": (lambda x: torch_npu.npu_quantize(x, x[0, :3], None, torch.qint8, -1, False), "scales has 3 elements; allowed: 1, or 16"),
+        "scales": (
+            lambda x: torch_npu.npu_quantize(x, x[0, :3], None, torch.qint8, -1, False),
+            "scales has 3 elements; allowed: 1, or 16",
+        ),
         "odd": (lambda x: torch_npu.npu_gelu_mul(x[:, :5]), "it must be even"),
         "clip": (lambda x: torch_npu.npu_kronecker_quant(x[None], x[:, :4].contiguous(), x.T @ x, 1.5), "clip_ratio is 1.5"),
     }.values(),
-)  # fmt: skip
+)
 def test_limits_are_refused(call, message):
     with pytest.raises(RuntimeError, match=message):
         call(torch.randn(4, 16, dtype=torch.float16, device="npu"))

@@ -22,7 +22,7 @@ REFUSED = (
     PRELUDE
     + """
 attempt("removed", lambda: torch.nn.functional.silu(x))
-attempt("never there", lambda: torch.nn.functional.conv1d(x[None], x[None, :, :2]))
+attempt("never there", lambda: torch.bucketize(x, x[0]))
 attempt("legacy", lambda: torch_npu.npu_transpose(x, (1, 0)))
 attempt("compiled", lambda: torch_npu.npu_confusion_transpose(x, (1, 0), (6, 4), True))
 attempt("dtype", lambda: torch.zeros(3, dtype=torch.float8_e8m0fnu, device="npu"))
@@ -32,7 +32,8 @@ fused = lambda *x, **options: torch_npu.npu_fused_infer_attention_score(*x, num_
 attempt("pse", lambda: fused(half, half, half, pse_shift=half))
 attempt("mask", lambda: fused(half, half, half, sparse_mode=3))
 attempt("float32", lambda: fused(half.float(), half.float(), half.float()))
-attempt("heads", lambda: torch_npu.npu_apply_rotary_pos_emb(*[half[..., :32].contiguous()] * 4))
+short = half[..., :32].contiguous()
+attempt("heads", lambda: torch_npu.npu_apply_rotary_pos_emb(short, short, *[short[:, :, :1].contiguous()] * 2))
 attempt("still works", lambda: print("sum:", (x + 1).sum().item()))
 torch.npu.set_compile_mode(jit_compile=True)
 attempt("jit", lambda: torch.nn.functional.relu(x))
@@ -81,7 +82,7 @@ def refused(run):
     ("label", "named", "rest"),
     [
         ("removed", "aclnnSilu", "is not emulated"),
-        ("never there", "aclnnConvolution", "is not emulated"),
+        ("never there", "aclnnBucketize", "is not emulated"),
         ("legacy", "the legacy graph operator 'Transpose'", ""),
         ("compiled", "the legacy graph operator 'ConfusionTransposeD'", ""),
         ("jit", "the legacy graph operator 'Relu'", ""),
@@ -105,7 +106,7 @@ def test_error_names_the_operator(refused, label, named, rest):
 def test_error_that_depends_on_values(run, label):
     script, named = VALUES[label]
     seen = lines(run("run", "--", sys.executable, "-c", PRELUDE + script, ASCEND_LAUNCH_BLOCKING="1"))
-    assert f"[ascend-emulator] {named}" in seen[label]
+    assert named in seen[label]
 
 
 def test_an_error_at_its_call_leaves_the_rest_working(refused):
@@ -113,28 +114,24 @@ def test_an_error_at_its_call_leaves_the_rest_working(refused):
     assert refused["sum"] == "48.0"
 
 
-@pytest.fixture(scope="module")
-def asynchronous(run):
-    return {
-        "kernel": run("run", "--", sys.executable, "-c", ASYNCHRONOUS),
-        "removed": run("run", "--without", "aclnnIndex", "--", sys.executable, "-c", ASYNCHRONOUS, TASK_QUEUE_ENABLE="2"),
-    }
+def test_a_failed_stream_stays_failed(run):
+    """What comes after the error is not computed, and every wait raises it again."""
+    seen = lines(run("run", "--", sys.executable, "-c", ASYNCHRONOUS))
+    for label in ("kernel", "later", "synchronize"):
+        assert "aclnnIndex: index 9 is out of bounds for dimension 0 with size 4" in seen[label]
 
 
-@pytest.mark.parametrize("case", ["kernel", "removed"])
-def test_error_in_the_queue_is_raised_and_nothing_computes_after_it(asynchronous, case):
+def test_an_error_in_torch_npu_s_queue_is_raised_and_nothing_computes_after_it(run):
     """torch_npu raises it once and then drops work silently; the emulator's synchronization keeps failing instead."""
-    seen = lines(asynchronous[case])
-    assert "the current working operator name is aclnnIndex" in seen["kernel"]
-    reason = {"kernel": "index 9 is out of bounds for dimension 0 with size 4", "removed": "is not emulated"}[case]
-    assert reason in asynchronous[case].stderr.split("[ascend-emulator] aclnnIndex")[1]
+    seen = lines(run("run", "--without", "aclnnIndex", "--", sys.executable, "-c", ASYNCHRONOUS, TASK_QUEUE_ENABLE="2"))
+    assert "aclnnIndex" in seen["kernel"]
     assert "failed" in seen["later"]
     assert "aclnnIndex failed earlier" in seen["synchronize"]
 
 
-def test_operators_that_were_never_there_refuse_at_once_in_this_process_too():
-    with pytest.raises(RuntimeError, match="aclnnConvolution is not emulated"):
-        torch.nn.functional.conv2d(torch.ones(1, 1, 4, 4, device="npu"), torch.ones(1, 1, 2, 2, device="npu"))
+def test_operators_that_are_not_there_refuse_at_once_in_this_process_too():
+    with pytest.raises(RuntimeError, match="aclnnBucketize is not emulated"):
+        torch.bucketize(torch.ones(3, device="npu"), torch.ones(2, device="npu"))
     assert torch.ones(3, device="npu").sum().item() == 3
 
 

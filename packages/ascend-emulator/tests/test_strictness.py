@@ -128,7 +128,8 @@ class Calls:
         """Both phases."""
         status, executor, message = self.workspace(name, *arguments)
         if status == 0:
-            status = getattr(self.library, f"aclnn{name}")(None, ctypes.c_uint64(), executor, None)
+            stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+            status = getattr(self.library, f"aclnn{name}")(None, ctypes.c_uint64(), executor, stream)
             message = (self.library.aclGetRecentErrMsg() or b"").decode()
         return status, message
 

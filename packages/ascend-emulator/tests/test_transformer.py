@@ -96,3 +96,25 @@ def test_mrope_without_tokens():
     x, cache = torch.empty(0, 128, device="npu"), torch.randn(4, 64, device="npu")
     query, key = torch_npu.npu_mrope(torch.empty(0, dtype=torch.int64, device="npu"), x, x, cache, 64, mrope_section=[0, 0, 0])
     assert query.shape == key.shape == (0, 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_interleave_rope_leaves_the_halves_apart(dtype):
+    x = torch.randn(2, 4, 3, 64).to(dtype)
+    cos, sin = (torch.randn(2, 1, 3, 64).to(dtype) for _ in range(2))
+    halves = torch.cat([x.double()[..., ::2], x.double()[..., 1::2]], -1)
+    expected = halves * cos.double() + rotated(halves, False) * sin.double()
+    close(torch_npu.npu_interleave_rope(x.npu(), cos.npu(), sin.npu()), expected, ulps=4)
+
+
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+def test_rotary_mul_gradients(mode):
+    plain = [torch.randn(2, 5, 3, 64), torch.randn(1, 5, 1, 64), torch.randn(1, 5, 1, 64)]
+    ours = [value.npu().requires_grad_() for value in plain]
+    wide = [value.double().requires_grad_() for value in plain]
+    weight = torch.randn(2, 5, 3, 64)
+    (torch_npu.npu_rotary_mul(*ours, mode) * weight.npu()).sum().backward()
+    x, cos, sin = wide
+    ((x * cos + rotated(x, mode == "interleave") * sin) * weight.double()).sum().backward()
+    for one, other in zip(ours, wide, strict=True):
+        close(one.grad, other.grad, ulps=64)

@@ -245,11 +245,10 @@ segments = [s for s in torch.npu.memory_snapshot() if s["is_expandable"]]
 assert segments, "no segment is expandable"
 for n, x in zip(range(1, 40, 3), held):
     assert x.min().item() == x.max().item() == n
-del held[::2]
+del held[2:], x
 torch.npu.empty_cache()
 assert torch.npu.memory_reserved() < before
 assert free - torch.npu.mem_get_info()[0] >= torch.npu.memory_reserved()  # torch-npu keeps physical memory that it unmapped
-del x
 held.clear()
 torch.npu.empty_cache()
 assert torch.npu.memory_reserved() == 0

@@ -25,7 +25,7 @@ from pathlib import Path
 
 CORE = "ascend_emulator"
 CANN_VERSION = "9.1.0"  # the interface that torch_npu 2.13 was released against; aclsysGetVersionStr answers the same
-# What torch_npu's wheel links against (readelf -d), and what it opens by name: libopapi for the aclnn operators, libhcomm for HCCL's groups.
+# What torch_npu's wheel links against, and what it opens by name: libopapi for operators, libhcomm for HCCL's groups.
 SONAMES = (
     "libascendcl.so",
     "libhccl.so",
@@ -122,7 +122,11 @@ def sanitizer_libraries() -> list[str]:
         raise BuildError(f"ASCEND_EMULATOR_SANITIZE: unknown {', '.join(unknown)}; there are {', '.join(names)}")
     compiler, _ = _compiler()
     return [
-        str(Path(subprocess.run([compiler, f"-print-file-name={names[name]}"], capture_output=True, text=True).stdout.strip()).resolve())
+        str(
+            Path(
+                subprocess.run([compiler, f"-print-file-name={names[name]}"], capture_output=True, text=True).stdout.strip()
+            ).resolve()
+        )
         for name in chosen.split(",")
     ]
 
@@ -248,7 +252,12 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
     includes = [f"-I{SOURCES}", f"-isystem{torch / 'include'}", f"-isystem{torch / 'include/torch/csrc/api/include'}"]
     stubs = target / "stubs.cpp"
     stubs.write_text(_stubs(wheel_names()))
-    common = [compiler, *_flags(), *includes, f"-ffile-prefix-map={SOURCES}/="]  # so that messages name the file within the project
+    common = [
+        compiler,
+        *_flags(),
+        *includes,
+        f"-ffile-prefix-map={SOURCES}/=",
+    ]  # so that messages name the file within the project
     # A header of ours counts for the files that include it alone.
     contents = {source: [path.read_bytes() for path in _with_headers(source)] for source in [*_sources(), stubs]}
     sources = {source: objects / f"{_digest(*base, *parts)}.o" for source, parts in contents.items()}

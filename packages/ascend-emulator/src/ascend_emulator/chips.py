@@ -25,7 +25,7 @@ class Chip:
         bandwidth: of device memory, in bytes per second.
         host_bandwidth: between host and device, in bytes per second and direction.
         link_bandwidth: between two NPUs of a machine, in bytes per second and direction.
-        cube_flops: floating-point operations per second of the cube cores in 16-bit types; twice that in int8, a quarter in float32.
+        cube_flops: floating-point operations per second of the cube cores in 16-bit types; int8 twice, float32 a quarter.
         vector_flops: floating-point operations per second of the vector cores in float32.
         launch: seconds between an operator's end and the next one's beginning, submitted one by one.
         graph_launch: the same within a captured graph.

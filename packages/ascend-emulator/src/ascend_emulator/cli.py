@@ -35,8 +35,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME@N=KIND",
-        help=f"let the Nth call of an entry point fail (N+: and every later one), such as aclrtMalloc@3=oom; again for more; kinds: "
-        f"{', '.join(KINDS)}",
+        help="let the Nth call of an entry point fail (N+: and every later one), such as aclrtMalloc@3=oom; again for more; "
+        f"kinds: {', '.join(KINDS)}",
     )
     run.add_argument("--sanitize", action="store_true", help=SANITIZE)
     run.add_argument(

@@ -16,7 +16,7 @@ class Estimate:
     """Estimated device time of the code within ``estimate()``, filled in at its end.
 
     Attributes:
-        seconds: per NPU, on its busiest stream, with the host taken to be quick enough. An estimate from the figures in ``chips.toml``.
+        seconds: per NPU, on its busiest stream, with a host that is quick enough. An estimate from ``chips.toml``.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
@@ -26,8 +26,8 @@ class Estimate:
 def estimate() -> Iterator[Estimate]:
     """Model the device time of what runs within, on all NPUs of this process that are in use; synchronizes at both ends.
 
-    An operator takes the longest of its floating-point operations over its cores' throughput and its bytes over the memory's bandwidth, and a
-    launch; collectives and copies their bytes over the links. Streams overlap as events allow.
+    An operator takes the longer of its floating-point operations over its cores' throughput and its bytes over the memory's
+    bandwidth, and a launch; collectives and copies their bytes over the links. Streams overlap as events allow.
 
     Raises:
         RuntimeError: no NPU is emulated in this process.
@@ -39,7 +39,7 @@ def estimate() -> Iterator[Estimate]:
     except OSError:
         raise RuntimeError("no NPU is emulated in this process; start it with: ascend-emulator run -- COMMAND") from None
     library.ascend_emulator_modelled.restype = ctypes.c_double
-    npu = torch.npu  # type: ignore[attr-defined]
+    npu = torch.npu
     current = npu.current_device()
 
     def at() -> dict[int, float]:
@@ -63,7 +63,7 @@ def estimate() -> Iterator[Estimate]:
 
 
 def events(trace: Path) -> list[dict]:
-    """The events of a trace file (``ASCEND_EMULATOR_TRACE``); its list is left open, as the processes that write it may be killed.
+    """The events of a trace file (``ASCEND_EMULATOR_TRACE``); its list is left open, as its writers may be killed.
 
     Raises:
         ValueError: the file is no trace.
@@ -100,5 +100,9 @@ def table(trace: Path) -> str:
         for row in [head, *rows]
     ]
     return "\n".join(
-        [*lines, "", "Estimated times are by the roofline model, summed over streams: an estimate, no measurement. Graphs contain their operators."]
+        [
+            *lines,
+            "",
+            "Estimated times: roofline model, summed over streams: an estimate, no measurement. Graphs hold operators.",
+        ]
     )

@@ -84,6 +84,7 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
                 owned->compute();
                 note(name);
               }};
+    if (owned->hangs) task.run = fault::hang;
     if (observing()) task.work = work_of(name, owned->tensors);
     const bool at_once = owned->reports_shape;
     if (at_once) check(!on->capture, kStreamCaptured, "its result's shape depends on values, so that it cannot be captured");

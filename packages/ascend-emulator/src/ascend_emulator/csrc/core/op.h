@@ -29,6 +29,7 @@ struct aclOpExecutor {
   std::function<void()> compute;
   std::vector<at::Tensor> tensors;  // its arguments in their order, outputs last
   bool reports_shape = false;       // the caller reads an output's shape as soon as the operator is launched
+  bool hangs = false;               // a fault on demand
 };
 
 namespace emu {
@@ -154,6 +155,7 @@ struct Operator<Body, Name> {
         // A copy each time, as a computation may change what it holds.
         made->compute = [prepared = std::apply(Body, std::move(held))] { auto fresh = prepared; fresh(); };
       }
+      if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
       *executor = made.release();
     }));
   }

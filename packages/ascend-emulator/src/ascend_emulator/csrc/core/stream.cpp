@@ -50,7 +50,6 @@ std::shared_ptr<Stream> Stream::create(int device, int priority) {
   }
   std::shared_ptr<Stream> stream(new Stream(device, id, priority));
   Adversary::join(stream);
-  std::thread([stream] { stream->work(); }).detach();
   return stream;
 }
 
@@ -68,6 +67,7 @@ uint64_t Stream::submit(Task task) {
   {
     std::lock_guard lock(mutex_);
     check(!retired_, kNotThisStream, "the stream was destroyed");
+    if (submitted_ == 0) std::thread([self = shared_from_this()] { self->work(); }).detach();  // most streams are never used
     tasks_.push_back(std::move(task));
     ticket = ++submitted_;
     if (tasks_.size() == 1) arrived_.notify_one();
@@ -250,6 +250,7 @@ void stop_streams() {
   }
   for (const auto& stream : every) stream->abort();
   for (const auto& stream : every) stream->retire();
+  flush_trace();
 }
 
 bool null_mode() {
