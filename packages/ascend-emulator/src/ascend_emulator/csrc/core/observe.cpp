@@ -134,7 +134,7 @@ Observation::~Observation() {
   trace()->add(event(task_.name, name_of(task_.kind), id, start_, Clock::now(), arguments.str()));
 }
 
-HostObservation::HostObservation(const char* name) : name_(name), on_(trace() != nullptr) {
+HostObservation::HostObservation(const char* name, double copied) : name_(name), copied_(copied), on_(trace() != nullptr) {
   if (on_) start_ = Clock::now();
 }
 
@@ -142,7 +142,8 @@ HostObservation::~HostObservation() {
   if (!on_) return;
   const auto thread = std::to_string(1000000 + syscall(SYS_gettid));
   name_thread(thread, "host " + thread.substr(1));
-  trace()->add(event(name_, "synchronize", thread, start_, Clock::now(), ""));
+  const auto bytes = copied_ > 0 ? text("\"bytes\": ", static_cast<int64_t>(copied_)) : "";
+  trace()->add(event(name_, copied_ > 0 ? "copy" : "synchronize", thread, start_, Clock::now(), bytes));
 }
 
 void flush_trace() {

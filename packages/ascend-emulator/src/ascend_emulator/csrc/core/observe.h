@@ -24,14 +24,15 @@ class Observation {
   bool on_;
 };
 
-// Of a call that makes the host wait.
+// Of a call that makes the host wait, or copies before it returns.
 class HostObservation {
  public:
-  explicit HostObservation(const char* name);
+  explicit HostObservation(const char* name, double copied = 0);
   ~HostObservation();
 
  private:
   const char* name_;
+  double copied_;
   Clock::time_point start_;
   bool on_;
 };

@@ -112,7 +112,7 @@ ACL_API(computed, aclrtFree, (void* address), {
 // The synchronous calls have no place in any stream's order.
 ACL_API(computed, aclrtMemcpy, (void* to, size_t room, const void* from, size_t bytes, int32_t kind), {
   check_capture_mode("aclrtMemcpy");
-  HostObservation observed("aclrtMemcpy");
+  HostObservation observed("aclrtMemcpy", static_cast<double>(bytes));
   Copy(to, room, from, bytes, kind).run();
 })
 ACL_API(computed, aclrtMemcpyAsync, (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream), {
