@@ -73,11 +73,3 @@ def test_forms_of_the_npu(agree):
 
     agree(split, torch.randn(4, 6))
     agree(added, torch.randn(4, 6), torch.randn(3, 6))
-
-
-def test_split_with_sizes_into_given_tensors():
-    x = torch.randn(7, 4)
-    out = [torch.empty(size, 4, device="npu") for size in (2, 4, 1)]
-    torch.split_with_sizes_copy(x.npu(), [2, 4, 1], 0, out=out)
-    for ours, expected in zip(out, x.split([2, 4, 1]), strict=True):
-        assert torch.equal(ours.cpu(), expected)

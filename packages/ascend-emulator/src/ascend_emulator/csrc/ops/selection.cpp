@@ -37,10 +37,6 @@ OP(aclnnScatterReduce, (Tensor self, int64_t dim, Tensor indices, Tensor source,
 OP(aclnnInplaceScatterReduce, (Tensor self, int64_t dim, Tensor indices, Tensor source, int64_t reduction, bool include_self), {
   self.copy_(at::scatter_reduce(wide(self), dim, index(indices), wide(source), reduction_name(reduction), include_self));
 })
-OP(aclnnSplitWithSize, (Tensor self, Ints sizes, int64_t dim, Tensors out), {
-  const auto parts = self.split_with_sizes(sizes, dim);
-  for (size_t i = 0; i < out.size(); ++i) out[i].copy_(parts[i]);
-})
 OP(aclnnChunkCat, (Tensors tensors, int64_t dim, int64_t chunks, Tensor out), { out.copy_(at::_chunk_cat(tensors, dim, chunks)); })
 OP(aclnnEmbeddingRenorm, (Tensor self, Tensor indices, double bound, double order), { at::embedding_renorm_(self, index(indices), bound, order); })
 OP(aclnnEmbeddingBag, (Tensor weight, Tensor indices, Tensor offsets, bool scale, int64_t mode, bool sparse, Opt<Tensor> per_sample, bool last, int64_t padding,
