@@ -187,11 +187,13 @@ def test_arguments_outside_the_documentation_are_refused(options, message):
         torch_npu.npu_fusion_attention(x, x, x, HEADS, "BNSD", **given)
 
 
-def test_position_bias_of_packed_sequences():
-    """aclnnFlashAttentionVarLenScoreV2: pse_type is given, and no sink."""
+def test_packed_sequences_without_a_sink():
+    """aclnnFlashAttentionVarLenScoreV2 and its gradient."""
     plain = [torch.randn(9, HEADS, SIZE) for _ in range(3)]
-    out = torch_npu.npu_fusion_attention_v2(
-        *[x.npu() for x in plain], HEADS, "TND", scale=0.2, actual_seq_qlen=[4, 9], actual_seq_kvlen=[4, 9]
-    )[0]
-    parts = [[x.double()[a:b].transpose(0, 1) for x in plain] for a, b in ((0, 4), (4, 9))]
-    close(out, torch.cat([attend(*part, 0.2)[0].transpose(0, 1) for part in parts]), ulps=32)
+    ours = [x.npu().requires_grad_() for x in plain]
+    out = torch_npu.npu_fusion_attention_v2(*ours, HEADS, "TND", scale=0.2, actual_seq_qlen=[4, 9], actual_seq_kvlen=[4, 9])[0]
+    wide = [x.double().requires_grad_() for x in plain]
+    parts = [[x[a:b].transpose(0, 1) for x in wide] for a, b in ((0, 4), (4, 9))]
+    expected = torch.cat([attend(*part, 0.2)[0].transpose(0, 1) for part in parts])
+    close(out, expected, ulps=32)
+    both(ours, wide, out, expected, 1e-4)
