@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Every operator that computes in this process or one that it starts leaves its name here (test_coverage.py reads it).
+# Every operator and call that this process or one that it starts carries out leaves its name here (test_coverage.py reads it).
 TRACES = Path(tempfile.mkdtemp(prefix="ascend-emulator-"))
-os.environ["ASCEND_EMULATOR_OPERATORS"] = str(TRACES / "operators")
+os.environ["ASCEND_EMULATOR_CALLS"] = str(TRACES / "calls")
 
 
 def pytest_sessionfinish() -> None:
@@ -37,8 +37,8 @@ def complete(request: pytest.FixtureRequest) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The check that every operator was run comes last of this directory's tests."""
-    last = [item for item in items if item.name == "test_every_computed_operator_was_run"]
+    """The check that every entry point was run comes last of this directory's tests."""
+    last = [item for item in items if item.name == "test_every_entry_point_was_run"]
     own = [place for place, item in enumerate(items) if item.path.parent == Path(__file__).parent and item not in last]
     if last and own:
         items.insert(own[-1] + 1, last[0])  # first behind, then away from where it was
@@ -101,7 +101,7 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     The environment is this one without what the emulator put there; an empty value takes a variable out.
     """
-    kept = ("ASCEND_EMULATOR_OPERATORS", "ASCEND_EMULATOR_SANITIZE")
+    kept = ("ASCEND_EMULATOR_CALLS", "ASCEND_EMULATOR_SANITIZE")
     own = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("ASCEND_")}
     own["LD_LIBRARY_PATH"] = ""
 

@@ -18,20 +18,28 @@ class EntryPoint:
 
     Attributes:
         name: the C symbol; an aclnn operator's two symbols count as one.
-        state: ``computed``, ``bookkeeping`` or ``refuses``.
+        effect: what a call that succeeds has done: ``computed``, ``answers`` through its outputs, ``keeps`` or releases something
+            of the host's, ``nothing``; or ``refuses``.
+        why: why nothing is right, empty for the other effects.
         family: the source file that has it, empty if it refuses.
         asked: whether the installed torch_npu can ask for it.
     """
 
     name: str
-    state: str
     family: str
+    effect: str
+    why: str
     asked: bool
+
+    @property
+    def state(self) -> str:
+        """``computed``, ``bookkeeping`` or ``refuses``."""
+        return self.effect if self.effect in ("computed", "refuses") else "bookkeeping"
 
 
 @cache
-def _registry() -> dict[str, tuple[str, str]]:
-    """Name to (state, family), read in a process of its own: the library wants torch's in the process before it."""
+def _registry() -> dict[str, tuple[str, str, str]]:
+    """Name to (family, effect, why), read in a process of its own: the library wants torch's in the process before it."""
     script = (
         "import ctypes, sys\n"
         "for path in sys.argv[1:]: library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)\n"
@@ -41,14 +49,15 @@ def _registry() -> dict[str, tuple[str, str]]:
     libraries = build.library_dir()
     paths = [build.torch_dir() / "lib" / "libtorch_cpu.so", libraries / f"lib{build.CORE}.so"]
     listing = subprocess.run([sys.executable, "-c", script, *map(str, paths)], check=True, capture_output=True, text=True).stdout
-    return {name: (state, family) for name, state, family in (line.split() for line in listing.splitlines() if line)}
+    lines = (line.split(" ", 3) for line in listing.splitlines() if line)
+    return {name: (family, effect, why) for name, family, effect, why in lines}
 
 
 def entry_points() -> list[EntryPoint]:
     """All names, those that torch_npu asks for and any others that the emulator has, sorted."""
     asked = {build.operator(name) for name in build.wheel_names()}
     have = _registry()
-    return [EntryPoint(name, *have.get(name, ("refuses", "")), name in asked) for name in sorted(asked | have.keys())]
+    return [EntryPoint(name, *have.get(name, ("", "refuses", "")), name in asked) for name in sorted(asked | have.keys())]
 
 
 def _group(name: str) -> str:

@@ -53,10 +53,6 @@ uint64_t hash(uint64_t seed, std::initializer_list<uint64_t> parts) {
   return seed;
 }
 
-}  // namespace
-
-namespace {
-
 bool stuck(const Head& head) { return head.waits_for && !head.waits_for->stream->reached(head.waits_for->ticket); }
 
 void need(Stream& stream, std::set<const Stream*>& into) {

@@ -61,10 +61,9 @@ inline void multiple(const char* argument, int64_t value, int64_t unit) {
 inline void contiguous(const char* argument, const at::Tensor& tensor) {
   check(tensor.is_contiguous(), kOpParam, argument, " has strides ", tensor.strides(), " for shape ", tensor.sizes(), "; it must be contiguous");
 }
-// Only these chip families compute it: names as in torch_npu's documentation, "Ascend910B" (A2), "Ascend910_93" (A3), "Ascend950" (A5), "Ascend310P".
+// Only these chip families (is_chip) compute it.
 inline void chips(std::initializer_list<const char*> families) {
-  const bool known = std::any_of(families.begin(), families.end(), [](const char* family) { return chip().name.rfind(family, 0) == 0; });
-  check(known, kOpParam, "the chip is ", chip().name, "; this operator is there on ", listed(families));
+  check(std::any_of(families.begin(), families.end(), is_chip), kOpParam, "the chip is ", chip().name, "; this operator is there on ", listed(families));
 }
 
 }  // namespace emu

@@ -88,6 +88,8 @@ class Device {
 };
 
 const Chip& chip();
+// Whether the chip is of this family, named as in torch_npu's documentation: "Ascend910B" (A2), "Ascend910_93" (A3), "Ascend950" (A5), "Ascend310P".
+inline bool is_chip(const char* family) { return chip().name.rfind(family, 0) == 0; }
 int device_count();
 Device& device(int id);  // throws kInvalidParam
 

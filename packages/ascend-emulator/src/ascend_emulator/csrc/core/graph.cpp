@@ -77,9 +77,9 @@ void Graph::run(Stream& on) {
     try {
       Observation observed(on, task);
       task.run();
-    } catch (const std::exception& error) {
-      const auto* own = dynamic_cast<const Error*>(&error);
-      throw Error(own ? own->status : kOpFailed, text(task.name, " (node ", node, " of graph ", id, "): ", error.what()));
+    } catch (const std::exception& e) {
+      const auto error = error_of(e);
+      throw Error(error.status, text(task.name, " (node ", node, " of graph ", id, "): ", error.what()));
     }
     for (int after : then[node])
       if (--missing[after] == 0) ready.push_back(after);
@@ -287,7 +287,7 @@ ACL_API(computed, aclmdlRIDestroy, (void* handle), {
   std::lock_guard lock(graphs_mutex);
   graphs.erase(handle);
 })
-ACL_API(bookkeeping, aclmdlRIGetId, (void* handle, uint32_t* id), { *id = static_cast<uint32_t>(found(graphs, handle, "graph")->id); })
+ACL_API(answers, aclmdlRIGetId, (void* handle, uint32_t* id), { *id = static_cast<uint32_t>(found(graphs, handle, "graph")->id); })
 
 // Task groups: the nodes captured between begin and end get a handle. Between the beginning and the end of an update, the same operators are
 // called again on another stream; they take the nodes' places, in that stream's order, and do not run.

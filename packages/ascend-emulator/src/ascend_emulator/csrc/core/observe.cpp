@@ -6,15 +6,12 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <map>
 #include <set>
 
 namespace emu {
 namespace {
 
 std::atomic<bool> modelling{false};
-thread_local double counted_flops = 0;
-thread_local int counted_item = 0;
 thread_local int depth = 0;  // of tasks within tasks: a graph's nodes
 
 // Complete lines are added to the file, which other processes of the program write to as well.
@@ -84,11 +81,6 @@ std::string event(const std::string& name, const char* category, const std::stri
 
 bool observing() { return modelling || trace(); }
 
-void count_flops(double flops, int item) {
-  counted_flops += flops;
-  counted_item = item;
-}
-
 double modelled_seconds(const Task& task, bool in_graph) {
   const auto& c = chip();
   const auto& w = task.work;
@@ -109,28 +101,22 @@ double modelled_seconds(const Task& task, bool in_graph) {
 Observation::Observation(Stream& stream, const Task& task) : stream_(stream), task_(task), on_(observing()) {
   if (!on_) return;
   ++depth;
-  counted_flops = 0;
   start_ = Clock::now();
 }
 
 Observation::~Observation() {
   if (!on_) return;
   const bool in_graph = --depth > 0;
-  Task costed{task_.name, nullptr, task_.kind, false, nullptr, task_.work};
-  if (counted_flops > 0) {
-    costed.work.flops = counted_flops;
-    costed.work.item = counted_item;
-    counted_flops = 0;
-  }
-  const double seconds = modelled_seconds(costed, in_graph);
+  const auto& work = task_.work;
+  const double seconds = modelled_seconds(task_, in_graph);
   stream_.modelled += seconds;
   if (!trace()) return;
   const auto id = std::to_string(stream_.id);
   name_thread(id, text("NPU ", stream_.device, " stream ", stream_.id));
   std::ostringstream arguments;
-  arguments << "\"npu\": " << stream_.device << ", \"stream\": " << stream_.id << ", \"bytes\": " << static_cast<int64_t>(costed.work.bytes + costed.work.link)
-            << ", \"flops\": " << static_cast<int64_t>(costed.work.flops) << ", \"estimated_us\": " << seconds * 1e6;
-  if (!costed.work.shapes.empty()) arguments << ", \"shapes\": \"" << costed.work.shapes << '"';
+  arguments << "\"npu\": " << stream_.device << ", \"stream\": " << stream_.id << ", \"bytes\": " << static_cast<int64_t>(work.bytes + work.link)
+            << ", \"flops\": " << static_cast<int64_t>(work.flops) << ", \"estimated_us\": " << seconds * 1e6;
+  if (!work.shapes.empty()) arguments << ", \"shapes\": \"" << work.shapes << '"';
   trace()->add(event(task_.name, name_of(task_.kind), id, start_, Clock::now(), arguments.str()));
 }
 

@@ -37,9 +37,6 @@ class HostObservation {
   bool on_;
 };
 
-// Adds to the floating-point operations of the task that runs in this thread, for operators whose cost lies in their arguments' values.
-void count_flops(double flops, int item);
-
 double modelled_seconds(const Task& task, bool in_graph);
 void flush_trace();
 

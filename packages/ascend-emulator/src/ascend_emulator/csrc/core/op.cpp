@@ -2,29 +2,10 @@
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <fcntl.h>
-#include <unistd.h>
-
-#include <cstdlib>
-#include <set>
-
 #include "observe.h"
 
 namespace emu {
 namespace {
-
-// ASCEND_EMULATOR_OPERATORS=FILE: the name of each operator that computes is added to the file, once a process.
-void note(const char* name) {
-  static const char* path = std::getenv("ASCEND_EMULATOR_OPERATORS");
-  if (!path) return;
-  static std::mutex mutex;
-  static std::set<std::string> seen;
-  std::lock_guard lock(mutex);
-  if (!seen.insert(name).second) return;
-  static const int file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
-  const auto line = text(name, "\n");
-  if (write(file, line.data(), line.size()) < 0) seen.erase(name);
-}
 
 // ATen gives an output of another shape than the result's a new one, with no more than a warning: torch_npu would not see the result.
 struct NoResize : c10::WarningHandler {
@@ -48,8 +29,8 @@ Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
     ++seen;
   }
   work.shapes = shapes.str();
-  if (seen > 1 && (name.find("atmul") != std::string::npos || name.find("Mm") != std::string::npos || name.find("MatMul") != std::string::npos ||
-                   name.find("Linear") != std::string::npos || name.find("Matmul") != std::string::npos)) {
+  const char* const products[] = {"atmul", "MatMul", "Mm", "Linear"};
+  if (seen > 1 && std::any_of(std::begin(products), std::end(products), [&](const char* part) { return name.find(part) != std::string::npos; })) {
     const bool adds = name.rfind("aclnnAdd", 0) == 0 || name.rfind("aclnnBaddbmm", 0) == 0;  // the first argument is what is added
     const Tensor& left = adds ? *matrices[1] : *matrices[0];
     if (left.dim() > 0) {
@@ -106,8 +87,4 @@ void Result::assign(const Tensor& value) const {
 
 }  // namespace emu
 
-EXPORT int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
-  delete executor;
-  return emu::kOk;
-}
-static const emu::Registration registration_aclDestroyAclOpExecutor{"aclDestroyAclOpExecutor", emu::State::bookkeeping, __FILE__};
+ACL_API(keeps, aclDestroyAclOpExecutor, (aclOpExecutor* executor), { delete executor; })

@@ -172,7 +172,7 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
     static constexpr const char *text = #NAME, *parameters = #PARAMS;                                  \
   };                                                                                                   \
   static RETURN body_##NAME PARAMS __VA_ARGS__                                                         \
-  static const Registration registration_##NAME{#NAME, State::computed, __FILE__};                     \
+  static const Registration registration_##NAME{#NAME, computed, __FILE__};                            \
   }                                                                                                    \
   extern "C" {                                                                                         \
   static void* resolve_##NAME() {                                                                      \

@@ -1,5 +1,8 @@
 #include "registry.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cstdlib>
 #include <map>
 #include <set>
@@ -7,7 +10,7 @@
 namespace emu {
 namespace {
 struct Entry {
-  State state;
+  Effect effect;
   std::string family;
 };
 
@@ -32,8 +35,18 @@ const std::set<std::string>& removals() {
 }
 }  // namespace
 
-Registration::Registration(const char* name, State state, const char* file) {
-  entries()[name] = {state, stem(file)};
+Registration::Registration(const char* name, Effect effect, const char* file) { entries()[name] = {effect, stem(file)}; }
+
+void note(const char* name) {
+  static const char* path = std::getenv("ASCEND_EMULATOR_CALLS");
+  if (!path) return;
+  static std::mutex mutex;
+  static std::set<std::string> seen;
+  std::lock_guard lock(mutex);
+  if (!seen.insert(name).second) return;
+  static const int file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+  const auto line = text(name, "\n");
+  if (write(file, line.data(), line.size()) < 0) seen.erase(name);
 }
 
 bool removed(const char* name) {
@@ -45,12 +58,12 @@ bool registered(const char* name) { return entries().count(name) != 0; }
 
 }  // namespace emu
 
-// One line per entry point: "name state family". Read by `ascend-emulator coverage`.
+// One line per entry point: "name family effect", and why it has none. Read by `ascend-emulator coverage`.
 EXPORT const char* ascend_emulator_registry() {
   static const std::string listing = [] {
     std::string out;
     for (const auto& [name, entry] : emu::entries())
-      out += name + (entry.state == emu::State::computed ? " computed " : " bookkeeping ") + entry.family + "\n";
+      out += emu::text(name, " ", entry.family, " ", entry.effect.name, " ", entry.effect.why, "\n");
     return out;
   }();
   return listing.c_str();

@@ -49,10 +49,9 @@ void check_queue() {
 }  // namespace emu
 
 // Returns the calling thread's last message and clears it, as torch_npu expects (c10_npu_get_error_message).
-EXPORT const char* aclGetRecentErrMsg() {
+ACL_VALUE(const char*, answers, aclGetRecentErrMsg, (), {
   using namespace emu;
   returned_message.swap(last_message);
   last_message.clear();
   return returned_message.empty() ? nullptr : returned_message.c_str();
-}
-static const emu::Registration registration_aclGetRecentErrMsg{"aclGetRecentErrMsg", emu::State::bookkeeping, __FILE__};
+})

@@ -64,17 +64,22 @@ int refuse(const char* name);
 int operator_done(const char* name, int status);
 void check_queue();  // throws if an operator failed on the queue thread
 
+// An exception as a status and a reason: c10::Error appends a backtrace, which goes.
+inline Error error_of(const std::exception& e) {
+  if (const auto* own = dynamic_cast<const Error*>(&e)) return *own;
+  const std::string what = e.what();
+  return {kOpFailed, what.substr(0, what.find("\nException raised from"))};
+}
+
 // Runs `body`, turning exceptions into a status that names the entry point.
 template <class Body>
 int guarded(const char* name, Body&& body) noexcept {
   try {
     body();
     return kOk;
-  } catch (const Error& e) {
-    return fail(e.status, text(name, ": ", e.what()));
   } catch (const std::exception& e) {
-    const std::string what = e.what();
-    return fail(kOpFailed, text(name, ": ", what.substr(0, what.find("\nException raised from"))));  // c10::Error appends a backtrace
+    const auto error = error_of(e);
+    return fail(error.status, text(name, ": ", error.what()));
   }
 }
 

@@ -41,14 +41,14 @@ void check_room(int device, int wanted, Status status) {
 
 }  // namespace
 
-std::shared_ptr<Stream> Stream::create(int device, int priority) {
+std::shared_ptr<Stream> Stream::create(int device) {
   int id;
   {
     std::lock_guard lock(all().mutex);
     if (all().next_id == 0) std::atexit(stop_streams);
     id = all().next_id++;
   }
-  std::shared_ptr<Stream> stream(new Stream(device, id, priority));
+  std::shared_ptr<Stream> stream(new Stream(device, id));
   Adversary::join(stream);
   return stream;
 }
@@ -116,13 +116,12 @@ void Stream::perform(Task& task) {
   try {
     Observation observed(*this, task);
     task.run();
-  } catch (const std::exception& error) {
-    const auto* own = dynamic_cast<const Error*>(&error);
-    const std::string what = error.what();
-    const std::string reason = what.substr(0, what.find("\nException raised from"));  // c10::Error appends a backtrace
+  } catch (const std::exception& e) {
+    const auto error = error_of(e);
+    const std::string reason = error.what();
     const bool passed_on = task.kind == Kind::wait || reason.rfind(task.name, 0) == 0;
     std::lock_guard lock(mutex_);
-    failure_ = Error(own ? own->status : kOpFailed, passed_on ? reason : text(task.name, ": ", reason));
+    failure_ = Error(error.status, passed_on ? reason : text(task.name, ": ", reason));
   }
 }
 

@@ -56,7 +56,7 @@ struct Task {
 
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
-  static std::shared_ptr<Stream> create(int device, int priority = 0);
+  static std::shared_ptr<Stream> create(int device);
 
   // Appends the task, or captures it; the result is its ticket, 0 if captured.
   uint64_t submit(Task task);
@@ -78,14 +78,13 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   const int device;
   const int id;
-  const int priority;
   std::shared_ptr<Capture> capture;  // while it captures: what is submitted goes there (graph.h)
   double modelled = 0;               // seconds since the start by the roofline model; the worker's alone
 
  private:
   friend class Adversary;
   friend void check_not_aborted();
-  Stream(int device, int id, int priority) : device(device), id(id), priority(priority) {}
+  Stream(int device, int id) : device(device), id(id) {}
   void work();
   void perform(Task& task);
 

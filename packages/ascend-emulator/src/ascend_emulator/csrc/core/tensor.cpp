@@ -76,15 +76,9 @@ void required(const void* object) { check(given(object), kOpParam, "a required a
 }  // namespace emu
 
 #define CREATE(TYPE, NAME, PARAMS, ...)                                                           \
-  static const emu::Registration registration_##NAME{#NAME, emu::State::bookkeeping, __FILE__}; \
-  EXPORT TYPE* NAME PARAMS { return emu::created(#NAME, [&] __VA_ARGS__); }
+  ACL_VALUE(TYPE*, keeps, NAME, PARAMS, { return emu::created(#NAME, [&] __VA_ARGS__); })
 
-#define DESTROY(TYPE, NAME)                                                                       \
-  static const emu::Registration registration_##NAME{#NAME, emu::State::bookkeeping, __FILE__}; \
-  EXPORT int NAME(const TYPE* object) {                                                         \
-    delete object;                                                                              \
-    return emu::kOk;                                                                            \
-  }
+#define DESTROY(TYPE, NAME) ACL_API(keeps, NAME, (const TYPE* object), { delete object; })
 
 CREATE(aclTensor, aclCreateTensor,
        (const int64_t* dims, uint64_t rank, int32_t type, const int64_t* strides, int64_t offset, int32_t format,
@@ -135,17 +129,17 @@ DESTROY(aclFloatArray, aclDestroyFloatArray)
 DESTROY(aclBoolArray, aclDestroyBoolArray)
 
 // A list owns its members.
-ACL_API(bookkeeping, aclDestroyTensorList, (const aclTensorList* list), {
+ACL_API(keeps, aclDestroyTensorList, (const aclTensorList* list), {
   if (list) for (const auto* item : list->items) delete item;
   delete list;
 })
-ACL_API(bookkeeping, aclDestroyScalarList, (const aclScalarList* list), {
+ACL_API(keeps, aclDestroyScalarList, (const aclScalarList* list), {
   if (list) for (const auto* item : list->items) delete item;
   delete list;
 })
 
 // The caller frees the array with delete[] (op_plugin's nonzero, unique and masked_select do).
-ACL_API(bookkeeping, aclGetViewShape, (const aclTensor* tensor, int64_t** dims, uint64_t* rank), {
+ACL_API(answers, aclGetViewShape, (const aclTensor* tensor, int64_t** dims, uint64_t* rank), {
   const auto shape = tensor->has_result_shape ? at::IntArrayRef(tensor->result_shape) : tensor->value.sizes();
   *dims = new int64_t[shape.size()];
   std::copy(shape.begin(), shape.end(), *dims);

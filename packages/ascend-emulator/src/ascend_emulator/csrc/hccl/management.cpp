@@ -229,21 +229,19 @@ HCCL_API(computed, HcclGetCommAsyncError, (void* comm, int32_t* error) , {
   *error = it->error();
   if (*error) fail(static_cast<Status>(*error), it->message());
 })
-EXPORT const char* HcclGetErrorString(int32_t result) { return emu::hccl::describe(result); }
-static const Registration registration_HcclGetErrorString{"HcclGetErrorString", State::computed, __FILE__};
+ACL_VALUE(const char*, answers, HcclGetErrorString, (int32_t result), { return emu::hccl::describe(result); })
 
 HCCL_API(computed, HcclCommSuspend, (void* comm), { communicator(comm)->suspend(); })
 HCCL_API(computed, HcclCommResume, (void* comm), { communicator(comm)->resume(); })
 
 // How many of HcclCommConfigCapability there are: all up to the name of a shared buffer.
-EXPORT uint32_t HcclGetCommConfigCapability() { return 12; }
-static const Registration registration_HcclGetCommConfigCapability{"HcclGetCommConfigCapability", State::bookkeeping, __FILE__};
+ACL_VALUE(uint32_t, answers, HcclGetCommConfigCapability, (), { return 12; })
 
 // Reductions are deterministic in any case (HcclConfig 0).
-HCCL_API(bookkeeping, HcclSetConfig, (int32_t config, int64_t), { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
+HCCL_API(nothing("reductions are deterministic in any case"), HcclSetConfig, (int32_t config, int64_t), { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
 
 // There is one way between two ranks.
-HCCL_API(bookkeeping, HcclCommWorkingDevNicSet, (void* comm, const uint32_t* ranks, const bool* backup, uint32_t number), {
+HCCL_API(nothing("there is one way between two ranks"), HcclCommWorkingDevNicSet, (void* comm, const uint32_t* ranks, const bool* backup, uint32_t number), {
   const auto it = communicator(comm);
   if (number && (!ranks || !backup)) refuse_call(kNullPointer, "ranks or useBackup is null");
   for (uint32_t i = 0; i < number; ++i) {

@@ -26,8 +26,6 @@ const std::map<int, DataType> kTypes = {
     {17, {"float8_e8m0", 1, {}}},
 };
 
-bool is_chip(const char* family) { return chip().name.rfind(family, 0) == 0; }
-
 void one_of_types(const char* what, int code, const std::vector<int>& allowed) {
   if (std::find(allowed.begin(), allowed.end(), code) != allowed.end()) return;
   std::vector<const char*> names;

@@ -38,7 +38,7 @@ void remove(std::map<std::pair<void*, uintptr_t>, Memory>& from, void* comm, uin
 
 }  // namespace
 
-HCCL_API(bookkeeping, HcclCommRegister, (void* comm, void* address, uint64_t bytes, void** handle, uint32_t flag), {
+HCCL_API(keeps, HcclCommRegister, (void* comm, void* address, uint64_t bytes, void** handle, uint32_t flag), {
   communicator(comm);
   given(address, bytes, "addr");
   if (!handle) refuse_call(kNullPointer, "handle is null");
@@ -48,8 +48,8 @@ HCCL_API(bookkeeping, HcclCommRegister, (void* comm, void* address, uint64_t byt
   *handle = reinterpret_cast<void*>(next_window);
   windows[{comm, next_window++}] = {number(address), bytes};
 })
-HCCL_API(bookkeeping, HcclCommDeregister, (void* comm, void* handle), { remove(windows, comm, number(handle), "registered memory"); })
-HCCL_API(bookkeeping, HcclCommExchangeMem, (void* comm, void* handle, const uint32_t* peers, uint32_t count), {
+HCCL_API(keeps, HcclCommDeregister, (void* comm, void* handle), { remove(windows, comm, number(handle), "registered memory"); })
+HCCL_API(nothing("ranks have no memory of each other to map: what they exchange is sent"), HcclCommExchangeMem, (void* comm, void* handle, const uint32_t* peers, uint32_t count), {
   const auto on = communicator(comm);
   if (count && !peers) refuse_call(kNullPointer, "peerRanks is null");
   for (uint32_t i = 0; i < count; ++i) {
@@ -59,15 +59,15 @@ HCCL_API(bookkeeping, HcclCommExchangeMem, (void* comm, void* handle, const uint
   if (!windows.count({comm, number(handle)})) refuse_call(kNotFound, handle, " is no registered memory of this communicator");
 })
 
-HCCL_API(bookkeeping, HcclCommSetMemoryRange, (void* comm, void* base, size_t bytes, size_t alignment, uint64_t), {
+HCCL_API(keeps, HcclCommSetMemoryRange, (void* comm, void* base, size_t bytes, size_t alignment, uint64_t), {
   communicator(comm);
   given(base, bytes, "baseVirPtr");
   if (alignment) refuse_call(kParameter, "alignment is ", alignment, "; allowed: 0");
   std::lock_guard lock(mutex);
   ranges[{comm, number(base)}] = {number(base), bytes};
 })
-HCCL_API(bookkeeping, HcclCommUnsetMemoryRange, (void* comm, void* base), { remove(ranges, comm, number(base), "memory range"); })
-HCCL_API(bookkeeping, HcclCommActivateCommMemory, (void* comm, void* address, size_t bytes, size_t offset, void* handle, uint64_t), {
+HCCL_API(keeps, HcclCommUnsetMemoryRange, (void* comm, void* base), { remove(ranges, comm, number(base), "memory range"); })
+HCCL_API(keeps, HcclCommActivateCommMemory, (void* comm, void* address, size_t bytes, size_t offset, void* handle, uint64_t), {
   communicator(comm);
   given(address, bytes, "virPtr");
   if (offset) refuse_call(kParameter, "offset is ", offset, "; allowed: 0");
@@ -80,4 +80,4 @@ HCCL_API(bookkeeping, HcclCommActivateCommMemory, (void* comm, void* address, si
   }
   refuse_call(kNotFound, bytes, " bytes at ", address, " are in no range of HcclCommSetMemoryRange");
 })
-HCCL_API(bookkeeping, HcclCommDeactivateCommMemory, (void* comm, void* address), { remove(active, comm, number(address), "active memory"); })
+HCCL_API(keeps, HcclCommDeactivateCommMemory, (void* comm, void* address), { remove(active, comm, number(address), "active memory"); })

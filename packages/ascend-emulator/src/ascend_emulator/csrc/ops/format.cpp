@@ -14,7 +14,7 @@ CHECKED(aclnnNpuFormatCast, (Tensor source, Tensor target), {
 
 // [..., k, n] is stored as [..., n / c0, k / 16, 16, c0] with both rounded up, and c0 values of the additional dtype in 32 bytes. The caller
 // frees the shape with delete[].
-ACL_API(bookkeeping, aclnnNpuFormatCastCalculateSizeAndFormat, (const aclTensor* source, int format, int additional, int64_t** dims, uint64_t* rank_out, int* format_out), {
+ACL_API(answers, aclnnNpuFormatCastCalculateSizeAndFormat, (const aclTensor* source, int format, int additional, int64_t** dims, uint64_t* rank_out, int* format_out), {
   required(source);
   auto sizes = source->value.sizes().vec();
   check(format == kND || format == kFractalNZ, kOpParam, "format ", format, "; ND (2) and FRACTAL_NZ (29) are there");

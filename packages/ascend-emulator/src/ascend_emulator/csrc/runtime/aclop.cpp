@@ -50,10 +50,9 @@ int copy_bytes(const DataBuffer& from, const DataBuffer& to, void* stream) {
 }  // namespace
 
 // Compile options: jit-compile (ACL_OP_JIT_COMPILE) reads "disable"; so does everything else that is asked for.
-ACL_API(bookkeeping, aclSetCompileopt, (int32_t, const char*), {})
-EXPORT size_t aclGetCompileoptSize(int32_t) { return sizeof("disable"); }
-static const Registration registration_aclGetCompileoptSize{"aclGetCompileoptSize", State::bookkeeping, __FILE__};
-ACL_API(bookkeeping, aclGetCompileopt, (int32_t, char* value, size_t length), {
+ACL_API(nothing("options for graph operators, which are never emulated"), aclSetCompileopt, (int32_t, const char*), {})
+ACL_VALUE(size_t, answers, aclGetCompileoptSize, (int32_t), { return sizeof("disable"); })
+ACL_API(answers, aclGetCompileopt, (int32_t, char* value, size_t length), {
   check(length >= sizeof("disable"), kInvalidParam, "no room for the value");
   std::strcpy(value, "disable");
 })
@@ -67,34 +66,25 @@ EXPORT int aclopCompileAndExecute(const char* op_type, int, const void* const in
 }
 EXPORT int aclopCompileAndExecuteV2(const char* op_type, ...) { return refuse_aclop(op_type); }
 
-#define MAKE(NAME)                                                                  \
-  static const Registration registration_##NAME{#NAME, State::bookkeeping, __FILE__}; \
-  EXPORT void* NAME() { return new Opaque; }
-#define DROP(NAME)                                                                  \
-  static const Registration registration_##NAME{#NAME, State::bookkeeping, __FILE__}; \
-  EXPORT void NAME(const void* object) { delete static_cast<const Opaque*>(object); }
-#define IGNORE(NAME) ACL_API(bookkeeping, NAME, (), {})
+#define IGNORE(NAME) ACL_API(nothing("a graph operator's, which is never emulated"), NAME, (), {})
 
-MAKE(aclopCreateAttr)
-DROP(aclopDestroyAttr)
-ACL_API(bookkeeping, aclDestroyDataBuffer, (const void* buffer), { delete &buffer_of(buffer); })
-#define DESC(TYPE, NAME, PARAMS, ...)                                                         \
-  static const Registration registration_##NAME{#NAME, State::bookkeeping, __FILE__}; \
-  EXPORT TYPE NAME PARAMS __VA_ARGS__
-DESC(void*, aclCreateDataBuffer, (void* data, size_t bytes), { return new DataBuffer{data, bytes}; })
-DESC(void*, aclCreateTensorDesc, (int32_t type, int32_t rank, const int64_t* dims, int32_t format), {
+ACL_VALUE(void*, keeps, aclopCreateAttr, (), { return new Opaque; })
+ACL_VALUE(void, keeps, aclopDestroyAttr, (const void* object), { delete static_cast<const Opaque*>(object); })
+ACL_API(keeps, aclDestroyDataBuffer, (const void* buffer), { delete &buffer_of(buffer); })
+ACL_VALUE(void*, keeps, aclCreateDataBuffer, (void* data, size_t bytes), { return new DataBuffer{data, bytes}; })
+ACL_VALUE(void*, keeps, aclCreateTensorDesc, (int32_t type, int32_t rank, const int64_t* dims, int32_t format), {
   return new TensorDesc{type, format, {dims, dims + rank}};
 })
-DESC(void, aclDestroyTensorDesc, (const void* desc), { delete &desc_of(desc); })
-DESC(int32_t, aclGetTensorDescType, (const void* desc), { return desc_of(desc).type; })
-DESC(int32_t, aclGetTensorDescFormat, (const void* desc), { return desc_of(desc).format; })
-DESC(size_t, aclGetTensorDescNumDims, (const void* desc), { return desc_of(desc).dims.size(); })
-ACL_API(bookkeeping, aclGetTensorDescDimV2, (const void* desc, size_t index, int64_t* size), {
+ACL_VALUE(void, keeps, aclDestroyTensorDesc, (const void* desc), { delete &desc_of(desc); })
+ACL_VALUE(int32_t, answers, aclGetTensorDescType, (const void* desc), { return desc_of(desc).type; })
+ACL_VALUE(int32_t, answers, aclGetTensorDescFormat, (const void* desc), { return desc_of(desc).format; })
+ACL_VALUE(size_t, answers, aclGetTensorDescNumDims, (const void* desc), { return desc_of(desc).dims.size(); })
+ACL_API(answers, aclGetTensorDescDimV2, (const void* desc, size_t index, int64_t* size), {
   const auto& dims = desc_of(desc).dims;
   check(index < dims.size(), kInvalidParam, "dimension ", index, " of ", dims.size());
   *size = dims[index];
 })
-ACL_API(bookkeeping, aclSetTensorFormat, (void* desc, int32_t format), { static_cast<TensorDesc*>(desc)->storage_format = format; })
+ACL_API(keeps, aclSetTensorFormat, (void* desc, int32_t format), { static_cast<TensorDesc*>(desc)->storage_format = format; })
 IGNORE(aclSetTensorDescName)
 IGNORE(aclSetTensorPlaceMent)
 IGNORE(aclSetTensorShape)

@@ -17,7 +17,7 @@ using namespace emu;
 
 // Of the configuration file, {"defaultDevice": {"default_device": "0"}} counts: runtime calls then set that device implicitly in a
 // thread that has none (CANN's documentation, "Initialization"). The other settings are about dumps and profiles.
-ACL_API(bookkeeping, aclInit, (const char* path), {
+ACL_API(keeps, aclInit, (const char* path), {
   // A thread of torch_npu's polls every microsecond for memory to release; threads made from here on may sleep a millisecond instead,
   // which leaves the processor to the operators.
   prctl(PR_SET_TIMERSLACK, 1000000ul);
@@ -27,33 +27,33 @@ ACL_API(bookkeeping, aclInit, (const char* path), {
   std::smatch found;
   if (std::regex_search(config, found, std::regex("\"default_device\"\\s*:\\s*\"(\\d+)\""))) set_default_device(std::stoi(found[1]));
 })
-ACL_API(bookkeeping, aclFinalize, (), {})
-ACL_API(bookkeeping, aclrtGetDeviceCount, (uint32_t* count), { *count = device_count(); })
-ACL_API(bookkeeping, aclrtSetDevice, (int32_t id), { set_current_device(id); })
-ACL_API(bookkeeping, aclrtResetDevice, (int32_t id), { device(id); })
-ACL_API(bookkeeping, aclrtGetDevice, (int32_t* id), {
+ACL_API(nothing("streams end and memory is released at the process's exit"), aclFinalize, (), {})
+ACL_API(answers, aclrtGetDeviceCount, (uint32_t* count), { *count = device_count(); })
+ACL_API(keeps, aclrtSetDevice, (int32_t id), { set_current_device(id); })
+ACL_API(nothing("streams end and memory is released at the process's exit"), aclrtResetDevice, (int32_t id), { device(id); })
+ACL_API(answers, aclrtGetDevice, (int32_t* id), {
   check(has_current_device(), kContextNull, "no device was set in this thread");
   *id = current_device();
 })
-ACL_API(bookkeeping, aclrtGetLogicDevIdByUserDevId, (int32_t user, int32_t* logical), { *logical = user; })
+ACL_API(answers, aclrtGetLogicDevIdByUserDevId, (int32_t user, int32_t* logical), { *logical = user; })
 // A context is its device here: one primary context each.
-ACL_API(bookkeeping, aclrtGetCurrentContext, (void** context), { *context = &device(current_device()); })
-ACL_API(bookkeeping, aclrtSetCurrentContext, (void* context), {
+ACL_API(answers, aclrtGetCurrentContext, (void** context), { *context = &device(current_device()); })
+ACL_API(keeps, aclrtSetCurrentContext, (void* context), {
   check(context != nullptr, kInvalidParam, "the context is null");
   set_current_device(static_cast<Device*>(context)->id);
 })
-ACL_API(bookkeeping, aclrtGetPrimaryCtxState, (int32_t id, uint32_t* flags, int32_t* active), {
+ACL_API(answers, aclrtGetPrimaryCtxState, (int32_t id, uint32_t* flags, int32_t* active), {
   if (flags) *flags = 0;
   *active = device(id).active;
 })
-ACL_API(bookkeeping, aclrtDeviceCanAccessPeer, (int32_t* can, int32_t, int32_t), { *can = 1; })
-ACL_API(bookkeeping, aclrtDeviceEnablePeerAccess, (int32_t, uint32_t), {})
-ACL_API(bookkeeping, aclrtDeviceGetBareTgid, (int32_t* pid), { *pid = getpid(); })
+ACL_API(answers, aclrtDeviceCanAccessPeer, (int32_t* can, int32_t, int32_t), { *can = 1; })
+ACL_API(nothing("all NPUs of a process share its address space"), aclrtDeviceEnablePeerAccess, (int32_t, uint32_t), {})
+ACL_API(answers, aclrtDeviceGetBareTgid, (int32_t* pid), { *pid = getpid(); })
 // aclrtFloatOverflowMode: 0 saturates, 1 keeps infinities and NaNs, which is what ATen does.
-ACL_API(bookkeeping, aclrtSetDeviceSatMode, (int32_t mode), { check(mode == 1, kUnsupported, "overflow mode ", mode, " is not emulated; 1, infinities and NaNs, is"); })
-ACL_API(bookkeeping, aclrtSetOpWaitTimeout, (uint32_t), {})
-ACL_API(bookkeeping, aclrtSetOpExecuteTimeOut, (uint32_t), {})
-ACL_API(bookkeeping, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, uint64_t* actual), { if (actual) *actual = timeout; })
+ACL_API(nothing("infinities and NaNs are kept, in the one mode that is there"), aclrtSetDeviceSatMode, (int32_t mode), { check(mode == 1, kUnsupported, "overflow mode ", mode, " is not emulated; 1, infinities and NaNs, is"); })
+ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpWaitTimeout, (uint32_t), {})
+ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpExecuteTimeOut, (uint32_t), {})
+ACL_API(answers, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, uint64_t* actual), { if (actual) *actual = timeout; })
 
 // System parameters (such as the determinism level) read back what was set; an unset one reads 0.
 namespace {
@@ -64,22 +64,22 @@ void set_parameter(int32_t option, int64_t value) {
   parameters[option] = value;
 }
 }  // namespace
-ACL_API(bookkeeping, aclrtSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
-ACL_API(bookkeeping, aclrtCtxSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
-ACL_API(bookkeeping, aclrtGetSysParamOpt, (int32_t option, int64_t* value), {
+ACL_API(keeps, aclrtSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
+ACL_API(keeps, aclrtCtxSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
+ACL_API(answers, aclrtGetSysParamOpt, (int32_t option, int64_t* value), {
   std::lock_guard lock(parameters_mutex);
   *value = parameters[option];
 })
 
 // aclDeviceInfo: 0 cube (AI) cores, 1 vector cores, 2 bytes of L2 (torch_npu's NPUFunctions.cpp asks for these by name).
-ACL_API(bookkeeping, aclGetDeviceCapability, (uint32_t id, int32_t what, int64_t* value), {
+ACL_API(answers, aclGetDeviceCapability, (uint32_t id, int32_t what, int64_t* value), {
   device(static_cast<int>(id));
   const int64_t known[] = {chip().cube_cores, chip().vector_cores, chip().l2};
   check(what >= 0 && what < 3, kInvalidParam, "capability ", what, " is not emulated");
   *value = known[what];
 })
 // aclrtDevAttr, the public enumeration (CANN's API reference, "aclrtDevAttr").
-ACL_API(bookkeeping, aclrtGetDeviceInfo, (uint32_t id, int32_t what, int64_t* value), {
+ACL_API(answers, aclrtGetDeviceInfo, (uint32_t id, int32_t what, int64_t* value), {
   const auto& npu = device(static_cast<int>(id));
   switch (what) {
     case 101:  // AI cores, which are the cube cores
@@ -91,24 +91,23 @@ ACL_API(bookkeeping, aclrtGetDeviceInfo, (uint32_t id, int32_t what, int64_t* va
   throw Error(kUnsupported, text("attribute ", what, " is not emulated"));
 })
 // Sixteen bytes, different for each NPU.
-ACL_API(bookkeeping, aclrtDeviceGetUuid, (int32_t id, char* uuid), {
+ACL_API(answers, aclrtDeviceGetUuid, (int32_t id, char* uuid), {
   std::memcpy(uuid, "ascend-emulator", 16);
   uuid[15] = static_cast<char>(device(id).id);
 })
-ACL_API(bookkeeping, aclrtGetDeviceUtilizationRate, (int32_t id, void* rates), {
+ACL_API(answers, aclrtGetDeviceUtilizationRate, (int32_t id, void* rates), {
   device(id);
   std::memset(rates, 0, 4 * sizeof(int32_t));  // cube, vector, AI CPU, memory: in percent
 })
 
 // Errors are reported by the call that fails, so none stays behind.
-ACL_API(bookkeeping, aclrtGetLastError, (int32_t), {})
-ACL_API(bookkeeping, aclrtPeekAtLastError, (int32_t), {})
+ACL_API(nothing("errors are reported by the call that fails"), aclrtGetLastError, (int32_t), {})
+ACL_API(nothing("errors are reported by the call that fails"), aclrtPeekAtLastError, (int32_t), {})
 
-EXPORT const char* aclrtGetSocName() { return chip().name.c_str(); }
-static const Registration registration_aclrtGetSocName{"aclrtGetSocName", State::bookkeeping, __FILE__};
+ACL_VALUE(const char*, answers, aclrtGetSocName, (), { return chip().name.c_str(); })
 
 // The one attribute that torch_npu asks for is whether infinities and NaNs are kept (ACL_CANN_ATTR_INF_NAN): they are.
-ACL_API(bookkeeping, aclGetCannAttribute, (int32_t, int32_t* value), { *value = 1; })
+ACL_API(answers, aclGetCannAttribute, (int32_t, int32_t* value), { *value = 1; })
 
 // Versions. The structure is in CANN's public API reference ("aclCANNPackageVersion"), as is the numbering of packages: the driver, which
 // there is none of, is the last.
@@ -118,7 +117,7 @@ struct PackageVersion {
 };
 constexpr int32_t kDriver = 7;
 }  // namespace
-ACL_API(bookkeeping, aclsysGetCANNVersion, (int32_t package, PackageVersion* version), {
+ACL_API(answers, aclsysGetCANNVersion, (int32_t package, PackageVersion* version), {
   check(package >= 0 && package < kDriver, kUnsupported, "package ", package, " has no version");
   *version = {CANN_VERSION};
   char* const parts[] = {version->major, version->minor, version->release};
@@ -126,4 +125,4 @@ ACL_API(bookkeeping, aclsysGetCANNVersion, (int32_t package, PackageVersion* ver
   for (char* part : parts) numbers.getline(part, sizeof version->major, '.');
   std::strcpy(version->patch, "0");
 })
-ACL_API(bookkeeping, aclsysGetVersionStr, (const char*, char* version), { std::strcpy(version, CANN_VERSION); })
+ACL_API(answers, aclsysGetVersionStr, (const char*, char* version), { std::strcpy(version, CANN_VERSION); })

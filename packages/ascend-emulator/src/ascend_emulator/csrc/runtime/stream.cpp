@@ -126,26 +126,24 @@ void destroy(void* handle, bool force) {
 }  // namespace
 
 ACL_API(computed, aclrtCreateStream, (void** stream), { *stream = add_stream(Stream::create(current_device())); })
-ACL_API(computed, aclrtCreateStreamWithConfig, (void** stream, uint32_t priority, uint32_t), {
-  *stream = add_stream(Stream::create(current_device(), static_cast<int>(priority)));
-})
+ACL_API(computed, aclrtCreateStreamWithConfig, (void** stream, uint32_t, uint32_t), { *stream = add_stream(Stream::create(current_device())); })
 ACL_API(computed, aclrtDestroyStream, (void* stream), { destroy(stream, false); })
 ACL_API(computed, aclrtDestroyStreamForce, (void* stream), { destroy(stream, true); })
 ACL_API(computed, aclrtDeviceTaskAbort, (int32_t id, uint32_t), {
   for (const auto& stream : streams_of(device(id).id)) stream->abort();
 })
-ACL_API(bookkeeping, aclrtStreamGetId, (void* stream, int32_t* id), { *id = stream_of(stream).id; })
+ACL_API(answers, aclrtStreamGetId, (void* stream, int32_t* id), { *id = stream_of(stream).id; })
 // A stream stops at its first failure in either mode: nothing wrong is computed from what failed.
-ACL_API(bookkeeping, aclrtSetStreamFailureMode, (void* stream, uint64_t), { stream_of(stream); })
+ACL_API(nothing("a stream stops at its first failure in either mode"), aclrtSetStreamFailureMode, (void* stream, uint64_t), { stream_of(stream); })
 // Attributes: 1 failure mode, 2 overflow check, 3 a tag, 4 whether shapes are reported to the profiler, 5 priority. None changes a result but 2.
-ACL_API(bookkeeping, aclrtSetStreamAttribute, (void* stream, int32_t attribute, const void* value), {
+ACL_API(nothing("no attribute changes a result"), aclrtSetStreamAttribute, (void* stream, int32_t attribute, const void* value), {
   stream_of(stream);
   check(attribute >= 1 && attribute <= 5 && value, kInvalidParam, "stream attribute ", attribute, "; 1 to 5 are there");
   check(attribute != 2 || *static_cast<const uint32_t*>(value) == 0, kUnsupported, "overflow detection is not emulated");
 })
 // Overflow is never watched for: results keep infinities (aclGetCannAttribute), where nobody needs it.
-ACL_API(bookkeeping, aclrtSetStreamOverflowSwitch, (void*, uint32_t on), { check(on == 0, kUnsupported, "overflow detection is not emulated"); })
-ACL_API(bookkeeping, aclrtGetStreamOverflowSwitch, (void*, uint32_t* on), { *on = 0; })
+ACL_API(nothing("overflow is never watched for: results keep infinities and NaNs"), aclrtSetStreamOverflowSwitch, (void*, uint32_t on), { check(on == 0, kUnsupported, "overflow detection is not emulated"); })
+ACL_API(answers, aclrtGetStreamOverflowSwitch, (void*, uint32_t* on), { *on = 0; })
 // aclrtStreamStatus: 0 complete, 1 not ready.
 ACL_API(computed, aclrtStreamQuery, (void* handle, int32_t* status), {
   const auto stream = stream_at(handle);
