@@ -242,3 +242,12 @@ def test_closeness(agree, dtype):
 
 def test_number_no_less_than_a_tensor(agree):
     agree(lambda x: torch.ge(torch.tensor(2.0), x), torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_floor_division_of_truth_values(agree):
+    agree(lambda x: torch.floor_divide(x, 1.0), torch.tensor([True, False, True]))
+
+
+def test_what_self_cannot_hold_is_refused():
+    with pytest.raises(RuntimeError, match="result type Float can't be cast to the desired output type Long of self"):
+        torch.ones(3, dtype=torch.int64, device="npu").add_(torch.ones(3, device="npu"))

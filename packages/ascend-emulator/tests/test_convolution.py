@@ -40,3 +40,14 @@ def test_depthwise_by_its_own_name(agree, dtype):
         return F.conv2d(x, w, groups=4)
 
     agree(depthwise, x, w, ulps=1)
+
+
+def test_a_kernel_of_no_size_is_refused():
+    with pytest.raises(RuntimeError, match=r"aclnnConvolution: weight has the shape \[1, 1, 0, 1, 1\]; no dimension may be 0"):
+        F.conv_transpose3d(torch.ones(1, 1, 1, 1, 1).npu(), torch.ones(1, 1, 0, 1, 1).npu())
+
+
+def test_nnpack_s_convolution():
+    x, w, b = (torch.randint(-2, 3, shape).float() for shape in [(2, 4, 7, 6), (6, 4, 3, 3), (6,)])
+    actual = torch._nnpack_spatial_convolution(x.npu(), w.npu(), b.npu(), (2, 1))
+    assert torch.equal(actual.cpu(), F.conv2d(x, w, b, padding=(2, 1)))

@@ -8,8 +8,9 @@ from ascend_emulator.chips import chips
 
 # torch is imported once; each question is asked in a fork of its own, since a process sees one machine for good.
 FORKS = """
-import json, os, sys, traceback
+import ctypes, json, os, sys, traceback
 import torch
+import torch_npu
 from ascend_emulator.activation import set_environment
 
 def ask(label, question, npus=1, soc="Ascend910B1", memory=1 << 30, **environ):
@@ -44,8 +45,11 @@ for soc, chip in chips().items():
     ask(soc + " bfloat16", lambda: add(torch.bfloat16), soc=soc)
     ask(soc + " float16", lambda: add(torch.float16), soc=soc)
 
-for visible in ("0,2", "2", "1,9,0", "", "x"):
-    ask("visible " + visible, torch.npu.device_count, npus=3, ASCEND_RT_VISIBLE_DEVICES=visible)
+def counts():  # by the driver and by the runtime
+    return [torch.npu.device_count(), torch_npu._C._npu_getDeviceCount()]
+
+for visible in ("0,2", "2", "1,9,0", "", "x", "0, 1", "0 ,1", "1,0", "0,1,1", "npu0", "0,", ",0"):
+    ask("visible " + visible, counts, npus=3, ASCEND_RT_VISIBLE_DEVICES=visible)
 ask("64", torch.npu.device_count, npus=64)
 
 def placed():
@@ -80,6 +84,18 @@ ask("placed", placed, npus=3)
 ask("memory", memory, npus=2)
 ask("mixed", mixed, npus=2)
 ask("beyond", lambda: torch.ones(3, device="npu:2").tolist(), npus=2)
+
+def hidden():
+    counts = [torch.npu.device_count()]
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "0"
+    counts.append(torch.npu.device_count())
+    torch.ones(3, device="npu")
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "0,1"
+    count = ctypes.c_uint32()
+    assert ctypes.CDLL("libascendcl.so").aclrtGetDeviceCount(ctypes.byref(count)) == 0
+    return [*counts, count.value]
+
+ask("hidden", hidden, npus=2)
 """
 )
 
@@ -106,10 +122,26 @@ def test_bfloat16_where_the_chip_has_it(answers, soc):
         assert f"aclnnAdd: self is BFloat16; {soc} does not compute in bfloat16; use float16" in answers[f"{soc} bfloat16"]
 
 
-@pytest.mark.parametrize(("visible", "count"), [("0,2", 2), ("2", 1), ("1,9,0", 1), ("", 0), ("x", 0)])
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        ("0,2", 2),
+        ("2", 1),
+        ("1,9,0", 1),
+        ("", 0),
+        ("x", 0),
+        ("0, 1", 1),
+        ("0 ,1", 1),
+        ("1,0", 0),
+        ("0,1,1", 0),
+        ("npu0", 0),
+        ("0,", 1),
+        (",0", 0),
+    ],
+)
 def test_visible_devices(answers, visible, count):
     """ASCEND_RT_VISIBLE_DEVICES names those of three that are seen; the first that is not there ends the list."""
-    assert answers[f"visible {visible}"] == count
+    assert answers[f"visible {visible}"] == [count, count]
 
 
 def test_sixty_four(answers):
@@ -138,3 +170,7 @@ def test_operands_on_different_npus_are_refused(answers):
 
 def test_an_npu_that_is_not_there(answers):
     assert "device 2 asked for, 2 present" in answers["beyond"]
+
+
+def test_the_visible_npus_may_change_until_one_is_used(answers):
+    assert answers["hidden"] == [2, 1, 1]

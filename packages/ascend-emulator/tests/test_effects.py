@@ -109,6 +109,7 @@ ANSWERS = {
     "aclrtStreamGetId": (STREAM, Out(4)),
     "aclsysGetCANNVersion": (0, Out(1024, 512)),
     "aclsysGetVersionStr": (b"", Out(128, 4)),
+    "drvGetDevNum": (Out(4),),
 }
 # Those whose result is the answer.
 VALUES = {

@@ -84,6 +84,17 @@ def test_copies_that_make_the_host_wait_are_refused(x):
     refused(lambda: x.copy_(torch.ones(8)), "not allowed while a stream is captured in the mode global", "not pinned")
 
 
+def test_a_capture_goes_on_after_a_refused_wait(x):
+    graph = torch.npu.NPUGraph()
+    torch.npu.synchronize()
+    with torch.npu.graph(graph):
+        with pytest.raises(RuntimeError, match="the stream is being captured"):
+            torch.npu.current_stream().synchronize()
+        result = x + 2
+    graph.replay()
+    assert result.tolist() == [3] * 8
+
+
 def test_another_stream_may_be_waited_for_during_a_capture(x):
     other = torch.npu.Stream()
     graph, result = capture(lambda: (other.synchronize(), x + 1)[1])

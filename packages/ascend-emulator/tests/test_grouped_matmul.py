@@ -376,6 +376,13 @@ def test_grouped_products_with_nz_weights(internal_formats):
         torch_npu.npu_grouped_matmul_swiglu_quant_v2(
             x.npu(), [nz(weight)], npu([scale]), per_token.npu(), counts.cumsum(0).npu()
         ),
+        torch_npu.npu_grouped_matmul_swiglu_quant(  # seen in the dimensions of its storage
+            x.npu(),
+            nz(weight).view(len(weight), weight.size(2) // 32, weight.size(1) // 16, 16, 32),
+            counts.cumsum(0).npu(),
+            scale.npu(),
+            per_token.npu(),
+        ),
     ):
         close(steps, step, ulps=64)
         assert ((values.cpu().double() - torch.nn.functional.silu(gate) * up / step[:, None]).abs() <= 0.501).all()

@@ -146,3 +146,22 @@ def test_embedding(agree, kind, dtype):
     weight = torch.randn(11, 8, dtype=dtype)
     for index in (torch.randint(0, 11, (3, 4)), torch.randint(0, 11, (5,)), torch.tensor(3), torch.empty(0, dtype=torch.int64)):
         agree(F.embedding, index.to(kind), weight)
+
+
+def test_rows_by_an_index_of_several_dimensions():
+    x, index = torch.randn(9, 4), torch.randint(0, 9, (2, 3))
+    assert torch.equal(torch_npu.npu_gather_sparse_index(x.npu(), index.npu()).cpu(), x[index])
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_scatter_update(index_dtype):
+    """Each entry's updates start at its own place along the axis."""
+    data, updates, places = torch.randn(3, 2, 6, 4), torch.randn(3, 2, 2, 4), torch.tensor([4, 0, 1], dtype=index_dtype)
+    expected = data.clone()
+    for entry, place in enumerate(places.tolist()):
+        expected[entry, :, place : place + 2] = updates[entry]
+    ours = data.npu()
+    assert torch.equal(torch_npu.scatter_update(ours, places.npu(), updates.npu(), -2).cpu(), expected)
+    assert torch.equal(ours.cpu(), data)
+    torch_npu.scatter_update_(ours, places.npu(), updates.npu(), -2)
+    assert torch.equal(ours.cpu(), expected)

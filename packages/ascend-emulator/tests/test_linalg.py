@@ -35,6 +35,14 @@ def _assembled(u, s, v):
     return (u * s) @ v, s
 
 
+def test_renorm_of_order_zero():
+    """By the number of elements that are not 0, which ATen does not take for an order on the CPU."""
+    a = torch.tensor([[3.0, 0, 0, 0], [1, 2, 0, 4], [0, 0, 0, 0]])
+    expected = a * torch.tensor([[1], [2 / 3], [1]])
+    torch.testing.assert_close(torch.renorm(a.npu(), 0, 0, 2.0).cpu(), expected)
+    torch.testing.assert_close(a.npu().renorm_(0, 0, 2.0).cpu(), expected)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_case(agree, name):
     # Its condition number is small, so that an inverse is accurate.

@@ -52,6 +52,9 @@ def test_host_memory_can_be_registered():
     check(acl.aclrtHostUnregister(ctypes.c_void_p(address)))
     assert attributes(address)[0] == UNREGISTERED
     assert "not registered" in refused(acl.aclrtHostUnregister(ctypes.c_void_p(address)))
+    check(acl.aclrtHostRegisterV2(ctypes.c_void_p(address + 1), ctypes.c_uint64(64), 0x10000000))  # pinned alone, at any place
+    assert attributes(address + 64)[0] == HOST
+    check(acl.aclrtHostUnregister(ctypes.c_void_p(address + 1)))
     assert "multiple of 4096" in refused(acl.aclrtHostRegisterV2(ctypes.c_void_p(address + 1), ctypes.c_uint64(64), 2))
     assert "flags are 4" in refused(acl.aclrtHostRegisterV2(ctypes.c_void_p(address), ctypes.c_uint64(64), 4))
     assert "not memory of aclrtMallocHost" in refused(acl.aclrtFreeHost(ctypes.c_void_p(address)))

@@ -99,6 +99,53 @@ def test_init_routing():
     assert ends.cpu().tolist() == [3, 5, 6, 8, 8]
 
 
+@pytest.mark.parametrize("quant_mode", [0, 1])
+def test_init_routing_quant(quant_mode):
+    x, experts = torch.randn(10, 16), torch.randint(0, 4, (10, 3), dtype=torch.int32)
+    scale, offset = (torch.tensor([30.0]), torch.tensor([1.0])) if quant_mode == 0 else (torch.rand(4, 16) + 0.5, None)
+    rows, places, counts, _, steps = torch_npu.npu_moe_init_routing_quant(
+        x.npu(),
+        experts.npu(),
+        scale=scale.npu(),
+        offset=None if offset is None else offset.npu(),
+        expert_num=4,
+        expert_tokens_num_mode=1,
+        quant_mode=quant_mode,
+    )
+    flat = experts.view(-1)
+    order = flat.argsort(stable=True)
+    assert torch.equal(places.cpu().long(), order.argsort())
+    assert torch.equal(counts.cpu().long(), torch.bincount(flat, minlength=4).cumsum(0))
+    wide = x[order // 3].double()
+    if quant_mode == 0:
+        wide = wide * 30 + 1
+    else:
+        wide = wide * scale[flat[order].long()].double()
+        step = wide.abs().amax(1) / 127
+        torch.testing.assert_close(steps.cpu().double(), step, rtol=1e-5, atol=0)
+        wide = wide / step[:, None]
+    assert ((rows.cpu().double() - wide.clamp(-128, 127)).abs() <= 0.501).all()
+
+
+def test_init_routing_quant_drops_and_pads():
+    x, experts = torch.randn(4, 16), torch.tensor([[0], [1], [0], [0]], dtype=torch.int32)
+    rows, places, _, before, _ = torch_npu.npu_moe_init_routing_quant(
+        x.npu(),
+        experts.npu(),
+        scale=torch.tensor([30.0]).npu(),
+        offset=torch.tensor([0.0]).npu(),
+        expert_capacity=2,
+        expert_num=3,
+        drop_pad_mode=1,
+        expert_tokens_before_capacity_flag=True,
+        quant_mode=0,
+    )
+    assert before.tolist() == [3, 1, 0]
+    assert places.tolist() == [0, 2, 1, -1]
+    assert ((rows[0].cpu().double() - (x[[0, 2]].double() * 30).clamp(-128, 127)).abs() <= 0.501).all()
+    assert not rows[2].any()
+
+
 def routed(experts, first, last):
     """Positions in the flattened experts, in the order of those of [first, last)."""
     flat = experts.view(-1).tolist()

@@ -207,3 +207,14 @@ def test_group_norms(dtype):
 def test_arguments_outside_the_documentation_are_refused(call, message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
         call(torch.randn(4, 3, 64).half().npu(), torch.randn(64).half().npu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rms_norm_with_a_float32_gamma(dtype):
+    x, gamma = torch.randn(5, 32).to(dtype), torch.rand(32)
+    y, rstd = torch_npu.npu_rms_norm(x.npu(), gamma.npu(), 1e-6)
+    wide = x.double()
+    inverse = (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    bound = torch.finfo(y.dtype).eps * 2
+    torch.testing.assert_close(y.cpu().double(), wide * inverse * gamma.double(), rtol=bound, atol=bound)
+    torch.testing.assert_close(rstd.cpu().double(), inverse, rtol=1e-6, atol=0)

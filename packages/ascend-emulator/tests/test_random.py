@@ -21,9 +21,9 @@ DRAWS = {
     "bernoulli_": (lambda: torch.empty(COUNT, device="npu").bernoulli_(0.3), 0.3, 0.21**0.5, 0, 1),
     "bernoulli": (lambda: torch.bernoulli(torch.full((COUNT,), 0.3, device="npu")), 0.3, 0.21**0.5, 0, 1),
     "multinomial": (
-        lambda: torch.multinomial(torch.tensor([0.0, 1, 2, 1], device="npu"), COUNT, replacement=True),
-        2,
-        0.5**0.5,
+        lambda: torch.multinomial(torch.arange(4.0, device="npu"), COUNT, replacement=True),
+        7 / 3,
+        (5 / 9) ** 0.5,
         1,
         3,
     ),
@@ -94,6 +94,45 @@ def test_a_strided_part_is_filled_and_the_rest_left():
     x[:, 1].uniform_(1, 2)
     assert not x[:, 0].any()
     assert x[:, 1].min().item() >= 1
+
+
+# In graphs, where seed and offset are read at each replay.
+CAPTURED = ["rand", "randn", "multinomial", "random_", "randint"]
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_each_replay_draws_anew_and_a_seed_repeats_it(name):
+    draw, mean, deviation, low, high = DRAWS[name]
+    graph = torch.npu.NPUGraph()
+    torch.npu.synchronize()
+    with torch.npu.graph(graph):
+        first, second = draw(), draw()
+
+    def replayed():
+        graph.replay()
+        return [first.cpu(), second.cpu()]
+
+    torch.npu.manual_seed(3)
+    one, two = replayed(), replayed()
+    for values in (*one, *two):
+        assert abs(values.double().mean().item() - mean) < 5 * deviation * COUNT**-0.5
+        assert low <= values.min().item() <= values.max().item() <= high
+    assert not any(torch.equal(a, b) for a, b in ((one[0], one[1]), (one[0], two[0]), (one[1], two[0]), (one[1], two[1])))
+    torch.npu.manual_seed(3)
+    assert all(map(torch.equal, one, replayed()))
+
+
+def test_dropout_in_a_graph():
+    x, graph = torch.ones(COUNT, device="npu"), torch.npu.NPUGraph()
+    torch.npu.synchronize()
+    with torch.npu.graph(graph):
+        y = torch.nn.functional.dropout(x, 0.25)
+    kept = []
+    for _ in range(2):
+        graph.replay()
+        kept.append(y.cpu() != 0)
+        assert abs(kept[-1].float().mean().item() - 0.75) < 0.02
+    assert not torch.equal(*kept)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -121,3 +121,12 @@ def test_whole_numbers_become_floats(agree, name):
     agree(getattr(torch, name), torch.arange(1, 9))
     if name != "exp":  # torch_npu gives it an int32 output, which CANN refuses
         agree(getattr(torch, name), torch.arange(1, 9, dtype=torch.int32))
+
+
+def test_sign_of_complex_numbers(agree):
+    agree(lambda x: torch.view_as_real(torch.sgn(torch.view_as_complex(x))), torch.tensor([[3.0, -4], [0, 0], [0, 2]]))
+
+
+def test_a_negative_threshold_is_refused():
+    with pytest.raises(RuntimeError, match="aclnnSoftshrink: lambd is -1; it must not be negative"):
+        torch.nn.functional.softshrink(torch.ones(3, device="npu"), -1)

@@ -36,6 +36,7 @@ SONAMES = (
     "libacl_tdt_channel.so",
     "libopapi.so",
     "libnnopbase.so",  # where it looks for aclDestroyAclOpExecutor
+    "libascend_hal.so",  # the driver, which its Python asks for the number of NPUs
 )
 FLAGS = (
     "-std=c++20",

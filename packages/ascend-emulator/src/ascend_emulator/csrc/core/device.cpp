@@ -9,6 +9,7 @@
 
 #include "arena.h"
 #include "host_memory.h"
+#include "registry.h"
 #include "virtual_memory.h"
 
 namespace emu {
@@ -33,16 +34,15 @@ struct Machine {
     if (const char* name = std::getenv("ASCEND_EMULATOR_SOC")) chip.name = name;
     chip.memory = number("ASCEND_EMULATOR_MEMORY", 4ull << 30) & ~((1ull << 21) - 1);
     describe();
-    const int visible = count_visible(static_cast<int>(number("ASCEND_EMULATOR_NPUS", 1)));
-    if (visible == 0) return;
-    memory = chip.memory * visible;
+    const int npus = static_cast<int>(number("ASCEND_EMULATOR_NPUS", 1));
+    memory = chip.memory * npus;
     bytes = memory + std::min(memory * kVirtualPerMemory, kVirtualMost);
     device_base = map(PROT_NONE);
     kernel_base = map(PROT_NONE);
     mprotect(reinterpret_cast<void*>(kernel_base), memory, PROT_READ | PROT_WRITE);
     madvise(reinterpret_cast<void*>(kernel_base), memory, MADV_HUGEPAGE);
     virtual_memory::initialize(device_base + memory, bytes - memory, static_cast<intptr_t>(kernel_base - device_base));
-    for (int i = 0; i < visible; ++i) devices.push_back(std::make_unique<Device>(i, device_base + i * chip.memory, chip.memory));
+    for (int i = 0; i < npus; ++i) devices.push_back(std::make_unique<Device>(i, device_base + i * chip.memory, chip.memory));
   }
 
   // ASCEND_EMULATOR_CHIP: the fields of a chip in chips.py, as name=value with spaces between.
@@ -78,17 +78,23 @@ struct Machine {
     return reinterpret_cast<uintptr_t>(at);
   }
 
-  // ASCEND_RT_VISIBLE_DEVICES, as CANN documents it: a list of ids; the first invalid one ends the list.
-  static int count_visible(int npus) {
+  // ASCEND_RT_VISIBLE_DEVICES, as CANN documents it and torch_npu reads it (torch_npu/npu/__init__.py, device_count): a list of ids that the first
+  // invalid one ends. Ids that do not ascend leave no NPU.
+  int visible() const {
+    const int npus = static_cast<int>(devices.size());
     const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
     if (!list) return npus;
     int count = 0;
-    std::stringstream items(list);
-    for (std::string item; std::getline(items, item, ',');) {
+    long last = -1;
+    for (const char* at = list; std::isdigit(static_cast<unsigned char>(*at)); ++at) {
       char* end = nullptr;
-      const long id = std::strtol(item.c_str(), &end, 10);
-      if (end == item.c_str() || id < 0 || id >= npus) break;
+      const long id = std::strtol(at, &end, 10);
+      if (id <= last) return 0;
+      if (id >= npus) break;
+      last = id;
       ++count;
+      if (*end != ',') break;
+      at = end;
     }
     return count;
   }
@@ -106,6 +112,7 @@ void* kernel_view(uintptr_t address) {
 
 thread_local int current = -1;
 std::atomic<int> default_device{-1};
+std::atomic<int> count_in_use{-1};  // of devices, since one was set
 
 // ASCEND_EMULATOR_LEAKS: at exit, after torch_npu's own clean-up, as this library is torn down after those that depend on it.
 __attribute__((destructor)) void report_leaks() {
@@ -249,12 +256,16 @@ uint64_t Device::available() {
 }
 
 const Chip& chip() { return machine().chip; }
-int device_count() { return static_cast<int>(machine().devices.size()); }
+// Until a device is set the variable may change (torch_npu's test_torch_npu.py, test_device_count_not_cached_pre_init).
+int device_count() {
+  const int fixed = count_in_use;
+  return fixed >= 0 ? fixed : machine().visible();
+}
 
 Device& device(int id) {
-  auto& all = machine().devices;
-  check(id >= 0 && id < static_cast<int>(all.size()), kInvalidParam, "device ", id, " asked for, ", all.size(), " present");
-  return *all[id];
+  const int count = device_count();
+  check(id >= 0 && id < count, kInvalidDevice, "device ", id, " asked for, ", count, " present");
+  return *machine().devices[id];
 }
 
 bool has_current_device() { return current >= 0; }
@@ -267,6 +278,8 @@ void set_default_device(int id) { default_device = id; }
 void set_current_device(int id) {
   auto& chosen = device(id);
   chosen.active = true;
+  int none = -1;
+  count_in_use.compare_exchange_strong(none, machine().visible());
   current = chosen.id;
 }
 
@@ -322,3 +335,6 @@ bool is_pinned(const void* address) {
 }
 
 }  // namespace emu
+
+// The driver's (libascend_hal.so): all NPUs, whichever are visible. torch.npu.device_count() asks for it (torch_npu/npu/__init__.py).
+ACL_API(answers, drvGetDevNum, (uint32_t* count), { *count = static_cast<uint32_t>(emu::machine().devices.size()); })

@@ -54,7 +54,7 @@
 {"aclnnExpm1", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
 {"aclnnFloor", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
 {"aclnnFloorDivide", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
-{"aclnnFloorDivides", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
+{"aclnnFloorDivides", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},  // op-plugin's test_floordivide.py, test_floor_divide_scalar_bool
 {"aclnnFmodScalar", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
 {"aclnnFmodTensor", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
 {"aclnnFrac", "bf16 fp16 fp32"},
@@ -65,7 +65,7 @@
 {"aclnnGeluV2", "bf16 fp16 fp32"},
 {"aclnnGlu", "bf16 fp16 fp32 fp64"},
 {"aclnnHardshrink", "bf16 fp16 fp32"},
-{"aclnnHardsigmoid", "bf16 fp16 fp32 int8 int16 int32 int64 uint8"},
+{"aclnnHardsigmoid", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},  // op-plugin's test_hardsigmoid.py, test_hardsigmoid
 {"aclnnHardswish", "bf16 fp16 fp32"},
 {"aclnnHardtanh", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
 {"aclnnHistc", "bf16 fp16 fp32"},
@@ -105,7 +105,7 @@
 {"aclnnInplaceGeTensor", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
 {"aclnnInplaceGtScalar", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
 {"aclnnInplaceGtTensor", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
-{"aclnnInplaceHardsigmoid", "bf16 fp16 fp32 int8 int16 int32 int64 uint8"},
+{"aclnnInplaceHardsigmoid", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},  // as aclnnHardsigmoid
 {"aclnnInplaceHardswish", "bf16 fp16 fp32"},
 {"aclnnInplaceHardtanh", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
 {"aclnnInplaceIndexFill", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
@@ -122,7 +122,7 @@
 {"aclnnInplaceMaskedFillTensor", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
 {"aclnnInplaceMaskedScatter", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
 {"aclnnInplaceMish", "bf16 fp16 fp32"},
-{"aclnnInplaceNormal", "bf16 fp16 fp32"},
+{"aclnnInplaceNormal", "bf16 fp16 fp32 fp64"},  // torch_npu's test_dlpack.py, test_dlpack_roundtrip_basic_float64
 {"aclnnInplaceNormalTensor", "bf16 fp16 fp32"},
 {"aclnnInplacePowTensorScalar", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
 {"aclnnInplacePowTensorTensor", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},

@@ -14,6 +14,7 @@ namespace emu {
 enum Status : int {
   kOk = 0,
   kInvalidParam = 100000,
+  kInvalidDevice = 107001,
   kContextNull = 107002,
   kNotThisStream = 107003,
   kCaptureDependency = 107024,

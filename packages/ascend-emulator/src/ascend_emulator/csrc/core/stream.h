@@ -119,7 +119,7 @@ std::shared_ptr<Stream> take_stream(void* handle);
 void reserve_streams(int device, int count, Status status);
 
 // The host cannot wait for a stream that is being captured (graph.cpp).
-void check_not_captured(const char* call, const Stream& stream);
+void check_not_captured(const Stream& stream);
 // For calls that the mode of a capture, on whichever stream, forbids.
 void check_capture_mode(const char* call);
 

@@ -15,6 +15,7 @@ inline int result_of(int status) {
     case kOk: return kSuccess;
     case kInvalidParam:
     case kOpParam:
+    case kInvalidDevice:
     case kContextNull: return kParameter;
     case kUnsupported: return kNotSupported;
     case kOutOfMemory: return kMemory;

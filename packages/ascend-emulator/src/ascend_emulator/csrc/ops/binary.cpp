@@ -11,7 +11,7 @@ at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_t
 template <class Other>
 void fits(const at::Tensor& self, const Other& other) {
   const auto result = at::result_type(self, other);
-  emu::check(c10::canCast(result, self.scalar_type()), emu::kOpParam, "self is ", self.scalar_type(), ", which does not hold the result's ", result);
+  emu::check(c10::canCast(result, self.scalar_type()), emu::kOpParam, "result type ", result, " can't be cast to the desired output type ", self.scalar_type(), " of self");
 }
 }  // namespace
 

@@ -3,9 +3,20 @@
 
 using namespace emu;
 
-OP(aclnnConvolution, (Tensor input, Tensor weight, Opt<Tensor> bias, Ints stride, Ints padding, Ints dilation, bool transposed, Ints output_padding,
-                      int64_t groups, Tensor out, int8_t), {
-  out.copy_(at::convolution(wide(input), wide(weight), wide(bias), stride, padding, dilation, transposed, output_padding, groups));
+// Twice as many paddings as dimensions are one for each side (op-plugin's NnpackSpatialConvolutionKernelNpuOpApi.cpp).
+CHECKED(aclnnConvolution, (Tensor input, Tensor weight, Opt<Tensor> bias, Ints stride, Ints padding, Ints dilation, bool transposed, Ints output_padding,
+                           int64_t groups, Tensor out, int8_t), {
+  check(weight.numel() > 0, kOpParam, "weight has the shape ", weight.sizes(), "; no dimension may be 0");
+  COMPUTE {
+    auto from = wide(input);
+    if (padding.size() == 2 * stride.size()) {
+      Ints sides;  // from the last dimension to the first, as constant_pad_nd wants them
+      for (size_t i = stride.size(); i-- > 0;) sides.insert(sides.end(), {padding[2 * i], padding[2 * i + 1]});
+      from = at::constant_pad_nd(from, sides);
+      padding.assign(stride.size(), 0);
+    }
+    out.copy_(at::convolution(from, wide(weight), wide(bias), stride, padding, dilation, transposed, output_padding, groups));
+  };
 })
 OP(aclnnConvolutionBackward, (Tensor grad, Tensor input, Tensor weight, Opt<Ints> bias_sizes, Ints stride, Ints padding, Ints dilation, bool transposed,
                               Ints output_padding, int64_t groups, Bools mask, int8_t, Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias), {

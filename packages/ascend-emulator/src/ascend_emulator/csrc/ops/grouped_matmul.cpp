@@ -204,9 +204,11 @@ std::function<void()> swiglu_quant(const Tensor& x, const Tensor& weight, const 
   one_of("weight_scale", weight_scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
   one_of("x_scale", x_scale, {at::kFloat});
   one_of("group_list", list, {at::kLong});
-  rank("weight", weight, 3);
+  rank("weight", weight, 3, 5);
+  // The view of FRACTAL_NZ's own dimensions, [groups, n / c0, k / 16, 16, c0], over values that lie as [groups, k, n] here (ops/format.cpp).
+  const auto stack = weight.dim() == 5 ? weight.reshape({weight.size(0), weight.size(2) * weight.size(3), weight.size(1) * weight.size(4)}) : weight;
   check(x_scale.numel() == x.size(0), kOpParam, "x_scale has shape ", x_scale.sizes(), "; one for each of ", x.size(0), " rows is needed");
-  const Grouped call{{x}, {weight}, assist ? Lists(Tensors{*assist}) : Lists(), Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list, 3, 0, list_kind, 0, {out}};
+  const Grouped call{{x}, {stack}, assist ? Lists(Tensors{*assist}) : Lists(), Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list, 3, 0, list_kind, 0, {out}};
   call.check_arguments();
   return [=] {
     const auto values = at::zeros({x.size(0), out.size(1) * 2}, at::kFloat);

@@ -106,3 +106,30 @@ OP(aclnnMaskedSelect, (Tensor self, Tensor mask, Result out), { out.assign(at::m
 OP(aclnnNonzero, (Tensor self, Result out), { out.assign(at::nonzero(self)); })
 // The V2 form has one row a dimension.
 OP(aclnnNonzeroV2, (Tensor self, Result out), { out.assign(at::nonzero(self).t().contiguous()); })
+
+// What npu_gather_sparse_index calls: rows of self by an index of any shape.
+CHECKED(aclnnGatherV3, (Tensor self, int64_t dim, Tensor index, int64_t batch_dims, int64_t, Tensor out), {
+  one_of("batch_dims", batch_dims, {int64_t{0}});
+  one_of("index", index, kIndices);
+  COMPUTE {
+    auto sizes = self.sizes().vec();
+    sizes.erase(sizes.begin() + dim);
+    sizes.insert(sizes.begin() + dim, index.sizes().begin(), index.sizes().end());
+    out.copy_(self.index_select(dim, index.reshape({-1}).to(at::kLong)).view(sizes));
+  };
+})
+// For each entry of the first dimension, where its updates start along the axis (torch_npu's documentation of scatter_update).
+CHECKED(aclnnInplaceScatterUpdate, (Tensor self, Tensor indices, Tensor updates, int64_t axis), {
+  one_of("data", self, {at::kChar, at::kHalf, at::kFloat, at::kBFloat16, at::kInt});
+  one_of("indices", indices, kIndices);
+  rank("data", self, 2, 8);
+  rank("indices", indices, 1);  // two dimensions are there too, but what the second means is not documented
+  same_dtype("updates", updates, "data", self);
+  rank("updates", updates, self.dim());
+  const auto dim = real_dim(axis, self.dim(), "axis");
+  check(dim > 0, kOpParam, "axis is 0, which the indices go along");
+  shape("indices", indices, {updates.size(0)});
+  COMPUTE {
+    for (int64_t i = 0; i < indices.numel(); ++i) self[i].narrow(dim - 1, indices[i].item<int64_t>(), updates.size(dim)).copy_(updates[i]);
+  };
+})

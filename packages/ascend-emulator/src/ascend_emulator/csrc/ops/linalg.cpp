@@ -1,4 +1,6 @@
 // Linear algebra and distances.
+#include <numeric>
+
 #include "wide.h"
 
 using namespace emu;
@@ -33,8 +35,21 @@ OP(aclnnTriangularSolve, (Tensor self, Tensor a, bool upper, bool transpose, boo
 OP(aclnnCdist, (Tensor a, Tensor b, float p, int64_t mode, Tensor out), { out.copy_(at::cdist(wide(a), wide(b), p, mode)); })
 OP(aclnnPdist, (Tensor self, float p, Tensor out), { out.copy_(at::pdist(wide(self), p)); })
 OP(aclnnInplaceAddr, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha), { self.copy_(at::addr(wide(self), wide(a), wide(b), beta, alpha)); })
-OP(aclnnRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound, Tensor out), { out.copy_(at::renorm(wide(self), p, dim, bound)); })
-OP(aclnnInplaceRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound), { self.copy_(at::renorm(wide(self), p, dim, bound)); })
+
+namespace {
+// The norm of order 0, which ATen does not take here, is the number of elements that are not 0.
+Tensor renormed(const Tensor& self, const Scalar& p, int64_t dim, const Scalar& bound) {
+  const auto values = wide(self);
+  if (p.toDouble() != 0) return at::renorm(values, p, dim, bound);
+  Ints others(self.dim());
+  std::iota(others.begin(), others.end(), 0);
+  others.erase(others.begin() + at::maybe_wrap_dim(dim, self.dim()));
+  const auto norm = values.ne(0).to(at::kFloat).sum(others, true);
+  return values * at::where(norm > bound, bound.toDouble() / (norm + 1e-7), at::ones_like(norm));
+}
+}  // namespace
+OP(aclnnRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound, Tensor out), { out.copy_(renormed(self, p, dim, bound)); })
+OP(aclnnInplaceRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound), { self.copy_(renormed(self, p, dim, bound)); })
 OP(aclnnHistc, (Tensor self, int64_t bins, Scalar min, Scalar max, Tensor out), {
   const auto values = self.is_floating_point() ? wide(self) : self.to(at::kFloat);
   out.copy_(at::histc(values, bins, min, max));

@@ -258,6 +258,21 @@ CHECKED(aclnnMoeInitRoutingV2, (Tensor x, Tensor expert_idx, int64_t, int64_t ca
   COMPUTE { routing.run(x, expert_idx, {}, {}, expanded_x, row_idx, tokens.value_or(Tensor()), {}); };
 })
 
+// npu_moe_init_routing_quant: quant_mode 0 by one scale and offset, 1 by row; counts cumulated (1) or not (2), without padding; how many each expert
+// has before its capacity, with it (op-plugin's MoeInitRoutingQuantKernelNpuOpApi.cpp).
+CHECKED(aclnnMoeInitRoutingQuantV2, (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t, int64_t capacity, int64_t experts, int64_t padded, int64_t count_flag,
+        bool before, int64_t quant_mode, Tensor expanded_x, Tensor row_idx, Opt<Tensor> tokens, Opt<Tensor> before_capacity, Opt<Tensor> scale_out), {
+  one_of("x", x, kFloating);
+  one_of("expert_idx", expert_idx, {at::kInt});
+  if (quant_mode == 0) check(scale && offset, kOpParam, "quant_mode 0 needs scale and offset");
+  if (padded) check(capacity > 0 && capacity <= x.size(0), kOpParam, "expert_capacity is ", capacity, "; allowed: 1 to ", x.size(0), ", the rows of x");
+  const Routing routing{capacity, experts, padded, 0, experts, 0, quant_mode, count_flag == 1 ? 0 : 1, !padded && count_flag > 0};
+  COMPUTE {
+    routing.run(x, expert_idx, scale, offset, expanded_x, row_idx, tokens.value_or(Tensor()), scale_out);
+    if (padded && before && before_capacity) before_capacity->copy_(at::bincount(expert_idx.reshape({-1}), {}, experts));
+  };
+})
+
 // The end of each expert's rows.
 CHECKED(aclnnMoeComputeExpertTokens, (Tensor sorted, int64_t experts, Tensor out), {
   one_of("sorted_expert_for_source_row", sorted, {at::kInt});

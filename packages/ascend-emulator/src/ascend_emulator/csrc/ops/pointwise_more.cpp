@@ -13,7 +13,10 @@ OP(aclnnPolar, (Tensor length, Tensor angle, Tensor out), { out.copy_(at::polar(
 OP(aclnnGcd, (Tensor self, Tensor other, Tensor out), { out.copy_(at::gcd(self, other)); })
 OP(aclnnGlu, (Tensor self, int64_t dim, Tensor out), { out.copy_(at::glu(wide(self), dim)); })
 OP(aclnnHardshrink, (Tensor self, Scalar bound, Tensor out), { out.copy_(at::hardshrink(wide(self), bound)); })
-OP(aclnnSoftshrink, (Tensor self, Scalar bound, Tensor out), { out.copy_(at::softshrink(wide(self), bound)); })
+CHECKED(aclnnSoftshrink, (Tensor self, Scalar bound, Tensor out), {
+  check(bound.toDouble() >= 0, kOpParam, "lambd is ", bound.toDouble(), "; it must not be negative");
+  COMPUTE { out.copy_(at::softshrink(wide(self), bound)); };
+})
 OP(aclnnThreshold, (Tensor self, Scalar threshold, Scalar value, Tensor out), { out.copy_(at::threshold(self, threshold, value)); })
 OP(aclnnInplaceThreshold, (Tensor self, Scalar threshold, Scalar value), { at::threshold_(self, threshold, value); })
 OP(aclnnLogAddExp, (Tensor self, Tensor other, Tensor out), { out.copy_(at::logaddexp(wide(self), wide(other))); })

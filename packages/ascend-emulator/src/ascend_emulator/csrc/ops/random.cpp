@@ -1,5 +1,5 @@
 // Random numbers. The numbers differ from a real NPU's for the same seed (its generator is not public); they are as random, and
-// repeat for the same (seed, offset). The forms that take seed and offset from tensors belong to graph capture, which is not emulated.
+// repeat for the same (seed, offset). Within a graph both are read from tensors when it is replayed, and the call has its own place behind.
 #include <ATen/CPUGeneratorImpl.h>
 
 #include "wide.h"
@@ -11,9 +11,22 @@ at::Generator generator(int64_t seed, int64_t offset) {
   return at::detail::createCPUGenerator(static_cast<uint64_t>(seed) + static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull);
 }
 
+at::Generator generator(const at::Tensor& seed, const at::Tensor& offset, int64_t within) {
+  return generator(seed.item<int64_t>(), offset.item<int64_t>() + within);
+}
+
 }  // namespace
 
+#define GRAPH_STATE Tensor seed, Tensor offset, int64_t within
+#define IN_GRAPH generator(seed, offset, within)
+
 OP(aclnnInplaceUniform, (Tensor self, double from, double to, int64_t seed, int64_t offset), { self.uniform_(from, to, generator(seed, offset)); })
+OP(aclnnInplaceUniformTensor, (Tensor self, double from, double to, GRAPH_STATE), { self.uniform_(from, to, IN_GRAPH); })
+OP(aclnnInplaceNormalTensor, (Tensor self, float mean, float std, GRAPH_STATE), { self.normal_(mean, std, IN_GRAPH); })
+OP(aclnnInplaceRandomTensor, (Tensor self, int64_t from, int64_t to, GRAPH_STATE), { self.random_(from, to, IN_GRAPH); })
+OP(aclnnMultinomialTensor, (Tensor self, int64_t samples, bool replacement, GRAPH_STATE, Tensor out), {
+  at::multinomial_out(out, self, samples, replacement, IN_GRAPH);
+})
 OP(aclnnInplaceNormal, (Tensor self, float mean, float std, int64_t seed, int64_t offset), { self.normal_(mean, std, generator(seed, offset)); })
 OP(aclnnNormalFloatFloat, (float mean, float std, int64_t seed, int64_t offset, Tensor out), { out.normal_(mean, std, generator(seed, offset)); })
 OP(aclnnNormalTensorFloat, (Tensor mean, float std, int64_t seed, int64_t offset, Tensor out), { out.normal_(0, std, generator(seed, offset)).add_(mean); })

@@ -105,13 +105,13 @@ void synchronize_device(const char* call, Deadline deadline) {
   HostObservation observed(call);
   check_queue();
   const auto streams = streams_of(current_device());
-  for (const auto& stream : streams) check_not_captured(call, *stream);
+  for (const auto& stream : streams) check_not_captured(*stream);
   for (const auto& stream : streams) stream->synchronize(deadline);
 }
 
 void synchronize_stream(const char* call, void* handle, Deadline deadline) {
   const auto stream = stream_at(handle);
-  check_not_captured(call, *stream);
+  check_not_captured(*stream);
   HostObservation observed(call);
   check_queue();
   stream->synchronize(deadline);
