@@ -37,7 +37,7 @@ def close(actual, expected, ulps=6):
 
 
 def paged(lengths, groups, size, dtype, value_size=None):
-    """Keys and values [l, m, d] of each request, their caches [blocks, block_size, m, d], with blocks that no one has, and the table."""
+    """Keys and values [l, m, d] of each request, their caches [blocks, block_size, m, d], some of no request, and the table."""
     keys, values = ([torch.randn(n, groups, d).to(dtype) for n in lengths] for d in (size, value_size or size))
     needed = [-(-n // BLOCK) for n in lengths]
     caches = [torch.full((sum(needed) + 3, BLOCK, groups, d), 1e4, dtype=dtype) for d in (size, value_size or size)]
