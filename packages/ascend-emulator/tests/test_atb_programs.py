@@ -64,6 +64,7 @@ REFUSED = """
     paged = lambda *rest: torch_npu._npu_paged_attention(query, cache, cache, *rest, length, n(2, 4, 16))
     attempt("mask type", lambda: atb._npu_paged_attention_v2(query, cache, table, [1, 1], mask_type=1, **paged_v2))
     attempt("heads", lambda: paged(3, 4, 0.5, table))
+    attempt("host", lambda: torch_npu._npu_paged_attention(query.cpu(), cache, cache, 2, 4, 0.5, table, length, query))
     v2 = {"mask": n(256, 256), "slopes": n(4), "num_heads": 4, "num_kv_heads": 4, "out": n(2, 4, 16)}
     attempt("left", lambda: atb._npu_flash_attention_v2(query, query, query, [2], mask_type=6, **v2))
     attempt("compressed", lambda: atb._npu_flash_attention_v2(query, query, query, [2], mask_type=4, **v2))
@@ -94,6 +95,7 @@ def test_what_is_not_there_refuses_by_its_name(run):
     assert (
         "atb::PagedAttention: key_cache has shape [3, 16, 2, 16]; it must be [blocks, block_size, 3, head_size]" in seen["heads"]
     )
+    assert "atb::PagedAttention: a tensor of Half is in the host's memory" in seen["host"]
     assert "atb::SelfAttention: mask_type 6 is not emulated" in seen["left"]
     assert "atb::SelfAttention: mask is not the compressed ALiBi mask" in seen["compressed"]
 

@@ -6,7 +6,7 @@
 namespace emu::transformer {
 namespace {
 
-Given view(const atb::Tensor& tensor) {
+Given view(const atb::Tensor& tensor, bool reads) {
   if (!tensor.device && !tensor.host && tensor.rank == 0) return {Tensor(), tensor.format};
   c10::InferenceMode off(false);  // as in aclCreateTensor
   const auto dtype = to_scalar_type(tensor.dtype);
@@ -14,6 +14,7 @@ Given view(const atb::Tensor& tensor) {
   const auto bytes = static_cast<uint64_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
   const auto options = at::TensorOptions().dtype(dtype);
   if (bytes == 0) return {at::empty(sizes, options), tensor.format};
+  check(!tensor.host || (reads && dtype == at::kInt), kOpParam, "a tensor of ", dtype, " is in the host's memory, where only lengths, of Int, may be");
   if (tensor.host) return {at::from_blob(tensor.host, sizes, options).clone(), tensor.format};
   const auto place = locate(tensor.device, bytes);
   const int here = current_device();
@@ -79,12 +80,12 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
       auto made = std::make_unique<aclOpExecutor>();
       emu::transformer::Arguments in, out;
       for (const auto& tensor : pack.in) {
-        in.push_back(emu::transformer::view(tensor));
+        in.push_back(emu::transformer::view(tensor, true));
         made->tensors.push_back(in.back().value);
         emu::check_dtypes(made->tensors, made->tensors.size() - 1, 0, inputs_, static_cast<int>(in.size()) - 1);
       }
       for (const auto& tensor : pack.out) {
-        out.push_back(emu::transformer::view(tensor));
+        out.push_back(emu::transformer::view(tensor, false));
         made->tensors.push_back(out.back().value);
       }
       made->compute = [prepared = prepare_(in, out)] { auto fresh = prepared; fresh(); };
