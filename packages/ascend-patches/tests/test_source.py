@@ -10,7 +10,7 @@ BASE = "class A:\n    def f(self, x=None):\n        return x or [1, 'a']\n"
     "other",
     [
         'class A:\n    "doc"\n    def f( self,x = None ):  # a comment\n        """Doc."""\n        return (x or [1, "a",])\n',
-        "import os\nif os.name:\n    class A:\n        def f(self, x=None):\n            return x or [1, 'a']\n    def f(): ...\n",
+        "import os\nif 1:\n    class A:\n        def f(self, x=None):\n            return x or [1, 'a']\n    def f(): ...\n",
     ],
     ids=["written differently", "somewhere else"],
 )

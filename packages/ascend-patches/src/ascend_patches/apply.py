@@ -25,7 +25,7 @@ def register() -> None:
         patches = discover()
         note = f"{len(patches)} patch{'es' * (len(patches) != 1)}"
         take = functools.partial(_setup, patches)
-        options = {"disable": []}
+        options: dict[str, object] = {"disable": []}
         extension.join("ascend-patches", "ascend_patches", take, note=note, options=options, configured=_configured)
 
 
