@@ -47,6 +47,7 @@ import sys
 
 import pytest
 
+NAME = "{name}"
 # In a process of its own, since a patch is for a process: prints "right" when the behaviour is as it should be.
 SCRIPT = """
 import sys
@@ -57,7 +58,7 @@ raise SystemExit("TODO: use {qualname}, and print 'right' if it does what it sho
 """
 
 
-@pytest.mark.parametrize(("disabled", "said"), [("", "right\\n"), ("{name}", "")], ids=["patched", "without"])
+@pytest.mark.parametrize(("disabled", "said"), [("", "right\\n"), (NAME, "")], ids=["patched", "without"])
 def test_{function}(disabled: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
