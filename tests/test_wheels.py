@@ -131,6 +131,10 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
         [
             ("vllm.platform_plugins", "ascend", "ascend_platform:register"),
             *(("vllm.general_plugins", name, f"{name}:register") for name in general),
+            ("vllm_ascend.scopes", "ascend_patches", "ascend_patches:enter"),
+            ("vllm_ascend.patches", "ascend_patches", "ascend_patches.patches"),
+            ("vllm_ascend.commands", "patches", "ascend_patches.command:add"),
+            ("console_scripts", "vllm-ascend", "ascend_platform.cli:main"),
             ("console_scripts", "ascend-emulator", "ascend_emulator.cli:main"),
             ("pytest11", "ascend_emulator", "ascend_emulator.pytest_plugin"),
         ]
