@@ -376,23 +376,17 @@ def test_grouped_products_with_nz_weights(internal_formats):
         torch_npu.npu_grouped_matmul_swiglu_quant_v2(
             x.npu(), [nz(weight)], npu([scale]), per_token.npu(), counts.cumsum(0).npu()
         ),
-        torch_npu.npu_grouped_matmul_swiglu_quant(  # seen in the dimensions of its storage
-            x.npu(),
-            nz(weight).view(len(weight), weight.size(2) // 32, weight.size(1) // 16, 16, 32),
-            counts.cumsum(0).npu(),
-            scale.npu(),
-            per_token.npu(),
-        ),
-        torch_npu.npu_grouped_matmul_swiglu_quant_v2(  # an ordinary tensor in that order
-            x.npu(),
-            [weight.unflatten(2, (-1, 32)).unflatten(1, (-1, 16)).permute(0, 3, 1, 2, 4).contiguous().npu()],
-            npu([scale]),
-            per_token.npu(),
-            counts.cumsum(0).npu(),
-        ),
     ):
         close(steps, step, ulps=64)
         assert ((values.cpu().double() - torch.nn.functional.silu(gate) * up / step[:, None]).abs() <= 0.501).all()
+
+
+def test_a_weight_in_its_storage_s_dimensions_is_refused(internal_formats):
+    weight = nz(integers(2, 32, 64)).view(2, 2, 2, 16, 32)
+    with pytest.raises(RuntimeError, match="FRACTAL_NZ is not emulated: pass"):
+        torch_npu.npu_grouped_matmul_swiglu_quant(
+            integers(4, 32).npu(), weight, torch.tensor([2, 4]).npu(), torch.rand(2, 64).npu(), torch.rand(4).npu()
+        )
 
 
 def test_packed_nz_weight_is_refused(internal_formats):

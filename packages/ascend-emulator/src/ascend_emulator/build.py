@@ -282,6 +282,9 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
         def compile_one(source: Path) -> None:
             partial = sources[source].with_suffix(f".{os.getpid()}")
             _run(f"compiling {source.name}", [*common, *prefix, "-c", "-o", str(partial), str(source)])
+            if [path.read_bytes() for path in _with_headers(source)] != contents[source]:
+                partial.unlink()
+                raise BuildError(f"ascend-emulator: {source.name} or a header changed while it was compiled; start again")
             partial.rename(sources[source])
             say(f"ascend-emulator:   {source.relative_to(SOURCES) if source != stubs else source.name}")
 
