@@ -81,7 +81,7 @@ def _suite(suite: str, files: dict, explanations: list[dict]) -> str:
     parts = [f"## {suite}\n"]
     parts.append("### Failures and their reasons\n" if by_reason else "")
     for why, names in by_reason.items():
-        parts.append(f"- {why}\n" + "".join(f"  - `{name}`\n" for name in names))
+        parts.append(f"- {why}\n" + "".join(f"    - `{name}`\n" for name in names))
     if unexplained:
         parts.append("### Not explained yet\n")
         parts.append(_table(["case", "outcome", "message"], [[f"`{name}`", *rest] for name, *rest in unexplained]))

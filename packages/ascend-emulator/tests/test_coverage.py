@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ascend_emulator import build, coverage
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "emulator.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "emulator-capability.md"
 # torch_npu's macros call these without looking them up by name.
 UNNAMED = {"aclCreateFloatArray", "aclDestroyFloatArray"}
 # Its Python calls this.
@@ -71,7 +71,7 @@ def test_both_forms_of_the_report_have_the_same_figures():
 )
 def test_documentation_has_the_figures_of_this_version():
     assert sums(DOCUMENT.read_text()) == sums(coverage.report(markdown=True)), (
-        "ascend-emulator coverage --markdown has new figures for docs/emulator.md"
+        "tools/docs-tables has new figures for docs/emulator-capability.md"
     )
 
 

@@ -1,4 +1,4 @@
-"""The chips that can be emulated: data in ``chips.toml``, one table a chip."""
+"""The chips that can be emulated, read from ``chips.toml``, which has one table a chip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ascend-emulator``: run a command on emulated NPUs, build the libraries, list what they cover, sum up a trace."""
+"""Command ``ascend-emulator``: runs programs on emulated NPUs, builds the libraries, lists what they cover, sums up traces."""
 
 from __future__ import annotations
 

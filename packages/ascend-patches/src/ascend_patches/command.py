@@ -1,4 +1,4 @@
-"""``vllm-ascend patches list|check|new``."""
+"""The command ``vllm-ascend patches``: what applies here and why, what has drifted, and the scaffold of a new patch."""
 
 from __future__ import annotations
 

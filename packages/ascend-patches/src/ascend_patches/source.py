@@ -1,4 +1,4 @@
-"""What a target looks like in a source tree, read without importing it."""
+"""The source of a patch's target and its fingerprint, read from a source tree without importing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``vllm-ascend``. Its subcommands are the entry points of group ``vllm_ascend.commands``, of any wheel."""
+"""The command ``vllm-ascend``, whose subcommands are the entry points of group ``vllm_ascend.commands``, of any wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one module of ascend-platform that its sibling wheels may import.
+"""The one module that sibling wheels may import: to join, to offer an implementation, to read versions and configuration.
 
 A sibling's ``register()`` calls :func:`join`; its set-up function calls :func:`offer`. Everything here is cheap and
 imports neither torch nor vLLM, because vLLM calls ``register()`` in every process, in no particular order and perhaps

@@ -1,4 +1,4 @@
-"""vLLM's V1 model runner on the NPU."""
+"""vLLM's V1 model runner on the NPU, with torch.npu's streams, and keys and values in tensors of their own."""
 
 from contextlib import AbstractContextManager
 from types import ModuleType

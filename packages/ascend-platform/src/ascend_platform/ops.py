@@ -1,4 +1,4 @@
-"""vLLM's layers on the NPU's fused operators. Importing this module registers them.
+"""vLLM's RMSNorm, SwiGLU and rotary embedding on the NPU's fused operators; importing this module registers them.
 
 Normalization goes through vLLM's IR (``vllm/ir/op.py``), the others through ``CustomOp.register_oot``
 (``vllm/model_executor/custom_op.py``). The operators' shapes, dtypes and limits are those of

@@ -1,4 +1,4 @@
-"""The NPU as vLLM sees it."""
+"""The NPU as vLLM sees it: the platform class, which answers what vLLM asks and refuses what this version cannot serve."""
 
 import functools
 import os

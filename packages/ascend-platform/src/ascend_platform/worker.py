@@ -1,4 +1,4 @@
-"""vLLM's worker on the NPU."""
+"""vLLM's worker on the NPU: opens the device, joins the process groups and measures the memory left for the KV cache."""
 
 import atexit
 import gc

@@ -1,0 +1,110 @@
+"""The documentation: its tables are those of the code, its links lead somewhere, and it builds."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import environment
+import pytest
+
+DOCS = environment.ROOT / "docs"
+TOOL = environment.ROOT / "tools" / "docs-tables"
+
+
+def test_tables_are_those_of_the_code() -> None:
+    done = subprocess.run([sys.executable, TOOL, "--check"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_page_that_is_out_of_date_is_named_in_one_line(tmp_path: Path) -> None:
+    """Of a copy of tools and docs, since the real pages must not change under other tests."""
+    script = (
+        "import pathlib, runpy, sys; sys.path.insert(0, sys.argv[1]); tool = runpy.run_path(sys.argv[2])\n"
+        "tool['main'].__globals__['DOCS'] = pathlib.Path(sys.argv[3]); sys.argv[1:] = sys.argv[4:]; sys.exit(tool['main']())"
+    )
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- begin: chips -->\nold\n<!-- end: chips -->\nbehind\n")
+    command = [sys.executable, "-c", script, TOOL.parent, TOOL, tmp_path]
+    done = subprocess.run([*command, "--check"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "docs-tables: out of date: page.md; run tools/docs-tables\n")
+    assert "old" in page.read_text()
+    subprocess.run(command, check=True)
+    assert re.fullmatch(
+        r"before\n<!-- begin: chips -->\n\n\| chip .*`Ascend910B1`.*\n\n<!-- end: chips -->\nbehind\n",
+        page.read_text(),
+        re.DOTALL,
+    )
+    assert subprocess.run([*command, "--check"], check=False).returncode == 0
+
+
+def test_every_table_is_on_a_page() -> None:
+    names = re.findall(r'^    "([\w-]+)": \w+,$', TOOL.read_text(), re.MULTILINE)
+    assert len(names) > 5
+    regions = [name for page in DOCS.glob("*.md") for name in re.findall(r"^<!-- begin: (\S+) -->", page.read_text(), re.M)]
+    assert sorted(regions) == sorted(names)
+
+
+def test_every_key_of_the_configuration_is_explained() -> None:
+    page = (DOCS / "configuration.md").read_text()
+    keys = re.findall(r"^\| `(ascend\.\S+)` \|", page, re.MULTILINE)
+    assert keys
+    assert [key for key in keys if f"### `{key}`" not in page] == []
+
+
+def test_every_variable_of_the_emulator_is_explained() -> None:
+    code = environment.ROOT / "packages" / "ascend-emulator" / "src" / "ascend_emulator"
+    files = [path for path in code.rglob("*") if path.suffix in {".py", ".cpp"}]
+    used = {name for path in files for name in re.findall(r'"(ASCEND_EMULATOR_[A-Z_]+)"', path.read_text())}
+    # How `ascend-emulator run` hands its own options to the libraries.
+    internal = {f"ASCEND_EMULATOR_{name}" for name in ("CHIP", "MEMORY", "NPUS", "SOC", "WITHOUT")}
+    page = (DOCS / "emulator.md").read_text()
+    assert len(used) > 10
+    assert {name for name in used - internal if f"`{name}" not in page} == set()
+
+
+def build(config: Path, site: Path) -> tuple[int, str]:
+    """Exit status and warnings of a strict build. (With --quiet it would fail for nothing: what is not logged is not counted.)"""
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config, "--site-dir", site]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    return done.returncode, "\n".join(line for line in done.stderr.splitlines() if line.startswith(("WARNING", "ERROR")))
+
+
+def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path) -> None:
+    assert build(environment.ROOT / "mkdocs.yml", tmp_path) == (0, "")
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(list(DOCS.glob("*.md")))  # and the one for what is not found
+    loaded = [re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="?(https?://[^">\s]+)', page.read_text()) for page in pages]
+    assert {address for addresses in loaded for address in addresses if "rel=canonical" not in address} == set()
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "said"),
+    [
+        ("index.md", "[nowhere](nowhere.md)", "nowhere.md"),
+        ("index.md", "[nowhere](install.md#nowhere)", "#nowhere"),
+        ("extra.md", "# Extra", 'not included in the "nav"'),
+    ],
+    ids=["link", "anchor", "page outside the navigation"],
+)
+def test_strict_build_finds(page: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for path in DOCS.iterdir():
+        (tmp_path / "docs" / path.name).write_text(path.read_text())
+    (tmp_path / "mkdocs.yml").write_text((environment.ROOT / "mkdocs.yml").read_text())
+    with open(tmp_path / "docs" / page, "a") as file:
+        file.write(f"\n{text}\n")
+    status, messages = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert status == 1
+    assert said in messages
+
+
+def test_links_of_the_readmes_lead_to_files() -> None:
+    for readme in [environment.ROOT / "README.md", *environment.ROOT.glob("packages/*/README.md")]:
+        text = readme.read_text()
+        ours = "https://github.com/vllm-ascend-all/vllm-ascend-all/"
+        targets = [readme.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
+        targets += [environment.ROOT / link for link in re.findall(rf"{ours}(?:blob|tree)/main/([^)#\s]+)", text)]
+        assert [target for target in targets if not target.exists()] == [], readme
