@@ -14,19 +14,14 @@ TOOL = environment.ROOT / "tools" / "docs-tables"
 
 
 def test_tables_are_those_of_the_code() -> None:
-    done = subprocess.run([sys.executable, TOOL, "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(TOOL), "--check"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_page_that_is_out_of_date_is_named_in_one_line(tmp_path: Path) -> None:
-    """Of a copy of tools and docs, since the real pages must not change under other tests."""
-    script = (
-        "import pathlib, runpy, sys; sys.path.insert(0, sys.argv[1]); tool = runpy.run_path(sys.argv[2])\n"
-        "tool['main'].__globals__['DOCS'] = pathlib.Path(sys.argv[3]); sys.argv[1:] = sys.argv[4:]; sys.exit(tool['main']())"
-    )
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- begin: chips -->\nold\n<!-- end: chips -->\nbehind\n")
-    command = [sys.executable, "-c", script, TOOL.parent, TOOL, tmp_path]
+    command = [sys.executable, str(TOOL), "--docs", str(tmp_path)]
     done = subprocess.run([*command, "--check"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "docs-tables: out of date: page.md; run tools/docs-tables\n")
     assert "old" in page.read_text()
@@ -67,7 +62,7 @@ def test_every_variable_of_the_emulator_is_explained() -> None:
 def build(config: Path, site: Path) -> tuple[int, str]:
     """Exit status and warnings of a strict build. (With --quiet it would fail for nothing: what is not logged is not counted.)"""
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config, "--site-dir", site]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(site)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     return done.returncode, "\n".join(line for line in done.stderr.splitlines() if line.startswith(("WARNING", "ERROR")))
 
