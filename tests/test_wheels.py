@@ -131,6 +131,10 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
         [
             ("vllm.platform_plugins", "ascend", "ascend_platform:register"),
             *(("vllm.general_plugins", name, f"{name}:register") for name in general),
+            ("console_scripts", "vllm-ascend", "ascend_platform.cli:main"),
+            ("vllm_ascend.commands", "doctor", "ascend_platform.doctor:add"),
+            ("vllm_ascend.commands", "env", "ascend_platform.inventory:add_env"),
+            ("vllm_ascend.commands", "plugins", "ascend_platform.inventory:add_plugins"),
             ("console_scripts", "ascend-emulator", "ascend_emulator.cli:main"),
             ("pytest11", "ascend_emulator", "ascend_emulator.pytest_plugin"),
         ]

@@ -158,8 +158,8 @@ def plugins(options: argparse.Namespace) -> Iterator[Result]:
         yield Result("ascend", "fail", "ascend-platform has no entry point here", "pip install ascend-platform")
     for plugin in found_plugins:
         if plugin.group == inventory.GROUPS[0] and plugin.state == "active" and plugin.name != "ascend":
-            found = "another platform; if both find their device, vLLM refuses to start"
-            yield Result(f"{plugin.name} of {plugin.distribution}", "warn", found, f"pip uninstall -y {plugin.distribution}")
+            found = f"from {plugin.distribution}; if both find their device, vLLM refuses to start"
+            yield Result(f"{plugin.name}, another platform", "warn", found, f"pip uninstall -y {plugin.distribution}")
 
 
 def triton(options: argparse.Namespace) -> Iterator[Result]:
@@ -215,9 +215,9 @@ def configuration(options: argparse.Namespace) -> Iterator[Result]:
     if not isinstance(given, dict):
         yield Result(title, "fail", f"not an object: {given!r}", """--additional-config '{"ascend": {...}}'""")
         return
-    for key in given.keys() - {"ascend"}:
+    for key in sorted(given.keys() - {"ascend"}):
         fix = """put what is meant for these wheels under "ascend", and remove the rest"""
-        yield Result(title, "warn", f"nothing here reads the key {key!r}", fix)
+        yield Result(f"{title}, {key!r}", "warn", "nothing here reads this key", fix)
     inventory.plugins()  # registers the components, and so the keys they know
     try:
         extension.configure(given)
@@ -272,7 +272,7 @@ def _wanted(name: str) -> str:
 
 def _enough(title: str, free: float, wanted: int, what: str, fix: str) -> Result:
     found = f"{free / GIB:.1f} GiB {what}"
-    return ok(title, found) if free >= wanted else Result(title, "warn", f"{found}; {wanted // GIB} GiB are little enough", fix)
+    return ok(title, found) if free >= wanted else Result(title, "warn", f"{found}; vLLM may need {wanted // GIB} GiB", fix)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
