@@ -56,5 +56,5 @@ def test_components_without_features_say_so() -> None:
         "ascend-communicator",
         "ascend-kv-connector",
         "ascend-model-loader",
-        "ascend-patches",
     ]
+    assert states["ascend-patches"] == "active (0 patches)"

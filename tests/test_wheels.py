@@ -135,6 +135,10 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
             ("vllm_ascend.commands", "doctor", "ascend_platform.doctor:add"),
             ("vllm_ascend.commands", "env", "ascend_platform.inventory:add_env"),
             ("vllm_ascend.commands", "plugins", "ascend_platform.inventory:add_plugins"),
+            ("vllm_ascend.commands", "patches", "ascend_patches.command:add"),
+            ("vllm_ascend.checks", "patches", "ascend_patches.command:examine"),
+            ("vllm_ascend.scopes", "ascend_patches", "ascend_patches:enter"),
+            ("vllm_ascend.patches", "ascend_patches", "ascend_patches.patches"),
             ("console_scripts", "ascend-emulator", "ascend_emulator.cli:main"),
             ("pytest11", "ascend_emulator", "ascend_emulator.pytest_plugin"),
         ]

@@ -383,6 +383,13 @@ def test_grouped_products_with_nz_weights(internal_formats):
             scale.npu(),
             per_token.npu(),
         ),
+        torch_npu.npu_grouped_matmul_swiglu_quant_v2(  # an ordinary tensor in that order
+            x.npu(),
+            [weight.unflatten(2, (-1, 32)).unflatten(1, (-1, 16)).permute(0, 3, 1, 2, 4).contiguous().npu()],
+            npu([scale]),
+            per_token.npu(),
+            counts.cumsum(0).npu(),
+        ),
     ):
         close(steps, step, ulps=64)
         assert ((values.cpu().double() - torch.nn.functional.silu(gate) * up / step[:, None]).abs() <= 0.501).all()

@@ -11,6 +11,7 @@ DRAWS = {
     "uniform_": (lambda: torch.empty(COUNT, device="npu").uniform_(2, 5), 3.5, 3 * 12**-0.5, 2, 5),
     "randn": (lambda: torch.randn(COUNT, device="npu"), 0, 1, -9, 9),
     "normal_": (lambda: torch.empty(COUNT, device="npu").normal_(3, 2), 3, 2, -20, 25),
+    "normal_ of whole numbers": (lambda: torch.empty(COUNT, dtype=torch.int32, device="npu").normal_(0, 20), 0, 20, -200, 200),
     "normal": (lambda: torch.normal(3.0, 2.0, (COUNT,), device="npu"), 3, 2, -20, 25),
     "normal around a tensor": (lambda: torch.normal(torch.full((COUNT,), 3.0, device="npu"), 2.0), 3, 2, -20, 25),
     "normal by a tensor": (lambda: torch.normal(3.0, torch.full((COUNT,), 2.0, device="npu")), 3, 2, -20, 25),

@@ -16,7 +16,7 @@ import ascend_platform
 import pytest
 
 CLEAN = ("VLLM_", "HCCL_", "HF_", "ASCEND_RT_", "GLOO_")
-CLI = ["-m", "ascend_platform.cli"]
+CLI = ["-c", "import sys; from ascend_platform import cli; sys.exit(cli.main())"]
 SOURCES = str(Path(ascend_platform.__file__).parents[1])
 
 

@@ -8,7 +8,7 @@ from ascend_platform import extension
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    for name in ("_states", "_offers", "_options", "_given"):
+    for name in ("_states", "_offers", "_options", "_given", "_configured"):
         monkeypatch.setattr(extension, name, {})
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.delenv("VLLM_VERSION", raising=False)

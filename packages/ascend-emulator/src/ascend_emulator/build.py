@@ -35,6 +35,7 @@ SONAMES = (
     "libgraph.so",
     "libacl_tdt_channel.so",
     "libopapi.so",
+    "libatb.so",  # what libop_plugin_atb.so links against, loaded with the first of its operators
     "libnnopbase.so",  # where it looks for aclDestroyAclOpExecutor
     "libascend_hal.so",  # the driver, which its Python asks for the number of NPUs
 )
@@ -50,6 +51,7 @@ FLAGS = (
     "-Wno-unused-function",
     f'-DCANN_VERSION="{CANN_VERSION}"',
 )
+OPERATORS = ("aclnn", "Atb")  # how the names begin that stand for two functions, one of which asks for a workspace
 SOURCES = Path(__file__).parent / "csrc"
 # ASCEND_EMULATOR_SANITIZE: compiled with these sanitizers of the compiler, which `ascend-emulator run` then loads first. Neither
 # Python, which leaks at exit by design, nor torch is built with them.
@@ -86,12 +88,24 @@ def wheel_names() -> list[str]:
     )
     names = {name.decode() for name in found}
     # Nine letters with a capital at the end are eight of an inlined string and an instruction's first byte ("HcclAllgH").
+    names |= {name.decode() for name in re.findall(rb"\0(Atb[A-Z]\w+?)(?:GetWorkspaceSize)?(?=\0)", _atb_plugin())}
     return sorted(n for n in names if not (len(n) == 9 and (n[-1].isupper() or n.startswith("Hccl"))))
 
 
+def _atb_plugin() -> bytes:
+    return (_package_dir("torch_npu") / "lib" / "libop_plugin_atb.so").read_bytes()
+
+
+@cache
+def atb_operators() -> list[str]:
+    """The operators that torch_npu makes of parameters, of libatb.so's C++ functions: ``atb::PagedAttention`` and others."""
+    made = re.findall(rb"\0_ZN3atb15CreateOperationINS_5infer\d+(\w+?)ParamEEEi", _atb_plugin())
+    return sorted({f"atb::{name.decode()}" for name in made})
+
+
 def operator(name: str) -> str:
-    """The operator that an aclnn symbol belongs to; other names are their own."""
-    return re.sub(r"Get(Max)?WorkspaceSize$", "", name) if name.startswith("aclnn") else name
+    """The operator that an aclnn or Atb symbol belongs to; other names are their own."""
+    return re.sub(r"Get(Max)?WorkspaceSize$", "", name) if name.startswith(OPERATORS) else name
 
 
 def _compiler() -> tuple[str, str]:
@@ -176,9 +190,9 @@ def _stubs(names: list[str]) -> str:
         for n in names
         if n.endswith("GetMaxWorkspaceSize")
     ]
-    operators = {operator(n) for n in names if n.startswith("aclnn")}
+    operators = {operator(n) for n in names if n.startswith(OPERATORS)}
     lines += [f"OPERATOR({name})" for name in sorted(operators)]
-    lines += [f"STUB({name})" for name in names if not name.startswith("aclnn") and name not in ABSENT | NO_STATUS]
+    lines += [f"STUB({name})" for name in names if not name.startswith(OPERATORS) and name not in ABSENT | NO_STATUS]
     lines += [f'EXPORT __attribute__((weak)) long {n}() {{ emu::refuse("{n}"); return 0; }}' for n in names if n in NO_STATUS]
     return "\n".join(lines) + "\n"
 

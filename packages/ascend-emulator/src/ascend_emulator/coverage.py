@@ -55,7 +55,7 @@ def _registry() -> dict[str, tuple[str, str, str]]:
 
 def entry_points() -> list[EntryPoint]:
     """All names, those that torch_npu asks for and any others that the emulator has, sorted."""
-    asked = {build.operator(name) for name in build.wheel_names()}
+    asked = {build.operator(name) for name in build.wheel_names()} | set(build.atb_operators())
     have = _registry()
     return [EntryPoint(name, *have.get(name, ("", "refuses", "")), name in asked) for name in sorted(asked | have.keys())]
 
@@ -63,6 +63,8 @@ def entry_points() -> list[EntryPoint]:
 def _group(name: str) -> str:
     groups = {
         "aclnn": "operators (aclnn)",
+        "Atb": "operators (ATB)",
+        "atb::": "operators (ATB)",
         "aclrt": "runtime (aclrt)",
         "aclmdl": "graphs (aclmdl)",
         "Hccl": "collectives (Hccl)",

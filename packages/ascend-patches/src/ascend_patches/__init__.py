@@ -1,13 +1,6 @@
-"""Patches of vLLM for Ascend NPUs. This version registers itself and has no features yet."""
+"""Patches of vLLM: each for a range of versions, in one kind of process, bound to the source that it was written against."""
 
-from ascend_platform import extension
+from ascend_patches.apply import enter, register
+from ascend_patches.declaration import SCOPES, Patch, patch
 
-
-def register() -> None:
-    """Report this component to ascend-platform; never raises.
-
-    The entry point of group ``vllm.general_plugins``: vLLM calls it in every process, perhaps more than once.
-    ascend-platform compares the requirements that this wheel declares with what is installed and shows the result in
-    its summary line.
-    """
-    extension.join("ascend-patches", "ascend_patches", note="no features in this version")
+__all__ = ["SCOPES", "Patch", "enter", "patch", "register"]

@@ -14,6 +14,8 @@ def register() -> str | None:
     global _reason
     if _reason is None:
         _reason = _find_reason()
+        if not _reason:
+            _enter_scopes()
     return None if _reason else "ascend_platform.platform.NPUPlatform"
 
 
@@ -27,6 +29,13 @@ def _find_reason() -> str:
     if reason:
         extension.logger.warning("Ascend platform not activated: %s", reason)
     return reason
+
+
+def _enter_scopes() -> None:
+    from ascend_platform import extension
+
+    for scope in extension.scopes_here():
+        extension.enter(scope)
 
 
 def _missing_device() -> str:

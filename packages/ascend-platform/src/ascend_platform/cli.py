@@ -1,8 +1,4 @@
-"""The command ``vllm-ascend``. Any installed wheel adds a subcommand by an entry point of group ``vllm_ascend.commands``.
-
-The entry point's name is the subcommand's; it names a function that takes the subcommand's parser, adds its arguments and
-sets ``run`` to a function from the parsed arguments to the exit status.
-"""
+"""The command ``vllm-ascend``. Its subcommands are the entry points of group ``vllm_ascend.commands``, of any wheel."""
 
 from __future__ import annotations
 
@@ -11,22 +7,29 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-GROUP = "vllm_ascend.commands"
+from ascend_platform import extension
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status; the entry point of the console script."""
-    parser = argparse.ArgumentParser(prog="vllm-ascend", description="vLLM on Ascend NPUs: what is here, and what is wrong.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
+    """Run a subcommand and return its exit status.
+
+    A subcommand's entry point is a function that takes its parser, adds arguments to it and sets the default ``run``: a
+    function of the parsed arguments that returns the exit status. Its docstring's first line is its help. A ValueError or
+    OSError that ``run`` raises is shown as one line, with exit status 2.
+    """
+    parser = argparse.ArgumentParser(prog="vllm-ascend", description="What vLLM on Ascend NPUs has here.")
+    parser.add_argument("--version", action="version", version=f"ascend-platform {extension.version('ascend-platform')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for point in sorted(importlib.metadata.entry_points(group="vllm_ascend.commands"), key=lambda point: point.name):
         try:
             add = point.load()
-            add(commands.add_parser(point.name, help=(add.__doc__ or "").partition("\n")[0], description=add.__doc__))
-        except Exception as error:  # another wheel's command must not take this one along
-            print(f"vllm-ascend: {point.name} ({point.value}) cannot be loaded: {error}", file=sys.stderr)
-    options = parser.parse_args(arguments)
-    return int(options.run(options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            line = (add.__doc__ or "").partition("\n")[0]
+            add(commands.add_parser(point.name, help=line, description=line))
+        except Exception as error:
+            print(f"vllm-ascend: {point.name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+    given = parser.parse_args(arguments)
+    try:
+        return given.run(given)
+    except (ValueError, OSError) as error:
+        print(f"vllm-ascend: {error}", file=sys.stderr)
+        return 2

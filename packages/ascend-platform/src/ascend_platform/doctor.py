@@ -276,7 +276,7 @@ def _enough(title: str, free: float, wanted: int, what: str, fix: str) -> Result
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """look for what keeps vLLM from serving on this machine, and say how to cure it"""
+    """Look for what keeps vLLM from serving on this machine, and say how to cure it."""
     parser.add_argument("--json", action="store_true", help="for a program to read")
     parser.add_argument("--additional-config", metavar="JSON", help="check what you would give to vllm serve by this name")
     parser.set_defaults(run=_run)

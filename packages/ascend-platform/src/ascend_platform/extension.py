@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import logging
+import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,12 @@ COMPONENTS = {
 }
 """Distribution name to entry-point name, in the order of the summary line. VLLM_PLUGINS filters by the latter."""
 
+VARIABLES = {
+    "VLLM_VERSION": "the version of vLLM that requirements and patches are compared with, in place of the installed one",
+    "VLLM_ASCEND_DISABLE_PATCHES": "names of patches to leave out, with commas between",
+}
+"""Environment variables of all components, which the platform makes known to vLLM so that it does not warn of them."""
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -44,6 +51,7 @@ _states: dict[str, str] = {}
 _offers: dict[str, str] = {}
 _options: dict[str, dict[str, object]] = {}
 _given: dict[str, dict[str, object]] = {}
+_configured: dict[str, Callable[[Mapping[str, object]], None]] = {}
 
 
 def join(
@@ -53,6 +61,7 @@ def join(
     *,
     note: str = "",
     options: Mapping[str, object] | None = None,
+    configured: Callable[[Mapping[str, object]], None] | None = None,
 ) -> None:
     """Bring a component in, or let it stand aside when what it requires is not what is installed.
 
@@ -65,6 +74,8 @@ def join(
         note: shown in the summary line.
         options: the keys, with defaults, that ``--additional-config '{"ascend": {<name>: {...}}}'`` may set, where
             ``<name>`` is the entry point's name without ``ascend_``.
+        configured: called with the options, given ones over defaults, whenever vLLM's configuration is taken; a ValueError
+            refuses them.
     """
     if distribution in _states:
         return
@@ -74,6 +85,8 @@ def join(
             _options[_namespace(entry_point)] = dict(options or {})
             if setup:
                 setup()
+            if configured:
+                _configured[_namespace(entry_point)] = configured
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
@@ -135,12 +148,49 @@ def state(distribution: str) -> str:
         return _states[distribution]
     if not version(distribution):
         return "not installed"
-    allowed, name = os.environ.get("VLLM_PLUGINS"), COMPONENTS[distribution]
-    if allowed is not None and name not in allowed.split(","):
-        if name in map(str.strip, allowed.split(",")):
+    name = COMPONENTS[distribution]
+    if not allowed(name):
+        if name in map(str.strip, os.environ["VLLM_PLUGINS"].split(",")):
             return "off (VLLM_PLUGINS has a space next to its name, which vLLM takes as part of it)"
         return "off (filtered out by VLLM_PLUGINS)"
     return "not loaded"
+
+
+def allowed(entry_point: str) -> bool:
+    """Whether VLLM_PLUGINS lets an entry point of this name in, as vLLM reads it (``vllm/plugins/__init__.py``)."""
+    names = os.environ.get("VLLM_PLUGINS")
+    return names is None or entry_point in names.split(",")
+
+
+def scopes_here() -> tuple[str, ...]:
+    """The scopes of patches that this process is known to be of before vLLM has made anything in it.
+
+    The name that vLLM gives a process is set by ``multiprocessing.spawn.prepare`` before the child unpickles, hence imports,
+    anything of vLLM: ``EngineCore`` or ``EngineCore_DP<n>`` (``vllm/v1/engine/utils.py``, ``CoreEngineProcManager``) and
+    ``VllmWorker-<n>`` (``vllm/v1/executor/multiproc_executor.py``). All others are the main process or stand for it. Engine
+    and worker can also run in the main process, in the engine's, or in an actor of Ray; for those the platform enters their
+    scopes from the hooks that vLLM calls there.
+    """
+    name = multiprocessing.current_process().name
+    if name.startswith("EngineCore"):
+        return ("engine",)
+    if name.startswith("VllmWorker-"):
+        return ("worker",)
+    return ("platform", "engine") if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else ("platform",)
+
+
+def enter(scope: str) -> None:
+    """Tell the components that patch vLLM that this process is of a scope: ``platform``, ``engine`` or ``worker``.
+
+    They are the entry points of group ``vllm_ascend.scopes``, functions that take the scope. They are asked by entry point
+    because general plugins run too late: in the engine core only after ``EngineCoreProc.__init__`` has begun. Never raises.
+    """
+    for point in importlib.metadata.entry_points(group="vllm_ascend.scopes"):
+        if allowed(point.name):
+            try:
+                point.load()(scope)
+            except Exception as error:
+                logger.warning("%s cannot enter scope %s: %s: %s", point.value, scope, type(error).__name__, error)
 
 
 def summary(attention: str) -> str:
@@ -167,6 +217,8 @@ def configure(additional_config: object) -> None:
             _check_known(f"ascend.{namespace}", key, _options[namespace])
     _given.clear()
     _given.update({namespace: dict(values) for namespace, values in given.items()})
+    for namespace, take in _configured.items():
+        take(config(namespace))
 
 
 def config(namespace: str) -> dict[str, object]:

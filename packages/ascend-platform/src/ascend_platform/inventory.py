@@ -76,10 +76,10 @@ def _fate(distribution: str, point: importlib.metadata.EntryPoint, last: str) ->
     if last != distribution:
         other = distribution if last in extension.COMPONENTS else last
         return "shadowed", f"{last} has a plugin of the same name, and vLLM keeps one", f"pip uninstall -y {other}"
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and point.name not in allowed.split(","):
-        blank = point.name in [word.strip() for word in allowed.split(",")]
-        why = "a blank stands next to its name in VLLM_PLUGINS" if blank else f"VLLM_PLUGINS={allowed!r} does not name it"
+    if not extension.allowed(point.name):
+        given = os.environ["VLLM_PLUGINS"]
+        blank = point.name in [word.strip() for word in given.split(",")]
+        why = "a blank stands next to its name in VLLM_PLUGINS" if blank else f"VLLM_PLUGINS={given!r} does not name it"
         return "off", why, allow(point.name)
     reason, _, fix = extension.unmet(distribution).partition("; run: ")
     if reason:
@@ -145,7 +145,7 @@ def table(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def add_plugins(parser: argparse.ArgumentParser) -> None:
-    """list the plugins of vLLM that are installed, and whether each will load"""
+    """List the plugins of vLLM that are installed, and whether each will load."""
     parser.add_argument("--json", action="store_true", help="for a program to read")
     parser.set_defaults(run=_show_plugins)
 
@@ -170,7 +170,7 @@ def _because(plugin: Plugin) -> str:
 
 
 def add_env(parser: argparse.ArgumentParser) -> None:
-    """print what a report of a problem needs and vLLM's collect-env leaves out"""
+    """Print what a report of a problem needs and vLLM's collect-env leaves out."""
     parser.add_argument("--json", action="store_true", help="for a program to read")
     parser.set_defaults(run=_show_env)
 

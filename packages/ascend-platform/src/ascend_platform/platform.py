@@ -31,8 +31,9 @@ def _pin(variable: str, value: str, why: str) -> None:
 # This module is imported in every process as vLLM resolves its platform, which is before vLLM reads these.
 _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "this version runs vLLM's V1 model runner, which needs no Triton")
 _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
-# read by extension.unmet; vLLM warns of names it does not know (Platform.validate_environ)
-envs.environment_variables.setdefault("VLLM_VERSION", lambda: os.environ.get("VLLM_VERSION"))
+# vLLM warns of names it does not know (Platform.validate_environ)
+for _variable in extension.VARIABLES:
+    envs.environment_variables.setdefault(_variable, functools.partial(os.environ.get, _variable))
 
 
 class NPUPlatform(Platform):
@@ -64,6 +65,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
+        extension.enter("worker")  # vLLM calls this right before it imports the worker's class (vllm/v1/worker/worker_base.py)
+
         from vllm.triton_utils.dispatcher import _registry, register_kernels
 
         from ascend_platform.kernels import OVERRIDES
@@ -184,7 +187,9 @@ class NPUPlatform(Platform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig") -> None:
-        announce(vllm_config)  # the first platform hook in the engine core's process after the plugins are loaded
+        # the first platform hook in the engine core after the plugins are loaded, wherever the engine core runs
+        extension.enter("engine")
+        announce(vllm_config)
 
 
 def announce(vllm_config: "VllmConfig") -> None:

@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Iterator
 
-from ascend_platform import machine
+from ascend_platform import extension, machine
 
 # What CANN, HCCL, torch_npu and the container runtime document; others may be meant for other software.
 _ASCEND = """
@@ -117,4 +117,4 @@ def _read_by_vllm() -> set[str]:
     table = vllm / "envs.py" if vllm else None
     if table is None or not table.is_file():
         return set()
-    return {*re.findall(r'^    "(VLLM_\w+)":', table.read_text(), re.MULTILINE), "VLLM_VERSION"}
+    return {*re.findall(r'^    "(VLLM_\w+)":', table.read_text(), re.MULTILINE), *extension.VARIABLES}

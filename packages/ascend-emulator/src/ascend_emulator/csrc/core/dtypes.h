@@ -122,7 +122,7 @@
 {"aclnnInplaceMaskedFillTensor", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
 {"aclnnInplaceMaskedScatter", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
 {"aclnnInplaceMish", "bf16 fp16 fp32"},
-{"aclnnInplaceNormal", "bf16 fp16 fp32 fp64"},  // torch_npu's test_dlpack.py, test_dlpack_roundtrip_basic_float64
+{"aclnnInplaceNormal", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},  // torch_npu's test_dlpack.py, op-plugin's test_npu_gather_sparse_index.py
 {"aclnnInplaceNormalTensor", "bf16 fp16 fp32"},
 {"aclnnInplacePowTensorScalar", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
 {"aclnnInplacePowTensorTensor", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},

@@ -2,6 +2,9 @@
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <set>
+
+#include "communicates.h"
 #include "observe.h"
 
 namespace emu {
@@ -52,6 +55,12 @@ void prepare_worker() {
   c10::WarningUtils::set_warning_handler(&no_resize);
 }
 
+bool communicates(const char* name, bool from_now_on) {
+  static auto* names = new std::set<std::string_view>;  // filled before main()
+  if (from_now_on) names->insert(name);
+  return names->count(name) > 0;
+}
+
 int launch(const char* name, aclOpExecutor* executor, void* stream) {
   if (!executor) {
     // The workspace phase failed, perhaps on another thread, and some callers do not look at its status.
@@ -66,6 +75,7 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
                 note(name);
               }};
     if (owned->hangs) task.run = fault::hang;
+    task.blocks = communicates(name, false);
     if (observing()) task.work = work_of(name, owned->tensors);
     const bool at_once = owned->reports_shape;
     if (at_once) check(!on->capture, kStreamCaptured, "its result's shape depends on values, so that it cannot be captured");

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <cstdio>
 #include <cstring>
 #include <mutex>
 
@@ -16,9 +17,13 @@ int fail(Status status, const std::string& message) {
   return status;
 }
 
+namespace {
+bool of_atb(const char* name) { return std::strncmp(name, "Atb", 3) == 0; }
+}  // namespace
+
 int refuse(const char* name) {
   const int status = fail(kUnsupported, text(name, " is not emulated. `ascend-emulator coverage` lists what is."));
-  return std::strncmp(name, "aclnn", 5) == 0 ? operator_done(name, status) : status;
+  return std::strncmp(name, "aclnn", 5) == 0 || of_atb(name) ? operator_done(name, status) : status;
 }
 
 namespace {
@@ -34,6 +39,8 @@ bool on_queue_thread() {
 }  // namespace
 
 int operator_done(const char* name, int status) {
+  // torch_npu raises no more than that the call failed, where it asks these for their workspace.
+  if (status != kOk && of_atb(name)) std::fprintf(stderr, "%s\n", last_message.c_str());
   if (status != kOk && on_queue_thread()) {
     std::lock_guard lock(failure_mutex);
     if (failed_on_queue.empty()) failed_on_queue = name;

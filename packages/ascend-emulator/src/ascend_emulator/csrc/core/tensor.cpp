@@ -2,6 +2,9 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include <mutex>
+#include <unordered_map>
+
 #include "device.h"
 #include "registry.h"
 
@@ -61,10 +64,42 @@ auto created(const char* name, Make&& make) -> decltype(make()) {
   return object;
 }
 
+// Tensors of host memory that no device can reach, each with the reason. ATB's operators read lengths from them (ops/atb.h); as an argument
+// of anything else they are refused.
+std::mutex host_mutex;
+std::unordered_map<const void*, std::string> host_tensors;
+std::atomic<bool> any_host_tensor{false};
+
+std::optional<std::string> of_host(const void* object, bool forget = false) {
+  if (!any_host_tensor) return std::nullopt;
+  std::lock_guard lock(host_mutex);
+  const auto found = host_tensors.find(object);
+  if (found == host_tensors.end()) return std::nullopt;
+  auto reason = found->second;
+  if (forget) host_tensors.erase(found);
+  return reason;
+}
+
+void destroy(const aclTensor* tensor) {
+  of_host(tensor, true);
+  delete tensor;
+}
+
 }  // namespace
 
+namespace transformer {
+at::Tensor host_values(const aclTensor* tensor);
+at::Tensor host_values(const aclTensor* tensor) {
+  if (of_host(tensor)) return tensor->value.clone();
+  return given(tensor) ? tensor->value : at::Tensor();
+}
+}  // namespace transformer
+
 bool given(const void* object) {
-  if (object) return true;
+  if (object) {
+    if (const auto reason = of_host(object)) throw Error(kOpParam, *reason);
+    return true;
+  }
   if (creation_error.empty()) return false;
   std::string reason;
   reason.swap(creation_error);
@@ -92,12 +127,19 @@ CREATE(aclTensor, aclCreateTensor,
          emu::check(format != emu::kFractalNZ || dtype != at::kInt || storage_rank < 4 || storage_dims[storage_rank - 1] != 8, emu::kOpParam,
                     "packed int4 in FRACTAL_NZ is not emulated");
          char* base = nullptr;
+         std::string why_host;
          if (data) {
            const auto item = static_cast<int64_t>(c10::elementSize(dtype));
            int64_t last = 0;  // the element furthest from the first
            for (uint64_t i = 0; i < rank; ++i) last += (dims[i] - 1) * strides[i];
            const bool empty = c10::multiply_integers(sizes) == 0;
-           const auto place = emu::locate(static_cast<char*>(data) + offset * item, empty ? 0 : (last + 1) * item);
+           emu::Place place{static_cast<char*>(data) + offset * item, emu::kNoNpu};
+           try {
+             place = emu::locate(place.kernel, empty ? 0 : (last + 1) * item);
+           } catch (const emu::Error& e) {
+             if (emu::is_device(data)) throw;
+             why_host = e.what();
+           }
            base = static_cast<char*>(place.kernel);
            // Without peer access an NPU cannot reach another's memory, and torch_npu leaves it to the device to say so.
            const int here = emu::current_device();
@@ -110,6 +152,11 @@ CREATE(aclTensor, aclCreateTensor,
          tensor->value = at::from_blob(base, sizes, at::IntArrayRef(strides, rank), at::TensorOptions().dtype(dtype));
          tensor->format = format;
          tensor->storage_dims.assign(storage_dims, storage_dims + storage_rank);
+         if (!why_host.empty()) {
+           std::lock_guard lock(emu::host_mutex);
+           emu::host_tensors[tensor.get()] = why_host;
+           emu::any_host_tensor = true;
+         }
          return tensor.release();
        })
 CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type), {
@@ -122,7 +169,7 @@ CREATE(aclBoolArray, aclCreateBoolArray, (const bool* value, uint64_t size), { r
 CREATE(aclTensorList, aclCreateTensorList, (const aclTensor* const* value, uint64_t size), { return new aclTensorList{{value, value + size}}; })
 CREATE(aclScalarList, aclCreateScalarList, (const aclScalar* const* value, uint64_t size), { return new aclScalarList{{value, value + size}}; })
 
-DESTROY(aclTensor, aclDestroyTensor)
+ACL_API(keeps, aclDestroyTensor, (const aclTensor* tensor), { emu::destroy(tensor); })
 DESTROY(aclScalar, aclDestroyScalar)
 DESTROY(aclIntArray, aclDestroyIntArray)
 DESTROY(aclFloatArray, aclDestroyFloatArray)
@@ -130,7 +177,7 @@ DESTROY(aclBoolArray, aclDestroyBoolArray)
 
 // A list owns its members.
 ACL_API(keeps, aclDestroyTensorList, (const aclTensorList* list), {
-  if (list) for (const auto* item : list->items) delete item;
+  if (list) for (const auto* item : list->items) emu::destroy(item);
   delete list;
 })
 ACL_API(keeps, aclDestroyScalarList, (const aclScalarList* list), {

@@ -13,6 +13,7 @@
 
 #include "../core/device.h"
 #include "api.h"
+#include "fused.h"
 #include "ranktable.h"
 
 using namespace emu;
@@ -120,6 +121,15 @@ std::shared_ptr<Communicator> communicator(void* handle) {
   const auto found = communicators.find(handle);
   if (found == communicators.end()) refuse_call(kParameter, handle, " is no communicator, or it was destroyed");
   return found->second;
+}
+
+std::shared_ptr<Communicator> named(const char* argument, const std::string& name) {
+  const int here = current_device();
+  std::lock_guard lock(mutex);
+  for (const auto& [handle, each] : communicators) {
+    if (each->name.substr(0, 127) == name && each->device == here) return each;
+  }
+  throw Error(kOpParam, text(argument, " is \"", name, "\"; NPU ", here, " has no communicator of this name in this process"));
 }
 
 }  // namespace emu::hccl

@@ -19,12 +19,14 @@ File::~File() {
 const char* kind_name(uint8_t kind) {
   static const char* names[] = {"HcclBarrier",        "HcclAllReduce",       "HcclAllGather", "HcclAllGatherV", "HcclReduceScatter",
                                 "HcclReduceScatterV", "HcclBroadcast",       "HcclReduce",    "HcclScatter",    "HcclAlltoAll",
-                                "HcclAlltoAllV",      "HcclSend",            "HcclRecv"};
-  return kind <= kReceive ? names[kind] : "an unknown call";
+                                "HcclAlltoAllV",      "HcclSend",            "HcclRecv",      "a failure",      "MoeDistributeDispatch",
+                                "MoeDistributeCombine", "MatmulAllReduce",   "AllGatherMatmul", "MatmulReduceScatter", "DistributeBarrier",
+                                "AlltoAllvGroupedMatMul", "GroupedMatMulAlltoAllv", "AlltoAllMatmul", "MatmulAlltoAll"};
+  return kind < std::size(names) ? names[kind] : "an unknown call";
 }
 
 std::string Header::describe() const {
-  if (kind == kBarrier) return kind_name(kind);
+  if (kind == kBarrier || kind == kDistributeBarrier) return kind_name(kind);
   std::string out = text(kind_name(kind), "(");
   if (count) out += text(count, " ");
   out += data_type(type).name;

@@ -31,7 +31,12 @@ class File {
 };
 
 // What both ends of a message must agree on; it goes before the message's bytes.
-enum CallKind : uint8_t { kBarrier, kAllReduce, kAllGather, kAllGatherV, kReduceScatter, kReduceScatterV, kBroadcast, kReduce, kScatter, kAllToAll, kAllToAllV, kSend, kReceive, kFailed };
+enum CallKind : uint8_t {
+  kBarrier, kAllReduce, kAllGather, kAllGatherV, kReduceScatter, kReduceScatterV, kBroadcast, kReduce, kScatter, kAllToAll, kAllToAllV, kSend, kReceive,
+  kFailed,
+  // Operators that compute and communicate (fused.h).
+  kDispatch, kCombine, kMatmulAllReduce, kAllGatherMatmul, kMatmulReduceScatter, kDistributeBarrier, kAllToAllGrouped, kGroupedAllToAll, kAllToAllMatmul, kMatmulAllToAll
+};
 const char* kind_name(uint8_t kind);
 constexpr uint32_t kNone = 0xffffffff;
 

@@ -194,21 +194,59 @@ std::function<void()> finalize(const Tensor& x, const Tensor& weight, const Opt<
 FINALIZE(aclnnGroupedMatmulFinalizeRoutingV3)
 FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNzV2)
 
+namespace emu {
+
+// Weights [groups, k, n], or the dimensions of FRACTAL_NZ, [groups, n / c0, k / 16, 16, c0]: of a tensor in that format, whose values lie as those of
+// [groups, k, n] here (ops/format.cpp), or of an ordinary one that holds them in that order (op-plugin's test_npu_grouped_matmul_swiglu_quant_v2.py).
+struct Stack {
+  Tensor given;
+  int32_t format;
+
+  Tensor matrices() const {
+    if (given.dim() != 5) return given;
+    const auto sizes = given.sizes();
+    return (format == kFractalNZ ? given : given.permute({0, 2, 3, 1, 4})).reshape({sizes[0], sizes[2] * sizes[3], sizes[1] * sizes[4]});
+  }
+};
+using Stacks = std::vector<Stack>;
+
+template <>
+struct Arg<Stack> {
+  using C = const aclTensor*;
+  static Stack get(C tensor) {
+    required(tensor);
+    return {tensor->value, tensor->format};
+  }
+};
+template <>
+struct Arg<Stacks> {
+  using C = const aclTensorList*;
+  static Stacks get(C list) {
+    required(list);
+    return c10::fmap(list->items, Arg<Stack>::get);
+  }
+};
+inline void collect(std::vector<Tensor>& into, const Stack& value) { into.push_back(value.given); }
+inline void collect(std::vector<Tensor>& into, const Stacks& value) {
+  for (const auto& each : value) collect(into, each);
+}
+
+}  // namespace emu
+
 namespace {
 
-std::function<void()> swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale, const Opt<Tensor>& assist, const Tensor& x_scale, const Tensor& list, int64_t list_kind,
+std::function<void()> swiglu_quant(const Tensor& x, const Stack& stack, const Tensor& weight_scale, const Opt<Tensor>& assist, const Tensor& x_scale, const Tensor& list, int64_t list_kind,
                                    const Tensor& out, const Tensor& out_scale) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+  const auto& weight = stack.given;
   one_of("x", x, {at::kChar});
   one_of("weight", weight, {at::kChar, at::kInt});
   one_of("weight_scale", weight_scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
   one_of("x_scale", x_scale, {at::kFloat});
   one_of("group_list", list, {at::kLong});
   rank("weight", weight, 3, 5);
-  // The view of FRACTAL_NZ's own dimensions, [groups, n / c0, k / 16, 16, c0], over values that lie as [groups, k, n] here (ops/format.cpp).
-  const auto stack = weight.dim() == 5 ? weight.reshape({weight.size(0), weight.size(2) * weight.size(3), weight.size(1) * weight.size(4)}) : weight;
   check(x_scale.numel() == x.size(0), kOpParam, "x_scale has shape ", x_scale.sizes(), "; one for each of ", x.size(0), " rows is needed");
-  const Grouped call{{x}, {stack}, assist ? Lists(Tensors{*assist}) : Lists(), Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list, 3, 0, list_kind, 0, {out}};
+  const Grouped call{{x}, {stack.matrices()}, assist ? Lists(Tensors{*assist}) : Lists(), Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list, 3, 0, list_kind, 0, {out}};
   call.check_arguments();
   return [=] {
     const auto values = at::zeros({x.size(0), out.size(1) * 2}, at::kFloat);
@@ -222,16 +260,17 @@ std::function<void()> swiglu_quant(const Tensor& x, const Tensor& weight, const 
 
 }  // namespace
 
-CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ, (Tensor x, Tensor weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale, Tensor list, Tensor out, Tensor out_scale, Opt<Tensor>), {
+CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ, (Tensor x, Stack weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale, Tensor list, Tensor out, Tensor out_scale, Opt<Tensor>), {
   return swiglu_quant(x, weight, weight_scale, bias, x_scale, list, 0, out, out_scale);
 })
 #define SWIGLU_QUANT(NAME)                                                                                                                                                        \
-  CHECKED(NAME, (Tensor x, Tensors weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, Opt<Tensor> smooth, Tensor list, int64_t dequant_mode, int64_t,        \
+  CHECKED(NAME, (Tensor x, Stacks weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, Opt<Tensor> smooth, Tensor list, int64_t dequant_mode, int64_t,        \
                  int64_t quant_mode, int64_t list_kind, Opt<Ints>, Tensor out, Tensor out_scale), {                                                                               \
     check(!smooth, kOpParam, "smooth_scale is given; only None is allowed");                                                                                                      \
     one_of("quant_mode", quant_mode, {int64_t{0}});                                                                                                                               \
     within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});                                                                                                                 \
-    return swiglu_quant(x, weight.at(0), weight_scale.at(0), empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), x_scale, list, list_kind, out, out_scale);             \
+    check(!weight.empty(), kOpParam, "weight must not be empty");                                                                                                                 \
+    return swiglu_quant(x, weight[0], weight_scale.at(0), empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), x_scale, list, list_kind, out, out_scale);             \
   })
 SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantV2)
 SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantWeightNzV2)

@@ -1,5 +1,7 @@
 // Writing to and reading from the paged cache. Rules: torch_npu's documentation of npu_scatter_pa_kv_cache and the golden functions of
 // op-plugin's test_scatter_pa_kv_cache.py and test_npu_gather_pa_kv_cache.py; argument order: op-plugin's call sites.
+#include "kv_cache.h"
+
 #include "attention.h"
 
 namespace {
@@ -7,8 +9,19 @@ namespace {
 using namespace emu;
 using attention::refuse_given;
 
-// A cache as [blocks, block_size, ...row], a view of either layout: "Norm" [blocks, block_size, heads, D], "PA_NZ" [blocks, H / c, block_size, c].
-Tensor by_slot(const Tensor& cache, bool fractal) { return fractal ? cache.transpose(1, 2) : cache; }
+void check_rows(const char* name, const Tensor& rows, const Tensor& slots) {
+  rank(name, rows, 3);
+  check(rows.size(0) == slots.size(0), kOpParam, name, " has ", rows.size(0), " tokens and slot_mapping ", slots.size(0));
+}
+
+bool fractal_mode(const Text& cache_mode) {
+  one_of<Text>("cache_mode", cache_mode, {"", "None", "Norm", "PA_NZ"});
+  return cache_mode == "PA_NZ";
+}
+
+}  // namespace
+
+namespace emu {
 
 void check_cache(const char* name, const Tensor& cache, const char* rows_name, const Tensor& rows, bool fractal) {
   rank(name, cache, 4);
@@ -23,42 +36,43 @@ void check_cache(const char* name, const Tensor& cache, const char* rows_name, c
   }
 }
 
-void check_rows(const char* name, const Tensor& rows, const Tensor& slots) {
-  rank(name, rows, 3);
-  check(rows.size(0) == slots.size(0), kOpParam, name, " has ", rows.size(0), " tokens and slot_mapping ", slots.size(0));
+std::function<void()> gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative) {
+  one_of("block_tables", tables, kIndices);
+  rank("block_tables", tables, 2);
+  same_dtype("seq_lens", lengths, "block_tables", tables);
+  rank("seq_lens", lengths, 1);
+  rank("key", key, 3);
+  rank("value", value, 3);
+  check(lengths.size(0) == tables.size(0) + (cumulative ? 1 : 0), kOpParam, "seq_lens has ", lengths.size(0), " entries for ", tables.size(0), " requests",
+        cumulative ? "; cumulative lengths have one more" : "");
+  check_cache("key_cache", key_cache, "key", key, fractal);
+  check_cache("value_cache", value_cache, "value", value, fractal);
+  if (offset) shape("seq_offset", *offset, {tables.size(0)});
+  COMPUTE {
+    const auto count = lengths.to(at::kLong).contiguous(), table = tables.to(at::kLong).contiguous();
+    const auto first = offset ? offset->to(at::kLong).contiguous() : at::zeros({tables.size(0)}, at::kLong);
+    const auto from = by_slot(key_cache, fractal), values_from = by_slot(value_cache, fractal);
+    const int64_t block_size = from.size(1), blocks = from.size(0);
+    const auto* length = count.const_data_ptr<int64_t>();
+    int64_t row = 0;
+    for (int64_t i = 0; i < table.size(0); ++i) {
+      const int64_t tokens = std::min(cumulative ? length[i + 1] - length[i] : length[i], key.size(0) - row);
+      const int64_t begin = first.const_data_ptr<int64_t>()[i] / block_size;
+      for (int64_t done = 0; done < tokens; done += block_size) {
+        const int64_t part = std::min(block_size, tokens - done), place = begin + done / block_size;
+        const int64_t block = place < table.size(1) ? table.const_data_ptr<int64_t>()[i * table.size(1) + place] : -1;
+        for (const auto& [out, in] : {std::pair{&key, &from}, std::pair{&value, &values_from}}) {
+          auto target = out->narrow(0, row + done, part);
+          if (block < 0 || block >= blocks) target.zero_();
+          else target.copy_((*in)[block].narrow(0, 0, part).reshape({part, out->size(1), out->size(2)}));
+        }
+      }
+      row += std::max<int64_t>(0, tokens);
+    }
+  };
 }
 
-// slot = block * block_size + place; negative ones are left out.
-struct Slots {
-  Tensor rows, where;  // which rows, undefined if all, and where they go
-  Slots(const Tensor& slots, int64_t limit) : where(slots.to(at::kLong).contiguous()) {
-    const auto* slot = where.const_data_ptr<int64_t>();
-    bool skips = false;
-    for (int64_t i = 0; i < where.numel(); ++i) {
-      check(slot[i] < limit, kOpParam, "slot ", slot[i], " is outside the cache of ", limit);
-      skips = skips || slot[i] < 0;
-    }
-    if (!skips) return;
-    rows = (where >= 0).nonzero().squeeze(-1);
-    where = where.index_select(0, rows);
-  }
-  void put(const Tensor& cache, const Tensor& values, bool fractal) const {
-    const auto chosen = rows.defined() ? values.index_select(0, rows) : values;
-    if (!fractal && cache.is_contiguous()) {
-      cache.view({cache.size(0) * cache.size(1), cache.size(2), cache.size(3)}).index_copy_(0, where, chosen);
-      return;
-    }
-    const auto view = by_slot(cache, fractal);
-    view.index_put_({at::floor_divide(where, view.size(1)), where.remainder(view.size(1))}, chosen.reshape({chosen.size(0), view.size(2), view.size(3)}));
-  }
-};
-
-bool fractal_mode(const Text& cache_mode) {
-  one_of<Text>("cache_mode", cache_mode, {"", "None", "Norm", "PA_NZ"});
-  return cache_mode == "PA_NZ";
-}
-
-}  // namespace
+}  // namespace emu
 
 CHECKED(aclnnScatterPaKvCache,
         (Tensor key, Tensor key_cache, Tensor slots, Tensor value, Tensor value_cache, Opt<Tensor> compress_lens, Opt<Tensor> compress_offsets, Opt<Tensor> seq_lens,
@@ -95,42 +109,6 @@ CHECKED(aclnnScatterPaCache,
   };
 })
 
-// The tokens of each request, from block seq_offset / block_size of its row of the table on, one request after the other. What a table does
-// not name, or names wrongly, is read as zeros.
 CHECKED(aclnnGatherPaKvCache,
-        (Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset, Text cache_mode, bool cumulative), {
-  const bool fractal = fractal_mode(cache_mode);
-  one_of("block_tables", tables, kIndices);
-  rank("block_tables", tables, 2);
-  same_dtype("seq_lens", lengths, "block_tables", tables);
-  rank("seq_lens", lengths, 1);
-  rank("key", key, 3);
-  rank("value", value, 3);
-  check(lengths.size(0) == tables.size(0) + (cumulative ? 1 : 0), kOpParam, "seq_lens has ", lengths.size(0), " entries for ", tables.size(0), " requests",
-        cumulative ? "; cumulative lengths have one more" : "");
-  check_cache("key_cache", key_cache, "key", key, fractal);
-  check_cache("value_cache", value_cache, "value", value, fractal);
-  if (offset) shape("seq_offset", *offset, {tables.size(0)});
-  COMPUTE {
-    const auto count = lengths.to(at::kLong).contiguous(), table = tables.to(at::kLong).contiguous();
-    const auto first = offset ? offset->to(at::kLong).contiguous() : at::zeros({tables.size(0)}, at::kLong);
-    const auto from = by_slot(key_cache, fractal), values_from = by_slot(value_cache, fractal);
-    const int64_t block_size = from.size(1), blocks = from.size(0);
-    const auto* length = count.const_data_ptr<int64_t>();
-    int64_t row = 0;
-    for (int64_t i = 0; i < table.size(0); ++i) {
-      const int64_t tokens = std::min(cumulative ? length[i + 1] - length[i] : length[i], key.size(0) - row);
-      const int64_t begin = first.const_data_ptr<int64_t>()[i] / block_size;
-      for (int64_t done = 0; done < tokens; done += block_size) {
-        const int64_t part = std::min(block_size, tokens - done), place = begin + done / block_size;
-        const int64_t block = place < table.size(1) ? table.const_data_ptr<int64_t>()[i * table.size(1) + place] : -1;
-        for (const auto& [out, in] : {std::pair{&key, &from}, std::pair{&value, &values_from}}) {
-          auto target = out->narrow(0, row + done, part);
-          if (block < 0 || block >= blocks) target.zero_();
-          else target.copy_((*in)[block].narrow(0, 0, part).reshape({part, out->size(1), out->size(2)}));
-        }
-      }
-      row += std::max<int64_t>(0, tokens);
-    }
-  };
-})
+        (Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset, Text cache_mode, bool cumulative),
+        { return gather_pages(key_cache, value_cache, tables, lengths, key, value, offset, fractal_mode(cache_mode), cumulative); })

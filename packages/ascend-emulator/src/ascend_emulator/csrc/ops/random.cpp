@@ -27,7 +27,10 @@ OP(aclnnInplaceRandomTensor, (Tensor self, int64_t from, int64_t to, GRAPH_STATE
 OP(aclnnMultinomialTensor, (Tensor self, int64_t samples, bool replacement, GRAPH_STATE, Tensor out), {
   at::multinomial_out(out, self, samples, replacement, IN_GRAPH);
 })
-OP(aclnnInplaceNormal, (Tensor self, float mean, float std, int64_t seed, int64_t offset), { self.normal_(mean, std, generator(seed, offset)); })
+OP(aclnnInplaceNormal, (Tensor self, float mean, float std, int64_t seed, int64_t offset), {
+  if (self.is_floating_point()) self.normal_(mean, std, generator(seed, offset));
+  else self.copy_(at::empty(self.sizes(), at::kFloat).normal_(mean, std, generator(seed, offset)));
+})
 OP(aclnnNormalFloatFloat, (float mean, float std, int64_t seed, int64_t offset, Tensor out), { out.normal_(mean, std, generator(seed, offset)); })
 OP(aclnnNormalTensorFloat, (Tensor mean, float std, int64_t seed, int64_t offset, Tensor out), { out.normal_(0, std, generator(seed, offset)).add_(mean); })
 OP(aclnnNormalFloatTensor, (float mean, Tensor std, int64_t seed, int64_t offset, Tensor out), { out.normal_(0, 1, generator(seed, offset)).mul_(std).add_(mean); })

@@ -1,0 +1,196 @@
+"""Applying patches in this process: when its scope is entered, or as soon as a target's module has been imported."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from ascend_platform import extension
+
+from ascend_patches.declaration import Patch, discover, environment_disabled, read
+
+DISABLE = "VLLM_ASCEND_DISABLE_PATCHES"
+
+
+def register() -> None:
+    """Report to ascend-platform; never raises. The entry point of group ``vllm.general_plugins``."""
+    if not _Process.joined:
+        _Process.joined = True
+        patches = discover()
+        note = f"{len(patches)} patch{'es' * (len(patches) != 1)}"
+        take = functools.partial(_setup, patches)
+        options: dict[str, object] = {"disable": []}
+        extension.join("ascend-patches", "ascend_patches", take, note=note, options=options, configured=_configured)
+
+
+def enter(scope: str) -> None:
+    """Apply the patches of a scope in this process, now and as modules come; again does nothing. Never raises.
+
+    The entry point of group ``vllm_ascend.scopes``, which ascend-platform calls (``extension.enter``).
+    """
+    register()
+    _Process.scopes.add(scope)
+    _synchronize()
+
+
+class _Process:
+    """What is known in this process."""
+
+    joined = False
+    patches: tuple[Patch, ...] = ()
+    scopes: set[str] = set()  # noqa: RUF012
+    switched_off: set[str] = set()  # noqa: RUF012
+    applied: dict[str, tuple[Patch, Callable[[], None]]] = {}  # noqa: RUF012  # name: the patch and what undoes it
+    said: set[str] = set()  # noqa: RUF012
+    from_environment: str | None = None  # before the configuration was added
+
+
+def _setup(patches: Iterable[Patch]) -> None:
+    _Process.patches = tuple(patches)
+    _Process.from_environment = os.environ.get(DISABLE)
+    _Process.switched_off = environment_disabled()
+    known = {each.name for each in _Process.patches}
+    for name in sorted(_Process.switched_off - known):
+        extension.logger.warning("%s names %r, which is no patch%s", DISABLE, name, _hint(name, known))
+
+
+def _configured(options: Mapping[str, object]) -> None:
+    """Take ``ascend.patches.disable``, and hand it on to the processes that this one starts.
+
+    Raises:
+        ValueError: not a list of names, or an unknown name.
+    """
+    given, known = options["disable"], {each.name for each in _Process.patches}
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise ValueError(f'additional_config "ascend.patches.disable" must be a list of names, not {given!r}')
+    for name in given:
+        if name not in known:
+            raise ValueError(f'additional_config "ascend.patches.disable" names {name!r}, which is no patch{_hint(name, known)}')
+    before = _Process.from_environment
+    if given:
+        os.environ[DISABLE] = ",".join(filter(None, [before, *given]))
+    elif before is None:
+        os.environ.pop(DISABLE, None)
+    else:
+        os.environ[DISABLE] = before
+    _Process.switched_off = environment_disabled()
+    _synchronize()
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known := sorted(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known) or 'none'}"
+
+
+def _synchronize() -> None:
+    """Make this process as its scopes and its configuration say."""
+    for name in [name for name in _Process.applied if name in _Process.switched_off]:
+        _Process.applied.pop(name)[1]()
+    for each in _Process.patches:
+        if each.scope in _Process.scopes and each.name not in _Process.switched_off and each.name not in _Process.applied:
+            when_imported(each.module, functools.partial(_apply, each))
+
+
+def _apply(patch: Patch) -> None:
+    """Apply one patch to its imported module, or say in one line why it stands aside."""
+    if patch.name in _Process.applied or patch.name in _Process.switched_off:
+        return
+    try:
+        module = sys.modules[patch.module]
+        reason = patch.obstacle(extension.version("vllm"), read(patch.module))
+        others = [other.name for other, _ in _Process.applied.values() if other.overlaps(patch)]
+        if not reason and others:
+            reason = f"target {patch.target} is patched by {others[0]} already; disable one of the two: {DISABLE}={others[0]}"
+        if not reason:
+            _Process.applied[patch.name] = (patch, replace(module, patch.qualname, patch.make))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    if patch.name in _Process.applied:
+        extension.logger.info("patch %s applied to %s (%s): %s", patch.name, patch.target, patch.scope, patch.reason)
+    elif patch.name not in _Process.said:
+        _Process.said.add(patch.name)
+        # out of range is how a patch ends, not something to look into
+        say = extension.logger.warning if patch.in_range(extension.version("vllm")) else extension.logger.debug
+        say("patch %s stands aside: %s", patch.name, reason)
+
+
+def replace(module: ModuleType, qualname: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Put what `make` makes of the original in its place; returns what puts the original back."""
+    *path, name = qualname.split(".")
+    owner = functools.reduce(getattr, path, module)
+    raw = vars(owner)[name]
+    method = type(raw) if isinstance(raw, (staticmethod, classmethod)) else None
+    new = make(raw.__func__ if method else raw)
+    if callable(new) and not isinstance(new, type) and callable(original := raw.__func__ if method else raw):
+        functools.update_wrapper(new, original)
+    setattr(owner, name, method(new) if method else new)
+    return lambda: setattr(owner, name, raw)
+
+
+# Waiting for a module
+
+_waiting: dict[str, list[Callable[[], None]]] = {}
+
+
+def when_imported(name: str, act: Callable[[], None]) -> None:
+    """Call `act` once the module has run to its end: at once if it has, and never if nothing imports it."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    if module is not None and not getattr(spec, "_initializing", False):
+        act()
+        return
+    _waiting.setdefault(name, []).append(act)
+    if module is not None and spec is not None:
+        spec.__class__ = _Watched
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+class _Watched(ModuleSpec):
+    """The spec of an awaited module. Import sets `_initializing` to False when the module has run to its end.
+
+    A finder could wrap the loader instead, but is too late for a module whose import is under way, which is what the engine
+    core's is: the spawned process unpickles ``EngineCoreProc.run_engine_core``, hence imports ``vllm.v1.engine.core``, which
+    imports ``vllm.config``, which asks for the platform. (CPython 3.11 to 3.13, ``importlib/_bootstrap.py``,
+    ``_load_unlocked``; the attribute is also what tells its C code of circular imports.)
+    """
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(vars(self).get("_initializing"))
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        ended = self._initializing and not value
+        vars(self)["_initializing"] = value
+        if ended and self.name in sys.modules:  # not there: it has failed, and may be tried again
+            for act in _waiting.pop(self.name, ()):
+                act()
+
+
+class _Finder:
+    """Finds nothing itself; puts the watch on the spec of awaited modules."""
+
+    _asking: set[str] = set()  # noqa: RUF012
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in _waiting or name in self._asking:
+            return None
+        self._asking.add(name)
+        try:
+            for finder in sys.meta_path:
+                if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                    spec.__class__ = _Watched
+                    return spec
+            return None
+        finally:
+            self._asking.discard(name)
+
+
+_finder = _Finder()
