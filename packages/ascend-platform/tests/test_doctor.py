@@ -155,9 +155,9 @@ def test_another_torch_npu(installed):
     status, lines = examine(path=[installed("torch-npu", "2.7.1", ["torch==2.7.1"])])
     assert status == 1
     found = failing(lines)
-    assert found["what ascend-platform 0.1.0 requires"][0].endswith("and found 2.7.1")
-    assert found["what ascend-platform 0.1.0 requires"][1].startswith("pip install 'torch-npu")
-    assert found["what torch-npu 2.7.1 requires"][1] == "pip install 'torch==2.7.1'"
+    assert found["what ascend-platform requires"][0].endswith("and found 2.7.1")
+    assert found["what ascend-platform requires"][1].startswith("pip install 'torch-npu")
+    assert found["what torch-npu requires"][1] == "pip install 'torch==2.7.1'"
     assert "standing aside" in found["ascend of ascend-platform 0.1.0"][0]
 
 
@@ -166,26 +166,29 @@ def test_another_vllm_by_metadata_and_the_variable_that_overrides_it(installed):
     status, lines = examine(path=path)
     assert status == 1
     found = failing(lines)
-    for name in ("platform", "attention", "patches"):
-        reason, fix = found[f"what ascend-{name} 0.1.0 requires"]
-        assert "found 0.18.0" in reason
-        assert fix.startswith("pip install 'vllm")
+    ours = ", ".join(
+        f"ascend-{name}" for name in ("platform", "attention", "communicator", "kv-connector", "model-loader", "patches")
+    )
+    reason, fix = found[f"what {ours} require"]
+    assert "found 0.18.0" in reason
+    assert fix.startswith("pip install 'vllm")
     assert "torch==2.10.0" in bad(lines)["vLLM's torch"][0]
     status, lines = examine(path=path, VLLM_VERSION="0.32.0")
     assert status == 0
     assert lines["versions", "VLLM_VERSION"][1] == "'0.32.0' stands for the installed 0.18.0"
 
 
-def test_an_overriding_version_that_is_none():
-    status, lines = examine(VLLM_VERSION="main")
+@pytest.mark.parametrize("version", ["0.18.0", "main"])
+def test_an_overriding_version_that_does_not_fit_or_is_none(version):
+    status, lines = examine(VLLM_VERSION=version)
     assert status == 1
-    assert failing(lines)["VLLM_VERSION"][1] == "unset VLLM_VERSION"
+    assert {fix for _, fix in failing(lines).values()} == {"unset VLLM_VERSION"}
 
 
 def test_metadata_without_its_package(tmp_path):
     """torch_npu's metadata is there and its files are not: this environment, linked but for these, without start-up files."""
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if entry.name != "torch_npu":
+        if entry.name != "torch_npu" and (not entry.name.startswith("ascend_") or entry.name.startswith("ascend_platform-")):
             (tmp_path / entry.name).symlink_to(entry)
     status, lines = examine(flags=["-S"], path=[tmp_path])
     assert status == 1
@@ -230,27 +233,17 @@ def test_the_incumbent_is_installed_too(installed):
     assert set(shadowed.values()) == {"pip uninstall -y vllm-ascend"}
 
 
-def test_two_wheels_with_one_plugin_name(installed):
-    directory = installed("other-wheel", "1.0", points="[vllm.general_plugins]\nascend_attention = other:register\n")
+def test_another_wheel_with_our_name_another_platform_and_a_lost_module(installed):
+    points = "[vllm.general_plugins]\nascend_attention = other:register\nlost = no_such_module:register\n"
+    directory = installed("other-wheel", "1.0", points=points + "[vllm.platform_plugins]\nother = other:register\n")
     (directory / "other.py").write_text("")
     _, lines = examine(path=[directory])
-    (line,) = failing(lines).values()
-    assert "vLLM keeps one" in line[0]
-    assert line[1] == "pip uninstall -y other-wheel"
-
-
-def test_another_platform(installed):
-    directory = installed("other-wheel", "1.0", points="[vllm.platform_plugins]\nother = other:register\n")
-    (directory / "other.py").write_text("")
-    status, lines = examine(path=[directory])
-    assert status == 0
-    assert lines["plugins", "other, another platform"][2] == "pip uninstall -y other-wheel"
-
-
-def test_a_plugin_whose_module_is_gone(installed):
-    directory = installed("other-wheel", "1.0", points="[vllm.general_plugins]\nother = no_such_module:register\n")
-    _, lines = examine(path=[directory])
-    assert "no module no_such_module" in failing(lines)["other of other-wheel 1.0"][0]
+    found = bad(lines)
+    assert list(found) == ["ascend_attention of other-wheel 1.0", "lost of other-wheel 1.0", "other, another platform"]
+    assert "vLLM keeps one" in found["ascend_attention of other-wheel 1.0"][0]
+    assert "no module no_such_module" in found["lost of other-wheel 1.0"][0]
+    assert {fix for title, (_, fix) in found.items() if "lost" not in title} == {"pip uninstall -y other-wheel"}
+    assert lines["plugins", "other, another platform"][0] == "warn"
 
 
 def test_a_component_that_stands_aside(installed):
@@ -321,8 +314,10 @@ def test_plugin_names(value, state, says, fix):
 def test_a_component_that_is_filtered_out_is_told_apart_from_the_platform():
     status, lines = examine(VLLM_PLUGINS="ascend")
     assert status == 0
-    state, found, fix = lines["plugins", "ascend_attention of ascend-attention 0.1.0"]
-    assert (state, found.split(":")[0], fix) == ("warn", "off", "export VLLM_PLUGINS=ascend,ascend_attention")
+    names = "ascend_attention, ascend_communicator, ascend_kv_connector, ascend_model_loader, ascend_patches"
+    cure = f"export VLLM_PLUGINS=ascend,{names.replace(', ', ',')}"
+    assert lines["plugins", "filtered out by VLLM_PLUGINS"] == ("warn", names, cure)
+    assert lines["plugins", "lora_hf_hub_resolver of vllm 0.32.0+empty"][0] == "ok"
     status, lines = examine(VLLM_PLUGINS="ascend_attention")
     assert status == 1
     assert lines["plugins", "ascend of ascend-platform 0.1.0"][0] == "fail"

@@ -130,11 +130,13 @@ def versions(options: argparse.Namespace) -> Iterator[Result]:
             yield Result(name, "fail", f"{extension.version(name)} by its metadata, but there is no package {top}", fix)
         else:
             yield ok(name, extension.version(name))
+    reasons: dict[tuple[str, str], list[str]] = {}
     for name in ("torch-npu", *extension.COMPONENTS, "vllm-ascend-all"):
-        if version := extension.version(name):
-            reason, _, fix = extension.unmet(name).partition("; run: ")
-            title = f"what {name} {version} requires"
-            yield Result(title, "fail", reason, fix) if reason else ok(title, "holds")
+        if extension.version(name):
+            reasons.setdefault(inventory.unmet(name), []).append(name)
+    for (reason, fix), names in reasons.items():
+        title = f"what {', '.join(names)} require{'s' * (len(names) == 1)}"
+        yield Result(title, "fail", reason, fix) if reason else ok(title, "is installed")
     for declared in importlib.metadata.requires("vllm") or [] if "vllm" in inventory.distributions() else []:
         wanted = Requirement(declared)
         if wanted.name == "torch" and not wanted.specifier.contains(extension.version("torch") or "0", prereleases=True):
@@ -146,14 +148,17 @@ def plugins(options: argparse.Namespace) -> Iterator[Result]:
     if "vllm-ascend" in inventory.distributions():
         found = f"{extension.version('vllm-ascend')} is installed too; it has the same plugin names, and one of two loads"
         yield Result("vllm-ascend, the other NPU plugin", "fail", found, "pip uninstall -y vllm-ascend")
-    found_plugins = inventory.plugins()
+    found_plugins, off = inventory.plugins(), list[str]()
     for plugin in found_plugins:
         title, detail = f"{plugin.name} of {plugin.distribution} {plugin.version}", f"{plugin.state}: {plugin.why}".rstrip(": ")
-        if plugin.state == "active":
+        if plugin.state == "active" or (plugin.state == "off" and plugin.distribution not in extension.COMPONENTS):
             yield ok(title, detail)
+        elif plugin.state == "off" and plugin.distribution != "ascend-platform":
+            off.append(plugin.name)
         else:
-            optional = plugin.state == "off" and plugin.distribution != "ascend-platform"
-            yield Result(title, "warn" if optional else "fail", detail, plugin.fix)
+            yield Result(title, "fail", detail, plugin.fix)
+    if off:
+        yield Result("filtered out by VLLM_PLUGINS", "warn", ", ".join(off), inventory.allow(*off))
     if not any(plugin.distribution == "ascend-platform" for plugin in found_plugins):
         yield Result("ascend", "fail", "ascend-platform has no entry point here", "pip install ascend-platform")
     for plugin in found_plugins:

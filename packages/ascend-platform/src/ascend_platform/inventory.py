@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -66,10 +67,18 @@ def _points() -> list[tuple[str, importlib.metadata.EntryPoint]]:
     return [(name, point) for name, distribution in distributions().items() for point in distribution.entry_points]
 
 
-def allow(name: str) -> str:
-    """The command after which VLLM_PLUGINS lets this name load."""
+def allow(*wanted: str) -> str:
+    """The command after which VLLM_PLUGINS lets these names load."""
     given = [word.strip() for word in os.environ.get("VLLM_PLUGINS", "").split(",")]
-    return "export VLLM_PLUGINS=" + ",".join(dict.fromkeys(filter(None, [*given, name])))
+    return "export VLLM_PLUGINS=" + ",".join(dict.fromkeys(filter(None, [*given, *wanted])))
+
+
+def unmet(distribution: str) -> tuple[str, str]:
+    """The first requirement of a wheel that does not hold, and the command that cures it; both "" if all hold."""
+    reason, _, fix = extension.unmet(distribution).partition("; run: ")
+    if "VLLM_VERSION" in os.environ and re.match(r"it needs vllm[^-\w]", reason):
+        return f"{reason} (VLLM_VERSION)", "unset VLLM_VERSION"
+    return reason, fix
 
 
 def _fate(distribution: str, point: importlib.metadata.EntryPoint, last: str) -> tuple[str, str, str]:
@@ -81,7 +90,7 @@ def _fate(distribution: str, point: importlib.metadata.EntryPoint, last: str) ->
         blank = point.name in [word.strip() for word in given.split(",")]
         why = "a blank stands next to its name in VLLM_PLUGINS" if blank else f"VLLM_PLUGINS={given!r} does not name it"
         return "off", why, allow(point.name)
-    reason, _, fix = extension.unmet(distribution).partition("; run: ")
+    reason, fix = unmet(distribution)
     if reason:
         return "standing aside", reason, fix
     if importlib.util.find_spec(point.module.partition(".")[0]) is None:
