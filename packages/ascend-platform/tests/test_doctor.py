@@ -134,24 +134,11 @@ def test_visible_devices(listed, state, says, fix):
     assert says in line[1]
 
 
-def test_visible_devices_count_as_torch_npu_counts_them():
-    script = """
-import os, torch, torch_npu
-from ascend_platform import machine
-for listed in ("", "1", "1,0", "0,1", "0, 1", "0,7", "npu0", "0,0", "0,", ",0"):
-    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = listed
-    assert machine.visible(listed, 2) == torch.npu.device_count(), listed
-"""
-    environ = {**os.environ, "ASCEND_EMULATOR_NPUS": "2"}
-    environ["PYTHONPATH"] = os.pathsep.join([SOURCES, environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
 # Versions
 
 
 def test_another_torch_npu(installed):
+    """Its metadata, found first, is what a check at load reads."""
     status, lines = examine(path=[installed("torch-npu", "2.7.1", ["torch==2.7.1"])])
     assert status == 1
     found = failing(lines)
@@ -162,7 +149,7 @@ def test_another_torch_npu(installed):
 
 
 def test_another_vllm_by_metadata_and_the_variable_that_overrides_it(installed):
-    path = [installed("vllm", "0.18.0", ["torch==2.10.0"])]
+    path = [installed("vllm", "0.18.0", ["torch==2.10.0", "torch==1; extra == 'old'"])]
     status, lines = examine(path=path)
     assert status == 1
     found = failing(lines)
@@ -172,7 +159,7 @@ def test_another_vllm_by_metadata_and_the_variable_that_overrides_it(installed):
     reason, fix = found[f"what {ours} require"]
     assert "found 0.18.0" in reason
     assert fix.startswith("pip install 'vllm")
-    assert "torch==2.10.0" in bad(lines)["vLLM's torch"][0]
+    assert bad(lines)["vLLM's torch"][0] == "vLLM asks for torch==2.10.0 and found 2.13.0+cpu"
     status, lines = examine(path=path, VLLM_VERSION="0.32.0")
     assert status == 0
     assert lines["versions", "VLLM_VERSION"][1] == "'0.32.0' stands for the installed 0.18.0"
@@ -374,8 +361,8 @@ def test_interfaces(variable, value, state, says):
 
 def test_model_cache_that_cannot_be_written():
     status, lines = examine(HF_HOME="/dev/null/models")
-    assert status == 1
-    assert "/dev/null/models/hub cannot be written" in failing(lines)["model cache"][0]
+    assert status == 0
+    assert "/dev/null/models/hub cannot be written" in bad(lines)["model cache"][0]
 
 
 def test_small_disk_and_shared_memory(tmp_path):
@@ -403,7 +390,7 @@ def test_little_memory():
         ('{"ascend": {}}', "ok", "known keys only", ""),
         ('{"ascend": {"atention": {}}}', "fail", "no key 'atention'", "correct the key (did you mean 'attention'?)"),
         ('{"ascend": {"attention": {"fast": 1}}}', "fail", "no key 'fast'", "correct the key (known: none)"),
-        ('{"ascend": 1}', "fail", "must be an object", "give it an object"),
+        ('{"ascend": 1}', "fail", "must be an object", "correct the value"),
         ("{'ascend': {}}", "fail", "no JSON", "in single quotes"),
         ("[]", "fail", "not an object", "--additional-config"),
     ],

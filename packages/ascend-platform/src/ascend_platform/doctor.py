@@ -138,10 +138,12 @@ def versions(options: argparse.Namespace) -> Iterator[Result]:
         title = f"what {', '.join(names)} require{'s' * (len(names) == 1)}"
         yield Result(title, "fail", reason, fix) if reason else ok(title, "is installed")
     for declared in importlib.metadata.requires("vllm") or [] if "vllm" in inventory.distributions() else []:
-        wanted = Requirement(declared)
-        if wanted.name == "torch" and not wanted.specifier.contains(extension.version("torch") or "0", prereleases=True):
-            fix = f"pip install '{_wanted('vllm')}', or ignore this line if vLLM has been edited for that torch"
-            yield Result("vLLM's torch", "warn", f"vLLM asks for {wanted} and found {extension.version('torch')}", fix)
+        wanted, torch = Requirement(declared), extension.version("torch")
+        if wanted.name != "torch" or not torch or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        if not wanted.specifier.contains(torch, prereleases=True):
+            fix = f"pip install {_wanted('vllm')}, or ignore this line if vLLM has been edited for that torch"
+            yield Result("vLLM's torch", "warn", f"vLLM asks for {wanted} and found {torch}", fix)
 
 
 def plugins(options: argparse.Namespace) -> Iterator[Result]:
@@ -196,7 +198,7 @@ def room(options: argparse.Namespace) -> Iterator[Result]:
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub").expanduser()
     there = next(path for path in (cache, *cache.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        yield Result("model cache", "fail", f"{cache} cannot be written", "export HF_HOME=<a directory that can be written>")
+        yield Result("model cache", "warn", f"{cache} cannot be written", "export HF_HOME=<a directory that can be written>")
     else:
         status = os.statvfs(there)
         free, fix = status.f_bavail * status.f_frsize, "export HF_HOME=<a directory on a larger disk>"
@@ -229,7 +231,7 @@ def configuration(options: argparse.Namespace) -> Iterator[Result]:
         yield ok(title, "known keys only")
     except ValueError as error:
         found, _, fix = str(error).rpartition("; ")
-        yield Result(title, "fail", found or str(error), f"correct the key ({fix})" if found else "give it an object")
+        yield Result(title, "fail", found or str(error), f"correct the key ({fix})" if found else "correct the value")
 
 
 CHECKS: dict[str, Check] = {
