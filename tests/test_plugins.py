@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,32 @@ def test_components_without_features_say_so() -> None:
         "ascend-model-loader",
     ]
     assert states["ascend-patches"] == "active (0 patches)"
+
+
+def test_plugins_that_the_command_calls_active_are_those_that_vllm_loads(tmp_path: Path) -> None:
+    info = tmp_path / "other_wheel-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-wheel\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nascend_attention = other:register\nother = other:register\n")
+    (tmp_path / "other.py").write_text("def register(): pass\n")
+    script = """
+import json, os
+from ascend_platform import inventory
+from vllm.plugins import load_plugins_by_group
+found = []
+for allowed in (None, "", "ascend", "ascend, ascend_attention", "ascend_attention,ascend,no_such"):
+    if allowed is not None:
+        os.environ["VLLM_PLUGINS"] = allowed
+    theirs = [[group, name, plugin.__module__.partition(".")[0]] for group in inventory.GROUPS for name, plugin in
+              load_plugins_by_group(group).items()]
+    ours = [[plugin.group, plugin.name, plugin.distribution] for plugin in inventory.plugins() if plugin.state == "active"]
+    found.append([allowed, sorted(theirs), sorted(ours)])
+print(json.dumps(found))
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tmp_path), environ.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
+    for allowed, theirs, ours in json.loads(done.stdout.splitlines()[-1]):
+        names = {"other-wheel": "other"}
+        assert theirs == [[group, name, names.get(wheel, wheel.replace("-", "_"))] for group, name, wheel in ours]
+        assert bool(theirs) == (allowed != "")

@@ -131,10 +131,14 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
         [
             ("vllm.platform_plugins", "ascend", "ascend_platform:register"),
             *(("vllm.general_plugins", name, f"{name}:register") for name in general),
+            ("console_scripts", "vllm-ascend", "ascend_platform.cli:main"),
+            ("vllm_ascend.commands", "doctor", "ascend_platform.doctor:add"),
+            ("vllm_ascend.commands", "env", "ascend_platform.inventory:add_env"),
+            ("vllm_ascend.commands", "plugins", "ascend_platform.inventory:add_plugins"),
+            ("vllm_ascend.commands", "patches", "ascend_patches.command:add"),
+            ("vllm_ascend.checks", "patches", "ascend_patches.command:examine"),
             ("vllm_ascend.scopes", "ascend_patches", "ascend_patches:enter"),
             ("vllm_ascend.patches", "ascend_patches", "ascend_patches.patches"),
-            ("vllm_ascend.commands", "patches", "ascend_patches.command:add"),
-            ("console_scripts", "vllm-ascend", "ascend_platform.cli:main"),
             ("console_scripts", "ascend-emulator", "ascend_emulator.cli:main"),
             ("pytest11", "ascend_emulator", "ascend_emulator.pytest_plugin"),
         ]

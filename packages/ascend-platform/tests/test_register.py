@@ -97,6 +97,47 @@ def test_vllm_command_without_cann_ends_in_one_line(autoload):
     assert "Failed to infer device type" not in done.stderr
 
 
+@pytest.fixture
+def incumbent(tmp_path):
+    """A directory with the metadata of another wheel that has our plugins' names, as vllm-ascend 0.18 has."""
+    info = tmp_path / "vllm_ascend-0.18.0.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: vllm-ascend\nVersion: 0.18.0\n")
+    points = (
+        "[vllm.platform_plugins]\nascend = vllm_ascend:register\n[vllm.general_plugins]\nascend_kv_connector = vllm_ascend:a\n"
+    )
+    info.joinpath("entry_points.txt").write_text(points)
+    return tmp_path
+
+
+CLASH = (
+    "vllm-ascend 0.18.0 is installed too and has plugins of the same name (ascend, ascend_kv_connector), of which vLLM "
+    "keeps one; run: pip uninstall -y vllm-ascend"
+)
+
+
+def test_beside_another_wheel_with_our_names_nothing_is_activated(incumbent):
+    out, said = run(PYTHONPATH=str(incumbent))
+    assert out == ["None", "None", "untouched"]
+    (line,) = said
+    assert line.endswith(f"Ascend platform not activated: {CLASH}")
+
+
+def test_vllm_command_beside_another_wheel_with_our_names_ends_in_one_line(incumbent):
+    command = [str(Path(sys.executable).parent / "vllm"), "serve", "a-model"]
+    env = {**os.environ, "PYTHONPATH": str(incumbent)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"ascend-platform: {CLASH}\n")
+
+
+def test_siblings_stand_aside_beside_another_wheel_with_our_names(incumbent):
+    script = "import ascend_attention; from ascend_platform import extension; ascend_attention.register(); "
+    script += "print(extension.state('ascend-attention'))"
+    env = {**os.environ, "PYTHONPATH": str(incumbent)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip().endswith(f"standing aside: {CLASH}"), done.stderr
+
+
 def test_start_hook_leaves_other_errors_as_they_are():
     hook = "import ascend_platform.startup; ascend_platform.startup.install()\n"
     other = "raise RuntimeError('x') from ImportError('libother.so: cannot open shared object file')"

@@ -8,13 +8,14 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ascend_platform import extension
 from packaging.version import Version
 
 from ascend_patches import source
+from ascend_patches.apply import DISABLE
 from ascend_patches.declaration import SCOPES, Patch, collect, discover, environment_disabled, read
 
 PATCH = '''"""{target}: TODO what is wrong with it."""
@@ -82,6 +83,22 @@ def add(parser: argparse.ArgumentParser) -> None:
     maker.add_argument("--scope", choices=SCOPES, required=True)
     maker.add_argument("--package", type=Path, default=Path(), metavar="DIR", help="directory with src/ and tests/ (here)")
     maker.set_defaults(run=_new)
+
+
+def examine(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
+    """What ``vllm-ascend doctor`` says of patches: title, state, what was found and its cure.
+
+    The entry point of group ``vllm_ascend.checks``. A patch that is for another vLLM, or switched off, is as it should be.
+    """
+    disabled, version = environment_disabled(), extension.version("vllm")
+    for each in discover():
+        if each.name in disabled or not each.in_range(version):
+            yield each.name, "ok", "switched off" if each.name in disabled else f"not for vLLM {version or '(not installed)'}", ""
+        elif why := each.obstacle(version, read(each.module)):
+            without = f"export {DISABLE}={','.join(sorted({*disabled, each.name}))}"
+            yield each.name, "fail", f"stands aside: {why}", f"upgrade the wheel that it is in, or do without it: {without}"
+        else:
+            yield each.name, "ok", f"fits vLLM {version}", ""
 
 
 def _list(given: argparse.Namespace) -> int:

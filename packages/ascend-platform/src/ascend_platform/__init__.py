@@ -23,7 +23,7 @@ def _find_reason() -> str:
     from ascend_platform import extension
 
     try:
-        reason = extension.unmet("ascend-platform") or _missing_device()
+        reason = extension.clash() or extension.unmet("ascend-platform") or _missing_device()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:

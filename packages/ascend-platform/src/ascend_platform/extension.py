@@ -8,6 +8,7 @@ twice (``vllm/plugins/__init__.py``).
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.metadata
 import logging
 import multiprocessing
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 # vLLM's log handler hangs on the logger called "vllm" (vllm/logger.py); a logger below it shows its lines.
 logger = logging.getLogger("vllm.ascend")
@@ -80,7 +82,7 @@ def join(
     if distribution in _states:
         return
     try:
-        reason = unmet(distribution)
+        reason = clash() or unmet(distribution)
         if not reason:
             _options[_namespace(entry_point)] = dict(options or {})
             if setup:
@@ -114,6 +116,26 @@ def unmet(distribution: str) -> str:
             return f"it needs {wanted}, which is not installed; run: pip install '{wanted}'"
         if not requirement.specifier.contains(found, prereleases=True):
             return f"it needs {wanted} and found {found}; run: pip install '{wanted}'"
+    return ""
+
+
+@functools.cache
+def clash() -> str:
+    """Another wheel that has plugin names of ours, as one sentence with what to do; "" if there is none.
+
+    vLLM keeps one plugin of a name, whichever it finds last (``vllm/plugins/__init__.py``). vllm-ascend has such names.
+    """
+    taken: dict[str, list[str]] = {}
+    for group in ("vllm.platform_plugins", "vllm.general_plugins"):
+        for point in importlib.metadata.entry_points(group=group):
+            owner = canonicalize_name(point.dist.name) if point.dist else ""
+            if point.name in COMPONENTS.values() and owner and owner not in COMPONENTS:
+                taken.setdefault(owner, []).append(point.name)
+    for owner, names in taken.items():
+        return (
+            f"{owner} {version(owner)} is installed too and has plugins of the same name ({', '.join(names)}), of which vLLM "
+            f"keeps one; run: pip uninstall -y {owner}"
+        )
     return ""
 
 

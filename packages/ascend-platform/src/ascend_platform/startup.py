@@ -1,12 +1,15 @@
-"""One line instead of a traceback when CANN's libraries are missing.
+"""One line where vLLM's own commands cannot go on: CANN's libraries are missing, or another wheel has our plugins' names.
 
 ``import torch`` loads torch_npu by itself, transformers imports it too, and vLLM imports both before it asks any plugin.
-So where torch_npu is installed and CANN is not, nothing of vLLM or of ours runs before the error. ``ascend_platform.pth``
-imports this module as Python starts, which is the one earlier place, in vLLM's own commands alone; it changes only how
-that one uncaught error is shown.
+So where torch_npu is installed and CANN is not, nothing of vLLM or of ours runs before the error. And of two plugins of
+one name vLLM keeps one, so that ours may not run at all. ``ascend_platform.pth`` imports this module as Python starts,
+which is the one earlier place, in vLLM's own commands alone.
 """
 
+import os
 import sys
+
+from ascend_platform import extension
 
 
 def missing_library(error: BaseException | None) -> str:
@@ -23,7 +26,11 @@ def missing_library(error: BaseException | None) -> str:
 
 
 def install() -> None:
-    """Show that error as one line on stderr from here on, and every other as before."""
+    """End the command if another wheel has our names; show missing libraries as one line, and every other error as before."""
+    if line := extension.clash():
+        sys.stderr.write(f"ascend-platform: {line}\n")
+        sys.stderr.flush()
+        os._exit(1)  # while Python starts, SystemExit would be a fatal error with a traceback
     before = sys.excepthook
 
     def show(kind, error, traceback):  # type: ignore[no-untyped-def]

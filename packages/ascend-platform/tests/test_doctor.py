@@ -1,0 +1,483 @@
+"""The doctor, and its two companions, in processes of their own on machines broken for real.
+
+What is broken is an environment variable, a distribution's metadata found first on PYTHONPATH, a linker path, a limit of the
+process, or a file system mounted for it.
+"""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import ascend_platform
+import pytest
+
+CLEAN = ("VLLM_", "HCCL_", "HF_", "ASCEND_RT_", "GLOO_")
+CLI = ["-c", "import sys; from ascend_platform import cli; sys.exit(cli.main())"]
+SOURCES = str(Path(ascend_platform.__file__).parents[1])
+
+
+def run(*arguments, before=(), flags=(), path=(), **variables):
+    """A `vllm-ascend` command with directories put in front of the module path and variables added to a clean environment."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(CLEAN)}
+    environ["PYTHONPATH"] = os.pathsep.join([*map(str, path), SOURCES, environ.get("PYTHONPATH", "")])
+    command = [*before, sys.executable, *flags, *CLI, *arguments]
+    return subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=120)
+
+
+def examine(*arguments, **broken):
+    """Exit status and lines of the doctor: (category, title) to (state, found, fix)."""
+    done = run("doctor", "--json", *arguments, **broken)
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert report["ok"] == (done.returncode == 0)
+    lines = {(line["category"], line["title"]): (line["state"], line["found"], line["fix"]) for line in report["checks"]}
+    assert len(lines) == len(report["checks"])
+    assert all(bool(fix) == (state != "ok") for state, _, fix in lines.values()), lines
+    return done.returncode, lines
+
+
+def failing(lines):
+    return {title: (found, fix) for (_, title), (state, found, fix) in lines.items() if state == "fail"}
+
+
+def bad(lines):
+    return {title: (found, fix) for (_, title), (state, found, fix) in lines.items() if state != "ok"}
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """Installs a distribution's metadata in a directory for PYTHONPATH, and returns the directory."""
+
+    def install(name, version, requires=(), points=""):
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in requires)]
+        info.joinpath("METADATA").write_text("\n".join(lines) + "\n")
+        info.joinpath("entry_points.txt").write_text(points)
+        return tmp_path
+
+    return install
+
+
+def test_a_sound_machine_passes():
+    status, lines = examine()
+    assert failing(lines) == {}
+    assert status == 0
+    categories = ["chip and driver", "CANN", "versions", "plugins", "triton", "environment", "HCCL", "disk and memory"]
+    assert list(dict.fromkeys(category for category, _ in lines)) == categories
+    assert lines["chip and driver", "NPUs"][1] == "1 Ascend910B1"
+    assert lines["CANN", "CANN"][1].startswith("9.1.0 in ")
+
+
+# Chip, driver and CANN
+
+
+def test_without_cann():
+    status, lines = examine(LD_LIBRARY_PATH="", ASCEND_HOME_PATH="", ASCEND_OPP_PATH="")
+    assert status == 1
+    found = bad(lines)
+    assert list(found) == [
+        "driver",
+        "NPUs",
+        "CANN",
+        "libraries torch_npu links against",
+        "operators (libopapi)",
+        "libhccl.so",
+    ]
+    assert "libascend_hal.so" in found["driver"][0]
+    assert "install the NPU driver" in found["driver"][1]
+    assert found["NPUs"][0] == "none found"
+    for name in ("libascendcl.so", "libhccl.so", "libge_runner.so"):
+        assert name in found["libraries torch_npu links against"][0]
+    for title in list(found)[2:]:
+        assert "source its set_env.sh" in found[title][1]
+
+
+def test_with_one_library_of_cann_missing(tmp_path):
+    for library in Path(os.environ["ASCEND_HOME_PATH"]).glob("*.so"):
+        if library.name != "libge_runner.so":
+            (tmp_path / library.name).symlink_to(library)
+    status, lines = examine(LD_LIBRARY_PATH=str(tmp_path))
+    assert status == 1
+    assert {title: found for title, (found, _) in failing(lines).items()} == {
+        "libraries torch_npu links against": "not found: libge_runner.so"
+    }
+
+
+@pytest.mark.parametrize(("variable", "title"), [("ASCEND_HOME_PATH", "CANN"), ("ASCEND_OPP_PATH", "ASCEND_OPP_PATH")])
+def test_with_a_path_of_cann_that_is_not_there(variable, title):
+    status, lines = examine(**{variable: "/no/such/place"})
+    assert status == 1
+    assert "/no/such/place is not there" in failing(lines)[title][0]
+
+
+@pytest.mark.parametrize(
+    ("listed", "state", "says", "fix"),
+    [
+        ("", "fail", "leaves 0 of 2", "unset ASCEND_RT_VISIBLE_DEVICES"),
+        ("7", "fail", "leaves 0 of 2", "unset ASCEND_RT_VISIBLE_DEVICES"),
+        ("1,0", "fail", "leaves 0 of 2", "export ASCEND_RT_VISIBLE_DEVICES=0,1"),
+        ("0, 1", "warn", "leaves 1 of 2", "export ASCEND_RT_VISIBLE_DEVICES=0,1"),
+        ("npu0", "fail", "leaves 0 of 2", "export ASCEND_RT_VISIBLE_DEVICES=0"),
+        ("0,1", "ok", "2 of 2", ""),
+    ],
+)
+def test_visible_devices(listed, state, says, fix):
+    status, lines = examine(ASCEND_RT_VISIBLE_DEVICES=listed, ASCEND_EMULATOR_NPUS="2")
+    assert lines["chip and driver", "NPUs"][1].startswith("2 ")
+    line = lines["chip and driver", "ASCEND_RT_VISIBLE_DEVICES"]
+    assert (line[0], line[2], status) == (state, fix, int(state == "fail"))
+    assert says in line[1]
+
+
+# Versions
+
+
+def test_another_torch_npu(installed):
+    """Its metadata, found first, is what a check at load reads."""
+    status, lines = examine(path=[installed("torch-npu", "2.7.1", ["torch==2.7.1"])])
+    assert status == 1
+    found = failing(lines)
+    assert found["what ascend-platform requires"][0].endswith("and found 2.7.1")
+    assert found["what ascend-platform requires"][1].startswith("pip install 'torch-npu")
+    assert found["what torch-npu requires"][1] == "pip install 'torch==2.7.1'"
+    assert "standing aside" in found["ascend of ascend-platform 0.1.0"][0]
+
+
+def test_another_vllm_by_metadata_and_the_variable_that_overrides_it(installed):
+    path = [installed("vllm", "0.18.0", ["torch==2.10.0", "torch==1; extra == 'old'"])]
+    status, lines = examine(path=path)
+    assert status == 1
+    found = failing(lines)
+    ours = ", ".join(
+        f"ascend-{name}" for name in ("platform", "attention", "communicator", "kv-connector", "model-loader", "patches")
+    )
+    reason, fix = found[f"what {ours} require"]
+    assert "found 0.18.0" in reason
+    assert fix.startswith("pip install 'vllm")
+    assert bad(lines)["vLLM's torch"][0] == "vLLM asks for torch==2.10.0 and found 2.13.0+cpu"
+    status, lines = examine(path=path, VLLM_VERSION="0.32.0")
+    assert status == 0
+    assert lines["versions", "VLLM_VERSION"][1] == "'0.32.0' stands for the installed 0.18.0"
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "main"])
+def test_an_overriding_version_that_does_not_fit_or_is_none(version):
+    status, lines = examine(VLLM_VERSION=version)
+    assert status == 1
+    assert {fix for _, fix in failing(lines).values()} == {"unset VLLM_VERSION"}
+
+
+def test_metadata_without_its_package(tmp_path):
+    """torch_npu's metadata is there and its files are not: this environment, linked but for these, without start-up files."""
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if entry.name != "torch_npu" and (not entry.name.startswith("ascend_") or entry.name.startswith("ascend_platform-")):
+            (tmp_path / entry.name).symlink_to(entry)
+    status, lines = examine(flags=["-S"], path=[tmp_path])
+    assert status == 1
+    assert failing(lines)["torch-npu"][1] == "pip install --force-reinstall --no-deps torch-npu"
+    assert failing(lines)["libraries torch_npu links against"][0] == "torch_npu is not installed"
+
+
+def test_with_nothing_but_the_platform(tmp_path):
+    """No torch, torch_npu, vLLM, rich or sibling: the doctor runs and names what is not there."""
+    site = Path(sysconfig.get_path("purelib"))
+    for name in (
+        "packaging",
+        *(path.name for path in site.glob("packaging-*")),
+        *(p.name for p in site.glob("ascend_platform-*")),
+    ):
+        (tmp_path / name).symlink_to(site / name)
+    status, lines = examine(flags=["-S"], path=[tmp_path], LD_LIBRARY_PATH="")
+    assert status == 1
+    found = failing(lines)
+    for name in ("vllm", "torch", "torch-npu"):
+        assert found[name][0] == "not installed"
+        assert found[name][1].startswith("pip install ")
+    for command in ("plugins", "env"):
+        done = run(command, flags=["-S"], path=[tmp_path], LD_LIBRARY_PATH="")
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+# Plugins and the other wheel
+
+
+def test_the_incumbent_is_installed_too(installed):
+    points = "[vllm.platform_plugins]\nascend = vllm_ascend:register\n[vllm.general_plugins]\n"
+    points += "ascend_kv_connector = vllm_ascend:a\nascend_model = vllm_ascend:b\n"
+    directory = installed("vllm-ascend", "0.18.0", points=points)
+    (directory / "vllm_ascend.py").write_text("")
+    status, lines = examine(path=[directory])
+    assert status == 1
+    found = failing(lines)
+    assert found["vllm-ascend, the other NPU plugin"][1] == "pip uninstall -y vllm-ascend"
+    shadowed = {title: fix for title, (reason, fix) in found.items() if "has a plugin of the same name" in reason}
+    assert [title.split()[0] for title in shadowed] == ["ascend", "ascend_kv_connector"]
+    assert set(shadowed.values()) == {"pip uninstall -y vllm-ascend"}
+
+
+def test_another_wheel_with_our_name_another_platform_and_a_lost_module(installed):
+    points = "[vllm.general_plugins]\nascend_attention = other:register\nlost = no_such_module:register\n"
+    directory = installed("other-wheel", "1.0", points=points + "[vllm.platform_plugins]\nother = other:register\n")
+    (directory / "other.py").write_text("")
+    _, lines = examine(path=[directory])
+    found = bad(lines)
+    assert list(found) == ["ascend_attention of other-wheel 1.0", "lost of other-wheel 1.0", "other, another platform"]
+    assert "vLLM keeps one" in found["ascend_attention of other-wheel 1.0"][0]
+    assert "no module no_such_module" in found["lost of other-wheel 1.0"][0]
+    assert {fix for title, (_, fix) in found.items() if "lost" not in title} == {"pip uninstall -y other-wheel"}
+    assert lines["plugins", "other, another platform"][0] == "warn"
+
+
+def test_a_component_that_stands_aside(installed):
+    points = "[vllm.general_plugins]\nascend_attention = ascend_attention:register\n"
+    directory = installed("ascend-attention", "9.0", ["ascend-platform>=9"], points)
+    status, lines = examine(path=[directory])
+    assert status == 1
+    found, fix = failing(lines)["ascend_attention of ascend-attention 9.0"]
+    assert found.startswith("standing aside: it needs ascend-platform>=9 and found 0.1.0")
+    assert fix == "pip install 'ascend-platform>=9'"
+
+
+def test_metadata_that_cannot_be_read_becomes_a_line_that_names_the_check(installed):
+    status, lines = examine(path=[installed("ascend-attention", "9.0", ["!! no requirement"])])
+    assert status == 1
+    assert failing(lines)["versions"][0].startswith("could not be checked: InvalidRequirement")
+    assert "vllm-ascend env" in failing(lines)["versions"][1]
+    assert lines["triton", "triton"][0] == "ok"
+
+
+def test_another_wheel_adds_a_check_and_one_that_raises_is_a_line(installed):
+    points = "[vllm_ascend.checks]\nfruit = fruit:check\nrotten = fruit:raises\nlost = no_such_module:check\n"
+    directory = installed("fruit", "1.0", points=points)
+    lines = ["def check(options):", "    yield 'apple', 'warn', 'has a worm', 'cut it'", "def raises(options):", "    1 / 0"]
+    (directory / "fruit.py").write_text("\n".join(lines))
+    status, lines = examine(path=[directory])
+    assert status == 1
+    assert lines["fruit", "apple"] == ("warn", "has a worm", "cut it")
+    assert lines["rotten", "rotten"][1] == "could not be checked: ZeroDivisionError: division by zero"
+    assert "no_such_module" in lines["lost", "lost"][1]
+
+
+def test_two_tritons(installed):
+    installed("triton", "3.5.0")
+    status, lines = examine(path=[installed("triton-ascend", "3.2.1")])
+    assert status == 1
+    found, fix = failing(lines)["triton"]
+    assert "triton 3.5.0 and triton-ascend 3.2.1" in found
+    assert fix == "pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend==3.2.1"
+
+
+# Variables
+
+
+@pytest.mark.parametrize(
+    ("value", "state", "says", "fix"),
+    [
+        ("", "fail", "no plugin load", "unset VLLM_PLUGINS"),
+        ("ascend, ascend_attention", "fail", "blanks", "export VLLM_PLUGINS=ascend,ascend_attention"),
+        ("ascend_attention", "fail", "leaves out ascend", "export VLLM_PLUGINS=ascend,ascend_attention"),
+        (
+            "ascend,ascend_atention",
+            "warn",
+            "no plugin has the name ascend_atention",
+            "export VLLM_PLUGINS=ascend,ascend_attention",
+        ),
+        ("ascned", "fail", "no plugin has the name ascned", "export VLLM_PLUGINS=ascend"),
+        ("ascend,ascend_attention", "ok", "ascend,ascend_attention", ""),
+    ],
+)
+def test_plugin_names(value, state, says, fix):
+    status, lines = examine(VLLM_PLUGINS=value)
+    line = lines["environment", "VLLM_PLUGINS"]
+    assert (line[0], line[2], status) == (state, fix, int(state == "fail"))
+    assert says in line[1]
+
+
+def test_a_component_that_is_filtered_out_is_told_apart_from_the_platform():
+    status, lines = examine(VLLM_PLUGINS="ascend")
+    assert status == 0
+    names = "ascend_attention, ascend_communicator, ascend_kv_connector, ascend_model_loader, ascend_patches"
+    cure = f"export VLLM_PLUGINS=ascend,{names.replace(', ', ',')}"
+    assert lines["plugins", "filtered out by VLLM_PLUGINS"] == ("warn", names, cure)
+    assert lines["plugins", "lora_hf_hub_resolver of vllm 0.32.0+empty"][0] == "ok"
+    status, lines = examine(VLLM_PLUGINS="ascend_attention")
+    assert status == 1
+    assert lines["plugins", "ascend of ascend-platform 0.1.0"][0] == "fail"
+
+
+def test_target_device():
+    for value, state in (("cpu", "fail"), ("empty", "warn")):
+        status, lines = examine(VLLM_TARGET_DEVICE=value)
+        assert lines["environment", "VLLM_TARGET_DEVICE"][0] == state
+        assert lines["environment", "VLLM_TARGET_DEVICE"][2] == "unset VLLM_TARGET_DEVICE"
+        assert status == int(state == "fail")
+
+
+def test_variables_that_nothing_reads():
+    given = {"VLLM_PLUGIN": "ascend", "VLLM_ASCEND_ENABLE_NZ": "1", "ASCEND_VISIBLE_DEVICE": "0", "HCCL_BUFSIZE": "200"}
+    harmless = {
+        "ASCEND_LAUNCH_BLOCKING": "1",
+        "HCCL_BUFFSIZE": "200",
+        "ASCEND_OF_MY_OWN_COMPANY": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    status, lines = examine(**given, **harmless)
+    assert status == 0
+    assert {title: fix for title, (_, fix) in bad(lines).items()} == {
+        "VLLM_PLUGIN": "export VLLM_PLUGINS=$VLLM_PLUGIN; unset VLLM_PLUGIN",
+        "VLLM_ASCEND_ENABLE_NZ": "unset VLLM_ASCEND_ENABLE_NZ",
+        "ASCEND_VISIBLE_DEVICE": "export ASCEND_VISIBLE_DEVICES=$ASCEND_VISIBLE_DEVICE; unset ASCEND_VISIBLE_DEVICE",
+        "HCCL_BUFSIZE": "export HCCL_BUFFSIZE=$HCCL_BUFSIZE; unset HCCL_BUFSIZE",
+    }
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "state", "says"),
+    [
+        ("HCCL_IF_IP", "127.0.0.1", "ok", "127.0.0.1"),
+        ("HCCL_IF_IP", "203.0.113.1", "fail", "no address of this machine"),
+        ("VLLM_HOST_IP", "here", "fail", "no address"),
+        ("HCCL_SOCKET_IFNAME", "lo", "ok", "lo: lo"),
+        ("HCCL_SOCKET_IFNAME", "=l", "fail", "no such interface"),
+        ("HCCL_SOCKET_IFNAME", "l", "ok", "l: lo"),
+        ("HCCL_SOCKET_IFNAME", "^nosuch", "ok", "lo"),
+        ("GLOO_SOCKET_IFNAME", "nosuch0", "fail", "no such interface"),
+    ],
+)
+def test_interfaces(variable, value, state, says):
+    status, lines = examine(**{variable: value})
+    line = lines["HCCL", variable]
+    assert (line[0], status) == (state, int(state == "fail"))
+    assert says in line[1]
+
+
+# Disk, memory, configuration
+
+
+def test_model_cache_that_cannot_be_written():
+    status, lines = examine(HF_HOME="/dev/null/models")
+    assert status == 0
+    assert "/dev/null/models/hub cannot be written" in bad(lines)["model cache"][0]
+
+
+def test_small_disk_and_shared_memory(tmp_path):
+    mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && mount -t tmpfs -o size=1m tmpfs /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    before = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    status, lines = examine(before=before, HF_HOME=str(tmp_path))
+    assert status == 0
+    assert bad(lines)["model cache"] == (
+        f"0.0 GiB free for {tmp_path}/hub; vLLM may need 10 GiB",
+        "export HF_HOME=<a directory on a larger disk>",
+    )
+    assert "--shm-size" in bad(lines)["/dev/shm"][1]
+
+
+def test_little_memory():
+    _, lines = examine(before=["prlimit", f"--as={4 << 30}"])
+    assert bad(lines)["memory"][0] == "4.0 GiB free; vLLM may need 8 GiB"
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "says", "fix"),
+    [
+        ('{"ascend": {}}', "ok", "known keys only", ""),
+        ('{"ascend": {"atention": {}}}', "fail", "no key 'atention'", "correct the key (did you mean 'attention'?)"),
+        ('{"ascend": {"attention": {"fast": 1}}}', "fail", "no key 'fast'", "correct the key (known: none)"),
+        ('{"ascend": 1}', "fail", "must be an object", "correct the value"),
+        ("{'ascend': {}}", "fail", "no JSON", "in single quotes"),
+        ("[]", "fail", "not an object", "--additional-config"),
+    ],
+)
+def test_additional_config(given, state, says, fix):
+    status, lines = examine("--additional-config", given)
+    line = lines["configuration", "--additional-config"]
+    assert (line[0], status) == (state, int(state == "fail"))
+    assert says in line[1]
+    assert fix in line[2]
+
+
+def test_keys_of_additional_config_that_are_another_plugins():
+    status, lines = examine("--additional-config", '{"ascend_scheduler_config": {}}')
+    assert status == 0
+    assert bad(lines)["--additional-config, 'ascend_scheduler_config'"][0] == "nothing here reads this key"
+
+
+# The commands
+
+
+@pytest.mark.parametrize("command", ["doctor", "plugins", "env"])
+def test_commands_import_nothing_heavy(command):
+    script = f"import sys\nfrom ascend_platform import cli\ncli.main([{command!r}, '--json'])\n"
+    script += "print(sorted({'torch', 'torch_npu', 'vllm', 'numpy', 'rich'} & {*sys.modules}), file=sys.stderr)"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCES, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+    json.loads(done.stdout)
+    assert done.stderr == "[]\n"
+
+
+def test_plain_in_a_pipe_and_pretty_on_a_terminal():
+    done = run("doctor", VLLM_TARGET_DEVICE="cpu")
+    assert done.returncode == 1
+    assert "  FAIL VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU; to cure it: unset VLLM_TARGET_DEVICE\n" in done.stdout
+    assert "\x1b" not in done.stdout
+    environ = {**os.environ, "VLLM_TARGET_DEVICE": "cpu", "TERM": "xterm-256color", "COLUMNS": "60"}
+    environ["PYTHONPATH"] = os.pathsep.join([SOURCES, environ.get("PYTHONPATH", "")])
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([sys.executable, *CLI, "doctor"], env=environ, stdout=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while more := os.read(ours, 65536):
+                shown += more
+        except OSError:  # how the end of a pseudo-terminal shows itself
+            pass
+    os.close(ours)
+    assert process.returncode == 1
+    assert "\N{CHECK MARK} NPUs: 1 Ascend910B1".encode() in shown
+    assert b"\x1b[" in shown
+    assert "\N{BALLOT X} VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU; to cure it: unset VLLM_TARGET_DEVICE".encode() in shown
+
+
+def test_plugins_lists_each_with_what_becomes_of_it():
+    done = run("plugins", "--json", VLLM_PLUGINS="ascend,ascend_patches")
+    assert done.returncode == 0
+    plugins = {plugin["name"]: plugin for plugin in json.loads(done.stdout)["plugins"]}
+    assert plugins["ascend"] | {"version": ""} == {
+        "name": "ascend",
+        "group": "vllm.platform_plugins",
+        "distribution": "ascend-platform",
+        "version": "",
+        "state": "active",
+        "why": "",
+        "fix": "",
+    }
+    assert plugins["ascend_patches"]["state"] == "active"
+    assert plugins["ascend_attention"]["state"] == "off"
+    table = run("plugins", VLLM_PLUGINS="ascend,ascend_patches").stdout
+    (line,) = [line for line in table.splitlines() if line.startswith("ascend_attention ")]
+    assert line.endswith("run: export VLLM_PLUGINS=ascend,ascend_patches,ascend_attention")
+
+
+def test_env_tells_versions_and_hides_secrets():
+    done = run("env", "--json", HF_TOKEN="hf_1234", VLLM_PLUGINS="ascend")
+    found = json.loads(done.stdout)
+    assert found["npu"]["npus"] == "1"
+    assert found["npu"]["cann"] == "9.1.0"
+    assert {"vllm", "torch", "torch-npu", "ascend-platform"} <= {*found["wheels"]}
+    assert found["environment"]["VLLM_PLUGINS"] == "ascend"
+    assert found["environment"]["HF_TOKEN"] == "(hidden)"
+    assert "hf_1234" not in done.stdout
+    assert "hf_1234" not in run("env", HF_TOKEN="hf_1234").stdout
+
+
+def test_cann_and_driver_versions_of_an_installation(tmp_path):
+    (tmp_path / "compiler").mkdir()
+    (tmp_path / "compiler" / "version.info").write_text("# x\nVersion=8.5.1\nother=1\n")
+    assert json.loads(run("env", "--json", ASCEND_HOME_PATH=str(tmp_path)).stdout)["npu"]["cann"] == "8.5.1"
