@@ -59,7 +59,7 @@ def test_twine_has_nothing_to_object_to(wheels: dict[str, Wheel]) -> None:
     files = [file for wheel in wheels.values() for file in wheel.path.parent.iterdir() if file.name.endswith((".whl", ".gz"))]
     files = sorted(set(files))
     assert len(files) == 2 * len(NAMES)
-    command = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *files]
+    command = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASSED") == len(files)
