@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -18,6 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 # Every operator and call that this process or one that it starts carries out leaves its name here (test_coverage.py reads it).
 TRACES = Path(tempfile.mkdtemp(prefix="ascend-emulator-"))
 os.environ["ASCEND_EMULATOR_CALLS"] = str(TRACES / "calls")
+EMULATED = "libascend_emulator.so" in Path("/proc/self/maps").read_text()
+if EMULATED:  # and at work already, since importing torch makes calls
+    ctypes.CDLL("libascend_emulator.so").ascend_emulator_note_calls(os.environ["ASCEND_EMULATOR_CALLS"].encode())
 
 
 def pytest_sessionfinish() -> None:
@@ -54,7 +58,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def emulated() -> None:
     """These tests are about the emulator: on a real NPU (``--npus 0``) there is nothing for them to do."""
-    if "libascend_emulator.so" not in Path("/proc/self/maps").read_text():
+    if not EMULATED:
         pytest.skip("no NPU is emulated")
 
 

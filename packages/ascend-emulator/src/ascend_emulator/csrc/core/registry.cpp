@@ -3,7 +3,9 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <set>
 
@@ -33,12 +35,14 @@ const std::set<std::string>& removals() {
   }();
   return names;
 }
+
+std::atomic<const char*> calls{std::getenv("ASCEND_EMULATOR_CALLS")};
 }  // namespace
 
 Registration::Registration(const char* name, Effect effect, const char* file) { entries()[name] = {effect, stem(file)}; }
 
 void note(const char* name) {
-  static const char* path = std::getenv("ASCEND_EMULATOR_CALLS");
+  const char* path = calls.load(std::memory_order_relaxed);
   if (!path) return;
   static std::mutex mutex;
   static std::set<std::string> seen;
@@ -57,6 +61,9 @@ bool removed(const char* name) {
 bool registered(const char* name) { return entries().count(name) != 0; }
 
 }  // namespace emu
+
+// What the variable ASCEND_EMULATOR_CALLS does, from now on in this process.
+EXPORT void ascend_emulator_note_calls(const char* path) { emu::calls = strdup(path); }
 
 // One line per entry point: "name family effect", and why it has none. Read by `ascend-emulator coverage`.
 EXPORT const char* ascend_emulator_registry() {
