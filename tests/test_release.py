@@ -145,6 +145,8 @@ def test_minor_release_of_one_component(clone: Clone) -> None:
     assert pins == {f"{name}=={version}" for name, version in versions.items() if name != META}
     assert [path.read_text() for path in clone.path(META, "changes").iterdir()] == [f"pins {ATTENTION} 0.2.0.\n"]
     subprocess.run([sys.executable, "tools/pin-meta", "--check"], cwd=clone.root, check=True)
+    subprocess.run([sys.executable, "tools/docs-tables", "--only", "versions", "--check"], cwd=clone.root, check=True)
+    assert "| `ascend-attention` | 0.2.0 |" in (clone.root / "docs" / "compatibility.md").read_text()
 
 
 @pytest.mark.parametrize(
