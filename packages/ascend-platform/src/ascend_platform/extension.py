@@ -121,9 +121,10 @@ def unmet(distribution: str) -> str:
 
 @functools.cache
 def clash() -> str:
-    """Another wheel that has plugin names of ours, as one sentence with what to do; "" if there is none.
+    """Another wheel that has the platform's name, as one sentence with what to do; "" if there is none.
 
-    vLLM keeps one plugin of a name, whichever it finds last (``vllm/plugins/__init__.py``). vllm-ascend has such names.
+    vLLM keeps one plugin of a name, whichever it finds last (``vllm/plugins/__init__.py``). vllm-ascend has that name, and
+    others of ours.
     """
     taken: dict[str, list[str]] = {}
     for group in ("vllm.platform_plugins", "vllm.general_plugins"):
@@ -132,6 +133,8 @@ def clash() -> str:
             if point.name in COMPONENTS.values() and owner and owner not in COMPONENTS:
                 taken.setdefault(owner, []).append(point.name)
     for owner, names in taken.items():
+        if COMPONENTS["ascend-platform"] not in names:
+            continue
         return (
             f"{owner} {version(owner)} is installed too and has plugins of the same name ({', '.join(names)}), of which vLLM "
             f"keeps one; run: pip uninstall -y {owner}"
