@@ -131,6 +131,55 @@ def one_process(rank: int, ranks: int) -> Any:
     return out
 
 
+class Item(ctypes.Structure):
+    """HcclSendRecvItem."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("buffer", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("dtype", ctypes.c_int32),
+        ("peer", ctypes.c_uint32),
+    )
+
+
+@scenario("by root", ranks=2, plain_c="1")
+def by_root(rank: int, ranks: int) -> Any:
+    """Communicators by a root's information, in one process; a batch; suspended and resumed."""
+    if rank:
+        return None
+    hccl, root, out = library(), ctypes.create_string_buffer(4108), [None, None]
+    torch.npu.set_device(0)
+    torch.ones(1, device="npu")
+    assert hccl.HcclGetRootInfo(root) == 0, message()
+    resumed = threading.Barrier(2)
+
+    def work(device: int) -> None:
+        torch.npu.set_device(device)
+        x, y = torch.full((3,), device + 1.0, device="npu"), torch.zeros(3, device="npu")
+        torch.npu.synchronize()
+        comm, stream = ctypes.c_void_p(), ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+        calls = [hccl.HcclCommInitRootInfo(2, root, device, ctypes.byref(comm))]
+        batch = (Item * 2)(Item(0, x.data_ptr(), 3, FLOAT, 1 - device), Item(1, y.data_ptr(), 3, FLOAT, 1 - device))
+        calls.append(hccl.HcclBatchSendRecv(batch, 2, comm, stream))
+        torch.npu.synchronize()
+        calls.append(hccl.HcclCommWorkingDevNicSet(comm, None, None, 0))
+        resumed.wait()
+        calls.append(hccl.HcclCommSuspend(comm))
+        resumed.wait()
+        calls.append(hccl.HcclCommResume(comm))
+        calls.append(hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(3), FLOAT, SUM, comm, stream))
+        torch.npu.synchronize()
+        out[device] = [calls, plain(y), plain(x)]
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return out
+
+
 @scenario("rank table", ranks=2, plain_c="1")
 def rank_table(rank: int, ranks: int) -> Any:
     """Communicators from a file that describes the cluster, and one of a communicator's ranks."""
@@ -168,6 +217,11 @@ def rank_table(rank: int, ranks: int) -> Any:
         hccl.HcclGetCommName(sub, name)
     else:
         status.append(hccl.HcclCreateSubCommConfig(ctypes.byref(comm), 0, None, none, 0, config, ctypes.byref(sub)))
+    torch.npu.synchronize()
+    # Once more, by a configuration.
+    status.append(hccl.HcclCommDestroy(comm))
+    status.append(hccl.HcclCommInitClusterInfoConfig(str(directory / "table").encode(), rank, config, ctypes.byref(comm)))
+    status.append(hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(4), FLOAT, SUM, comm, stream))
     torch.npu.synchronize()
     (directory / "wrong").write_text('{"status": "completed", "server_list": [')
     wrong = hccl.HcclCommInitClusterInfo(str(directory / "wrong").encode(), rank, ctypes.byref(comm))

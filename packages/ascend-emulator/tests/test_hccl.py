@@ -251,10 +251,17 @@ def test_lent_memory_is_remembered(played):
     assert played["one process"][0]["windows"] == [0, 0, 6, 0, 6, 0, 6, 0, 0, 0]
 
 
+def test_communicators_by_a_root_s_information(played):
+    for rank, (calls, received, total) in enumerate(played["by root"][0]):
+        assert calls == [0] * 6
+        assert received == [2.0 - rank] * 3
+        assert total == [3.0] * 3
+
+
 def test_rank_table_and_sub_communicator(played):
     for rank, (status, total, no_sub, name, wrong, text) in enumerate(played["rank table"]):
-        assert status == [0, "", 0, 0]
-        assert total == [3.0] * 4
+        assert status == [0, "", 0, 0, 0, 0, 0]
+        assert total == [6.0] * 4  # summed twice
         assert no_sub == (rank == 0)
         assert name == ["", "part"][rank]
         assert wrong == 1
