@@ -120,6 +120,9 @@ class NPUPlatform(Platform):
     def support_hybrid_kv_cache(cls) -> bool:
         return True
 
+    def is_sleep_mode_available(self) -> bool:
+        return True
+
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
         """``NPUModelRunner.kv_caches`` is only copied from block by block, whichever layer a cache belongs to."""
@@ -268,7 +271,6 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
     if model is not None:
         features |= {
             f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", str(model.dtype).split(".")[-1]),
-            "sleep mode": model.enable_sleep_mode,
             "MLA": model.use_mla,
             "mixture of experts": model.is_moe,
             "state-space layers": model.is_hybrid or model.is_attention_free,

@@ -3,6 +3,7 @@
 import atexit
 import gc
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from vllm.v1.worker.utils import request_memory
 
 from ascend_platform.model_runner import NPUModelRunner
 from ascend_platform.platform import announce
+from ascend_platform.sleep import StorageBackend
 
 # vLLM's warm-up is for kernels compiled at run time, of which there are none here, and imports models that need
 # torchvision (vllm/model_executor/warmup/kernel_warmup.py:163).
@@ -84,6 +86,10 @@ class NPUWorker(Worker):
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
         return nullcontext()
+
+    @cached_property
+    def sleep_mode_backend(self) -> StorageBackend:
+        return StorageBackend(self)
 
 
 def _leave_groups() -> None:
