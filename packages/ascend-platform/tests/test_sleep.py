@@ -32,7 +32,9 @@ def worker():
 
 
 def values(model):
-    return [tensor.cpu().clone() for tensor in (model.first.weight.detach(), model.second.weight.detach(), model.table, model.derived)]
+    return [
+        tensor.cpu().clone() for tensor in (model.first.weight.detach(), model.second.weight.detach(), model.table, model.derived)
+    ]
 
 
 @pytest.mark.parametrize("level", [1, 2])
