@@ -141,6 +141,10 @@ class NPUPlatform(Platform):
             raise ValueError(f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out")
         return attention_for(attn_selector_config)[0]
 
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return extension.offered("communicator") or super().get_device_communicator_cls()
+
     # What people read
 
     @classmethod
