@@ -14,7 +14,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from ascend_platform import extension
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 logger = extension.logger
@@ -187,6 +187,7 @@ class NPUPlatform(Platform):
             parallel.worker_cls = "ascend_platform.worker.NPUWorker"
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise ValueError(f"{_serves()} dense decoder models without {', '.join(refused)}; these come later")
+        _check_devices(parallel)
         announce(vllm_config)
 
     @classmethod
@@ -247,6 +248,27 @@ def _attention_of(vllm_config: "VllmConfig") -> str:
         return attention_for(config)[1]
     except ValueError as error:
         return f"none ({error})"
+
+
+def _check_devices(parallel: "ParallelConfig") -> None:
+    """Refuse a layout that needs more NPUs than this machine shows, where vLLM starts all workers on this machine.
+
+    Raises:
+        ValueError: how many are needed and how many are there, in one line.
+    """
+    if parallel.distributed_executor_backend not in (None, "mp", "uni") or parallel.nnodes > 1:
+        return
+    if parallel.data_parallel_backend == "ray":
+        return
+    needed = parallel.world_size * parallel.data_parallel_size_local
+    given = parallel.assigned_physical_gpu_ids
+    found = torch.npu.device_count() if given is None else len(given)  # counted without opening one
+    if needed > found:
+        raise ValueError(
+            f"the layout needs {needed} NPUs (tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
+            f" x data {parallel.data_parallel_size_local}) and {found} can be used; lower --tensor-parallel-size, "
+            f"--pipeline-parallel-size or --data-parallel-size-local, or widen {NPUPlatform.device_control_env_var}"
+        )
 
 
 def _serves(verb: str = "serves") -> str:
