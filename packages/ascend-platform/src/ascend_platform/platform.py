@@ -188,6 +188,11 @@ class NPUPlatform(Platform):
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise ValueError(f"{_serves()} dense decoder models without {', '.join(refused)}; these come later")
         _check_devices(parallel)
+        if vllm_config.model_config and vllm_config.model_config.is_moe and parallel.use_all2all and not extension.offered("communicator"):
+            raise ValueError(
+                "experts of several data-parallel engines need ascend-communicator, which is "
+                f"{extension.state('ascend-communicator')}; install it, and let VLLM_PLUGINS name ascend_communicator"
+            )
         announce(vllm_config)
 
     @classmethod
@@ -296,7 +301,8 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
             f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", str(model.dtype).split(".")[-1]),
             "sleep mode": model.enable_sleep_mode,
             "MLA": model.use_mla,
-            "mixture of experts": model.is_moe,
+            "expert load balancing": parallel.enable_eplb,
+            f"experts placed {parallel.expert_placement_strategy}": parallel.expert_placement_strategy != "linear",
             "state-space layers": model.is_hybrid or model.is_attention_free,
             "an encoder": model.is_encoder_decoder,
         }
