@@ -39,22 +39,26 @@ class NPUWorker(Worker):
             RuntimeError: the worker's rank has no NPU among the visible ones.
         """
         parallel = self.parallel_config
-        if (
-            parallel.distributed_executor_backend not in ("ray", "external_launcher")
-            and parallel.data_parallel_backend != "ray"
-            and parallel.nnodes_within_dp == 1
-        ):
-            # data-parallel engines of one node see all its devices and take one after another
-            engine = parallel.data_parallel_rank_local
-            self.local_rank += parallel.world_size * (parallel.data_parallel_index if engine is None else engine)
         if parallel.assigned_physical_gpu_ids is not None:
+            # data-parallel engines that vLLM starts get their own devices (vllm/v1/engine/utils.py:298)
             set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
-        index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
-        if index >= torch.npu.device_count():
+            devices = len(parallel.assigned_physical_gpu_ids)
+        else:
+            devices = torch.npu.device_count()
+            if (
+                parallel.distributed_executor_backend not in ("ray", "external_launcher")
+                and parallel.data_parallel_backend != "ray"
+                and parallel.nnodes_within_dp == 1
+            ):
+                # others of one node see all its devices and take one after another
+                engine = parallel.data_parallel_rank_local
+                self.local_rank += parallel.world_size * (parallel.data_parallel_index if engine is None else engine)
+        if self.local_rank >= devices:
             raise RuntimeError(
-                f"worker {self.rank} needs NPU {index}, but only {torch.npu.device_count()} are visible; "
-                f"lower --tensor-parallel-size or widen {current_platform.device_control_env_var}"
+                f"worker {self.rank} needs NPU {self.local_rank} and has {devices}; lower --tensor-parallel-size, "
+                f"--pipeline-parallel-size or --data-parallel-size, or widen {current_platform.device_control_env_var}"
             )
+        index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.device = torch.device("npu", index)
         torch.npu.set_device(self.device)
         init_worker_distributed_environment(
