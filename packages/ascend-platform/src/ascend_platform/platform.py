@@ -198,7 +198,7 @@ def announce(vllm_config: "VllmConfig") -> None:
     Called where each process first has the configuration with all plugins loaded: ``check_and_update_config`` in the
     API server, ``register_custom_kv_cache_specs`` in the engine core, ``NPUWorker`` in a worker.
     """
-    extension.join("ascend-platform", "ascend")
+    extension.join("ascend-platform", "ascend", api=extension.API_VERSION)
     extension.configure(vllm_config.additional_config)
     if vllm_config.model_config is not None:
         _log_once(extension.summary(_attention_of(vllm_config)))
