@@ -88,6 +88,7 @@ def crossings(path: Path | None = None) -> tuple[list[str], list[str]]:
     return crossed, loaded
 
 
+@pytest.mark.slow
 def test_running_siblings_use_the_interface_alone() -> None:
     crossed, loaded = crossings()
     assert crossed == []
