@@ -28,6 +28,7 @@ __all__ = [
     "Chip",
     "DenseBackend",
     "DenseImpl",
+    "RefusedError",
     "allowed",
     "chip",
     "config",
@@ -62,6 +63,13 @@ VARIABLES = {
     "VLLM_ASCEND_DISABLE_PATCHES": "names of patches to leave out, with commas between",
 }
 """Environment variables of all components, which the platform makes known to vLLM so that it does not warn of them."""
+
+
+class RefusedError(ValueError):
+    """What the user asked for is not served; vLLM's command ends with the message, which is one line, and no traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -103,8 +111,8 @@ def join(
         note: shown in the summary line.
         options: the keys, with defaults, that ``--additional-config '{"ascend": {<name>: {...}}}'`` may set, where
             ``<name>`` is the entry point's name without ``ascend_``.
-        configured: called with the options, given ones over defaults, whenever vLLM's configuration is taken; a ValueError
-            refuses them.
+        configured: called with the options, given ones over defaults, whenever vLLM's configuration is taken; it raises
+            RefusedError to refuse them.
         api: the version of this interface that the component was written against.
         later: what later versions of this interface may take; a component that gives any stands aside here.
     """
@@ -270,15 +278,15 @@ def configure(additional_config: object) -> None:
     """Take and check the ``ascend`` part of vLLM's ``--additional-config``.
 
     Raises:
-        ValueError: an unknown name or key, with the nearest known one.
+        RefusedError: an unknown name or key, with the nearest known one.
     """
     given = additional_config.get("ascend", {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
-        raise ValueError(f'additional_config "ascend" must be an object, not {given!r}')
+        raise RefusedError(f'additional_config "ascend" must be an object, not {given!r}')
     for namespace, values in given.items():
         _check_known("ascend", namespace, _options)
         if not isinstance(values, Mapping):
-            raise ValueError(f'additional_config "ascend.{namespace}" must be an object, not {values!r}')
+            raise RefusedError(f'additional_config "ascend.{namespace}" must be an object, not {values!r}')
         for key in values:
             _check_known(f"ascend.{namespace}", key, _options[namespace])
     _given.clear()
@@ -308,4 +316,4 @@ def _check_known(where: str, key: str, known: Mapping[str, object]) -> None:
     if key not in known:
         near = difflib.get_close_matches(str(key), known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known)) or 'none'}"
-        raise ValueError(f"additional_config {where!r} has no key {key!r}{hint}")
+        raise RefusedError(f"additional_config {where!r} has no key {key!r}{hint}")

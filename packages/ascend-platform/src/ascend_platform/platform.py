@@ -126,7 +126,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        raise ValueError(f"{_serves()} unquantized weights only; the model asks for quantization {quant!r}")
+        raise extension.RefusedError(f"{_serves()} unquantized weights only; the model asks for quantization {quant!r}")
 
     @classmethod
     def get_attn_backend_cls(
@@ -135,10 +135,12 @@ class NPUPlatform(Platform):
         """The qualified name of the attention for a layer.
 
         Raises:
-            ValueError: the layer needs what no installed attention has, or another backend was asked for by name.
+            RefusedError: the layer needs what no installed attention has, or another backend was asked for by name.
         """
         if selected_backend is not None and selected_backend.name != "CUSTOM":
-            raise ValueError(f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out")
+            raise extension.RefusedError(
+                f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out"
+            )
         return attention_for(attn_selector_config)[0]
 
     # What people read
@@ -176,13 +178,13 @@ class NPUPlatform(Platform):
         """Name the worker and refuse what this version cannot serve.
 
         Raises:
-            ValueError: everything asked for that is not supported, in one line.
+            RefusedError: everything asked for that is not supported, in one line.
         """
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.NPUWorker"
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
-            raise ValueError(f"{_serves()} dense decoder models without {', '.join(refused)}; these come later")
+            raise extension.RefusedError(f"{_serves()} dense decoder models without {', '.join(refused)}; these come later")
         announce(vllm_config)
 
     @classmethod
@@ -215,7 +217,7 @@ def attention_for(config: "AttentionSelectorConfig") -> tuple[str, str]:
     The one offered for ``attention.dense`` if it takes the layer, else the built-in one.
 
     Raises:
-        ValueError: neither takes the layer.
+        RefusedError: neither takes the layer.
     """
     reason = f"ascend-attention is {extension.state('ascend-attention')}"
     if path := extension.offered("attention.dense"):
@@ -224,7 +226,7 @@ def attention_for(config: "AttentionSelectorConfig") -> tuple[str, str]:
             return path, f"fused (ascend-attention {extension.version('ascend-attention')})"
         reason = f"the fused one does not take this model: {', '.join(obstacles)}"
     if obstacles := _obstacles(BUILT_IN_ATTENTION, config):
-        raise ValueError(f"{_serves()} dense causal attention; the model needs another: {', '.join(obstacles)}")
+        raise extension.RefusedError(f"{_serves()} dense causal attention; the model needs another: {', '.join(obstacles)}")
     return BUILT_IN_ATTENTION, f"built-in PyTorch ({reason})"
 
 
@@ -241,7 +243,7 @@ def _attention_of(vllm_config: "VllmConfig") -> str:
         dtype = cast(torch.dtype, model.dtype)  # resolved by now
         config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size)
         return attention_for(config)[1]
-    except ValueError as error:
+    except extension.RefusedError as error:
         return f"none ({error})"
 
 
