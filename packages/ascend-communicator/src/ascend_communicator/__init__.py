@@ -8,7 +8,7 @@ def register() -> None:
 
     The entry point of group ``vllm.general_plugins``: vLLM calls it in every process, perhaps more than once.
     """
-    extension.join("ascend-communicator", "ascend_communicator", _offer)
+    extension.join("ascend-communicator", "ascend_communicator", _offer, api="1.0")
 
 
 def _offer() -> None:

@@ -51,7 +51,3 @@ class NPUModelRunner(GPUModelRunner):
             layers[name].bind_kv_cache(layer_pages)
         self.kv_caches[:] = [tensor for layer_pages in pages.values() for tensor in layer_pages]
         return pages
-
-    def capture_model(self) -> int:
-        """Capture no graphs, which come in a later version; returns the bytes they take."""
-        return 0

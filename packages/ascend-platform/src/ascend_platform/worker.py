@@ -7,22 +7,19 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_pp_group
 from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
+from vllm.utils.gc_utils import freeze_gc_heap, maybe_attach_gc_debug_callback
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.utils import request_memory
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from ascend_platform.model_runner import NPUModelRunner
 from ascend_platform.platform import announce
 from ascend_platform.sleep import StorageBackend
-
-# vLLM's warm-up is for kernels compiled at run time, of which there are none here, and imports models that need
-# torchvision (vllm/model_executor/warmup/kernel_warmup.py:163).
-gpu_worker.kernel_warmup = lambda worker, **kwargs: None
 
 
 class NPUWorker(Worker):
@@ -84,6 +81,26 @@ class NPUWorker(Worker):
             return available
         largest = max(spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v) for spec in specs)
         return min(available, (2**31 - 1) // largest * sum(spec.page_size_bytes for spec in specs))
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Run the largest step and its sampling once, so that their memory is there from the start, and seed.
+
+        vLLM's own (``vllm/v1/worker/gpu_worker.py``) does so after it has compiled, captured graphs, and warmed up kernels
+        that are compiled at run time. There are none of these here, and the last imports models that need torchvision
+        (``vllm/model_executor/warmup/kernel_warmup.py``).
+        """
+        if get_pp_group().is_last_rank:
+            scheduler = self.scheduler_config
+            requests = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+            hidden, last_hidden = self.model_runner._dummy_run(requests, skip_eplb=True)
+            if self.model_runner.is_pooling_model:
+                self.model_runner._dummy_pooler_run(hidden)
+            else:
+                self.model_runner._dummy_sampler_run(last_hidden)
+        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
+        freeze_gc_heap()
+        maybe_attach_gc_debug_callback()
+        return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def _make_model_runner(self) -> NPUModelRunner:
         return NPUModelRunner(self.vllm_config, self.device)
