@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from ascend_platform import compat
 from ascend_platform.model_runner import NPUModelRunner
 from ascend_platform.platform import announce
 from ascend_platform.sleep import StorageBackend
@@ -67,7 +68,7 @@ class NPUWorker(Worker):
         torch.npu.empty_cache()
         self.init_snapshot = MemorySnapshot(device=self.device)
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
-        self._init_workspace_and_model_runner()
+        compat.init_workspace_and_model_runner(self)
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: what is free, but no more than CANN's kernels address.
