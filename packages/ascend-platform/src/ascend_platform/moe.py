@@ -209,9 +209,7 @@ class NPUFusedMoEMethod(UnquantizedFusedMoEMethod):
         x, topk_weights, topk_ids = group.dispatch(x, topk_weights, topk_ids, parallel.is_sequence_parallel)
         return group.combine(self._own_experts(experts, x, topk_weights, topk_ids), parallel.is_sequence_parallel)
 
-    def _own_experts(
-        self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def _own_experts(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
             x,
             topk_ids,
@@ -243,8 +241,6 @@ def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, coun
         counts: int64 ``[experts]``, how many rows each expert has.
     """
     kind = 0 if len(counts) == 1 else 1  # one group is taken only as a running sum, which a single count is, too
-    product = functools.partial(
-        torch_npu.npu_grouped_matmul, split_item=2, group_type=0, group_list=counts, group_list_type=kind
-    )
+    product = functools.partial(torch_npu.npu_grouped_matmul, split_item=2, group_type=0, group_list=counts, group_list_type=kind)
     inner = torch_npu.npu_swiglu(product([rows], [w13.transpose(1, 2)])[0])
     return product([inner], [w2.transpose(1, 2)])[0]
