@@ -160,6 +160,7 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
             *(("vllm.general_plugins", name, f"{name}:register") for name in general),
             ("console_scripts", "vllm-ascend", "ascend_platform.cli:main"),
             ("vllm_ascend.commands", "doctor", "ascend_platform.doctor:add"),
+            ("vllm_ascend.commands", "plan", "ascend_platform.plan.command:add"),
             ("vllm_ascend.commands", "env", "ascend_platform.inventory:add_env"),
             ("vllm_ascend.commands", "plugins", "ascend_platform.inventory:add_plugins"),
             ("vllm_ascend.commands", "patches", "ascend_patches.command:add"),

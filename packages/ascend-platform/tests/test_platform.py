@@ -95,7 +95,6 @@ def test_later_features_are_refused_in_one_line(model, arguments, named):
     ("changes", "named"),
     [
         ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "a sliding window"),
-        ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4}, "mixture of experts"),
     ],
 )
 def test_models_of_later_versions_are_refused_in_one_line(model, changes, named):
