@@ -1,6 +1,8 @@
 """Joining, offering and configuring, against real distribution metadata in a directory on sys.path."""
 
+import inspect
 import logging
+from pathlib import Path
 
 import pytest
 from ascend_platform import extension
@@ -134,3 +136,62 @@ def test_unknown_option_is_refused_with_the_nearest_known(given, said):
     extension.join("wheel-a", "ascend_a", options={"size": 1})
     with pytest.raises(ValueError, match=said):
         extension.configure({"ascend": given})
+
+
+def test_interface_is_the_recorded_one():
+    """What siblings rely on. An addition raises API_VERSION's second number, any other change its first; then record it."""
+    record = Path(__file__).parent / f"extension_{extension.API_VERSION}.txt"
+    found = []
+    for name in sorted(extension.__all__):
+        value = getattr(extension, name)
+        found.append(f"{name}{inspect.signature(value)}" if callable(value) else name)
+        if inspect.isclass(value):
+            members = [(each, member) for each, member in sorted(vars(value).items()) if not each.startswith("_")]
+            found += [
+                f"{name}.{each}{inspect.signature(getattr(value, each)) if callable(getattr(value, each)) else ''}"
+                for each, _ in members
+            ]
+    assert "\n".join(found) == record.read_text().rstrip()
+
+
+@pytest.mark.parametrize(
+    ("api", "upgrade"),
+    [("1.0", None), ("1.1", "ascend-platform"), ("2.0", "ascend-platform"), ("0.9", "wheel-a")],
+)
+def test_component_written_for_another_interface_stands_aside(installed, lines, api, upgrade):
+    assert extension.API_VERSION == "1.0"
+    installed("wheel-a")
+    extension.join("wheel-a", "ascend_a", api=api)
+    if upgrade is None:
+        assert (extension.state("wheel-a"), lines) == ("active", [])
+        return
+    said = f"it was written for version {api} of ascend_platform.extension and found 1.0; run: pip install --upgrade {upgrade}"
+    assert extension.state("wheel-a") == f"standing aside: {said}"
+    assert lines == [("WARNING", f"wheel-a 1.0 is {extension.state('wheel-a')}")]
+
+
+def test_interface_that_has_grown_serves_what_was_written_before(installed, monkeypatch):
+    monkeypatch.setattr(extension, "API_VERSION", "1.3")
+    for name, api in {"wheel-a": "1.0", "wheel-b": "1.3", "wheel-c": "1.4"}.items():
+        installed(name)
+        extension.join(name, name, api=api)
+    assert [extension.state(f"wheel-{letter}").partition(":")[0] for letter in "abc"] == ["active", "active", "standing aside"]
+
+
+def test_argument_of_a_later_interface_does_not_raise(installed, lines):
+    installed("wheel-a")
+    extension.join("wheel-a", "ascend_a", lambda: pytest.fail("set up"), api="1.0", colour="green")
+    assert extension.state("wheel-a").startswith("standing aside: ascend_platform.extension.join takes no colour; run: pip")
+    installed("wheel-b")
+    extension.join("wheel-b", "ascend_b", lambda: pytest.fail("set up"), api="one")
+    assert extension.state("wheel-b").startswith("standing aside: ValueError")
+
+
+def test_dense_attention_refuses_what_it_has_not():
+    class Attention(extension.DenseImpl):
+        title = "the attention of somebody"
+
+    one = Attention(8, 64, 0.125, num_kv_heads=2, kv_sharing_target_layer_name="layers.0", sinks=None)
+    assert (one.num_heads, one.num_kv_heads, one.head_size, one.writes_cache) == (8, 2, 64, False)
+    with pytest.raises(NotImplementedError, match="needs a sliding window, sinks; the attention of somebody has dense causal"):
+        Attention(8, 64, 0.125, sliding_window=4096, sinks=[1.0])

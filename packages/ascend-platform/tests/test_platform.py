@@ -114,6 +114,17 @@ def test_quantized_weights_are_refused_by_name(model):
         engine_config(quantized)
 
 
+def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model):
+    there = torch.npu.device_count()
+    engine_config(model(), tensor_parallel_size=1)
+    with pytest.raises(
+        ValueError, match=rf"needs {there + 1} NPUs \(tensor 1 x pipeline {there + 1} x data 1\) and {there} can be"
+    ):
+        engine_config(model(), pipeline_parallel_size=there + 1)
+    with pytest.raises(ValueError, match=rf"needs {there + 1} NPUs \(tensor 1 x pipeline 1 x data {there + 1}\) and {there} can"):
+        engine_config(model(), data_parallel_size=there + 1)
+
+
 def test_unknown_option_is_refused(model):
     with pytest.raises(ValueError, match="'ascend' has no key 'attentoin'; did you mean 'attention'"):
         engine_config(model(), additional_config={"ascend": {"attentoin": {}}})

@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 
 import torch
 import torch_npu
+from ascend_platform import extension
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
+TITLE = "the fused attention of ascend-attention"
 BLOCK_SIZE = 128
 """Tokens per page: what the kernel takes for prefill and decode alike, and the size its documentation recommends."""
 
@@ -27,15 +27,10 @@ CAUSAL_MASK_SIZE = 2048
 """Edge of the one mask that sparse_mode 3 wants for lengths of any size."""
 
 
-class FusedAttentionBackend(AttentionBackend):
+class FusedAttentionBackend(extension.DenseBackend, AttentionBackend):
     """What vLLM asks about the fused attention (``vllm/v1/attention/backend.py``)."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "float16"]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"  # a member of AttentionBackendEnum, which Attention.__init__ looks the name up in
 
     @staticmethod
     def get_impl_cls() -> type["FusedAttentionImpl"]:
@@ -52,15 +47,6 @@ class FusedAttentionBackend(AttentionBackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size % 16 == 0 and head_size <= 256
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # the layout in which ascend-platform takes keys and values apart
-        return (KVCacheLayout.LBNHC,)
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
 
 
 @dataclass
@@ -93,18 +79,12 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FusedAttentionMetadata:
-        """Lay out one step, on the host, without waiting for the device.
-
-        ``seq_lens_cpu_upper_bound`` is exact wherever no draft tokens are in flight (CommonAttentionMetadata's own
-        note), and the platform refuses speculative decoding.
-        """
-        common, lengths = common_attn_metadata, common_attn_metadata.seq_lens_cpu_upper_bound
-        if common.causal is not True or lengths is None:
-            raise NotImplementedError("the fused attention of ascend-attention is causal, with lengths on the host")
+        """Lay out one step, on the host, without waiting for the device."""
+        common, kv_lens = common_attn_metadata, extension.host_lengths(common_attn_metadata, TITLE)
         query_ends = common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist()
         return FusedAttentionMetadata(
             query_ends=query_ends,
-            kv_lens=lengths[: common.num_reqs].tolist(),
+            kv_lens=kv_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping[: query_ends[-1]],
             mask=self.mask,
@@ -112,43 +92,10 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         )
 
 
-class FusedAttentionImpl(AttentionImpl[FusedAttentionMetadata]):
-    """See AttentionImpl in ``vllm/v1/attention/backend.py`` for the constructor's arguments.
+class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetadata]):
+    """The computation, by the kernel; the constructor is ``extension.DenseImpl``'s."""
 
-    Raises:
-        NotImplementedError: ALiBi, sliding window, soft cap, sinks, or other than decoder attention.
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        **extra: Any,
-    ) -> None:
-        asked = {
-            "ALiBi": alibi_slopes,
-            "a sliding window": sliding_window,
-            "a logits soft cap": logits_soft_cap,
-            f"{attn_type} attention": attn_type != AttentionType.DECODER,
-            **{name: value is not None for name, value in extra.items()},
-        }
-        if refused := [name for name, value in asked.items() if value]:
-            raise NotImplementedError(
-                f"the model needs {', '.join(refused)}; the fused attention of ascend-attention has dense causal "
-                "decoder attention only"
-            )
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.writes_cache = kv_sharing_target_layer_name is None
+    title = TITLE
 
     def forward(
         self,

@@ -10,4 +10,4 @@ def register() -> None:
     ascend-platform compares the requirements that this wheel declares with what is installed and shows the result in
     its summary line.
     """
-    extension.join("ascend-kv-connector", "ascend_kv_connector", note="no features in this version")
+    extension.join("ascend-kv-connector", "ascend_kv_connector", note="no features in this version", api="1.0")

@@ -26,7 +26,7 @@ def register() -> None:
         note = f"{len(patches)} patch{'es' * (len(patches) != 1)}"
         take = functools.partial(_setup, patches)
         options: dict[str, object] = {"disable": []}
-        extension.join("ascend-patches", "ascend_patches", take, note=note, options=options, configured=_configured)
+        extension.join("ascend-patches", "ascend_patches", take, note=note, options=options, configured=_configured, api="1.0")
 
 
 def enter(scope: str) -> None:
@@ -64,14 +64,16 @@ def _configured(options: Mapping[str, object]) -> None:
     """Take ``ascend.patches.disable``, and hand it on to the processes that this one starts.
 
     Raises:
-        ValueError: not a list of names, or an unknown name.
+        RefusedError: not a list of names, or an unknown name.
     """
     given, known = options["disable"], {each.name for each in _Process.patches}
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise ValueError(f'additional_config "ascend.patches.disable" must be a list of names, not {given!r}')
+        raise extension.RefusedError(f'additional_config "ascend.patches.disable" must be a list of names, not {given!r}')
     for name in given:
         if name not in known:
-            raise ValueError(f'additional_config "ascend.patches.disable" names {name!r}, which is no patch{_hint(name, known)}')
+            raise extension.RefusedError(
+                f'additional_config "ascend.patches.disable" names {name!r}, which is no patch{_hint(name, known)}'
+            )
     before = _Process.from_environment
     if given:
         os.environ[DISABLE] = ",".join(filter(None, [before, *given]))

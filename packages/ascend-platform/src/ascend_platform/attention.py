@@ -15,27 +15,22 @@ from vllm.v1.attention.backend import (
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from ascend_platform.kv_cache import LAYOUT, PagedKV
+from ascend_platform.dense import DenseBackend, DenseImpl, host_lengths
+from ascend_platform.kv_cache import PagedKV
 
+TITLE = "the built-in attention of ascend-platform"
 ELEMENTS_AT_ONCE = 1 << 24
 """Bound on the scores, and on the gathered keys, that one step of the computation holds (64 MiB in float32)."""
 
 
-class PagedAttentionBackend(AttentionBackend):
+class PagedAttentionBackend(DenseBackend, AttentionBackend):
     """What vLLM asks about the built-in attention (``vllm/v1/attention/backend.py``)."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "float16"]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"  # a member of AttentionBackendEnum, which Attention.__init__ looks the name up in
 
     @staticmethod
     def get_impl_cls() -> type["PagedAttentionImpl"]:
@@ -52,14 +47,6 @@ class PagedAttentionBackend(AttentionBackend):
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         return 128  # as the fused kernel has it, so that prefix-cache hits do not depend on the backend
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (LAYOUT,)
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
 
 
 @dataclass
@@ -90,16 +77,9 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedAttentionMetadata:
-        """Lay out one step, on the host, without waiting for the device.
-
-        ``seq_lens_cpu_upper_bound`` is exact wherever no draft tokens are in flight (CommonAttentionMetadata's own
-        note), and the platform refuses speculative decoding.
-        """
-        common, lengths = common_attn_metadata, common_attn_metadata.seq_lens_cpu_upper_bound
-        if common.causal is not True or lengths is None:
-            raise NotImplementedError("the built-in attention of ascend-platform is causal, with lengths on the host")
+        """Lay out one step, on the host, without waiting for the device."""
+        common, kv_lens = common_attn_metadata, host_lengths(common_attn_metadata, TITLE)
         query_start = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        kv_lens = lengths[: common.num_reqs].tolist()
         singles = next((i for i, (start, end) in enumerate(pairwise(query_start)) if end - start != 1), len(kv_lens))
         size = self.kv_cache_spec.block_size
         longest = -(-max(kv_lens[:singles], default=0) // size) * size
@@ -114,43 +94,10 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         )
 
 
-class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
-    """See AttentionImpl in ``vllm/v1/attention/backend.py`` for the constructor's arguments.
+class PagedAttentionImpl(DenseImpl, AttentionImpl[PagedAttentionMetadata]):
+    """The computation, in float32; the constructor is :class:`~ascend_platform.dense.DenseImpl`'s."""
 
-    Raises:
-        NotImplementedError: ALiBi, sliding window, soft cap, sinks, quantized cache, or other than decoder attention.
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        **extra: Any,
-    ) -> None:
-        asked = {
-            "ALiBi": alibi_slopes,
-            "a sliding window": sliding_window,
-            "a logits soft cap": logits_soft_cap,
-            f"{attn_type} attention": attn_type != AttentionType.DECODER,
-            **{name: value is not None for name, value in extra.items()},
-        }
-        if refused := [name for name, value in asked.items() if value]:
-            raise NotImplementedError(
-                f"the model needs {', '.join(refused)}; the built-in attention of ascend-platform has dense causal "
-                "decoder attention only"
-            )
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.writes_cache = kv_sharing_target_layer_name is None
+    title = TITLE
 
     def forward(
         self,

@@ -169,7 +169,7 @@ def plugins(options: argparse.Namespace) -> Iterator[Result]:
             yield Result(f"{plugin.name}, another platform", "warn", found, f"pip uninstall -y {plugin.distribution}")
 
 
-def triton(options: argparse.Namespace) -> Iterator[Result]:
+def triton(options: argparse.Namespace | None = None) -> Iterator[Result]:
     both = {name: extension.version(name) for name in ("triton", "triton-ascend")}
     if all(both.values()):
         fix = f"pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend=={both['triton-ascend']}"

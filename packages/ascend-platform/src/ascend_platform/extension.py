@@ -3,6 +3,8 @@
 A sibling's ``register()`` calls :func:`join`; its set-up function calls :func:`offer`. Everything here is cheap and
 imports neither torch nor vLLM, because vLLM calls ``register()`` in every process, in no particular order and perhaps
 twice (``vllm/plugins/__init__.py``).
+
+The names in ``__all__`` are the interface, of version :data:`API_VERSION`; the others are the platform's own.
 """
 
 from __future__ import annotations
@@ -13,11 +15,35 @@ import importlib.metadata
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from ascend_platform.dense import DenseBackend, DenseImpl, host_lengths
+
+__all__ = [
+    "API_VERSION",
+    "Chip",
+    "DenseBackend",
+    "DenseImpl",
+    "RefusedError",
+    "allowed",
+    "chip",
+    "config",
+    "host_lengths",
+    "join",
+    "logger",
+    "offer",
+    "offered",
+    "state",
+    "unmet",
+    "version",
+]
+
+API_VERSION = "1.0"
+"""Of this interface, apart from the wheel's version: the second number counts additions, the first all other changes."""
 
 # vLLM's log handler hangs on the logger called "vllm" (vllm/logger.py); a logger below it shows its lines.
 logger = logging.getLogger("vllm.ascend")
@@ -37,6 +63,13 @@ VARIABLES = {
     "VLLM_ASCEND_DISABLE_PATCHES": "names of patches to leave out, with commas between",
 }
 """Environment variables of all components, which the platform makes known to vLLM so that it does not warn of them."""
+
+
+class RefusedError(ValueError):
+    """What the user asked for is not served; vLLM's command ends with the message, which is one line, and no traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -64,6 +97,8 @@ def join(
     note: str = "",
     options: Mapping[str, object] | None = None,
     configured: Callable[[Mapping[str, object]], None] | None = None,
+    api: str = "1.0",
+    **later: object,
 ) -> None:
     """Bring a component in, or let it stand aside when what it requires is not what is installed.
 
@@ -76,13 +111,15 @@ def join(
         note: shown in the summary line.
         options: the keys, with defaults, that ``--additional-config '{"ascend": {<name>: {...}}}'`` may set, where
             ``<name>`` is the entry point's name without ``ascend_``.
-        configured: called with the options, given ones over defaults, whenever vLLM's configuration is taken; a ValueError
-            refuses them.
+        configured: called with the options, given ones over defaults, whenever vLLM's configuration is taken; it raises
+            RefusedError to refuse them.
+        api: the version of this interface that the component was written against.
+        later: what later versions of this interface may take; a component that gives any stands aside here.
     """
     if distribution in _states:
         return
     try:
-        reason = clash() or unmet(distribution)
+        reason = clash() or unmet(distribution) or _unfit(distribution, api, later)
         if not reason:
             _options[_namespace(entry_point)] = dict(options or {})
             if setup:
@@ -96,6 +133,18 @@ def join(
         logger.warning("%s %s is standing aside: %s", distribution, version(distribution), reason)
     else:
         _states[distribution] = f"active ({note})" if note else "active"
+
+
+def _unfit(distribution: str, api: str, later: Iterable[str]) -> str:
+    """Why this interface is not the one that a component was written against; "" if it is, or has only grown since."""
+    (has, grown), (wants, least) = (map(int, each.split(".")) for each in (API_VERSION, api))
+    written = f"it was written for version {api} of ascend_platform.extension and found {API_VERSION}; run: pip install --upgrade"
+    if wants < has:
+        return f"{written} {distribution}"
+    if (wants, least) > (has, grown):
+        return f"{written} ascend-platform"
+    takes_no = f"ascend_platform.extension.join takes no {', '.join(later)}"
+    return f"{takes_no}; run: pip install --upgrade ascend-platform" if later else ""
 
 
 def unmet(distribution: str) -> str:
@@ -229,15 +278,15 @@ def configure(additional_config: object) -> None:
     """Take and check the ``ascend`` part of vLLM's ``--additional-config``.
 
     Raises:
-        ValueError: an unknown name or key, with the nearest known one.
+        RefusedError: an unknown name or key, with the nearest known one.
     """
     given = additional_config.get("ascend", {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
-        raise ValueError(f'additional_config "ascend" must be an object, not {given!r}')
+        raise RefusedError(f'additional_config "ascend" must be an object, not {given!r}')
     for namespace, values in given.items():
         _check_known("ascend", namespace, _options)
         if not isinstance(values, Mapping):
-            raise ValueError(f'additional_config "ascend.{namespace}" must be an object, not {values!r}')
+            raise RefusedError(f'additional_config "ascend.{namespace}" must be an object, not {values!r}')
         for key in values:
             _check_known(f"ascend.{namespace}", key, _options[namespace])
     _given.clear()
@@ -267,4 +316,4 @@ def _check_known(where: str, key: str, known: Mapping[str, object]) -> None:
     if key not in known:
         near = difflib.get_close_matches(str(key), known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known)) or 'none'}"
-        raise ValueError(f"additional_config {where!r} has no key {key!r}{hint}")
+        raise RefusedError(f"additional_config {where!r} has no key {key!r}{hint}")

@@ -115,7 +115,8 @@ def _join(distribution: str, point: importlib.metadata.EntryPoint) -> tuple[str,
         extension.logger.disabled = False
     state, _, why = extension.state(distribution).partition(": ")
     if state == "standing aside":
-        return state, why, f"pip install --upgrade {distribution}"
+        why, _, fix = why.partition("; run: ")
+        return state, why, fix or f"pip install --upgrade {distribution}"
     return "active", state.removeprefix("active").strip(" ()"), ""
 
 

@@ -14,7 +14,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from ascend_platform import extension
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 logger = extension.logger
@@ -120,13 +120,16 @@ class NPUPlatform(Platform):
     def support_hybrid_kv_cache(cls) -> bool:
         return True
 
+    def is_sleep_mode_available(self) -> bool:
+        return True
+
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
         """``NPUModelRunner.kv_caches`` is only copied from block by block, whichever layer a cache belongs to."""
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        raise ValueError(f"{_serves()} unquantized weights only; the model asks for quantization {quant!r}")
+        raise extension.RefusedError(f"{_serves()} unquantized weights only; the model asks for quantization {quant!r}")
 
     @classmethod
     def get_attn_backend_cls(
@@ -135,11 +138,17 @@ class NPUPlatform(Platform):
         """The qualified name of the attention for a layer.
 
         Raises:
-            ValueError: the layer needs what no installed attention has, or another backend was asked for by name.
+            RefusedError: the layer needs what no installed attention has, or another backend was asked for by name.
         """
         if selected_backend is not None and selected_backend.name != "CUSTOM":
-            raise ValueError(f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out")
+            raise extension.RefusedError(
+                f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out"
+            )
         return attention_for(attn_selector_config)[0]
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return extension.offered("communicator") or super().get_device_communicator_cls()
 
     # What people read
 
@@ -176,13 +185,24 @@ class NPUPlatform(Platform):
         """Name the worker and refuse what this version cannot serve.
 
         Raises:
-            ValueError: everything asked for that is not supported, in one line.
+            RefusedError: everything asked for that is not supported, in one line.
         """
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.NPUWorker"
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
-            raise ValueError(f"{_serves()} dense decoder models without {', '.join(refused)}; these come later")
+            raise extension.RefusedError(f"{_serves()} dense decoder models without {', '.join(refused)}; these come later")
+        _check_devices(parallel)
+        if (
+            vllm_config.model_config
+            and vllm_config.model_config.is_moe
+            and parallel.use_all2all
+            and not extension.offered("communicator")
+        ):
+            raise extension.RefusedError(
+                "experts of several data-parallel engines need ascend-communicator, which is "
+                f"{extension.state('ascend-communicator')}; install it, and let VLLM_PLUGINS name ascend_communicator"
+            )
         announce(vllm_config)
 
     @classmethod
@@ -198,7 +218,7 @@ def announce(vllm_config: "VllmConfig") -> None:
     Called where each process first has the configuration with all plugins loaded: ``check_and_update_config`` in the
     API server, ``register_custom_kv_cache_specs`` in the engine core, ``NPUWorker`` in a worker.
     """
-    extension.join("ascend-platform", "ascend")
+    extension.join("ascend-platform", "ascend", api=extension.API_VERSION)
     extension.configure(vllm_config.additional_config)
     if vllm_config.model_config is not None:
         _log_once(extension.summary(_attention_of(vllm_config)))
@@ -215,7 +235,7 @@ def attention_for(config: "AttentionSelectorConfig") -> tuple[str, str]:
     The one offered for ``attention.dense`` if it takes the layer, else the built-in one.
 
     Raises:
-        ValueError: neither takes the layer.
+        RefusedError: neither takes the layer.
     """
     reason = f"ascend-attention is {extension.state('ascend-attention')}"
     if path := extension.offered("attention.dense"):
@@ -224,7 +244,7 @@ def attention_for(config: "AttentionSelectorConfig") -> tuple[str, str]:
             return path, f"fused (ascend-attention {extension.version('ascend-attention')})"
         reason = f"the fused one does not take this model: {', '.join(obstacles)}"
     if obstacles := _obstacles(BUILT_IN_ATTENTION, config):
-        raise ValueError(f"{_serves()} dense causal attention; the model needs another: {', '.join(obstacles)}")
+        raise extension.RefusedError(f"{_serves()} dense causal attention; the model needs another: {', '.join(obstacles)}")
     return BUILT_IN_ATTENTION, f"built-in PyTorch ({reason})"
 
 
@@ -241,8 +261,29 @@ def _attention_of(vllm_config: "VllmConfig") -> str:
         dtype = cast(torch.dtype, model.dtype)  # resolved by now
         config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size)
         return attention_for(config)[1]
-    except ValueError as error:
+    except extension.RefusedError as error:
         return f"none ({error})"
+
+
+def _check_devices(parallel: "ParallelConfig") -> None:
+    """Refuse a layout that needs more NPUs than this machine shows, where vLLM starts all workers on this machine.
+
+    Raises:
+        RefusedError: how many are needed and how many are there, in one line.
+    """
+    if parallel.distributed_executor_backend not in (None, "mp", "uni") or parallel.nnodes > 1:
+        return
+    if parallel.data_parallel_backend == "ray":
+        return
+    needed = parallel.world_size * parallel.data_parallel_size_local
+    given = parallel.assigned_physical_gpu_ids
+    found = torch.npu.device_count() if given is None else len(given)  # counted without opening one
+    if needed > found:
+        raise extension.RefusedError(
+            f"the layout needs {needed} NPUs (tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
+            f" x data {parallel.data_parallel_size_local}) and {found} can be used; lower --tensor-parallel-size, "
+            f"--pipeline-parallel-size or --data-parallel-size-local, or widen {NPUPlatform.device_control_env_var}"
+        )
 
 
 def _serves(verb: str = "serves") -> str:
@@ -268,9 +309,9 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
     if model is not None:
         features |= {
             f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", str(model.dtype).split(".")[-1]),
-            "sleep mode": model.enable_sleep_mode,
             "MLA": model.use_mla,
-            "mixture of experts": model.is_moe,
+            "expert load balancing": parallel.enable_eplb,
+            f"experts placed {parallel.expert_placement_strategy}": parallel.expert_placement_strategy != "linear",
             "state-space layers": model.is_hybrid or model.is_attention_free,
             "an encoder": model.is_encoder_decoder,
         }

@@ -1,46 +1,105 @@
-"""One line where vLLM's own commands cannot go on: CANN's libraries are missing, or another wheel has our plugins' names.
+"""One line where vLLM's own commands cannot go on, or will not do what was meant: what is wrong, and what cures it.
 
 ``import torch`` loads torch_npu by itself, transformers imports it too, and vLLM imports both before it asks any plugin.
-So where torch_npu is installed and CANN is not, nothing of vLLM or of ours runs before the error. And of two plugins of
-one name vLLM keeps one, so that ours may not run at all. ``ascend_platform.pth`` imports this module as Python starts,
-which is the one earlier place, in vLLM's own commands alone.
+So where torch_npu is installed and CANN is not, nothing of vLLM or of ours runs before the error. Of two plugins of one name
+vLLM keeps one, so that ours may not run at all, and a plugin that is filtered out does not run. ``ascend_platform.pth`` imports
+this module as Python starts, which is the one earlier place, in vLLM's own commands alone.
 """
 
 import os
 import sys
+from collections.abc import Iterator
 
+import ascend_platform
 from ascend_platform import extension
 
 
 def missing_library(error: BaseException | None) -> str:
     """What is missing and what to do, if an error or its cause is torch_npu lacking a library of CANN; else ""."""
-    while error is not None:
-        name, _, rest = str(error).partition(": ")
-        if isinstance(error, ImportError) and "cannot open shared object file" in rest and _through_torch_npu(error):
+    for each in _chain(error):
+        name, _, rest = str(each).partition(": ")
+        if isinstance(each, ImportError) and "cannot open shared object file" in rest and _through_torch_npu(each):
             return (
                 f"CANN's library {name} was not found, so torch_npu cannot be loaded; source CANN's set_env.sh "
                 "(usually /usr/local/Ascend/ascend-toolkit/set_env.sh), or use ascend-emulator run where there is no NPU"
             )
-        error = error.__cause__ or error.__context__
     return ""
 
 
 def install() -> None:
-    """End the command if another wheel has our names; show missing libraries as one line, and every other error as before."""
-    if line := extension.clash():
+    """End the command where it cannot serve; show an error that can be explained as one line, and every other as before."""
+    from ascend_platform import doctor, variables
+
+    if line := extension.clash() or _cpu_without_kernels():
         sys.stderr.write(f"ascend-platform: {line}\n")
         sys.stderr.flush()
         os._exit(1)  # while Python starts, SystemExit would be a fatal error with a traceback
+    for title, state, found, fix in (*variables.target_device(), *doctor.triton()):
+        if state != "ok":
+            print(f"ascend-platform: {title}: {found}; to cure it: {fix}", file=sys.stderr)
     before = sys.excepthook
 
     def show(kind, error, traceback):  # type: ignore[no-untyped-def]
-        line = missing_library(error)
+        line = explain(error)
+        if not line or os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG":
+            before(kind, error, traceback)
         if line:
             print(f"ascend-platform: {line}", file=sys.stderr)
-        else:
-            before(kind, error, traceback)
 
     sys.excepthook = show
+
+
+def explain(error: BaseException) -> str:
+    """One line for an error that vLLM's command ends with, if it is one of those below; else ""."""
+    return missing_library(error) or _other_torch_npu(error) or _refusal(error) or _no_platform(error)
+
+
+def _other_torch_npu(error: BaseException) -> str:
+    """A torch_npu for another torch, which fails in many ways as torch loads it."""
+    for each in _chain(error):
+        if _through_torch_npu(each) and (reason := extension.unmet("torch-npu") or extension.unmet("ascend-platform")):
+            found = " ".join(str(each).split())
+            return f"torch_npu {extension.version('torch-npu')} cannot be loaded ({found}): {reason}"
+    return ""
+
+
+def _refusal(error: BaseException) -> str:
+    """What one of our wheels refuses, as it is or as pydantic hands it on."""
+    for each in _chain(error):
+        listing = getattr(each, "errors", None)
+        inner = [(item.get("ctx") or {}).get("error") for item in listing()] if callable(listing) else []
+        for one in (each, *inner):
+            if isinstance(one, extension.RefusedError):
+                return str(one)
+    return ""
+
+
+def _no_platform(error: BaseException) -> str:
+    """Why vLLM found no device, where that is for us to know (``vllm/config/device.py``)."""
+    if not any(str(each).startswith("Failed to infer device type") for each in _chain(error)):
+        return ""
+    if extension.allowed(extension.COMPONENTS["ascend-platform"]):
+        return f"vLLM found no device: {ascend_platform._reason}" if ascend_platform._reason else ""
+    from ascend_platform import inventory, variables
+
+    title, _, found, fix = next(variables.plugin_names(inventory.names()))
+    return f"{title}: {found}; to cure it: {fix}"
+
+
+def _cpu_without_kernels() -> str:
+    """VLLM_TARGET_DEVICE=cpu makes `vllm serve` use the CPU, and fail there after a while if vLLM was built without kernels."""
+    from ascend_platform import machine
+
+    vllm = machine.package("vllm")
+    if os.environ.get("VLLM_TARGET_DEVICE") != "cpu" or "serve" not in sys.orig_argv[:4] or not vllm or any(vllm.glob("_C*.so")):
+        return ""
+    return "VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU, for which this vLLM has no kernels; run: unset VLLM_TARGET_DEVICE"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _through_torch_npu(error: BaseException) -> bool:

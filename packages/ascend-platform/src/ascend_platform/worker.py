@@ -3,25 +3,24 @@
 import atexit
 import gc
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
-from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_pp_group
 from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
+from vllm.utils.gc_utils import freeze_gc_heap, maybe_attach_gc_debug_callback
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.utils import request_memory
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from ascend_platform import compat
 from ascend_platform.model_runner import NPUModelRunner
 from ascend_platform.platform import announce
-
-# vLLM's warm-up is for kernels compiled at run time, of which there are none here, and imports models that need
-# torchvision (vllm/model_executor/warmup/kernel_warmup.py:163).
-gpu_worker.kernel_warmup = lambda worker, **kwargs: None
+from ascend_platform.sleep import StorageBackend
 
 
 class NPUWorker(Worker):
@@ -38,22 +37,26 @@ class NPUWorker(Worker):
             RuntimeError: the worker's rank has no NPU among the visible ones.
         """
         parallel = self.parallel_config
-        if (
-            parallel.distributed_executor_backend not in ("ray", "external_launcher")
-            and parallel.data_parallel_backend != "ray"
-            and parallel.nnodes_within_dp == 1
-        ):
-            # data-parallel engines of one node see all its devices and take one after another
-            engine = parallel.data_parallel_rank_local
-            self.local_rank += parallel.world_size * (parallel.data_parallel_index if engine is None else engine)
         if parallel.assigned_physical_gpu_ids is not None:
+            # data-parallel engines that vLLM starts get their own devices (vllm/v1/engine/utils.py:298)
             set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
-        index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
-        if index >= torch.npu.device_count():
+            devices = len(parallel.assigned_physical_gpu_ids)
+        else:
+            devices = torch.npu.device_count()
+            if (
+                parallel.distributed_executor_backend not in ("ray", "external_launcher")
+                and parallel.data_parallel_backend != "ray"
+                and parallel.nnodes_within_dp == 1
+            ):
+                # others of one node see all its devices and take one after another
+                engine = parallel.data_parallel_rank_local
+                self.local_rank += parallel.world_size * (parallel.data_parallel_index if engine is None else engine)
+        if self.local_rank >= devices:
             raise RuntimeError(
-                f"worker {self.rank} needs NPU {index}, but only {torch.npu.device_count()} are visible; "
-                f"lower --tensor-parallel-size or widen {current_platform.device_control_env_var}"
+                f"worker {self.rank} needs NPU {self.local_rank} and has {devices}; lower --tensor-parallel-size, "
+                f"--pipeline-parallel-size or --data-parallel-size, or widen {current_platform.device_control_env_var}"
             )
+        index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.device = torch.device("npu", index)
         torch.npu.set_device(self.device)
         init_worker_distributed_environment(
@@ -80,11 +83,35 @@ class NPUWorker(Worker):
         largest = max(spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v) for spec in specs)
         return min(available, (2**31 - 1) // largest * sum(spec.page_size_bytes for spec in specs))
 
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Run the largest step and its sampling once, so that their memory is there from the start, and seed.
+
+        vLLM's own (``vllm/v1/worker/gpu_worker.py``) does so after it has compiled, captured graphs, and warmed up kernels
+        that are compiled at run time. There are none of these here, and the last imports models that need torchvision
+        (``vllm/model_executor/warmup/kernel_warmup.py``).
+        """
+        if get_pp_group().is_last_rank:
+            scheduler = self.scheduler_config
+            requests = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+            hidden, last_hidden = self.model_runner._dummy_run(requests, skip_eplb=True)
+            if self.model_runner.is_pooling_model:
+                self.model_runner._dummy_pooler_run(hidden)
+            else:
+                self.model_runner._dummy_sampler_run(last_hidden)
+        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
+        freeze_gc_heap()
+        maybe_attach_gc_debug_callback()
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
     def _make_model_runner(self) -> NPUModelRunner:
         return NPUModelRunner(self.vllm_config, self.device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
         return nullcontext()
+
+    @cached_property
+    def sleep_mode_backend(self) -> StorageBackend:
+        return StorageBackend(self)
 
 
 def _leave_groups() -> None:
