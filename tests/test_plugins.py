@@ -64,7 +64,8 @@ def test_components_without_features_say_so() -> None:
 def test_plugins_that_the_command_calls_active_are_those_that_vllm_loads(tmp_path: Path) -> None:
     info = tmp_path / "other_wheel-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-wheel\nVersion: 1.0\n")
+    metadata = "Metadata-Version: 2.1\nName: other-wheel\nVersion: 1.0\nRequires-Dist: vllm<0.1\n"  # vLLM does not ask
+    (info / "METADATA").write_text(metadata)
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\nascend_attention = other:register\nother = other:register\n")
     (tmp_path / "other.py").write_text("def register(): pass\n")
     script = """

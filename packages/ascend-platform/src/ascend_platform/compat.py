@@ -4,9 +4,11 @@ Whether it is needed is asked of vLLM's code, never of its version. ``until``, t
 the tests (``tests/test_compat.py``), which fail when no supported vLLM is below it, and for the table in the documentation.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from vllm.utils import torch_utils
 from vllm.v1.worker import block_table, gpu_worker
 
 
@@ -59,3 +61,14 @@ def slot_mapping_kernel(compute: Callable[..., None]) -> Callable[..., None]:
     ``KV_CACHE_BLOCK_SIZE``, their product. The table is of the attention's blocks, so a token's place follows from these alone.
     """
     return lambda *arguments: compute(*arguments[:6], arguments[7], arguments[6], *arguments[10:])
+
+
+@shim(
+    until="0.32",
+    lacks="another seed for each data-parallel engine, whose index ``set_random_seed`` does not take",
+    needed="data_parallel_index" not in inspect.signature(torch_utils.set_random_seed).parameters,
+    otherwise=torch_utils.set_random_seed,
+)
+def set_random_seed(seed: int | None, data_parallel_index: int = 0) -> None:
+    """Give all of them the same seed, as 0.31 does."""
+    torch_utils.set_random_seed(seed)

@@ -90,7 +90,7 @@ def _fate(distribution: str, point: importlib.metadata.EntryPoint, last: str) ->
         blank = point.name in [word.strip() for word in given.split(",")]
         why = "a blank stands next to its name in VLLM_PLUGINS" if blank else f"VLLM_PLUGINS={given!r} does not name it"
         return "off", why, allow(point.name)
-    reason, fix = unmet(distribution)
+    reason, fix = unmet(distribution) if distribution in extension.COMPONENTS else ("", "")  # others are loaded all the same
     if reason:
         return "standing aside", reason, fix
     if importlib.util.find_spec(point.module.partition(".")[0]) is None:

@@ -12,7 +12,6 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap, maybe_attach_gc_debug_callback
 from vllm.utils.mem_utils import MemorySnapshot
-from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -63,7 +62,7 @@ class NPUWorker(Worker):
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
         )
         atexit.register(_leave_groups)
-        set_random_seed(self.model_config.seed)
+        compat.set_random_seed(self.model_config.seed)
         gc.collect()
         torch.npu.empty_cache()
         self.init_snapshot = MemorySnapshot(device=self.device)
@@ -98,7 +97,7 @@ class NPUWorker(Worker):
                 self.model_runner._dummy_pooler_run(hidden)
             else:
                 self.model_runner._dummy_sampler_run(last_hidden)
-        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
+        compat.set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
         return CompilationTimes(language_model=0.0, encoder=0.0)
