@@ -20,9 +20,11 @@ SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
 BEST, SUM_OF_BEST_TWO = 0, 1  # its group_select_mode
 
 _definitions = torch.library.Library("_moe_C", "FRAGMENT")
-_SIGNATURE = "(Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) rows, Tensor logits, bool renormalize, Tensor? bias, {}Tensor? padding) -> ()"
-_definitions.define("topk_softmax" + _SIGNATURE.format(""))
-_definitions.define("topk_sigmoid" + _SIGNATURE.format("float factor, "))
+_WRITTEN = "Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) rows"
+_definitions.define(f"topk_softmax({_WRITTEN}, Tensor logits, bool renormalize, Tensor? bias, Tensor? padding) -> ()")
+_definitions.define(
+    f"topk_sigmoid({_WRITTEN}, Tensor logits, bool renormalize, Tensor? bias, float factor, Tensor? padding) -> ()"
+)
 
 
 def topk_softmax(
@@ -209,9 +211,7 @@ class NPUFusedMoEMethod(UnquantizedFusedMoEMethod):
         x, topk_weights, topk_ids = group.dispatch(x, topk_weights, topk_ids, parallel.is_sequence_parallel)
         return group.combine(self._own_experts(experts, x, topk_weights, topk_ids), parallel.is_sequence_parallel)
 
-    def _own_experts(
-        self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def _own_experts(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
             x,
             topk_ids,
@@ -243,8 +243,6 @@ def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, coun
         counts: int64 ``[experts]``, how many rows each expert has.
     """
     kind = 0 if len(counts) == 1 else 1  # one group is taken only as a running sum, which a single count is, too
-    product = functools.partial(
-        torch_npu.npu_grouped_matmul, split_item=2, group_type=0, group_list=counts, group_list_type=kind
-    )
+    product = functools.partial(torch_npu.npu_grouped_matmul, split_item=2, group_type=0, group_list=counts, group_list_type=kind)
     inner = torch_npu.npu_swiglu(product([rows], [w13.transpose(1, 2)])[0])
     return product([inner], [w2.transpose(1, 2)])[0]

@@ -188,7 +188,12 @@ class NPUPlatform(Platform):
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise ValueError(f"{_serves()} dense decoder models without {', '.join(refused)}; these come later")
         _check_devices(parallel)
-        if vllm_config.model_config and vllm_config.model_config.is_moe and parallel.use_all2all and not extension.offered("communicator"):
+        if (
+            vllm_config.model_config
+            and vllm_config.model_config.is_moe
+            and parallel.use_all2all
+            and not extension.offered("communicator")
+        ):
             raise ValueError(
                 "experts of several data-parallel engines need ascend-communicator, which is "
                 f"{extension.state('ascend-communicator')}; install it, and let VLLM_PLUGINS name ascend_communicator"
