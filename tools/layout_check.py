@@ -79,7 +79,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Small models of experts with random weights: Hugging Face's name of the family, and its configuration besides COMMON."""
+"""Small models of experts with random weights: the family in Hugging Face, and its configuration besides COMMON."""
 
 
 def make(name: str, directory: Path) -> Path:
