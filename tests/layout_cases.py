@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm.distributed import parallel_state
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
 
@@ -37,10 +38,12 @@ def answer(completion: Any) -> dict[str, Any]:
 
 
 def attention_and_experts(engine: LLM) -> list[str]:
-    """What the engine's layers compute with."""
+    """What the engine's layers compute with, and how the tokens of experts travelled."""
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     kinds = {type(getattr(layer, "impl", None) or layer._quant_method).__name__ for layer in layers}
-    return sorted(kinds)
+    group = parallel_state._EP  # with dense models there is none
+    manager = group and group.device_communicator and group.device_communicator.all2all_manager
+    return sorted(kinds | getattr(manager, "taken", set()))
 
 
 def rank_of_external_launcher(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ multiprocessing executor, as `vllm serve` does.
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,47 @@ import layout_check as layouts
 import npus
 import pytest
 
-HERE = Path(__file__).parent
-DENSE = ("TP2", "PP2")
-
-
-def serve(count: int, cases: list[dict[str, Any]], **variables: str) -> subprocess.CompletedProcess[str]:
-    return npus.run(
-        count, sys.executable, str(HERE / "layout_cases.py"), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1", **variables
-    )
+PROGRAM = Path(__file__).with_name("layout_cases.py")
+# name: (model, dtype, layout, what it is served by). float32 shows any error of routing; MC2 takes half types alone.
+CASES = {
+    "dense TP2": ("adder", "bfloat16", "TP2", "FusedAttentionImpl"),
+    "dense PP2": ("adder", "bfloat16", "PP2", "FusedAttentionImpl"),
+    "shared experts, groups, TP2": ("glm4-moe", "float32", "TP2", "NPUFusedMoEMethod"),
+    "DP2 EP2 by alltoall": ("qwen3-moe", "float32", "DP2 EP2 alltoall", "alltoall"),
+    "DP2 EP2 by mc2": ("mixtral", "bfloat16", "DP2 EP2", "mc2"),
+}
 
 
 @pytest.fixture(scope="module")
-def dense() -> dict[str, Any]:
-    done = serve(2, [layouts.case(name, layouts.ADDER, layouts.LAYOUTS[name]) for name in DENSE])
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {"adder": layouts.ADDER} | {name: layouts.make(name, directory) for name in layouts.MODELS}
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[str, Path]) -> dict[str, Any]:
+    cases = [
+        layouts.case(name, models[model], layouts.OF_EXPERTS[layout], dtype=dtype)
+        for name, (model, dtype, layout, _) in CASES.items()
+    ]
+    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return layouts.results(done.stdout)
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_dense_model_gives_the_same_greedy_tokens(dense: dict[str, Any], name: str) -> None:
-    assert dense[name]["kinds"] == ["FusedAttentionImpl"]
-    count, others, most, mean = layouts.compare(layouts.ADDER, "bfloat16", dense[name]["results"])
-    assert (count, others) == (33, 0)
-    assert most < 0.2
-    assert mean < 0.01
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_transformers(served: dict[str, Any], models: dict[str, Path], name: str) -> None:
+    model, dtype, _, served_by = CASES[name]
+    assert served_by in served[name]["kinds"]
+    count, others, most, mean = layouts.compare(models[model], dtype, served[name]["results"])
+    print(f"{name}: {count} tokens, {others} others; log-probability difference max {most:.2e} mean {mean:.2e}")
+    assert count == 33
+    if dtype == "float32":
+        assert others == 0
+        assert most < 1e-4
+    elif model == "adder":  # trained: clear choices
+        assert others == 0
+        assert mean < 0.01
+    else:  # rounding can turn a near tie, of tokens or of experts
+        assert others <= 3
+        assert mean < 0.1

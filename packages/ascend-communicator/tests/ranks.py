@@ -106,6 +106,45 @@ def experts(rank: int) -> dict[str, Any]:
     return {name: numbers(value) for name, value in found.items()}
 
 
+FACTORS = torch.tensor([0.5, -1.0, 2.0, -0.5])
+
+
+def routed(rank: int, tokens: int, to: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, weights and two different experts each, of the first ``to``."""
+    draw = torch.Generator().manual_seed(50 + rank)
+    ids = torch.stack([torch.randperm(to, generator=draw)[:2] for _ in range(tokens)]).int()
+    return data(rank, tokens, 64, salt=7), torch.rand(tokens, 2, generator=draw), ids
+
+
+def ways(rank: int) -> dict[str, Any]:
+    """Tokens of other numbers, to experts that multiply by a factor each; once all to the first rank's."""
+    manager = parallel_state.get_ep_group().device_communicator.all2all_manager
+    own = FACTORS[2 * rank : 2 * rank + 2].npu()
+    seen = []
+
+    def experts(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        seen.append(counts.tolist())
+        out = torch.full_like(rows, torch.nan)
+        out[: sum(seen[-1])] = rows[: sum(seen[-1])] * own.repeat_interleave(counts).unsqueeze(1).to(rows.dtype)
+        return out
+
+    found: dict[str, Any] = {}
+    for name, sizes, to in (("uneven", SIZES, 4), ("one rank", SIZES, 2), ("large", [300, 2], 4)):
+        metadata = DPMetadata(torch.tensor(sizes))
+        x, weights, ids = routed(rank, sizes[rank], to)
+        for asked in ("auto", "allgather", "alltoall", "mc2"):
+            for dtype in (torch.float32, torch.bfloat16):
+                manager.asked, manager.taken, label = asked, set(), f"{name} {asked} {dtype}"
+                context = type("Context", (), {"dp_metadata": metadata})()
+                with override_forward_context(context), metadata.sp_local_sizes(1):
+                    try:
+                        made = manager.apply_experts(x.npu().to(dtype), weights.npu(), ids.npu(), 4, experts)
+                    except ValueError as error:
+                        made = str(error)
+                found[label] = [*manager.taken, numbers(made)]
+    return found
+
+
 def refusals(rank: int) -> dict[str, str]:
     ours = parallel_state.get_dp_group().device_communicator
     x = torch.zeros(3, 4, device="npu")
@@ -136,7 +175,7 @@ def play(rank: int, port: int) -> dict[str, Any]:
     with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
         parallel_state.init_distributed_environment(1, 0, "env://", rank, "hccl")
         parallel_state.initialize_model_parallel(backend="hccl")
-        found = {"collectives": collectives(rank), "experts": experts(rank), "refusals": refusals(rank)}
+        found = {"collectives": collectives(rank), "experts": experts(rank), "ways": ways(rank), "refusals": refusals(rank)}
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
     return found

@@ -87,7 +87,7 @@ def test_asking_for_graphs_is_answered(model, lines):
     ],
 )
 def test_later_features_are_refused_in_one_line(model, arguments, named):
-    with pytest.raises(ValueError, match=rf"serves dense decoder models without [^\n]*{named}[^\n]*; these come later"):
+    with pytest.raises(ValueError, match=rf"serves decoder models without [^\n]*{named}[^\n]*; these come later"):
         engine_config(model(), **arguments)
 
 
@@ -98,7 +98,7 @@ def test_later_features_are_refused_in_one_line(model, arguments, named):
     ],
 )
 def test_models_of_later_versions_are_refused_in_one_line(model, changes, named):
-    with pytest.raises(ValueError, match=rf"serves dense decoder models without [^\n]*{named}[^\n]*; these come later"):
+    with pytest.raises(ValueError, match=rf"serves decoder models without [^\n]*{named}[^\n]*; these come later"):
         engine_config(model(**changes))
 
 
@@ -122,6 +122,24 @@ def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model
         engine_config(model(), pipeline_parallel_size=there + 1)
     with pytest.raises(ValueError, match=rf"needs {there + 1} NPUs \(tensor 1 x pipeline 1 x data {there + 1}\) and {there} can"):
         engine_config(model(), data_parallel_size=there + 1)
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+
+
+def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypatch):
+    monkeypatch.setattr(torch.npu, "device_count", lambda: 2)
+    assert engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True).model_config.is_moe
+    monkeypatch.setattr(extension, "_offers", {})
+    assert engine_config(model(**EXPERTS)).model_config.is_moe
+    with pytest.raises(ValueError, match="need ascend-communicator, which is active; install it, and let VLLM_PLUGINS name"):
+        engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True)
 
 
 def test_unknown_option_is_refused(model):

@@ -39,9 +39,14 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         # vLLM gives the local rank's number (parallel_state.py:540), which need not be the device's
         self.device = torch.device("npu", torch.npu.current_device())
         if self.use_all2all:
-            from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+            from ascend_communicator.experts import ExpertManager
 
-            self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
+            if self.all2all_backend not in (None, "naive", "allgather_reducescatter"):
+                raise ValueError(
+                    f"--all2all-backend {self.all2all_backend} is not for Ascend NPUs; leave it out and choose with "
+                    "ascend.communicator.all2all in --additional-config"
+                )
+            self.all2all_manager = ExpertManager(self.cpu_group, self.device_group)
 
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None

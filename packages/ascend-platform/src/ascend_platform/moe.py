@@ -20,9 +20,11 @@ SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
 BEST, SUM_OF_BEST_TWO = 0, 1  # its group_select_mode
 
 _definitions = torch.library.Library("_moe_C", "FRAGMENT")
-_SIGNATURE = "(Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) rows, Tensor logits, bool renormalize, Tensor? bias, {}Tensor? padding) -> ()"
-_definitions.define("topk_softmax" + _SIGNATURE.format(""))
-_definitions.define("topk_sigmoid" + _SIGNATURE.format("float factor, "))
+_WRITTEN = "Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) rows"
+_definitions.define(f"topk_softmax({_WRITTEN}, Tensor logits, bool renormalize, Tensor? bias, Tensor? padding) -> ()")
+_definitions.define(
+    f"topk_sigmoid({_WRITTEN}, Tensor logits, bool renormalize, Tensor? bias, float factor, Tensor? padding) -> ()"
+)
 
 
 def topk_softmax(

@@ -191,7 +191,7 @@ class NPUPlatform(Platform):
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.NPUWorker"
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
-            raise extension.RefusedError(f"{_serves()} dense decoder models without {', '.join(refused)}; these come later")
+            raise extension.RefusedError(f"{_serves()} decoder models without {', '.join(refused)}; these come later")
         _check_devices(parallel)
         if (
             vllm_config.model_config

@@ -1,0 +1,18 @@
+"""What two NPUs say, for the tests of this directory: one run of ranks.py."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import npus
+import pytest
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+
+
+@pytest.fixture(scope="session")
+def played() -> dict[str, list[dict[str, Any]]]:
+    done = npus.run(2, sys.executable, str(SCRIPT), VLLM_PLUGINS="")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
