@@ -12,9 +12,8 @@ import pytest
 
 PAGE = (environment.ROOT / "docs" / "plugins.md").read_text()
 HEAD = "| `VLLM_PLUGINS` | NPU | components active beside the platform | what it says |\n|---|---|---|---|\n"
-ROWS = [
-    row.removeprefix("| ").removesuffix(" |").split(" | ") for row in PAGE.partition(HEAD)[2].partition("\n\n")[0].splitlines()
-]
+TABLE = PAGE.partition(HEAD)[2].partition("\n\n")[0]
+ROWS = [[cell.strip() for cell in row[1:-1].split("|")] for row in TABLE.splitlines()]
 SIBLINGS = ["ascend-attention", "ascend-communicator", "ascend-kv-connector", "ascend-model-loader", "ascend-patches"]
 
 
