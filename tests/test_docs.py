@@ -1,10 +1,12 @@
 """The documentation: its tables are those of the code, its links lead somewhere, and it builds."""
 
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import environment
@@ -40,6 +42,14 @@ def test_every_table_is_on_a_page() -> None:
     assert len(names) > 5
     regions = [name for page in DOCS.glob("*.md") for name in re.findall(r"^<!-- begin: (\S+) -->", page.read_text(), re.M)]
     assert sorted(regions) == sorted(names)
+
+
+def test_every_supported_vllm_has_run_without_failures() -> None:
+    results = json.loads((environment.ROOT / "tools" / "compat.json").read_text())
+    assert list(results) == list(tomllib.loads((environment.ROOT / "tools" / "compat.toml").read_text()))
+    for minor, result in results.items():
+        assert result["versions"]["vllm"].startswith(f"{minor}.")
+        assert all(counts["failed"] == 0 < counts["passed"] for counts in result["counts"].values()), minor
 
 
 def test_every_key_of_the_configuration_is_explained() -> None:

@@ -26,9 +26,10 @@ def reason(identifier: str, message: str, explanations: list[dict]) -> str | Non
     return None
 
 
-def markdown(result: dict, settings: dict) -> str:
-    """The whole report."""
-    suites = [suite for suite in settings["suites"] if suite in result]
+def markdown(result: dict, settings: dict, earlier: str = "") -> str:
+    """The whole report; what an earlier one says of suites of which there is no result is kept."""
+    kept = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", earlier, re.MULTILINE | re.DOTALL))
+    suites = [suite for suite in settings["suites"] if suite in result or suite in kept]
     sources = ", ".join(f"[{name}]({source['url']}) `{source['ref']}`" for name, source in settings["sources"].items())
     parts = [
         "# torch_npu's own tests on the emulated NPU\n",
@@ -39,11 +40,18 @@ def markdown(result: dict, settings: dict) -> str:
         f"The files are not part of this repository; `tools/upstream` fetches them at {sources}.\n",
     ]
     for unit, count in (("Files", _files), ("Cases", _cases)):
-        parts.append(_table([unit, "all", *OUTCOMES], [_row(suite, count(result[suite])) for suite in suites]))
+        rows = [_row(suite, count(result[suite])) if suite in result else _kept_row(suite, unit, earlier) for suite in suites]
+        parts.append(_table([unit, "all", *OUTCOMES], rows))
     explanations = settings.get("explanations", [])
     for suite in suites:
-        parts.append(_suite(suite, result[suite], explanations))
+        now = _suite(suite, result[suite], explanations) if suite in result else f"## {suite}\n{kept[suite]}"
+        parts.append(now.rstrip("\n") + "\n")
     return "\n".join(parts)
+
+
+def _kept_row(suite: str, unit: str, earlier: str) -> list[str]:
+    table = earlier.partition(f"| {unit} |")[2].partition("\n\n")[0]
+    return next(line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith(f"| {suite} |"))
 
 
 def _files(files: dict) -> Counter:

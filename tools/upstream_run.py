@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import multiprocessing.context
+import multiprocessing.forkserver
+import multiprocessing.spawn
 import os
 import re
 import resource
@@ -261,6 +264,26 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}\n{where}".strip()
 
 
+class _Environment:
+    """Unpickles by making the environment what it was when this was pickled."""
+
+    def __reduce__(self) -> tuple:
+        return exec, (f"import os; os.environ.clear(); os.environ.update({dict(os.environ)!r})",)
+
+
+def _spawn_from_server() -> None:
+    """Have the children that a file spawns forked from a server which has torch_npu imported: seconds less for each."""
+    contexts = multiprocessing.context._concrete_contexts
+    contexts["spawn"] = contexts["forkserver"]
+    prepare = multiprocessing.spawn.get_preparation_data
+    # A spawned child has its parent's environment, a forked one the server's.
+    multiprocessing.spawn.get_preparation_data = lambda name: {**prepare(name), "environment": _Environment()}
+    multiprocessing.forkserver.set_forkserver_preload(
+        ["torch_npu.testing.testcase", "torch.testing._internal.common_distributed", "torch.distributed.fsdp"]
+    )
+    multiprocessing.forkserver.ensure_running()
+
+
 class _Result(unittest.TestResult):
     """Reports each case when it is over; the device's queue is empty by then, so that no failure is left to the next."""
 
@@ -320,4 +343,5 @@ class _Result(unittest.TestResult):
 if __name__ == "__main__":
     _job = json.loads(sys.argv[1])
     del sys.path[0]
+    _spawn_from_server()
     perform(sys.modules["__main__"], _job, _job.pop("pipe"))

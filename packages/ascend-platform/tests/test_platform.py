@@ -95,7 +95,6 @@ def test_later_features_are_refused_in_one_line(model, arguments, named):
     ("changes", "named"),
     [
         ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "a sliding window"),
-        ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4}, "mixture of experts"),
     ],
 )
 def test_models_of_later_versions_are_refused_in_one_line(model, changes, named):
@@ -112,6 +111,17 @@ def test_quantized_weights_are_refused_by_name(model):
     quantized = model(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
     with pytest.raises(ValueError, match="unquantized weights only; the model asks for quantization 'fp8'"):
         engine_config(quantized)
+
+
+def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model):
+    there = torch.npu.device_count()
+    engine_config(model(), tensor_parallel_size=1)
+    with pytest.raises(
+        ValueError, match=rf"needs {there + 1} NPUs \(tensor 1 x pipeline {there + 1} x data 1\) and {there} can be"
+    ):
+        engine_config(model(), pipeline_parallel_size=there + 1)
+    with pytest.raises(ValueError, match=rf"needs {there + 1} NPUs \(tensor 1 x pipeline 1 x data {there + 1}\) and {there} can"):
+        engine_config(model(), data_parallel_size=there + 1)
 
 
 def test_unknown_option_is_refused(model):

@@ -1,13 +1,15 @@
-"""HCCL collectives for vLLM on Ascend NPUs. This version registers itself and has no features yet."""
+"""HCCL collectives for vLLM on Ascend NPUs."""
 
 from ascend_platform import extension
 
 
 def register() -> None:
-    """Report this component to ascend-platform; never raises.
+    """Offer the communicator to ascend-platform; never raises.
 
     The entry point of group ``vllm.general_plugins``: vLLM calls it in every process, perhaps more than once.
-    ascend-platform compares the requirements that this wheel declares with what is installed and shows the result in
-    its summary line.
     """
-    extension.join("ascend-communicator", "ascend_communicator", note="no features in this version", api="1.0")
+    extension.join("ascend-communicator", "ascend_communicator", _offer, api="1.0")
+
+
+def _offer() -> None:
+    extension.offer("communicator", "ascend_communicator.communicator.HCCLCommunicator")

@@ -142,7 +142,7 @@ def versions(options: argparse.Namespace) -> Iterator[Result]:
         if wanted.name != "torch" or not torch or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
             continue
         if not wanted.specifier.contains(torch, prereleases=True):
-            fix = f"pip install {_wanted('vllm')}, or ignore this line if vLLM has been edited for that torch"
+            fix = f"pip install {_wanted('vllm')} torch=={Version(torch).public}, or leave it if Compatibility lists this pair"
             yield Result("vLLM's torch", "warn", f"vLLM asks for {wanted} and found {torch}", fix)
 
 

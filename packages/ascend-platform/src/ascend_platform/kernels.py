@@ -8,6 +8,8 @@ import functools
 
 import torch
 
+from ascend_platform.compat import slot_mapping_kernel
+
 
 def compute_slot_mapping(
     num_tokens: int,
@@ -58,5 +60,5 @@ def _arange(length: int, device: torch.device) -> torch.Tensor:
     return torch.arange(length, dtype=torch.int32, device=device)
 
 
-OVERRIDES = {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": compute_slot_mapping}
+OVERRIDES = {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": slot_mapping_kernel(compute_slot_mapping)}
 """Kernel name to replacement, as ``vllm.triton_utils.dispatcher.register_kernels`` takes them."""

@@ -1,6 +1,6 @@
 """The paged KV cache as CANN's kernels want it: keys and values in two contiguous tensors per layer.
 
-vLLM 0.32 makes one backing allocation and views each layer as ``[blocks, kv_heads, block_size, K|V]``
+vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, block_size, K|V]``
 (``vllm/v1/worker/utils.py``, ``allocate_kv_cache``). In the layout LBNHC one layer is one contiguous region, so its
 first half can serve as keys and its second half as values: same bytes, same block numbers, another order inside.
 Whatever needs the address of a block (attention, copies of blocks, later connectors and offloading) starts from

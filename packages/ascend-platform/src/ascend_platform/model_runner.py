@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+import ascend_platform.moe  # noqa: F401  (before a model's layers are made)
 from ascend_platform import kv_cache
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")

@@ -14,7 +14,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from ascend_platform import extension
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 logger = extension.logger
@@ -120,6 +120,9 @@ class NPUPlatform(Platform):
     def support_hybrid_kv_cache(cls) -> bool:
         return True
 
+    def is_sleep_mode_available(self) -> bool:
+        return True
+
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
         """``NPUModelRunner.kv_caches`` is only copied from block by block, whichever layer a cache belongs to."""
@@ -142,6 +145,10 @@ class NPUPlatform(Platform):
                 f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out"
             )
         return attention_for(attn_selector_config)[0]
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return extension.offered("communicator") or super().get_device_communicator_cls()
 
     # What people read
 
@@ -185,6 +192,17 @@ class NPUPlatform(Platform):
             parallel.worker_cls = "ascend_platform.worker.NPUWorker"
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise extension.RefusedError(f"{_serves()} dense decoder models without {', '.join(refused)}; these come later")
+        _check_devices(parallel)
+        if (
+            vllm_config.model_config
+            and vllm_config.model_config.is_moe
+            and parallel.use_all2all
+            and not extension.offered("communicator")
+        ):
+            raise extension.RefusedError(
+                "experts of several data-parallel engines need ascend-communicator, which is "
+                f"{extension.state('ascend-communicator')}; install it, and let VLLM_PLUGINS name ascend_communicator"
+            )
         announce(vllm_config)
 
     @classmethod
@@ -247,6 +265,27 @@ def _attention_of(vllm_config: "VllmConfig") -> str:
         return f"none ({error})"
 
 
+def _check_devices(parallel: "ParallelConfig") -> None:
+    """Refuse a layout that needs more NPUs than this machine shows, where vLLM starts all workers on this machine.
+
+    Raises:
+        RefusedError: how many are needed and how many are there, in one line.
+    """
+    if parallel.distributed_executor_backend not in (None, "mp", "uni") or parallel.nnodes > 1:
+        return
+    if parallel.data_parallel_backend == "ray":
+        return
+    needed = parallel.world_size * parallel.data_parallel_size_local
+    given = parallel.assigned_physical_gpu_ids
+    found = torch.npu.device_count() if given is None else len(given)  # counted without opening one
+    if needed > found:
+        raise extension.RefusedError(
+            f"the layout needs {needed} NPUs (tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
+            f" x data {parallel.data_parallel_size_local}) and {found} can be used; lower --tensor-parallel-size, "
+            f"--pipeline-parallel-size or --data-parallel-size-local, or widen {NPUPlatform.device_control_env_var}"
+        )
+
+
 def _serves(verb: str = "serves") -> str:
     return f"ascend-platform {extension.version('ascend-platform')} {verb}"
 
@@ -270,9 +309,9 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
     if model is not None:
         features |= {
             f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", str(model.dtype).split(".")[-1]),
-            "sleep mode": model.enable_sleep_mode,
             "MLA": model.use_mla,
-            "mixture of experts": model.is_moe,
+            "expert load balancing": parallel.enable_eplb,
+            f"experts placed {parallel.expert_placement_strategy}": parallel.expert_placement_strategy != "linear",
             "state-space layers": model.is_hybrid or model.is_attention_free,
             "an encoder": model.is_encoder_decoder,
         }

@@ -3,6 +3,7 @@
 import atexit
 import gc
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from ascend_platform import compat
 from ascend_platform.model_runner import NPUModelRunner
 from ascend_platform.platform import announce
+from ascend_platform.sleep import StorageBackend
 
 
 class NPUWorker(Worker):
@@ -34,22 +37,26 @@ class NPUWorker(Worker):
             RuntimeError: the worker's rank has no NPU among the visible ones.
         """
         parallel = self.parallel_config
-        if (
-            parallel.distributed_executor_backend not in ("ray", "external_launcher")
-            and parallel.data_parallel_backend != "ray"
-            and parallel.nnodes_within_dp == 1
-        ):
-            # data-parallel engines of one node see all its devices and take one after another
-            engine = parallel.data_parallel_rank_local
-            self.local_rank += parallel.world_size * (parallel.data_parallel_index if engine is None else engine)
         if parallel.assigned_physical_gpu_ids is not None:
+            # data-parallel engines that vLLM starts get their own devices (vllm/v1/engine/utils.py:298)
             set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
-        index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
-        if index >= torch.npu.device_count():
+            devices = len(parallel.assigned_physical_gpu_ids)
+        else:
+            devices = torch.npu.device_count()
+            if (
+                parallel.distributed_executor_backend not in ("ray", "external_launcher")
+                and parallel.data_parallel_backend != "ray"
+                and parallel.nnodes_within_dp == 1
+            ):
+                # others of one node see all its devices and take one after another
+                engine = parallel.data_parallel_rank_local
+                self.local_rank += parallel.world_size * (parallel.data_parallel_index if engine is None else engine)
+        if self.local_rank >= devices:
             raise RuntimeError(
-                f"worker {self.rank} needs NPU {index}, but only {torch.npu.device_count()} are visible; "
-                f"lower --tensor-parallel-size or widen {current_platform.device_control_env_var}"
+                f"worker {self.rank} needs NPU {self.local_rank} and has {devices}; lower --tensor-parallel-size, "
+                f"--pipeline-parallel-size or --data-parallel-size, or widen {current_platform.device_control_env_var}"
             )
+        index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.device = torch.device("npu", index)
         torch.npu.set_device(self.device)
         init_worker_distributed_environment(
@@ -61,7 +68,7 @@ class NPUWorker(Worker):
         torch.npu.empty_cache()
         self.init_snapshot = MemorySnapshot(device=self.device)
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
-        self._init_workspace_and_model_runner()
+        compat.init_workspace_and_model_runner(self)
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: what is free, but no more than CANN's kernels address.
@@ -91,7 +98,7 @@ class NPUWorker(Worker):
                 self.model_runner._dummy_pooler_run(hidden)
             else:
                 self.model_runner._dummy_sampler_run(last_hidden)
-        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
+        compat.set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
         return CompilationTimes(language_model=0.0, encoder=0.0)
@@ -101,6 +108,10 @@ class NPUWorker(Worker):
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
         return nullcontext()
+
+    @cached_property
+    def sleep_mode_backend(self) -> StorageBackend:
+        return StorageBackend(self)
 
 
 def _leave_groups() -> None:

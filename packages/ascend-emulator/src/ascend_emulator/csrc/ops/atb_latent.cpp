@@ -91,7 +91,7 @@ ATB_OPERATOR(AtbRingMLA,
       request.value = value.narrow(0, kv_start, kv[i]).transpose(0, 1);
       request.scale = scale;
       // Aligned at the left upper corner, as the golden function has it (test_ring_mla_bf16_512_mask_is_ring_out).
-      if (mask_type == 1 && kv[i]) request.left_out = attention::left_out({2}, static_cast<int64_t>(i), counts[i], kv[i]);
+      request.causal = mask_type == 1;
       auto answer = attention::attend(request);
       answer.out = answer.out.to(at::kFloat);
       if (!first) {

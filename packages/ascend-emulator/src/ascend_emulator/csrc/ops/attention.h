@@ -23,7 +23,11 @@ struct Request {
   Tensor left_out, bias, sink;  // each may be undefined; the bias is added to the scaled scores, the sink [heads] to the sum
   double scale;
   Tensor drop = {};  // [heads, queries, keys], what is kept of the probabilities, scaled
+  bool causal = false;  // instead of left_out: query i sees keys 0 to i, which costs half
+
+  Tensor mask() const;  // left_out, made if it is not there
 };
+void leave_out(Request& request, const Sparse& sparse, int64_t index);  // sets left_out or causal
 struct Answer {
   Tensor out, lse;  // [heads, queries, DV], in float32 or the query's dtype; [heads, queries] float32
   Tensor most = {};  // attend_wide: the largest score, [heads, queries]; the lowest float32 where no key is seen

@@ -6,6 +6,7 @@ namespace emu::attention {
 namespace {
 
 constexpr int64_t kMostScores = 1 << 24;  // so that the scores of a long prompt are not in memory at once
+constexpr int64_t kCausalRows = 64;       // at a time, each with the keys up to the last of them
 
 Tensor plain_mask(const Tensor& mask, bool by_request, int64_t request, int64_t queries, int64_t keys) {
   auto own = mask;
@@ -43,18 +44,28 @@ Tensor left_out(const Sparse& sparse, int64_t request, int64_t queries, int64_t 
   throw Error(kOpParam, text("sparse_mode ", sparse.mode, "; 0 to 6 are there"));
 }
 
+void leave_out(Request& r, const Sparse& sparse, int64_t index) {
+  r.causal = sparse.mode == 2 || (sparse.mode == 3 && r.query.size(1) == r.key.size(1));
+  if (!r.causal) r.left_out = left_out(sparse, index, r.query.size(1), r.key.size(1));
+}
+
+Tensor Request::mask() const { return causal ? attention::left_out({2}, 0, query.size(1), key.size(1)) : left_out; }
+
 // For what has a bias, a sink, or values of another size than keys.
 Answer attend_wide(const Request& r) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
   const int64_t heads = r.query.size(0), queries = r.query.size(1), groups = r.key.size(0), share = heads / groups, keys = r.key.size(1);
   const auto key = r.key.to(at::kFloat).transpose(1, 2).contiguous(), value = r.value.to(at::kFloat).contiguous();
   Answer answer{at::empty({heads, queries, value.size(2)}, key.options()), at::empty({heads, queries}, key.options()), at::empty({heads, queries}, key.options())};
-  const int64_t step = std::max<int64_t>(1, kMostScores / std::max<int64_t>(1, heads * keys));
+  const int64_t step = std::min(r.causal ? kCausalRows : INT64_MAX, std::max<int64_t>(1, kMostScores / std::max<int64_t>(1, heads * keys)));
   for (int64_t first = 0; first < queries; first += step) {
     const int64_t count = std::min(step, queries - first);
-    const auto part = [&](const Tensor& x) { return x.narrow(-2, first, count); };
-    auto scores = at::bmm(part(r.query).to(at::kFloat).reshape({groups, share * count, r.query.size(2)}), key).mul_(r.scale).view({heads, count, keys});
-    if (r.bias.defined()) scores.add_(r.bias.size(-2) == 1 ? r.bias : part(r.bias));
+    const int64_t seen = r.causal ? std::min(keys, first + count) : keys;
+    const auto rows = [&](const Tensor& x) { return x.narrow(-2, first, count); };
+    const auto part = [&](const Tensor& x) { return (x.size(-2) == 1 ? x : rows(x)).narrow(-1, 0, seen); };
+    auto scores = at::bmm(rows(r.query).to(at::kFloat).reshape({groups, share * count, r.query.size(2)}), key.narrow(2, 0, seen)).mul_(r.scale).view({heads, count, seen});
+    if (r.bias.defined()) scores.add_(part(r.bias));
+    if (r.causal && seen > first) scores.narrow(2, first, seen - first).masked_fill_(left_out({2}, 0, count, seen - first), -kInfinity);
     if (r.left_out.defined()) scores.masked_fill_(part(r.left_out), -kInfinity);
     auto most = scores.amax(-1, true);
     if (r.sink.defined()) most = at::maximum(most, r.sink.to(at::kFloat).view({heads, 1, 1}));
@@ -63,7 +74,7 @@ Answer attend_wide(const Request& r) {
     auto sum = weights.sum(-1, true);
     if (r.sink.defined()) sum.add_(r.sink.to(at::kFloat).view({heads, 1, 1}).sub(most).exp_());
     if (r.drop.defined()) weights.mul_(part(r.drop));
-    const auto out = at::bmm(weights.view({groups, share * count, keys}), value).view({heads, count, value.size(2)});
+    const auto out = at::bmm(weights.view({groups, share * count, seen}), value.narrow(1, 0, seen)).view({heads, count, value.size(2)});
     const auto blind = sum == 0;
     answer.out.narrow(1, first, count).copy_(out.div_(sum.masked_fill(blind, 1)));
     answer.lse.narrow(1, first, count).copy_(sum.log().add_(most).masked_fill_(blind, kInfinity).squeeze(-1));
@@ -80,7 +91,7 @@ Answer attend(const Request& r) {
       r.query.scalar_type() != r.key.scalar_type())
     return attend_wide(r);
   auto q = r.query.unsqueeze(0), k = r.key.unsqueeze(0), v = r.value.unsqueeze(0);
-  if (queries == 1 && !r.left_out.defined()) {
+  if (queries == 1 && !r.left_out.defined() && !r.causal) {
     q = r.query.reshape({1, groups, share, r.query.size(2)});  // the heads of a group read the same keys
   } else if (share > 1) {
     const auto spread = [&](const Tensor& x) { return x.unsqueeze(2).expand({1, groups, share, x.size(2), x.size(3)}).reshape({1, heads, x.size(2), x.size(3)}); };
@@ -94,7 +105,7 @@ Answer attend(const Request& r) {
     const auto blind = r.left_out.all(-1);
     if (blind.any().item<bool>()) nothing = blind.unsqueeze(0);
   }
-  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, false, added, r.scale);
+  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, r.causal, added, r.scale);
   Answer answer{out.reshape({heads, queries, r.value.size(2)}), lse.reshape({heads, queries})};
   if (nothing.defined()) {
     answer.out.masked_fill_(nothing.unsqueeze(-1), 0);

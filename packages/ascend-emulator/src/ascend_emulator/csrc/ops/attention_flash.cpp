@@ -80,8 +80,8 @@ struct Flash {
     return *this;
   }
 
-  Tensor left_out_of(int64_t i, const Span& span) const {
-    if (!mask) return {};  // "without atten_mask, sparse_mode and the tokens before and after have no effect"
+  void leave_out_of(Request& request, int64_t i) const {
+    if (!mask) return;  // "without atten_mask, sparse_mode and the tokens before and after have no effect"
     Sparse sparse{sparse_mode, INT64_MAX, INT64_MAX, *mask, prefix.value_or(Ints())};
     const auto last = [&] {  // the last request that takes part
       int64_t found = batch - 1;
@@ -97,7 +97,7 @@ struct Flash {
     if (sparse_mode == 5) {
       sparse.mode = 1;  // the whole mask is given
     }
-    return left_out(sparse, i, span.count, span.kv_count);
+    leave_out(request, sparse, i);
   }
 
   // What is added to the scaled scores, [heads or 1, queries or 1, keys]: npu_fusion_attention_v2, "pse_type".
@@ -134,7 +134,9 @@ struct Flash {
       q = at::cat({q, part(*query_rope, span.start, span.count, heads)}, -1);
       k = at::cat({k, part(*key_rope, span.kv_start, span.kv_count, groups)}, -1);
     }
-    return {q, k, part(value, span.kv_start, span.kv_count, groups), left_out_of(i, span), bias_of(i, span), sink.value_or(Tensor()), scale, drop_of(span)};
+    Request request{q, k, part(value, span.kv_start, span.kv_count, groups), {}, bias_of(i, span), sink.value_or(Tensor()), scale, drop_of(span)};
+    leave_out_of(request, i);
+    return request;
   }
 
   // A request's part of the largest scores or the sums, as [heads, queries, 8].
@@ -182,7 +184,7 @@ struct Flash {
       const auto largest = stats_of(most, i, span).select(-1, 0).unsqueeze(-1), total = stats_of(sum, i, span).select(-1, 0).unsqueeze(-1);
       auto scores = at::bmm(q, k.transpose(1, 2)).mul_(scale);
       if (r.bias.defined()) scores.add_(r.bias);
-      if (r.left_out.defined()) scores.masked_fill_(r.left_out, -std::numeric_limits<float>::infinity());
+      if (const auto left_out = r.mask(); left_out.defined()) scores.masked_fill_(left_out, -std::numeric_limits<float>::infinity());
       const auto weights = scores.sub_(largest).exp_().div_(total.masked_fill(total == 0, 1));
       const auto kept = r.drop.defined() ? weights * r.drop : weights;
       auto towards = at::bmm(g, v.transpose(1, 2));

@@ -294,7 +294,8 @@ struct Fused {
     Sparse sparse{sparse_mode, before, after, mask.value_or(Tensor()), {}, longest == 1};
     if (longest == 1 && !latent() && !packed(in) && sparse_mode >= 2) sparse = {};
     if (sparse_mode != 0 && sparse_mode != 4) sparse.before = sparse.after = INT64_MAX;
-    Request request{q, k, v, left_out(sparse, i, span.count, k.size(1)), {}, sink.value_or(Tensor()), scale};
+    Request request{q, k, v, {}, {}, sink.value_or(Tensor()), scale};
+    leave_out(request, sparse, i);
     if (pse) request.bias = (*pse)[pse->size(0) == 1 ? 0 : i].narrow(1, 0, span.count).narrow(2, 0, k.size(1)).to(at::kFloat);
     auto answer = attend(request);
     if (out_scale) {

@@ -1,0 +1,205 @@
+"""Sizes against the models that transformers builds, estimates against what has been published for real NPUs."""
+
+import dataclasses
+import json
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from ascend_platform import cli
+from ascend_platform.plan import estimate, model
+
+PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
+QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
+CONFIGS = {
+    "Qwen3-8B": transformers.Qwen3Config(
+        num_hidden_layers=36, hidden_size=4096, num_attention_heads=32, intermediate_size=12288, **QWEN3
+    ),
+    "Qwen3-14B": transformers.Qwen3Config(
+        num_hidden_layers=40, hidden_size=5120, num_attention_heads=40, intermediate_size=17408, **QWEN3
+    ),
+    "Qwen3-32B": transformers.Qwen3Config(
+        num_hidden_layers=64, hidden_size=5120, num_attention_heads=64, intermediate_size=25600, **QWEN3
+    ),
+    "Qwen3-30B-A3B": transformers.Qwen3MoeConfig(
+        num_hidden_layers=48,
+        hidden_size=2048,
+        num_attention_heads=32,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        **{**QWEN3, "num_key_value_heads": 4},
+    ),
+    "Llama-3.2-1B": transformers.LlamaConfig(
+        num_hidden_layers=16,
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+    ),
+    "Mixtral-8x7B": transformers.MixtralConfig(),
+    "DeepSeek-V3": transformers.DeepseekV3Config(),
+    "DeepSeek-V2-Lite": transformers.DeepseekV2Config(
+        num_hidden_layers=27,
+        hidden_size=2048,
+        num_attention_heads=16,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        vocab_size=102400,
+    ),
+    "opt": transformers.OPTConfig(hidden_size=512, ffn_dim=2048, num_hidden_layers=4, num_attention_heads=8),
+}
+
+
+def sizes_of(config) -> model.Model:
+    return model.from_config(config.to_dict())
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "opt"])
+def test_weights_are_as_many_as_transformers_makes(name):
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
+    real = sum(parameter.numel() for parameter in set(made.parameters()))
+    assert sizes_of(CONFIGS[name]).parameters == pytest.approx(real, rel=1e-3)
+
+
+def rows() -> list[list[str]]:
+    table = PAGE.read_text().partition("## How far from real NPUs")[2]
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line.startswith("| Qwen")]
+
+
+def test_the_page_has_what_was_published_and_what_is_estimated():
+    assert len(rows()) >= 5
+    within = []
+    for name, chip, layout, quantization, requests, tokens, published, estimated, ratio in rows():
+        tensor = int(re.fullmatch(r"TP(\d+)", layout)[1])
+        into, out = map(int, tokens.split(" / "))
+        load = estimate.Load(int(requests), into, out, quantization.lower())
+        found = estimate.estimate(sizes_of(CONFIGS[name]), estimate.chips()[chip], estimate.Layout(tensor, 1, 1), load)
+        assert f"{found.tokens_per_second:.1f}" == estimated
+        assert f"{found.tokens_per_second / float(published):.2f}" == ratio
+        within.append(0.7 < float(ratio) < 1.3)
+    assert all(within), "the page states an error of 30 %"
+
+
+def test_chips_are_those_of_the_emulator():
+    """Two files, as the product never imports the emulator; what both say is the same."""
+    emulated = tomllib.loads((resources.files("ascend_emulator") / "chips.toml").read_text())
+    common = emulated.pop("all")
+    assert emulated.keys() == estimate.chips().keys()
+    for name, chip in estimate.chips().items():
+        data = common | emulated[name]
+        assert (chip.memory_gib, chip.bandwidth_gbs) == (data["memory_gib"], data["bandwidth_gbs"])
+        tflops = data["cube_cores"] * data["cube_flops_per_cycle"] * data["clock_ghz"] / 1e3
+        assert chip.tflops == pytest.approx(tflops, rel=0.02)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("npus", [1, 2, 6, 16])
+def test_layouts_are_legal_and_hold_all_weights(name, npus):
+    sizes = sizes_of(CONFIGS[name])
+    found = list(estimate.layouts(sizes, npus))
+    assert len(set(found)) == len(found)
+    for layout in found:
+        assert layout.npus == npus
+        assert sizes.heads % layout.tensor == 0
+        one = estimate.estimate(sizes, estimate.chips()["Ascend910B1"], layout, estimate.Load())
+        copies = layout.data if not sizes.experts else 1
+        assert one.weights * npus / copies >= 2 * (sizes.parameters - sizes.head) * 0.99
+        assert bool(one.obstacle) == (one.tokens_per_second == 0)
+
+
+def test_a_cache_holds_what_is_said():
+    """By hand: Qwen3-8B on one 64 GiB NPU, 16 bits: 36 layers of 2 x 8 x 128 elements a token."""
+    sizes = sizes_of(CONFIGS["Qwen3-8B"])
+    one = estimate.estimate(sizes, estimate.chips()["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load())
+    room = 64 * 2**30 * 0.92 - 2 * sizes.parameters - 3 * 2**30
+    assert one.kv_tokens == int(room / (36 * 2 * 8 * 128 * 2))
+    half = estimate.estimate(sizes, estimate.chips()["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load(kv_bytes=1))
+    assert half.kv_tokens == pytest.approx(2 * one.kv_tokens, abs=2)
+
+
+def test_bytes_sent_by_hand():
+    """TP2: two all-reduces a layer, in each of which half a row goes out twice."""
+    sizes = sizes_of(CONFIGS["Qwen3-8B"])
+    load, chip = estimate.Load(), estimate.chips()["Ascend910B1"]
+    assert estimate.estimate(sizes, chip, estimate.Layout(1, 1, 1), load).sent == 0
+    assert estimate.estimate(sizes, chip, estimate.Layout(2, 1, 1), load).sent == 36 * 2 * 4096 * 2
+    assert estimate.estimate(sizes, chip, estimate.Layout(1, 2, 1), load).sent == 4096 * 2
+
+
+def test_more_of_a_resource_is_never_slower():
+    sizes = sizes_of(CONFIGS["Qwen3-32B"])
+    load = estimate.Load(input=512, output=128)
+    chip = estimate.chips()["Ascend910B3"]
+    for layout in estimate.layouts(sizes, 4):
+        before = estimate.estimate(sizes, chip, layout, load).tokens_per_second
+        for field in ("memory_gib", "bandwidth_gbs", "tflops", "link_gbs"):
+            better = dataclasses.replace(chip, **{field: getattr(chip, field) * 2})
+            assert estimate.estimate(sizes, better, layout, load).tokens_per_second >= before
+
+
+@pytest.fixture
+def saved(tmp_path):
+    CONFIGS["Qwen3-8B"].save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_command(saved, capsys):
+    assert cli.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("4 x Ascend910B3 (64 GiB, 1600 GB/s, 295 TFLOPS)")
+    speeds = [float(line.split()[-4]) for line in lines[3:-1]]
+    assert len(speeds) == 6
+    assert speeds == sorted(speeds, reverse=True)
+    assert lines[-1].startswith("estimates from published figures, no measurements; best: vllm serve")
+    assert cli.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [round(one["tokens_per_second"]) for one in told["layouts"]] == speeds
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--soc", "H100", "--npus", "1"], "chip 'H100' is not known; give --soc, one of: Ascend910B1"),
+        (
+            ["--soc", "Ascend910B4", "--npus", "1", "--input", "200000"],
+            "does not fit on 1 Ascend910B4: the layout with the least",
+        ),
+        (["--soc", "Ascend910B4", "--npus", "1", "--requests", "0"], "--requests must be at least 1"),
+        (["--soc", "Ascend910B4", "--npus", "1", "--gpu-memory-utilization", "92"], "is a part: more than 0, at most 1"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(saved, capsys, options, said):
+    assert cli.main(["plan", saved, *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_other_kinds_of_models_are_refused():
+    with pytest.raises(ValueError, match="linear_attention are not planned for"):
+        sizes_of(transformers.Qwen3NextConfig())
+    with pytest.raises(ValueError, match="an encoder are not planned for"):
+        sizes_of(transformers.T5Config())
+
+
+def test_experts_are_spread_over_the_replicas():
+    """vLLM makes one group of tensor and data parallelism for experts, whole (EP) or in slices; the rest is in each replica."""
+    sizes = sizes_of(CONFIGS["Qwen3-30B-A3B"])
+    chip = estimate.chips()["Ascend910_93"]
+    for expert in (False, True):
+        one = estimate.estimate(sizes, chip, estimate.Layout(1, 1, 4, expert), estimate.Load())
+        assert one.weights == 2 * (sizes.dense + 2 * sizes.head) + 2 * sizes.mixed * sizes.experts * sizes.expert / 4
