@@ -1,5 +1,6 @@
 """The documentation: its tables are those of the code, its links lead somewhere, and it builds."""
 
+import itertools
 import json
 import os
 import re
@@ -113,3 +114,17 @@ def test_links_of_the_readmes_lead_to_files() -> None:
         targets = [readme.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
         targets += [environment.ROOT / link for link in re.findall(rf"{ours}(?:blob|tree)/main/([^)#\s]+)", text)]
         assert [target for target in targets if not target.exists()] == [], readme
+
+
+def test_every_combination_of_the_components_is_on_its_page() -> None:
+    """As tools/matrix found it; the names are made here a second time."""
+    siblings = ["attention", "communicator", "kv-connector", "model-loader", "patches"]
+    chosen = [each for size in range(3) for each in itertools.combinations(siblings, size)]
+    expected = [" + ".join(("platform", *each)) for each in chosen] + ["all six"]
+    region = (DOCS / "combinations.md").read_text().partition("<!-- matrix: begin -->")[2].partition("<!-- matrix: end -->")[0]
+    rows = [[cell.strip() for cell in row[1:-1].split("|")] for row in region.split("\n") if row.startswith("|")][2:]
+    served = {row[0]: row[-1] for row in rows}
+    assert list(served) == expected + [f"{each}, forced" for each in siblings]
+    for name in expected:
+        fused = "attention" in name or name == "all six"
+        assert served[name] == f"serves; attention {'fused' if fused else 'built-in'}"

@@ -33,6 +33,7 @@ TARGETS = {
     "init": ("vllm.v1.engine.core:EngineCoreProc.__init__", "engine"),
     "handshake": ("vllm.v1.engine.core:EngineCoreProc._perform_handshakes", "engine"),
     "busy": ("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", "engine"),
+    "renamed": ("vllm.v1.engine.core:EngineCoreProc.run_loop", "engine"),
     "worker": ("vllm.v1.worker.gpu_worker:Worker.__init__", "worker"),
 }
 SCRIPT = """
@@ -57,7 +58,7 @@ def test_each_scope_is_patched_in_its_process(tmp_path: Path) -> None:
     lines = []
     for function, (target, scope) in TARGETS.items():
         module, _, qualname = target.partition(":")
-        known = "0" * 12 if function == "busy" else source.fingerprint(declaration.read(module) or "", qualname)
+        known = "0" * 12 if function in ("busy", "renamed") else source.fingerprint(declaration.read(module) or "", qualname)
         lines.append(f"{function} = declare({function!r}, {target!r}, {scope!r}, {known!r})")
     package.joinpath("patch_traces.py").write_text(PATCHES + "\n".join(lines) + "\n")
     info = tmp_path / "plugin_of_somebody-1.0.dist-info"
@@ -87,4 +88,5 @@ def test_each_scope_is_patched_in_its_process(tmp_path: Path) -> None:
     ]
     assert "patch traces.busy stands aside: target vllm.v1.engine.core:EngineCoreProc.run_busy_loop has changed" in said
     assert "expected 000000000000" in said
+    assert "patch traces.renamed stands aside: target vllm.v1.engine.core:EngineCoreProc.run_loop is missing" in said
     assert "Unknown vLLM environment variable" not in said

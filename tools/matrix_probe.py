@@ -2,6 +2,7 @@
 
     python matrix_probe.py register DIRECTORY    registers the plugins in many orders, and as VLLM_PLUGINS filters them
     python matrix_probe.py serve DIRECTORY       serves the model in the directory
+    python matrix_probe.py filter JSON           what each value of VLLM_PLUGINS in a list comes to
 
 Prints one line `RESULT {json}`.
 """
@@ -102,6 +103,19 @@ def serve() -> dict:
     return {"answer": output[0].outputs[0].text.strip()}
 
 
+def chosen(names: str | None) -> object:
+    """As `filtered`, with each component's state, and the line that `vllm serve` ends with where no device is found."""
+    found = filtered(names)
+    from ascend_platform import startup
+
+    line = startup.explain(RuntimeError("Failed to infer device type"))
+    return [found, states(), line]
+
+
+def choose() -> dict:
+    return {"chosen": [apart(functools.partial(chosen, names)) for names in json.loads(sys.argv[2])]}
+
+
 if __name__ == "__main__":
-    result = register() if sys.argv[1] == "register" else serve()
+    result = {"register": register, "serve": serve, "filter": choose}[sys.argv[1]]()
     print("RESULT", json.dumps(result), flush=True)

@@ -191,3 +191,15 @@ def test_memory_is_not_asked_of_a_process_without_device():
     torch.zeros(1, device="npu")
     assert NPUPlatform.get_device_total_memory() == extension.chip().memory > 0
     assert NPUPlatform.get_device_name() == extension.chip().name
+
+
+def test_vllm_knows_the_family_s_environment_variables(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("VLLM_"):
+            monkeypatch.delenv(name)
+    for name in extension.VARIABLES:
+        monkeypatch.setenv(name, "1")
+    NPUPlatform.validate_environ(hard_fail=True)
+    monkeypatch.setenv("VLLM_ASCEND_NO_SUCH_THING", "1")
+    with pytest.raises(ValueError, match="VLLM_ASCEND_NO_SUCH_THING"):
+        NPUPlatform.validate_environ(hard_fail=True)
