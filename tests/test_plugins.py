@@ -54,7 +54,6 @@ def test_all_stand_aside_of_another_vllm(version: str) -> None:
 def test_components_without_features_say_so() -> None:
     _, states = register(PLUGINS)
     assert [name for name, state in states.items() if "no features" in state] == [
-        "ascend-communicator",
         "ascend-kv-connector",
         "ascend-model-loader",
     ]

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import ascend_platform
 from ascend_platform import extension
 
+_installed = False
+
 
 def missing_library(error: BaseException | None) -> str:
     """What is missing and what to do, if an error or its cause is torch_npu lacking a library of CANN; else ""."""
@@ -27,9 +29,16 @@ def missing_library(error: BaseException | None) -> str:
 
 
 def install() -> None:
-    """End the command where it cannot serve; show an error that can be explained as one line, and every other as before."""
+    """End the command where it cannot serve; show an error that can be explained as one line, and every other as before.
+
+    Python reads start-up files twice where lib64 is a link to lib; the second call does nothing.
+    """
     from ascend_platform import doctor, variables
 
+    global _installed
+    if _installed:
+        return
+    _installed = True
     if line := extension.clash() or _cpu_without_kernels():
         sys.stderr.write(f"ascend-platform: {line}\n")
         sys.stderr.flush()
