@@ -22,6 +22,22 @@ class Estimate:
     seconds: dict[int, float] = field(default_factory=dict)
 
 
+def _library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libascend_emulator.so", mode=ctypes.RTLD_GLOBAL | 4)  # RTLD_NOLOAD
+    except OSError:
+        raise RuntimeError("no NPU is emulated in this process; start it with: ascend-emulator run -- COMMAND") from None
+
+
+def flush() -> None:
+    """Write to the trace file what this process has done so far; synchronize first. At exit it is written by itself.
+
+    Raises:
+        RuntimeError: no NPU is emulated in this process.
+    """
+    _library().ascend_emulator_flush_trace()
+
+
 @contextmanager
 def estimate() -> Iterator[Estimate]:
     """Model the device time of what runs within, on all NPUs of this process that are in use; synchronizes at both ends.
@@ -34,10 +50,7 @@ def estimate() -> Iterator[Estimate]:
     """
     import torch
 
-    try:
-        library = ctypes.CDLL("libascend_emulator.so", mode=ctypes.RTLD_GLOBAL | 4)  # RTLD_NOLOAD
-    except OSError:
-        raise RuntimeError("no NPU is emulated in this process; start it with: ascend-emulator run -- COMMAND") from None
+    library = _library()
     library.ascend_emulator_modelled.restype = ctypes.c_double
     npu = torch.npu
     current = npu.current_device()

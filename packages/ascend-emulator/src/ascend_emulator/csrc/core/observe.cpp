@@ -81,11 +81,10 @@ std::string event(const std::string& name, const char* category, const std::stri
 
 bool observing() { return modelling || trace(); }
 
-double modelled_seconds(const Task& task, bool in_graph) {
+double modelled_seconds(Kind kind, const Work& w, bool in_graph) {
   const auto& c = chip();
-  const auto& w = task.work;
   const double launch = in_graph ? c.graph_launch : c.launch;
-  switch (task.kind) {
+  switch (kind) {
     case Kind::record:
     case Kind::wait:
     case Kind::host:
@@ -98,7 +97,7 @@ double modelled_seconds(const Task& task, bool in_graph) {
   return launch + std::max(w.flops / throughput, w.bytes / c.bandwidth);
 }
 
-Observation::Observation(Stream& stream, const Task& task) : stream_(stream), task_(task), on_(observing()) {
+Observation::Observation(Stream& stream, const Task& task) : on_(observing()), stream_(stream), task_(task), open_(on_ ? &sheet_ : nullptr) {
   if (!on_) return;
   ++depth;
   start_ = Clock::now();
@@ -107,8 +106,10 @@ Observation::Observation(Stream& stream, const Task& task) : stream_(stream), ta
 Observation::~Observation() {
   if (!on_) return;
   const bool in_graph = --depth > 0;
-  const auto& work = task_.work;
-  const double seconds = modelled_seconds(task_, in_graph);
+  auto work = task_.work;
+  work.bytes += sheet_.bytes;
+  if (sheet_.flops > 0) work.flops = sheet_.flops, work.item = sheet_.item;
+  const double seconds = modelled_seconds(task_.kind, work, in_graph);
   stream_.modelled += seconds;
   if (!trace()) return;
   const auto id = std::to_string(stream_.id);
@@ -116,6 +117,7 @@ Observation::~Observation() {
   std::ostringstream arguments;
   arguments << "\"npu\": " << stream_.device << ", \"stream\": " << stream_.id << ", \"bytes\": " << static_cast<int64_t>(work.bytes + work.link)
             << ", \"flops\": " << static_cast<int64_t>(work.flops) << ", \"estimated_us\": " << seconds * 1e6;
+  if (work.link > 0) arguments << ", \"link\": " << static_cast<int64_t>(work.link);
   if (!work.shapes.empty()) arguments << ", \"shapes\": \"" << work.shapes << '"';
   trace()->add(event(task_.name, name_of(task_.kind), id, start_, Clock::now(), arguments.str()));
 }
@@ -140,7 +142,9 @@ void flush_trace() {
 
 }  // namespace emu
 
-// For ascend_emulator.observe: switches the model on, and reads it: seconds on the device's stream that is furthest on. Synchronize first.
+// For ascend_emulator.observe: writes what the trace holds back.
+EXPORT void ascend_emulator_flush_trace() { emu::flush_trace(); }
+// Switches the model on, and reads it: seconds on the device's stream that is furthest on. Synchronize first.
 EXPORT void ascend_emulator_model(int on) { emu::modelling = on != 0; }
 EXPORT double ascend_emulator_modelled(int device) {
   double most = 0;

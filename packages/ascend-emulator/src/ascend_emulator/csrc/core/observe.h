@@ -5,6 +5,7 @@
 // host is taken to be quick enough. The figures of a chip, with their sources, are in chips.toml. It is an estimate.
 #ifndef ASCEND_EMULATOR_CORE_OBSERVE_H
 #define ASCEND_EMULATOR_CORE_OBSERVE_H
+#include "account.h"
 #include "stream.h"
 
 namespace emu {
@@ -18,10 +19,12 @@ class Observation {
   ~Observation();
 
  private:
+  const bool on_;
   Stream& stream_;
   const Task& task_;
+  account::Sheet sheet_;
+  account::Open open_;
   Clock::time_point start_;
-  bool on_;
 };
 
 // Of a call that makes the host wait, or copies before it returns.
@@ -37,7 +40,7 @@ class HostObservation {
   bool on_;
 };
 
-double modelled_seconds(const Task& task, bool in_graph);
+double modelled_seconds(Kind kind, const Work& work, bool in_graph);
 void flush_trace();
 
 }  // namespace emu

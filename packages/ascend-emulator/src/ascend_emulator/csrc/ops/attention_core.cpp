@@ -45,14 +45,25 @@ Tensor left_out(const Sparse& sparse, int64_t request, int64_t queries, int64_t 
 }
 
 void leave_out(Request& r, const Sparse& sparse, int64_t index) {
+  // The kernels read of a compressed mask what lies before a request's keys.
+  if (sparse.mode >= 2 && sparse.mask.defined())
+    account::touches(sparse.mask, static_cast<double>(r.query.size(1) * std::min(r.key.size(1), kMaskSide) * (r.query.size(1) > 1)));
   r.causal = sparse.mode == 2 || (sparse.mode == 3 && r.query.size(1) == r.key.size(1));
   if (!r.causal) r.left_out = left_out(sparse, index, r.query.size(1), r.key.size(1));
 }
 
 Tensor Request::mask() const { return causal ? attention::left_out({2}, 0, query.size(1), key.size(1)) : left_out; }
 
+// Of query k^T and the weighed sum of values, for the pairs that count.
+void tell_operations(const Request& r) {
+  const auto queries = static_cast<double>(r.query.size(1)), keys = static_cast<double>(r.key.size(1)), both = std::min(queries, keys);
+  const double pairs = r.causal ? both * (both + 1) / 2 + (queries - both) * keys : queries * keys;
+  account::operates(2 * static_cast<double>(r.query.size(0)) * pairs * static_cast<double>(r.key.size(2) + r.value.size(2)), static_cast<int>(r.query.element_size()));
+}
+
 // For what has a bias, a sink, or values of another size than keys.
 Answer attend_wide(const Request& r) {
+  tell_operations(r);
   constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
   const int64_t heads = r.query.size(0), queries = r.query.size(1), groups = r.key.size(0), share = heads / groups, keys = r.key.size(1);
   const auto key = r.key.to(at::kFloat).transpose(1, 2).contiguous(), value = r.value.to(at::kFloat).contiguous();
@@ -90,6 +101,7 @@ Answer attend(const Request& r) {
   if (r.bias.defined() || r.sink.defined() || r.drop.defined() || (r.left_out.defined() && r.left_out.dim() == 3) || r.value.size(2) != r.key.size(2) ||
       r.query.scalar_type() != r.key.scalar_type())
     return attend_wide(r);
+  tell_operations(r);
   auto q = r.query.unsqueeze(0), k = r.key.unsqueeze(0), v = r.value.unsqueeze(0);
   if (queries == 1 && !r.left_out.defined() && !r.causal) {
     q = r.query.reshape({1, groups, share, r.query.size(2)});  // the heads of a group read the same keys
@@ -145,7 +157,9 @@ Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t 
     else if (page.dim() == 3) parts.push_back(page.narrow(1, 0, used));
     else parts.push_back(page.narrow(2, 0, used).transpose(1, 2).flatten(2));
   }
-  return parts.size() == 1 ? parts[0] : at::cat(parts, 1);
+  const auto found = parts.size() == 1 ? parts[0] : at::cat(parts, 1);
+  account::touches(cache, static_cast<double>(found.nbytes()));
+  return found;
 }
 
 int64_t entry(const Opt<Ints>& lengths, int64_t request, int64_t otherwise) {

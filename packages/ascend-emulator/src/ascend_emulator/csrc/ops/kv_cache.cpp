@@ -63,8 +63,12 @@ std::function<void()> gather_pages(Tensor key_cache, Tensor value_cache, Tensor 
         const int64_t block = place < table.size(1) ? table.const_data_ptr<int64_t>()[i * table.size(1) + place] : -1;
         for (const auto& [out, in] : {std::pair{&key, &from}, std::pair{&value, &values_from}}) {
           auto target = out->narrow(0, row + done, part);
-          if (block < 0 || block >= blocks) target.zero_();
-          else target.copy_((*in)[block].narrow(0, 0, part).reshape({part, out->size(1), out->size(2)}));
+          if (block < 0 || block >= blocks) {
+            target.zero_();
+            continue;
+          }
+          account::touches(*in, static_cast<double>(target.nbytes()));
+          target.copy_((*in)[block].narrow(0, 0, part).reshape({part, out->size(1), out->size(2)}));
         }
       }
       row += std::max<int64_t>(0, tokens);

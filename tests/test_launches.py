@@ -1,0 +1,61 @@
+"""What a decoder layer launches and moves is what the table says (tools/launches), and the host waits for nothing on the way."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import launch_table as table
+import npus
+import pytest
+
+STEPS = [(name, step) for name in table.CASES for step in ("prefill", "decode")]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    trace = tmp_path_factory.mktemp("trace") / "trace.json"
+    variables = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace)}
+    done = npus.run(2, *table.command(list(table.CASES)), memory="2GiB", **variables)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return table.counts(done.stdout)
+
+
+@pytest.mark.parametrize(("name", "step"), STEPS)
+def test_launches_and_bytes_are_those_of_the_table(counted: dict[str, Any], name: str, step: str) -> None:
+    kept, found = json.loads(table.KEPT.read_text())[name][step], counted[name][step]
+    assert found["launches"] == kept["launches"]
+    assert found["outside"] == kept["outside"]
+    assert found["bytes"] == pytest.approx(kept["bytes"], rel=0.01)  # which experts are chosen may differ by a rounding
+    assert (found["sent"], found["needed"]) == (kept["sent"], kept["needed"])
+
+
+@pytest.mark.parametrize(("name", "step"), STEPS)
+def test_not_much_more_is_moved_than_is_needed(counted: dict[str, Any], name: str, step: str) -> None:
+    found = counted[name][step]
+    assert 0.99 <= found["bytes"] / found["needed"] < (1.15 if step == "decode" else 4)  # prefill has its activations besides
+    assert found["sent"] == found["to send"]
+
+
+@pytest.mark.parametrize(("name", "step"), STEPS)
+def test_the_host_waits_for_nothing_before_the_sampled_tokens(counted: dict[str, Any], name: str, step: str) -> None:
+    assert counted[name][step]["waits"] == 0
+
+
+def test_a_wait_would_be_counted(tmp_path: Path) -> None:
+    """The count, on a trace of a program that waits in the middle."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(table.PROGRAM.parent)!r})
+import torch, launch_count
+before = len(launch_count.events())
+x = torch.ones(8, device="npu") + 1
+if {{wait}}:
+    torch.npu.current_stream().synchronize()
+done = (x + 2).to("cpu", non_blocking=True)
+print("WAITS", launch_count.summary(launch_count.events()[before:-1])["waits"])
+"""
+    for wait in (False, True):
+        trace = str(tmp_path / f"{wait}.json")
+        done = npus.run(1, sys.executable, "-c", program.format(wait=wait), VLLM_PLUGINS="", ASCEND_EMULATOR_TRACE=trace)
+        assert f"WAITS {int(wait)}" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
