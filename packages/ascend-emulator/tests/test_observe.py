@@ -105,3 +105,39 @@ print(x.cpu().tolist(), (x @ x).item() == 9.0, torch.tensor([0, 2]).npu().nonzer
 """
     done = run("run", "--null", "--", sys.executable, "-c", script)
     assert done.stdout == "[3.0, 3.0, 3.0, 3.0] False [[1]]\n", done.stderr
+
+
+def test_what_is_touched_in_part_counts_in_part(run, tmp_path):
+    """A cache of pages, a long table, and the experts that have no rows cost nothing."""
+    script = """
+import torch, torch_npu
+half = {"dtype": torch.float16, "device": "npu"}
+keys, values = torch.randn(64, 128, 2, 64, **half), torch.randn(64, 128, 2, 64, **half)
+new = torch.randn(3, 2, 64, **half)
+slots = torch.tensor([5, 200, 4000], dtype=torch.int32, device="npu")
+torch_npu.npu_scatter_pa_kv_cache(new, new, keys, values, slots, cache_mode="Norm")
+table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32, device="npu")
+torch_npu.npu_fused_infer_attention_score(
+    torch.randn(2, 8, 64, **half), keys.view(64, 128, 128), values.view(64, 128, 128), actual_seq_lengths=[1, 2],
+    actual_seq_lengths_kv=[130, 70], block_table=table, block_size=128, num_heads=8, num_key_value_heads=2, scale=0.1,
+    input_layout="TND")
+torch.nn.functional.embedding(torch.tensor([4, 9], device="npu"), torch.randn(1000, 64, **half))
+counts = torch.tensor([2, 0, 3, 0], device="npu")
+x, weights = torch.randn(5, 64, **half), torch.randn(4, 64, 32, **half)
+torch_npu.npu_grouped_matmul([x], [weights], group_list=counts, split_item=2, group_type=0, group_list_type=1)
+torch.npu.synchronize()
+"""
+    path = tmp_path / "trace.json"
+    done = run("run", "--trace", str(path), "--", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    told = {event["name"]: event["args"] for event in observe.events(path) if event["cat"] == "operator"}
+    row = 2 * 64 * 2  # bytes of a token's keys
+    assert told["aclnnScatterPaKvCache"]["bytes"] == 2 * 2 * 3 * row + 3 * 4
+    (attention,) = [arguments for name, arguments in told.items() if "FusedInferAttention" in name]
+    keys, queries = 2 * (130 + 70) * row, 2 * 2 * 8 * 64 * 2
+    assert keys + queries <= attention["bytes"] < keys + queries + 1000  # lengths, table and sums besides
+    assert attention["flops"] == 4 * 8 * 64 * (130 + 70)
+    assert told["aclnnEmbedding"]["bytes"] == 2 * 2 * 64 * 2 + 2 * 8
+    (product,) = [arguments for name, arguments in told.items() if "GroupedMatmul" in name]
+    assert product["flops"] == 2 * 5 * 64 * 32
+    assert product["bytes"] == 2 * (5 * 64 + 2 * 64 * 32 + 5 * 32) + 4 * 8
