@@ -85,7 +85,8 @@ def play(name: str) -> dict[str, Any]:
     """One case's results; see server_cases.py."""
     asked, lengths = layouts.prompts(json.loads((layouts.ADDER / "config.json").read_text())["vocab_size"])
     case = {"name": name, "prompts": asked, "lengths": lengths} | (CASES | OTHERS)[name]
-    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps([case]), VLLM_PLUGINS="", OMP_NUM_THREADS="1", RAY_ADDRESS="")
+    variables = dict.fromkeys(["VLLM_PLUGINS", "VLLM_RPC_BASE_PATH", "RAY_ADDRESS"], "") | {"OMP_NUM_THREADS": "1"}
+    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps([case]), **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return dict(layouts.results(done.stdout)[name])
 

@@ -223,9 +223,13 @@ class NPUPlatform(Platform):
 def _own_sockets() -> None:
     """Give vLLM's Unix sockets a directory that goes with this process: what processes that die have left goes with it."""
     if "VLLM_RPC_BASE_PATH" not in os.environ:
-        directory, owner = tempfile.mkdtemp(prefix="vllm-"), os.getpid()
-        os.environ["VLLM_RPC_BASE_PATH"] = directory  # which the processes that this one starts inherit
-        atexit.register(lambda: os.getpid() == owner and shutil.rmtree(directory, ignore_errors=True))
+        directory = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-")  # which child processes inherit
+        atexit.register(_remove, directory, os.getpid())
+
+
+def _remove(directory: str, owner: int) -> None:
+    if os.getpid() == owner:  # not a fork of it
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _prepare_for_ray(parallel: "ParallelConfig") -> None:
