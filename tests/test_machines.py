@@ -76,6 +76,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "machines": [{"command": [*SERVE, *TP2, *RAY], "environ": {"RAY_AUTH_MODE": "disabled"}}],
         "kill": "ray::RayWorkerProc",
     },
+    "one machine, the main process dies": CASES["one machine"] | {"kill": "bin/vllm serve"},
     "two machines, idle, rank 0's dies": CASES["two machines"] | {"kill": 1, "idle": True},
 }
 """Run by hand: `PYTHONPATH=tools ascend-emulator run -- python tests/test_machines.py NAME…`."""

@@ -1,8 +1,12 @@
-"""A worker on another machine ends when rank 0's process is gone."""
+"""A process ends when the one that started it is gone, and a worker on another machine when rank 0's process is."""
 
+import itertools
 import socket
 import subprocess
 import sys
+from pathlib import Path
+
+import psutil
 
 SCRIPT = """
 import sys, time
@@ -16,6 +20,47 @@ if rank == "1":
 print("ready", flush=True)
 time.sleep(120)
 """
+
+PARENT = """
+import multiprocessing, time
+from ascend_platform import watch
+
+def child():
+    watch.end_with_parent()
+    print("ready", flush=True)
+    time.sleep(120)
+
+if __name__ == "__main__":
+    processes = [multiprocessing.get_context("spawn").Process(target=child, name=name) for name in ("EngineCore_DP0", "other")]
+    for process in processes:
+        process.start()
+    print(*(process.pid for process in processes), flush=True)
+    time.sleep(120)
+"""
+
+
+def test_engine_core_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert parent.stdout is not None
+    lines = [line.strip() for line in itertools.islice(filter(None, map(said, parent.stdout)), 3)]
+    assert sorted(lines)[1:] == ["ready", "ready"]
+    engine, other = map(psutil.Process, map(int, sorted(lines)[0].split()))
+    parent.kill()
+    try:
+        assert f"the process {parent.pid} that has started this one is gone" in parent.stdout.readline()
+        psutil.wait_procs([engine], timeout=10)
+        assert not engine.is_running()
+        assert other.is_running()  # not one of vLLM's
+    finally:
+        other.kill()
+        parent.wait()
+
+
+def said(line: str) -> str:
+    """A line that the script prints, and none of the libraries' that it loads."""
+    return line if line[0].isdigit() or line.startswith("ready") else ""
 
 
 def test_worker_ends_with_rank_0() -> None:

@@ -14,7 +14,7 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension
+from ascend_platform import extension, watch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -34,6 +34,7 @@ def _pin(variable: str, value: str, why: str) -> None:
 # This module is imported in every process as vLLM resolves its platform, which is before vLLM reads these.
 _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "this version runs vLLM's V1 model runner, which needs no Triton")
 _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
+watch.end_with_parent()
 # vLLM warns of names it does not know (Platform.validate_environ)
 for _variable in extension.VARIABLES:
     envs.environment_variables.setdefault(_variable, functools.partial(os.environ.get, _variable))

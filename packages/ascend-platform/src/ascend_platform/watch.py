@@ -1,5 +1,6 @@
-"""A worker on another machine than rank 0's ends when that is gone: vLLM lets it wait for the next step for ever."""
+"""No process waits for one that is gone: vLLM's engine core lives on without its API server, and a worker without rank 0."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -11,7 +12,20 @@ import torch
 from ascend_platform import extension
 
 SILENCE = 5, 5, 3  # seconds until TCP asks whether the other machine is there, between two questions, and how often it asks
-GRACE = 10.0  # seconds to end by SIGTERM, which a worker that waits for a collective cannot
+GRACE = 10.0  # seconds to end by SIGTERM, which a process that waits in C++ cannot
+STARTED_BY_VLLM = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordinator")  # as vLLM names its processes
+
+
+def end_with_parent() -> None:
+    """Watch the process that has started this one, if vLLM did so by multiprocessing. Called as the platform is imported."""
+    if multiprocessing.current_process().name.startswith(STARTED_BY_VLLM):
+        threading.Thread(target=_watch_parent, args=(os.getppid(),), name="ascend-parent", daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    _end("the process %d that has started this one is gone; this one ends", parent)
 
 
 def end_with_rank_0() -> None:
@@ -38,8 +52,11 @@ def _watch(connection: socket.socket) -> None:
             pass
     except OSError:
         pass
-    line = "the connection to rank 0 (%s port %d) has ended, so its process or machine is gone; this worker ends"
-    extension.logger.error(line, host, port)
+    _end("the connection to rank 0 (%s port %d) has ended, so its process or machine is gone; this worker ends", host, port)
+
+
+def _end(line: str, *arguments: object) -> None:
+    extension.logger.error(line, *arguments)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
     os._exit(1)
