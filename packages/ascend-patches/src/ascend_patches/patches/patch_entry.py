@@ -9,11 +9,11 @@ from ascend_patches import patch
 @patch(
     target="vllm.entrypoints.launchers.api_server.entry:build_and_serve",
     scope="platform",
-    vllm=">=0.32,<0.33",
+    vllm=">=0.31,<0.34",
     reason="`vllm serve` ends with status 0 when its engine dies while it serves",
     upstream="https://github.com/vllm-project/vllm/issues/48966",
     remove_when="the lowest supported vLLM ends with another status then",
-    fingerprint="d79aaaca1ebd",
+    fingerprint=["2490f9ff8975", "d79aaaca1ebd"],
 )
 def build_and_serve(original: Callable[..., Any]) -> Callable[..., Any]:
     async def replacement(engine_client: Any, *args: Any, **kwargs: Any) -> Any:
