@@ -33,6 +33,7 @@ PR_SET_CHILD_SUBREAPER = 36
 READY = 240.0  # seconds for all that a case starts
 GONE = 40.0  # seconds for an end after a kill
 started: dict[int, psutil.Popen] = {}
+seen: set[str] = set()  # shared memory of the processes below this one
 
 
 class Case:
@@ -105,6 +106,7 @@ class Case:
         """Kill a part while a request is answered; what the client reads, and after how many seconds what ends."""
         victims = self.victims()
         shared = shared_memory(below())
+        seen.update(shared)
         if isinstance(self.case["kill"], int):  # memory of that machine goes with it; here the others can have it open
             shared -= shared_memory(victims)
         said = ""
@@ -201,10 +203,11 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def cleared() -> Iterator[None]:
-    """End what is left below this process: by SIGTERM, then by SIGKILL."""
+    """End what is left below this process, by SIGTERM, then by SIGKILL, and remove the shared memory of killed machines."""
     try:
         yield
     finally:
+        seen.update(shared_memory(below()))
         for end in (psutil.Process.terminate, psutil.Process.kill):
             for process in below():
                 with contextlib.suppress(psutil.Error):
@@ -212,6 +215,8 @@ def cleared() -> Iterator[None]:
             deadline = time.monotonic() + 10
             while below() and time.monotonic() < deadline:
                 time.sleep(0.1)
+        for name in seen:
+            Path(name).unlink(missing_ok=True)
 
 
 def outcome(case: dict[str, Any]) -> dict[str, Any]:
