@@ -3,8 +3,8 @@
     python tests/layout_cases.py '[{"name": ..., "ranks": 2, "model": DIR, "prompts": [[1, 2]], "lengths": [3], "engine": {}}]'
 
 A case with `ranks` runs under vLLM's external launcher: that many processes, as torchrun would start them, but forked, so that
-torch and vLLM are imported once for all cases. A case without runs under vLLM's multiprocessing executor, as `vllm serve` does;
-with `kill` a worker dies on the way.
+torch and vLLM are imported once for all cases; torchrun can start this program too, for one case. A case without runs under the
+multiprocessing executor, as `vllm serve` does.
 Prints one line `RESULT {json}` a case, with each prompt's tokens and their log-probabilities as each rank has them.
 """
 
@@ -19,7 +19,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.distributed import parallel_state
@@ -48,9 +47,7 @@ def attention_and_experts(engine: LLM) -> list[str]:
     return sorted(kinds | getattr(manager, "taken", set()))
 
 
-def rank_of_external_launcher(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["ranks"]))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **case.get("environ", {}))
+def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     engine = LLM(case["model"], distributed_executor_backend="external_launcher", **COMMON, **case["engine"])
     # each data-parallel engine has its own part of the prompts
@@ -86,7 +83,9 @@ def fork(case: dict[str, Any], rank: int, port: int, file: Path) -> int:
     if not child:
         status = 1
         try:
-            file.write_text(json.dumps(rank_of_external_launcher(case, rank, port)))
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["ranks"]))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **case.get("environ", {}))
+            file.write_text(json.dumps(rank_of_external_launcher(case)))
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -112,29 +111,13 @@ async def executor(case: dict[str, Any]) -> dict[str, Any]:
         engine.shutdown()
 
 
-async def killed(case: dict[str, Any]) -> dict[str, Any]:
-    """Kill the last worker while a request is answered; what the client is told, after how long, and which processes stay."""
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(case["model"], **COMMON, **case["engine"]))
-    processes, began, said = psutil.Process().children(recursive=True), 0.0, "no error"
-    try:
-        async for _ in engine.generate({"prompt_token_ids": case["prompts"][0]}, sampling(900), "long"):
-            if not began:
-                began = time.monotonic()
-                [process for process in processes if "Worker" in process.name() or "Worker" in " ".join(process.cmdline())][
-                    -1
-                ].kill()
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    after = time.monotonic() - began
-    engine.shutdown()
-    _, left = psutil.wait_procs(processes, timeout=30)
-    return {"said": said, "after": after, "left": [process.name() for process in left]}
-
-
 def outcome_of(case: dict[str, Any]) -> dict[str, Any]:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        results = rank_of_external_launcher(case)["results"]
+        return {"results": [[results[number]] for number in range(len(case["prompts"]))]}
     if "ranks" in case:
         return external_launcher(case)
-    return asyncio.run(killed(case) if "kill" in case else executor(case))
+    return asyncio.run(executor(case))
 
 
 if __name__ == "__main__":

@@ -57,3 +57,13 @@ def test_answers_are_those_of_transformers(served: dict[str, Any], models: dict[
     else:  # rounding can turn a near tie, of tokens or of experts
         assert others <= 3
         assert mean < 0.1
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it() -> None:
+    case = layouts.case("torchrun", layouts.ADDER, layouts.LAYOUTS["TP2"])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = npus.run(2, *torchrun, str(PROGRAM), json.dumps([case]), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count('RESULT {"name": "torchrun"') == 2
+    assert layouts.compare(layouts.ADDER, "bfloat16", layouts.results(done.stdout)["torchrun"]["results"])[:2] == (33, 0)

@@ -144,6 +144,21 @@ def test_visible_devices(answers, visible, count):
     assert answers[f"visible {visible}"] == [count, count]
 
 
+def test_ray_s_own_detection_finds_visible_npus_and_their_chip(run):
+    from ray._private.accelerators import npu
+
+    script = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("npu", {npu.__file__!r})
+npu = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(npu)
+manager = npu.NPUAcceleratorManager
+print(manager.get_current_node_num_accelerators(), manager.get_current_node_accelerator_type())
+"""
+    done = run("run", "--npus", "3", "--soc", "Ascend910B4", "--", sys.executable, "-c", script, ASCEND_RT_VISIBLE_DEVICES="1,2")
+    assert done.stdout == "2 Ascend910B4\n", done.stderr
+
+
 def test_sixty_four(answers):
     assert answers["64"] == 64
 

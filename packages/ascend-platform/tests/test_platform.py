@@ -3,6 +3,9 @@
 import json
 import logging
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.executor.ray_env_utils import get_driver_env_vars
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -203,3 +207,31 @@ def test_vllm_knows_the_family_s_environment_variables(monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_NO_SUCH_THING", "1")
     with pytest.raises(ValueError, match="VLLM_ASCEND_NO_SUCH_THING"):
         NPUPlatform.validate_environ(hard_fail=True)
+
+
+def test_ray_leaves_each_node_its_own_and_keeps_what_is_given(model, monkeypatch):
+    from vllm.v1.executor import ray_utils
+
+    monkeypatch.setattr(ray_utils, "WORKER_SPECIFIC_ENV_VARS", set(ray_utils.WORKER_SPECIFIC_ENV_VARS))
+    config = engine_config(model(), distributed_executor_backend="ray", tensor_parallel_size=2)
+    config.parallel_config.ray_runtime_env = {"env_vars": {"A": "1"}, "working_dir": "."}
+    NPUPlatform.check_and_update_config(config)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("HCCL_IF_IP", "10.0.0.1")
+    monkeypatch.setenv("HCCL_BUFFSIZE", "300")
+    handed_on = get_driver_env_vars(ray_utils.WORKER_SPECIFIC_ENV_VARS)
+    assert {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP"}.isdisjoint(handed_on)
+    assert handed_on["HCCL_BUFFSIZE"] == "300"
+    variables = {"A": "1", "RAY_kill_child_processes_on_worker_exit": "0"}
+    assert config.parallel_config.ray_runtime_env == {"env_vars": variables, "working_dir": "."}
+
+
+def test_sockets_have_a_directory_that_goes_with_the_main_process(model, tmp_path):
+    script = "import os, sys; from vllm.engine.arg_utils import EngineArgs; "
+    script += "EngineArgs(model=sys.argv[1], skip_tokenizer_init=True).create_engine_config(); "
+    script += "print(os.environ['VLLM_RPC_BASE_PATH'], os.path.isdir(os.environ['VLLM_RPC_BASE_PATH']))"
+    environ = {name: value for name, value in os.environ.items() if name != "VLLM_RPC_BASE_PATH"} | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script, model()], env=environ, capture_output=True, text=True, check=True)
+    directory, there = done.stdout.split()[-2:]
+    assert (Path(directory).parent, there) == (tmp_path, "True")
+    assert not Path(directory).exists()

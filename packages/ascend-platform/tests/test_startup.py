@@ -1,6 +1,7 @@
 """`vllm serve` where it cannot serve, or not as was meant: what a user sees last, or first, is one line with what to do."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,14 @@ def test_without_a_platform(variables, said):
     line = ends(serve(**variables))
     assert line.startswith(said[0])
     assert said[1] in line
+
+
+@pytest.mark.slow
+def test_port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = ends(serve("--host", "127.0.0.1", "--port", str(port)))
+    assert line == f"port {port} is in use by another process (on 127.0.0.1); end that, or choose another with --port"
 
 
 @pytest.mark.slow

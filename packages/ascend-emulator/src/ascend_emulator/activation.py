@@ -12,6 +12,7 @@ from ascend_emulator import build
 from ascend_emulator.chips import chip
 
 DEFAULT_SOC = "Ascend910B1"
+_PYACL = str(Path(__file__).with_name("pyacl"))  # CANN's Python binding, outside of any package as in CANN
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -49,9 +50,9 @@ def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memo
     if size < 64 << 20:
         raise ValueError(f"{size} bytes of device memory asked for; 64 MiB is the least")
     libraries = str(build.library_dir())
-    path = [part for part in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part and part != libraries]
     environ.update(
-        LD_LIBRARY_PATH=os.pathsep.join([libraries, *path]),
+        LD_LIBRARY_PATH=_first(libraries, environ.get("LD_LIBRARY_PATH", "")),
+        PYTHONPATH=_first(_PYACL, environ.get("PYTHONPATH", "")),
         ASCEND_HOME_PATH=libraries,
         ASCEND_OPP_PATH=str(Path(libraries) / "opp"),
         ASCEND_EMULATOR_NPUS=str(npus),
@@ -67,6 +68,10 @@ def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memo
     part = "" if size == model.memory else f" of its {model.memory / 2**30:.0f} GiB"
     devices = f"{npus} emulated NPU{'s' * (npus > 1)}"
     return f"ascend-emulator: {devices} ({model.name}, {size / 2**30:.3g} GiB{part}), computed on this CPU"
+
+
+def _first(directory: str, path: str) -> str:
+    return os.pathsep.join([directory, *(part for part in path.split(os.pathsep) if part and part != directory)])
 
 
 def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -> str:
@@ -86,6 +91,8 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
     """
     line = set_environment(os.environ, npus, soc, memory)
     libraries = Path(os.environ["LD_LIBRARY_PATH"].split(os.pathsep)[0])
+    if _PYACL not in sys.path:
+        sys.path.append(_PYACL)
     if _loaded("libascend_emulator.so"):
         return line
     if "torch_npu" in sys.modules:

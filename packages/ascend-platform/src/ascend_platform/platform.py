@@ -1,7 +1,10 @@
 """The NPU as vLLM sees it: the platform class, which answers what vLLM asks and refuses what this version cannot serve."""
 
+import atexit
 import functools
 import os
+import shutil
+import tempfile
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +14,7 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension
+from ascend_platform import extension, watch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -31,6 +34,7 @@ def _pin(variable: str, value: str, why: str) -> None:
 # This module is imported in every process as vLLM resolves its platform, which is before vLLM reads these.
 _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "this version runs vLLM's V1 model runner, which needs no Triton")
 _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
+watch.end_with_parent()
 # vLLM warns of names it does not know (Platform.validate_environ)
 for _variable in extension.VARIABLES:
     envs.environment_variables.setdefault(_variable, functools.partial(os.environ.get, _variable))
@@ -45,6 +49,7 @@ class NPUPlatform(Platform):
     dispatch_key = "PrivateUse1"
     ray_device_key = "NPU"
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
+    ray_noset_device_env_vars = ["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"]  # noqa: RUF012
     dist_backend = "hccl"
     simple_compile_backend = "eager"
 
@@ -193,6 +198,10 @@ class NPUPlatform(Platform):
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise extension.RefusedError(f"{_serves()} decoder models without {', '.join(refused)}; these come later")
         _check_devices(parallel)
+        if parallel.distributed_executor_backend != "external_launcher":
+            _own_sockets()
+        if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
+            _prepare_for_ray(parallel)
         if (
             vllm_config.model_config
             and vllm_config.model_config.is_moe
@@ -210,6 +219,32 @@ class NPUPlatform(Platform):
         # the first platform hook in the engine core after the plugins are loaded, wherever the engine core runs
         extension.enter("engine")
         announce(vllm_config)
+
+
+def _own_sockets() -> None:
+    """Give vLLM's Unix sockets a directory that goes with this process: what processes that die have left goes with it."""
+    if "VLLM_RPC_BASE_PATH" not in os.environ:
+        directory = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-")  # which child processes inherit
+        atexit.register(_remove, directory, os.getpid())
+
+
+def _remove(directory: str, owner: int) -> None:
+    if os.getpid() == owner:  # not a fork of it
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _prepare_for_ray(parallel: "ParallelConfig") -> None:
+    """Leave to each node its own visible NPUs and address, and let each worker's shared memory end with the worker.
+
+    vLLM hands the driver's variables on to workers that do not have them (``vllm/v1/executor/ray_executor_v2.py``). It ends
+    workers by ``ray.kill``, which by default kills their children too: Python's resource tracker, which would remove the memory.
+    """
+    from vllm.v1.executor import ray_utils
+
+    ray_utils.WORKER_SPECIFIC_ENV_VARS.update([NPUPlatform.device_control_env_var, "HCCL_IF_IP"])
+    given: dict[str, Any] = dict(parallel.ray_runtime_env or {})
+    variables = {"RAY_kill_child_processes_on_worker_exit": "0"} | given.get("env_vars", {})
+    parallel.ray_runtime_env = cast(Any, given | {"env_vars": variables})
 
 
 def announce(vllm_config: "VllmConfig") -> None:

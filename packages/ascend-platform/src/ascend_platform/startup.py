@@ -6,9 +6,11 @@ vLLM keeps one, so that ours may not run at all, and a plugin that is filtered o
 this module as Python starts, which is the one earlier place, in vLLM's own commands alone.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
+from traceback import walk_tb
 
 import ascend_platform
 from ascend_platform import extension
@@ -60,7 +62,7 @@ def install() -> None:
 
 def explain(error: BaseException) -> str:
     """One line for an error that vLLM's command ends with, if it is one of those below; else ""."""
-    return missing_library(error) or _other_torch_npu(error) or _refusal(error) or _no_platform(error)
+    return missing_library(error) or _other_torch_npu(error) or _refusal(error) or _no_platform(error) or _port_in_use(error)
 
 
 def _other_torch_npu(error: BaseException) -> str:
@@ -93,6 +95,16 @@ def _no_platform(error: BaseException) -> str:
 
     title, _, found, fix = next(variables.plugin_names(inventory.names()))
     return f"{title}: {found}; to cure it: {fix}"
+
+
+def _port_in_use(error: BaseException) -> str:
+    """A port that another process has (``vllm/entrypoints/launchers/launcher.py``, ``create_server_socket``)."""
+    for each in _chain(error):
+        if isinstance(each, OSError) and each.errno == errno.EADDRINUSE:
+            *_, last = walk_tb(each.__traceback__)
+            host, port, *_ = last[0].f_locals.get("addr", ("", "of vLLM"))
+            return f"port {port} is in use by another process{host and f' (on {host})'}; end that, or choose another with --port"
+    return ""
 
 
 def _cpu_without_kernels() -> str:

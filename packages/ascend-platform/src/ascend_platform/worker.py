@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from ascend_platform import compat
+from ascend_platform import compat, watch
 from ascend_platform.model_runner import NPUModelRunner
 from ascend_platform.platform import announce
 from ascend_platform.sleep import StorageBackend
@@ -28,6 +29,10 @@ class NPUWorker(Worker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         announce(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
+        directory = os.environ.get("VLLM_RPC_BASE_PATH")
+        if directory and self.distributed_init_method.startswith("file://"):
+            # to the sockets, which go with the main process: a worker that dies leaves this file behind
+            self.distributed_init_method = f"file://{directory}/{self.distributed_init_method.rpartition('/')[2]}"
 
     def init_device(self) -> None:
         """Open the device, join the process groups, measure memory and make the model runner.
@@ -61,6 +66,9 @@ class NPUWorker(Worker):
         init_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
         )
+        elsewhere = parallel.node_rank > 0 or parallel.data_parallel_index >= parallel.data_parallel_size_local
+        if elsewhere and torch.distributed.get_rank() and parallel.distributed_executor_backend in ("mp", "uni"):
+            watch.end_with_rank_0()
         atexit.register(_leave_groups)
         compat.set_random_seed(self.model_config.seed)
         gc.collect()

@@ -1,0 +1,35 @@
+"""``vllm serve`` ends with status 0 when its engine has died, so that whoever restarts failed services leaves it down."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ascend_patches import patch
+
+
+@patch(
+    target="vllm.entrypoints.launchers.api_server.entry:build_and_serve",
+    scope="platform",
+    vllm=">=0.31,<0.34",
+    reason="`vllm serve` ends with status 0 when its engine dies while it serves",
+    upstream="https://github.com/vllm-project/vllm/issues/48966",
+    remove_when="the lowest supported vLLM ends with another status then",
+    fingerprint=["2490f9ff8975", "d79aaaca1ebd"],
+)
+def build_and_serve(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def replacement(engine_client: Any, *args: Any, **kwargs: Any) -> Any:
+        stop, stopped = engine_client.shutdown, []
+
+        def shutdown(*args: Any, **kwargs: Any) -> Any:
+            stopped.append(True)
+            return stop(*args, **kwargs)
+
+        engine_client.shutdown = shutdown  # what a signal calls (serve_http in vllm/entrypoints/launchers/launcher.py)
+        ended = await original(engine_client, *args, **kwargs)
+        return ended if stopped else _failed(ended)
+
+    return replacement
+
+
+async def _failed(ended: Any) -> None:
+    await ended
+    raise SystemExit("vllm serve: the engine has died, and the server has ended with it; the first error above says why")
