@@ -181,7 +181,8 @@ def install(venv: Path, requirements: Path, what: str) -> None:
     # PyPI's default on Linux. A configured find-links location that has torch comes first; else PyTorch's own CPU index.
     torch = re.search(r"^torch==[\d.]+", requirements.read_text(), re.MULTILINE)
     # --no-deps, because the dependencies of some packages name what tools/excluded.txt leaves out.
-    command = [uv, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python"), "--no-deps"]
+    # compiled here, once: with PYTHONDONTWRITEBYTECODE every process would compile torch and vLLM anew
+    command = [uv, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python"), "--no-deps", "--compile-bytecode"]
     probe = [*command, "--dry-run", "--no-index", torch.group() if torch else "torch"]
     local = subprocess.run(probe, env=settings, cwd=ROOT, capture_output=True, check=False).returncode == 0
     _run(
