@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ascend_communicator.pyhccl import PyHcclCommunicator
+from ascend_platform import extension
 from torch.distributed import ReduceOp
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -265,8 +267,32 @@ def play(rank: int, port: int) -> dict[str, Any]:
         found = {"collectives": collectives(rank), "experts": experts(rank), "ways": ways(rank), "refusals": refusals(rank)}
         found["direct"] = direct(rank)
         parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
+        found["options"] = options(rank)
     return found
+
+
+def options(rank: int) -> dict[str, Any]:
+    """New groups, one with options of its own, in which a rank then waits for the other in vain."""
+    extension.configure({"ascend": {"communicator": {"groups": {"dp": {"buffer_size": 64, "exec_timeout": 3}}}}})
+    parallel_state.initialize_model_parallel(backend="hccl")
+    groups = {"dp": parallel_state.get_dp_group(), "ep": parallel_state.get_ep_group()}
+    given = {
+        name: dict(group.device_group._get_backend(torch.device("npu")).options.hccl_config) for name, group in groups.items()
+    }
+    x, waited = torch.ones(4).npu(), []
+    for group in groups.values():
+        group.all_reduce(x)
+    torch.npu.synchronize()
+    if rank == 0:
+        began, said = time.monotonic(), "no error"
+        try:
+            groups["dp"].all_reduce(x)
+            torch.npu.synchronize()
+        except RuntimeError as error:
+            said = str(error)
+        waited = [time.monotonic() - began, said]
+    dist.barrier(groups["dp"].cpu_group)
+    return {"given": given, "waited": waited}
 
 
 def main() -> None:
