@@ -57,7 +57,7 @@ def test_components_without_features_say_so() -> None:
         "ascend-kv-connector",
         "ascend-model-loader",
     ]
-    assert states["ascend-patches"] == "active (0 patches)"
+    assert states["ascend-patches"] == "active (1 patch)"
 
 
 def test_plugins_that_the_command_calls_active_are_those_that_vllm_loads(tmp_path: Path) -> None:

@@ -310,7 +310,6 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         features |= {
             f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", str(model.dtype).split(".")[-1]),
             "MLA": model.use_mla,
-            "expert load balancing": parallel.enable_eplb,
             f"experts placed {parallel.expert_placement_strategy}": parallel.expert_placement_strategy != "linear",
             "state-space layers": model.is_hybrid or model.is_attention_free,
             "an encoder": model.is_encoder_decoder,
