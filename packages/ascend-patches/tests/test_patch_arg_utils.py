@@ -23,9 +23,9 @@ else:
 """
 
 
-@pytest.mark.parametrize(("disabled", "said"), [("", "right\n"), (NAME, "refused\n")], ids=["patched", "without"])
+@pytest.mark.parametrize(("disabled", "said"), [("", "right"), (NAME, "refused")], ids=["patched", "without"])
 def test_eplb_on_any_device(disabled: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
     adder = environment.ROOT / "tools" / "models" / "adder"
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(adder)], capture_output=True, text=True, check=False)
-    assert done.stdout == said, done.stderr
+    assert done.stdout.splitlines()[-1:] == [said], done.stdout + done.stderr  # vLLM logs on stdout

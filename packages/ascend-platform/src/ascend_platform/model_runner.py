@@ -39,7 +39,7 @@ class NPUEplbState(EplbState):
         self.device_index = device.index
 
 
-gpu_model_runner.EplbState = NPUEplbState  # load_model makes one by this name
+gpu_model_runner.EplbState = NPUEplbState  # type: ignore[misc]  # load_model makes one by this name
 
 
 class NPUModelRunner(GPUModelRunner):

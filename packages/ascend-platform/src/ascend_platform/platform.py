@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +12,7 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension
+from ascend_platform import extension, machine
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -193,6 +194,8 @@ class NPUPlatform(Platform):
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise extension.RefusedError(f"{_serves()} decoder models without {', '.join(refused)}; these come later")
         _check_devices(parallel)
+        if parallel.numa_bind and parallel.numa_bind_nodes is None:
+            _find_numa_nodes(parallel)
         if (
             vllm_config.model_config
             and vllm_config.model_config.is_moe
@@ -286,6 +289,19 @@ def _check_devices(parallel: "ParallelConfig") -> None:
         )
 
 
+def _find_numa_nodes(parallel: "ParallelConfig") -> None:
+    """For --numa-bind: the NUMA node of each NPU, which vLLM asks of CUDA's platform alone; no binding where it is not known."""
+    nodes, obstacle = machine.numa_nodes()
+    if not obstacle and not shutil.which("numactl"):
+        obstacle = "the program numactl is not installed"
+    if obstacle:
+        parallel.numa_bind = False
+        logger.warning("--numa-bind is off: %s; --numa-bind-nodes takes the nodes of the NPUs, one after another", obstacle)
+    else:
+        parallel.numa_bind_nodes = nodes
+        logger.info("--numa-bind: the NPUs are next to the NUMA nodes %s", ", ".join(map(str, nodes)))
+
+
 def _serves(verb: str = "serves") -> str:
     return f"ascend-platform {extension.version('ascend-platform')} {verb}"
 
@@ -300,7 +316,8 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         "KV connectors": vllm_config.kv_transfer_config,
         "encoder-cache connectors": vllm_config.ec_transfer_config,
         "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
-        "context parallelism": max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "dual batch overlap": parallel.use_ubatching,
         "batch invariance": envs.VLLM_BATCH_INVARIANT,
         "a sliding window (--disable-sliding-window serves the model up to its window)": cache.sliding_window,

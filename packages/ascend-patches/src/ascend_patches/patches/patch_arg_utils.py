@@ -11,7 +11,7 @@ from ascend_patches import patch
     scope="platform",
     vllm=">=0.32,<0.33",
     reason="--enable-eplb is refused for all other devices, though nothing else of it depends on the device",
-    upstream="vllm/config/parallel.py, ParallelConfig._validate_parallel_config",
+    upstream="no issue is known; the check is in vllm/config/parallel.py, _validate_parallel_config",
     remove_when="vLLM asks the platform whether it has expert load balancing",
     fingerprint="b6ccce9e8c51",
 )
@@ -21,7 +21,7 @@ def eplb_on_any_device(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.config import parallel
 
         platform = parallel.current_platform
-        parallel.current_platform = _AsCuda(platform)
+        parallel.current_platform = _AsCuda(platform)  # type: ignore[assignment]
         try:
             return original(*args, **kwargs)
         finally:
