@@ -10,6 +10,7 @@ DOCTOR = "import sys; from ascend_platform.cli import main; status = main(['doct
 def lines(world):
     out, _ = world.run(DOCTOR)
     found = [line for line in json.loads(out)["checks"] if line["category"] == "patches"]
+    found = [line for line in found if line["title"].startswith("p.")]  # the wheel has patches of its own
     return {line["title"]: (line["state"], line["found"], line["fix"]) for line in found}
 
 

@@ -10,7 +10,7 @@ from ascend_patches import patch
     target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
     scope="platform",
     vllm=">=0.32,<0.33",
-    reason="--enable-eplb is refused for all other devices, though nothing else of it depends on the device",
+    reason="--enable-eplb is refused for all other devices; ascend-platform brings what else vLLM has for those alone",
     upstream="no issue is known; the check is in vllm/config/parallel.py, _validate_parallel_config",
     remove_when="vLLM asks the platform whether it has expert load balancing",
     fingerprint="b6ccce9e8c51",
