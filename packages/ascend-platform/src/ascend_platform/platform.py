@@ -276,8 +276,8 @@ def _check_devices(parallel: "ParallelConfig") -> None:
     """
     if parallel.distributed_executor_backend not in (None, "mp", "uni") or parallel.nnodes > 1:
         return
-    if parallel.data_parallel_backend == "ray":
-        return
+    if parallel.data_parallel_backend == "ray" or "platform" not in extension.scopes_here():
+        return  # an engine's own process has its part of the devices, and the main process has looked at all
     needed = parallel.world_size * parallel.data_parallel_size_local
     given = parallel.assigned_physical_gpu_ids
     found = torch.npu.device_count() if given is None else len(given)  # counted without opening one
