@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_components_without_features_say_so() -> None:
         "ascend-kv-connector",
         "ascend-model-loader",
     ]
-    assert states["ascend-patches"] == "active (2 patches)"
+    assert re.fullmatch(r"active \([1-9] patch(es)?\)", states["ascend-patches"])
 
 
 def test_plugins_that_the_command_calls_active_are_those_that_vllm_loads(tmp_path: Path) -> None:

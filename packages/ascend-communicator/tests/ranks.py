@@ -10,12 +10,17 @@ import os
 import socket
 import sys
 import tempfile
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ascend_communicator.pyhccl import PyHcclCommunicator
+from ascend_platform import extension
+from torch.distributed import ReduceOp
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import DPMetadata, override_forward_context
@@ -156,6 +161,10 @@ def refusals(rank: int) -> dict[str, str]:
         "no experts": lambda: ours.dispatch(x, x, x),
         "no experts to combine": lambda: ours.combine(x),
     }
+    return refused(calls)
+
+
+def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
     said = {}
     for name, call in calls.items():
         try:
@@ -163,6 +172,86 @@ def refusals(rank: int) -> dict[str, str]:
         except (ValueError, RuntimeError) as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
+
+
+def direct(rank: int) -> dict[str, Any]:
+    """The same collectives by pyhccl, on the current stream and on one of its own; and what it refuses."""
+    ours, stream = PyHcclCommunicator(parallel_state.get_dp_group().cpu_group, rank), torch.npu.Stream()
+    x, y, z = data(rank, 4, 6).npu(), data(rank, 4, 6, salt=1).npu(), data(rank, 8, 6, salt=2).npu()
+    mine = data(rank, SIZES[rank], 6, salt=3).npu()
+    found: dict[str, Any] = {}
+    for where, on in (("current", None), ("own", stream)):
+        out = {name: torch.full(shape, torch.nan).npu() for name, shape in SHAPES.items()}
+        out |= {"all_reduce in place": x + 0, "broadcast": x * 1}
+        out["reduce_scatterv"] = torch.full((SIZES[rank], 6), torch.nan).npu()
+        out["all_to_all"] = torch.full((sum(row[rank] for row in SENT), 6), torch.nan).npu()
+        stream.wait_stream(torch.npu.current_stream())
+        ours.all_reduce(out["all_reduce in place"], out["all_reduce in place"], stream=on)
+        out["all_reduce max"] = ours.all_reduce(x, op=ReduceOp.MAX, stream=on)
+        ours.reduce(out["reduce"], x, 1, stream=on)
+        ours.all_gather(out["all_gather"], x, stream=on)
+        ours.all_gatherv(out["all_gatherv"], mine, SIZES, stream=on)
+        ours.reduce_scatter(out["reduce_scatter"], x, stream=on)
+        ours.reduce_scatterv(out["reduce_scatterv"], z, SIZES, stream=on)
+        ours.broadcast(out["broadcast"], 1, stream=on)
+        ours.all_to_all(out["all_to_all"], x[: sum(SENT[rank])], [row[rank] for row in SENT], SENT[rank], stream=on)
+        (ours.send if rank == 0 else ours.recv)(x if rank == 0 else out["send"], 1 - rank, stream=on)
+        with ours.grouped():
+            ours.send(y, 1 - rank, stream=on)
+            ours.recv(out["both ways"], 1 - rank, stream=on)
+        fresh = x + 0
+        for _ in range(400):  # so many that they are still in torch_npu's queue as HCCL is called
+            fresh = fresh.neg()
+        if on:
+            on.wait_stream(torch.npu.current_stream())
+        out["all_reduce"] = ours.all_reduce(fresh, stream=on)
+        torch.npu.current_stream().wait_stream(stream)
+        found[where] = {name: numbers(value) for name, value in out.items()}
+    found["captured"] = captured(rank, ours)
+    cpu_group, device_group = (getattr(parallel_state.get_dp_group(), name) for name in ("cpu_group", "device_group"))
+    calls = {
+        "dtype": lambda: ours.all_reduce(x.to(torch.complex64)),
+        "another dtype": lambda: ours.all_gather(out["all_gather"].int(), x),
+        "operation": lambda: ours.all_reduce(x, op=ReduceOp.BAND),
+        "HCCL refuses": lambda: ours.all_reduce(x.to(torch.uint8)),
+        "device": lambda: ours.broadcast(torch.zeros(2), 0),
+        "strides": lambda: ours.all_reduce(x.t(), torch.empty_like(x)),
+        "size": lambda: ours.all_gather(x, x),
+        "sizes": lambda: ours.all_gatherv(z, x, [4, 5]),
+        "group": lambda: PyHcclCommunicator(device_group, rank),
+        "library": lambda: PyHcclCommunicator(cpu_group, rank, "libhccl-of-nobody.so"),
+        "closed": lambda: ours.destroy() or ours.destroy() or ours.all_reduce(x),
+        "closed group": ours.group_start,
+    }
+    found["refusals"] = refused(calls)
+    return found
+
+
+SHAPES = {
+    "reduce": (4, 6),
+    "all_gather": (8, 6),
+    "all_gatherv": (8, 6),
+    "reduce_scatter": (2, 6),
+    "send": (4, 6),
+    "both ways": (4, 6),
+}
+SENT = [[1, 2], [3, 1]]  # rows of each rank to each
+
+
+def captured(rank: int, ours: PyHcclCommunicator) -> list[Any]:
+    """A graph with operators around an all-reduce, replayed with other contents."""
+    x, graph = torch.zeros(4, 6).npu(), torch.npu.NPUGraph()
+    torch.npu.synchronize()
+    with torch.npu.graph(graph):
+        before = x * 2
+        total = ours.all_reduce(before)
+        after = total + x
+    found = [numbers(x.sum())]
+    for salt in (4, 5, 6):
+        x.copy_(data(rank, 4, 6, salt=salt))
+        graph.replay()
+        found.append(numbers(after))
+    return found
 
 
 def play(rank: int, port: int) -> dict[str, Any]:
@@ -176,9 +265,34 @@ def play(rank: int, port: int) -> dict[str, Any]:
         parallel_state.init_distributed_environment(1, 0, "env://", rank, "hccl")
         parallel_state.initialize_model_parallel(backend="hccl")
         found = {"collectives": collectives(rank), "experts": experts(rank), "ways": ways(rank), "refusals": refusals(rank)}
+        found["direct"] = direct(rank)
         parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
+        found["options"] = options(rank)
     return found
+
+
+def options(rank: int) -> dict[str, Any]:
+    """New groups, one with options of its own, in which a rank then waits for the other in vain."""
+    extension.configure({"ascend": {"communicator": {"groups": {"dp": {"buffer_size": 64, "exec_timeout": 3}}}}})
+    parallel_state.initialize_model_parallel(backend="hccl")
+    groups = {"dp": parallel_state.get_dp_group(), "ep": parallel_state.get_ep_group()}
+    given = {
+        name: dict(group.device_group._get_backend(torch.device("npu")).options.hccl_config) for name, group in groups.items()
+    }
+    x, waited = torch.ones(4).npu(), []
+    for group in groups.values():
+        group.all_reduce(x)
+    torch.npu.synchronize()
+    if rank == 0:
+        began, said = time.monotonic(), "no error"
+        try:
+            groups["dp"].all_reduce(x)
+            torch.npu.synchronize()
+        except RuntimeError as error:
+            said = str(error)
+        waited = [time.monotonic() - began, said]
+    dist.barrier(groups["dp"].cpu_group)
+    return {"given": given, "waited": waited}
 
 
 def main() -> None:

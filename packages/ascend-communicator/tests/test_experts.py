@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_communicator import _check_options
+from ascend_communicator import OPTIONS, _take_options
 from ascend_communicator.experts import obstacle_to_mc2, way
+from ascend_platform import extension
 
 FACTORS = torch.tensor([0.5, -1.0, 2.0, -0.5]).double()
 NAMES = {"uneven": ([3, 5], 4), "one rank": ([3, 5], 2), "large": ([300, 2], 4)}
@@ -87,6 +88,6 @@ def test_rule(chip: str, sizes: list[int], experts: int, choices: int, hidden: i
 
 
 def test_unknown_way_is_refused() -> None:
-    _check_options({"all2all": "mc2"})
-    with pytest.raises(ValueError, match=r"all2all is 'nccl'; it can be auto, allgather, alltoall, mc2"):
-        _check_options({"all2all": "nccl"})
+    _take_options(OPTIONS | {"all2all": "mc2"})
+    with pytest.raises(extension.RefusedError, match=r"all2all is 'nccl'; it can be auto, allgather, alltoall, mc2"):
+        _take_options(OPTIONS | {"all2all": "nccl"})

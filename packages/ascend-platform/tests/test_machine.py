@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ascend_platform
 import pytest
+from ascend_platform import machine
 
 SOURCES = str(Path(ascend_platform.__file__).parents[1])
 
@@ -48,3 +49,51 @@ def test_driver(driver, said, tmp_path):
     command = [compiler, "-shared", "-fPIC", "-o", tmp_path / "libascend_hal.so", tmp_path / "driver.c"]
     subprocess.run(command, check=True, capture_output=True)
     assert said in python("from ascend_platform import machine; print(machine.npu_count())", LD_LIBRARY_PATH=str(tmp_path))
+
+
+LISTING = """
++------------------------------------------------------------------------------------------------+
+| npu-smi 25.2.0                   Version: 25.2.0                                               |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B3               | OK            | 91.5        35                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3391 / 65536         |
++===========================+===============+====================================================+
+| 1     910B3               | OK            | 92.1        37                0    / 0             |
+| 0                         | 0000:01:00.0  | 0           0    / 0          3391 / 65536         |
++===========================+===============+====================================================+
+| 2     910_93              | OK            | 92.1        37                0    / 0             |
+| 1     2                   | 0000:9D:00.0  | 0           0    / 0          3391 / 65536         |
++===========================+===============+====================================================+
+"""
+
+
+@pytest.mark.parametrize(
+    ("listed", "nodes"), [(None, [3, 0, 1]), ("0,2", [3, 1]), ("1", [0]), ("2,7", [1]), ("1,0", None), ("", None), ("7", None)]
+)
+def test_numa_nodes_of_the_npus_that_can_be_used(tmp_path, monkeypatch, listed, nodes):
+    for bus, node in (("0000:c1:00.0", "3"), ("0000:01:00.0", "0"), ("0000:9d:00.0", "1")):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "numa_node").write_text(f"{node}\n")
+    if listed is None:
+        monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", listed)
+    none = ([], "npu-smi names no NPU that can be used with its place on the PCI bus")
+    assert machine.numa_nodes(tmp_path, LISTING) == (none if nodes is None else (nodes, ""))
+
+
+def test_numa_nodes_that_nothing_tells_have_a_reason(tmp_path, monkeypatch):
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    assert machine.numa_nodes(tmp_path, LISTING) == ([], "the kernel does not tell the NUMA node of the NPU at 0000:C1:00.0")
+    (tmp_path / "0000:c1:00.0").mkdir()
+    (tmp_path / "0000:c1:00.0" / "numa_node").write_text("-1\n")
+    assert machine.numa_nodes(tmp_path, LISTING) == ([], "the kernel does not tell the NUMA node of the NPU at 0000:C1:00.0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.numa_nodes()[1].startswith("npu-smi does not tell where the NPUs are (")
+    smi = tmp_path / "npu-smi"
+    smi.write_text("#!/bin/sh\nexit 3\n")
+    smi.chmod(0o755)
+    assert "returned non-zero exit status 3" in machine.numa_nodes()[1]

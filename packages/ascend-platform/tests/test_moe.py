@@ -140,3 +140,23 @@ def test_experts_of_another_kind_are_refused_by_name(monkeypatch, changes, named
     layer = SimpleNamespace(**plain | changes)
     with pytest.raises(ValueError, match=f"experts with {named} are not served"):
         ours.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("unpadded", [None, 5])
+def test_copies_of_an_expert_take_tokens_in_turn_and_are_counted(recorded, unpadded):
+    """Against a loop: experts 0 and 2 have two copies, the last two of seven tokens are padding."""
+    places, copies = torch.tensor([[0, 4, -1], [1, -1, -1], [2, 5, -1], [3, -1, -1]]), torch.tensor([2, 1, 2, 1])
+    ids = torch.tensor([[0, 2], [0, 1], [2, 3], [3, 0], [0, 2], [2, 0], [1, 2]], dtype=torch.int32)
+    load = torch.tensor([1, 0, 0, 0, 0, 0], dtype=torch.int32)
+    expected, counts = [], load.tolist()
+    for token, chosen in enumerate(ids.tolist()):
+        expected.append([places[expert][token % copies[expert]].item() for expert in chosen])
+        for place in expected[-1] if recorded and (unpadded is None or token < unpadded) else ():
+            counts[place] += 1
+    on_npu = load.npu()
+    number = None if unpadded is None else torch.tensor(unpadded, dtype=torch.int32).npu()
+    found = moe.map_to_physical(ids.npu(), on_npu, places.npu(), copies.npu(), torch.tensor(recorded).npu(), number)
+    assert (found.dtype, found.tolist()) == (ids.dtype, expected)
+    assert on_npu.tolist() == counts
+    assert [expected[0], expected[5]] == [[0, 2], [5, 4]]  # the same experts, other copies

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ascend_platform import extension
+from ascend_platform import extension, machine
 from ascend_platform.platform import BUILT_IN_ATTENTION, NPUPlatform, attention_for
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
@@ -88,6 +89,8 @@ def test_asking_for_graphs_is_answered(model, lines):
         ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
         ({"kv_cache_dtype": "float16"}, "a KV cache of float16"),  # the model is bfloat16
         ({"cpu_offload_gb": 1}, "weight offloading"),
+        ({"tensor_parallel_size": 4, "decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
     ],
 )
 def test_later_features_are_refused_in_one_line(model, arguments, named):
@@ -117,7 +120,7 @@ def test_quantized_weights_are_refused_by_name(model):
         engine_config(quantized)
 
 
-def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model):
+def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model, monkeypatch):
     there = torch.npu.device_count()
     engine_config(model(), tensor_parallel_size=1)
     with pytest.raises(
@@ -126,6 +129,9 @@ def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model
         engine_config(model(), pipeline_parallel_size=there + 1)
     with pytest.raises(ValueError, match=rf"needs {there + 1} NPUs \(tensor 1 x pipeline 1 x data {there + 1}\) and {there} can"):
         engine_config(model(), data_parallel_size=there + 1)
+    process = multiprocessing.current_process()
+    monkeypatch.setattr(process, "_name", "EngineCore_DP0")  # it has its own devices of those of all
+    engine_config(model(), data_parallel_size=there + 1)
 
 
 EXPERTS = {
@@ -144,6 +150,21 @@ def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypat
     assert engine_config(model(**EXPERTS)).model_config.is_moe
     with pytest.raises(ValueError, match="need ascend-communicator, which is active; install it, and let VLLM_PLUGINS name"):
         engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True)
+
+
+def test_numa_binding_goes_by_the_topology_and_is_off_where_that_is_not_known(model, monkeypatch, lines, tmp_path):
+    parallel = engine_config(model(), numa_bind=True).parallel_config
+    assert (parallel.numa_bind, parallel.numa_bind_nodes) == (False, None)
+    (line,) = [line for line in lines if "numa" in line]
+    assert line.startswith("--numa-bind is off: npu-smi does not tell where the NPUs are (")
+    given = engine_config(model(), numa_bind=True, numa_bind_nodes=[0]).parallel_config
+    assert (given.numa_bind, given.numa_bind_nodes) == (True, [0])
+    monkeypatch.setattr(machine, "numa_nodes", lambda: ([1, 0], ""))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert engine_config(model(), numa_bind=True).parallel_config.numa_bind is False
+    assert "the program numactl is not installed" in lines[-2] + lines[-1]
+    (tmp_path / "numactl").touch(mode=0o755)
+    assert engine_config(model(), numa_bind=True).parallel_config.numa_bind_nodes == [1, 0]
 
 
 def test_unknown_option_is_refused(model):

@@ -5,12 +5,16 @@ What is inherited from ``DeviceCommunicatorBase`` is one HCCL call already (``al
 experts' tokens, which the base class passes through unchanged: wrong results without an error.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch_npu
+from ascend_platform import extension
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase, DeviceCommunicatorBase
+
+from ascend_communicator import GROUP_OPTIONS
 
 INHERITED = {
     "all_reduce": "HcclAllReduce in place",
@@ -38,6 +42,7 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         super().__init__(*args, **kwargs)
         # vLLM gives the local rank's number (parallel_state.py:540), which need not be the device's
         self.device = torch.device("npu", torch.npu.current_device())
+        self._take_options()
         if self.use_all2all:
             from ascend_communicator.experts import ExpertManager
 
@@ -47,6 +52,14 @@ class HCCLCommunicator(DeviceCommunicatorBase):
                     "ascend.communicator.all2all in --additional-config"
                 )
             self.all2all_manager = ExpertManager(self.cpu_group, self.device_group)
+
+    def _take_options(self) -> None:
+        """Give this group what ``ascend.communicator.groups`` has for it; HCCL's part of a group is made with its first call."""
+        groups = cast(Mapping[str, Mapping[str, int]], extension.config("communicator").get("groups", {}))
+        given = groups.get(self.unique_name.partition(":")[0], {})
+        if given:
+            options = self.device_group._get_backend(self.device).options
+            options.hccl_config = {**options.hccl_config, **{GROUP_OPTIONS[key][0]: value for key, value in given.items()}}
 
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None

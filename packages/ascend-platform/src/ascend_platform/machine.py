@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 DRIVER = Path("/usr/local/Ascend/driver")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 # In a process of its own: loading CANN starts threads, and what is broken may end the process. None of it opens a device.
 _QUESTIONS = """
 import ctypes
@@ -94,6 +95,41 @@ def visible(listed: str, npus: int) -> int:
             return 0
         ids.append(int(word))
     return len(ids)
+
+
+def numa_nodes(devices: Path = PCI_DEVICES, listing: str | None = None) -> tuple[list[int], str]:
+    """The NUMA node next to each NPU that can be used, and why that is not known ("" if it is; the list is then complete).
+
+    The tool npu-smi tells where the NPUs are on the PCI bus, and the kernel where the bus is.
+
+    Args:
+        devices: where the kernel shows the devices of the PCI bus.
+        listing: what ``npu-smi info`` prints; None asks it.
+    """
+    if listing is None:
+        try:
+            done = subprocess.run(["npu-smi", "info"], capture_output=True, text=True, timeout=20, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            return [], f"npu-smi does not tell where the NPUs are ({' '.join(str(error).split())})"
+        listing = done.stdout
+    # the second line of each NPU: the number of its chip, that of the device, its place on the bus
+    buses = re.findall(r"^\|\s*\d+(?:\s+\d+)?\s*\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)\s*\|", listing, re.M)
+    listed = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    if listed is not None:
+        count = visible(listed, len(buses))
+        buses = [buses[int(index)] for index in listed.split(",")[:count]] if count else []
+    if not buses:
+        return [], "npu-smi names no NPU that can be used with its place on the PCI bus"
+    nodes = []
+    for bus in buses:
+        try:
+            node = int((devices / bus.lower() / "numa_node").read_text())
+        except (OSError, ValueError):
+            node = -1  # what the kernel says where it does not know either
+        if node < 0:
+            return [], f"the kernel does not tell the NUMA node of the NPU at {bus}"
+        nodes.append(node)
+    return nodes, ""
 
 
 def chip() -> str:

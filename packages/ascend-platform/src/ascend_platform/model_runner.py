@@ -4,7 +4,9 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 
 import torch
+from vllm.config import ParallelConfig
 from vllm.distributed import parallel_state
+from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -27,6 +29,17 @@ def _view(module: ModuleType, **replaced: object) -> ModuleType:
 _torch = _view(torch, cuda=_view(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES}))
 gpu_model_runner.torch = _torch
 parallel_state.torch = _torch
+
+
+class NPUEplbState(EplbState):
+    """EplbState that knows its device, which the thread that moves experts' weights wants; vLLM's does for CUDA and XPU alone."""
+
+    def __init__(self, parallel_config: ParallelConfig, device: torch.device) -> None:
+        super().__init__(parallel_config, device)
+        self.device_index = device.index
+
+
+gpu_model_runner.EplbState = NPUEplbState  # type: ignore[misc]  # load_model makes one by this name
 
 
 class NPUModelRunner(GPUModelRunner):

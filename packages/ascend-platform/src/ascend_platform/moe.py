@@ -13,7 +13,7 @@ import torch
 import torch_npu
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
+from vllm.model_executor.layers.fused_moe.router import base_router, grouped_topk_router
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
@@ -150,6 +150,33 @@ def grouped_topk(
 
 # the router has no hook for it: it takes the function from its own module (grouped_topk_router.py, _compute_routing)
 grouped_topk_router.grouped_topk = grouped_topk
+
+
+def map_to_physical(
+    topk_ids: torch.Tensor,
+    expert_load_view: torch.Tensor,
+    logical_to_physical_map: torch.Tensor,
+    logical_replica_count: torch.Tensor,
+    record_enabled: torch.Tensor,
+    num_unpadded_tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The copies of the chosen experts that take each token, in turn: integers ``[tokens, k]`` as ``topk_ids``.
+
+    Args:
+        expert_load_view: ``[physical experts]``, counts; written where ``record_enabled``, a scalar bool, says so.
+        logical_to_physical_map: ``[experts, most copies]``, of which expert i has ``logical_replica_count[i]``.
+        num_unpadded_tokens: a scalar; tokens from there on do not count. All count without it.
+    """
+    ids = topk_ids.long()
+    token = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+    physical = logical_to_physical_map[ids, token % logical_replica_count[ids]]
+    counts = record_enabled if num_unpadded_tokens is None else record_enabled & (token < num_unpadded_tokens)
+    expert_load_view.scatter_add_(0, physical.flatten(), counts.expand_as(physical).flatten().to(expert_load_view.dtype))
+    return physical.to(topk_ids.dtype)
+
+
+# vLLM's own is a Triton kernel for three devices, and on others leaves the ids as they are (base_router.py)
+base_router.eplb_map_to_physical_and_record = map_to_physical
 
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

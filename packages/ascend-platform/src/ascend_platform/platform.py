@@ -14,7 +14,7 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension, watch
+from ascend_platform import extension, machine, watch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -202,6 +202,8 @@ class NPUPlatform(Platform):
             _own_sockets()
         if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
             _prepare_for_ray(parallel)
+        if parallel.numa_bind and parallel.numa_bind_nodes is None:
+            _find_numa_nodes(parallel)
         if (
             vllm_config.model_config
             and vllm_config.model_config.is_moe
@@ -308,8 +310,8 @@ def _check_devices(parallel: "ParallelConfig") -> None:
     """
     if parallel.distributed_executor_backend not in (None, "mp", "uni") or parallel.nnodes > 1:
         return
-    if parallel.data_parallel_backend == "ray":
-        return
+    if parallel.data_parallel_backend == "ray" or "platform" not in extension.scopes_here():
+        return  # an engine's own process has its part of the devices, and the main process has looked at all
     needed = parallel.world_size * parallel.data_parallel_size_local
     given = parallel.assigned_physical_gpu_ids
     found = torch.npu.device_count() if given is None else len(given)  # counted without opening one
@@ -319,6 +321,19 @@ def _check_devices(parallel: "ParallelConfig") -> None:
             f" x data {parallel.data_parallel_size_local}) and {found} can be used; lower --tensor-parallel-size, "
             f"--pipeline-parallel-size or --data-parallel-size-local, or widen {NPUPlatform.device_control_env_var}"
         )
+
+
+def _find_numa_nodes(parallel: "ParallelConfig") -> None:
+    """For --numa-bind: the NUMA node of each NPU, which vLLM asks of CUDA's platform alone; no binding where it is not known."""
+    nodes, obstacle = machine.numa_nodes()
+    if not obstacle and not shutil.which("numactl"):
+        obstacle = "the program numactl is not installed"
+    if obstacle:
+        parallel.numa_bind = False
+        logger.warning("--numa-bind is off: %s; --numa-bind-nodes takes the nodes of the NPUs, one after another", obstacle)
+    else:
+        parallel.numa_bind_nodes = nodes
+        logger.info("--numa-bind: the NPUs are next to the NUMA nodes %s", ", ".join(map(str, nodes)))
 
 
 def _serves(verb: str = "serves") -> str:
@@ -335,7 +350,8 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         "KV connectors": vllm_config.kv_transfer_config,
         "encoder-cache connectors": vllm_config.ec_transfer_config,
         "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
-        "context parallelism": max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "dual batch overlap": parallel.use_ubatching,
         "batch invariance": envs.VLLM_BATCH_INVARIANT,
         "a sliding window (--disable-sliding-window serves the model up to its window)": cache.sliding_window,
@@ -345,7 +361,6 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         features |= {
             f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", str(model.dtype).split(".")[-1]),
             "MLA": model.use_mla,
-            "expert load balancing": parallel.enable_eplb,
             f"experts placed {parallel.expert_placement_strategy}": parallel.expert_placement_strategy != "linear",
             "state-space layers": model.is_hybrid or model.is_attention_free,
             "an encoder": model.is_encoder_decoder,

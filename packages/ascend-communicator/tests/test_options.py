@@ -1,0 +1,56 @@
+"""Options of HCCL as configuration: what is refused, what HCCL's variables become, and what a group gets."""
+
+import os
+from typing import Any
+
+import pytest
+from ascend_communicator import OPTIONS, _take_options
+from ascend_platform import extension
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"groups": 3}, """groups is 3; it can be an object such as {"ep": {"buffer_size": 400}}"""),
+        ({"groups": {"xp": {}}}, "groups.xp is {}; it can be an object, for one of tp, pp, dp, ep, eplb, etp, edp"),
+        ({"groups": {"tp": 4}}, "groups.tp is 4; it can be an object, for one of tp, pp, dp, ep, eplb, etp, edp"),
+        ({"groups": {"tp": {"qos": 4}}}, "groups.tp.qos is 4; it can be one of the keys buffer_size, exec_timeout"),
+        (
+            {"groups": {"tp": {"buffer_size": 0}}},
+            "groups.tp.buffer_size is 0; it can be a whole number of MiB from 1 to 2147483647",
+        ),
+        (
+            {"groups": {"tp": {"exec_timeout": "9"}}},
+            "groups.tp.exec_timeout is '9'; it can be a whole number of seconds from 1 to 2147483647",
+        ),
+        ({"deterministic": "yes"}, "deterministic is 'yes'; it can be true or false"),
+        ({"connect_timeout": 20}, "connect_timeout is 20; it can be a whole number of seconds from 120 to 7200"),
+        ({"connect_timeout": True}, "connect_timeout is True; it can be a whole number of seconds from 120 to 7200"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(extension.RefusedError) as caught:
+        _take_options(OPTIONS | given)
+    assert str(caught.value) == f"ascend.communicator.{said}"
+
+
+def test_hccls_variables_are_set_when_asked_for_and_left_alone_otherwise() -> None:
+    _take_options(OPTIONS)
+    assert [os.environ.get(name) for name in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT")] == [None, None]
+    _take_options(OPTIONS | {"deterministic": True, "connect_timeout": 300})
+    assert [os.environ.get(name) for name in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT")] == ["true", "300"]
+
+
+def test_a_groups_options_reach_torch_npu_and_hccl_waits_no_longer(played: dict[str, Any]) -> None:
+    for group, options in played["options"][0]["given"].items():
+        assert options == {"dp": {"hccl_buffer_size": 64, "hccl_exec_timeout": 3}, "ep": {}}[group]
+    waited, said = played["options"][0]["waited"]
+    assert 2.5 < waited < 15  # 1836 s by default
+    assert "HcclAllReduce" in said

@@ -1,0 +1,78 @@
+"""HCCL's functions through ctypes between two NPUs, against the same in float64: on two streams, and captured in a graph."""
+
+from typing import Any
+
+import pytest
+import torch
+
+SIZES = [3, 5]
+
+
+def data(rank: int, *shape: int, salt: int = 0) -> torch.Tensor:
+    """What a rank puts in (ranks.py has the same), in float64."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * salt + rank)).double()
+
+
+X, Y = ([data(rank, 4, 6, salt=salt) for rank in range(2)] for salt in range(2))
+Z = data(0, 8, 6, salt=2) + data(1, 8, 6, salt=2)
+MINE = [data(rank, SIZES[rank], 6, salt=3) for rank in range(2)]
+NAN = torch.full((4, 6), torch.nan).double()
+SENT = [[1, 2], [3, 1]]  # rows of each rank to each
+EXPECTED: dict[str, list[Any]] = {
+    "all_reduce": [X[0] + X[1]] * 2,
+    "all_reduce in place": [X[0] + X[1]] * 2,
+    "all_reduce max": [torch.maximum(*X)] * 2,
+    "reduce": [NAN, X[0] + X[1]],
+    "all_gather": [torch.cat(X)] * 2,
+    "all_gatherv": [torch.cat(MINE)] * 2,
+    "reduce_scatter": list((X[0] + X[1]).split(2)),
+    "reduce_scatterv": list(Z.split(SIZES)),
+    "broadcast": [X[1]] * 2,
+    "all_to_all": [torch.cat([X[0][:1], X[1][:3]]), torch.cat([X[0][1:3], X[1][3:]])],
+    "send": [NAN, X[0]],
+    "both ways": Y[::-1],
+}
+REFUSED = {
+    "dtype": "ValueError: HCCL does not take complex64; it takes int8, int16, int32, float16, float32, int64, uint64, uint8, "
+    "uint16, uint32, float64, bfloat16, bool",
+    "another dtype": "ValueError: 48 elements of torch.float32 are needed; found 48 of torch.int32",
+    "operation": "ValueError: HCCL does not reduce by RedOpType.BAND; it takes SUM, PRODUCT, MAX and MIN",
+    "strides": "ValueError: HCCL takes contiguous tensors; [6, 4] has strides (1, 6)",
+    "size": "ValueError: 48 elements of torch.float32 are needed; found 24 of torch.float32",
+    "sizes": "ValueError: sizes [4, 5] are 2 and 9 rows together; there are 2 ranks and 8 rows",
+    "group": "ValueError: PyHcclCommunicator connects its ranks over a group on the CPU, such as gloo; this one is hccl's",
+    "closed": "RuntimeError: this PyHcclCommunicator was destroyed; make another",
+    "closed group": "RuntimeError: this PyHcclCommunicator was destroyed; make another",
+}
+
+
+@pytest.mark.parametrize("where", ["current", "own"])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_collective(played: dict[str, Any], name: str, where: str) -> None:
+    for answer, expected in zip(played["direct"], EXPECTED[name], strict=True):
+        assert set(answer[where]) == set(EXPECTED)
+        actual = torch.tensor(answer[where][name], dtype=torch.float64)
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_captured_in_a_graph_and_replayed_with_other_contents(played: dict[str, Any]) -> None:
+    for rank, answer in enumerate(played["direct"]):
+        untouched, *replayed = answer["captured"]
+        assert untouched == 0
+        for salt, after in zip((4, 5, 6), replayed, strict=True):
+            inputs = [data(each, 4, 6, salt=salt) for each in range(2)]
+            expected = 2 * (inputs[0] + inputs[1]) + inputs[rank]
+            torch.testing.assert_close(torch.tensor(after, dtype=torch.float64), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_what_it_cannot_do_is_refused_in_one_line(played: dict[str, Any]) -> None:
+    for rank, answer in enumerate(played["direct"]):
+        said = answer["refusals"]
+        assert said.pop("device") == f"ValueError: this PyHcclCommunicator is of npu:{rank}; a tensor is on cpu"
+        library = said.pop("library")
+        assert library.startswith("RuntimeError: HCCL's library libhccl-of-nobody.so cannot be loaded (")
+        assert library.endswith("; source CANN's set_env.sh, or set HCCL_SO_PATH to the file")
+        hccl = said.pop("HCCL refuses")
+        assert hccl.startswith("HCCLError: HcclAllReduce failed with 5 (")
+        assert "\n" not in library + hccl
+        assert said == REFUSED
