@@ -68,7 +68,7 @@ def test_a_sound_machine_passes():
     status, lines = examine()
     assert failing(lines) == {}
     assert status == 0
-    categories = ["chip and driver", "CANN", "versions", "plugins", "triton", "environment", "HCCL", "disk and memory"]
+    categories = ["chip and driver", "CANN", "versions", "plugins", "triton", "environment", "HCCL", "disk and memory", "patches"]
     assert list(dict.fromkeys(category for category, _ in lines)) == categories
     assert lines["chip and driver", "NPUs"][1] == "1 Ascend910B1"
     assert lines["CANN", "CANN"][1].startswith("9.1.0 in ")
