@@ -36,13 +36,15 @@ class File:
     """One test file on its way through its processes.
 
     Attributes:
+        imports: whether the children that the file spawns import torch_npu themselves, rather than being forked from a server.
         cases: for each case its outcome (passed, failed, refused, other chip, skipped, crashed, timed out), the message and
             the names that refused.
     """
 
-    def __init__(self, path: Path, name: str, fresh: bool, deadline: float, logs: Path) -> None:
+    def __init__(self, path: Path, name: str, fresh: bool, deadline: float, logs: Path, imports: bool = False) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.path, self.name, self.fresh, self.deadline = path, name, fresh, deadline
+        self._imports = imports
         self.cases: dict[str, dict] = {}
         self._log = logs / (name.replace("/", "-") + ".log")
         self._log.write_bytes(b"")
@@ -89,7 +91,7 @@ class File:
         self._blocking = blocking
         with open(self._log, "ab") as log:
             if self.fresh:
-                command = [sys.executable, __file__, json.dumps({**job, "pipe": writer})]
+                command = [sys.executable, __file__, json.dumps({**job, "pipe": writer, "imports": self._imports})]
                 where = tempfile.gettempdir()
                 process = subprocess.Popen(
                     command,
@@ -343,5 +345,6 @@ class _Result(unittest.TestResult):
 if __name__ == "__main__":
     _job = json.loads(sys.argv[1])
     del sys.path[0]
-    _spawn_from_server()
+    if not _job.pop("imports"):
+        _spawn_from_server()
     perform(sys.modules["__main__"], _job, _job.pop("pipe"))
