@@ -1,5 +1,6 @@
 """tools/demo, as a newcomer runs it."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -53,7 +54,9 @@ def test_answers_are_right_and_the_log_shows_the_plugin(marked: dict[str, str]) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_no_process(marked: dict[str, str], number: signal.Signals) -> None:
-    with subprocess.Popen(DEMO, env=marked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+    # where a shell has started the tests in the background, they ignore SIGINT, and so would their children
+    taken = {"preexec_fn": functools.partial(signal.signal, number, signal.SIG_DFL)}
+    with subprocess.Popen(DEMO, env=marked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **taken) as demo:
         mark = f"DEMO_TEST={marked['DEMO_TEST']}"
         deadline = time.monotonic() + 120
         while not any("vllm serve" in command or "bin/vllm" in command for command in processes(mark)):

@@ -28,7 +28,7 @@ def declare(function, target, scope, fingerprint):
 
 """
 TARGETS = {
-    "arguments": ("vllm.engine.arg_utils:EngineArgs.create_engine_config", "platform"),
+    "arguments": ("vllm.engine.arg_utils:EngineArgs.create_model_config", "platform"),
     "start": ("vllm.v1.engine.core:EngineCoreProc.run_engine_core", "engine"),
     "init": ("vllm.v1.engine.core:EngineCoreProc.__init__", "engine"),
     "handshake": ("vllm.v1.engine.core:EngineCoreProc._perform_handshakes", "engine"),
