@@ -83,7 +83,7 @@ def events(trace: Path) -> list[dict]:
     """
     lines = trace.read_text().strip().removesuffix(",")
     try:
-        found = json.loads(("" if lines.startswith("[") else "[") + lines + ("" if lines.endswith("]") else "]"))
+        found = json.loads(lines + ("" if lines.endswith("]") else "]"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{trace} is no trace of the emulator: {error}") from None
     return [event for event in found if event.get("ph") == "X"]

@@ -42,7 +42,9 @@ Trace* trace() {
   static Trace* const instance = [] {
     const char* path = std::getenv("ASCEND_EMULATOR_TRACE");
     if (!path || !*path) return static_cast<Trace*>(nullptr);
-    const int file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    const int made_now = open(path, O_WRONLY | O_APPEND | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (made_now >= 0 && write(made_now, "[\n", 2) != 2) fprintf(stderr, "ascend-emulator: cannot write the trace to %s\n", path);
+    const int file = made_now >= 0 ? made_now : open(path, O_WRONLY | O_APPEND | O_CLOEXEC);
     if (file < 0) {
       fprintf(stderr, "ascend-emulator: cannot write the trace to %s\n", path);
       return static_cast<Trace*>(nullptr);
