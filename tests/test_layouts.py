@@ -13,12 +13,14 @@ import layout_check as layouts
 import npus
 import pytest
 
+LAYOUTS = layouts.OF_EXPERTS | layouts.OF_ONE_KEY_HEAD
 PROGRAM = Path(__file__).with_name("layout_cases.py")
 # name: (model, dtype, layout, what it is served by). float32 shows any error of routing; MC2 takes half types alone.
 CASES = {
     "dense TP2": ("adder", "bfloat16", "TP2", "FusedAttentionImpl"),
     "dense PP2": ("adder", "bfloat16", "PP2", "FusedAttentionImpl"),
     "shared experts, groups, TP2": ("glm4-moe", "float32", "TP2", "NPUFusedMoEMethod"),
+    "dense TP2 DCP2": ("one-key-head", "bfloat16", "TP2 DCP2", "FusedAttentionImpl"),
     "DP2 EP2 by alltoall": ("qwen3-moe", "float32", "DP2 EP2 alltoall", "alltoall"),
     "DP2 EP2 by mc2": ("mixtral", "bfloat16", "DP2 EP2", "mc2"),
 }
@@ -33,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def served(models: dict[str, Path]) -> dict[str, Any]:
     cases = [
-        layouts.case(name, models[model], layouts.OF_EXPERTS[layout], dtype=dtype)
+        layouts.case(name, models[model], LAYOUTS[layout], dtype=dtype)
         for name, (model, dtype, layout, _) in CASES.items()
     ]
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")

@@ -40,6 +40,12 @@ OF_EXPERTS: dict[str, dict[str, Any]] = (
         for way in ("allgather", "alltoall", "mc2")
     }
 )
+DCP = {"decode_context_parallel_size": 2}
+OF_ONE_KEY_HEAD: dict[str, dict[str, Any]] = LAYOUTS | {
+    "TP2 DCP2": {TP: 2} | DCP,
+    "TP2 DCP2, 4 tokens in turn": {TP: 2, "cp_kv_cache_interleave_size": 4} | DCP,
+    "TP2 DCP2 PP2": {TP: 2, PP: 2} | DCP,
+}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2, "hidden_size": 128}
 COMMON = ATTENTION | {
     "vocab_size": 512,
@@ -49,6 +55,7 @@ COMMON = ATTENTION | {
     "eos_token_id": 1,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one-key-head": ("Qwen3", {"intermediate_size": 256, "num_key_value_heads": 1}),
     "mixtral": ("Mixtral", {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -79,7 +86,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Small models of experts with random weights: the family in Hugging Face, and its configuration besides COMMON."""
+"""Small models with random weights, of experts but for the first: the family in Hugging Face, and its configuration besides COMMON."""
 
 
 def make(name: str, directory: Path) -> Path:
@@ -91,7 +98,7 @@ def make(name: str, directory: Path) -> Path:
     if not path.exists():
         family, special = MODELS[name]
         torch.manual_seed(0)
-        model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**COMMON, **special))
+        model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**(COMMON | special)))
         for buffer_name, buffer in model.named_buffers():
             if "e_score_correction_bias" in buffer_name:
                 buffer.copy_(torch.randn_like(buffer) * 0.05)
@@ -154,14 +161,15 @@ def compare(model: Path, dtype: str, served: list[list[dict[str, Any]]]) -> tupl
 def main() -> None:
     """See tools/layouts."""
     parser = argparse.ArgumentParser(prog="tools/layouts", description=__doc__)
-    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of: {', '.join(OF_EXPERTS)} (default: all of the model)")
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help="default: all of the model")
     parser.add_argument("--model", choices=["adder", *MODELS], action="append", help="default: adder, which is dense")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--launcher", choices=["mp", "external"], action="append", help="default: both")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")
     options = parser.parse_args()
-    if unknown := set(options.layouts) - set(OF_EXPERTS):
-        parser.error(f"no layout {', '.join(sorted(unknown))}; there are {', '.join(OF_EXPERTS)}")
+    every = OF_EXPERTS | OF_ONE_KEY_HEAD
+    if unknown := set(options.layouts) - set(every):
+        parser.error(f"no layout {', '.join(sorted(unknown))}; there are {'; '.join(every)}")
     activate()  # for transformers, which loads torch_npu, and so that the NPUs of npus.run are emulated
     columns = [
         "model",
@@ -180,8 +188,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name in options.model or ["adder"]:
             model = ADDER if name == "adder" else make(name, Path(directory))
-            known = LAYOUTS if name == "adder" else OF_EXPERTS
-            for layout in options.layouts or known:
+            known = {"adder": LAYOUTS, "one-key-head": OF_ONE_KEY_HEAD}.get(name, OF_EXPERTS)
+            taken = [layout for layout in known if options.dtype != "float32" or "mc2" not in layout]  # which takes half types alone
+            for layout in options.layouts or taken:
                 for launcher in options.launcher or ["mp", "external"]:
                     wrong += _run(model, options.dtype, layout, known[layout], launcher == "mp", options.timeout)
     sys.exit(1 if wrong else 0)

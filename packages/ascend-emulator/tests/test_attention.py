@@ -109,6 +109,17 @@ def test_pages(layout, batch, heads, dtype):
     torch.testing.assert_close(lse.squeeze(-1).cpu().double(), torch.cat([s for _, s in wanted]), atol=2e-3, rtol=2e-3)
 
 
+def test_pages_of_a_request_that_has_nothing_in_them():
+    query, pages_of = torch.randn(3, 4, 64).half(), torch.randn(2, 128, 128).half()
+    options = {"block_table": torch.zeros(2, 1, dtype=torch.int32).npu(), "block_size": 128, "softmax_lse_flag": True}
+    options |= {"actual_seq_lengths": [2, 3], "actual_seq_lengths_kv": [0, 5], "input_layout": "TND"}
+    out, lse = fused(query, pages_of, pages_of, heads=(4, 2), scale=0.1, **options)
+    assert not out[:2].any()
+    assert (lse[:2] == torch.inf).all()
+    keys = pages_of[0, :5].unflatten(1, (2, 64))
+    close(out[2:], reference(query[2:], keys, keys, 0.1, torch.zeros(1, 5, dtype=torch.bool))[0])
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 512])
 def test_block_sizes_and_head_sizes(block_size):
     for size in (16, 128):

@@ -9,8 +9,9 @@ from ascend_platform.kernels import compute_slot_mapping
 
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize(("ranks", "rank", "interleave"), [(1, 0, 1), (2, 0, 1), (3, 2, 1), (2, 1, 8)])
 @pytest.mark.parametrize("seed", range(4))
-def test_each_token_gets_its_place_in_its_request_s_block(decode, block_size, seed):
+def test_each_token_gets_its_place_in_its_request_s_block(decode, block_size, ranks, rank, interleave, seed):
     rng = random.Random(seed)
     requests = rng.randint(1, 6)
     lengths = [1 if decode else rng.randint(1, 300) for _ in range(requests)]
@@ -30,17 +31,16 @@ def test_each_token_gets_its_place_in_its_request_s_block(decode, block_size, se
         width,
         slots,
         block_size,
-        1,
-        0,
-        1,
+        ranks,
+        rank,
+        interleave,
         -1,
         1024,
     )
-    expected = [table[o][p // block_size] * block_size + p % block_size for o, p in zip(owners, positions, strict=True)]
+    turn = [place for place in range(max(positions) + 1) if place // interleave % ranks == rank]  # a request's tokens that are here
+    at = {place: number for number, place in enumerate(turn)}
+    expected = [
+        table[o][at[p] // block_size] * block_size + at[p] % block_size if p in at else -1
+        for o, p in zip(owners, positions, strict=True)
+    ]
     assert slots.tolist() == expected + [-1] * (2048 - len(positions))
-
-
-def test_context_parallelism_is_refused():
-    empty = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="context parallelism"):
-        compute_slot_mapping(1, 1, empty, empty, empty, 1, empty, 16, 2, 0, 1, -1, 1024)

@@ -89,7 +89,6 @@ def test_asking_for_graphs_is_answered(model, lines):
         ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
         ({"kv_cache_dtype": "float16"}, "a KV cache of float16"),  # the model is bfloat16
         ({"cpu_offload_gb": 1}, "weight offloading"),
-        ({"tensor_parallel_size": 4, "decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
     ],
 )

@@ -19,6 +19,9 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from ascend_attention import context
+from ascend_attention.context import Spread
+
 TITLE = "the fused attention of ascend-attention"
 BLOCK_SIZE = 128
 """Tokens per page: what the kernel takes for prefill and decode alike, and the size its documentation recommends."""
@@ -59,6 +62,7 @@ class FusedAttentionMetadata(AttentionMetadata):
     slot_mapping: int64 ``[tokens]``, each new token's place in the cache.
     mask: int8 ``[2048, 2048]``, 1 above the diagonal.
     log_sums: float32 ``[1]``, what the kernel wants for the second output that we do not ask for.
+    spread: under decode context parallelism, this rank's part.
     """
 
     query_ends: list[int]
@@ -67,6 +71,7 @@ class FusedAttentionMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     mask: torch.Tensor
     log_sums: torch.Tensor
+    spread: Spread | None = None
 
 
 class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetadata]):
@@ -75,6 +80,8 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         ones = torch.ones(CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE, dtype=torch.int8)
         self.mask = ones.triu_(1).to(device)
         self.log_sums = torch.empty(1, dtype=torch.float32, device=device)
+        parallel = vllm_config.parallel_config
+        self.interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -82,13 +89,15 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         """Lay out one step, on the host, without waiting for the device."""
         common, kv_lens = common_attn_metadata, extension.host_lengths(common_attn_metadata, TITLE)
         query_ends = common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist()
+        slots = common.slot_mapping[: query_ends[-1]]
         return FusedAttentionMetadata(
             query_ends=query_ends,
             kv_lens=kv_lens,
             block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping[: query_ends[-1]],
+            slot_mapping=slots,
             mask=self.mask,
             log_sums=self.log_sums,
+            spread=context.spread(query_ends, kv_lens, slots, self.interleave) if self.interleave else None,
         )
 
 
@@ -96,6 +105,8 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
     """The computation, by the kernel; the constructor is ``extension.DenseImpl``'s."""
 
     title = TITLE
+    can_return_lse_for_decode = True
+    supports_dcp = True
 
     def forward(
         self,
@@ -123,14 +134,16 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
         tokens = meta.query_ends[-1]
         if self.writes_cache:
             # vLLM cuts value out of the joint projection of query, key and value; the kernel wants it contiguous
-            torch_npu.npu_scatter_pa_kv_cache(
-                key[:tokens].contiguous(),
-                value[:tokens].contiguous(),
-                keys,
-                values,
-                meta.slot_mapping,
-                cache_mode="Norm",
-            )
+            kept, slots = slice(tokens), meta.slot_mapping
+            if meta.spread:
+                kept, slots = meta.spread.mine, meta.spread.slots
+            if len(slots):
+                new = key[kept].contiguous(), value[kept].contiguous()
+                torch_npu.npu_scatter_pa_kv_cache(*new, keys, values, slots, cache_mode="Norm")
+        if meta.spread:
+            heads = {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}
+            context.attend(query[:tokens], key[:tokens], value[:tokens], kv_cache, meta, heads, output[:tokens])
+            return output
         torch_npu.npu_fused_infer_attention_score.out(
             query[:tokens].contiguous(),
             keys.view(*keys.shape[:2], -1),

@@ -70,6 +70,7 @@ class DenseImpl:
             "a sliding window": sliding_window,
             "a logits soft cap": logits_soft_cap,
             f"{attn_type} attention": attn_type != "decoder",
+            "decode context parallelism": getattr(self, "dcp_world_size", 1) > 1 and not getattr(self, "supports_dcp", False),
             **{name: value is not None for name, value in extra.items()},
         }
         if refused := [name for name, value in asked.items() if value]:

@@ -37,11 +37,13 @@ def compute_slot_mapping(
         block_table: int32 ``[max_requests, block_table_stride]``, each request's blocks.
         slot_mapping: int64 ``[max_num_tokens]``, written.
 
-    Raises:
-        NotImplementedError: context parallelism, where a rank holds only some of a request's tokens.
+    Under context parallelism a rank has the tokens whose turn it is, CP_KV_CACHE_INTERLEAVE_SIZE at a time, one after another in
+    blocks that hold as many of its own; other ranks' get PAD_ID.
     """
-    if TOTAL_CP_WORLD_SIZE != 1:
-        raise NotImplementedError("context parallelism is not supported by this version of ascend-platform")
+    if TOTAL_CP_WORLD_SIZE > 1:
+        turns = positions // CP_KV_CACHE_INTERLEAVE_SIZE
+        others = turns % TOTAL_CP_WORLD_SIZE != TOTAL_CP_RANK
+        positions = turns // TOTAL_CP_WORLD_SIZE * CP_KV_CACHE_INTERLEAVE_SIZE + positions % CP_KV_CACHE_INTERLEAVE_SIZE
     requests = query_start_loc.shape[0] - 1
     blocks = positions // KV_CACHE_BLOCK_SIZE
     if num_tokens == requests:  # one token each (vLLM schedules no empty request): the decode step
@@ -52,6 +54,8 @@ def compute_slot_mapping(
         numbers = block_table.view(-1).index_select(0, torch.add(blocks, owners, alpha=block_table_stride))
     # block * size + position % size, written as position + (block - position // size) * size
     torch.add(positions, numbers - blocks, alpha=KV_CACHE_BLOCK_SIZE, out=slot_mapping[:num_tokens])
+    if TOTAL_CP_WORLD_SIZE > 1:
+        slot_mapping[:num_tokens].masked_fill_(others, PAD_ID)
     slot_mapping[num_tokens:].fill_(PAD_ID)
 
 

@@ -147,7 +147,7 @@ int64_t length_of(const Tensor& x, const std::string& layout) {
 
 Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t length, int64_t groups, int64_t block_size) {
   const auto* row = table.const_data_ptr<int32_t>() + request * table.size(1);
-  const int64_t count = (length + block_size - 1) / block_size;
+  const int64_t count = std::max<int64_t>(1, (length + block_size - 1) / block_size);  // none of the first page, where there is nothing
   std::vector<Tensor> parts;
   for (int64_t i = 0; i < count; ++i) {
     check(row[i] >= 0 && row[i] < cache.size(0), kOpParam, "block_table names block ", row[i], " of ", cache.size(0));
