@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Small models with random weights, of experts but for the first: the family in Hugging Face, and its configuration besides COMMON."""
+"""Small models with random weights: the family in Hugging Face, and its configuration besides COMMON."""
 
 
 def make(name: str, directory: Path) -> Path:
@@ -189,7 +189,8 @@ def main() -> None:
         for name in options.model or ["adder"]:
             model = ADDER if name == "adder" else make(name, Path(directory))
             known = {"adder": LAYOUTS, "one-key-head": OF_ONE_KEY_HEAD}.get(name, OF_EXPERTS)
-            taken = [layout for layout in known if options.dtype != "float32" or "mc2" not in layout]  # which takes half types alone
+            half = options.dtype != "float32"  # all that mc2 takes
+            taken = [layout for layout in known if half or "mc2" not in layout]
             for layout in options.layouts or taken:
                 for launcher in options.launcher or ["mp", "external"]:
                     wrong += _run(model, options.dtype, layout, known[layout], launcher == "mp", options.timeout)

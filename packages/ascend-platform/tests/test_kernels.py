@@ -37,7 +37,7 @@ def test_each_token_gets_its_place_in_its_request_s_block(decode, block_size, ra
         -1,
         1024,
     )
-    turn = [place for place in range(max(positions) + 1) if place // interleave % ranks == rank]  # a request's tokens that are here
+    turn = [place for place in range(max(positions) + 1) if place // interleave % ranks == rank]  # what is here
     at = {place: number for number, place in enumerate(turn)}
     expected = [
         table[o][at[p] // block_size] * block_size + at[p] % block_size if p in at else -1

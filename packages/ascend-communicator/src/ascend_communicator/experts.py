@@ -85,9 +85,8 @@ def way(asked: str, chip: str, sizes: list[int], experts: int, choices: int, hid
             f"ascend.communicator.all2all is mc2, which cannot serve: {obstacle}; set auto or {' or '.join(WAYS[:2])}"
         )
     limits = limits_of(chip)
-    if asked in ("auto", "mc2") and limits and not obstacle:
-        if min(sizes) >= 1 and max(sizes) <= limits.tokens:
-            return "mc2"
+    if asked in ("auto", "mc2") and limits and not obstacle and min(sizes) >= 1 and max(sizes) <= limits.tokens:
+        return "mc2"
     if asked == "auto":
         exchangeable = limits is not None and experts % ranks == 0
         return "alltoall" if exchangeable and choices < ranks else "allgather"
