@@ -71,6 +71,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": (
         "Glm4Moe",
         {
+            "num_hidden_layers": 4,  # each stage of a pipeline has to have experts (vllm/model_executor/models/glm4_moe.py)
             "intermediate_size": 128,
             "moe_intermediate_size": 64,
             "n_routed_experts": 16,

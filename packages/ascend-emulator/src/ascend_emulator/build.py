@@ -37,6 +37,7 @@ SONAMES = (
     "libopapi.so",
     "libatb.so",  # what libop_plugin_atb.so links against, loaded with the first of its operators
     "libnnopbase.so",  # where it looks for aclDestroyAclOpExecutor
+    "libmsprofiler.so",  # with the first profiler
     "libascend_hal.so",  # the driver, which its Python asks for the number of NPUs
 )
 FLAGS = (

@@ -351,6 +351,8 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         "encoder-cache connectors": vllm_config.ec_transfer_config,
         "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "elastic expert parallelism": parallel.enable_elastic_ep,
+        "fault tolerance by instruction (--enable-fault-tolerance)": parallel.enable_fault_tolerance,
         "dual batch overlap": parallel.use_ubatching,
         "batch invariance": envs.VLLM_BATCH_INVARIANT,
         "a sliding window (--disable-sliding-window serves the model up to its window)": cache.sliding_window,

@@ -20,6 +20,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from ascend_platform import compat, watch
 from ascend_platform.model_runner import NPUModelRunner
 from ascend_platform.platform import announce
+from ascend_platform.profiler import NPUProfiler
 from ascend_platform.sleep import StorageBackend
 
 
@@ -109,6 +110,23 @@ class NPUWorker(Worker):
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
         return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def checkpoint_prepare(self) -> None:
+        """Refused.
+
+        Raises:
+            NotImplementedError: always; CANN has nothing that takes a process with an open NPU to a file and back.
+        """
+        raise NotImplementedError("a process that has an NPU open cannot be checkpointed; end it and start it again, or let it sleep")
+
+    checkpoint_restore = checkpoint_prepare
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None, **iterations: Any) -> None:
+        """Start or stop torch_npu's profiler (``--profiler-config``); see vLLM's Worker.profile."""
+        configured = self.profiler_config is not None and self.profiler_config.profiler is not None
+        if is_start and configured and self.profiler is None:
+            self.profiler = NPUProfiler(self.profiler_config, f"rank{self.rank}")
+        super().profile(is_start, profile_prefix, **iterations)
 
     def _make_model_runner(self) -> NPUModelRunner:
         return NPUModelRunner(self.vllm_config, self.device)

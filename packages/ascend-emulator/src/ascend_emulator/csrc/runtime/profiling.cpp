@@ -1,6 +1,48 @@
-// Profiling and logging hooks that torch_npu links against. Nothing is recorded yet, so switching a profiler on refuses by name
-// (generated); these are the calls it makes whether or not one is on.
+// Profiling and logging hooks that torch_npu links against or opens by name (libmsprofiler.so). torch_npu's profiler records operators on
+// the host by itself; a device's side would be files that CANN's msprof turns into a timeline, which nobody has here: the emulator's own
+// trace (observe.h) has it instead.
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
 #include "../core/registry.h"
+
+using emu::Error, emu::kInvalidParam, emu::kRepeatInit, emu::nothing;
+
+namespace {
+struct Config {};
+bool initialized = false, started = false;
+
+void known(const void* config) {
+  if (!config) throw Error(kInvalidParam, "profilerConfig is null");
+  if (!initialized) throw Error(kInvalidParam, "aclprofInit did not come before");
+}
+}  // namespace
+
+// CANN's API reference, "Profiling data collection".
+ACL_API(keeps, aclprofInit, (const char* path, size_t length), {
+  if (!path || !length) throw Error(kInvalidParam, "profilerResultPath is empty");
+  if (std::exchange(initialized, true)) throw Error(kRepeatInit, "profiling is initialized already");
+})
+ACL_API(keeps, aclprofFinalize, (), {
+  if (!std::exchange(initialized, false)) throw Error(kInvalidParam, "aclprofInit did not come before");
+})
+ACL_API(keeps, aclprofStart, (const void* config), {
+  known(config);
+  if (std::exchange(started, true)) throw Error(kInvalidParam, "profiling is started already");
+})
+ACL_API(keeps, aclprofStop, (const void* config), {
+  known(config);
+  if (!std::exchange(started, false)) throw Error(kInvalidParam, "aclprofStart did not come before");
+})
+ACL_VALUE(Config*, keeps, aclprofCreateConfig, (uint32_t*, uint32_t, int, const void*, uint64_t), { return new Config; })
+ACL_API(keeps, aclprofDestroyConfig, (const Config* config), {
+  if (!config) throw Error(kInvalidParam, "profilerConfig is null");
+  delete config;
+})
+ACL_API(nothing("what it would set is of the device's side"), aclprofSetConfig, (...), {})
+ACL_API(nothing("there is nothing to get warm"), aclprofWarmup, (...), {})
+ACL_API(nothing("marks are for the device's side"), aclprofMarkEx, (...), {})
 
 #define QUIET(TYPE, NAME, PARAMS) ACL_VALUE(TYPE, nothing("no profile is being recorded"), NAME, PARAMS, { return TYPE(); })
 

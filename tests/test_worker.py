@@ -1,0 +1,46 @@
+"""What vLLM asks of a worker besides steps, through its API: profiles, weights' checksums, sharded state and the rest."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import environment
+import npus
+import pytest
+
+ADDER = environment.ROOT / "tools" / "models" / "adder"
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    program = Path(__file__).with_name("worker_cases.py")
+    done = npus.run(1, sys.executable, str(program), str(ADDER), str(tmp_path_factory.mktemp("worker")), VLLM_PLUGINS="")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (found,) = npus.results(done.stdout)
+    return dict(found)
+
+
+def test_each_session_of_the_profiler_has_a_trace_with_operators_and_steps(result: dict[str, Any]) -> None:
+    first, second = result["profiles"]
+    assert first.startswith("first_") and second.startswith("second_")
+    for names in result["recorded"]:
+        assert any("npu_fused_infer_attention_score" in name for name in names)
+        assert any(name.startswith("execute") for name in names)  # vLLM's annotation of a step
+
+
+def test_weights_come_back_from_the_checkpoint(result: dict[str, Any]) -> None:
+    assert len(result["checksums"]) > 10
+    assert result["checksums reset"] != result["checksums"] == result["checksums reloaded"]
+    assert result["tokens reset"] != result["tokens"] == result["tokens reloaded"]
+
+
+def test_sharded_state_is_what_the_worker_holds(result: dict[str, Any]) -> None:
+    assert len(result["saved"]) > 10
+    assert all(result["saved"].values())
+
+
+def test_other_methods_answer_or_say_why_not(result: dict[str, Any]) -> None:
+    assert result["answers"] == [None] * 4
+    assert "generate" in result["tasks"]
+    assert "Qwen3ForCausalLM" in result["inspection"] or "Llama" in result["inspection"]
+    assert "cannot be checkpointed" in result["checkpoint"]
