@@ -1,0 +1,67 @@
+"""Buffers that a transport can reach: a rank packs into them, and reads into them. The KV cache itself is never registered."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable
+from time import monotonic
+from typing import NamedTuple
+
+import torch
+
+from ascend_kv_connector.transport import Transport
+
+
+def allocate(transport: Transport, size: int, device: torch.device) -> torch.Tensor:
+    """``size`` bytes, uint8, registered: on the device if the transport reaches its memory, else on the host, pinned if it can be."""
+    where = device if transport.on_device else torch.device("cpu")
+    buffer = torch.empty(size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type)
+    transport.register(buffer.data_ptr(), size)
+    return buffer
+
+
+def checksum(data: torch.Tensor) -> int:
+    """CRC-32 of uint8 ``[bytes]``; of device memory by a copy to the host."""
+    return zlib.crc32(memoryview(data.cpu().numpy()))
+
+
+class Slot(NamedTuple):
+    """A buffer that is a reader's, of one request, until ``until``."""
+
+    owner: tuple[str, str]
+    until: float
+
+
+class Slots:
+    """The buffers that a rank sends from: lent to a reader for a while, and taken back when it says so or the while is over."""
+
+    def __init__(self, buffers: list[torch.Tensor], clock: Callable[[], float] = monotonic) -> None:
+        self.buffers = buffers
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._lent: dict[int, Slot] = {}
+
+    def take(self, request: str, reader: str, seconds: float) -> int | None:
+        """The index of a buffer that is now this reader's, or None while all are lent."""
+        with self._lock:
+            now = self._clock()
+            for index in range(len(self.buffers)):
+                if index not in self._lent or self._lent[index].until <= now:
+                    self._lent[index] = Slot((request, reader), now + seconds)
+                    return index
+        return None
+
+    def give_back(self, request: str, reader: str, indices: list[int] | None = None) -> None:
+        """Take back what this reader has of these, or all that it has of the request."""
+        with self._lock:
+            mine = [index for index, slot in self._lent.items() if slot.owner == (request, reader)]
+            for index in mine:
+                if indices is None or index in indices:
+                    del self._lent[index]
+
+    @property
+    def lent(self) -> int:
+        with self._lock:
+            now = self._clock()
+            return sum(slot.until > now for slot in self._lent.values())

@@ -1,0 +1,254 @@
+"""A consumer's rank: threads that fetch requests' tokens from a producer's ranks and put them into the blocks that wait for them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from time import monotonic
+
+import torch
+import zmq
+from msgspec.structs import replace
+
+from ascend_kv_connector import protocol
+from ascend_kv_connector.buffers import allocate, checksum
+from ascend_kv_connector.cache import PagedCache, Share, plan
+from ascend_kv_connector.config import Options
+from ascend_kv_connector.control import Caller
+from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.protocol import Cache, Chunk, Fetch, Hello, Release
+from ascend_kv_connector.transfers import ClosedError, Done, Failed, Source, Transfer
+from ascend_kv_connector.transport import Transport
+
+REST = 60.0
+"""Seconds that a buffer is left alone after a read into it failed: a transport may still write there."""
+
+STUCK = 16
+"""Threads that may wait for reads that do not return; with more of them no transfer is taken any more."""
+
+
+class Consumer:
+    """One rank, number ``rank`` of ``ranks`` of its instance.
+
+    ``queue()`` is entered around all work on the device, in the fetching threads; at its end that work is done.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        transport: Transport,
+        options: Options,
+        engine: str,
+        model: str,
+        rank: int = 0,
+        ranks: int = 1,
+        device_queue: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        self.cache, self.transport, self.options = cache, transport, options
+        self.model, self.rank, self.ranks, self.reader = model, rank, ranks, f"{engine}/{rank}"
+        self.device_queue = device_queue
+        self.context = zmq.Context()
+        self.waiting: queue.SimpleQueue[Transfer | Source | None] = queue.SimpleQueue()
+        self._open: dict[str, Transfer] = {}
+        self._resting: list[tuple[float, torch.Tensor]] = []
+        self._lock = threading.Lock()
+        self._lanes = [Lane(self) for _ in range(options.lanes)]
+        self._stuck: list[Lane] = []
+
+    def start(self, request: str, source: Source, blocks: list[int], start: int, stop: int) -> None:
+        """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`take` tells how it ends."""
+        transfer = Transfer(request, source, blocks, start, stop, self.options.transfer_timeout)
+        self._open[request] = transfer
+        self.waiting.put(transfer)
+
+    def decline(self, source: Source) -> None:
+        """Tell the producer that this request's blocks are not wanted."""
+        self.waiting.put(source)
+
+    def take(self) -> list[Done | Failed]:
+        """The transfers that have ended since the last call, each once. Ends those whose deadline has passed."""
+        now = monotonic()
+        self._stuck = [lane for lane in self._stuck if lane.thread.is_alive()]
+        for transfer in self._open.values():
+            if transfer.deadline <= now and transfer.outcome is None:
+                self._overdue(transfer)
+        ended = {name: transfer.outcome for name, transfer in self._open.items() if transfer.outcome is not None}
+        for name in ended:
+            del self._open[name]
+        return list(ended.values())
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.leave = True
+            self.waiting.put(None)
+        for lane in self._lanes:
+            lane.thread.join(2)
+        self.context.destroy(linger=0)
+
+    def buffer(self) -> torch.Tensor:
+        """A registered buffer: one that has rested, or a new one."""
+        with self._lock:
+            for place, (until, buffer) in enumerate(self._resting):
+                if until <= monotonic():
+                    del self._resting[place]
+                    return buffer
+        return allocate(self.transport, self.options.chunk_bytes, self.cache.device)
+
+    def rest(self, buffer: torch.Tensor) -> None:
+        with self._lock:
+            self._resting.append((monotonic() + REST, buffer))
+
+    def _overdue(self, transfer: Transfer) -> None:
+        error = TransferError("deadline", f"its deadline of {transfer.seconds:g} s has passed")
+        transfer.fail(error, self.transport.name, self.cache.block_size)
+        for place, lane in enumerate(self._lanes):
+            if lane.at_work_on is transfer and len(self._stuck) < STUCK:
+                lane.leave = True
+                self._stuck.append(lane)
+                self._lanes[place] = Lane(self)
+
+
+class Lane:
+    """One thread, its buffer, and its connections to producers' ranks."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._of = consumer
+        self._buffer = consumer.buffer()
+        self._callers: dict[tuple[str, int], Caller] = {}
+        self._caches: dict[tuple[str, int], Cache] = {}
+        self.at_work_on: Transfer | None = None
+        self.leave = False
+        self.thread = threading.Thread(target=self._run, name="kv-lane", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self.leave:
+            work = self._of.waiting.get()
+            if isinstance(work, Transfer):
+                self.at_work_on = work
+                self._serve(work)
+                self.at_work_on = None
+            elif work is not None:
+                self._release(work)
+        self._of.rest(self._buffer)
+        for caller in self._callers.values():
+            caller.close()
+
+    def _serve(self, transfer: Transfer) -> None:
+        transport, block_size = self._of.transport.name, self._of.cache.block_size
+        try:
+            self._fetch_all(transfer)
+            transfer.succeed()
+        except ClosedError:
+            pass
+        except TransferError as error:
+            transfer.fail(error, transport, block_size)
+        except Exception as error:
+            transfer.fail(TransferError("internal", f"{type(error).__name__}: {error}"), transport, block_size)
+        self._release(transfer.source)
+        if not isinstance(transfer.outcome, Done):
+            self._forget(transfer.source)
+
+    def _fetch_all(self, transfer: Transfer) -> None:
+        peers = [self._cache_of(transfer, rank) for rank in range(len(transfer.source.ranks))]
+        shares = plan(self._of.cache, peers, self._of.rank)
+        tokens = transfer.stop - transfer.start
+        transfer.total = sum(tokens * self._of.cache.token_bytes(share.local, share.heads.count) for share in shares)
+        transfer.landed = {place: transfer.start for place in range(len(shares))}
+        for place, share in enumerate(shares):
+            self._fetch_share(transfer, place, share, peers[share.rank])
+
+    def _fetch_share(self, transfer: Transfer, place: int, share: Share, peer: Cache) -> None:
+        """All tokens of one rank's share, the next piece asked for while one is read."""
+        consumer, caller = self._of, self._caller(transfer.source.ranks[share.rank])
+        transfer.peer = caller.peer
+        each = min(peer.chunk_bytes, consumer.options.chunk_bytes) // consumer.cache.token_bytes(share.local, share.heads.count)
+        if not each:
+            raise TransferError("mismatch", "one token is larger than a piece", "raise chunk_mib on both instances")
+        pieces = [
+            Fetch(
+                request=transfer.source.request,
+                reader=consumer.reader,
+                start=first,
+                stop=min(first + each, transfer.stop),
+                regions=share.remote,
+                first_head=share.heads.first,
+                heads=share.heads.count,
+                verify=consumer.options.verify,
+            )
+            for first in range(transfer.start, transfer.stop, each)
+        ]
+        read: list[int] = []
+        asked = monotonic()
+        number = caller.send(pieces[0])
+        for index, piece in enumerate(pieces):
+            transfer.remaining()
+            # asked anew, it names what has been read meanwhile: readers that all keep one buffer would wait for each other
+            chunk = caller.settle(number, replace(piece, read=read), transfer.deadline)
+            if not isinstance(chunk, Chunk):
+                raise TransferError("mismatch", f"{type(chunk).__name__} is no answer to Fetch")
+            until = asked + chunk.seconds
+            if index + 1 < len(pieces):
+                asked = monotonic()
+                number = caller.send(replace(pieces[index + 1], read=read))
+            self._read(transfer, share, piece, chunk, peer.session, until)
+            read = [chunk.slot]
+            transfer.landed[place] = piece.stop
+
+    def _read(self, transfer: Transfer, share: Share, piece: Fetch, chunk: Chunk, session: str, until: float) -> None:
+        consumer, cache = self._of, self._of.cache
+        expected = (piece.stop - piece.start) * cache.token_bytes(share.local, piece.heads)
+        if chunk.size != expected:
+            raise TransferError("mismatch", f"a piece of {chunk.size} bytes came instead of {expected}")
+        try:
+            consumer.transport.read(session, chunk.address, self._buffer.data_ptr(), chunk.size, transfer.remaining())
+        except TransferError:
+            consumer.rest(self._buffer)
+            self._buffer = consumer.buffer()
+            raise
+        if monotonic() >= until:
+            raise TransferError("lease", f"a piece took longer than the {chunk.seconds:g} s for which it was kept")
+        data = self._buffer[: chunk.size]
+        if piece.verify and checksum(data) != chunk.checksum:
+            raise TransferError("verify", f"{chunk.size} bytes came with another checksum than they were sent with")
+        with transfer.landing(), consumer.device_queue():
+            rows = cache.rows(transfer.blocks, piece.start - transfer.start, piece.stop - transfer.start)
+            cache.unpack(rows, share.local, share.heads, data)
+        transfer.size += chunk.size
+
+    def _cache_of(self, transfer: Transfer, rank: int) -> Cache:
+        """What a rank of the producer holds, asked once."""
+        transfer.remaining()
+        place = transfer.source.ranks[rank]
+        transfer.peer = f"{place[0]}:{place[1]}"
+        known = self._caches.get(place)
+        if known is None or known.engine != transfer.source.engine:
+            answer = self._caller(place).ask(Hello(protocol.VERSION, transfer.source.engine), transfer.deadline)
+            if not isinstance(answer, Cache):
+                raise TransferError("mismatch", f"{type(answer).__name__} is no answer to Hello")
+            if answer.model != self._of.model or answer.transport != self._of.transport.name:
+                raise TransferError(
+                    "mismatch",
+                    f"it serves {answer.model} by {answer.transport}, this instance {self._of.model} by {self._of.transport.name}",
+                )
+            known = self._caches[place] = answer
+        return known
+
+    def _caller(self, place: tuple[str, int]) -> Caller:
+        if place not in self._callers:
+            self._callers[place] = Caller(self._of.context, *place, self._of.options.answer_timeout)
+        return self._callers[place]
+
+    def _forget(self, source: Source) -> None:
+        """Drop the connections to a producer and what is known of it: it may be another one by the next time."""
+        for place in source.ranks:
+            self._caches.pop(place, None)
+            if caller := self._callers.pop(place, None):
+                caller.close()
+
+    def _release(self, source: Source) -> None:
+        """Tell all ranks of the producer, and wait for none: one that does not hear it keeps the blocks until their lease ends."""
+        for place in source.ranks:
+            self._caller(place).send(Release(source.request, self._of.reader, self._of.ranks))

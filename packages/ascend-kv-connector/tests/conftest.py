@@ -1,0 +1,153 @@
+"""Two instances of made-up caches that reach each other by the in-memory transport; no NPU and no engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from time import monotonic, sleep
+
+import pytest
+import torch
+from ascend_kv_connector.cache import PagedCache, heads_of
+from ascend_kv_connector.config import Options
+from ascend_kv_connector.consumer import Consumer
+from ascend_kv_connector.memory import Faults, MemoryNetwork
+from ascend_kv_connector.producer import Producer
+from ascend_kv_connector.transfers import Done, Failed, Source
+
+TOTAL_HEADS, SIZES = 4, {"key": 6, "value": 4}
+
+
+def value(request: str, layer: int, part: str, token: int, head: int) -> int:
+    """What stands in the cache of a request: a number that tells all of it apart."""
+    return random.Random(f"{request} {layer} {part} {token} {head}").randrange(1, 1 << 15)
+
+
+class Instance:
+    """The ranks of one instance: caches ``[blocks, block_size, heads, size]`` of int16, for each rank its layers and heads."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        name: str,
+        tp: int = 1,
+        pp: int = 1,
+        block_size: int = 4,
+        blocks: int = 64,
+        layers: int = 2,
+        total_heads: int = TOTAL_HEADS,
+        dtype: torch.dtype = torch.int16,
+        **options: object,
+    ) -> None:
+        self.name, self.block_size, self.total_heads, self.layers = name, block_size, total_heads, layers
+        given = {"transfer_timeout": 5.0, "answer_timeout": 2.0, "lease": 5.0} | options
+        chunk_bytes = given.pop("chunk_bytes", 512)
+        self.options = type("SmallOptions", (Options,), {"chunk_bytes": chunk_bytes})(**given)
+        self.network = network
+        self.caches: list[PagedCache] = []
+        self.free = list(range(blocks))
+        random.Random(name).shuffle(self.free)
+        for stage in range(pp):
+            for rank in range(tp):
+                heads = heads_of(rank, tp, total_heads)
+                own = range(stage * layers // pp, (stage + 1) * layers // pp)
+                regions = [
+                    (f"layers.{layer}", part, torch.full((blocks, block_size, heads.count, size), -1).to(dtype))
+                    for layer in own
+                    for part, size in SIZES.items()
+                ]
+                self.caches.append(PagedCache(regions, heads, total_heads))
+        self.producers: list[Producer] = []
+        self.consumers: list[Consumer] = []
+
+    def produce(self, model: str = "m") -> Instance:
+        self.producers = [
+            Producer(cache, self.network.end(), self.options, self.name, model, "127.0.0.1") for cache in self.caches
+        ]
+        self.freed: list[set[str]] = [set() for _ in self.producers]
+        return self
+
+    def consume(self, model: str = "m") -> Instance:
+        count = len(self.caches)
+        self.consumers = [
+            Consumer(cache, self.network.end(), self.options, self.name, model, rank, count)
+            for rank, cache in enumerate(self.caches)
+        ]
+        return self
+
+    def take(self, tokens: int) -> list[int]:
+        count = -(-tokens // self.block_size)
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def places(self, request: str, blocks: list[int], start: int, stop: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Each head's row of each token in the caches, and what belongs there; ``blocks`` begin with token ``start``."""
+        for cache in self.caches:
+            for region, tensor in zip(cache.regions, cache.caches, strict=True):
+                for token in range(start, stop):
+                    row = tensor[blocks[(token - start) // self.block_size], (token - start) % self.block_size]
+                    for head in range(cache.heads.count):
+                        layer = int(region.layer.split(".")[1])
+                        yield row[head], value(request, layer, region.part, token, cache.heads.first + head)
+
+    def fill(self, request: str, tokens: int, seconds: float | None = None) -> tuple[Source, list[int]]:
+        """Compute a prompt and keep its blocks for readers."""
+        blocks = self.take(tokens)
+        for row, expected in self.places(request, blocks, 0, tokens):
+            row.fill_(expected)
+        for producer in self.producers:
+            producer.leases.grant(request, blocks, tokens, self.options.lease if seconds is None else seconds)
+        return self.source(request), blocks
+
+    def source(self, request: str) -> Source:
+        ranks = tuple((producer.server.host, producer.server.port) for producer in self.producers)
+        return Source(self.name, request, ranks)
+
+    def holds(self, request: str, blocks: list[int], start: int, stop: int) -> bool:
+        return all(bool((row == expected).all()) for row, expected in self.places(request, blocks, start, stop))
+
+    def wait(self, requests: int = 1, seconds: float = 20.0) -> list[list[Done | Failed]]:
+        """What each rank says of so many requests."""
+        ended: list[list[Done | Failed]] = [[] for _ in self.consumers]
+        until = monotonic() + seconds
+        while any(len(each) < requests for each in ended):
+            assert monotonic() < until, f"still open after {seconds} s: {ended}"
+            for rank, consumer in enumerate(self.consumers):
+                ended[rank] += consumer.take()
+            sleep(0.002)
+        return ended
+
+    def all_free(self, request: str, seconds: float = 5.0) -> bool:
+        """Whether all producers' ranks say in time that the request's blocks are free."""
+        until = monotonic() + seconds
+        while not all(request in freed for freed in self.freed) and monotonic() < until:
+            for freed, producer in zip(self.freed, self.producers, strict=True):
+                freed.update(producer.leases.ended())
+            sleep(0.002)
+        return all(request in freed for freed in self.freed)
+
+    def close(self) -> None:
+        for consumer in self.consumers:
+            consumer.close()
+        for producer in self.producers:
+            producer.close()
+
+
+@pytest.fixture
+def network() -> MemoryNetwork:
+    return MemoryNetwork(Faults())
+
+
+@pytest.fixture
+def instances(network: MemoryNetwork) -> Iterator[type]:
+    """A function that makes an instance in the network; all are closed at the end."""
+    made: list[Instance] = []
+
+    def make(name: str, **shape: object) -> Instance:
+        made.append(Instance(network, name, **shape))
+        return made[-1]
+
+    yield make
+    network.faults.hung.set()
+    for instance in made:
+        instance.close()
