@@ -197,6 +197,8 @@ class NPUPlatform(Platform):
             parallel.worker_cls = "ascend_platform.worker.NPUWorker"
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise extension.RefusedError(f"{_serves()} decoder models without {', '.join(refused)}; these come later")
+        if vllm_config.kv_transfer_config is not None:
+            _check_kv_connector(vllm_config)
         _check_devices(parallel)
         if parallel.distributed_executor_backend != "external_launcher":
             _own_sockets()
@@ -323,6 +325,30 @@ def _check_devices(parallel: "ParallelConfig") -> None:
         )
 
 
+def _check_kv_connector(vllm_config: "VllmConfig") -> None:
+    """Refuse KV connectors that do not know how the KV cache lies on an NPU, and what a connector itself cannot serve.
+
+    Raises:
+        RefusedError: which connector was asked for and which there are, or the connector's own reason.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    transfer = cast(Any, vllm_config.kv_transfer_config)
+    name, module = transfer.kv_connector, transfer.kv_connector_module_path
+    if module and module.startswith("vllm_ascend.") and extension.offered(f"kv_connector.{name}"):
+        logger.info("kv_connector_module_path %s is left out: ascend-kv-connector has a connector of that name", module)
+        transfer.kv_connector_module_path = None
+    elif not module and name and not extension.offered(f"kv_connector.{name}"):
+        known = [slot.removeprefix("kv_connector.") for slot in extension._offers if slot.startswith("kv_connector.")]
+        do = f"use {' or '.join(known)}" if known else "install it, and let VLLM_PLUGINS name ascend_kv_connector"
+        raise extension.RefusedError(
+            f"KV connector {name} is not for Ascend NPUs; ascend-kv-connector, which has some, is "
+            f"{extension.state('ascend-kv-connector')}; {do}"
+        )
+    if name and (check := getattr(KVConnectorFactory.get_connector_class(transfer), "check_config", None)):
+        check(vllm_config)
+
+
 def _find_numa_nodes(parallel: "ParallelConfig") -> None:
     """For --numa-bind: the NUMA node of each NPU, which vLLM asks of CUDA's platform alone; no binding where it is not known."""
     nodes, obstacle = machine.numa_nodes()
@@ -347,7 +373,6 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
     features = {
         "LoRA": vllm_config.lora_config,
         "speculative decoding": vllm_config.speculative_config,
-        "KV connectors": vllm_config.kv_transfer_config,
         "encoder-cache connectors": vllm_config.ec_transfer_config,
         "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,

@@ -1,0 +1,134 @@
+"""The connector's part in a worker: the rank as producer, as consumer or as both, on the NPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from ascend_platform import extension
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.utils.network_utils import get_ip
+
+from ascend_kv_connector.cache import PagedCache, heads_of
+from ascend_kv_connector.config import Options
+from ascend_kv_connector.consumer import Consumer
+from ascend_kv_connector.metrics import TransferStats
+from ascend_kv_connector.producer import Producer
+from ascend_kv_connector.scheduler import Endpoint, P2PMetadata
+from ascend_kv_connector.transfers import Done
+from ascend_kv_connector.transport import Transport, make
+
+ANY_PORT = 14579
+"""vLLM's default of ``kv_port``, which says that nobody has chosen one (``vllm/config/kv_transfer.py``)."""
+
+
+class P2PWorker:
+    """See the methods of the same names in ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``."""
+
+    def __init__(self, vllm_config: Any, options: Options, transport: Transport | None = None) -> None:
+        self._config, self._options, self._transport = vllm_config, options, transport
+        self._producer: Producer | None = None
+        self._consumer: Consumer | None = None
+        self._stats = TransferStats()
+        self._not_loaded: set[int] = set()
+        self._written: torch.npu.Event | None = None
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Make the buffers and start to answer, and to ask.
+
+        Raises:
+            RefusedError: the transport cannot serve, or the port is taken.
+        """
+        regions = [(layer, part, cache) for layer, held in kv_caches.items() for part, cache in extension.cache_parts(held).items()]
+        transfer, parallel = self._config.kv_transfer_config, self._config.parallel_config
+        tp, pp = get_tp_group(), get_pp_group()
+        rank, ranks = pp.rank_in_group * tp.world_size + tp.rank_in_group, pp.world_size * tp.world_size
+        total = self._config.model_config.get_total_num_kv_heads()
+        cache = PagedCache(regions, heads_of(tp.rank_in_group, tp.world_size, total), total)
+        host = self._options.host or get_ip()
+        transport = self._transport = self._transport or make(self._options.transport, host, self._options.protocol)
+        about = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id}
+        about["model"] = fingerprint(self._config.model_config)
+        if transfer.is_kv_producer:
+            base = transfer.kv_port + parallel.data_parallel_index * ranks
+            port = 0 if transfer.kv_port == ANY_PORT else base + rank
+            self._producer = Producer(**about, host=host, port=port, queue=self._queue(cache.device))
+        if transfer.is_kv_consumer:
+            self._consumer = Consumer(**about, rank=rank, ranks=ranks, device_queue=self._queue(cache.device))
+
+    def get_handshake_metadata(self) -> Endpoint | None:
+        return Endpoint(self._producer.server.host, self._producer.server.port) if self._producer else None
+
+    def start(self, metadata: P2PMetadata) -> None:
+        """Take this step's orders, once the step's own work is enqueued on the current stream."""
+        if metadata.leases or metadata.loads:
+            self._written = torch.npu.Event()
+            self._written.record()
+        if self._producer:
+            for request, (blocks, tokens) in metadata.leases.items():
+                self._producer.leases.grant(request, blocks, tokens, self._options.lease, self._written.query)
+        if self._consumer:
+            for request, load in metadata.loads.items():
+                self._consumer.start(request, load.source, load.blocks, load.start, load.stop)
+            for source in metadata.declined:
+                self._consumer.decline(source)
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        results = KVConnectorTransferResults()
+        if self._producer:
+            ended = self._producer.leases.ended()
+            results.finished_sending = set(ended)
+            for request, how in ended.items():
+                if "expired" in how:
+                    self._stats.data["expired"] += 1
+                    extension.logger.warning("KV blocks of %s are freed unread: %s", request, how)
+        for outcome in self._consumer.take() if self._consumer else ():
+            self._stats.add(outcome)
+            results.finished_recving.add(outcome.request)
+            if not isinstance(outcome, Done):
+                extension.logger.error("%s", outcome)
+                self._not_loaded.update(outcome.blocks)
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        blocks, self._not_loaded = self._not_loaded, set()
+        return blocks
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, TransferStats()
+        return stats
+
+    def shutdown(self) -> None:
+        for part in (self._producer, self._consumer, self._transport):
+            if part is not None:
+                part.close()
+        self._producer = self._consumer = self._transport = None
+
+    def _queue(self, device: torch.device) -> Callable[[], Any]:
+        """Work on a stream of its own, behind what was enqueued when orders were last taken, and done at the end."""
+        stream = torch.npu.Stream(device)
+
+        @contextmanager
+        def queue() -> Iterator[None]:
+            torch.npu.set_device(device)
+            with torch.npu.stream(stream):
+                if self._written is not None:
+                    stream.wait_event(self._written)
+                yield
+            stream.synchronize()
+
+        return queue
+
+
+def fingerprint(model: Any) -> str:
+    """The architecture and a digest of the model's configuration: instances must agree in it. It does not see the weights."""
+    values = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith(("_", "transformers"))}
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return f"{'+'.join(model.hf_config.architectures or ['?'])}/{digest}"
