@@ -2,7 +2,7 @@
 
     python tests/kv_cases.py '{"model": DIR, "producer": {…}, "consumer": {…}, "requests": 200, …}'
 
-Each instance is an engine in processes of its own. Prints a line `RESULT {json}`: by kind of outcome how many requests ended so, and
+Each instance is an engine in processes of its own. Prints a line `RESULT {json}`: how many requests ended in which way, and
 the tokens that differ from what the second instance computes alone.
 """
 
@@ -20,19 +20,25 @@ READ = {"do_remote_decode": True}
 
 
 def instance(pipe: Connection, model: str, devices: str, role: str, options: dict[str, Any], engine: dict[str, Any]) -> None:
-    """Serve batches that come by the pipe until it is closed: prompts, lengths and kv_transfer_params for each."""
+    """Serve batches that come by the pipe until it says stop: prompts, lengths and kv_transfer_params for each."""
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = devices
     from vllm import LLM, SamplingParams
 
     transfer = {"kv_connector": "AscendP2PConnector", "kv_role": role, **options}
     llm = LLM(
-        model, skip_tokenizer_init=True, max_model_len=1024, seed=0, gpu_memory_utilization=0.3, kv_transfer_config=transfer, **engine
+        model,
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        seed=0,
+        gpu_memory_utilization=0.3,
+        kv_transfer_config=transfer,
+        **engine,
     )
     pipe.send("ready")
     while True:
-        try:
-            batch = pipe.recv()
-        except EOFError:
+        batch = pipe.recv()
+        if batch == "stop":
+            llm.llm_engine.engine_core.shutdown()
             return
         if batch == "reset":
             pipe.send(llm.reset_prefix_cache())
@@ -98,7 +104,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         ended: dict[str, int] = {}
         for _, reason, _ in second:
             ended[str(reason)] = ended.get(str(reason), 0) + 1
-        wrong = [n for n, (one, other) in enumerate(zip(alone, second, strict=True)) if other[1] != "error" and one[0] != other[0]]
+        wrong = [
+            n for n, (one, other) in enumerate(zip(alone, second, strict=True)) if other[1] != "error" and one[0] != other[0]
+        ]
         freed = ask(producer, "reset")
         until = time.monotonic() + 10
         while not freed and time.monotonic() < until:
@@ -114,7 +122,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         }
     finally:
         for pipe in pipes:
-            pipe.close()
+            pipe.send("stop")
         for process in processes:
             process.join(20)
             if process.is_alive():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Iterator
 from time import monotonic, sleep
 
 import pytest
 import torch
-from ascend_kv_connector.cache import PagedCache, heads_of
+from ascend_kv_connector.cache import Heads, PagedCache, heads_of
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.memory import Faults, MemoryNetwork
@@ -18,9 +19,11 @@ from ascend_kv_connector.transfers import Done, Failed, Source
 TOTAL_HEADS, SIZES = 4, {"key": 6, "value": 4}
 
 
-def value(request: str, layer: int, part: str, token: int, head: int) -> int:
-    """What stands in the cache of a request: a number that tells all of it apart."""
-    return random.Random(f"{request} {layer} {part} {token} {head}").randrange(1, 1 << 15)
+def values(request: str, layer: int, part: str, tokens: range, heads: Heads) -> torch.Tensor:
+    """What stands in the cache of a request, ``[tokens, heads]``: numbers that tell all of it apart."""
+    seed = zlib.crc32(f"{request} {layer} {part}".encode()) % 32749
+    token, head = torch.tensor(tokens)[:, None], torch.arange(heads.first, sum(heads))
+    return (seed + 131 * token + 7919 * head) % 32749 + 1
 
 
 class Instance:
@@ -80,21 +83,23 @@ class Instance:
         taken, self.free = self.free[:count], self.free[count:]
         return taken
 
-    def places(self, request: str, blocks: list[int], start: int, stop: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """Each head's row of each token in the caches, and what belongs there; ``blocks`` begin with token ``start``."""
+    def places(
+        self, request: str, blocks: list[int], start: int, stop: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of each region all rows, those of the tokens, and what belongs there; ``blocks`` begin with token ``start``."""
+        tokens = torch.arange(stop - start)
+        rows = torch.tensor(blocks, dtype=torch.int64)[tokens // self.block_size] * self.block_size + tokens % self.block_size
         for cache in self.caches:
             for region, tensor in zip(cache.regions, cache.caches, strict=True):
-                for token in range(start, stop):
-                    row = tensor[blocks[(token - start) // self.block_size], (token - start) % self.block_size]
-                    for head in range(cache.heads.count):
-                        layer = int(region.layer.split(".")[1])
-                        yield row[head], value(request, layer, region.part, token, cache.heads.first + head)
+                layer = int(region.layer.split(".")[1])
+                expected = values(request, layer, region.part, range(start, stop), cache.heads)
+                yield tensor.flatten(0, 1), rows, expected[:, :, None].expand(-1, -1, region.size).to(tensor.dtype)
 
     def fill(self, request: str, tokens: int, seconds: float | None = None) -> tuple[Source, list[int]]:
         """Compute a prompt and keep its blocks for readers."""
         blocks = self.take(tokens)
-        for row, expected in self.places(request, blocks, 0, tokens):
-            row.fill_(expected)
+        for cache, rows, expected in self.places(request, blocks, 0, tokens):
+            cache[rows] = expected
         for producer in self.producers:
             producer.leases.grant(request, blocks, tokens, self.options.lease if seconds is None else seconds)
         return self.source(request), blocks
@@ -104,7 +109,7 @@ class Instance:
         return Source(self.name, request, ranks)
 
     def holds(self, request: str, blocks: list[int], start: int, stop: int) -> bool:
-        return all(bool((row == expected).all()) for row, expected in self.places(request, blocks, start, stop))
+        return all(torch.equal(cache[rows], expected) for cache, rows, expected in self.places(request, blocks, start, stop))
 
     def wait(self, requests: int = 1, seconds: float = 20.0) -> list[list[Done | Failed]]:
         """What each rank says of so many requests."""

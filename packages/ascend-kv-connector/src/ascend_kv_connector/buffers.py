@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import zlib
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from ascend_kv_connector.transport import Transport
 
 
 def allocate(transport: Transport, size: int, device: torch.device) -> torch.Tensor:
-    """``size`` bytes, uint8, registered: on the device if the transport reaches its memory, else on the host, pinned if it can be."""
+    """``size`` bytes, uint8, registered: on the device if the transport reaches its memory, else on the host and pinned."""
     where = device if transport.on_device else torch.device("cpu")
     buffer = torch.empty(size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type)
     transport.register(buffer.data_ptr(), size)
@@ -26,11 +27,12 @@ def checksum(data: torch.Tensor) -> int:
     return zlib.crc32(memoryview(data.cpu().numpy()))
 
 
-class Slot(NamedTuple):
-    """A buffer that is a reader's, of one request, until ``until``."""
+class Loan(NamedTuple):
+    """A buffer that is a reader's, of one request, until ``until``. ``ticket`` tells it from earlier loans of the same buffer."""
 
     owner: tuple[str, str]
     until: float
+    ticket: int
 
 
 class Slots:
@@ -40,28 +42,29 @@ class Slots:
         self.buffers = buffers
         self._clock = clock
         self._lock = threading.Lock()
-        self._lent: dict[int, Slot] = {}
+        self._lent: dict[int, Loan] = {}
+        self._tickets = itertools.count()
 
-    def take(self, request: str, reader: str, seconds: float) -> int | None:
-        """The index of a buffer that is now this reader's, or None while all are lent."""
+    def take(self, request: str, reader: str, seconds: float) -> tuple[int, torch.Tensor] | None:
+        """A ticket and the buffer that is now this reader's, or None while all are lent."""
         with self._lock:
             now = self._clock()
-            for index in range(len(self.buffers)):
+            for index, buffer in enumerate(self.buffers):
                 if index not in self._lent or self._lent[index].until <= now:
-                    self._lent[index] = Slot((request, reader), now + seconds)
-                    return index
+                    loan = self._lent[index] = Loan((request, reader), now + seconds, next(self._tickets))
+                    return loan.ticket, buffer
         return None
 
-    def give_back(self, request: str, reader: str, indices: list[int] | None = None) -> None:
-        """Take back what this reader has of these, or all that it has of the request."""
+    def give_back(self, request: str, reader: str, tickets: list[int] | None = None) -> None:
+        """Take back what this reader has by these tickets, or all that it has of the request."""
         with self._lock:
-            mine = [index for index, slot in self._lent.items() if slot.owner == (request, reader)]
-            for index in mine:
-                if indices is None or index in indices:
+            for index, loan in list(self._lent.items()):
+                if loan.owner == (request, reader) and (tickets is None or loan.ticket in tickets):
                     del self._lent[index]
 
     @property
     def lent(self) -> int:
+        """How many readers have."""
         with self._lock:
             now = self._clock()
-            return sum(slot.until > now for slot in self._lent.values())
+            return sum(loan.until > now for loan in self._lent.values())

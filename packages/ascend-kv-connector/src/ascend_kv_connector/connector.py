@@ -12,10 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from ascend_kv_connector import transport
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.metrics import TransferMetrics, TransferStats
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata, P2PScheduler
-from ascend_kv_connector.transport import TRANSPORTS
 from ascend_kv_connector.worker import P2PWorker
 
 try:
@@ -38,9 +38,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
             RefusedError: what cannot be served, in one line.
         """
         options = Options.take(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        if options.transport not in TRANSPORTS:
-            known = ", ".join(TRANSPORTS)
-            raise extension.RefusedError(f"kv_connector_extra_config.transport is {options.transport!r}; it can be {known}")
+        transport.check(options.transport)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             raise extension.RefusedError("AscendP2PConnector does not serve decode context parallelism; leave one of the two out")
 
@@ -73,9 +71,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, block_ids)
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         (blocks,) = block_ids  # the platform keeps one group
         return self._scheduler.request_finished(request, blocks)
 

@@ -1,4 +1,4 @@
-"""A consumer's rank: threads that fetch requests' tokens from a producer's ranks and put them into the blocks that wait for them."""
+"""A consumer's rank: threads that fetch requests' tokens from a producer's ranks and put them into the blocks that wait."""
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ class Consumer:
     def _overdue(self, transfer: Transfer) -> None:
         error = TransferError("deadline", f"its deadline of {transfer.seconds:g} s has passed")
         transfer.fail(error, self.transport.name, self.cache.block_size)
+        self.decline(transfer.source)  # the thread that works on it may not come back to say so
         for place, lane in enumerate(self._lanes):
             if lane.at_work_on is transfer and len(self._stuck) < STUCK:
                 lane.leave = True
@@ -156,7 +157,7 @@ class Lane:
         shares = plan(self._of.cache, peers, self._of.rank)
         tokens = transfer.stop - transfer.start
         transfer.total = sum(tokens * self._of.cache.token_bytes(share.local, share.heads.count) for share in shares)
-        transfer.landed = {place: transfer.start for place in range(len(shares))}
+        transfer.landed = dict.fromkeys(range(len(shares)), transfer.start)
         for place, share in enumerate(shares):
             self._fetch_share(transfer, place, share, peers[share.rank])
 
@@ -164,7 +165,8 @@ class Lane:
         """All tokens of one rank's share, the next piece asked for while one is read."""
         consumer, caller = self._of, self._caller(transfer.source.ranks[share.rank])
         transfer.peer = caller.peer
-        each = min(peer.chunk_bytes, consumer.options.chunk_bytes) // consumer.cache.token_bytes(share.local, share.heads.count)
+        chunk_bytes = min(peer.chunk_bytes, consumer.options.chunk_bytes)
+        each = chunk_bytes // consumer.cache.token_bytes(share.local, share.heads.count)
         if not each:
             raise TransferError("mismatch", "one token is larger than a piece", "raise chunk_mib on both instances")
         pieces = [
@@ -194,7 +196,7 @@ class Lane:
                 asked = monotonic()
                 number = caller.send(replace(pieces[index + 1], read=read))
             self._read(transfer, share, piece, chunk, peer.session, until)
-            read = [chunk.slot]
+            read = [chunk.ticket]
             transfer.landed[place] = piece.stop
 
     def _read(self, transfer: Transfer, share: Share, piece: Fetch, chunk: Chunk, session: str, until: float) -> None:
@@ -249,6 +251,6 @@ class Lane:
                 caller.close()
 
     def _release(self, source: Source) -> None:
-        """Tell all ranks of the producer, and wait for none: one that does not hear it keeps the blocks until their lease ends."""
+        """Tell all ranks of the producer, and wait for none: one that does not hear it keeps the blocks for the lease."""
         for place in source.ranks:
             self._caller(place).send(Release(source.request, self._of.reader, self._of.ranks))

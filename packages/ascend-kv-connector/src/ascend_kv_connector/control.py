@@ -42,7 +42,8 @@ class ControlServer:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise extension.RefusedError(
-                f"KV connector: cannot listen on {host}:{port} ({error}); give another kv_port, or host in kv_connector_extra_config"
+                f"KV connector: cannot listen on {host}:{port} ({error}); give another kv_port, or another host in "
+                "kv_connector_extra_config"
             ) from None
         self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0").rpartition(":")[2])
         self._stop = threading.Event()

@@ -7,7 +7,7 @@ import itertools
 import random
 import threading
 from dataclasses import dataclass, field
-from time import monotonic, sleep
+from time import sleep
 
 from ascend_kv_connector.errors import TransferError
 
@@ -104,13 +104,3 @@ class MemoryTransport:
 
 def _garble(address: int, size: int) -> None:
     ctypes.memset(address, 0x5A, size)
-
-
-def wait_until(condition: object, seconds: float = 10.0) -> bool:
-    """Whether ``condition()`` becomes true in time."""
-    end = monotonic() + seconds
-    while monotonic() < end:
-        if condition():  # type: ignore[operator]
-            return True
-        sleep(0.002)
-    return False

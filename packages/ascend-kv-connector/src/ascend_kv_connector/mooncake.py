@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 
 from ascend_platform import extension
@@ -17,6 +18,19 @@ GIVES_UP = "MC_TRANSFER_TIMEOUT"
 (Mooncake, ``mooncake-integration/transfer_engine/transfer_engine_py.cpp``)."""
 
 
+def check() -> None:
+    """Look whether Mooncake is installed, without loading it.
+
+    Raises:
+        RefusedError: it is not.
+    """
+    if importlib.util.find_spec("mooncake") is None:
+        raise extension.RefusedError(
+            f"transport mooncake: Mooncake's transfer engine is not installed; run: pip install {WHEELS[0]} "
+            f"(or {WHEELS[1]} where protocol tcp is enough)"
+        )
+
+
 class MooncakeTransport:
     """Reads of a peer's registered memory; see :class:`~ascend_kv_connector.transport.Transport`.
 
@@ -29,21 +43,22 @@ class MooncakeTransport:
         Raises:
             RefusedError: Mooncake is not installed, lacks a library, or does not start.
         """
+        check()
         try:
             engine = importlib.import_module("mooncake.engine")
         except ImportError as error:
-            installed = [wheel for wheel in WHEELS if extension.version(wheel)]
-            what = f"{installed[0]} cannot be loaded ({error})" if installed else "Mooncake's transfer engine is not installed"
-            do = "install that library" if installed else f"run: pip install {WHEELS[0]}"
-            raise extension.RefusedError(f"transport mooncake: {what}; {do}") from None
+            raise extension.RefusedError(
+                f"transport mooncake: Mooncake's transfer engine cannot be loaded ({error}); install that library, on Debian "
+                "libibverbs1, libnuma1 and libcurl4"
+            ) from None
         os.environ.setdefault(GIVES_UP, "30")
         self.name = f"mooncake ({protocol})"
         self.on_device = protocol == "ascend"
         self._engine = engine.TransferEngine()
         if code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
             raise extension.RefusedError(
-                f"transport mooncake: an engine for protocol {protocol} on {host} does not start (code {code}, its lines are above); "
-                f"protocol can be tcp, or ascend with {WHEELS[0]}"
+                f"transport mooncake: an engine for {protocol} on {host} does not start (code {code}); protocol "
+                f"can be tcp, or ascend with {WHEELS[0]}"
             )
         self.session = f"{host}:{self._engine.get_rpc_port()}"
 

@@ -33,7 +33,7 @@ class Producer:
         port: int = 0,
         queue: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        self.cache, self.options, self.leases = cache, options, Leases()
+        self.cache, self.transport, self.options, self.leases = cache, transport, options, Leases()
         self._queue = queue
         self._slots = Slots([allocate(transport, options.chunk_bytes, cache.device) for _ in range(options.slots)])
         self._about = Cache(
@@ -86,17 +86,17 @@ class Producer:
             with self.leases.use(ask.request) as lease:
                 self._check(ask, lease.tokens)
                 seconds = 3 * self.options.answer_timeout
-                slot = self._slots.take(ask.request, ask.reader, seconds)
-                if slot is None:
+                loan = self._slots.take(ask.request, ask.reader, seconds)
+                if loan is None:
                     return Refused("deadline", f"all {len(self._slots.buffers)} buffers there are in use", again=True)
-                buffer = self._slots.buffers[slot]
+                ticket, buffer = loan
                 with self._queue():
                     rows = self.cache.rows(lease.blocks, ask.start, ask.stop)
                     size = self.cache.pack(rows, ask.regions, Heads(ask.first_head, ask.heads), buffer)
         except NotYetError as error:
             return Refused("lease", str(error), again=True)
         crc = checksum(buffer[:size]) if ask.verify else None
-        return Chunk(slot, buffer.data_ptr(), size, seconds, crc)
+        return Chunk(ticket, buffer.data_ptr(), size, seconds, crc)
 
     def _check(self, ask: Fetch, tokens: int) -> None:
         """Refuse what is not in the lease or in the cache, whoever asks."""

@@ -1,7 +1,7 @@
 """What the ranks of two instances say to each other: msgpack over zmq, each message of one of these types, nothing else.
 
-A consumer's rank asks, a producer's rank answers each message with one. Nothing is sent unasked, and no message holds an address of
-a KV cache: a producer packs what it is asked for into a buffer of its own, and tells the buffer's address.
+A consumer's rank asks, a producer's rank answers each message with one. Nothing is sent unasked, and no message holds an address
+of a KV cache: a producer packs what it is asked for into a buffer of its own, and tells the buffer's address.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Cache(Message):
 
 class Fetch(Message):
     """Pack tokens ``start`` to ``stop`` of a request: of each of ``regions`` (indices into Cache's) the heads ``first_head`` to
-    ``first_head + heads``. ``read`` names buffers that the reader is done with. Answered by :class:`Chunk` or :class:`Refused`."""
+    ``first_head + heads``. ``read`` has the tickets of what the reader is done with. Answered by :class:`Chunk` or
+    :class:`Refused`."""
 
     request: str
     reader: str
@@ -68,11 +69,12 @@ class Fetch(Message):
 class Chunk(Message):
     """It is packed: ``[regions][tokens, heads, size]`` without gaps, ``size`` bytes from ``address``.
 
-    The buffer is the reader's for ``seconds`` from when the answer was sent, which is later than when it was asked for: whoever
-    has read all by then, on a clock of its own that began before it asked, has read what was packed.
+    ``ticket`` names this loan of the buffer, and no other one. The buffer is the reader's for ``seconds`` from when the answer
+    was sent, which is later than when it was asked for: whoever has read all by then, on a clock of its own that began before it
+    asked, has read what was packed.
     """
 
-    slot: int
+    ticket: int
     address: int
     size: int
     seconds: float

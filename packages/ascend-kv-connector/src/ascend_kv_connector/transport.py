@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import importlib
+from typing import Any, Protocol
 
 from ascend_platform import extension
 
 TRANSPORTS = {"mooncake": "ascend_kv_connector.mooncake.MooncakeTransport"}
-"""Name, as ``transport`` of the options has it, to the qualified name of the class."""
+"""Name, as ``transport`` of the options has it, to the qualified name of the class; its module has ``check()``."""
 
 
 class Transport(Protocol):
@@ -29,8 +30,8 @@ class Transport(Protocol):
     def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
         """Copy ``size`` bytes from a peer's address to a registered one here; returns when they are there.
 
-        ``seconds`` is for transports that can stop by themselves. One that cannot may return late: the caller does not wait for it,
-        and does not use the bytes.
+        ``seconds`` is for transports that can stop by themselves. One that cannot may return late: the caller does not wait for
+        it, and does not use the bytes.
 
         Raises:
             TransferError: of kind ``transport``; what is at ``local`` is then undefined, and may still change.
@@ -40,13 +41,25 @@ class Transport(Protocol):
         """Let go of everything; no read is under way any more, or can be waited for."""
 
 
+def check(name: str) -> None:
+    """Look whether there is a transport of this name and whether what it needs is installed, without loading it.
+
+    Raises:
+        RefusedError: in one line.
+    """
+    _module(name).check()
+
+
 def make(name: str, host: str, protocol: str) -> Transport:
     """The transport of this name.
 
     Raises:
         RefusedError: there is none, or it cannot serve here.
     """
+    return getattr(_module(name), TRANSPORTS[name].rpartition(".")[2])(host, protocol)
+
+
+def _module(name: str) -> Any:
     if name not in TRANSPORTS:
         raise extension.RefusedError(f"kv_connector_extra_config.transport is {name!r}; it can be {', '.join(TRANSPORTS)}")
-    module, _, cls = TRANSPORTS[name].rpartition(".")
-    return getattr(__import__(module, fromlist=[cls]), cls)(host, protocol)
+    return importlib.import_module(TRANSPORTS[name].rpartition(".")[0])

@@ -44,7 +44,9 @@ class P2PWorker:
         Raises:
             RefusedError: the transport cannot serve, or the port is taken.
         """
-        regions = [(layer, part, cache) for layer, held in kv_caches.items() for part, cache in extension.cache_parts(held).items()]
+        regions = [
+            (layer, part, cache) for layer, held in kv_caches.items() for part, cache in extension.cache_parts(held).items()
+        ]
         transfer, parallel = self._config.kv_transfer_config, self._config.parallel_config
         tp, pp = get_tp_group(), get_pp_group()
         rank, ranks = pp.rank_in_group * tp.world_size + tp.rank_in_group, pp.world_size * tp.world_size

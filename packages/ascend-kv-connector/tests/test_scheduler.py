@@ -1,0 +1,122 @@
+"""The scheduler's part with vLLM's own requests: what is asked of the workers, and what a router is answered."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ascend_kv_connector.connector import AscendP2PConnector
+from ascend_kv_connector.scheduler import Endpoint, Load, P2PScheduler
+from ascend_kv_connector.transfers import Source
+from vllm import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+ANSWER = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "p",
+    "remote_request_id": "far",
+    "remote_host": "10.0.0.1",
+    "remote_port": 7000,
+    "remote_ranks": [["10.0.0.1", 7000], ["10.0.0.2", 7001]],
+    "remote_num_tokens": 21,
+}
+SOURCE = Source("p", "far", (("10.0.0.1", 7000), ("10.0.0.2", 7001)))
+
+
+def request(tokens: int = 21, params: dict[str, Any] | None = None, name: str = "near") -> Request:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params} if params else None)
+    return Request(request_id=name, prompt_token_ids=list(range(tokens)), sampling_params=sampling, pooling_params=None)
+
+
+def scheduler(produces: bool = True, consumes: bool = True) -> P2PScheduler:
+    made = P2PScheduler("d", produces, consumes)
+    made.block_size = 4
+    made.take_endpoints({(1, 0): Endpoint("h", 3), (0, 1): Endpoint("h", 2), (0, 0): Endpoint("h", 1)})
+    return made
+
+
+def blocks(*ids: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+
+
+def test_prompt_that_is_elsewhere_is_loaded_behind_the_local_prefix() -> None:
+    made, near = scheduler(), request(params=dict(ANSWER))
+    assert made.get_num_new_matched_tokens(near, 8) == (13, True)
+    assert made.get_num_new_matched_tokens(near, 8) == (13, True)
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 13)
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 0)  # vLLM calls it again when all is there
+    meta = made.build_connector_meta()
+    assert meta.loads == {"near": Load(SOURCE, [52, 53, 54, 55], 8, 21)}
+    assert meta.declined == []
+    assert made.build_connector_meta().loads == {}
+    assert made.get_num_new_matched_tokens(near, 0) == (0, False)  # after a preemption
+    assert made.request_finished(near, [50]) == (False, None)
+
+
+def test_prompt_that_is_all_here_is_declined() -> None:
+    made, near = scheduler(), request(20, params=dict(ANSWER, remote_num_tokens=16))
+    assert made.get_num_new_matched_tokens(near, 16) == (0, False)
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54), 0)
+    assert made.build_connector_meta().declined == [SOURCE]
+
+
+def test_request_that_ends_before_it_gets_blocks_is_declined() -> None:
+    made, near = scheduler(), request(params=dict(ANSWER))
+    near.status = RequestStatus.FINISHED_ABORTED
+    assert made.request_finished(near, []) == (False, None)
+    assert made.build_connector_meta().declined == [SOURCE]
+
+
+def test_finished_prompt_is_kept_and_told() -> None:
+    made, far = scheduler(), request(params={"do_remote_decode": True}, name="far")
+    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
+    kept, params = made.request_finished(far, [7, 8, 9, 10, 11, 12])
+    assert kept
+    assert params["remote_ranks"] == [["h", 1], ["h", 2], ["h", 3]]
+    assert made.build_connector_meta().leases == {"far": ([7, 8, 9, 10, 11, 12], 21)}
+    consumer = scheduler()
+    assert consumer.get_num_new_matched_tokens(request(params=params), 0) == (21, True)
+
+
+@pytest.mark.parametrize(
+    ("status", "params", "produces"),
+    [
+        (RequestStatus.FINISHED_ABORTED, {"do_remote_decode": True}, True),
+        (RequestStatus.FINISHED_LENGTH_CAPPED, None, True),
+        (RequestStatus.FINISHED_LENGTH_CAPPED, {"do_remote_decode": True}, False),
+    ],
+)
+def test_other_prompts_are_not_kept(status: RequestStatus, params: dict | None, produces: bool) -> None:
+    made, far = scheduler(produces), request(params=params)
+    far.status, far.num_computed_tokens = status, 21
+    assert made.request_finished(far, [7]) == (False, None)
+    assert made.build_connector_meta().leases == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_engine_id": None},
+        {"remote_num_tokens": "21"},
+        {"remote_ranks": []},
+        {"remote_ranks": [["10.0.0.1"]]},
+        {"remote_ranks": [["10.0.0.1", "7000"]]},
+        {"remote_ranks": "10.0.0.1:7000"},
+    ],
+)
+def test_parameters_of_another_connector_are_named_and_the_prompt_is_computed(
+    wrong: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ascend_platform import extension
+
+    said: list[str] = []
+    monkeypatch.setattr(extension.logger, "warning", lambda form, *values: said.append(form % values))
+    made, near = scheduler(), request(params=ANSWER | wrong)
+    assert made.get_num_new_matched_tokens(near, 0) == (0, False)
+    assert made.get_num_new_matched_tokens(near, 0) == (0, False)
+    (line,) = said
+    assert next(iter(wrong)) in line
+
+
+def test_the_connector_gives_all_that_vllm_asks() -> None:
+    assert not AscendP2PConnector.__abstractmethods__
