@@ -231,10 +231,8 @@ class Lane:
             if not isinstance(answer, Cache):
                 raise TransferError("mismatch", f"{type(answer).__name__} is no answer to Hello")
             if answer.model != self._of.model or answer.transport != self._of.transport.name:
-                raise TransferError(
-                    "mismatch",
-                    f"it serves {answer.model} by {answer.transport}, this instance {self._of.model} by {self._of.transport.name}",
-                )
+                here = f"{self._of.model} by {self._of.transport.name}"
+                raise TransferError("mismatch", f"it serves {answer.model} by {answer.transport}, this instance {here}")
             known = self._caches[place] = answer
         return known
 
@@ -251,6 +249,6 @@ class Lane:
                 caller.close()
 
     def _release(self, source: Source) -> None:
-        """Tell all ranks of the producer, and wait for none: one that does not hear it keeps the blocks for the lease."""
+        """Tell all ranks of the producer without a wait; one that does not hear it keeps the blocks until the lease ends."""
         for place in source.ranks:
             self._caller(place).send(Release(source.request, self._of.reader, self._of.ranks))
