@@ -55,7 +55,7 @@ class Instance:
                 heads = heads_of(rank, tp, total_heads)
                 own = range(stage * layers // pp, (stage + 1) * layers // pp)
                 regions = [
-                    (f"layers.{layer}", part, torch.full((blocks, block_size, heads.count, size), -1).to(dtype))
+                    (f"layers.{layer}", part, torch.full((blocks, block_size, heads.number, size), -1).to(dtype))
                     for layer in own
                     for part, size in SIZES.items()
                 ]

@@ -113,16 +113,16 @@ def transfer(connector, **more):
 
 
 def test_connectors_of_other_devices_are_refused_with_those_there_are(model, connectors):
-    with pytest.raises(ValueError, match="ExampleConnector is not for Ascend NPUs; .* is not loaded; install it, and let VLLM"):
+    with pytest.raises(ValueError, match=r"ExampleConnector is not for Ascend NPUs; .* is not loaded; install it, and let VLLM"):
         engine_config(model(), **transfer("ExampleConnector"))
     connectors()
-    with pytest.raises(ValueError, match="ExampleConnector is not for Ascend NPUs; .* is active .*; use AscendP2PConnector or"):
+    with pytest.raises(ValueError, match=r"ExampleConnector is not for Ascend NPUs; .* is active .*; use AscendP2PConnector or"):
         engine_config(model(), **transfer("ExampleConnector"))
 
 
 def test_connector_looks_at_its_own_options_before_anything_starts(model, connectors):
     connectors()
-    with pytest.raises(ValueError, match="kv_connector_extra_config has no key 'leese'; did you mean 'lease'?"):
+    with pytest.raises(ValueError, match=r"kv_connector_extra_config has no key 'leese'; did you mean 'lease'?"):
         engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"leese": 1}))
     with pytest.raises(ValueError, match="transport is 'carrier pigeon'; it can be mooncake"):
         engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"transport": "carrier pigeon"}))

@@ -24,7 +24,7 @@ def allocate(transport: Transport, size: int, device: torch.device) -> torch.Ten
 
 def checksum(data: torch.Tensor) -> int:
     """CRC-32 of uint8 ``[bytes]``; of device memory by a copy to the host."""
-    return zlib.crc32(memoryview(data.cpu().numpy()))
+    return zlib.crc32(data.cpu().numpy().data)
 
 
 class Loan(NamedTuple):

@@ -12,13 +12,13 @@ from ascend_kv_connector.protocol import Cache, Region
 
 
 class Heads(NamedTuple):
-    """``count`` of the model's heads from ``first`` on."""
+    """``number`` of the model's heads from ``first`` on."""
 
     first: int
-    count: int
+    number: int
 
     def common(self, other: Heads) -> Heads:
-        first, stop = max(self.first, other.first), min(self.first + self.count, other.first + other.count)
+        first, stop = max(self.first, other.first), min(sum(self), sum(other))
         return Heads(first, max(0, stop - first))
 
 
@@ -44,8 +44,8 @@ class PagedCache:
         if len(kinds) != 1:
             raise ValueError(f"the layers' KV caches differ in block size, heads or dtype: {sorted(map(str, kinds))}")
         ((self.block_size, held, self.dtype),) = kinds
-        if held != heads.count:
-            raise ValueError(f"the KV caches have {held} heads, this rank's part of {total_heads} is {heads.count}")
+        if held != heads.number:
+            raise ValueError(f"the KV caches have {held} heads, this rank's part of {total_heads} is {heads.number}")
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +64,7 @@ class PagedCache:
     def pack(self, rows: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor) -> int:
         """Copy tokens to the beginning of a buffer, uint8 ``[bytes]``, as :class:`~ascend_kv_connector.protocol.Chunk` has them;
         returns how many bytes that is. What the device does for it is enqueued on the current stream."""
-        mine = slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.count)
+        mine = slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.number)
         parts = [self._flat(index)[:, mine].index_select(0, rows).reshape(-1) for index in regions]
         packed = torch.cat(parts).view(torch.uint8)
         buffer[: packed.numel()].copy_(packed, non_blocking=True)
@@ -72,14 +72,14 @@ class PagedCache:
 
     def unpack(self, rows: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor) -> None:
         """The inverse of :meth:`pack`: uint8 ``[bytes]`` into the cache, of this rank's heads those given."""
-        mine = slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.count)
+        mine = slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.number)
         values, at = data.to(self.device, non_blocking=True).view(self.dtype), 0
         for index in regions:
             size = self.regions[index].size
-            count = len(rows) * heads.count * size
-            part = values[at : at + count].view(len(rows), heads.count, size)
+            count = len(rows) * heads.number * size
+            part = values[at : at + count].view(len(rows), heads.number, size)
             at += count
-            if heads.count == self.heads.count:
+            if heads.number == self.heads.number:
                 self._flat(index).index_copy_(0, rows, part)
             else:
                 self._flat(index)[rows, mine] = part
@@ -122,7 +122,7 @@ def plan(own: PagedCache, peers: Sequence[Cache], rank: int) -> list[Share]:
         remote, local = [], []
         for theirs, region in enumerate(peer.regions):
             mine = wanted.get((region.layer, region.part))
-            if mine is None or (mine, common.first) not in missing or not common.count:
+            if mine is None or (mine, common.first) not in missing or not common.number:
                 continue
             if region.size != own.regions[mine].size:
                 raise TransferError("mismatch", f"{region.part} of {region.layer} is {region.size} wide there")

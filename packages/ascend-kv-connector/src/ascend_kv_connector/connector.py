@@ -27,8 +27,11 @@ except ImportError:  # vLLM 0.31 does not ask
 class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
     """KV cache from an instance that computes prompts to one that goes on with them."""
 
-    if CacheHitSource:
+    if CacheHitSource is not None:
         _cache_hit_source = CacheHitSource.P2P
+
+    _scheduler: P2PScheduler
+    _worker: P2PWorker
 
     @classmethod
     def check_config(cls, vllm_config: Any) -> None:
@@ -46,8 +49,6 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._options = Options.take(transfer.kv_connector_extra_config)
-        self._scheduler: P2PScheduler | None = None
-        self._worker: P2PWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = P2PScheduler(str(transfer.engine_id), transfer.is_kv_producer, transfer.is_kv_consumer)
             self._scheduler.block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -56,7 +57,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
 
     # In the scheduler
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Endpoint]) -> None:  # type: ignore[override]
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Endpoint]) -> None:
         self._scheduler.take_endpoints(metadata)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -104,13 +105,13 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.get_block_ids_with_load_errors()
 
     def shutdown(self) -> None:
-        if self._worker:
+        if self.role == KVConnectorRole.WORKER:
             self._worker.shutdown()
 
     # Metrics
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        return self._worker.get_kv_connector_stats() if self._worker else None
+        return self._worker.get_kv_connector_stats() if self.role == KVConnectorRole.WORKER else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:

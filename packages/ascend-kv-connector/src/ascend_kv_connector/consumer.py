@@ -156,7 +156,7 @@ class Lane:
         peers = [self._cache_of(transfer, rank) for rank in range(len(transfer.source.ranks))]
         shares = plan(self._of.cache, peers, self._of.rank)
         tokens = transfer.stop - transfer.start
-        transfer.total = sum(tokens * self._of.cache.token_bytes(share.local, share.heads.count) for share in shares)
+        transfer.total = sum(tokens * self._of.cache.token_bytes(share.local, share.heads.number) for share in shares)
         transfer.landed = dict.fromkeys(range(len(shares)), transfer.start)
         for place, share in enumerate(shares):
             self._fetch_share(transfer, place, share, peers[share.rank])
@@ -166,7 +166,7 @@ class Lane:
         consumer, caller = self._of, self._caller(transfer.source.ranks[share.rank])
         transfer.peer = caller.peer
         chunk_bytes = min(peer.chunk_bytes, consumer.options.chunk_bytes)
-        each = chunk_bytes // consumer.cache.token_bytes(share.local, share.heads.count)
+        each = chunk_bytes // consumer.cache.token_bytes(share.local, share.heads.number)
         if not each:
             raise TransferError("mismatch", "one token is larger than a piece", "raise chunk_mib on both instances")
         pieces = [
@@ -177,7 +177,7 @@ class Lane:
                 stop=min(first + each, transfer.stop),
                 regions=share.remote,
                 first_head=share.heads.first,
-                heads=share.heads.count,
+                heads=share.heads.number,
                 verify=consumer.options.verify,
             )
             for first in range(transfer.start, transfer.stop, each)

@@ -45,7 +45,7 @@ class ControlServer:
                 f"KV connector: cannot listen on {host}:{port} ({error}); give another kv_port, or another host in "
                 "kv_connector_extra_config"
             ) from None
-        self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0").rpartition(":")[2])
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
         self._thread.start()
@@ -132,7 +132,7 @@ class Caller:
                 return answer
             if not answer.again or monotonic() - first > self._timeout or monotonic() + pause > deadline:
                 waited = f" ({monotonic() - first:.2g} s long)" if answer.again else ""
-                raise TransferError(answer.kind if answer.kind in KINDS else "internal", f"{answer.cause}{waited}")  # type: ignore[arg-type]
+                raise TransferError(answer.kind if answer.kind in KINDS else "internal", f"{answer.cause}{waited}")
             threading.Event().wait(pause)
             pause = min(2 * pause, 0.1)
             number = self.send(question)

@@ -45,7 +45,7 @@ class Producer:
             session=transport.session,
             total_heads=cache.total_heads,
             first_head=cache.heads.first,
-            heads=cache.heads.count,
+            heads=cache.heads.number,
             chunk_bytes=options.chunk_bytes,
             regions=cache.regions,
         )

@@ -19,7 +19,7 @@ class Message(msgspec.Struct, tag=True, frozen=True):
     """The base of all of them; ``tag`` names the type in each message."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """Who are you? Answered by :class:`Cache`, or :class:`Refused` where ``engine`` is another."""
 
     version: int
@@ -34,7 +34,7 @@ class Region(msgspec.Struct, frozen=True):
     size: int
 
 
-class Cache(Message):
+class Cache(Message, frozen=True):
     """What a rank holds: of each region the heads ``first_head`` to ``first_head + heads`` of the model's ``total_heads``."""
 
     version: int
@@ -50,7 +50,7 @@ class Cache(Message):
     regions: list[Region]
 
 
-class Fetch(Message):
+class Fetch(Message, frozen=True):
     """Pack tokens ``start`` to ``stop`` of a request: of each of ``regions`` (indices into Cache's) the heads ``first_head`` to
     ``first_head + heads``. ``read`` has the tickets of what the reader is done with. Answered by :class:`Chunk` or
     :class:`Refused`."""
@@ -66,7 +66,7 @@ class Fetch(Message):
     verify: bool = False
 
 
-class Chunk(Message):
+class Chunk(Message, frozen=True):
     """It is packed: ``[regions][tokens, heads, size]`` without gaps, ``size`` bytes from ``address``.
 
     ``ticket`` names this loan of the buffer, and no other one. The buffer is the reader's for ``seconds`` from when the answer
@@ -81,7 +81,7 @@ class Chunk(Message):
     checksum: int | None = None
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """This reader, one of ``readers``, wants nothing more of the request. Answered by :class:`Released`, also when repeated."""
 
     request: str
@@ -89,11 +89,11 @@ class Release(Message):
     readers: int
 
 
-class Released(Message):
+class Released(Message, frozen=True):
     pass
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """No. ``again`` says that the same question may be answered a moment later; ``kind`` is one of errors.KINDS."""
 
     kind: str

@@ -36,7 +36,7 @@ class P2PWorker:
         self._consumer: Consumer | None = None
         self._stats = TransferStats()
         self._not_loaded: set[int] = set()
-        self._written: torch.npu.Event | None = None
+        self._written: Any = None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Make the buffers and start to answer, and to ask.
