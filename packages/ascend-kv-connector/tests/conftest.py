@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from time import monotonic, sleep
 
 import pytest
@@ -15,6 +17,7 @@ from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.memory import Faults, MemoryNetwork
 from ascend_kv_connector.producer import Producer
 from ascend_kv_connector.transfers import Done, Failed, Source
+from ascend_kv_connector.worker import on_stream
 
 TOTAL_HEADS, SIZES = 4, {"key": 6, "value": 4}
 
@@ -40,6 +43,7 @@ class Instance:
         layers: int = 2,
         total_heads: int = TOTAL_HEADS,
         dtype: torch.dtype = torch.int16,
+        device: str = "cpu",
         **options: object,
     ) -> None:
         self.name, self.block_size, self.total_heads, self.layers = name, block_size, total_heads, layers
@@ -55,17 +59,19 @@ class Instance:
                 heads = heads_of(rank, tp, total_heads)
                 own = range(stage * layers // pp, (stage + 1) * layers // pp)
                 regions = [
-                    (f"layers.{layer}", part, torch.full((blocks, block_size, heads.number, size), -1).to(dtype))
+                    (f"layers.{layer}", part, torch.full((blocks, block_size, heads.number, size), -1).to(device, dtype))
                     for layer in own
                     for part, size in SIZES.items()
                 ]
                 self.caches.append(PagedCache(regions, heads, total_heads))
+        self.queue = nullcontext if device == "cpu" else partial(on_stream, torch.device(device, 0), None)
         self.producers: list[Producer] = []
         self.consumers: list[Consumer] = []
 
     def produce(self, model: str = "m") -> Instance:
         self.producers = [
-            Producer(cache, self.network.end(), self.options, self.name, model, "127.0.0.1") for cache in self.caches
+            Producer(cache, self.network.end(), self.options, self.name, model, "127.0.0.1", queue=self.queue)
+            for cache in self.caches
         ]
         self.freed: list[set[str]] = [set() for _ in self.producers]
         return self
@@ -73,7 +79,7 @@ class Instance:
     def consume(self, model: str = "m") -> Instance:
         count = len(self.caches)
         self.consumers = [
-            Consumer(cache, self.network.end(), self.options, self.name, model, rank, count)
+            Consumer(cache, self.network.end(), self.options, self.name, model, rank, count, self.queue)
             for rank, cache in enumerate(self.caches)
         ]
         return self
@@ -88,21 +94,32 @@ class Instance:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Of each region all rows, those of the tokens, and what belongs there; ``blocks`` begin with token ``start``."""
         tokens = torch.arange(stop - start)
+        device = self.caches[0].device
         rows = torch.tensor(blocks, dtype=torch.int64)[tokens // self.block_size] * self.block_size + tokens % self.block_size
         for cache in self.caches:
             for region, tensor in zip(cache.regions, cache.caches, strict=True):
                 layer = int(region.layer.split(".")[1])
                 expected = values(request, layer, region.part, range(start, stop), cache.heads)
-                yield tensor.flatten(0, 1), rows, expected[:, :, None].expand(-1, -1, region.size).to(tensor.dtype)
+                rows_of_heads = expected[:, :, None].expand(-1, -1, region.size)
+                yield tensor.flatten(0, 1), rows.to(device), rows_of_heads.to(device, tensor.dtype)
 
     def fill(self, request: str, tokens: int, seconds: float | None = None) -> tuple[Source, list[int]]:
         """Compute a prompt and keep its blocks for readers."""
         blocks = self.take(tokens)
         for cache, rows, expected in self.places(request, blocks, 0, tokens):
             cache[rows] = expected
+        written = self.mark()
         for producer in self.producers:
-            producer.leases.grant(request, blocks, tokens, self.options.lease if seconds is None else seconds)
+            producer.leases.grant(request, blocks, tokens, self.options.lease if seconds is None else seconds, written)
         return self.source(request), blocks
+
+    def mark(self) -> Callable[[], bool]:
+        """Whether what has been enqueued so far is done."""
+        if self.caches[0].device.type == "cpu":
+            return lambda: True
+        event = torch.npu.Event()
+        event.record()
+        return event.query
 
     def source(self, request: str) -> Source:
         ranks = tuple((producer.server.host, producer.server.port) for producer in self.producers)

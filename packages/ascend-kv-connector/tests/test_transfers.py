@@ -23,6 +23,9 @@ SHAPES = {
     "other block size": ({"block_size": 8}, {"block_size": 2, "blocks": 128}),
     "other pieces": ({"chunk_bytes": 4096}, {"chunk_bytes": 200}),
     "checksums": ({}, {"verify": True}),
+    "on the NPU": ({"device": "npu"}, {"device": "npu"}),
+    "on the NPU, tp 2 to 1": ({"device": "npu", "tp": 2, "dtype": torch.bfloat16}, {"device": "npu", "dtype": torch.bfloat16}),
+    "on the NPU, tp 1 to 2": ({"device": "npu", "dtype": torch.bfloat16}, {"device": "npu", "tp": 2, "dtype": torch.bfloat16}),
 }
 
 

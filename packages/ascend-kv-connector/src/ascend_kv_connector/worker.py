@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -113,20 +114,24 @@ class P2PWorker:
                 part.close()
         self._producer = self._consumer = self._transport = None
 
-    def _queue(self, device: torch.device) -> Callable[[], Any]:
-        """Work on a stream of its own, behind what was enqueued when orders were last taken, and done at the end."""
-        stream = torch.npu.Stream(device)
+    def _queue(self, device: torch.device) -> Callable[[], AbstractContextManager]:
+        return lambda: on_stream(device, self._written)
 
-        @contextmanager
-        def queue() -> Iterator[None]:
-            torch.npu.set_device(device)
-            with torch.npu.stream(stream):
-                if self._written is not None:
-                    stream.wait_event(self._written)
-                yield
-            stream.synchronize()
 
-        return queue
+_streams = threading.local()
+
+
+@contextmanager
+def on_stream(device: torch.device, behind: Any) -> Iterator[None]:
+    """Work on a stream that is this thread's own, behind an event, if there is one; at the end it is done."""
+    torch.npu.set_device(device)
+    if not hasattr(_streams, "own"):
+        _streams.own = torch.npu.Stream(device)
+    with torch.npu.stream(_streams.own):
+        if behind is not None:
+            _streams.own.wait_event(behind)
+        yield
+    _streams.own.synchronize()
 
 
 def fingerprint(model: Any) -> str:
