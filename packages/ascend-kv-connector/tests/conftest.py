@@ -68,9 +68,9 @@ class Instance:
         self.producers: list[Producer] = []
         self.consumers: list[Consumer] = []
 
-    def produce(self, model: str = "m") -> Instance:
+    def produce(self, model: str = "m", port: int = 0) -> Instance:
         self.producers = [
-            Producer(cache, self.network.end(), self.options, self.name, model, "127.0.0.1", queue=self.queue)
+            Producer(cache, self.network.end(), self.options, self.name, model, "127.0.0.1", port, self.queue)
             for cache in self.caches
         ]
         self.freed: list[set[str]] = [set() for _ in self.producers]

@@ -81,8 +81,45 @@ def test_failure_names_all_that_is_known(instances: Callable, network: MemoryNet
 
 
 def test_peer_that_is_gone(instances: Callable) -> None:
-    outcome, took = fails(instances, lambda producer, consumer: producer.close(), answer_timeout=0.4)
-    assert (outcome.kind, took < 1.0) == ("peer", True)
+    outcome, took = fails(instances, lambda producer, consumer: producer.close(), answer_timeout=30.0, transfer_timeout=30.0)
+    assert (outcome.kind, outcome.cause) == ("peer", "it does not listen (5 attempts)")
+    assert took < 2.0
+
+
+def test_peer_that_goes_while_it_is_read(instances: Callable, network: MemoryNetwork) -> None:
+    producer, consumer = instances("p").produce(), instances("d", answer_timeout=30.0, transfer_timeout=30.0).consume()
+    network.faults.delay, network.faults.seconds = 1.0, 0.1
+    source, _ = producer.fill("r", 40)
+    consumer.consumers[0].start("r", source, consumer.take(40), 0, 40)
+    sleep(0.3)
+    producer.close()
+    ((outcome,),) = consumer.wait()
+    assert outcome.kind == "peer"
+    assert outcome.cause in ("it has closed the connection", "it does not listen (5 attempts)")  # whichever is noticed first
+    assert 0 < outcome.size < outcome.total
+    assert outcome.seconds < 2.0
+
+
+def test_peer_that_does_not_answer(instances: Callable) -> None:
+    def hold(producer: object, consumer: object) -> None:
+        producer.producers[0].server._answer = lambda question: sleep(1.0)  # type: ignore[attr-defined]
+
+    outcome, took = fails(instances, hold, answer_timeout=0.4)
+    assert (outcome.kind, outcome.cause) == ("peer", "no answer in 0.4 s")
+    assert took < 0.8
+
+
+def test_peer_that_comes_back_is_found_again(instances: Callable, network: MemoryNetwork) -> None:
+    producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
+    for name in ("r", "s"):
+        source, _ = producer.fill(name, 17)
+        consumer.consumers[0].start(name, source, consumer.take(17), 0, 17)
+        assert isinstance(consumer.wait()[0][0], Done)
+        port = producer.producers[0].server.port
+        producer.close()
+        del network.ends[producer.producers[0].transport.session]
+        producer.produce(port=port)
+        sleep(0.3)  # zmq connects anew
 
 
 def test_session_that_is_gone(instances: Callable, network: MemoryNetwork) -> None:

@@ -118,7 +118,7 @@ class Lane:
         self._of = consumer
         self._buffer = consumer.buffer()
         self._callers: dict[tuple[str, int], Caller] = {}
-        self._caches: dict[tuple[str, int], Cache] = {}
+        self._caches: dict[tuple[str, int], tuple[Cache, int]] = {}
         self.at_work_on: Transfer | None = None
         self.leave = False
         self.thread = threading.Thread(target=self._run, name="kv-lane", daemon=True)
@@ -221,19 +221,21 @@ class Lane:
         transfer.size += chunk.size
 
     def _cache_of(self, transfer: Transfer, rank: int) -> Cache:
-        """What a rank of the producer holds, asked once."""
+        """What a rank of the producer holds, asked once for each connection."""
         transfer.remaining()
         place = transfer.source.ranks[rank]
         transfer.peer = f"{place[0]}:{place[1]}"
-        known = self._caches.get(place)
-        if known is None or known.engine != transfer.source.engine:
-            answer = self._caller(place).ask(Hello(protocol.VERSION, transfer.source.engine), transfer.deadline)
+        caller = self._caller(place)
+        known, connection = self._caches.get(place, (None, 0))
+        if known is None or known.engine != transfer.source.engine or connection != caller.connection():
+            answer = caller.ask(Hello(protocol.VERSION, transfer.source.engine), transfer.deadline)
             if not isinstance(answer, Cache):
                 raise TransferError("mismatch", f"{type(answer).__name__} is no answer to Hello")
             if answer.model != self._of.model or answer.transport != self._of.transport.name:
                 here = f"{self._of.model} by {self._of.transport.name}"
                 raise TransferError("mismatch", f"it serves {answer.model} by {answer.transport}, this instance {here}")
-            known = self._caches[place] = answer
+            known = answer
+            self._caches[place] = known, caller.connection()
         return known
 
     def _caller(self, place: tuple[str, int]) -> Caller:

@@ -9,10 +9,14 @@ from time import monotonic
 import msgspec
 import zmq
 from ascend_platform import extension
+from zmq.utils.monitor import recv_monitor_message
 
 from ascend_kv_connector import protocol
 from ascend_kv_connector.errors import KINDS, TransferError
 from ascend_kv_connector.protocol import Answer, Question, Refused
+
+ATTEMPTS = 5
+"""To connect, a tenth of a second apart, before a peer counts as not there."""
 
 TICK = 100
 """Milliseconds after which a wait looks whether it should end."""
@@ -85,13 +89,20 @@ class Caller:
         self._socket.setsockopt(zmq.LINGER, 2000)  # a last Release still goes out, in the background
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.LONGEST_MESSAGE)
+        watched = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        self._monitor = self._socket.get_monitor_socket(watched)
+        self._poller = zmq.Poller()
+        for socket in (self._socket, self._monitor):
+            self._poller.register(socket, zmq.POLLIN)
         self._socket.connect(url(host, port))
-        self._number = 0
+        self._number = self._attempts = self._connections = 0
 
     def send(self, question: Question) -> int:
         """Ask, and drop the answers to earlier questions; the number is for :meth:`receive`."""
         while self._socket.poll(0):
             self._socket.recv_multipart()
+        self.connection()
+        self._attempts = 0
         self._number += 1
         self._socket.send_multipart([str(self._number).encode(), protocol.encode(question)])
         return self._number
@@ -105,7 +116,8 @@ class Caller:
         began = monotonic()
         until = min(deadline, began + self._timeout)
         while monotonic() < until:
-            if not self._socket.poll(max(1, min(TICK, int((until - monotonic()) * 1000)))):
+            if self._socket not in dict(self._poller.poll(max(1, min(TICK, int((until - monotonic()) * 1000))))):
+                self._look_at_connection()
                 continue
             frames = self._socket.recv_multipart()
             if len(frames) == 2 and frames[0] == str(number).encode():
@@ -114,6 +126,27 @@ class Caller:
                 except msgspec.MsgspecError as error:
                     raise TransferError("mismatch", f"an answer that is not understood: {error}") from None
         raise TransferError("peer", f"no answer in {monotonic() - began:.2g} s")
+
+    def connection(self) -> int:
+        """Another number after each time that the connection was lost: it may be another peer that is there now."""
+        while self._monitor.poll(0):
+            self._connections += recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+        return self._connections
+
+    def _look_at_connection(self) -> None:
+        """zmq itself goes on trying to connect for ever.
+
+        Raises:
+            TransferError: nobody listens there, or the connection has ended since the question was sent.
+        """
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                self._connections += 1
+                raise TransferError("peer", "it has closed the connection")
+            self._attempts = self._attempts + 1 if event == zmq.EVENT_CONNECT_RETRIED else 0
+            if self._attempts >= ATTEMPTS:
+                raise TransferError("peer", f"it does not listen ({ATTEMPTS} attempts)")
 
     def ask(self, question: Question, deadline: float) -> Answer:
         """Ask, and ask anew while the peer says so.
@@ -138,4 +171,6 @@ class Caller:
             number = self.send(question)
 
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
