@@ -1,5 +1,6 @@
 """The scheduler's part with vLLM's own requests: what is asked of the workers, and what a router is answered."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ from ascend_kv_connector.connector import AscendP2PConnector
 from ascend_kv_connector.scheduler import Endpoint, Load, P2PScheduler
 from ascend_kv_connector.transfers import Source
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.request import Request, RequestStatus
 
 ANSWER = {
@@ -29,8 +31,7 @@ def request(tokens: int = 21, params: dict[str, Any] | None = None, name: str = 
 
 
 def scheduler(produces: bool = True, consumes: bool = True) -> P2PScheduler:
-    made = P2PScheduler("d", produces, consumes)
-    made.block_size = 4
+    made = P2PScheduler("d", 4, produces, consumes)
     made.take_endpoints({(1, 0): Endpoint("h", 3), (0, 1): Endpoint("h", 2), (0, 0): Endpoint("h", 1)})
     return made
 
@@ -118,5 +119,9 @@ def test_parameters_of_another_connector_are_named_and_the_prompt_is_computed(
     assert next(iter(wrong)) in line
 
 
-def test_the_connector_gives_all_that_vllm_asks() -> None:
+def test_the_connector_answers_what_vllm_asks_in_the_way_it_asks() -> None:
     assert not AscendP2PConnector.__abstractmethods__
+    own = {name: method for name, method in vars(AscendP2PConnector).items() if inspect.isfunction(method)}
+    for name, method in own.items():
+        asked = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name)
+        assert list(inspect.signature(method).parameters) == list(inspect.signature(asked).parameters), name

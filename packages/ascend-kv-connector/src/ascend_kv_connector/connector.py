@@ -50,8 +50,9 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         self._options = Options.take(transfer.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = P2PScheduler(str(transfer.engine_id), transfer.is_kv_producer, transfer.is_kv_consumer)
-            self._scheduler.block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size  # the platform keeps one group
+            roles = transfer.is_kv_producer, transfer.is_kv_consumer
+            self._scheduler = P2PScheduler(str(transfer.engine_id), block_size, *roles)
         else:
             self._worker = P2PWorker(vllm_config, self._options)
 
@@ -73,7 +74,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        (blocks,) = block_ids  # the platform keeps one group
+        (blocks,) = block_ids
         return self._scheduler.request_finished(request, blocks)
 
     # In a worker

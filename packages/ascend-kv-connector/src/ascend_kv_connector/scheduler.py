@@ -47,8 +47,8 @@ class P2PScheduler:
     ``do_remote_prefill``, which a decode instance gets.
     """
 
-    def __init__(self, engine: str, produces: bool, consumes: bool) -> None:
-        self._engine, self._produces, self._consumes = engine, produces, consumes
+    def __init__(self, engine: str, block_size: int, produces: bool, consumes: bool) -> None:
+        self._engine, self._block_size, self._produces, self._consumes = engine, block_size, produces, consumes
         self._ranks: list[tuple[str, int]] = []
         self._next = P2PMetadata()
 
@@ -71,7 +71,7 @@ class P2PScheduler:
             return
         start = stop - num_external_tokens
         (table,) = blocks.get_block_ids()
-        size = self.block_size
+        size = self._block_size
         self._next.loads[request.request_id] = Load(source, list(table[start // size : -(-stop // size)]), start, stop)
 
     def build_connector_meta(self) -> P2PMetadata:
@@ -105,9 +105,6 @@ class P2PScheduler:
             "remote_ranks": [list(rank) for rank in self._ranks],
             "remote_num_tokens": tokens,
         }
-
-    block_size = 0
-    """Tokens of a block, which the connector sets."""
 
     def _remote_tokens(self, request: Any) -> int:
         """How many of the prompt's tokens another instance has computed for this request; 0 if none, or if it is told wrongly."""
