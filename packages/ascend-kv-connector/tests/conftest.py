@@ -44,6 +44,7 @@ class Instance:
         total_heads: int = TOTAL_HEADS,
         dtype: torch.dtype = torch.int16,
         device: str = "cpu",
+        cut: int = 1,
         **options: object,
     ) -> None:
         self.name, self.block_size, self.total_heads, self.layers = name, block_size, total_heads, layers
@@ -59,11 +60,15 @@ class Instance:
                 heads = heads_of(rank, tp, total_heads)
                 own = range(stage * layers // pp, (stage + 1) * layers // pp)
                 regions = [
-                    (f"layers.{layer}", part, torch.full((blocks, block_size, heads.number, size), -1).to(device, dtype))
+                    (
+                        f"layers.{layer}",
+                        part,
+                        torch.full((blocks * cut, block_size // cut, heads.number, size), -1).to(device, dtype),
+                    )
                     for layer in own
                     for part, size in SIZES.items()
                 ]
-                self.caches.append(PagedCache(regions, heads, total_heads))
+                self.caches.append(PagedCache(regions, block_size, heads, total_heads))
         self.queue = nullcontext if device == "cpu" else partial(on_stream, torch.device(device, 0), None)
         self.producers: list[Producer] = []
         self.consumers: list[Consumer] = []

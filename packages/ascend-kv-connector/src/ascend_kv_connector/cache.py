@@ -29,9 +29,13 @@ def heads_of(rank: int, ranks: int, total: int) -> Heads:
 
 
 class PagedCache:
-    """The regions of one rank: ``caches[i]`` of ``regions[i]`` is ``[blocks, block_size, heads, size]``."""
+    """The regions of one rank: ``caches[i]`` of ``regions[i]`` is ``[blocks, tokens of a block, heads, size]``.
 
-    def __init__(self, regions: Sequence[tuple[str, str, torch.Tensor]], heads: Heads, total_heads: int) -> None:
+    ``block_size`` is the scheduler's. An attention may have its blocks cut into several for its kernel, which are then one behind
+    the other (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``), so that a token's row is the same.
+    """
+
+    def __init__(self, regions: Sequence[tuple[str, str, torch.Tensor]], block_size: int, heads: Heads, total_heads: int) -> None:
         """Take (layer, part, cache) of each region.
 
         Raises:
@@ -43,7 +47,10 @@ class PagedCache:
         kinds = {(cache.shape[1], cache.shape[2], cache.dtype) for cache in self.caches}
         if len(kinds) != 1:
             raise ValueError(f"the layers' KV caches differ in block size, heads or dtype: {sorted(map(str, kinds))}")
-        ((self.block_size, held, self.dtype),) = kinds
+        ((tokens, held, self.dtype),) = kinds
+        self.block_size = block_size
+        if block_size % tokens:
+            raise ValueError(f"the scheduler's blocks of {block_size} tokens are not made of the cache's, of {tokens}")
         if held != heads.number:
             raise ValueError(f"the KV caches have {held} heads, this rank's part of {total_heads} is {heads.number}")
 

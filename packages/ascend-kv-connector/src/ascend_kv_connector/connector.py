@@ -49,12 +49,12 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._options = Options.take(transfer.kv_connector_extra_config)
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size  # the platform keeps one group
         if role == KVConnectorRole.SCHEDULER:
-            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size  # the platform keeps one group
             roles = transfer.is_kv_producer, transfer.is_kv_consumer
             self._scheduler = P2PScheduler(str(transfer.engine_id), block_size, *roles)
         else:
-            self._worker = P2PWorker(vllm_config, self._options)
+            self._worker = P2PWorker(vllm_config, block_size, self._options)
 
     # In the scheduler
 

@@ -31,8 +31,8 @@ ANY_PORT = 14579
 class P2PWorker:
     """See the methods of the same names in ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``."""
 
-    def __init__(self, vllm_config: Any, options: Options, transport: Transport | None = None) -> None:
-        self._config, self._options, self._transport = vllm_config, options, transport
+    def __init__(self, vllm_config: Any, block_size: int, options: Options, transport: Transport | None = None) -> None:
+        self._config, self._block_size, self._options, self._transport = vllm_config, block_size, options, transport
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
         self._stats = TransferStats()
@@ -52,7 +52,7 @@ class P2PWorker:
         tp, pp = get_tp_group(), get_pp_group()
         rank, ranks = pp.rank_in_group * tp.world_size + tp.rank_in_group, pp.world_size * tp.world_size
         total = self._config.model_config.get_total_num_kv_heads()
-        cache = PagedCache(regions, heads_of(tp.rank_in_group, tp.world_size, total), total)
+        cache = PagedCache(regions, self._block_size, heads_of(tp.rank_in_group, tp.world_size, total), total)
         host = self._options.host or get_ip()
         transport = self._transport = self._transport or make(self._options.transport, host, self._options.protocol)
         about = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id}
