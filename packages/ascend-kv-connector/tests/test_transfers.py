@@ -88,6 +88,15 @@ def test_peer_that_is_gone(instances: Callable) -> None:
     assert took < 2.0
 
 
+def test_peer_that_has_no_address(instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
+    consumer.consumers[0].start("r", Source("p", "r", (("no such host!", 1 << 20),)), consumer.take(8), 0, 8)
+    assert consumer.wait()[0][0].kind == "peer"
+    source, _ = producer.fill("s", 8)
+    consumer.consumers[0].start("s", source, consumer.take(8), 0, 8)
+    assert isinstance(consumer.wait()[0][0], Done)
+
+
 def test_peer_that_goes_while_it_is_read(instances: Callable, network: MemoryNetwork) -> None:
     producer, consumer = instances("p").produce(), instances("d", answer_timeout=30.0, transfer_timeout=30.0).consume()
     network.faults.delay, network.faults.seconds = 1.0, 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from time import monotonic
 
 import torch
@@ -85,7 +85,8 @@ class Consumer:
             self.waiting.put(None)
         for lane in self._lanes:
             lane.thread.join(2)
-        self.context.destroy(linger=0)
+        if not any(lane.thread.is_alive() for lane in [*self._lanes, *self._stuck]):
+            self.context.destroy(linger=0)  # a thread that is still at work uses it
 
     def buffer(self) -> torch.Tensor:
         """A registered buffer: one that has rested, or a new one."""
@@ -206,7 +207,7 @@ class Lane:
             raise TransferError("mismatch", f"a piece of {chunk.size} bytes came instead of {expected}")
         try:
             consumer.transport.read(session, chunk.address, self._buffer.data_ptr(), chunk.size, transfer.remaining())
-        except TransferError:
+        except Exception:
             consumer.rest(self._buffer)
             self._buffer = consumer.buffer()
             raise
@@ -240,7 +241,10 @@ class Lane:
 
     def _caller(self, place: tuple[str, int]) -> Caller:
         if place not in self._callers:
-            self._callers[place] = Caller(self._of.context, *place, self._of.options.answer_timeout)
+            try:
+                self._callers[place] = Caller(self._of.context, *place, self._of.options.answer_timeout)
+            except zmq.ZMQError as error:
+                raise TransferError("peer", f"{place[0]}:{place[1]} is no address ({error})") from None
         return self._callers[place]
 
     def _forget(self, source: Source) -> None:
@@ -253,4 +257,5 @@ class Lane:
     def _release(self, source: Source) -> None:
         """Tell all ranks of the producer without a wait; one that does not hear it keeps the blocks until the lease ends."""
         for place in source.ranks:
-            self._caller(place).send(Release(source.request, self._of.reader, self._of.ranks))
+            with suppress(TransferError):
+                self._caller(place).send(Release(source.request, self._of.reader, self._of.ranks))
