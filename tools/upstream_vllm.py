@@ -36,7 +36,7 @@ OPT = {  # facebook/opt-125m's public configuration, which many tests make a Vll
     "eos_token_id": 2,
     "pad_token_id": 1,
 }
-PLUGIN = '''
+PLUGIN = """
 import json, os
 def keep(**fields):
     with open(os.environ["UPSTREAM_RESULTS"], "a") as file:
@@ -48,7 +48,7 @@ def pytest_runtest_logreport(report):
 def pytest_collectreport(report):
     if report.failed:
         keep(case=report.nodeid, outcome="failed", message=str(report.longrepr)[-400:])
-'''
+"""
 
 
 def prepare() -> dict[str, str]:
@@ -77,7 +77,9 @@ def run(tests: Path, name: str, variables: dict[str, str], deadline: float) -> l
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "upstream_plugin"]
         given = variables | {"UPSTREAM_RESULTS": str(kept)}
         try:
-            done = subprocess.run([*command, f"tests/{name}"], cwd=tests.parent, env=given, capture_output=True, timeout=deadline, check=False)
+            done = subprocess.run(
+                [*command, f"tests/{name}"], cwd=tests.parent, env=given, capture_output=True, timeout=deadline, check=False
+            )
             status = "" if done.returncode in (0, 1) else f"pytest ended with {done.returncode}: {done.stdout[-300:].decode()}"
         except subprocess.TimeoutExpired:
             status = f"not done within {deadline:g} s"
@@ -105,7 +107,10 @@ def judged(entry: dict, found: list[dict[str, str]]) -> list[str]:
 
 def report(entries: list[dict], version: str) -> str:
     """The page of the documentation."""
-    total, expected = sum(entry["passes"] for entry in entries), Counter(reason for e in entries for reason in e.get("fails", {}).values())
+    total, expected = (
+        sum(entry["passes"] for entry in entries),
+        Counter(reason for e in entries for reason in e.get("fails", {}).values()),
+    )
     rows = [f"| `{e['name']}` | {e['passes']} | {len(e.get('fails', {})) or ''} |" for e in entries]
     reasons = [f"- `{e['name']}`, `{pattern}`: {why}" for e in entries for pattern, why in e.get("fails", {}).items()]
     return f"""# vLLM's own tests
@@ -135,7 +140,10 @@ def main(tests: Path, patterns: list[str], deadline: float) -> int:
     for number, entry in enumerate(chosen, 1):
         started = time.monotonic()
         lines = judged(entry, run(tests, entry["name"], variables, deadline))
-        print(f"[{time.monotonic() - started:4.0f} s {number}/{len(chosen)}] {entry['name']}: {'; '.join(lines) or 'as listed'}", flush=True)
+        print(
+            f"[{time.monotonic() - started:4.0f} s {number}/{len(chosen)}] {entry['name']}: {'; '.join(lines) or 'as listed'}",
+            flush=True,
+        )
         wrong += bool(lines)
     if not patterns:
         REPORT.write_text(report(entries, vllm.__version__.partition("+")[0]))

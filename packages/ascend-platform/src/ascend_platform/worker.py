@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_pp_group
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap, maybe_attach_gc_debug_callback
@@ -17,7 +18,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from ascend_platform import compat, watch
+from ascend_platform import compat, extension, watch
 from ascend_platform.model_runner import NPUModelRunner
 from ascend_platform.platform import announce
 from ascend_platform.profiler import NPUProfiler
@@ -78,6 +79,13 @@ class NPUWorker(Worker):
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
         compat.init_workspace_and_model_runner(self)
 
+    def load_model(self, **options: Any) -> None:
+        """As vLLM does, with ascend-communicator's way for new weights (``--weight-transfer-config``) beside vLLM's own."""
+        offered = extension.offered("weight_transfer.hccl")
+        if offered and "hccl" not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine("hccl", *offered.rsplit(".", 1))
+        super().load_model(**options)
+
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: what is free, but no more than CANN's kernels address.
 
@@ -117,7 +125,9 @@ class NPUWorker(Worker):
         Raises:
             NotImplementedError: always; CANN has nothing that takes a process with an open NPU to a file and back.
         """
-        raise NotImplementedError("a process that has an NPU open cannot be checkpointed; end it and start it again, or let it sleep")
+        raise NotImplementedError(
+            "a process that has an NPU open cannot be checkpointed; end it and start it again, or let it sleep"
+        )
 
     checkpoint_restore = checkpoint_prepare
 
