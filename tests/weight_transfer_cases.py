@@ -1,9 +1,9 @@
 """Run by test_weight_transfer.py: a trainer on one NPU sends weights to an engine on others.
 
-    python tests/weight_transfer_cases.py '{"name": ..., "model": DIR, "prompts": [[1, 2]], "lengths": [3], "engine": {}, "packed": true}'
+    python tests/weight_transfer_cases.py CASE
 
-The engine begins with random weights, then has the model's, then negated ones, then the model's again. Prints `RESULT {json}`: each
-prompt's answers at each of these times.
+CASE is as in layout_cases.py, and has `packed`. The engine begins with random weights, then has the model's, then negated ones,
+then the model's again. Prints `RESULT {json}`: each prompt's answers at each of these times.
 """
 
 import json
@@ -64,14 +64,8 @@ def train(case: dict[str, Any], pipe: Connection, port: int) -> list[Any]:
     model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.bfloat16).npu()
     client, world_size = Client(pipe), 1 + case["engine"].get("tensor_parallel_size", 1)
     found = [client.answers()]
-    given = HCCLTrainerInitInfo(
-        rank=0,
-        master_address="127.0.0.1",
-        master_port=port,
-        world_size=world_size,
-        packed=case["packed"],
-        packed_buffer_size_bytes=100_000,
-    )
+    where = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
+    given = HCCLTrainerInitInfo(rank=0, packed=case["packed"], packed_buffer_size_bytes=100_000, **where)
     trainer = HCCLTrainerWeightTransferEngine.trainer_init(given, client=client, source=ModuleSource(model))
     for factor in (1, -1, -1):
         with torch.no_grad():

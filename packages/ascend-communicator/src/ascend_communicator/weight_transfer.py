@@ -1,8 +1,8 @@
 """New weights from a trainer into running engines, broadcast by HCCL: vLLM's weight-transfer backend ``hccl``.
 
-As vLLM's ``nccl`` backend (``vllm/distributed/weight_transfer/nccl_engine.py``), whose information it takes and whose life cycle it
-has: the trainer is rank 0 of a group of its own with all workers. Parameters travel in buffers of ``packed_buffer_size_bytes``, or
-one by one without ``packed``.
+As vLLM's ``nccl`` backend (``vllm/distributed/weight_transfer/nccl_engine.py``), whose information it takes and whose life
+cycle it has: the trainer is rank 0 of a group of its own with all workers. Parameters travel in buffers of
+``packed_buffer_size_bytes``, or one by one without ``packed``.
 """
 
 from collections.abc import Iterator, Sequence

@@ -125,9 +125,7 @@ class NPUWorker(Worker):
         Raises:
             NotImplementedError: always; CANN has nothing that takes a process with an open NPU to a file and back.
         """
-        raise NotImplementedError(
-            "a process that has an NPU open cannot be checkpointed; end it and start it again, or let it sleep"
-        )
+        raise NotImplementedError("a process that has an NPU open cannot be checkpointed; start another, or let it sleep")
 
     checkpoint_restore = checkpoint_prepare
 
