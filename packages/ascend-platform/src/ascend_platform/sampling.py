@@ -1,0 +1,91 @@
+"""Sampling with top-k and top-p in one operator, npu_top_k_top_p_sample, where the chip has it.
+
+What comes before is vLLM's, in PyTorch: penalties, bias, bad words, min-p, temperature. So is sampling without top-k and top-p.
+The operator's shapes, dtypes and limits are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+"""
+
+from typing import Any
+
+import torch
+import torch_npu
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+
+from ascend_platform import extension
+
+MOST_K = 1024
+"""The operator takes a larger k as none at all."""
+
+CHIPS = ("Ascend910B", "Ascend910_93")
+"""Beginnings of the names of Atlas A2's and A3's chips, which have the operator."""
+
+
+class NPUTopKTopPSampler(TopKTopPSampler):
+    """vLLM's TopKTopPSampler (``vllm/v1/sample/ops/topk_topp_sampler.py``) on the operator.
+
+    Of logits that are equal to the k-th largest, vLLM's implementation keeps all; the operator keeps k in total.
+    """
+
+    def __init__(self, logprobs_mode: Any, use_fp64_gumbel: bool, runner: Any) -> None:
+        super().__init__(logprobs_mode, use_fp64_gumbel)
+        self.runner = runner  # whose input_batch, which it replaces, has each request's k on the host
+        self.forward = self.forward_fused
+
+    def forward_fused(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sampled tokens, int64 ``[requests]``, and the processed logits or log-probabilities if they are asked for.
+
+        Args:
+            logits: float32 ``[requests, vocabulary]``.
+            generators: those of the requests with a seed of their own.
+            k: int32 ``[requests]``, the vocabulary's size where a request has none.
+            p: float32 ``[requests]``, 1 where a request has none.
+        """
+        if (k is None and p is None) or self.use_fp64_gumbel or not self.takes(k):
+            return self.forward_native(logits, generators, k, p)
+        noise = torch.empty_like(logits, dtype=torch.float32)
+        if len(generators) < len(noise):
+            noise.exponential_()
+        for row, generator in generators.items():
+            noise[row].exponential_(generator=generator)
+        wanted = self.logprobs_mode.startswith("processed")
+        tokens, processed = _operator(logits, k, p, q=noise, is_need_logits=wanted)
+        if not wanted:
+            return tokens, None
+        return tokens, processed.log_softmax(-1) if self.logprobs_mode == "processed_logprobs" else processed
+
+    def restrict(self, logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+        """The logits ``[rows, vocabulary]``, those that top-k and top-p leave out at minus infinity; k and p ``[rows]``."""
+        if (k is None and p is None) or not self.takes(k):
+            return apply_top_k_top_p(logits, k, p)
+        return _operator(logits, k, p, is_need_logits=True)[1]
+
+    def takes(self, k: torch.Tensor | None) -> bool:
+        """Whether every request's k is one that the operator takes, or none."""
+        if k is None:
+            return True
+        batch = self.runner.input_batch
+        asked = batch.top_k_cpu[: batch.num_reqs]
+        return not ((asked > MOST_K) & (asked < batch.vocab_size)).any()
+
+
+def _operator(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, **options: Any) -> Any:
+    rows = logits.shape[0]
+    if k is None:
+        k = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+    p = torch.ones(rows, dtype=logits.dtype, device=logits.device) if p is None else p.to(logits.dtype)
+    return torch_npu.npu_top_k_top_p_sample(logits, k.int(), p, **options)
+
+
+def install(runner: Any) -> None:
+    """Give a model runner this sampler, where the chip has the operator."""
+    if extension.chip().name.startswith(CHIPS):
+        native = runner.sampler.topk_topp_sampler
+        sampler = NPUTopKTopPSampler(native.logprobs_mode, native.use_fp64_gumbel, runner)
+        runner.sampler.topk_topp_sampler = sampler
+        rejection_sampler.apply_top_k_top_p = sampler.restrict
