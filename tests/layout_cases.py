@@ -11,14 +11,12 @@ Prints one line `RESULT {json}` a case, with each prompt's tokens and their log-
 import asyncio
 import json
 import os
-import socket
 import sys
-import tempfile
 import time
-import traceback
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import forks
 import torch
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.distributed import parallel_state
@@ -47,53 +45,46 @@ def attention_and_experts(engine: LLM) -> list[str]:
     return sorted(kinds | getattr(manager, "taken", set()))
 
 
-def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
+def answers(engine: LLM, case: dict[str, Any], part: range) -> dict[int, dict[str, Any]]:
+    """The engine's answers to this part of the case's prompts, by number."""
+    served = engine.generate(
+        [{"prompt_token_ids": case["prompts"][i]} for i in part], [sampling(case["lengths"][i]) for i in part], use_tqdm=False
+    )
+    return {i: answer(output.outputs[0]) for i, output in zip(part, served, strict=True)}
+
+
+def by_prompt(ranks: list[dict[str, Any]], case: dict[str, Any]) -> list[list[Any]]:
+    """For each prompt the answers of the ranks that have one."""
+    return [[rank[str(i)] for rank in ranks if str(i) in rank] for i in range(len(case["prompts"]))]
+
+
+def engine_of_external_launcher(case: dict[str, Any]) -> LLM:
     torch.set_num_threads(1)
-    engine = LLM(case["model"], distributed_executor_backend="external_launcher", **COMMON, **case["engine"])
+    return LLM(case["model"], distributed_executor_backend="external_launcher", **COMMON, **case["engine"])
+
+
+def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
+    engine = engine_of_external_launcher(case)
     # each data-parallel engine has its own part of the prompts
     parallel = engine.llm_engine.vllm_config.parallel_config
     mine = range(parallel.data_parallel_rank, len(case["prompts"]), parallel.data_parallel_size)
-    served = engine.generate(
-        [{"prompt_token_ids": case["prompts"][i]} for i in mine], [sampling(case["lengths"][i]) for i in mine], use_tqdm=False
-    )
-    results = {i: answer(output.outputs[0]) for i, output in zip(mine, served, strict=True)}
-    return {"results": results, "kinds": attention_and_experts(engine)}
+    return {"results": answers(engine, case, mine), "kinds": attention_and_experts(engine)}
+
+
+def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]:
+    """What each rank's `work` returns, with the variables of torchrun."""
+    AsyncEngineArgs(case["model"], **COMMON).create_model_config()  # vLLM looks at the model's class in a process, once
+
+    def one(rank: int, port: int) -> Any:
+        os.environ.update(forks.as_torchrun_sets(rank, ranks, port))
+        return work()
+
+    return forks.play(case["name"], ranks, one)
 
 
 def external_launcher(case: dict[str, Any]) -> dict[str, Any]:
-    AsyncEngineArgs(case["model"], **COMMON).create_model_config()  # vLLM looks at the model's class in a process, once
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as directory:
-        children = [fork(case, rank, port, Path(directory, str(rank))) for rank in range(case["ranks"])]
-        failed = [os.waitpid(child, 0)[1] for child in children]
-        if any(failed):
-            sys.exit(f"{case['name']}: the ranks ended with {failed}")
-        found = [json.loads(Path(directory, str(rank)).read_text()) for rank in range(case["ranks"])]
-    results: list[list[Any]] = [[] for _ in case["prompts"]]
-    for rank in found:
-        for number, result in rank["results"].items():
-            results[int(number)].append(result)
-    return {"results": results, "kinds": found[0]["kinds"]}
-
-
-def fork(case: dict[str, Any], rank: int, port: int, file: Path) -> int:
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["ranks"]))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **case.get("environ", {}))
-            file.write_text(json.dumps(rank_of_external_launcher(case)))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    return child
+    found = play(case, case["ranks"], lambda: rank_of_external_launcher(case))
+    return {"results": by_prompt([rank["results"] for rank in found], case), "kinds": found[0]["kinds"]}
 
 
 async def executor(case: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forks
 import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -41,8 +41,8 @@ class Case:
 
     def __init__(self, case: dict[str, Any], directory: Path) -> None:
         self.case, self.directory = case, directory
-        self.port = free_port()
-        self.fields = {"port": str(self.port), "other": str(free_port()), "directory": str(directory)}
+        self.port = forks.free_port()
+        self.fields = {"port": str(self.port), "other": str(forks.free_port()), "directory": str(directory)}
         self.running: list[psutil.Popen] = []
 
     def start(self) -> None:
@@ -194,11 +194,6 @@ def shared_memory(processes: list[psutil.Process]) -> set[str]:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
             names |= set(re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE))
     return names
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

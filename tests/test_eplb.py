@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import layout_check as layouts
 import npus
@@ -27,8 +26,7 @@ def test_answers_before_and_after_experts_moved_are_those_of_transformers(model:
     case = layouts.case(way, model, engine, dtype="float32") | {"rounds": ROUNDS}
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(case), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    rounds: list[dict[str, Any]] = json.loads(line.removeprefix("RESULT "))
+    (rounds,) = npus.results(done.stdout)
     places = [served["experts"][0] for served in rounds]
     for number, served in enumerate(rounds):
         count, others, most, mean = layouts.compare(model, "float32", served["results"])

@@ -14,11 +14,7 @@ STEPS = [(name, step) for name in table.CASES for step in ("prefill", "decode")]
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    trace = tmp_path_factory.mktemp("trace") / "trace.json"
-    variables = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace)}
-    done = npus.run(2, *table.command(list(table.CASES)), memory="2GiB", **variables)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return table.counts(done.stdout)
+    return table.run(list(table.CASES), tmp_path_factory.mktemp("trace"))
 
 
 @pytest.mark.parametrize(("name", "step"), STEPS)

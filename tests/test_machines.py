@@ -89,7 +89,8 @@ def play(name: str) -> dict[str, Any]:
     variables = dict.fromkeys(["VLLM_PLUGINS", "VLLM_RPC_BASE_PATH", "RAY_ADDRESS"], "") | {"OMP_NUM_THREADS": "1"}
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps([case]), **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return dict(layouts.results(done.stdout)[name])
+    (found,) = npus.results(done.stdout)
+    return dict(found)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import environment
+import npus
 import pytest
 
 PAGE = (environment.ROOT / "docs" / "plugins.md").read_text()
@@ -28,7 +29,7 @@ def outcomes() -> list:
     environ = {name: text for name, text in os.environ.items() if not name.startswith("VLLM_")}
     command = [sys.executable, str(environment.ROOT / "tools" / "matrix_probe.py"), "filter", values]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=True)
-    return json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))["chosen"]
+    return npus.results(done.stdout)[-1]["chosen"]
 
 
 def test_the_table_has_the_kinds_of_values() -> None:

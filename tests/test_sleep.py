@@ -1,11 +1,11 @@
 """Sleep mode through vLLM's API: memory by the device's own account, tokens as before."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import npus
 import pytest
 
 HERE = Path(__file__).parent
@@ -39,7 +39,8 @@ def run(model, tensor):
     command = [sys.executable, str(HERE / "sleep_cases.py"), model, str(CYCLES), str(tensor)]
     done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
+    (found,) = npus.results(done.stdout)
+    return found
 
 
 @pytest.fixture(scope="module")

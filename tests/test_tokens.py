@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import environment
+import npus
 import pytest
 
 HERE = Path(__file__).parent
@@ -90,8 +91,7 @@ def serve(cases: list[dict[str, Any]], plugins: str | None, python: str = sys.ex
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     print(*(line for line in done.stdout.splitlines() if "vllm-ascend-all |" in line), sep="\n")
-    found = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return {result["name"]: result for result in found}
+    return {result["name"]: result for result in npus.results(done.stdout)}
 
 
 def case(name: str, directory: str) -> dict[str, Any]:

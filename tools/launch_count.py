@@ -1,6 +1,6 @@
 """What one step of small models launches and moves, on one rank: run by tools/launches on emulated NPUs, with a trace.
 
-    python launch_count.py '[{"name": ..., "config": {...}, "ranks": 1, "engine": {...}}]'
+    python launch_count.py '[{"name": ..., "config": {...}, "ranks": 1, "engine": {...}, "requests": 16, "prompt": 63}]'
 
 Each case runs twice, with one more layer the second time: the difference is a layer's. Prints a line `RESULT {json}` a case.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+import forks
 import torch
 from ascend_emulator import observe
 from transformers import AutoConfig
@@ -28,7 +28,6 @@ TRACE = Path(os.environ["ASCEND_EMULATOR_TRACE"])
 COMMON = {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "seed": 0, "max_model_len": 1024}
 COMMON |= {"gpu_memory_utilization": 0.3, "max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
 COMMON |= {"disable_log_stats": True, "async_scheduling": False, "distributed_executor_backend": "external_launcher"}
-REQUESTS, PROMPT = 16, 63  # the second decode step has 65 tokens in the cache
 HOST_COPIES = {"aclrtMemcpy", "aclrtMemcpyBatch"}
 
 
@@ -53,14 +52,13 @@ def summary(step: list[dict]) -> dict[str, Any]:
     return {"names": names, "bytes": sum(moved), "sent": sum(sent), "waits": sum(first < end < last for end in waits)}
 
 
-def steps(case: dict[str, Any], directory: Path, layers: int) -> dict[str, Any]:
-    config = AutoConfig.for_model(**case["config"] | {"num_hidden_layers": layers})
-    path = directory / f"{layers}-{os.getpid()}"
-    config.save_pretrained(path)
-    engine = LLM(str(path), **COMMON, **case["engine"]).llm_engine
+def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
+    config = AutoConfig.for_model(**case["config"] | {"num_hidden_layers": case["layers"]})
+    config.save_pretrained(directory)
+    engine = LLM(str(directory), **COMMON, **case["engine"]).llm_engine
     torch.manual_seed(0)
-    for request in range(REQUESTS):
-        prompt = torch.randint(3, config.vocab_size, (PROMPT,)).tolist()
+    for request in range(case["requests"]):
+        prompt = torch.randint(3, config.vocab_size, (case["prompt"],)).tolist()
         sampling = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
         engine.add_request(str(request), {"prompt_token_ids": prompt}, sampling)
     found, before = {}, len(events())
@@ -70,36 +68,16 @@ def steps(case: dict[str, Any], directory: Path, layers: int) -> dict[str, Any]:
     return {name: summary(found[name]) for name in ("prefill", "decode")}
 
 
-def rank(case: dict[str, Any], number: int, port: int, file: Path) -> None:
-    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(case["ranks"]))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    file.write_text(json.dumps(steps(case, file.parent, case["layers"])))
-
-
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """The summaries of rank 0 with `case["layers"]` layers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as directory:
-        children = []
-        for number in range(case["ranks"]):
-            child = os.fork()
-            if not child:
-                try:
-                    rank(case, number, port, Path(directory, str(number)))
-                    os._exit(0)
-                except BaseException:
-                    import traceback
 
-                    traceback.print_exc()
-                    sys.stderr.flush()
-                    os._exit(1)
-            children.append(child)
-        if failed := [status for child in children if (status := os.waitpid(child, 0)[1])]:
-            sys.exit(f"{case['name']}: the ranks ended with {failed}")
-        return json.loads(Path(directory, "0").read_text())
+    def one(rank: int, port: int) -> dict[str, Any]:
+        os.environ.update(forks.as_torchrun_sets(rank, case["ranks"], port))
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory() as directory:
+            return steps(case, Path(directory))
+
+    return forks.play(case["name"], case["ranks"], one)[0]
 
 
 if __name__ == "__main__":

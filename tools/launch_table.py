@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import environment
+import npus
+from ascend_emulator.activation import activate
 
 PROGRAM = environment.ROOT / "tools" / "launch_count.py"
 KEPT = environment.ROOT / "tools" / "launches.json"
-REQUESTS, PROMPT, CACHED = 16, 63, 65  # as in launch_count.py; tokens in the cache at the decode step that is counted
+REQUESTS, PROMPT = 16, 63
+CACHED = PROMPT + 2  # tokens in the cache at the second decode step, which is counted
 HIDDEN, HEADS, KV_HEADS, HEAD = 1024, 16, 8, 128  # of Qwen3-0.6B, but for the vocabulary
 BASE = {
     "hidden_size": HIDDEN,
@@ -49,9 +51,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def command(names: list[str]) -> list[str]:
-    """The probe's command line for these cases, to be run where NPUs are emulated with ASCEND_EMULATOR_TRACE set."""
-    return [sys.executable, str(PROGRAM), json.dumps([{"name": name} | CASES[name] for name in names])]
+def run(names: list[str], directory: Path) -> dict[str, Any]:
+    """The counts of these cases, with a trace in this directory."""
+    cases = [{"name": name, "requests": REQUESTS, "prompt": PROMPT} | CASES[name] for name in names]
+    variables = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(directory / "trace.json")}
+    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", **variables)
+    found = {result["name"]: per_layer(result) for result in npus.results(done.stdout)}
+    if done.returncode or list(found) != names:
+        sys.exit(f"launches: the program ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return found
 
 
 def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
@@ -89,11 +97,6 @@ def per_layer(result: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def counts(output: str) -> dict[str, Any]:
-    results = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
-    return {result["name"]: per_layer(result) for result in results}
-
-
 def main() -> None:
     """See tools/launches."""
     parser = argparse.ArgumentParser(prog="tools/launches", description="Count what a decoder layer launches and moves.")
@@ -101,26 +104,9 @@ def main() -> None:
     names = parser.parse_args().cases or list(CASES)
     if unknown := set(names) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are: {'; '.join(CASES)}")
+    activate()  # so that the NPUs of npus.run are emulated
     with tempfile.TemporaryDirectory() as directory:
-        trace = Path(directory, "trace.json")
-        emulator = [
-            sys.executable,
-            "-m",
-            "ascend_emulator.cli",
-            "run",
-            "--npus",
-            "2",
-            "--memory",
-            "2GiB",
-            "--trace",
-            str(trace),
-            "--",
-        ]
-        environ = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"} | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*emulator, *command(names)], env=environ, capture_output=True, text=True, check=False)
-    found = counts(done.stdout)
-    if done.returncode or list(found) != names:
-        sys.exit(f"launches: the program ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+        found = run(names, Path(directory))
     print(json.dumps(found, indent=1))
     if names == list(CASES):
         KEPT.write_text(json.dumps(found, indent=1) + "\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import random
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import environment
+import npus
 from ascend_emulator.activation import activate
 
 ADDER = environment.ROOT / "tools" / "models" / "adder"
@@ -119,11 +119,6 @@ def ranks(engine: dict[str, Any]) -> int:
     return engine.get(TP, 1) * engine.get(PP, 1) * engine.get(DP, 1)
 
 
-def results(output: str) -> dict[str, Any]:
-    found = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
-    return {result["name"]: result for result in found}
-
-
 @functools.cache
 def reference(model: Path, dtype: str) -> Any:
     """Hugging Face's model with the weights as the engine has them, computing in float32."""
@@ -167,7 +162,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.layouts) - set(OF_EXPERTS):
         parser.error(f"no layout {', '.join(sorted(unknown))}; there are {', '.join(OF_EXPERTS)}")
-    activate()  # transformers loads torch_npu, which wants CANN's libraries
+    activate()  # for transformers, which loads torch_npu, and so that the NPUs of npus.run are emulated
     columns = [
         "model",
         "dtype",
@@ -194,19 +189,17 @@ def main() -> None:
 
 def _run(model: Path, dtype: str, name: str, engine: dict[str, Any], mp: bool, timeout: float) -> int:
     command = [sys.executable, str(PROGRAM), json.dumps([case(name, model, engine, mp=mp, dtype=dtype)])]
-    emulator = [sys.executable, "-m", "ascend_emulator.cli", "run", "--npus", str(ranks(engine)), "--memory", "1GiB", "--"]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
     label = f"| {model.name} | {dtype} | {name} | {'mp' if mp else 'external'} |"
     try:
-        done = subprocess.run([*emulator, *command], env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+        done = npus.run(ranks(engine), *command, timeout=timeout, OMP_NUM_THREADS="1")
     except subprocess.TimeoutExpired:
         print(f"{label} no answer after {timeout:g} s | | | | | |", flush=True)
         return 1
-    found = results(done.stdout).get(name)
-    if found is None:
+    found = npus.results(done.stdout)
+    if not found:
         print(f"{label} failed: {(done.stdout + done.stderr)[-2000:]} | | | | | |", flush=True)
         return 1
-    count, others, most, mean = compare(model, dtype, found["results"])
-    by = ", ".join(kind for kind in found.get("kinds", []))
-    print(f"{label} {count} | {others} | {most:.1e} | {mean:.1e} | {found['seconds']:.0f} | {by} |", flush=True)
+    count, others, most, mean = compare(model, dtype, found[0]["results"])
+    by = ", ".join(kind for kind in found[0].get("kinds", []))
+    print(f"{label} {count} | {others} | {most:.1e} | {mean:.1e} | {found[0]['seconds']:.0f} | {by} |", flush=True)
     return 0 if others == 0 or (dtype != "float32" and model != ADDER) else 1

@@ -1,10 +1,11 @@
 """For tests that need more NPUs than the one that the test session has."""
 
+import json
 import os
 import subprocess
 import sys
-
-import pytest
+from pathlib import Path
+from typing import Any
 
 
 def run(
@@ -13,15 +14,23 @@ def run(
     """Run a command where this many NPUs are, output captured.
 
     They are emulated if those of the session are; otherwise the test is skipped where there are not as many. `memory` is what
-    each emulated one has; a variable with the value "" is taken out.
+    each emulated one has; a variable with the value "" is taken out. The command can import what is in this directory.
     """
     environ = {name: value for name, value in (os.environ | variables).items() if value}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), environ.get("PYTHONPATH", "")]))
     if "ASCEND_EMULATOR_NPUS" in environ:
         options = ["--npus", str(npus), "--soc", environ["ASCEND_EMULATOR_SOC"], "--memory", memory]
         command = (sys.executable, "-m", "ascend_emulator.cli", "run", *options, "--", *command)
     elif (found := _device_count()) < npus:
+        import pytest
+
         pytest.skip(f"needs {npus} NPUs; there are {found}")
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def results(output: str) -> list[Any]:
+    """What a program printed in lines `RESULT {json}`."""
+    return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
 
 
 def _device_count() -> int:

@@ -6,16 +6,11 @@ Prints `["<part>", [<of rank 0>, <of rank 1>]]` a line. The ranks are forks, so 
 """
 
 import json
-import os
-import socket
-import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import forks
 import torch
 import torch.distributed as dist
 from ascend_communicator.pyhccl import PyHcclCommunicator
@@ -296,29 +291,7 @@ def options(rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as directory:
-        children = []
-        for rank in range(RANKS):
-            child = os.fork()
-            if not child:
-                status = 1
-                try:
-                    with open(f"{directory}/{rank}", "w") as file:
-                        json.dump(play(rank, port), file)
-                    status = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(status)
-            children.append(child)
-        failed = [os.waitpid(child, 0)[1] for child in children]
-        if any(failed):
-            sys.exit(f"the ranks ended with {failed}")
-        results = [json.loads(Path(directory, str(rank)).read_text()) for rank in range(RANKS)]
+    results = forks.play("ranks.py", RANKS, play)
     for part in results[0]:
         print(json.dumps([part, [result[part] for result in results]]))
 

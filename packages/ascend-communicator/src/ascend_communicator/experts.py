@@ -32,16 +32,20 @@ MC2 = {
     "Ascend910B": Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32)),
     "Ascend910_93": Limits(frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
 }
-"""By the beginning of the chip's name."""
+"""By the beginning of the chip's name; alltoall serves the same chips."""
 
 MC2_CHOICES, MC2_EXPERTS = 16, 1024
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+def limits_of(chip: str) -> Limits | None:
+    return next((limits for name, limits in MC2.items() if chip.startswith(name)), None)
+
+
 def obstacle_to_mc2(chip: str, ranks: int, experts: int, choices: int, hidden: int, dtype: torch.dtype) -> str:
     """Why mc2 cannot serve a model here, whatever the number of tokens; "" if it can."""
-    limits = next((limits for name, limits in MC2.items() if chip.startswith(name)), None)
+    limits = limits_of(chip)
     if limits is None:
         return f"{chip} does not have it"
     if ranks not in limits.ranks:
@@ -80,12 +84,12 @@ def way(asked: str, chip: str, sizes: list[int], experts: int, choices: int, hid
         raise ValueError(
             f"ascend.communicator.all2all is mc2, which cannot serve: {obstacle}; set auto or {' or '.join(WAYS[:2])}"
         )
-    if asked in ("auto", "mc2") and not obstacle:
-        limits = next(limits for name, limits in MC2.items() if chip.startswith(name))
+    limits = limits_of(chip)
+    if asked in ("auto", "mc2") and limits and not obstacle:
         if min(sizes) >= 1 and max(sizes) <= limits.tokens:
             return "mc2"
     if asked == "auto":
-        exchangeable = chip.startswith(tuple(MC2)) and experts % ranks == 0
+        exchangeable = limits is not None and experts % ranks == 0
         return "alltoall" if exchangeable and choices < ranks else "allgather"
     return "alltoall" if asked == "mc2" else asked
 

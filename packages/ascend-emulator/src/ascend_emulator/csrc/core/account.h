@@ -30,6 +30,7 @@ class Open {
 
 // Of an argument, the operator touches so many bytes, not all; several calls add up.
 void touches(const at::Tensor& argument, double bytes);
+inline void touches(const at::Tensor& argument, const at::Tensor& part) { touches(argument, static_cast<double>(part.nbytes())); }
 // Operations on elements of `item` bytes.
 void operates(double flops, int item);
 

@@ -158,7 +158,7 @@ Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t 
     else parts.push_back(page.narrow(2, 0, used).transpose(1, 2).flatten(2));
   }
   const auto found = parts.size() == 1 ? parts[0] : at::cat(parts, 1);
-  account::touches(cache, static_cast<double>(found.nbytes()));
+  account::touches(cache, found);
   return found;
 }
 

@@ -60,7 +60,7 @@ struct Grouped {
     const int64_t count = groups();
     const auto mine = stacked() ? weight[0][group] : weight[group];
     const auto matrix = words() ? unpack_matrix(mine) : mine;
-    account::touches(stacked() ? weight[0] : weight[group], static_cast<double>(mine.nbytes()));
+    account::touches(stacked() ? weight[0] : weight[group], mine);
     const auto add = of_group(bias, group, count), factor = of_group(scale, group, count);
     const auto k = rows.size(-1);
     account::operates(2.0 * static_cast<double>(rows.size(0) * k * matrix.size(1)), static_cast<int>(rows.element_size()));

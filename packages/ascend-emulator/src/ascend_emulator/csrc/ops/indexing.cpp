@@ -60,27 +60,27 @@ emu::Shape selected(const at::Tensor& self, int64_t dim, const at::Tensor& index
 }  // namespace
 
 SHAPED(aclnnEmbedding, (Tensor weight, Tensor indices, Tensor out), SHAPE(out, looked_up(weight, indices)), {
-  account::touches(weight, static_cast<double>(out.nbytes()));
+  account::touches(weight, out);
   at::embedding_out(out, weight, indices);
 })
 SHAPED(aclnnIndexSelect, (Tensor self, int64_t dim, Tensor index, Tensor out), SHAPE(out, selected(self, dim, index)), {
-  account::touches(self, static_cast<double>(out.nbytes()));
+  account::touches(self, out);
   at::index_select_out(out, self, dim, index);
 })
 OP(aclnnIndex, (Tensor self, Tensors indices, Tensor out), {
   if (!out.numel()) return;  // as of x[False], whose index is empty because it selects nothing
-  account::touches(self, static_cast<double>(out.nbytes()));
+  account::touches(self, out);
   if (const auto list = index_list(indices)) at::index_out(out, self, *list);
 })
 OP(aclnnIndexPutImpl, (Tensor self, Tensors indices, Tensor values, bool accumulate, bool), {
-  account::touches(self, static_cast<double>(values.nbytes()));
+  account::touches(self, values);
   if (const auto list = index_list(indices)) at::_index_put_impl_(self, *list, values, accumulate, false);
 })
 SHAPED(aclnnIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source, Tensor out), ALONG(out, self, dim), {
   at::index_copy_out(out, self, dim, wide(index), source);
 })
 SHAPED(aclnnInplaceIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source), real_dim(dim, self.dim()), {
-  account::touches(self, static_cast<double>(source.nbytes()));
+  account::touches(self, source);
   self.index_copy_(dim, wide(index), source);
 })
 SHAPED(aclnnIndexAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Scalar alpha, Tensor out), ALONG(out, self, dim), {
@@ -89,7 +89,7 @@ SHAPED(aclnnIndexAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Sc
 SHAPED(aclnnIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value, Tensor out), ALONG(out, self, dim), { out.copy_(at::index_fill(self, dim, wide(index), value)); })
 SHAPED(aclnnInplaceIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value), real_dim(dim, self.dim()), { self.index_fill_(dim, wide(index), value); })
 SHAPED(aclnnGather, (Tensor self, int64_t dim, Tensor index, Tensor out), (inside("index", index, dim, self), SAME(out, index)), {
-  account::touches(self, static_cast<double>(out.nbytes()));
+  account::touches(self, out);
   at::gather_out(out, self, dim, wide(index));
 })
 SHAPED(aclnnScatter, (Tensor self, int64_t dim, Tensor index, Tensor source, int64_t reduction, Tensor out), (inside("index", index, dim, self), SAME(out, self)), {
@@ -109,7 +109,7 @@ SHAPED(aclnnScatterAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, 
 })
 // Rows of `indices` (its last dimension) address leading dimensions of self; `updates` holds one slice a row.
 OP(aclnnScatterNdUpdate, (Tensor self, Tensor indices, Tensor updates), {
-  account::touches(self, static_cast<double>(updates.nbytes()));
+  account::touches(self, updates);
   c10::List<std::optional<at::Tensor>> at_dims;
   for (const auto& column : wide(indices).unbind(-1)) at_dims.push_back(column);
   self.index_put_(at_dims, updates);
@@ -128,7 +128,7 @@ CHECKED(aclnnGatherV3, (Tensor self, int64_t dim, Tensor index, int64_t batch_di
   one_of("batch_dims", batch_dims, {int64_t{0}});
   one_of("index", index, kIndices);
   COMPUTE {
-    account::touches(self, static_cast<double>(out.nbytes()));
+    account::touches(self, out);
     auto sizes = self.sizes().vec();
     sizes.erase(sizes.begin() + dim);
     sizes.insert(sizes.begin() + dim, index.sizes().begin(), index.sizes().end());
@@ -147,7 +147,7 @@ CHECKED(aclnnInplaceScatterUpdate, (Tensor self, Tensor indices, Tensor updates,
   check(dim > 0, kOpParam, "axis is 0, which the indices go along");
   shape("indices", indices, {updates.size(0)});
   COMPUTE {
-    account::touches(self, static_cast<double>(updates.nbytes()));
+    account::touches(self, updates);
     for (int64_t i = 0; i < indices.numel(); ++i) self[i].narrow(dim - 1, indices[i].item<int64_t>(), updates.size(dim)).copy_(updates[i]);
   };
 })

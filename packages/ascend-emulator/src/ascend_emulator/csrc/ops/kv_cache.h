@@ -25,7 +25,7 @@ struct Slots {
   }
   void put(const Tensor& cache, const Tensor& values, bool fractal) const {
     const auto chosen = rows.defined() ? values.index_select(0, rows) : values;
-    account::touches(cache, static_cast<double>(chosen.nbytes()));
+    account::touches(cache, chosen);
     if (!fractal && cache.is_contiguous()) {
       cache.view({cache.size(0) * cache.size(1), cache.size(2), cache.size(3)}).index_copy_(0, where, chosen);
       return;

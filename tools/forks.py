@@ -1,0 +1,59 @@
+"""For programs of tests and tools that play several ranks: forks, so that torch and vLLM are imported once."""
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def as_torchrun_sets(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables that torchrun gives a rank of one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def play(what: str, ranks: int, work: Callable[[int, int], Any]) -> list[Any]:
+    """What `work(rank, port)` returns in a fork for each rank, through JSON; the port is a free one, the same for all.
+
+    Where a rank fails, its traceback is printed and the program ends, with `what` in its last words.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory, str(rank)) for rank in range(ranks)]
+        children = [_fork(work, rank, port, file) for rank, file in enumerate(files)]
+        failed = [os.waitpid(child, 0)[1] for child in children]
+        if any(failed):
+            sys.exit(f"{what}: the ranks ended with {failed}")
+        return [json.loads(file.read_text()) for file in files]
+
+
+def _fork(work: Callable[[int, int], Any], rank: int, port: int, file: Path) -> int:
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            file.write_text(json.dumps(work(rank, port)))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return child
