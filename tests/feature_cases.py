@@ -29,7 +29,7 @@ def generate(engine: LLM, requests: list[dict[str, Any]]) -> list[Any]:
     params = []
     for request in requests:
         structured = StructuredOutputsParams(**request["structured"]) if "structured" in request else None
-        params.append(SamplingParams(structured_outputs=structured, **request["sampling"]))
+        params.append(SamplingParams.from_optional(structured_outputs=structured, **request["sampling"]))
     adapters = [LoRARequest(*request["lora"]) if "lora" in request else None for request in requests]
     prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
     return [

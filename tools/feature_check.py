@@ -192,11 +192,17 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-def sampled(count: int, tokens: int = 2) -> list[dict[str, Any]]:
+DRAFTS_EXCLUDE = ("min_p", "logit_bias")
+"""vLLM refuses these in a request where it speculates."""
+
+
+def sampled(count: int, tokens: int = 2, drafts: bool = False) -> list[dict[str, Any]]:
     """`count` answers for each kind of sampling, all in one batch."""
-    prompt = prompts()[2]
     common = {"n": count, "max_tokens": tokens, "ignore_eos": True}
-    return [{"prompt": prompt, "sampling": common | options} for options in SAMPLING.values()]
+    return [
+        {"prompt": prompts()[2], "sampling": common | {key: options[key] for key in options if not (drafts and key in DRAFTS_EXCLUDE)}}
+        for options in SAMPLING.values()
+    ]
 
 
 def distribution(scores: Any, prompt: list[int], before: list[int], options: dict[str, Any]) -> Any:
@@ -249,7 +255,7 @@ def check_sampling(model: Any, requests: list[dict[str, Any]], served: list[Any]
     """
     result = {}
     for name, request, answers in zip(SAMPLING, requests, served, strict=True):
-        prompt, options = request["prompt"], SAMPLING[name]
+        prompt, options = request["prompt"], request["sampling"]
         tokens = [answer["tokens"] for answer in answers]
         scores, draw = logits(model, prompt, tokens), random.Random(1)
         impossible, spread = 0, [0.0] * 20
@@ -370,15 +376,16 @@ def _lora_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[An
 
 
 def _sampling_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[Any], bool]]:
-    model, asked = small_models.target(directory), sampled(options.answers)
+    model, rows = small_models.target(directory), []
     draft = {"method": "draft_model", "model": str(small_models.target(directory, seed=9, size=0.3)), "num_speculative_tokens": 2}
-    steps, rows = [["generate", asked], ["generate", structured()]], []
     grammar = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
     kinds: dict[str, dict[str, Any]] = {"": {}, "with a draft model: ": {"speculative_config": draft}}
-    found = serve([case(name, model, ranks, steps, **grammar, **kind) for name, kind in kinds.items()], timeout=3000)
+    asked = {name: sampled(options.answers, 2 if not kind else 5, bool(kind)) for name, kind in kinds.items()}
+    steps = {name: [["generate", requests], ["generate", structured()]] for name, requests in asked.items()}
+    found = serve([case(name, model, ranks, steps[name], **grammar, **kind) for name, kind in kinds.items()], timeout=3000)
     for prefix in kinds:
         answers, grammars = found[prefix]["steps"]
-        for name, (tokens, impossible, first, spread) in check_sampling(reference(model), asked, answers).items():
+        for name, (tokens, impossible, first, spread) in check_sampling(reference(model), asked[prefix], answers).items():
             rows.append(([prefix + name, tokens, impossible, f"{first:.3f}", f"{spread:.3f}"], not impossible and min(first, spread) > FALSE_ALARM))
         given, matching = count_matches(grammars)
         rows.append(([prefix + "grammars", given, given - matching, "", ""], given == matching))
