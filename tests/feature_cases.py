@@ -3,7 +3,8 @@
     python tests/feature_cases.py '[{"name": ..., "ranks": 1, "model": DIR, "engine": {...}, "steps": [...]}]'
 
 A step is `["generate", [request, ...]]`, where a request has `prompt` (token ids), `sampling`, and perhaps `structured` and `lora`
-(name, number, directory), or `["add" | "remove" | "pin" | "list", ...]` for adapters. Each case runs under vLLM's external
+(name, number, directory), or `["add" | "remove" | "pin" | "list", ...]` for adapters, or `["count", [request, ...]]`, which says what
+one step of decode launches and how often the host waits in it, with a trace (ASCEND_EMULATOR_TRACE). Each case runs under vLLM's external
 launcher, with so many ranks forked, so that torch and vLLM are imported once.
 Prints one line `RESULT {json}` a case: what each step gave on rank 0, and the counts of drafts and of accepted ones.
 """
@@ -24,18 +25,35 @@ COMMON = {"max_model_len": 512, "seed": 0, "gpu_memory_utilization": 0.3, "max_n
 COUNTS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 
 
+def read(request: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams, LoRARequest | None]:
+    structured = StructuredOutputsParams(**request["structured"]) if "structured" in request else None
+    params = SamplingParams.from_optional(structured_outputs=structured, **request["sampling"])
+    adapter = LoRARequest(*request["lora"]) if "lora" in request else None
+    return {"prompt_token_ids": request["prompt"]}, params, adapter
+
+
 def generate(engine: LLM, requests: list[dict[str, Any]]) -> list[Any]:
     """Of each request, for each of its `n` answers: tokens, text, and the log-probabilities of the tokens if asked for."""
-    params = []
-    for request in requests:
-        structured = StructuredOutputsParams(**request["structured"]) if "structured" in request else None
-        params.append(SamplingParams.from_optional(structured_outputs=structured, **request["sampling"]))
-    adapters = [LoRARequest(*request["lora"]) if "lora" in request else None for request in requests]
-    prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
-    return [
-        [answer(each) for each in output.outputs]
-        for output in engine.generate(prompts, params, lora_request=adapters, use_tqdm=False)
-    ]
+    prompts, params, adapters = map(list, zip(*map(read, requests), strict=True))
+    served = engine.generate(prompts, params, lora_request=adapters, use_tqdm=False)
+    return [[answer(each) for each in output.outputs] for output in served]
+
+
+def count(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """The summary (tools/launch_count.py) of the second step of decode, for requests that are prefilled in one step."""
+    import launch_count
+
+    for number, request in enumerate(requests):
+        prompt, params, adapter = read(request)
+        engine.add_request(str(number), prompt, params, lora_request=adapter)
+    for _ in range(2):
+        engine.step()
+    before = len(launch_count.events())
+    engine.step()
+    found = launch_count.summary(launch_count.events()[before:])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return found
 
 
 def answer(completion: Any) -> dict[str, Any]:
@@ -51,6 +69,8 @@ def perform(engine: LLM, step: list[Any]) -> Any:
     core = engine.llm_engine
     if do == "generate":
         return generate(engine, *arguments)
+    if do == "count":
+        return count(core, *arguments)
     try:
         if do == "list":
             return sorted(core.list_loras())

@@ -1,7 +1,8 @@
-"""Sampling with top-k and top-p in one operator, npu_top_k_top_p_sample, where the chip has it.
+"""Sampling, with top-k and top-p or without, in two operators where the chip has them.
 
-What comes before is vLLM's, in PyTorch: penalties, bias, bad words, min-p, temperature. So is sampling without top-k and top-p.
-The operator's shapes, dtypes and limits are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+npu_sim_exponential_ makes the noise, and npu_top_k_top_p_sample all the rest. What comes before is vLLM's, in PyTorch: penalties,
+bias, bad words, min-p, temperature. The operators' shapes, dtypes and limits are those of ``torch_npu/_op_plugin_docs.py`` in the
+torch_npu wheel.
 """
 
 from typing import Any
@@ -17,11 +18,11 @@ MOST_K = 1024
 """The operator takes a larger k as none at all."""
 
 CHIPS = ("Ascend910B", "Ascend910_93")
-"""Beginnings of the names of Atlas A2's and A3's chips, which have the operator."""
+"""Beginnings of the names of Atlas A2's and A3's chips, which have both operators."""
 
 
 class NPUTopKTopPSampler(TopKTopPSampler):
-    """vLLM's TopKTopPSampler (``vllm/v1/sample/ops/topk_topp_sampler.py``) on the operator.
+    """vLLM's TopKTopPSampler (``vllm/v1/sample/ops/topk_topp_sampler.py``) on these operators.
 
     Of logits that are equal to the k-th largest, vLLM's implementation keeps all; the operator keeps k in total.
     """
@@ -46,13 +47,13 @@ class NPUTopKTopPSampler(TopKTopPSampler):
             k: int32 ``[requests]``, the vocabulary's size where a request has none.
             p: float32 ``[requests]``, 1 where a request has none.
         """
-        if (k is None and p is None) or self.use_fp64_gumbel or not self.takes(k):
+        if self.use_fp64_gumbel or not self.takes(k):
             return self.forward_native(logits, generators, k, p)
-        noise = torch.empty_like(logits, dtype=torch.float32)
+        noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         if len(generators) < len(noise):
-            noise.exponential_()
+            torch_npu.npu_sim_exponential_(noise)
         for row, generator in generators.items():
-            noise[row].exponential_(generator=generator)
+            torch_npu.npu_sim_exponential_(noise[row], generator=generator)
         wanted = self.logprobs_mode.startswith("processed")
         tokens, processed = _operator(logits, k, p, q=noise, is_need_logits=wanted)
         if not wanted:
@@ -83,7 +84,7 @@ def _operator(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | No
 
 
 def install(runner: Any) -> None:
-    """Give a model runner this sampler, where the chip has the operator."""
+    """Give a model runner this sampler, where the chip has the operators."""
     if extension.chip().name.startswith(CHIPS):
         native = runner.sampler.topk_topp_sampler
         sampler = NPUTopKTopPSampler(native.logprobs_mode, native.use_fp64_gumbel, runner)
