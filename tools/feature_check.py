@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +184,12 @@ def compare_lora(directory: Path, found: dict[str, Any], dtype: str = "float32")
 # Sampling
 
 SAMPLING: dict[str, dict[str, Any]] = {
-    "temperature 1": {"temperature": 1.0},
-    "temperature 1.5, top-k 5": {"temperature": 1.5, "top_k": 5},
-    "temperature 2, top-p 0.7": {"temperature": 2.0, "top_p": 0.7},
-    "top-k 20, top-p 0.9, min-p 0.02, a seed": {"temperature": 2.0, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 11},
-    "penalties": {"temperature": 1.5, "presence_penalty": 1.2, "frequency_penalty": 0.8, "repetition_penalty": 1.4},
-    "logit bias, bad words": {"temperature": 1.5, "logit_bias": {"40": 4.0, "50": -3.0}, "bad_words": ["a"], "top_k": 60},
+    "temperature": {"temperature": 0.5},
+    "top-k 5": {"temperature": 0.4, "top_k": 5},
+    "top-p 0.7": {"temperature": 0.7, "top_p": 0.7},
+    "top-k 20, top-p 0.9, min-p 0.1, a seed": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "seed": 11},
+    "penalties": {"temperature": 0.5, "presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.4},
+    "logit bias, bad words, top-k 60": {"temperature": 0.6, "logit_bias": {"40": 2.0, "50": -3.0}, "bad_words": ["a"], "top_k": 60},
 }
 
 
@@ -205,30 +206,30 @@ def sampled(count: int, tokens: int = 2, drafts: bool = False) -> list[dict[str,
     ]
 
 
-def distribution(scores: Any, prompt: list[int], before: list[int], options: dict[str, Any]) -> Any:
-    """What vLLM's documentation of SamplingParams says a token is drawn from: float64 ``[vocabulary]``."""
+def distribution(scores: Any, prompt: list[int], before: Any, options: dict[str, Any]) -> Any:
+    """What vLLM's documentation of SamplingParams says that tokens are drawn from: float64 ``[answers, vocabulary]``.
+
+    scores: the model's logits ``[answers, vocabulary]``; before: the tokens that each answer has already, ``[answers, places]``.
+    """
     import torch
 
     scores = scores.double().clone()
     for word in options.get("bad_words", []):
-        scores[small_models.CHARACTERS.index(word)] = -math.inf
+        scores[:, small_models.CHARACTERS.index(word)] = -math.inf
     for token, bias in options.get("logit_bias", {}).items():
-        scores[int(token)] += bias
-    factor = options.get("repetition_penalty", 1.0)
-    for token in {*prompt, *before}:
-        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
-    for token, times in Counter(before).items():
-        scores[token] -= options.get("frequency_penalty", 0.0) * times + options.get("presence_penalty", 0.0)
+        scores[:, int(token)] += bias
+    times = torch.zeros_like(scores).scatter_add_(1, before, torch.ones_like(before, dtype=scores.dtype))
+    seen = times > 0
+    factor = torch.where(seen.index_fill(1, torch.tensor(prompt), True), options.get("repetition_penalty", 1.0), 1.0)
+    scores = torch.where(scores > 0, scores / factor, scores * factor)
+    scores -= options.get("frequency_penalty", 0.0) * times + options.get("presence_penalty", 0.0) * seen
     shares = (scores / options["temperature"]).softmax(-1)
-    shares[shares < options.get("min_p", 0.0) * shares.max()] = 0
-    order = shares.argsort(descending=True)
-    if "top_k" in options:
-        shares[order[options["top_k"] :]] = 0
-    shares = shares / shares.sum()
-    if "top_p" in options:
-        ranked = shares[order]
-        shares[order[(ranked.cumsum(-1) - ranked) >= options["top_p"]]] = 0
-    return shares / torch.as_tensor(shares.sum())
+    shares = shares * (shares >= options.get("min_p", 0.0) * shares.amax(1, keepdim=True))
+    ranked, order = shares.sort(descending=True)
+    ranked[:, options.get("top_k", ranked.shape[1]) :] = 0
+    ranked = ranked / ranked.sum(1, keepdim=True)
+    ranked = ranked * ((ranked.cumsum(-1) - ranked) < options.get("top_p", 2.0))
+    return torch.empty_like(ranked).scatter_(1, order, ranked / ranked.sum(1, keepdim=True))
 
 
 def tail(statistic: float, freedom: int) -> float:
@@ -247,30 +248,34 @@ def chi_square(counts: list[float], expected: list[float]) -> float:
     return tail(sum((c - e) ** 2 / e for e, c in bins), max(1, len(bins) - 1))
 
 
-def check_sampling(model: Any, requests: list[dict[str, Any]], served: list[Any]) -> dict[str, tuple[int, int, float, float]]:
+def check_sampling(
+    model: Any, requests: list[dict[str, Any]], served: list[Any], kinds: Iterable[str] = SAMPLING
+) -> dict[str, tuple[int, int, float, float]]:
     """By kind: how many tokens, how many of them cannot be, and the probabilities of a chi-square of the first tokens, and of all.
 
     For the latter each token becomes the place that a draw for it has in its own distribution, the likelier tokens first; where all
     is right these places are spread evenly, whatever tokens went before.
     """
+    import torch
+
     result = {}
-    for name, request, answers in zip(SAMPLING, requests, served, strict=True):
+    for name, request, answers in zip(kinds, requests, served, strict=True):
         prompt, options = request["prompt"], request["sampling"]
-        tokens = [answer["tokens"] for answer in answers]
-        scores, draw = logits(model, prompt, tokens), random.Random(1)
-        impossible, spread = 0, [0.0] * 20
-        for row, answer in zip(scores, tokens, strict=True):
-            for place, token in enumerate(answer):
-                shares = distribution(row[place], prompt, answer[:place], options)
-                share = float(shares[token])
-                impossible += share == 0
-                before = float(shares[shares > share].sum()) + float(shares[:token][shares[:token] == share].sum())
-                spread[min(19, int((before + draw.random() * share) * 20))] += 1
-        first = distribution(scores[0, 0], prompt, [], options)
-        counts = Counter(answer[0] for answer in tokens)
-        alone = chi_square([counts[i] for i in range(len(first))], (first * len(tokens)).tolist())
-        total = sum(spread)
-        result[name] = int(total), impossible, alone, chi_square(spread, [total / 20] * 20)
+        tokens = torch.tensor([answer["tokens"] for answer in answers])
+        scores, draw = logits(model, prompt, tokens.tolist()), torch.Generator().manual_seed(1)
+        impossible, places = 0, []
+        for place in range(tokens.shape[1]):
+            shares = distribution(scores[:, place], prompt, tokens[:, :place], options)
+            share = shares.gather(1, tokens[:, place : place + 1])
+            impossible += int((share == 0).sum())
+            likelier = (shares * (shares > share)).sum(1)
+            places.append(likelier + torch.rand(len(tokens), generator=draw, dtype=torch.float64) * share.squeeze(1))
+            if not place:
+                counts = torch.bincount(tokens[:, 0], minlength=shares.shape[1])
+                alone = chi_square(counts.tolist(), (shares[0] * len(tokens)).tolist())
+        spread = torch.cat(places).histc(20, 0, 1)
+        total = tokens.numel()
+        result[name] = total, impossible, alone, chi_square(spread.tolist(), [total / 20] * 20)
     return result
 
 

@@ -83,9 +83,7 @@ def test_asking_for_graphs_is_answered(model, lines):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"enable_lora": True}, "LoRA"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
         ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
         ({"kv_cache_dtype": "float16"}, "a KV cache of float16"),  # the model is bfloat16
         ({"cpu_offload_gb": 1}, "weight offloading"),
