@@ -1,6 +1,7 @@
 """Adapters, drafts, sampling and grammars through vLLM's API, against PEFT, transformers and distributions in float64.
 
-Here is one engine with sampling and grammars, and one with adapters and drafts too, and tensor parallelism. `tools/features` runs every method and layout.
+Here is one engine with sampling and grammars, and one with adapters and drafts too, and tensor parallelism. `tools/features` runs
+every method and layout.
 """
 
 from pathlib import Path
@@ -98,7 +99,9 @@ def test_another_distribution_would_be_noticed(served: dict[str, Any], directory
         for each in features.sampled(ANSWERS)
     ]
     found = features.check_sampling(model, hotter, answers)
-    assert sum(impossible > 0 or min(first, spread) < features.FALSE_ALARM for _, impossible, first, spread in found.values()) >= 4
+    assert (
+        sum(impossible > 0 or min(first, spread) < features.FALSE_ALARM for _, impossible, first, spread in found.values()) >= 4
+    )
 
 
 @pytest.mark.parametrize(("name", "step"), [("one", 5), ("two", 12)])

@@ -1,4 +1,4 @@
-"""Adapters, drafts, sampling and grammars of an engine on emulated NPUs against independent references: for tools/features and tests.
+"""Adapters, drafts, sampling and grammars of an engine on emulated NPUs against references, for tools/features and tests.
 
 References: transformers and PEFT in float32 on the CPU, under the engine's own tokens; the distribution that a token is sampled
 from, computed from their logits in float64.
@@ -14,7 +14,6 @@ import random
 import re
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,14 @@ def methods(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
 def speculation(directory: Path, names: list[str], ranks: int, dtype: str = "float32") -> list[dict[str, Any]]:
     known = methods(directory)
     return [
-        case(name, known[name][0], ranks, [["generate", [greedy(prompt) for prompt in prompts()]]], dtype, speculative_config=known[name][1])
+        case(
+            name,
+            known[name][0],
+            ranks,
+            [["generate", [greedy(prompt) for prompt in prompts()]]],
+            dtype,
+            speculative_config=known[name][1],
+        )
         for name in names
     ]
 
@@ -189,7 +195,12 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top-p 0.7": {"temperature": 0.7, "top_p": 0.7},
     "top-k 20, top-p 0.9, min-p 0.1, a seed": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "seed": 11},
     "penalties": {"temperature": 0.5, "presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.4},
-    "logit bias, bad words, top-k 60": {"temperature": 0.6, "logit_bias": {"40": 2.0, "50": -3.0}, "bad_words": ["a"], "top_k": 60},
+    "logit bias, bad words, top-k 60": {
+        "temperature": 0.6,
+        "logit_bias": {"40": 2.0, "50": -3.0},
+        "bad_words": ["a"],
+        "top_k": 60,
+    },
 }
 
 
@@ -201,7 +212,10 @@ def sampled(count: int, tokens: int = 2, drafts: bool = False) -> list[dict[str,
     """`count` answers for each kind of sampling, all in one batch."""
     common = {"n": count, "max_tokens": tokens, "ignore_eos": True}
     return [
-        {"prompt": prompts()[2], "sampling": common | {key: options[key] for key in options if not (drafts and key in DRAFTS_EXCLUDE)}}
+        {
+            "prompt": prompts()[2],
+            "sampling": common | {key: options[key] for key in options if not (drafts and key in DRAFTS_EXCLUDE)},
+        }
         for options in SAMPLING.values()
     ]
 
@@ -332,7 +346,9 @@ def matches(request: dict[str, Any], text: str) -> bool:
 
 def count_matches(served: list[Any], count: int = 4) -> tuple[int, int]:
     """How many answers with a grammar there are, and how many of them match it."""
-    pairs = [(request, answer[0]["text"]) for request, answer in zip(structured(count), served, strict=True) if "structured" in request]
+    pairs = [
+        (request, answer[0]["text"]) for request, answer in zip(structured(count), served, strict=True) if "structured" in request
+    ]
     return len(pairs), sum(matches(request, text) for request, text in pairs)
 
 
@@ -375,7 +391,10 @@ def _lora_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[An
     for name, kind in kinds.items():
         dtype = kind.get("dtype", "float32")
         tokens, others, far = compare_lora(directory, found[name], dtype)
-        right = (not others and far < 1e-3 if dtype == "float32" else far < 0.2) and found[name]["steps"][:-2] in (LORA_STATES, [])
+        right = (not others and far < 1e-3 if dtype == "float32" else far < 0.2) and found[name]["steps"][:-2] in (
+            LORA_STATES,
+            [],
+        )
         rows.append(([name, tokens, others, f"{far:.1e}"], right))
     return rows
 
@@ -391,7 +410,12 @@ def _sampling_table(directory: Path, ranks: int, options: Any) -> list[tuple[lis
     for prefix in kinds:
         answers, grammars = found[prefix]["steps"]
         for name, (tokens, impossible, first, spread) in check_sampling(reference(model), asked[prefix], answers).items():
-            rows.append(([prefix + name, tokens, impossible, f"{first:.3f}", f"{spread:.3f}"], not impossible and min(first, spread) > FALSE_ALARM))
+            rows.append(
+                (
+                    [prefix + name, tokens, impossible, f"{first:.3f}", f"{spread:.3f}"],
+                    not impossible and min(first, spread) > FALSE_ALARM,
+                )
+            )
         given, matching = count_matches(grammars)
         rows.append(([prefix + "grammars", given, given - matching, "", ""], given == matching))
     return rows

@@ -79,7 +79,9 @@ def _shrink(model: torch.nn.Module, size: float, seed: int) -> None:
     torch.manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=size if name.split(".")[-2] in ("o_proj", "down_proj") or "experts" in name else 0.1)
+            torch.nn.init.normal_(
+                weight, std=size if name.split(".")[-2] in ("o_proj", "down_proj") or "experts" in name else 0.1
+            )
 
 
 def target(directory: Path, family: str = "Llama", seed: int = 3, size: float = 0.12) -> Path:

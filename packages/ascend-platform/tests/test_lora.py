@@ -34,7 +34,9 @@ def expected(x, a, b, tokens):
     rows = []
     for row, adapter in zip(x.cpu().double(), tokens, strict=True):
         index = slot(adapter)
-        rows.append(torch.zeros(b.shape[2]).double() if index is None else b[index, 0].cpu().double() @ (a[index, 0].cpu().double() @ row))
+        rows.append(
+            torch.zeros(b.shape[2]).double() if index is None else b[index, 0].cpu().double() @ (a[index, 0].cpu().double() @ row)
+        )
     return torch.stack(rows)
 
 

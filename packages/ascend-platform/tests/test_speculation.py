@@ -1,5 +1,6 @@
 """Speculative decoding in vLLM's configuration: what is refused, by its name, and what is set."""
 
+import functools
 import importlib.util
 import types
 
@@ -8,11 +9,10 @@ from ascend_platform import extension, speculation
 
 
 def config(method, **uses):
-    asked = {f"use_{name}": (lambda value=uses.get(name, False): value) for name in ("dflash", "gemma4_mtp", "ngram_gpu")}
+    methods = ("dflash", "gemma4_mtp", "ngram_gpu")
+    asked = {f"use_{name}": functools.partial(uses.get, name, False) for name in methods}
     speculative = types.SimpleNamespace(method=method, **asked)
-    return types.SimpleNamespace(
-        speculative_config=speculative, scheduler_config=types.SimpleNamespace(async_scheduling=True)
-    )
+    return types.SimpleNamespace(speculative_config=speculative, scheduler_config=types.SimpleNamespace(async_scheduling=True))
 
 
 @pytest.mark.parametrize("name", speculation.REFUSED)

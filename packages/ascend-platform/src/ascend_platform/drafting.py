@@ -312,13 +312,14 @@ OVERRIDES = {
 def install() -> None:
     """Let what a drafter lays out for its attention be what the attentions here rely on; a second call does nothing.
 
-    In ``vllm/v1/spec_decode/llm_base_proposer.py`` tokens that are added and rejected change ``seq_lens`` on the device alone, and
-    tokens that are not to be kept have slot -1.
+    In ``vllm/v1/spec_decode/llm_base_proposer.py`` tokens that are added or rejected change ``seq_lens`` on the device alone,
+    and tokens that are not to be kept have slot -1.
     """
     from vllm.v1.spec_decode import llm_base_proposer
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    build, extend = SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata, llm_base_proposer.extend_all_queries_by_N
+    build = SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata
+    extend = llm_base_proposer.extend_all_queries_by_N
     if hasattr(build, "__wrapped__"):
         return
 

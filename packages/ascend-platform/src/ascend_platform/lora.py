@@ -53,9 +53,7 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         x, y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         self._expand(y, _shrink(x, lora_a_stacked, scale) * self._chosen(x), lora_b_stacked, output_slices)
 
-    def add_shrink(
-        self, y: Any, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **kwargs: Any
-    ) -> None:
+    def add_shrink(self, y: Any, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **kwargs: Any) -> None:
         """Write ``x A`` of each slice into y, ``[slices, tokens, rank]``, where a token has an adapter, else zeros."""
         if self.no_lora:
             return
