@@ -3,8 +3,8 @@
     python tests/feature_cases.py '[{"name": ..., "ranks": 1, "model": DIR, "engine": {...}, "steps": [...]}]'
 
 A step is `["generate", [request, ...]]`, where a request has `prompt` (token ids), `sampling`, and perhaps `structured` and
-`lora` (name, number, directory), or `["add" | "remove" | "pin" | "list", ...]` for adapters, or `["count", [request, ...]]`, which
-says what one step of decode launches and how often the host waits in it, with a trace (ASCEND_EMULATOR_TRACE). Each case runs
+`lora` (name, number, directory), or `["add" | "remove" | "pin" | "list", ...]` for adapters, or `["count", [request, ...]]`, for
+what one step of decode launches and how often the host waits in it, with a trace (ASCEND_EMULATOR_TRACE). Each case runs
 under vLLM's external launcher, with so many ranks forked, so that torch and vLLM are imported once.
 Prints one line `RESULT {json}` a case: what each step gave on rank 0, and the counts of drafts and of accepted ones.
 """

@@ -1,6 +1,7 @@
 """The PyTorch replacements of vLLM's Triton kernels for speculation, against the kernels' arithmetic written out in loops."""
 
 import random
+import types
 
 import pytest
 import torch
@@ -244,3 +245,37 @@ def test_a_drafter_s_input(seed, slots, shift):
     assert found_new.tolist() == new
     if shift:
         assert found_mapping.tolist() == mapping
+
+
+def test_a_drafter_s_attention_gets_the_lengths_that_the_device_has():
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.spec_decode import llm_base_proposer
+
+    for _ in range(2):  # the second time does nothing
+        drafting.install()
+    starts = npu([0, 4, 8])
+    given = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.cpu(),
+        seq_lens=npu([5, 7]),
+        num_reqs=2,
+        num_actual_tokens=8,
+        max_query_len=4,
+        max_seq_len=9,
+        block_table_tensor=npu([[1], [2]]),
+        slot_mapping=npu([-1, 130], torch.int64),
+        seq_lens_cpu_upper_bound=torch.tensor([9, 9], dtype=torch.int32),
+    )
+    built = []
+
+    def build(common_attn_metadata, draft_index):
+        built.append((common_attn_metadata.seq_lens_cpu_upper_bound.tolist(), common_attn_metadata.slot_mapping.tolist()))
+
+    group = types.SimpleNamespace(build_metadata_for_drafting=build, layer_names=[])
+    proposer = types.SimpleNamespace(draft_attn_groups=[group])
+    for draft_index in (0, 1):
+        llm_base_proposer.SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata(proposer, given, draft_index)
+    assert built == [([9, 9], [0, 130]), ([5, 7], [0, 130])]
+    extended = llm_base_proposer.extend_all_queries_by_N(given, 2, npu([0, 1, 2]), given.slot_mapping)
+    assert extended.seq_lens_cpu_upper_bound.tolist() == extended.seq_lens.tolist() == [7, 9]
+    assert given.seq_lens_cpu_upper_bound.tolist() == [5, 7]
