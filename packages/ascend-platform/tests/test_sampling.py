@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 from ascend_platform import sampling
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p_pytorch
 
 WORDS = 2000
 
@@ -15,7 +15,7 @@ WORDS = 2000
 def sampler():
     def make(ks, mode="raw_logprobs"):
         batch = types.SimpleNamespace(top_k_cpu=numpy.array([*ks, 1500]), num_reqs=len(ks), vocab_size=WORDS)
-        return sampling.NPUTopKTopPSampler(mode, False, types.SimpleNamespace(input_batch=batch))
+        return sampling.NPUTopKTopPSampler(TopKTopPSampler(mode), types.SimpleNamespace(input_batch=batch))
 
     return make
 

@@ -7,6 +7,7 @@ draft tokens each request has; the tokens of all requests stand one after anothe
 """
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -303,18 +304,19 @@ OVERRIDES = {
     _DRAFTER + "eagle_prepare_next_token_padded_kernel": prepare_next_tokens,
     _DRAFTER + "copy_and_expand_eagle_inputs_kernel": expand_inputs,
 }
-"""Kernel name to replacement, as :data:`ascend_platform.kernels.OVERRIDES`."""
+"""Kernel name to replacement, as ``vllm.triton_utils.dispatcher.register_kernels`` takes them."""
 
 
 # Lengths on the host
 
 
 def install() -> None:
-    """Let what a drafter lays out for its attention be what the attentions here rely on; a second call does nothing.
+    """Put these kernels in place, and let what a drafter lays out for its attention be what the attentions here rely on.
 
-    In ``vllm/v1/spec_decode/llm_base_proposer.py`` tokens that are added or rejected change ``seq_lens`` on the device alone,
-    and tokens that are not to be kept have slot -1.
+    A second call does nothing. In ``vllm/v1/spec_decode/llm_base_proposer.py`` tokens that are added or rejected change
+    ``seq_lens`` on the device alone, and tokens that are not to be kept have slot -1.
     """
+    from vllm.triton_utils.dispatcher import register_kernels
     from vllm.v1.spec_decode import llm_base_proposer
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
@@ -322,6 +324,9 @@ def install() -> None:
     extend = llm_base_proposer.extend_all_queries_by_N
     if hasattr(build, "__wrapped__"):
         return
+    with warnings.catch_warnings():  # vLLM looks at every name of every module, deprecated ones too
+        warnings.simplefilter("ignore")
+        register_kernels(OVERRIDES)
 
     @functools.wraps(build)
     def build_with_lengths(self: Any, common_attn_metadata: Any, draft_index: int = 0) -> Any:

@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from vllm.config import ParallelConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -13,7 +13,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.moe  # noqa: F401  (before a model's layers are made)
-from ascend_platform import kv_cache, sampling
+from ascend_platform import drafting, kv_cache, sampling
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -46,8 +46,10 @@ gpu_model_runner.EplbState = NPUEplbState  # type: ignore[misc]  # load_model ma
 class NPUModelRunner(GPUModelRunner):
     """GPUModelRunner with keys and values in tensors of their own."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        if vllm_config.speculative_config:
+            drafting.install()
+        super().__init__(vllm_config, *args, **kwargs)
         sampling.install(self)
 
     def initialize_kv_cache_tensors(

@@ -74,13 +74,11 @@ class NPUPlatform(Platform):
 
         from vllm.triton_utils.dispatcher import _registry, register_kernels
 
-        from ascend_platform import drafting, kernels
+        from ascend_platform.kernels import OVERRIDES
 
-        drafting.install()
         with warnings.catch_warnings():  # vLLM looks at every name of every module, deprecated ones too
             warnings.simplefilter("ignore")
-            overrides = kernels.OVERRIDES | drafting.OVERRIDES
-            register_kernels({name: kernel for name, kernel in overrides.items() if name not in _registry})
+            register_kernels({name: kernel for name, kernel in OVERRIDES.items() if name not in _registry})
 
     # The device
 

@@ -21,18 +21,19 @@ CHIPS = ("Ascend910B", "Ascend910_93")
 """Beginnings of the names of Atlas A2's and A3's chips, which have both operators."""
 
 
-class NPUTopKTopPSampler(TopKTopPSampler):
-    """vLLM's TopKTopPSampler (``vllm/v1/sample/ops/topk_topp_sampler.py``) on these operators.
+class NPUTopKTopPSampler(torch.nn.Module):
+    """In place of vLLM's TopKTopPSampler (``vllm/v1/sample/ops/topk_topp_sampler.py``), which keeps what the operators do not take.
 
     Of logits that are equal to the k-th largest, vLLM's implementation keeps all; the operator keeps k in total.
     """
 
-    def __init__(self, logprobs_mode: Any, use_fp64_gumbel: bool, runner: Any) -> None:
-        super().__init__(logprobs_mode, use_fp64_gumbel)
+    def __init__(self, native: TopKTopPSampler, runner: Any) -> None:
+        super().__init__()
+        self.native = native
         self.runner = runner  # whose input_batch, which it replaces, has each request's k on the host
-        self.forward = self.forward_fused
+        self.in_float64 = getattr(native, "use_fp64_gumbel", False)
 
-    def forward_fused(
+    def forward(
         self,
         logits: torch.Tensor,
         generators: dict[int, torch.Generator],
@@ -47,18 +48,19 @@ class NPUTopKTopPSampler(TopKTopPSampler):
             k: int32 ``[requests]``, the vocabulary's size where a request has none.
             p: float32 ``[requests]``, 1 where a request has none.
         """
-        if self.use_fp64_gumbel or not self.takes(k):
-            return self.forward_native(logits, generators, k, p)
+        if self.in_float64 or not self.takes(k):
+            return self.native(logits, generators, k, p)
         noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         if len(generators) < len(noise):
             torch_npu.npu_sim_exponential_(noise)
         for row, generator in generators.items():
             torch_npu.npu_sim_exponential_(noise[row], generator=generator)
-        wanted = self.logprobs_mode.startswith("processed")
+        mode = self.native.logprobs_mode
+        wanted = mode.startswith("processed")
         tokens, processed = _operator(logits, k, p, q=noise, is_need_logits=wanted)
         if not wanted:
             return tokens, None
-        return tokens, processed.log_softmax(-1) if self.logprobs_mode == "processed_logprobs" else processed
+        return tokens, processed.log_softmax(-1) if mode == "processed_logprobs" else processed
 
     def restrict(self, logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
         """The logits ``[rows, vocabulary]``, those that top-k and top-p leave out at minus infinity; k and p ``[rows]``."""
@@ -86,7 +88,5 @@ def _operator(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | No
 def install(runner: Any) -> None:
     """Give a model runner this sampler, where the chip has the operators."""
     if extension.chip().name.startswith(CHIPS):
-        native = runner.sampler.topk_topp_sampler
-        sampler = NPUTopKTopPSampler(native.logprobs_mode, native.use_fp64_gumbel, runner)
-        runner.sampler.topk_topp_sampler = sampler
+        sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(runner.sampler.topk_topp_sampler, runner)
         rejection_sampler.apply_top_k_top_p = sampler.restrict
