@@ -22,7 +22,7 @@ CHIPS = ("Ascend910B", "Ascend910_93")
 
 
 class NPUTopKTopPSampler(torch.nn.Module):
-    """In place of vLLM's TopKTopPSampler (``vllm/v1/sample/ops/topk_topp_sampler.py``), which keeps what the operators do not take.
+    """vLLM's TopKTopPSampler (``vllm/v1/sample/ops/topk_topp_sampler.py``), which keeps what the operators do not take.
 
     Of logits that are equal to the k-th largest, vLLM's implementation keeps all; the operator keeps k in total.
     """
