@@ -107,6 +107,15 @@ def test_models_of_later_versions_are_refused_in_one_line(model, changes, named)
         engine_config(model(**changes))
 
 
+def test_lora_is_refused_on_experts_alone(model):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    directory = model(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **experts)
+    with pytest.raises(ValueError, match=r"without LoRA on experts \(--lora-target-modules without experts serves"):
+        engine_config(directory, enable_lora=True)
+    assert engine_config(directory, enable_lora=True, lora_target_modules=["q_proj"]).lora_config.target_modules == ["q_proj"]
+    assert engine_config(model(), enable_lora=True).lora_config.target_modules is None
+
+
 def test_sliding_window_model_is_served_up_to_its_window(model):
     mistral = model(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64)
     assert engine_config(mistral, disable_sliding_window=True).model_config.max_model_len == 64
