@@ -83,9 +83,7 @@ def test_asking_for_graphs_is_answered(model, lines):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"enable_lora": True}, "LoRA"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
         ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
         ({"kv_cache_dtype": "float16"}, "a KV cache of float16"),  # the model is bfloat16
         ({"cpu_offload_gb": 1}, "weight offloading"),
@@ -106,6 +104,15 @@ def test_later_features_are_refused_in_one_line(model, arguments, named):
 def test_models_of_later_versions_are_refused_in_one_line(model, changes, named):
     with pytest.raises(ValueError, match=rf"serves decoder models without [^\n]*{named}[^\n]*; these come later"):
         engine_config(model(**changes))
+
+
+def test_lora_is_refused_on_experts_alone(model):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    directory = model(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **experts)
+    with pytest.raises(ValueError, match=r"without LoRA on experts \(--lora-target-modules without experts serves"):
+        engine_config(directory, enable_lora=True)
+    assert engine_config(directory, enable_lora=True, lora_target_modules=["q_proj"]).lora_config.target_modules == ["q_proj"]
+    assert engine_config(model(), enable_lora=True).lora_config.target_modules is None
 
 
 def test_sliding_window_model_is_served_up_to_its_window(model):

@@ -86,8 +86,8 @@ class DenseImpl:
 def host_lengths(common: Any, title: str) -> list[int]:
     """Tokens of each request in the cache once the step's are written, from a CommonAttentionMetadata, without a wait.
 
-    ``seq_lens_cpu_upper_bound`` is exact wherever no draft tokens are in flight (CommonAttentionMetadata's own note), and the
-    platform refuses speculative decoding.
+    ``seq_lens_cpu_upper_bound`` is exact wherever no draft tokens are in flight (CommonAttentionMetadata's own note); with
+    speculative decoding the platform sees to it (``speculation.py``, ``drafting.py``).
 
     Raises:
         NotImplementedError: attention that is not causal, or lengths that the host does not have.

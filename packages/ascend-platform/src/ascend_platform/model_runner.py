@@ -2,9 +2,10 @@
 
 from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import Any
 
 import torch
-from vllm.config import ParallelConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -12,7 +13,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.moe  # noqa: F401  (before a model's layers are made)
-from ascend_platform import kv_cache
+from ascend_platform import drafting, kv_cache, sampling
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -44,6 +45,12 @@ gpu_model_runner.EplbState = NPUEplbState  # type: ignore[misc]  # load_model ma
 
 class NPUModelRunner(GPUModelRunner):
     """GPUModelRunner with keys and values in tensors of their own."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        if vllm_config.speculative_config:
+            drafting.install()
+        super().__init__(vllm_config, *args, **kwargs)
+        sampling.install(self)
 
     def initialize_kv_cache_tensors(
         self,

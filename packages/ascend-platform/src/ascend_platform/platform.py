@@ -14,7 +14,7 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension, machine, watch
+from ascend_platform import extension, machine, speculation, watch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -152,6 +152,10 @@ class NPUPlatform(Platform):
         return attention_for(attn_selector_config)[0]
 
     @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "ascend_platform.lora.NPUPunicaWrapper"
+
+    @classmethod
     def get_device_communicator_cls(cls) -> str:
         return extension.offered("communicator") or super().get_device_communicator_cls()
 
@@ -197,6 +201,7 @@ class NPUPlatform(Platform):
             parallel.worker_cls = "ascend_platform.worker.NPUWorker"
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise extension.RefusedError(f"{_serves()} decoder models without {', '.join(refused)}; these come later")
+        speculation.check(vllm_config)
         _check_devices(parallel)
         if parallel.distributed_executor_backend != "external_launcher":
             _own_sockets()
@@ -345,8 +350,6 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
     offload = vllm_config.offload_config
     features = {
-        "LoRA": vllm_config.lora_config,
-        "speculative decoding": vllm_config.speculative_config,
         "KV connectors": vllm_config.kv_transfer_config,
         "encoder-cache connectors": vllm_config.ec_transfer_config,
         "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
@@ -359,7 +362,11 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         "vLLM's second model runner, which watermarking needs": vllm_config.use_v2_model_runner,
     }
     if model is not None:
+        targets = vllm_config.lora_config and vllm_config.lora_config.target_modules
         features |= {
+            "LoRA on experts (--lora-target-modules without experts serves the other layers)": vllm_config.lora_config
+            and model.is_moe
+            and (targets is None or any(target.rpartition(".")[2] == "experts" for target in targets)),
             f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", str(model.dtype).split(".")[-1]),
             "MLA": model.use_mla,
             f"experts placed {parallel.expert_placement_strategy}": parallel.expert_placement_strategy != "linear",
