@@ -122,6 +122,14 @@ class NPUPlatform(Platform):
         return True
 
     @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_static_graph_wrapper_cls(cls) -> str:
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"  # on torch.npu's graphs: ascend_platform/graphs.py
+
+    @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
         return True
 
@@ -171,19 +179,9 @@ class NPUPlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        from vllm.config import CompilationMode, CUDAGraphMode
-
-        compilation = vllm_config.compilation_config
-        asked = []
-        if compilation.mode not in (None, CompilationMode.NONE):
-            asked.append(f"compilation mode {compilation.mode.name}")
-        if compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE):
-            asked.append(f"graphs ({compilation.cudagraph_mode.name})")
-        if asked:
-            logger.info("%s model eagerly; %s come in a later version", _serves("runs the"), " and ".join(asked))
-        compilation.mode = CompilationMode.NONE
-        compilation.cudagraph_mode = CUDAGraphMode.NONE
         vllm_config.kernel_config.enable_jit_warmup = False
+        if vllm_config.compilation_config.compile_sizes is None:
+            vllm_config.compilation_config.compile_sizes = []
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_pp_group
 from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
@@ -97,10 +98,14 @@ class NPUWorker(Worker):
         that are compiled at run time. There are none of these here, and the last imports models that need torchvision
         (``vllm/model_executor/warmup/kernel_warmup.py``).
         """
+        if not self.model_config.enforce_eager:
+            self.model_runner.capture_model()
         if get_pp_group().is_last_rank:
             scheduler = self.scheduler_config
             requests = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-            hidden, last_hidden = self.model_runner._dummy_run(requests, skip_eplb=True)
+            hidden, last_hidden = self.model_runner._dummy_run(
+                requests, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
+            )
             if self.model_runner.is_pooling_model:
                 self.model_runner._dummy_pooler_run(hidden)
             else:
