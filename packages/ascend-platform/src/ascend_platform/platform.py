@@ -1,6 +1,7 @@
 """The NPU as vLLM sees it: the platform class, which answers what vLLM asks and refuses what this version cannot serve."""
 
 import atexit
+import dataclasses
 import functools
 import os
 import shutil
@@ -130,6 +131,10 @@ class NPUPlatform(Platform):
         return "vllm.compilation.cuda_graph.CUDAGraphWrapper"  # on torch.npu's graphs: ascend_platform/graphs.py
 
     @classmethod
+    def get_pass_manager_cls(cls) -> str:
+        return "ascend_platform.passes.NoPasses"
+
+    @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
         return True
 
@@ -180,8 +185,12 @@ class NPUPlatform(Platform):
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         vllm_config.kernel_config.enable_jit_warmup = False
-        if vllm_config.compilation_config.compile_sizes is None:
-            vllm_config.compilation_config.compile_sizes = []
+        compilation = vllm_config.compilation_config
+        if compilation.compile_sizes is None:
+            compilation.compile_sizes = []
+        for field in dataclasses.fields(compilation.pass_config):
+            if getattr(compilation.pass_config, field.name) is None:
+                setattr(compilation.pass_config, field.name, False)  # vLLM's fusions make CUDA's operators
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
