@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.moe  # noqa: F401  (before a model's layers are made)
 from ascend_platform import graphs, kv_cache
+from ascend_platform.captures import CaptureMixin
 from ascend_platform.graphs import view
 from ascend_platform.kernels import null_slots
 
@@ -38,8 +39,8 @@ class NPUEplbState(EplbState):
 gpu_model_runner.EplbState = NPUEplbState  # type: ignore[misc]  # load_model makes one by this name
 
 
-class NPUModelRunner(GPUModelRunner):
-    """GPUModelRunner with keys and values in tensors of their own."""
+class NPUModelRunner(CaptureMixin, GPUModelRunner):
+    """GPUModelRunner with as many graphs as fit, and with keys and values in tensors of their own."""
 
     def initialize_kv_cache_tensors(
         self,
