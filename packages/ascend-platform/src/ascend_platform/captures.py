@@ -4,6 +4,7 @@ A graph takes one of the NPU's streams for each stream that it captured, for as 
 for each piece between two attentions, so that sizes times layers meets the limit.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,13 +43,10 @@ class CaptureMixin:
             return
         asked = self.compilation_config.cudagraph_capture_sizes
         name = extension.chip().name
-        limit = next((count for chip, count in STREAMS_OF.items() if name.startswith(chip)), STREAMS)
-        count = len(asked)
-        while count > 1 and self._streams_for(_spread(asked, count)) > limit - RESERVED:
-            count -= 1
-        count = _least(count)
+        limit = streams_of(name)
+        count = _least(fitting(asked, limit - RESERVED, self._streams_for))
         if count < len(asked):
-            self._take_sizes(_spread(asked, count))
+            self._take_sizes(spread(asked, count))
             _warn(
                 "graphs of %d of the %d sizes asked for will be captured (%s tokens): all would take %d streams, and %s has %d, of "
                 "which %d are kept free; steps are padded further. Fewer streams are needed with fewer cudagraph_capture_sizes or "
@@ -76,7 +74,7 @@ class CaptureMixin:
                 self.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)
                 _warn("no graphs are captured and every step runs eagerly: %s", reason)
                 return 0
-            self._take_sizes(_spread(sizes, len(sizes) // 2))
+            self._take_sizes(spread(sizes, len(sizes) // 2))
             now = self.compilation_config.cudagraph_capture_sizes
             _warn("graphs of %d of %d sizes are captured (%s tokens): %s", len(now), len(sizes), ", ".join(map(str, now)), reason)
 
@@ -112,19 +110,37 @@ class CaptureMixin:
     def _streams_for(self: Any, sizes: list[int]) -> int:
         """A stream for each graph, and one for each group whose collectives are in it (torch_npu's process groups have their own)."""
         groups = (get_tp_group(), get_dp_group(), *([get_ep_group()] if self.model_config.is_moe else []))
-        streams = 1 + sum(group.world_size > 1 for group in groups)
+        each = 1 + sum(group.world_size > 1 for group in groups)
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
-        graphs = 0
-        if self._graph_mode.has_mode(CUDAGraphMode.PIECEWISE):
-            graphs += pieces * len(sizes)
-        if self._graph_mode.has_mode(CUDAGraphMode.FULL):
-            decode = self._graph_mode.separate_routine()
-            most = self.uniform_decode_query_len * self.max_num_reqs if decode else sizes[-1]
-            graphs += sum(size <= most for size in sizes)
-        return graphs * streams
+        return each * graphs_for(self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs)
 
 
-def _spread(sizes: list[int], count: int) -> list[int]:
+def streams_of(chip: str) -> int:
+    """How many streams an NPU has, by its name."""
+    return next((count for name, count in STREAMS_OF.items() if chip.startswith(name)), STREAMS)
+
+
+def graphs_for(mode: CUDAGraphMode, sizes: list[int], pieces: int, decoded: int) -> int:
+    """How many graphs these sizes are.
+
+    Args:
+        pieces: graphs of one piecewise size: the model's parts between its attentions.
+        decoded: tokens of the largest decode step, behind which full graphs for decode alone end.
+    """
+    piecewise = pieces * len(sizes) if mode.has_mode(CUDAGraphMode.PIECEWISE) else 0
+    full = [size for size in sizes if size <= decoded or not mode.separate_routine()]
+    return piecewise + (len(full) if mode.has_mode(CUDAGraphMode.FULL) else 0)
+
+
+def fitting(sizes: list[int], most: int, streams: Callable[[list[int]], int]) -> int:
+    """How many of the sizes take at most so many streams, and one in any case."""
+    count = len(sizes)
+    while count > 1 and streams(spread(sizes, count)) > most:
+        count -= 1
+    return count
+
+
+def spread(sizes: list[int], count: int) -> list[int]:
     """So many of the sizes, the first and the last among them, evenly."""
     if count == 1:
         return sizes[-1:]
