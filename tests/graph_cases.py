@@ -1,8 +1,8 @@
 """Run by test_graphs.py and tools/graphs on emulated NPUs: serve prompts with one graph mode, and compare with transformers on the CPU.
 
-    python tests/graph_cases.py '{"model": DIR, "mode": "FULL", "ranks": 1, "prompts": [[1, 2]], "lengths": [3], "streams": 1984}'
+    python tests/graph_cases.py '{"mode": "FULL", "ranks": 1, "prompts": [[1, 2]], "lengths": [3], "streams": 1984}'
 
-Prints `RESULT {json}`: of each request the tokens, transformers' greedy choice under them, and how far its log-probability is from
+The model is a Qwen3 of three layers with random weights. Prints `RESULT {json}`: of each request the tokens, transformers' greedy choice under them, and how far its log-probability is from
 float32; how many graphs each decode step of one token per request launched; and what was captured. `streams` leaves the engine that
 many of each NPU's streams: graphs of somebody else take the others.
 """
@@ -23,13 +23,18 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import torch
 from ascend_emulator import observe
 from engine_cases import compare
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
 
 COMMON = {"skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0, "max_model_len": 1024, "gpu_memory_utilization": 0.3}
 COMMON |= {"max_num_seqs": 16, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
 COMMON |= {"distributed_executor_backend": "external_launcher"}
+
+
+SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8}
+SHAPE |= {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048}
+SHAPE |= {"initializer_range": 0.1}  # choices with clear margins
 
 
 def graphs_launched() -> int:
@@ -96,6 +101,9 @@ def main(case: dict[str, Any]) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(directory)
+        case |= {"model": directory}
         file, children = Path(directory, "result"), []
         for number in range(case["ranks"]):
             child = os.fork()

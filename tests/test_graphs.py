@@ -15,31 +15,9 @@ PROMPTS = [[DRAW.randrange(3, 512) for _ in range(length)] for length in (5, 120
 LENGTHS = [20, 20, 12, 40, 5, 30, 9, 70, 3, 10, 25]  # of the answers: some cross the end of a block of 128 tokens
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        initializer_range=0.1,  # choices with clear margins
-    )
-    directory = tmp_path_factory.mktemp("qwen3")
-    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
-    return str(directory)
-
-
-def serve(model: str, trace: Path | None = None, **case: Any) -> dict[str, Any]:
-    asked = {"model": model, "prompts": PROMPTS, "lengths": LENGTHS} | case
-    variables = {"VLLM_PLUGINS": case.get("plugins", ""), "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace or "")}
+def serve(trace: Path | None = None, **case: Any) -> dict[str, Any]:
+    asked = {"prompts": PROMPTS, "lengths": LENGTHS} | case
+    variables = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace or "")}
     done = npus.run(case["ranks"], sys.executable, str(PROGRAM), json.dumps(asked), memory="2GiB", **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
@@ -56,8 +34,8 @@ def check(result: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return serve(model, tmp_path_factory.mktemp("trace") / "trace.json", mode="FULL_AND_PIECEWISE", ranks=2)
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return serve(tmp_path_factory.mktemp("trace") / "trace.json", mode="FULL_AND_PIECEWISE", ranks=2)
 
 
 def test_tokens_with_tensor_parallelism(two: dict[str, Any]) -> None:
@@ -74,9 +52,9 @@ def test_a_decode_step_is_one_launch(two: dict[str, Any]) -> None:
     assert finished == 0
 
 
-def test_graphs_fit_into_the_streams_there_are(model: str) -> None:
+def test_graphs_fit_into_the_streams_there_are() -> None:
     """Prefills and decodes in full graphs, with streams for fewer sizes than are asked for."""
-    result = serve(model, mode="FULL", ranks=1, streams=40)
+    result = serve(mode="FULL", ranks=1, streams=40)
     assert result["captured"] == {"PIECEWISE": [], "FULL": [1, 8, 32]}
     assert "graphs of 3 of 7 sizes are captured (1, 8, 32 tokens): " in result["log"]
     check(result)
