@@ -1,10 +1,11 @@
-"""Run by test_graphs.py and tools/graphs on emulated NPUs: serve prompts with one graph mode, and compare with transformers on the CPU.
+"""Run by test_graphs.py and tools/graphs on emulated NPUs: serve prompts with one graph mode, and compare with transformers.
 
     python tests/graph_cases.py '{"mode": "FULL", "ranks": 1, "prompts": [[1, 2]], "lengths": [3], "streams": 1984}'
 
-The model is a Qwen3 of three layers with random weights. Prints `RESULT {json}`: of each request the tokens, transformers' greedy choice under them, and how far its log-probability is from
-float32; how many graphs each decode step of one token per request launched; and what was captured. `streams` leaves the engine that
-many of each NPU's streams: graphs of somebody else take the others.
+The model is a Qwen3 of three layers with random weights. Prints `RESULT {json}`: of each request the tokens, and how far their
+log-probabilities are from transformers' in float32; how many graphs each step of five requests launched, where a trace is
+written; and the sizes that were captured. `streams` leaves the engine that many of each NPU's streams: graphs of somebody else
+take the others.
 """
 
 from __future__ import annotations
@@ -58,9 +59,8 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     taken = take_streams(1984 - case["streams"]) if "streams" in case else []
     options = {"compilation_config": {"cudagraph_mode": case["mode"]}} if case["mode"] else {}
     engine = LLM(case["model"], tensor_parallel_size=case["ranks"], **COMMON, **options)
-    asked = [
-        SamplingParams(temperature=0, max_tokens=length, logprobs=0, detokenize=False, ignore_eos=True) for length in case["lengths"]
-    ]
+    greedy = {"temperature": 0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+    asked = [SamplingParams(max_tokens=length, **greedy) for length in case["lengths"]]
     outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in case["prompts"]], asked, use_tqdm=False)
     launched = []
     if "ASCEND_EMULATOR_TRACE" in os.environ:
@@ -73,10 +73,10 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
             launched.append(graphs_launched() - before)
             before += launched[-1]
     runner = inner_runner(engine)
-    keys = runner.cudagraph_dispatcher.cudagraph_keys
-    captured = {mode.name: sorted(key.num_tokens for key in found) for mode, found in keys.items()}
+    dispatcher = runner.cudagraph_dispatcher
+    captured = {mode.name: sorted(key.num_tokens for key in keys) for mode, keys in dispatcher.cudagraph_keys.items()}
     del taken
-    return {"outputs": outputs, "launched": launched, "captured": captured, "mode": str(runner.cudagraph_dispatcher.cudagraph_mode)}
+    return {"outputs": outputs, "launched": launched, "captured": captured, "mode": str(dispatcher.cudagraph_mode)}
 
 
 def inner_runner(engine: LLM) -> Any:

@@ -18,7 +18,8 @@ query, key, value = (torch.randn(tokens, heads, size, dtype=torch.float16).npu()
 table = torch.arange(1, blocks, dtype=torch.int32).view(tokens, 2).npu()
 mask = torch.ones(2048, 2048, dtype=torch.int8).triu_(1).npu()
 places = torch.arange(tokens).npu()
-layer, output = FusedAttentionImpl(4, size, size**-0.5, 2), torch.zeros(tokens, 4, size, dtype=torch.float16, device="npu")
+layer = FusedAttentionImpl(4, size, size**-0.5, 2)
+output = torch.zeros(tokens, 4, size, dtype=torch.float16, device="npu")
 
 def metadata(*kv):
     lengths = {"actual_seq_lengths": [1, 2, 3, 4], "actual_seq_lengths_kv": list(kv)}
@@ -26,7 +27,7 @@ def metadata(*kv):
 
 def attend(meta):
     layer.forward(None, query, key, value, (keys, values), meta, output)
-    layer.forward(None, query + output, key, value, (keys, values), meta, output)  # the second reads its lengths much later
+    layer.forward(None, query + output, key, value, (keys, values), meta, output)
 
 config, steps = VllmConfig(), [metadata(1, 1, 1, 1), metadata(5, 200, 130, 256), metadata(256, 3, 77, 129), metadata(2, 2, 2, 255)]
 expected = []

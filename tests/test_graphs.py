@@ -1,4 +1,4 @@
-"""Graphs: tokens as transformers has them, one launch for each decode step, and fewer sizes where the NPU has no streams for all."""
+"""Graphs: tokens as transformers has them, one launch for a decode step, fewer sizes where there are no streams for all."""
 
 import json
 import random

@@ -6,8 +6,8 @@ A question is a line of JSON, `{"batch": 8, "prompt": 64, "output": 33}`: that m
 tokens (random ones, new every time) are completed greedily. The answer is one too: `{"prefill": prompt tokens per
 second until every request has its first token, "decode": generated tokens per second from then on}`. The first line of
 output, `{"ready": seconds}`, tells that the engine is there. Everything else goes to stderr. With the engine in this process
-(VLLM_ENABLE_V1_MULTIPROCESSING=0) the answer also has `"runner": milliseconds`, the median of what the model runner takes for a step
-that decodes all requests.
+(VLLM_ENABLE_V1_MULTIPROCESSING=0) the answer also has `"runner": milliseconds`, the median of what the model runner takes for
+a step that decodes all requests.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_graphs_are_those_asked_for(model, asked, mode, graphs):
 
 
 def test_full_graphs_are_refused_where_the_attention_cannot_be_in_one(model):
-    message = "cudagraph_mode FULL needs attention that a graph can hold, and this model's is built-in PyTorch .*; PIECEWISE and NONE"
+    message = "FULL needs attention that a graph can hold, and this model's is built-in PyTorch .*; PIECEWISE and NONE"
     with pytest.raises(Exception, match=message):
         engine_config(model(), dtype="float32", compilation_config={"cudagraph_mode": "FULL"})
 

@@ -126,7 +126,7 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
 
 
 def _converted(lengths: list[int]) -> Any:
-    """A list as operators take it, converted once and not by each layer's call; a quarter of what a call with 256 requests takes."""
+    """A list as operators take it, converted once and not by each layer: most of what a call with 256 requests takes."""
     return torch._C.ScriptList(lengths)
 
 

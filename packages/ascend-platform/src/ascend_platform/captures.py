@@ -48,9 +48,9 @@ class CaptureMixin:
         if count < len(asked):
             self._take_sizes(spread(asked, count))
             _warn(
-                "graphs of %d of the %d sizes asked for will be captured (%s tokens): all would take %d streams, and %s has %d, of "
-                "which %d are kept free; steps are padded further. Fewer streams are needed with fewer cudagraph_capture_sizes or "
-                'with "cudagraph_mode": "FULL_DECODE_ONLY" in --compilation-config',
+                "graphs of %d of the %d sizes asked for will be captured (%s tokens): all would take %d streams, and %s has %d, "
+                "of which %d are kept free; steps are padded further. Fewer streams are needed with fewer "
+                'cudagraph_capture_sizes or with "cudagraph_mode": "FULL_DECODE_ONLY" in --compilation-config',
                 count,
                 len(asked),
                 ", ".join(map(str, self.compilation_config.cudagraph_capture_sizes)),
@@ -108,7 +108,7 @@ class CaptureMixin:
         self.cudagraph_dispatcher.initialize_cudagraph_keys(self._graph_mode, self.uniform_decode_query_len)
 
     def _streams_for(self: Any, sizes: list[int]) -> int:
-        """A stream for each graph, and one for each group whose collectives are in it (torch_npu's process groups have their own)."""
+        """A stream for each graph, and one for each group whose collectives are in it: torch_npu's groups have their own."""
         groups = (get_tp_group(), get_dp_group(), *([get_ep_group()] if self.model_config.is_moe else []))
         each = 1 + sum(group.world_size > 1 for group in groups)
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)

@@ -105,8 +105,9 @@ capturing: AbstractContextManager[Any] | None = None
 def graph_task() -> AbstractContextManager[Any]:
     """What to call a kernel in whose lengths are on the host, so that a graph with it gets new lengths for each replay.
 
-    They are the metadata's attribute ``lengths``, a dictionary of the kernel's keyword arguments. The kernel is one that torch_npu
-    has a handler for (``torch_npu/npu/_npugraph_handlers``), with ``workspace`` given; outside a capture nothing happens.
+    They are the metadata's attribute ``lengths``, a dictionary of the kernel's keyword arguments. The kernel is one that
+    torch_npu has a handler for (``torch_npu/npu/_npugraph_handlers``), with ``workspace`` given. Outside a capture nothing
+    happens.
     """
     return capturing or nullcontext()
 

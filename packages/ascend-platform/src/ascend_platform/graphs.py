@@ -1,9 +1,9 @@
-"""Graphs: vLLM's wrapper for CUDA graphs on ``torch.npu``'s, with the lengths that attention has on the host set anew for each replay.
+"""Graphs: vLLM's wrapper for CUDA graphs on ``torch.npu``'s, whose attention gets its lengths anew for each replay.
 
 vLLM's CUDAGraphWrapper and ``graph_capture`` write ``torch.cuda`` in their own text; their modules are given a view of torch in
 which the names that they use are ``torch.npu``'s. CANN's attention takes the sequence lengths as lists on the host, which a
-replay would repeat as they were when they were captured. torch_npu captures such a call as a task group behind an external event, and
-replaces the group's arguments from another stream before the event is recorded (``torch_npu/npu/graphs.py``).
+replay would repeat as they were when they were captured. torch_npu captures such a call as a task group behind an external
+event, and replaces the group's arguments from another stream before the event is recorded (``torch_npu/npu/graphs.py``).
 """
 
 import contextlib

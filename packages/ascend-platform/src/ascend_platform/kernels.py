@@ -26,7 +26,7 @@ def compute_slot_mapping(
     PAD_ID: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Write each token's place in the paged cache: ``block * block_size + offset``, and places in the null block behind the last token.
+    """Write each token's place in the paged cache, ``block * block_size + offset``; behind the last token, the null block's.
 
     Replaces ``vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel``.
 

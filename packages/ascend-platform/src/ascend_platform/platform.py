@@ -352,7 +352,8 @@ def _check_graphs(vllm_config: "VllmConfig") -> None:
         return
     if (attention := _attention_of(vllm_config)).startswith("built-in"):
         raise extension.RefusedError(
-            f"cudagraph_mode FULL needs attention that a graph can hold, and this model's is {attention}; PIECEWISE and NONE remain"
+            f"cudagraph_mode FULL needs attention that a graph can hold, and this model's is {attention}; "
+            "PIECEWISE and NONE remain"
         )
 
 
