@@ -29,7 +29,8 @@ def attend(meta):
     layer.forward(None, query, key, value, (keys, values), meta, output)
     layer.forward(None, query + output, key, value, (keys, values), meta, output)
 
-config, steps = VllmConfig(), [metadata(1, 1, 1, 1), metadata(5, 200, 130, 256), metadata(256, 3, 77, 129), metadata(2, 2, 2, 255)]
+config = VllmConfig()
+steps = [metadata(1, 1, 1, 1), metadata(5, 200, 130, 256), metadata(256, 3, 77, 129), metadata(2, 2, 2, 255)]
 expected = []
 for meta in steps:
     attend(meta)
