@@ -61,8 +61,11 @@ class CaptureMixin:
             )
 
     def capture_model(self: Any) -> int:
-        """Capture as vLLM does; with half the sizes, again and again, where streams run out all the same."""
-        while True:
+        """Capture as vLLM does; with half the sizes, again and again, where streams run out all the same.
+
+        Without graphs, nothing: vLLM's line that somebody may have set the mode by hand would be wrong.
+        """
+        while self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             try:
                 return super().capture_model()
             except OutOfStreams as error:
@@ -73,13 +76,17 @@ class CaptureMixin:
                 self.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
                 self.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)
                 _warn("no graphs are captured and every step runs eagerly: %s", reason)
-                return 0
+                break
             self._take_sizes(spread(sizes, len(sizes) // 2))
             now = self.compilation_config.cudagraph_capture_sizes
             _warn("graphs of %d of %d sizes are captured (%s tokens): %s", len(now), len(sizes), ", ".join(map(str, now)), reason)
+        return 0
 
     def drop_graphs(self: Any) -> None:
-        """Give back all graphs and their memory; ``capture_model`` captures them again, into another pool."""
+        """Give back all graphs and their memory. What is captured later goes into another pool of memory.
+
+        torch_npu takes no capture into a pool in which one failed to begin (``beginAllocateToPool: already recording``).
+        """
         torch.npu.synchronize()
         CUDAGraphWrapper.clear_all_graphs()
         type(current_platform)._global_graph_pool = None

@@ -105,8 +105,7 @@ class StorageBackend(SleepModeBackend):
         if self._asleep:
             self._state = "SUSPENDED"
             return
-        if not self._worker.model_config.enforce_eager:
-            self._worker.model_runner.capture_model()
+        self._worker.model_runner.capture_model()
         self._state = "RUNNING"
 
     @classmethod
@@ -117,8 +116,7 @@ class StorageBackend(SleepModeBackend):
         if tag in self._asleep:
             return
         torch.npu.synchronize()
-        if not self._worker.model_config.enforce_eager:
-            self._worker.model_runner.drop_graphs()
+        self._worker.model_runner.drop_graphs()
         found: dict[int, torch.Tensor] = {}
         for tensor in self._tensors(tag):
             if tensor.device.type == "npu" and tensor.untyped_storage().nbytes():
