@@ -156,16 +156,16 @@ def test_interface_is_the_recorded_one():
 
 @pytest.mark.parametrize(
     ("api", "upgrade"),
-    [("1.0", None), ("1.1", "ascend-platform"), ("2.0", "ascend-platform"), ("0.9", "wheel-a")],
+    [("1.0", None), ("1.1", None), ("1.2", "ascend-platform"), ("2.0", "ascend-platform"), ("0.9", "wheel-a")],
 )
 def test_component_written_for_another_interface_stands_aside(installed, lines, api, upgrade):
-    assert extension.API_VERSION == "1.0"
+    assert extension.API_VERSION == "1.1"
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", api=api)
     if upgrade is None:
         assert (extension.state("wheel-a"), lines) == ("active", [])
         return
-    said = f"it was written for version {api} of ascend_platform.extension and found 1.0; run: pip install --upgrade {upgrade}"
+    said = f"it was written for version {api} of ascend_platform.extension and found 1.1; run: pip install --upgrade {upgrade}"
     assert extension.state("wheel-a") == f"standing aside: {said}"
     assert lines == [("WARNING", f"wheel-a 1.0 is {extension.state('wheel-a')}")]
 

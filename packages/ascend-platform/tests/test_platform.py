@@ -64,20 +64,36 @@ def test_vllm_takes_it_as_its_platform():
     assert current_platform.is_out_of_tree()
 
 
-def test_configuration_runs_eagerly_on_the_v1_runner_with_spawned_workers(model):
+def test_configuration_runs_on_the_v1_runner_with_spawned_workers_and_graphs_for_decodes(model):
     config = engine_config(model())
     assert config.parallel_config.worker_cls == "ascend_platform.worker.NPUWorker"
     assert config.compilation_config.mode is CompilationMode.NONE
-    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY
     assert config.use_v2_model_runner is False
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert config.kernel_config.ir_op_priority.rms_norm == ["npu", "native"]
 
 
-def test_asking_for_graphs_is_answered(model, lines):
-    engine_config(model(), compilation_config={"cudagraph_mode": "FULL", "mode": 3})
-    (line,) = [line for line in lines if "eagerly" in line]
-    assert "compilation mode VLLM_COMPILE and graphs (FULL) come in a later version" in line
+@pytest.mark.parametrize(
+    ("asked", "mode", "graphs"),
+    [
+        ({"enforce_eager": True}, "NONE", "NONE"),
+        ({"optimization_level": 0}, "NONE", "NONE"),
+        ({"optimization_level": 3}, "VLLM_COMPILE", "FULL_AND_PIECEWISE"),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, "NONE", "FULL"),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "VLLM_COMPILE", "PIECEWISE"),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE", "mode": 0}}, "NONE", "NONE"),
+    ],
+)
+def test_graphs_are_those_asked_for(model, asked, mode, graphs):
+    compilation = engine_config(model(), **asked).compilation_config
+    assert (compilation.mode.name, compilation.cudagraph_mode.name, compilation.backend) == (mode, graphs, "eager")
+
+
+def test_full_graphs_are_refused_where_the_attention_cannot_be_in_one(model):
+    message = "FULL needs attention that a graph can hold, and this model's is built-in PyTorch .*; PIECEWISE and NONE"
+    with pytest.raises(Exception, match=message):
+        engine_config(model(), dtype="float32", compilation_config={"cudagraph_mode": "FULL"})
 
 
 @pytest.mark.parametrize(

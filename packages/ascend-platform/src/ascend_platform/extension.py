@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ascend_platform.dense import DenseBackend, DenseImpl, host_lengths
+from ascend_platform.dense import DenseBackend, DenseImpl, graph_task, host_lengths, is_captured
 
 __all__ = [
     "API_VERSION",
@@ -32,7 +32,9 @@ __all__ = [
     "allowed",
     "chip",
     "config",
+    "graph_task",
     "host_lengths",
+    "is_captured",
     "join",
     "logger",
     "offer",
@@ -42,7 +44,7 @@ __all__ = [
     "version",
 ]
 
-API_VERSION = "1.0"
+API_VERSION = "1.1"
 """Of this interface, apart from the wheel's version: the second number counts additions, the first all other changes."""
 
 # vLLM's log handler hangs on the logger called "vllm" (vllm/logger.py); a logger below it shows its lines.

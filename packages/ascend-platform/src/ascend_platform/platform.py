@@ -1,6 +1,7 @@
 """The NPU as vLLM sees it: the platform class, which answers what vLLM asks and refuses what this version cannot serve."""
 
 import atexit
+import dataclasses
 import functools
 import os
 import shutil
@@ -122,6 +123,18 @@ class NPUPlatform(Platform):
         return True
 
     @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_static_graph_wrapper_cls(cls) -> str:
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"  # on torch.npu's graphs: ascend_platform/graphs.py
+
+    @classmethod
+    def get_pass_manager_cls(cls) -> str:
+        return "ascend_platform.passes.NoPasses"
+
+    @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
         return True
 
@@ -176,18 +189,21 @@ class NPUPlatform(Platform):
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
+        from vllm.config.vllm import OptimizationLevel
 
-        compilation = vllm_config.compilation_config
-        asked = []
-        if compilation.mode not in (None, CompilationMode.NONE):
-            asked.append(f"compilation mode {compilation.mode.name}")
-        if compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE):
-            asked.append(f"graphs ({compilation.cudagraph_mode.name})")
-        if asked:
-            logger.info("%s model eagerly; %s come in a later version", _serves("runs the"), " and ".join(asked))
-        compilation.mode = CompilationMode.NONE
-        compilation.cudagraph_mode = CUDAGraphMode.NONE
         vllm_config.kernel_config.enable_jit_warmup = False
+        compilation, model = vllm_config.compilation_config, vllm_config.model_config
+        if compilation.cudagraph_mode is None and vllm_config.optimization_level == OptimizationLevel.O2:
+            pooling = model is not None and model.pooler_config is not None
+            compilation.cudagraph_mode = CUDAGraphMode.NONE if pooling else CUDAGraphMode.FULL_DECODE_ONLY
+        mode = compilation.cudagraph_mode
+        if compilation.mode is None and mode is not None and not mode.requires_piecewise_compilation():
+            compilation.mode = CompilationMode.NONE  # without Inductor, compiling is only for taking a model to pieces
+        if compilation.compile_sizes is None:
+            compilation.compile_sizes = []
+        for field in dataclasses.fields(compilation.pass_config):
+            if getattr(compilation.pass_config, field.name) is None:
+                setattr(compilation.pass_config, field.name, False)  # vLLM's fusions make CUDA's operators
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
@@ -203,6 +219,7 @@ class NPUPlatform(Platform):
             raise extension.RefusedError(f"{_serves()} decoder models without {', '.join(refused)}; these come later")
         speculation.check(vllm_config)
         _check_devices(parallel)
+        _check_graphs(vllm_config)
         if parallel.distributed_executor_backend != "external_launcher":
             _own_sockets()
         if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
@@ -325,6 +342,23 @@ def _check_devices(parallel: "ParallelConfig") -> None:
             f"the layout needs {needed} NPUs (tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
             f" x data {parallel.data_parallel_size_local}) and {found} can be used; lower --tensor-parallel-size, "
             f"--pipeline-parallel-size or --data-parallel-size-local, or widen {NPUPlatform.device_control_env_var}"
+        )
+
+
+def _check_graphs(vllm_config: "VllmConfig") -> None:
+    """Refuse graphs with attention of prefills in them where the attention cannot be in a graph.
+
+    Raises:
+        RefusedError: which modes there are, in one line.
+    """
+    from vllm.config import CUDAGraphMode
+
+    if vllm_config.model_config is None or vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL:
+        return
+    if (attention := _attention_of(vllm_config)).startswith("built-in"):
+        raise extension.RefusedError(
+            f"cudagraph_mode FULL needs attention that a graph can hold, and this model's is {attention}; "
+            "PIECEWISE and NONE remain"
         )
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_pp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.platforms import current_platform
@@ -100,16 +101,18 @@ class NPUWorker(Worker):
         return min(available, (2**31 - 1) // largest * sum(spec.page_size_bytes for spec in specs))
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Run the largest step and its sampling once, so that their memory is there from the start, and seed.
+        """Capture the graphs, run the largest step and its sampling once, so that their memory is there from the start, and seed.
 
-        vLLM's own (``vllm/v1/worker/gpu_worker.py``) does so after it has compiled, captured graphs, and warmed up kernels
-        that are compiled at run time. There are none of these here, and the last imports models that need torchvision
-        (``vllm/model_executor/warmup/kernel_warmup.py``).
+        vLLM's own (``vllm/v1/worker/gpu_worker.py``) also warms up kernels that are compiled at run time, of which there are
+        none here, and for that imports models that need torchvision (``vllm/model_executor/warmup/kernel_warmup.py``).
         """
+        self.model_runner.capture_model()
         if get_pp_group().is_last_rank:
             scheduler = self.scheduler_config
             requests = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-            hidden, last_hidden = self.model_runner._dummy_run(requests, skip_eplb=True)
+            hidden, last_hidden = self.model_runner._dummy_run(
+                requests, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
+            )
             if self.model_runner.is_pooling_model:
                 self.model_runner._dummy_pooler_run(hidden)
             else:
