@@ -19,6 +19,8 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from ascend_attention import int8_cache
+
 TITLE = "the fused attention of ascend-attention"
 BLOCK_SIZE = 128
 """Tokens per page: what the kernel takes for prefill and decode alike, and the size its documentation recommends."""
@@ -75,6 +77,8 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         ones = torch.ones(CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE, dtype=torch.int8)
         self.mask = ones.triu_(1).to(device)
         self.log_sums = torch.empty(1, dtype=torch.float32, device=device)
+        if kv_cache_spec.dtype == torch.int8:
+            self._init_reorder_batch_threshold(1)  # int8_cache wants requests of one token first
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -96,6 +100,7 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
     """The computation, by the kernel; the constructor is ``extension.DenseImpl``'s."""
 
     title = TITLE
+    int8_cache = True
 
     def forward(
         self,
@@ -121,7 +126,10 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
             return output.zero_()
         meta, (keys, values) = attn_metadata, kv_cache
         tokens = meta.query_ends[-1]
-        if self.writes_cache:
+        small = keys.dtype == torch.int8
+        if self.writes_cache and small:
+            int8_cache.write(layer, key[:tokens], value[:tokens], keys, values, meta.slot_mapping)
+        elif self.writes_cache:
             # vLLM cuts value out of the joint projection of query, key and value; the kernel wants it contiguous
             torch_npu.npu_scatter_pa_kv_cache(
                 key[:tokens].contiguous(),
@@ -131,20 +139,37 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
                 meta.slot_mapping,
                 cache_mode="Norm",
             )
+        if small:
+            int8_cache.attend(self, layer, query, keys, values, meta, output)
+        else:
+            self.attend(query[:tokens], keys, values, meta.query_ends, meta.kv_lens, meta.block_table, meta, output[:tokens])
+        return output
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query_ends: list[int],
+        kv_lens: list[int],
+        block_table: torch.Tensor,
+        meta: FusedAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Write attention's output for these requests; keys and values are pages of the query's dtype."""
         torch_npu.npu_fused_infer_attention_score.out(
-            query[:tokens].contiguous(),
+            query.contiguous(),
             keys.view(*keys.shape[:2], -1),
             values.view(*values.shape[:2], -1),
             atten_mask=meta.mask,
-            actual_seq_lengths=meta.query_ends,
-            actual_seq_lengths_kv=meta.kv_lens,
-            block_table=meta.block_table,
+            actual_seq_lengths=query_ends,
+            actual_seq_lengths_kv=kv_lens,
+            block_table=block_table,
             block_size=keys.shape[1],
             num_heads=self.num_heads,
             num_key_value_heads=self.num_kv_heads,
             scale=self.scale,
             input_layout="TND",
             sparse_mode=3,
-            out=[output[:tokens], meta.log_sums],
+            out=[output, meta.log_sums],
         )
-        return output
