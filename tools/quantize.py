@@ -1,4 +1,4 @@
-"""Quantize a small model for tests: write it as ModelSlim does, or as compressed-tensors, and dequantized for transformers.
+"""Quantize a small model for tests: write it as ModelSlim does, or as compressed-tensors.
 
 No calibration is done here: the ranges of inputs and of keys and values are given. Layouts: msmodelslim's AscendV1Saver, and
 compressed-tensors' pack-quantized and int-quantized formats as vLLM reads them.
@@ -52,6 +52,15 @@ class Matrix:
     def numbers(self) -> torch.Tensor:
         values = self.values.unflatten(1, (self.scale.shape[1], -1)).double()
         return ((values - self.zero.unsqueeze(-1)) * self.scale.unsqueeze(-1)).flatten(1)
+
+
+@dataclass
+class Made:
+    """What was written: the matrices by name, the scales and zeros of static inputs, and those of keys and values."""
+
+    matrices: dict[str, Matrix]
+    inputs: dict[str, Range]
+    cache: dict[str, Range]
 
 
 def steps(least: torch.Tensor, most: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> Range:
@@ -164,9 +173,8 @@ def quantize(
     dtype: torch.dtype,
     inputs: dict[str, Range],
     cache: dict[str, Range] | None = None,
-    change: Callable[[str, Matrix], Matrix] = lambda name, own: own,
-) -> Path:
-    """Write ``source`` quantized to target, and with dequantized weights in float32 to ``<target>-float``, which is returned.
+) -> Made:
+    """Write ``source`` quantized to target.
 
     Args:
         form: ``ascend`` or ``compressed-tensors``.
@@ -174,24 +182,22 @@ def quantize(
         dtype: that the model will be served in.
         inputs: ranges of the inputs of matrices with static ones.
         cache: ranges ``[kv_heads * head_size]`` of keys and values, by ``<layer>.k_proj`` and ``.v_proj``: with an int8 cache.
-        change: makes another matrix for the dequantized model, to break it.
     """
-    reference = target.with_name(f"{target.name}-float")
-    for directory in (target, reference):
-        shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(source / "model.safetensors")
     stored: dict[str, torch.Tensor] = {}
-    numbers: dict[str, torch.Tensor] = {}
+    made = Made({}, {}, {})
     kinds: dict[str, str] = {}
     names: dict[Spec, list[str]] = {}
     for name, weight in weights.items():
         base = name.removesuffix(".weight")
         spec = spec_of(base) if name.endswith(".weight") and weight.dim() == 2 else None
         if spec is None:
-            stored[name] = weight.to(dtype)
-            numbers[name], kinds[name] = stored[name].float(), "FLOAT"
+            stored[name], kinds[name] = weight.to(dtype), "FLOAT"
             continue
-        own = matrix(weight, spec, dtype)
+        own = made.matrices[base] = matrix(weight, spec, dtype)
+        if spec.inputs == "static":
+            made.inputs[base] = input_steps(inputs[base], dtype)
         names.setdefault(spec, []).append(base)
         bias = weights.get(f"{base}.bias")
         if form == "ascend":
@@ -200,9 +206,8 @@ def quantize(
             tensors = of_compressed(own, inputs.get(base), dtype)
         stored |= {f"{base}.{part}": tensor.contiguous() for part, tensor in tensors.items()}
         kinds |= {f"{base}.{part}": spec.scheme for part in tensors}
-        numbers[name] = change(base, own).numbers().float()
     for name, given in (cache or {}).items():
-        scale, offset = steps(*given, 8, False, dtype)
+        scale, offset = made.cache[name] = steps(*given, 8, False, dtype)
         stored |= {f"{name}.kv_cache_scale": scale, f"{name}.kv_cache_offset": offset}
         kinds |= {f"{name}.kv_cache_{part}": "C8" for part in ("scale", "offset")}
     config = json.loads((source / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
@@ -223,5 +228,4 @@ def quantize(
         }
         save_file(stored, target / "model.safetensors", {"format": "pt"})
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    save_file(numbers, reference / "model.safetensors", {"format": "pt"})
-    return reference
+    return made

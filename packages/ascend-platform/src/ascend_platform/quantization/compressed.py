@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFused
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
@@ -91,6 +92,10 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         ]
         check_chip(kinds)
         return made
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        return CompressedTensorsConfig.get_checkpoint_weight_mapper() | WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
