@@ -15,7 +15,6 @@ from typing import Any
 
 import layout_check as layouts
 import quantize
-from ascend_emulator.activation import activate
 from quantize import Matrix, Spec
 
 COMMON: dict[str, Any] = {
@@ -354,7 +353,6 @@ def main() -> None:
     parser.add_argument("--break", dest="broken", action="store_true", help="also break each scheme once, and print how far it is then")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")
     options = parser.parse_args()
-    activate()
     columns = ["model", "format", "dtype", "layout", "tokens", "average", "most", "average", "most", "seconds"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     wrong, broken = 0, []
