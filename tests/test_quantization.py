@@ -25,7 +25,8 @@ CASES = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, quantized.Model]:
     directory = tmp_path_factory.mktemp("models")
     return {
-        name: quantized.make(kind, form, dtype, directory, cache=cache) for name, (kind, form, dtype, cache, _, _) in CASES.items()
+        name: quantized.make(kind, form, dtype, directory, cache=cache)
+        for name, (kind, form, dtype, cache, _, _) in CASES.items()
     }
 
 
@@ -46,7 +47,9 @@ def test_log_probabilities_are_those_of_dequantized_weights(
     count, most, mean = quantized.Reference(models[name], quantized=False).compare(answers)
     alike = quantized.Reference(models[name], quantized=True)
     _, most_alike, mean_alike = alike.compare(answers)
-    print(f"{name}: {count} tokens, average {mean:.4f} at most {most:.4f}; with inputs quantized {mean_alike:.4f}, {most_alike:.4f}")
+    print(
+        f"{name}: {count} tokens, average {mean:.4f} at most {most:.4f}; with inputs quantized {mean_alike:.4f}, {most_alike:.4f}"
+    )
     assert count == 33
     assert mean < quantized.FLOAT_BOUND
     assert mean_alike < quantized.BOUND

@@ -120,7 +120,12 @@ def of_ascend(own: Matrix, bias: torch.Tensor | None, inputs: Range | None, dtyp
         return {"weight": own.values, "weight_scale": own.scale, "weight_offset": own.zero}
     whole = own.scale.amax(1, keepdim=True)
     sums = 8 * own.numbers().float().sum(1, keepdim=True)
-    tensors = {"weight": in_bytes(own.values), "weight_scale": whole, "weight_offset": torch.zeros_like(whole), "scale_bias": sums}
+    tensors = {
+        "weight": in_bytes(own.values),
+        "weight_scale": whole,
+        "weight_offset": torch.zeros_like(whole),
+        "scale_bias": sums,
+    }
     if own.scale.shape[1] > 1:
         tensors |= {"weight_scale_second": own.scale / whole, "weight_offset_second": torch.zeros_like(own.scale)}
     return tensors

@@ -30,8 +30,8 @@ COMMON: dict[str, Any] = {
     "sliding_window": None,
 }
 BOUND, FLOAT_BOUND = 0.02, 0.04
-"""Of the average distance of log-probabilities from transformers' with dequantized weights: with inputs, keys and values quantized
-there too, and not. What is broken in one scheme of a model must go beyond the first; `tools/quantized --break` shows it."""
+"""Of the average distance of log-probabilities from transformers' with dequantized weights: with inputs, keys and values
+quantized there too, and not. What is broken in one scheme of a model must go beyond the first: `tools/quantized --break`."""
 
 LAYOUTS = ["TP1", "TP2"]
 STATIC, DYNAMIC = Spec(8, "static"), Spec(8, "dynamic")
@@ -270,9 +270,7 @@ class Reference:
         def rounded(x: Any, layer: int, part: str) -> Any:
             if f"model.layers.{layer}.self_attn.{part}_proj" not in made:
                 return x
-            scale, offset = (
-                each.view(x.shape[1], 1, -1) for each in made[f"model.layers.{layer}.self_attn.{part}_proj"]
-            )
+            scale, offset = (each.view(x.shape[1], 1, -1) for each in made[f"model.layers.{layer}.self_attn.{part}_proj"])
             factor, less = read[part]
             return ((x / scale + offset).round().clamp(-128, 127) - offset * less) * scale * factor
 
@@ -280,7 +278,7 @@ class Reference:
             return self.model(torch.tensor([tokens]), past_key_values=Cache(), use_cache=True).logits[0].float().log_softmax(-1)
 
     def compare(self, served: list[list[dict[str, Any]]]) -> tuple[int, float, float]:
-        """How many tokens, and how far their log-probabilities are from the reference's under the same tokens: at most, on average."""
+        """How many tokens, and how far their log-probabilities are from the reference's: at most, and on average."""
         import torch
 
         asked, lengths = layouts.prompts(COMMON["vocab_size"])
@@ -350,7 +348,9 @@ def main() -> None:
     parser.add_argument("--model", choices=["dense", "experts"], action="append", help="default: both")
     parser.add_argument("--format", choices=[*DENSE], action="append", help="default: both")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], action="append", help="default: both")
-    parser.add_argument("--break", dest="broken", action="store_true", help="also break each scheme once, and print how far it is then")
+    parser.add_argument(
+        "--break", dest="broken", action="store_true", help="also break each scheme once, and print how far it is then"
+    )
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")
     options = parser.parse_args()
     columns = ["model", "format", "dtype", "layout", "tokens", "average", "most", "average", "most", "seconds"]
@@ -380,7 +380,11 @@ def main() -> None:
                             broken += [f"{label} {' | '.join(key)} | {value:.4f} |" for key, value in found.items()]
                             wrong += any(value < BOUND for value in found.values())
     if broken:
-        print("\n| model | format | dtype | layout | scheme | broken by | average |\n|---|---|---|---|---|---|---|", *broken, sep="\n")
+        print(
+            "\n| model | format | dtype | layout | scheme | broken by | average |\n|---|---|---|---|---|---|---|",
+            *broken,
+            sep="\n",
+        )
     sys.exit(1 if wrong else 0)
 
 
@@ -391,7 +395,17 @@ def case(name: str, model: Model, engine: dict[str, Any]) -> dict[str, Any]:
 def serve(model: Model, engine: dict[str, Any], timeout: float) -> dict[str, Any] | str:
     """The engine's answers under the external launcher, or what it said last."""
     command = [sys.executable, str(layouts.PROGRAM), json.dumps([case("one", model, engine)])]
-    emulator = [sys.executable, "-m", "ascend_emulator.cli", "run", "--npus", str(layouts.ranks(engine)), "--memory", "1GiB", "--"]
+    emulator = [
+        sys.executable,
+        "-m",
+        "ascend_emulator.cli",
+        "run",
+        "--npus",
+        str(layouts.ranks(engine)),
+        "--memory",
+        "1GiB",
+        "--",
+    ]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run([*emulator, *command], env=environ, capture_output=True, text=True, timeout=timeout, check=False)

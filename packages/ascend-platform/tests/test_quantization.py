@@ -1,11 +1,12 @@
 """Schemes of quantization against float64, and what is refused, through vLLM's own configuration."""
 
 import json
+import sys
 
 import pytest
 import quantize
 import torch
-from ascend_platform import machine
+from ascend_platform import extension, machine, quantization
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.quantization import DESCRIPTION, NAME, matrix
 from ascend_platform.quantization.compressed import reader
@@ -144,7 +145,9 @@ def test_swiglu_of_int8_experts(inner):
     actual = scheme.swiglu(first_packed, second_packed, x.npu(), torch.tensor([2, 4]).npu())
     gate, up = torch.einsum("mk,mnk->mn", quantized_inputs(x, Spec(8, "dynamic"), dtype), first[expert]).chunk(2, -1)
     hidden = quantized_inputs(torch.nn.functional.silu(gate) * up, Spec(8, "dynamic"), dtype)
-    assert distance(actual, torch.einsum("mk,mnk->mn", hidden, second[expert])) < 0.01  # a value near a tie may be rounded otherwise
+    assert (
+        distance(actual, torch.einsum("mk,mnk->mn", hidden, second[expert])) < 0.01
+    )  # a value near a tie may be rounded otherwise
 
 
 @pytest.mark.parametrize("spec", [Spec(8, symmetric=False), Spec(4, group=32, symmetric=False), Spec(4)], ids=str)
@@ -197,7 +200,9 @@ def test_descriptions_that_are_not_served_are_refused_in_one_line(model, descrip
 
 
 def test_option_without_a_description_is_refused(model):
-    with pytest.raises(ValueError, match=rf"--quantization {NAME} is for checkpoints of ModelSlim, which have a file {DESCRIPTION}"):
+    with pytest.raises(
+        ValueError, match=rf"--quantization {NAME} is for checkpoints of ModelSlim, which have a file {DESCRIPTION}"
+    ):
         engine_config(model(), quantization=NAME)
 
 
@@ -223,16 +228,35 @@ TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (compressed(FP8, FP8 | {"strategy": "token", "dynamic": True}, "float-quantized"), "8-bit float weights .channel. with 8-bit"),
+        (
+            compressed(FP8, FP8 | {"strategy": "token", "dynamic": True}, "float-quantized"),
+            "8-bit float weights .channel. with 8-bit",
+        ),
         (compressed(INT4 | {"num_bits": 3}), "3-bit int weights"),
-        (compressed(INT4 | {"num_bits": 8}, TOKEN | {"symmetric": False}, "int-quantized"), "8-bit int weights .channel. with 8-bit int"),
-        (compressed(INT4, kv_cache_scheme={"num_bits": 8, "type": "float"}), "a KV cache of 8-bit float; caches are served in the model's"),
+        (
+            compressed(INT4 | {"num_bits": 8}, TOKEN | {"symmetric": False}, "int-quantized"),
+            "8-bit int weights .channel. with 8-bit int",
+        ),
+        (
+            compressed(INT4, kv_cache_scheme={"num_bits": 8, "type": "float"}),
+            "a KV cache of 8-bit float; caches are served in the model's",
+        ),
     ],
 )
 def test_compressed_tensors_that_are_not_served_are_refused_in_one_line(model, config, named):
     with pytest.raises(ValueError, match=rf"compressed-tensors asks for [^\n]*{named}"):
         engine_config(model(quantization_config=config))
     assert engine_config(model(quantization_config=compressed(INT4))).model_config.quantization == "compressed-tensors"
+
+
+def test_vllm_with_other_names_serves_what_is_not_quantized(model, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "ascend_platform.quantization.modelslim", None)
+    monkeypatch.delattr(quantization, "modelslim")
+    quantization.register.cache_clear()
+    monkeypatch.setattr(extension.logger, "propagate", True)
+    engine_config(model())
+    assert "quantized weights are not served with vLLM" in caplog.text
+    quantization.register.cache_clear()
 
 
 def test_other_methods_are_refused_by_name(model):
@@ -244,7 +268,12 @@ def test_other_methods_are_refused_by_name(model):
 @pytest.mark.parametrize(
     ("spec", "groups", "experts", "named"),
     [
-        (Spec(8, "dynamic"), 4, False, "W8A8_DYNAMIC with 4 scales for each row; W8A8_DYNAMIC is served with one for each row: quantize"),
+        (
+            Spec(8, "dynamic"),
+            4,
+            False,
+            "W8A8_DYNAMIC with 4 scales for each row; W8A8_DYNAMIC is served with one for each row: quantize",
+        ),
         (Spec(8), 4, True, "W8A16 is served with one for each row of experts"),
         (Spec(4), 16, False, "16 scales for the 256 inputs that this rank has of each row; groups of a multiple of 32"),
     ],

@@ -5,6 +5,7 @@ A scheme is one small module, registered in ``schemes.py``; ``modelslim.py`` and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,18 @@ DESCRIPTION = "quant_model_description.json"
 METHODS = (NAME, "compressed-tensors")
 
 
+@functools.cache
 def register() -> None:
-    """Register both formats with vLLM, once. Imports vLLM's quantization, so call it where a model is about to be configured."""
-    import ascend_platform.quantization.compressed
-    import ascend_platform.quantization.modelslim  # noqa: F401
+    """Register both formats with vLLM, once. Imports vLLM's quantization, so call it where a model is about to be configured.
+
+    Never raises: in a vLLM that has other names for what is imported here, models that are not quantized are served as ever.
+    """
+    try:
+        import ascend_platform.quantization.compressed
+        import ascend_platform.quantization.modelslim  # noqa: F401
+    except ImportError as error:
+        version = extension.version("vllm")
+        extension.logger.warning("quantized weights are not served with vLLM %s: %s; upgrade ascend-platform", version, error)
 
 
 def detect(vllm_config: VllmConfig) -> None:

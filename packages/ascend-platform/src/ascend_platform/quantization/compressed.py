@@ -1,6 +1,6 @@
 """Checkpoints of compressed-tensors: vLLM's own configuration, with kernels for linear layers that its registry takes.
 
-The registry does not reach experts (``vllm/model_executor/layers/fused_moe/oracle``), so the configuration is subclassed for them.
+The registry does not reach experts (``vllm/model_executor/layers/fused_moe/oracle``): for them the configuration is subclassed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ascend_platform.quantization.w8a8 import W8A8
 
 PACKED, BYTES = "pack-quantized", "int-quantized"
 STATIC = "W8A8"
+UNUSED = WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 SERVED = (
     f"served are int8 and int4 weights with scales for each row or group, and with inputs that are not quantized ({PACKED}), "
     f"int8 for each token as it comes, symmetric, or, with int8 weights ({BYTES}), int8 with one scale"
@@ -82,8 +83,8 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         """
         if cache := config.get("kv_cache_scheme"):
             raise extension.RefusedError(
-                f"compressed-tensors asks for a KV cache of {cache.get('num_bits')}-bit {cache.get('type')}; caches are served in "
-                "the model's dtype, and as ModelSlim's C8: quantize the model again without kv_cache_scheme"
+                f"compressed-tensors asks for a KV cache of {cache.get('num_bits')}-bit {cache.get('type')}; caches are served "
+                "in the model's dtype, and as ModelSlim's C8: quantize the model again without kv_cache_scheme"
             )
         made = super().from_config(config)
         kinds = [
@@ -95,7 +96,7 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> WeightsMapper:
-        return CompressedTensorsConfig.get_checkpoint_weight_mapper() | WeightsMapper(orig_to_new_suffix={".weight_shape": None})
+        return CompressedTensorsConfig.get_checkpoint_weight_mapper() | UNUSED
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):

@@ -53,7 +53,10 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         self.dtype = params_dtype
-        sizes = {"w13_": (2 * intermediate_size_per_partition, hidden_size), "w2_": (hidden_size, intermediate_size_per_partition)}
+        sizes = {
+            "w13_": (2 * intermediate_size_per_partition, hidden_size),
+            "w2_": (hidden_size, intermediate_size_per_partition),
+        }
         for prefix, (out, inputs) in sizes.items():
             groups = max(1, inputs // self.group_size) if self.group_size else 1
             self.scheme.check_groups(inputs, groups, True, self.name)

@@ -152,7 +152,8 @@ class ModelSlimConfig(QuantizationConfig):
         kinds = {name: self._of(name) for name in matrices}
         if not any(kinds.values()):
             raise extension.RefusedError(
-                f"{DESCRIPTION} does not say of which scheme {', '.join(kinds)} is: add it there, {FLOAT!r} if it is not quantized"
+                f"{DESCRIPTION} does not say of which scheme {', '.join(kinds)} is: add it there, {FLOAT!r} if it is not "
+                "quantized"
             )
         if len(set(kinds.values())) > 1:
             found = ", ".join(f"{name.rpartition('.')[2]} {kind}" for name, kind in kinds.items())
