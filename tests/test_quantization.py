@@ -5,6 +5,7 @@ Here are two models, each layer of which has another scheme; `tools/quantized` r
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ CASES = {
     "linear layers with biases, ModelSlim, int8 KV cache, TP2": ("dense", "ascend", "float16", True, "TP2", "FusedAttentionImpl"),
     "experts, compressed-tensors": ("experts", "compressed-tensors", "bfloat16", False, "TP1", "QuantizedExperts"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two for so small models cost more than they give."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

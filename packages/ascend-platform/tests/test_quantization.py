@@ -2,14 +2,16 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import quantize
 import torch
 from ascend_platform import extension, machine, quantization
 from ascend_platform.platform import NPUPlatform
-from ascend_platform.quantization import DESCRIPTION, NAME, matrix
+from ascend_platform.quantization import DESCRIPTION, NAME, kv_cache, matrix
 from ascend_platform.quantization.compressed import reader
+from ascend_platform.quantization.kv_cache import Int8CacheMethod
 from ascend_platform.quantization.schemes import SCHEMES
 from quantize import Spec
 from vllm.engine.arg_utils import EngineArgs
@@ -263,6 +265,53 @@ def test_other_methods_are_refused_by_name(model):
     with pytest.raises(ValueError, match="weights quantized by ascend or compressed-tensors; the model asks for 'fp8'"):
         engine_config(model(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}))
     assert NPUPlatform.supported_quantization == []
+
+
+def attention(**changes):
+    impl = SimpleNamespace(int8_cache=True, title="this one")
+    plain = {"impl": impl, "head_size": 64, "head_size_v": 64, "num_kv_heads": 2, "dtype": torch.float16}
+    layer = torch.nn.Module()
+    for name, value in (plain | changes).items():
+        setattr(layer, name, value)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"impl": SimpleNamespace(title="the built-in attention")},
+            "the fused attention keeps and the built-in attention does not",
+        ),
+        ({"head_size": 48, "head_size_v": 48}, "heads of 48 for an int8 KV cache; multiples of 32"),
+    ],
+)
+def test_int8_caches_that_are_not_served_are_refused(changes, named):
+    with pytest.raises(ValueError, match=named):
+        Int8CacheMethod("x").create_weights(attention(**changes))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_scales_of_an_int8_cache_are_those_of_the_ranks_heads(monkeypatch, rank):
+    monkeypatch.setattr(kv_cache, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(kv_cache, "get_tensor_model_parallel_world_size", lambda: 2)
+    layer, method = attention(), Int8CacheMethod("x")
+    method.create_weights(layer)
+    assert layer.kv_cache_torch_dtype == torch.int8
+    scales = torch.rand(4 * 64)
+    kv_cache.load_part(layer.k_cache_scale, scales)
+    with pytest.raises(ValueError, match=r"the checkpoint has no kv_cache_scale for x .v."):
+        method.process_weights_after_loading(layer)
+    method.create_weights(layer)
+    kv_cache.load_part(layer.k_cache_scale, scales)
+    kv_cache.load_part(layer.v_cache_scale, torch.tensor([0.5]))
+    kv_cache.load_part(layer.v_cache_offset, torch.tensor(3.0))
+    method.process_weights_after_loading(layer)
+    assert torch.equal(layer.k_cache_scale.data, scales.view(2, -1)[rank].half())
+    assert layer.k_cache_offset is None
+    assert (layer.v_cache_offset == 3).all()
+    with pytest.raises(ValueError, match="a KV cache's scale has 100 elements; one, or a multiple of the 128"):
+        kv_cache.load_part(torch.nn.Parameter(torch.zeros(128), requires_grad=False), torch.zeros(100))
 
 
 @pytest.mark.parametrize(

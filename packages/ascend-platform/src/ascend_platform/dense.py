@@ -42,12 +42,9 @@ class DenseImpl:
         num_heads, num_kv_heads, head_size: of the query, of the cache, and of one key in elements.
         scale: factor of the scores.
         writes_cache: False where the layer reads another layer's cache.
-        int8_cache: True where the attention can keep keys and values in int8. The layer then has ``k_cache_scale``,
-            ``k_cache_offset``, ``v_cache_scale`` and ``v_cache_offset``; see ``ascend_platform/quantization/kv_cache.py``.
     """
 
     title: ClassVar[str] = "this attention"
-    int8_cache: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -22,8 +22,8 @@ HEAD_STEP = 32
 class Int8CacheMethod(BaseKVCacheMethod):
     """Lets an attention keep keys and values in int8: round(x / scale + offset).
 
-    The attention finds ``k_cache_scale``, ``k_cache_offset``, ``v_cache_scale`` and ``v_cache_offset`` on the layer, each
-    ``[kv_heads * head_size]`` of the model's dtype; offsets are None where all are 0.
+    An attention that can has ``int8_cache`` True. It finds ``k_cache_scale``, ``k_cache_offset``, ``v_cache_scale`` and
+    ``v_cache_offset`` on the layer, each ``[kv_heads * head_size]`` of the model's dtype; offsets are None where all are 0.
 
     Args:
         name: of the layer, for errors.
@@ -40,8 +40,9 @@ class Int8CacheMethod(BaseKVCacheMethod):
             RefusedError: the attention has no int8 cache, or not for this head size.
         """
         if not getattr(layer.impl, "int8_cache", False):
+            title = getattr(layer.impl, "title", type(layer.impl).__name__)
             raise extension.RefusedError(
-                f"the model has an int8 KV cache, which the fused attention keeps and {layer.impl.title} does not: install "
+                f"the model has an int8 KV cache, which the fused attention keeps and {title} does not: install "
                 "ascend-attention, or let VLLM_PLUGINS name ascend_attention"
             )
         if layer.head_size % HEAD_STEP or layer.head_size_v != layer.head_size:
