@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import Any
 
 import torch
 from vllm.config import ParallelConfig
@@ -12,7 +13,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.moe  # noqa: F401  (before a model's layers are made)
-from ascend_platform import kv_cache
+from ascend_platform import extension, kv_cache
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -44,6 +45,18 @@ gpu_model_runner.EplbState = NPUEplbState  # type: ignore[misc]  # load_model ma
 
 class NPUModelRunner(GPUModelRunner):
     """GPUModelRunner with keys and values in tensors of their own."""
+
+    def reload_weights(self, *arguments: Any, **named: Any) -> None:
+        """As vLLM's.
+
+        Raises:
+            RefusedError: the weights are quantized: what was loaded has been replaced by what the operators take.
+        """
+        if self.vllm_config.quant_config is not None:
+            raise extension.RefusedError(
+                "reload_weights is served with weights that are not quantized, and these are: sleep(level=1) keeps them"
+            )
+        super().reload_weights(*arguments, **named)
 
     def initialize_kv_cache_tensors(
         self,
