@@ -19,8 +19,6 @@ CHIPS = ("Ascend910B", "Ascend910_93")
 GROUP_STEP = 32
 """Groups of inputs are multiples of this (npu_weight_quant_batchmatmul, antiquant_group_size)."""
 
-FRACTAL_NZ = 29
-
 
 class Quantized(NamedTuple):
     """One matrix, or one of each expert (``...`` is nothing, or the experts). Its values are (weight - zero) * scale.
@@ -164,8 +162,11 @@ def four_bit_words(weight: torch.Tensor) -> torch.Tensor:
 
 
 def int8_across(weight: torch.Tensor) -> torch.Tensor:
-    """int8 ``[..., in, out]`` in the cube unit's own format, of int8 ``[..., out, in]``."""
-    return torch_npu.npu_format_cast(weight.transpose(-1, -2).contiguous(), FRACTAL_NZ)
+    """int8 ``[..., in, out]`` of int8 ``[..., out, in]``.
+
+    Not in FRACTAL_NZ: torch_npu keeps to the base format unless ``torch.npu.config.allow_internal_format`` is set.
+    """
+    return weight.transpose(-1, -2).contiguous()
 
 
 def of_rows(parameter: torch.Tensor) -> torch.Tensor:
