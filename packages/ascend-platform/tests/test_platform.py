@@ -136,12 +136,6 @@ def test_sliding_window_model_is_served_up_to_its_window(model):
     assert engine_config(mistral, disable_sliding_window=True).model_config.max_model_len == 64
 
 
-def test_quantized_weights_are_refused_by_name(model):
-    quantized = model(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
-    with pytest.raises(ValueError, match="unquantized weights only; the model asks for quantization 'fp8'"):
-        engine_config(quantized)
-
-
 def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model, monkeypatch):
     there = torch.npu.device_count()
     engine_config(model(), tensor_parallel_size=1)

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from ascend_attention import context
+from ascend_attention import context, int8_cache
 from ascend_attention.context import Spread
 
 TITLE = "the fused attention of ascend-attention"
@@ -89,12 +89,17 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         parallel = vllm_config.parallel_config
         self.interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
         self.longer_table: torch.Tensor | None = None
+        self.small = kv_cache_spec.dtype == torch.int8
+        if self.small and self.interleave:
+            raise NotImplementedError("a KV cache in int8 is not served with decode context parallelism; leave one of them out")
+        if self.small:
+            self._init_reorder_batch_threshold(1)  # int8_cache wants requests of one token first
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """None under decode context parallelism: how many of a step's tokens a rank keeps differs from step to step."""
+        """None where each step has calls of its own: under decode context parallelism, and with a cache in int8."""
         spread = vllm_config.parallel_config.decode_context_parallel_size > 1
-        return AttentionCGSupport.NEVER if spread else cls._cudagraph_support
+        return AttentionCGSupport.NEVER if spread or kv_cache_spec.dtype == torch.int8 else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -116,8 +121,9 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
             kv_lens.append(0)
         if padding := tokens - query_ends[-1]:
             _give_away(padding, query_ends, kv_lens)
+        convert = list if self.small else _converted  # int8_cache looks at them
         return FusedAttentionMetadata(
-            lengths={"actual_seq_lengths": _converted(query_ends), "actual_seq_lengths_kv": _converted(kv_lens)},
+            lengths={"actual_seq_lengths": convert(query_ends), "actual_seq_lengths_kv": convert(kv_lens)},
             tokens=tokens,
             block_table=table,
             slot_mapping=common.slot_mapping[:tokens],
@@ -166,6 +172,7 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
     title = TITLE
     can_return_lse_for_decode = True
     supports_dcp = True
+    int8_cache = True
 
     def forward(
         self,
@@ -190,31 +197,48 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
         if attn_metadata is None:
             return output.zero_()
         meta, (keys, values) = attn_metadata, kv_cache
-        tokens = meta.tokens
-        if self.writes_cache:
+        tokens, small = meta.tokens, keys.dtype == torch.int8
+        if self.writes_cache and small:
+            int8_cache.write(layer, key[:tokens], value[:tokens], keys, values, meta.slot_mapping)
+        elif self.writes_cache:
             # vLLM cuts value out of the joint projection of query, key and value; the kernel wants it contiguous
-            kept, slots = slice(tokens), meta.slot_mapping
-            if meta.spread:
-                kept, slots = meta.spread.mine, meta.spread.slots
+            kept, slots = (meta.spread.mine, meta.spread.slots) if meta.spread else (slice(tokens), meta.slot_mapping)
             if len(slots):
                 new = key[kept].contiguous(), value[kept].contiguous()
                 torch_npu.npu_scatter_pa_kv_cache(*new, keys, values, slots, cache_mode="Norm")
-        heads = {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}
-        if meta.spread:
-            context.attend(query[:tokens], key[:tokens], value[:tokens], kv_cache, meta, heads, output[:tokens])
-            return output
+        if small:
+            int8_cache.attend(self, layer, query, keys, values, meta, output)
+        elif meta.spread:
+            context.attend(query[:tokens], key[:tokens], value[:tokens], kv_cache, meta, self._heads(), output[:tokens])
+        else:
+            self.attend(query[:tokens], keys, values, meta.lengths, meta.block_table, meta, output[:tokens])
+        return output
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        lengths: dict[str, Any],
+        block_table: torch.Tensor,
+        meta: FusedAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Write attention's output for these requests; keys and values are pages of the query's dtype."""
         attend = {
             "atten_mask": meta.mask,
-            "block_table": meta.block_table,
+            "block_table": block_table,
             "block_size": keys.shape[1],
             "input_layout": "TND",
             "sparse_mode": 3,
-            **heads,
-            **meta.lengths,
+            **self._heads(),
+            **lengths,
         }
-        tensors = query[:tokens].contiguous(), keys.view(*keys.shape[:2], -1), values.view(*values.shape[:2], -1)
+        tensors = query.contiguous(), keys.view(*keys.shape[:2], -1), values.view(*values.shape[:2], -1)
         if extension.is_captured():  # what the kernel takes for the longest lengths: a graph's memory stays as it is
             attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **attend)
         with extension.graph_task():
-            torch_npu.npu_fused_infer_attention_score.out(*tensors, **attend, out=[output[:tokens], meta.log_sums])
-        return output
+            torch_npu.npu_fused_infer_attention_score.out(*tensors, **attend, out=[output, meta.log_sums])
+
+    def _heads(self) -> dict[str, Any]:
+        return {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}

@@ -12,7 +12,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.moe  # noqa: F401  (before a model's layers are made)
-from ascend_platform import drafting, graphs, kv_cache, sampling
+from ascend_platform import drafting, extension, graphs, kv_cache, sampling
 from ascend_platform.captures import CaptureMixin
 from ascend_platform.graphs import view
 from ascend_platform.kernels import null_slots
@@ -47,6 +47,18 @@ class NPUModelRunner(CaptureMixin, GPUModelRunner):
             drafting.install()
         super().__init__(vllm_config, *args, **kwargs)
         sampling.install(self)
+
+    def reload_weights(self, *arguments: Any, **named: Any) -> None:
+        """As vLLM's.
+
+        Raises:
+            RefusedError: the weights are quantized: what was loaded has been replaced by what the operators take.
+        """
+        if self.vllm_config.quant_config is not None:
+            raise extension.RefusedError(
+                "reload_weights is served with weights that are not quantized, and these are: sleep(level=1) keeps them"
+            )
+        super().reload_weights(*arguments, **named)
 
     def initialize_kv_cache_tensors(
         self,

@@ -15,7 +15,7 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension, machine, speculation, watch
+from ascend_platform import extension, machine, quantization, speculation, watch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -146,8 +146,16 @@ class NPUPlatform(Platform):
         """``NPUModelRunner.kv_caches`` is only copied from block by block, whichever layer a cache belongs to."""
 
     @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        if parser is None:  # a model is about to be configured; the parser of options is made for --help, too
+            quantization.register()
+
+    @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        raise extension.RefusedError(f"{_serves()} unquantized weights only; the model asks for quantization {quant!r}")
+        if quant not in quantization.METHODS:
+            raise extension.RefusedError(
+                f"{_serves()} weights quantized by {' or '.join(quantization.METHODS)}; the model asks for {quant!r}"
+            )
 
     @classmethod
     def get_attn_backend_cls(
@@ -215,6 +223,7 @@ class NPUPlatform(Platform):
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.NPUWorker"
+        quantization.detect(vllm_config)
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise extension.RefusedError(f"{_serves()} decoder models without {', '.join(refused)}; these come later")
         speculation.check(vllm_config)
