@@ -113,8 +113,8 @@ def test_attention_over_int8_pages(dtype, symmetric, kind):
     queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in pairs]
     ends = [sum(new for new, _ in pairs[: r + 1]) for r in range(4)]
     meta = fused.FusedAttentionMetadata(
-        query_ends=ends,
-        kv_lens=lengths,
+        lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
+        tokens=ends[-1],
         block_table=torch.tensor(table, dtype=torch.int32).npu(),
         slot_mapping=torch.tensor([slot for own, (_, before) in zip(slots, pairs, strict=True) for slot in own[before:]]).npu(),
         mask=torch.ones(2048, 2048, dtype=torch.int8).triu_(1).npu(),
