@@ -91,6 +91,13 @@ def quantized(rows, scale, offset):
     return small.to(torch.int8).view(rows.shape), ((small - offset.double()) * scale.double()).view(rows.shape)
 
 
+def off_ties(rows, scale, offset):
+    """Without values that are so near the middle of two steps that float32 and float64 may round them apart."""
+    steps = rows.flatten(1).double() / scale.double() + offset.double()
+    near = ((steps - steps.floor()) - 0.5).abs() < 1e-3
+    return rows.masked_fill(near.view(rows.shape), 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("kind", BATCHES)
@@ -103,7 +110,10 @@ def test_attention_over_int8_pages(dtype, symmetric, kind):
     slots = [[table[r][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(n)] for r, n in enumerate(lengths)]
     scales = [(torch.rand(kv_heads * size) * 0.02 + 0.02).to(dtype) for _ in range(2)]
     offsets = [torch.zeros_like(scale) if symmetric else torch.randint(-40, 40, scale.shape).to(dtype) for scale in scales]
-    both = [[torch.randn(n, kv_heads, size, dtype=dtype) for n in lengths] for _ in range(2)]
+    both = [
+        [off_ties(torch.randn(n, kv_heads, size, dtype=dtype), scale, offset) for n in lengths]
+        for scale, offset in zip(scales, offsets, strict=True)
+    ]
     stored = [[quantized(x, s, o) for x in rows] for rows, s, o in zip(both, scales, offsets, strict=True)]
     pages = torch.full((2, BLOCKS * BLOCK_SIZE, kv_heads, size), 99, dtype=torch.int8)
     for part in range(2):
