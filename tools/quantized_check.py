@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import layout_check as layouts
+import npus
 import quantize
 from quantize import Matrix, Spec
 
@@ -411,4 +412,4 @@ def serve(model: Model, engine: dict[str, Any], timeout: float) -> dict[str, Any
         done = subprocess.run([*emulator, *command], env=environ, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return f"no answer after {timeout:g} s"
-    return layouts.results(done.stdout).get("one") or (done.stdout + done.stderr)[-2000:]
+    return next(iter(npus.results(done.stdout)), None) or (done.stdout + done.stderr)[-2000:]

@@ -18,25 +18,58 @@ LIST = environment.ROOT / "tools" / "upstream-vllm.toml"
 REPORT = environment.ROOT / "docs" / "vllm-tests.md"
 HOME = environment.ROOT / ".upstream" / "vllm-run"
 NEEDS = ["tblib", "pytest-asyncio"]  # of the tests' conftest.py and markers
-OPT = {  # facebook/opt-125m's public configuration, which many tests make a VllmConfig of: no test here needs its weights
-    "model_type": "opt",
-    "architectures": ["OPTForCausalLM"],
-    "hidden_size": 768,
-    "word_embed_proj_dim": 768,
-    "ffn_dim": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "vocab_size": 50272,
-    "max_position_embeddings": 2048,
-    "do_layer_norm_before": True,
-    "activation_function": "relu",
-    "torch_dtype": "float16",
-    "bos_token_id": 2,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
+# The public configurations of models that many tests make a VllmConfig of; no test here needs their weights.
+MODELS = {
+    "facebook/opt-125m": {
+        "model_type": "opt",
+        "architectures": ["OPTForCausalLM"],
+        "hidden_size": 768,
+        "word_embed_proj_dim": 768,
+        "ffn_dim": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "torch_dtype": "float16",
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    },
+    "Qwen/Qwen3-0.6B": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+    "Qwen/Qwen1.5-7B": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "torch_dtype": "bfloat16",
+    },
 }
 PLUGIN = """
 import json, os
+def pytest_collection_finish(session):
+    from ascend_platform import drafting
+    drafting.install()  # as the model runner does where tokens are drafted; some tests call the kernels without one
 def keep(**fields):
     with open(os.environ["UPSTREAM_RESULTS"], "a") as file:
         print(json.dumps(fields), file=file)
@@ -58,11 +91,12 @@ def prepare() -> dict[str, str]:
         command = [uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", str(extra), *NEEDS]
         if subprocess.run(command, env=settings, check=False).returncode:
             sys.exit(f"upstream: cannot install {' and '.join(NEEDS)}; check the network and pip's settings")
-    opt = models / "hub" / "models--facebook--opt-125m"
-    (opt / "snapshots" / "0").mkdir(parents=True, exist_ok=True)
-    (opt / "refs").mkdir(exist_ok=True)
-    (opt / "refs" / "main").write_text("0")
-    (opt / "snapshots" / "0" / "config.json").write_text(json.dumps(OPT))
+    for name, config in MODELS.items():
+        model = models / "hub" / f"models--{name.replace('/', '--')}"
+        (model / "snapshots" / "0").mkdir(parents=True, exist_ok=True)
+        (model / "refs").mkdir(exist_ok=True)
+        (model / "refs" / "main").write_text("0")
+        (model / "snapshots" / "0" / "config.json").write_text(json.dumps(config))
     (HOME / "upstream_plugin.py").write_text(PLUGIN)
     variables = {"HF_HOME": str(models), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(extra), str(HOME)])}
     return os.environ | variables | {"OMP_NUM_THREADS": "1"}

@@ -11,11 +11,19 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_to
 WORDS = 2000
 
 
+class Runner:
+    def __init__(self, input_batch):
+        self.input_batch = input_batch
+
+
 @pytest.fixture
 def sampler():
+    runners = []  # which the samplers do not keep
+
     def make(ks, mode="raw_logprobs"):
         batch = types.SimpleNamespace(top_k_cpu=numpy.array([*ks, 1500]), num_reqs=len(ks), vocab_size=WORDS)
-        return sampling.NPUTopKTopPSampler(TopKTopPSampler(mode), types.SimpleNamespace(input_batch=batch))
+        runners.append(Runner(batch))
+        return sampling.NPUTopKTopPSampler(TopKTopPSampler(mode), runners[-1])
 
     return make
 

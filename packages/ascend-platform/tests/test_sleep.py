@@ -1,5 +1,6 @@
 """What a sleep takes and gives back, tensor by tensor, on a worker that is nothing but a model and caches."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,7 @@ def values(model):
 @pytest.mark.parametrize("level", [1, 2])
 def test_all_tensors_come_back(worker, level):
     model, backend = worker.model_runner.get_model(), StorageBackend(worker)
+    gc.collect()  # a former test's
     before, allocated = values(model), torch.npu.memory_allocated()
     backend.suspend(level)
     assert backend.state() == "SUSPENDED"

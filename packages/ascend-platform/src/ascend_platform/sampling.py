@@ -5,6 +5,7 @@ bias, bad words, min-p, temperature. The operators' shapes, dtypes and limits ar
 torch_npu wheel.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class NPUTopKTopPSampler(torch.nn.Module):
     def __init__(self, native: TopKTopPSampler, runner: Any) -> None:
         super().__init__()
         self.native = native
-        self.runner = runner  # whose input_batch, which it replaces, has each request's k on the host
+        # its input_batch, which it replaces, has each request's k on the host; a former engine's runner must be able to go
+        self.runner = weakref.proxy(runner)
         self.in_float64 = getattr(native, "use_fp64_gumbel", False)
 
     def forward(
