@@ -34,6 +34,7 @@ def main(directory: str, cycles: int, tensor: int) -> None:
         skip_tokenizer_init=True,
         max_model_len=512,
         gpu_memory_utilization=0.2,
+        compilation_config={"cudagraph_capture_sizes": [1, 4]},  # each cycle captures them again
         enable_sleep_mode=True,
         tensor_parallel_size=tensor,
         seed=0,

@@ -22,7 +22,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_each_session_of_the_profiler_has_a_trace_with_operators_and_steps(result: dict[str, Any]) -> None:
     first, second = result["profiles"]
-    assert first.startswith("first_") and second.startswith("second_")
+    assert first.startswith("first_")
+    assert second.startswith("second_")
     for names in result["recorded"]:
         assert any("npu_fused_infer_attention_score" in name for name in names)
         assert any(name.startswith("execute") for name in names)  # vLLM's annotation of a step

@@ -31,7 +31,9 @@ def main(model: str, directory: Path) -> None:
     )
 
     def tokens() -> list:
-        return [list(one.outputs[0].token_ids) for one in engine.generate([{"prompt_token_ids": [3, 4, 5]}], SAMPLING, use_tqdm=False)]
+        return [
+            list(one.outputs[0].token_ids) for one in engine.generate([{"prompt_token_ids": [3, 4, 5]}], SAMPLING, use_tqdm=False)
+        ]
 
     def ask(method: str, *args: object) -> object:
         return engine.collective_rpc(method, args=args)[0]
@@ -41,8 +43,12 @@ def main(model: str, directory: Path) -> None:
         engine.start_profile(session)
         tokens()
         engine.stop_profile()
-    result["profiles"] = sorted(str(path.relative_to(profiles)) for path in profiles.glob("*/ASCEND_PROFILER_OUTPUT/trace_view.json"))
-    result["recorded"] = [sorted({event["name"] for event in json.loads((profiles / path).read_text())}) for path in result["profiles"]]
+    result["profiles"] = sorted(
+        str(path.relative_to(profiles)) for path in profiles.glob("*/ASCEND_PROFILER_OUTPUT/trace_view.json")
+    )
+    result["recorded"] = [
+        sorted({event["name"] for event in json.loads((profiles / path).read_text())}) for path in result["profiles"]
+    ]
     result["checksums"] = ask("compute_weight_checksums")
     ask("reset_weights")
     result["checksums reset"] = ask("compute_weight_checksums")
@@ -54,7 +60,9 @@ def main(model: str, directory: Path) -> None:
     saved = {name: part for path in (directory / "sharded").glob("*.safetensors") for name, part in load_file(path).items()}
     held = ask("get_model").state_dict()
     result["saved"] = {name: bool((part == held[name].cpu()).all()) for name, part in saved.items()}
-    result["answers"] = [ask(method) for method in ("check_health", "synchronize_device", "reset_mm_cache", "reset_encoder_cache")]
+    result["answers"] = [
+        ask(method) for method in ("check_health", "synchronize_device", "reset_mm_cache", "reset_encoder_cache")
+    ]
     result["tasks"], result["inspection"] = ask("get_supported_tasks"), ask("get_model_inspection")
     try:
         result["checkpoint"] = ask("checkpoint_prepare")

@@ -5,7 +5,9 @@
 A question is a line of JSON, `{"batch": 8, "prompt": 64, "output": 33}`: that many requests with that many prompt
 tokens (random ones, new every time) are completed greedily. The answer is one too: `{"prefill": prompt tokens per
 second until every request has its first token, "decode": generated tokens per second from then on}`. The first line of
-output, `{"ready": seconds}`, tells that the engine is there. Everything else goes to stderr.
+output, `{"ready": seconds}`, tells that the engine is there. Everything else goes to stderr. With the engine in this process
+(VLLM_ENABLE_V1_MULTIPROCESSING=0) the answer also has `"runner": milliseconds`, the median of what the model runner takes for
+a step that decodes all requests.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
 
 
 def main() -> None:
@@ -32,6 +37,7 @@ def main() -> None:
         disable_log_stats=False,  # makes vLLM keep the time of each token
         **json.loads(sys.argv[1]),
     )
+    steps_taken = observe(llm) if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else []
     vocabulary = llm.model_config.get_vocab_size()
     chance = random.Random(0)
     print(json.dumps({"ready": time.monotonic() - begin}), file=answers)
@@ -40,6 +46,7 @@ def main() -> None:
         batch, length = question["batch"], question["prompt"]
         prompts = [{"prompt_token_ids": chance.choices(range(vocabulary), k=length)} for _ in range(batch)]
         sampling = SamplingParams(temperature=0, max_tokens=question["output"], ignore_eos=True, detokenize=False)
+        steps_taken.clear()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         counts = {len(output.outputs[0].token_ids) for output in outputs}
         if counts != {question["output"]}:
@@ -52,7 +59,28 @@ def main() -> None:
         answer = {"prefill": batch * length / (steps[-1] - min(stat.queued_ts for stat in stats))}
         if later > 0:
             answer["decode"] = later / (max(stat.last_token_ts for stat in stats) - steps[-1])
+        if decodes := [seconds for tokens, seconds in steps_taken if tokens == batch]:
+            answer["runner"] = 1e3 * median(decodes)
         print(json.dumps(answer), file=answers)
+
+
+def observe(llm: Any) -> list[list[float]]:
+    """From now on, a step's tokens and the seconds that the model runner takes for it, one after the other."""
+    runner, steps = llm.llm_engine.model_executor.driver_worker.worker.model_runner, []
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            result = call(*arguments, **named)
+            if call.__name__ == "execute_model":
+                steps.append([arguments[0].total_num_scheduled_tokens, 0.0])
+            steps[-1][1] += time.perf_counter() - begin
+            return result
+
+        return run
+
+    runner.execute_model, runner.sample_tokens = timed(runner.execute_model), timed(runner.sample_tokens)
+    return steps
 
 
 if __name__ == "__main__":

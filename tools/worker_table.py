@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from pathlib import Path
 
 REFUSED = {
@@ -59,3 +60,10 @@ def rows() -> list[list[str]]:
         where = REFUSED.get(name) or ("" if owner in (None, NPUWorker) else f"`{owner.__name__}`")
         found.append([f"`{name}`", whose, where, "yes" if name in asked else ""])
     return found
+
+
+if __name__ == "__main__":
+    from ascend_emulator import activate
+
+    activate()
+    print(json.dumps(rows()))

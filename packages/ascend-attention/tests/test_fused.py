@@ -1,6 +1,7 @@
 """The fused attention over random paged batches, against softmax(q k^T) v in float64."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,69 @@ def test_attention_over_pages(dtype, heads, kv_heads, size, kind):
     expected = torch.cat([reference(q, k, v, size**-0.5) for q, k, v in zip(queries, keys, values, strict=True)])
     bound = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(output.cpu().double(), expected, atol=bound, rtol=bound)
+
+
+def quantized(rows, scale, offset):
+    """int8 of rows ``[tokens, kv_heads, head_size]``, and what a reader makes of it in float64."""
+    flat = rows.double().flatten(1)
+    small = (flat / scale.double() + offset.double()).round().clamp(-128, 127)
+    return small.to(torch.int8).view(rows.shape), ((small - offset.double()) * scale.double()).view(rows.shape)
+
+
+def off_ties(rows, scale, offset):
+    """Without values that are so near the middle of two steps that float32 and float64 may round them apart."""
+    steps = rows.flatten(1).double() / scale.double() + offset.double()
+    near = ((steps - steps.floor()) - 0.5).abs() < 1e-3
+    return rows.masked_fill(near.view(rows.shape), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_attention_over_int8_pages(dtype, symmetric, kind):
+    heads, kv_heads, size = 8, 2, 64
+    rng = random.Random(kind)
+    pairs = sorted((BATCHES[kind](rng) for _ in range(4)), key=lambda pair: pair[0] != 1)  # as vLLM puts them for the builder
+    lengths = [new + before for new, before in pairs]
+    table = [list(range(8 * r, 8 * r + 8)) for r in range(4)]
+    slots = [[table[r][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(n)] for r, n in enumerate(lengths)]
+    scales = [(torch.rand(kv_heads * size) * 0.02 + 0.02).to(dtype) for _ in range(2)]
+    offsets = [torch.zeros_like(scale) if symmetric else torch.randint(-40, 40, scale.shape).to(dtype) for scale in scales]
+    both = [
+        [off_ties(torch.randn(n, kv_heads, size, dtype=dtype), scale, offset) for n in lengths]
+        for scale, offset in zip(scales, offsets, strict=True)
+    ]
+    stored = [[quantized(x, s, o) for x in rows] for rows, s, o in zip(both, scales, offsets, strict=True)]
+    pages = torch.full((2, BLOCKS * BLOCK_SIZE, kv_heads, size), 99, dtype=torch.int8)
+    for part in range(2):
+        for request, (_, before) in enumerate(pairs):
+            pages[part][slots[request][:before]] = stored[part][request][0][:before]
+    cache = tuple(pages.view(2, BLOCKS, BLOCK_SIZE, kv_heads, size).npu())
+    queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in pairs]
+    ends = [sum(new for new, _ in pairs[: r + 1]) for r in range(4)]
+    meta = fused.FusedAttentionMetadata(
+        lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
+        tokens=ends[-1],
+        block_table=torch.tensor(table, dtype=torch.int32).npu(),
+        slot_mapping=torch.tensor([slot for own, (_, before) in zip(slots, pairs, strict=True) for slot in own[before:]]).npu(),
+        mask=torch.ones(2048, 2048, dtype=torch.int8).triu_(1).npu(),
+        log_sums=torch.empty(1, device="npu"),
+    )
+    names = ("k_cache_scale", "v_cache_scale", "k_cache_offset", "v_cache_offset")
+    values = [x.npu() for x in scales] + [None if symmetric else x.npu() for x in offsets]
+    layer = SimpleNamespace(**dict(zip(names, values, strict=True)))
+    impl = fused.FusedAttentionImpl(heads, size, size**-0.5, kv_heads)
+    output = torch.empty(ends[-1], heads, size, dtype=dtype, device="npu")
+    new_rows = [torch.cat([x[before:] for x, (_, before) in zip(rows, pairs, strict=True)]).npu() for rows in both]
+    impl.forward(layer, torch.cat(queries).npu(), *new_rows, cache, meta, output)
+
+    def attended(keys, values):
+        return torch.cat([reference(q, k, v, size**-0.5) for q, k, v in zip(queries, keys, values, strict=True)])
+
+    (keys, values), bound = ([[x for _, x in rows] for rows in stored]), 6 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.cpu().double(), attended(keys, values), atol=bound, rtol=bound)
+    assert (output.cpu() - attended([k * 1.3 for k in keys], values)).abs().max() > 2 * bound
+    assert (output.cpu() - attended(keys, [v * 1.3 for v in values])).abs().max() > 2 * bound
 
 
 def test_profiling_without_metadata_gives_zero():

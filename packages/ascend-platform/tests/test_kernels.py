@@ -43,4 +43,5 @@ def test_each_token_gets_its_place_in_its_request_s_block(decode, block_size, ra
         table[o][at[p] // block_size] * block_size + at[p] % block_size if p in at else -1
         for o, p in zip(owners, positions, strict=True)
     ]
-    assert slots.tolist() == expected + [-1] * (2048 - len(positions))
+    # tokens of no request: in the null block, apart from each other as far as it reaches
+    assert slots.tolist() == expected + [token % block_size for token in range(len(positions), 2048)]

@@ -64,27 +64,41 @@ def test_vllm_takes_it_as_its_platform():
     assert current_platform.is_out_of_tree()
 
 
-def test_configuration_runs_eagerly_on_the_v1_runner_with_spawned_workers(model):
+def test_configuration_runs_on_the_v1_runner_with_spawned_workers_and_graphs_for_decodes(model):
     config = engine_config(model())
     assert config.parallel_config.worker_cls == "ascend_platform.worker.NPUWorker"
     assert config.compilation_config.mode is CompilationMode.NONE
-    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY
     assert config.use_v2_model_runner is False
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert config.kernel_config.ir_op_priority.rms_norm == ["npu", "native"]
 
 
-def test_asking_for_graphs_is_answered(model, lines):
-    engine_config(model(), compilation_config={"cudagraph_mode": "FULL", "mode": 3})
-    (line,) = [line for line in lines if "eagerly" in line]
-    assert "compilation mode VLLM_COMPILE and graphs (FULL) come in a later version" in line
+@pytest.mark.parametrize(
+    ("asked", "mode", "graphs"),
+    [
+        ({"enforce_eager": True}, "NONE", "NONE"),
+        ({"optimization_level": 0}, "NONE", "NONE"),
+        ({"optimization_level": 3}, "VLLM_COMPILE", "FULL_AND_PIECEWISE"),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, "NONE", "FULL"),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "VLLM_COMPILE", "PIECEWISE"),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE", "mode": 0}}, "NONE", "NONE"),
+    ],
+)
+def test_graphs_are_those_asked_for(model, asked, mode, graphs):
+    compilation = engine_config(model(), **asked).compilation_config
+    assert (compilation.mode.name, compilation.cudagraph_mode.name, compilation.backend) == (mode, graphs, "eager")
+
+
+def test_full_graphs_are_refused_where_the_attention_cannot_be_in_one(model):
+    message = "FULL needs attention that a graph can hold, and this model's is built-in PyTorch .*; PIECEWISE and NONE"
+    with pytest.raises(Exception, match=message):
+        engine_config(model(), dtype="float32", compilation_config={"cudagraph_mode": "FULL"})
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"enable_lora": True}, "LoRA"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
         ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
         ({"kv_cache_dtype": "float16"}, "a KV cache of float16"),  # the model is bfloat16
         ({"cpu_offload_gb": 1}, "weight offloading"),
@@ -116,7 +130,7 @@ def test_connectors_of_other_devices_are_refused_with_those_there_are(model, con
     with pytest.raises(ValueError, match=r"ExampleConnector is not for Ascend NPUs; .* is not loaded; install it, and let VLLM"):
         engine_config(model(), **transfer("ExampleConnector"))
     connectors()
-    with pytest.raises(ValueError, match=r"ExampleConnector is not for Ascend NPUs; .* is active .*; use AscendP2PConnector or"):
+    with pytest.raises(ValueError, match=r"ExampleConnector is not for Ascend NPUs; .* is active .*; use one of AscendP2P"):
         engine_config(model(), **transfer("ExampleConnector"))
 
 
@@ -147,15 +161,18 @@ def test_models_of_later_versions_are_refused_in_one_line(model, changes, named)
         engine_config(model(**changes))
 
 
+def test_lora_is_refused_on_experts_alone(model):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    directory = model(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **experts)
+    with pytest.raises(ValueError, match=r"without LoRA on experts \(--lora-target-modules without experts serves"):
+        engine_config(directory, enable_lora=True)
+    assert engine_config(directory, enable_lora=True, lora_target_modules=["q_proj"]).lora_config.target_modules == ["q_proj"]
+    assert engine_config(model(), enable_lora=True).lora_config.target_modules is None
+
+
 def test_sliding_window_model_is_served_up_to_its_window(model):
     mistral = model(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64)
     assert engine_config(mistral, disable_sliding_window=True).model_config.max_model_len == 64
-
-
-def test_quantized_weights_are_refused_by_name(model):
-    quantized = model(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
-    with pytest.raises(ValueError, match="unquantized weights only; the model asks for quantization 'fp8'"):
-        engine_config(quantized)
 
 
 def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model, monkeypatch):

@@ -1,5 +1,6 @@
 """What a sleep takes and gives back, tensor by tensor, on a worker that is nothing but a model and caches."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,10 @@ class Model(torch.nn.Module):
 def worker():
     model = Model()
     cache = torch.ones(1 << 20, device="npu")
-    runner = SimpleNamespace(get_model=lambda: model, kv_caches=list(cache.split(1 << 19)))
+    graphs = []
+    runner = SimpleNamespace(get_model=lambda: model, kv_caches=list(cache.split(1 << 19)), graphs=graphs)
+    runner.drop_graphs = lambda: graphs.append(("dropped", model.first.weight.untyped_storage().nbytes() > 0))
+    runner.capture_model = lambda: graphs.append(("captured", runner.kv_caches[0].untyped_storage().nbytes() > 0))
     return SimpleNamespace(model_runner=runner, get_draft_model=lambda: None)
 
 
@@ -40,6 +44,7 @@ def values(model):
 @pytest.mark.parametrize("level", [1, 2])
 def test_all_tensors_come_back(worker, level):
     model, backend = worker.model_runner.get_model(), StorageBackend(worker)
+    gc.collect()  # a former test's
     before, allocated = values(model), torch.npu.memory_allocated()
     backend.suspend(level)
     assert backend.state() == "SUSPENDED"
@@ -53,6 +58,16 @@ def test_all_tensors_come_back(worker, level):
     assert not worker.model_runner.kv_caches[1].any()
     model.first.weight.data.fill_(3)
     assert (model.second.weight == 3).all()
+
+
+def test_graphs_go_before_what_they_read_and_come_back_after_it(worker):
+    backend = StorageBackend(worker)
+    backend.discard(("kv_cache",))
+    backend.suspend()
+    backend.resume(["weights"])
+    assert [what for what, _ in worker.model_runner.graphs] == ["dropped", "dropped"]
+    backend.resume(["kv_cache"])
+    assert worker.model_runner.graphs == [("dropped", True), ("dropped", True), ("captured", True)]
 
 
 def test_tags(worker):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ascend_platform import startup
 
 VLLM = str(Path(sys.executable).parent / "vllm")
 ADDER = str(Path(__file__).parents[3] / "tools" / "models" / "adder")
@@ -135,3 +136,8 @@ def test_two_tritons_and_a_variable_for_building_are_a_line_each_and_the_command
         "ascend-platform: triton: triton 3.9.0 and triton-ascend 3.2.0 overwrite each other's files; to cure it: "
         "pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend==3.2.0",
     ]
+
+
+def test_suffix_without_its_library():
+    error = ImportError("Arctic Inference is required for suffix decoding. Install via `pip install arctic-inference==0.1.1`.")
+    assert startup.explain(error).endswith("run: pip install 'ascend-platform[suffix]'")

@@ -68,9 +68,10 @@ def attend(
         meta: FusedAttentionMetadata, with ``spread``.
         heads: of this rank, the kernel's ``num_heads``, ``num_key_value_heads`` and ``scale``.
     """
-    common = heads | {"input_layout": "TND", "actual_seq_lengths": meta.query_ends, "softmax_lse_flag": True}
+    ends = meta.lengths["actual_seq_lengths"]
+    common = heads | {"input_layout": "TND", "actual_seq_lengths": ends, "softmax_lse_flag": True}
     fused = torch_npu.npu_fused_infer_attention_score
-    own = {"atten_mask": meta.mask, "sparse_mode": 3, "actual_seq_lengths_kv": meta.query_ends}
+    own = {"atten_mask": meta.mask, "sparse_mode": 3, "actual_seq_lengths_kv": ends}
     out, log_sum = fused(query.contiguous(), key.contiguous(), value.contiguous(), **common | own)
     if meta.spread.cached is not None:
         group = get_dcp_group()

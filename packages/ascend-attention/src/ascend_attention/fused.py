@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import torch
 import torch_npu
 from ascend_platform import extension
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -19,7 +21,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from ascend_attention import context
+from ascend_attention import context, int8_cache
 from ascend_attention.context import Spread
 
 TITLE = "the fused attention of ascend-attention"
@@ -56,8 +58,10 @@ class FusedAttentionBackend(extension.DenseBackend, AttentionBackend):
 class FusedAttentionMetadata(AttentionMetadata):
     """One step's batch, the same for all layers.
 
-    query_ends: where each request's tokens end among the step's, on the host; the last is their number.
-    kv_lens: tokens of each request in the cache once this step's are written, on the host.
+    lengths: the kernel's arguments on the host, which a graph gets anew for each replay (``extension.graph_task``):
+        actual_seq_lengths, where each request's tokens end among the step's, the last being their number, and
+        actual_seq_lengths_kv, tokens of each request in the cache once this step's are written.
+    tokens: of the step; in a full graph with its padding, which belongs to requests that there are not.
     block_table: int32 ``[requests, blocks]``.
     slot_mapping: int64 ``[tokens]``, each new token's place in the cache.
     mask: int8 ``[2048, 2048]``, 1 above the diagonal.
@@ -65,8 +69,8 @@ class FusedAttentionMetadata(AttentionMetadata):
     spread: under decode context parallelism, this rank's part.
     """
 
-    query_ends: list[int]
-    kv_lens: list[int]
+    lengths: dict[str, Any]
+    tokens: int
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     mask: torch.Tensor
@@ -75,6 +79,8 @@ class FusedAttentionMetadata(AttentionMetadata):
 
 
 class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetadata]):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         ones = torch.ones(CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE, dtype=torch.int8)
@@ -82,23 +88,82 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         self.log_sums = torch.empty(1, dtype=torch.float32, device=device)
         parallel = vllm_config.parallel_config
         self.interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
+        self.longer_table: torch.Tensor | None = None
+        self.small = kv_cache_spec.dtype == torch.int8
+        if self.small and self.interleave:
+            raise NotImplementedError("a KV cache in int8 is not served with decode context parallelism; leave one of them out")
+        if self.small:
+            self._init_reorder_batch_threshold(1)  # int8_cache wants requests of one token first
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """None where each step has calls of its own: under decode context parallelism, and with a cache in int8."""
+        spread = vllm_config.parallel_config.decode_context_parallel_size > 1
+        return AttentionCGSupport.NEVER if spread or kv_cache_spec.dtype == torch.int8 else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FusedAttentionMetadata:
-        """Lay out one step, on the host, without waiting for the device."""
+        """Lay out one step, on the host, without waiting for the device.
+
+        A full graph has a number of tokens and of requests of its own: vLLM pads both, with requests that have no tokens.
+        """
         common, kv_lens = common_attn_metadata, extension.host_lengths(common_attn_metadata, TITLE)
         query_ends = common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist()
-        slots = common.slot_mapping[: query_ends[-1]]
+        tokens, table = common.num_actual_tokens, common.block_table_tensor
+        part = None
+        if self.interleave:
+            tokens = query_ends[-1]
+            part = context.spread(query_ends, kv_lens, common.slot_mapping[:tokens], self.interleave)
+        if common.num_reqs < tokens <= self._largest_mixed_graph():
+            table = self._with_another_row(table)
+            query_ends.append(query_ends[-1])
+            kv_lens.append(0)
+        if padding := tokens - query_ends[-1]:
+            _give_away(padding, query_ends, kv_lens)
+        convert = list if self.small else _converted  # int8_cache looks at them
         return FusedAttentionMetadata(
-            query_ends=query_ends,
-            kv_lens=kv_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=slots,
+            lengths={"actual_seq_lengths": convert(query_ends), "actual_seq_lengths_kv": convert(kv_lens)},
+            tokens=tokens,
+            block_table=table,
+            slot_mapping=common.slot_mapping[:tokens],
             mask=self.mask,
             log_sums=self.log_sums,
-            spread=context.spread(query_ends, kv_lens, slots, self.interleave) if self.interleave else None,
+            spread=part,
         )
+
+    def _largest_mixed_graph(self) -> int:
+        """Tokens of the largest full graph for prefill and decode together; 0 without them."""
+        compilation = self.vllm_config.compilation_config
+        mixed = compilation.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
+        return compilation.max_cudagraph_capture_size if mixed else 0
+
+    def _with_another_row(self, table: torch.Tensor) -> torch.Tensor:
+        """The block table and a row of null blocks, at one address: all of a mixed batch's requests can be real ones."""
+        if self.longer_table is None:
+            requests = self.vllm_config.scheduler_config.max_num_seqs
+            self.longer_table = table.new_zeros(requests + 1, table.shape[1])
+        longer = self.longer_table[: len(table) + 1]
+        longer[:-1].copy_(table)
+        longer[-1].zero_()
+        return longer
+
+
+def _converted(lengths: list[int]) -> Any:
+    """A list as operators take it, converted once and not by each layer: most of what a call with 256 requests takes."""
+    return torch._C.ScriptList(lengths)
+
+
+def _give_away(padding: int, query_ends: list[int], kv_lens: list[int]) -> None:
+    """Give a graph's tokens of no request to the requests that there are not, which come last and have no tokens.
+
+    The kernel wants every token to be some request's, and no request to have more tokens than its cache.
+    """
+    free = kv_lens.index(0)
+    each, more = divmod(padding, len(kv_lens) - free)
+    for request in range(free, len(kv_lens)):
+        kv_lens[request] = each + (request - free < more)
+        query_ends[request] = (query_ends[request - 1] if request else 0) + kv_lens[request]
 
 
 class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetadata]):
@@ -107,6 +172,7 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
     title = TITLE
     can_return_lse_for_decode = True
     supports_dcp = True
+    int8_cache = True
 
     def forward(
         self,
@@ -131,33 +197,48 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
         if attn_metadata is None:
             return output.zero_()
         meta, (keys, values) = attn_metadata, kv_cache
-        tokens = meta.query_ends[-1]
-        if self.writes_cache:
+        tokens, small = meta.tokens, keys.dtype == torch.int8
+        if self.writes_cache and small:
+            int8_cache.write(layer, key[:tokens], value[:tokens], keys, values, meta.slot_mapping)
+        elif self.writes_cache:
             # vLLM cuts value out of the joint projection of query, key and value; the kernel wants it contiguous
-            kept, slots = slice(tokens), meta.slot_mapping
-            if meta.spread:
-                kept, slots = meta.spread.mine, meta.spread.slots
+            kept, slots = (meta.spread.mine, meta.spread.slots) if meta.spread else (slice(tokens), meta.slot_mapping)
             if len(slots):
                 new = key[kept].contiguous(), value[kept].contiguous()
                 torch_npu.npu_scatter_pa_kv_cache(*new, keys, values, slots, cache_mode="Norm")
-        if meta.spread:
-            heads = {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}
-            context.attend(query[:tokens], key[:tokens], value[:tokens], kv_cache, meta, heads, output[:tokens])
-            return output
-        torch_npu.npu_fused_infer_attention_score.out(
-            query[:tokens].contiguous(),
-            keys.view(*keys.shape[:2], -1),
-            values.view(*values.shape[:2], -1),
-            atten_mask=meta.mask,
-            actual_seq_lengths=meta.query_ends,
-            actual_seq_lengths_kv=meta.kv_lens,
-            block_table=meta.block_table,
-            block_size=keys.shape[1],
-            num_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            scale=self.scale,
-            input_layout="TND",
-            sparse_mode=3,
-            out=[output[:tokens], meta.log_sums],
-        )
+        if small:
+            int8_cache.attend(self, layer, query, keys, values, meta, output)
+        elif meta.spread:
+            context.attend(query[:tokens], key[:tokens], value[:tokens], kv_cache, meta, self._heads(), output[:tokens])
+        else:
+            self.attend(query[:tokens], keys, values, meta.lengths, meta.block_table, meta, output[:tokens])
         return output
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        lengths: dict[str, Any],
+        block_table: torch.Tensor,
+        meta: FusedAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Write attention's output for these requests; keys and values are pages of the query's dtype."""
+        attend = {
+            "atten_mask": meta.mask,
+            "block_table": block_table,
+            "block_size": keys.shape[1],
+            "input_layout": "TND",
+            "sparse_mode": 3,
+            **self._heads(),
+            **lengths,
+        }
+        tensors = query.contiguous(), keys.view(*keys.shape[:2], -1), values.view(*values.shape[:2], -1)
+        if extension.is_captured():  # what the kernel takes for the longest lengths: a graph's memory stays as it is
+            attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **attend)
+        with extension.graph_task():
+            torch_npu.npu_fused_infer_attention_score.out(*tensors, **attend, out=[output, meta.log_sums])
+
+    def _heads(self) -> dict[str, Any]:
+        return {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}

@@ -31,6 +31,7 @@ def register() -> None:
 
 def _offer() -> None:
     extension.offer("communicator", "ascend_communicator.communicator.HCCLCommunicator")
+    extension.offer("weight_transfer.hccl", "ascend_communicator.weight_transfer.HCCLWeightTransferEngine")
 
 
 def _take_options(options: Mapping[str, object]) -> None:

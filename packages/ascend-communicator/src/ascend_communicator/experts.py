@@ -123,6 +123,8 @@ class ExpertManager(AgRsAll2AllManager):
         if len(sizes) != self.world_size:
             return None  # tensor-parallel ranks have the same tokens: only allgather leaves them together
         taken = way(self.asked, self.chip, sizes, num_experts, topk_ids.shape[1], x.shape[1], x.dtype)
+        if taken == "alltoall" and torch.npu.is_current_stream_capturing():
+            taken = "allgather"  # the host would have to know the sizes of messages
         if taken not in self.taken:
             self.taken.add(taken)
             extension.logger.info("experts' tokens travel by %s (%s asked for, %d at most)", taken, self.asked, max(sizes))

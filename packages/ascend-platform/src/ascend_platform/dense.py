@@ -6,6 +6,7 @@ stands first among the bases, before vLLM's own class (``vllm/v1/attention/backe
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 
@@ -86,8 +87,8 @@ class DenseImpl:
 def host_lengths(common: Any, title: str) -> list[int]:
     """Tokens of each request in the cache once the step's are written, from a CommonAttentionMetadata, without a wait.
 
-    ``seq_lens_cpu_upper_bound`` is exact wherever no draft tokens are in flight (CommonAttentionMetadata's own note), and the
-    platform refuses speculative decoding.
+    ``seq_lens_cpu_upper_bound`` is exact wherever no draft tokens are in flight (CommonAttentionMetadata's own note); with
+    speculative decoding the platform sees to it (``speculation.py``, ``drafting.py``).
 
     Raises:
         NotImplementedError: attention that is not causal, or lengths that the host does not have.
@@ -96,3 +97,22 @@ def host_lengths(common: Any, title: str) -> list[int]:
     if common.causal is not True or lengths is None:
         raise NotImplementedError(f"{title} is causal, with lengths on the host")
     return lengths[: common.num_reqs].tolist()
+
+
+capturing: AbstractContextManager[Any] | None = None
+"""Set by ``ascend_platform.graphs`` while it captures: torch_npu's mode in which calls become task groups."""
+
+
+def graph_task() -> AbstractContextManager[Any]:
+    """What to call a kernel in whose lengths are on the host, so that a graph with it gets new lengths for each replay.
+
+    They are the metadata's attribute ``lengths``, a dictionary of the kernel's keyword arguments. The kernel is one that
+    torch_npu has a handler for (``torch_npu/npu/_npugraph_handlers``), with ``workspace`` given. Outside a capture nothing
+    happens.
+    """
+    return capturing or nullcontext()
+
+
+def is_captured() -> bool:
+    """Whether a graph is being captured, attention included."""
+    return capturing is not None

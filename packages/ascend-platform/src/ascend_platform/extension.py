@@ -22,7 +22,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ascend_platform.dense import DenseBackend, DenseImpl, host_lengths
+from ascend_platform.dense import DenseBackend, DenseImpl, graph_task, host_lengths, is_captured
 
 __all__ = [
     "API_VERSION",
@@ -34,7 +34,9 @@ __all__ = [
     "cache_parts",
     "chip",
     "config",
+    "graph_task",
     "host_lengths",
+    "is_captured",
     "join",
     "logger",
     "offer",

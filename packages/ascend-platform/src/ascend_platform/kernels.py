@@ -26,7 +26,7 @@ def compute_slot_mapping(
     PAD_ID: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Write each token's place in the paged cache: ``block * block_size + offset``, and PAD_ID behind the last token.
+    """Write each token's place in the paged cache, ``block * block_size + offset``; behind the last token, the null block's.
 
     Replaces ``vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel``.
 
@@ -56,12 +56,22 @@ def compute_slot_mapping(
     torch.add(positions, numbers - blocks, alpha=KV_CACHE_BLOCK_SIZE, out=slot_mapping[:num_tokens])
     if TOTAL_CP_WORLD_SIZE > 1:
         slot_mapping[:num_tokens].masked_fill_(others, PAD_ID)
-    slot_mapping[num_tokens:].fill_(PAD_ID)
+    slot_mapping[num_tokens:].copy_(null_slots(max_num_tokens, KV_CACHE_BLOCK_SIZE, positions.device)[num_tokens:])
 
 
 @functools.lru_cache(maxsize=4)
 def _arange(length: int, device: torch.device) -> torch.Tensor:
     return torch.arange(length, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=4)
+def _null_slots(length: int, block_size: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(length, device=device) % block_size
+
+
+def null_slots(length: int, block_size: int, device: torch.device) -> torch.Tensor:
+    """Places for tokens of no request: those of block 0, which vLLM gives to none; int64 ``[length]``."""
+    return _null_slots(-(-length // 4096) * 4096, block_size, device)[:length]
 
 
 OVERRIDES = {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": slot_mapping_kernel(compute_slot_mapping)}

@@ -1,10 +1,10 @@
 """vLLM's V1 model runner on the NPU, with torch.npu's streams, and keys and values in tensors of their own."""
 
 from contextlib import AbstractContextManager
-from types import ModuleType
+from typing import Any
 
 import torch
-from vllm.config import ParallelConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -12,23 +12,20 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.moe  # noqa: F401  (before a model's layers are made)
-from ascend_platform import kv_cache
+from ascend_platform import drafting, extension, graphs, kv_cache, sampling
+from ascend_platform.captures import CaptureMixin
+from ascend_platform.graphs import view
+from ascend_platform.kernels import null_slots
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
 
-def _view(module: ModuleType, **replaced: object) -> ModuleType:
-    """A module with the contents of another, some names replaced; names that appear there later are found too."""
-    view = ModuleType(module.__name__)
-    view.__dict__.update(module.__dict__, __getattr__=lambda name: getattr(module, name), **replaced)
-    return view
-
-
 # The V1 runner writes torch.cuda.Stream, Event, stream and current_stream in its own text, in __init__ and in every
 # step (gpu_model_runner.py:276-298, 745-753). torch.cuda itself stays as it is: only these modules see torch.npu's.
-_torch = _view(torch, cuda=_view(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES}))
+_torch = view(torch, cuda=view(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES}))
 gpu_model_runner.torch = _torch
 parallel_state.torch = _torch
+gpu_model_runner.graph_capture = graphs.graph_capture
 
 
 class NPUEplbState(EplbState):
@@ -42,8 +39,26 @@ class NPUEplbState(EplbState):
 gpu_model_runner.EplbState = NPUEplbState  # type: ignore[misc]  # load_model makes one by this name
 
 
-class NPUModelRunner(GPUModelRunner):
-    """GPUModelRunner with keys and values in tensors of their own."""
+class NPUModelRunner(CaptureMixin, GPUModelRunner):
+    """GPUModelRunner with as many graphs as fit, and with keys and values in tensors of their own."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        if vllm_config.speculative_config:
+            drafting.install()
+        super().__init__(vllm_config, *args, **kwargs)
+        sampling.install(self)
+
+    def reload_weights(self, *arguments: Any, **named: Any) -> None:
+        """As vLLM's.
+
+        Raises:
+            RefusedError: the weights are quantized: what was loaded has been replaced by what the operators take.
+        """
+        if self.vllm_config.quant_config is not None:
+            raise extension.RefusedError(
+                "reload_weights is served with weights that are not quantized, and these are: sleep(level=1) keeps them"
+            )
+        super().reload_weights(*arguments, **named)
 
     def initialize_kv_cache_tensors(
         self,
@@ -64,3 +79,10 @@ class NPUModelRunner(GPUModelRunner):
             layers[name].bind_kv_cache(layer_pages)
         self.kv_caches[:] = [tensor for layer_pages in pages.values() for tensor in layer_pages]
         return pages
+
+    def _build_attention_metadata(self, *args: Any, slot_mappings: Any = None, **kwargs: Any) -> Any:
+        """Let a run without requests write to the null block: the kernel that writes the cache takes no negative places."""
+        if kwargs.get("num_scheduled_tokens") is None and slot_mappings is not None:
+            for places in slot_mappings.values():
+                places.copy_(null_slots(len(places), self.cache_config.block_size, places.device))
+        return super()._build_attention_metadata(*args, slot_mappings=slot_mappings, **kwargs)

@@ -182,10 +182,8 @@ base_router.eplb_map_to_physical_and_record = map_to_physical
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@UnquantizedFusedMoEMethod.register_oot
-class NPUFusedMoEMethod(UnquantizedFusedMoEMethod):
-    """Experts' weights as vLLM has them (``w13_weight [experts, 2 * inner, hidden]``, ``w2_weight [experts, hidden, inner]``),
-    applied by grouped matrix products.
+class NPUExperts:
+    """Put before a FusedMoEMethodBase of vLLM: experts applied by grouped matrix products, wherever their tokens are.
 
     Where tokens are spread over ranks (data parallelism, sequence parallelism), the manager of vLLM's group of experts
     carries them: its ``apply_experts`` where it has one, else its dispatch and combine.
@@ -193,14 +191,14 @@ class NPUFusedMoEMethod(UnquantizedFusedMoEMethod):
 
     is_monolithic = False  # the router chooses first
     supports_internal_mk = True  # dispatch and combine are called here, not by the runner around it
+    moe: Any
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def take_experts(self, layer: Any) -> None:
         """Take the range of this rank's experts.
 
         Raises:
             ValueError: experts of a kind that is not served, by name.
         """
-        super().process_weights_after_loading(layer)
         unserved = {
             f"the activation {layer.activation.value}": layer.activation is not MoEActivation.SILU,
             "biases": self.moe.has_bias,
@@ -211,21 +209,12 @@ class NPUFusedMoEMethod(UnquantizedFusedMoEMethod):
         here = range(self.moe.num_experts) if layer.expert_map is None else (layer.expert_map >= 0).nonzero().flatten().tolist()
         self.first, self.count = here[0], len(here)
 
-    def forward_oot(
-        self,
-        layer: Any,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def apply_chosen(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """What a token's experts make of it, weighed and added: ``[tokens, hidden]``.
 
         With tensor parallelism, or experts of other ranks without an exchange of tokens, a part of the sum: the runner adds
         it up. Shared experts are the runner's, too.
         """
-        experts = functools.partial(swiglu_experts, layer.w13_weight, layer.w2_weight)
         parallel = self.moe.moe_parallel_config
         if parallel.dp_size == 1 and not parallel.is_sequence_parallel:
             return self._own_experts(experts, x, topk_weights, topk_ids)
@@ -260,6 +249,27 @@ class NPUFusedMoEMethod(UnquantizedFusedMoEMethod):
         return torch_npu.npu_moe_finalize_routing(made, None, None, None, weights, places, None, drop_pad_mode=2)
 
 
+@UnquantizedFusedMoEMethod.register_oot
+class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
+    """Experts' weights as vLLM has them (``w13_weight [experts, 2 * inner, hidden]``, ``w2_weight [experts, hidden, inner]``)."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        self.take_experts(layer)
+
+    def forward_oot(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        experts = functools.partial(swiglu_experts, layer.w13_weight, layer.w2_weight)
+        return self.apply_chosen(experts, x, topk_weights, topk_ids)
+
+
 def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Each expert applied to its rows, which are in the experts' order; rows behind the last are undefined.
 
@@ -269,7 +279,19 @@ def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, coun
         rows: ``[rows, hidden]``.
         counts: int64 ``[experts]``, how many rows each expert has.
     """
+    inner = torch_npu.npu_swiglu(grouped_product(rows, w13.transpose(1, 2), counts))
+    return grouped_product(inner, w2.transpose(1, 2), counts)
+
+
+def grouped_product(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Each expert's rows by its matrix: ``[rows, out]`` from rows ``[rows, in]`` and weight ``[experts, in, out]``.
+
+    Args:
+        counts: int64 ``[experts]``, how many rows each expert has.
+        options: of npu_grouped_matmul; the tensors among them are put into lists.
+    """
     kind = 0 if len(counts) == 1 else 1  # one group is taken only as a running sum, which a single count is, too
-    product = functools.partial(torch_npu.npu_grouped_matmul, split_item=2, group_type=0, group_list=counts, group_list_type=kind)
-    inner = torch_npu.npu_swiglu(product([rows], [w13.transpose(1, 2)])[0])
-    return product([inner], [w2.transpose(1, 2)])[0]
+    lists = {name: [value] if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    return torch_npu.npu_grouped_matmul(
+        [rows], [weight], split_item=2, group_type=0, group_list=counts, group_list_type=kind, **lists
+    )[0]

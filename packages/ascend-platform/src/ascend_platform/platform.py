@@ -1,6 +1,7 @@
 """The NPU as vLLM sees it: the platform class, which answers what vLLM asks and refuses what this version cannot serve."""
 
 import atexit
+import dataclasses
 import functools
 import os
 import shutil
@@ -14,7 +15,7 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension, machine, watch
+from ascend_platform import connectors, extension, machine, quantization, speculation, watch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -122,6 +123,18 @@ class NPUPlatform(Platform):
         return True
 
     @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_static_graph_wrapper_cls(cls) -> str:
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"  # on torch.npu's graphs: ascend_platform/graphs.py
+
+    @classmethod
+    def get_pass_manager_cls(cls) -> str:
+        return "ascend_platform.passes.NoPasses"
+
+    @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
         return True
 
@@ -133,8 +146,16 @@ class NPUPlatform(Platform):
         """``NPUModelRunner.kv_caches`` is only copied from block by block, whichever layer a cache belongs to."""
 
     @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        if parser is None:  # a model is about to be configured; the parser of options is made for --help, too
+            quantization.register()
+
+    @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        raise extension.RefusedError(f"{_serves()} unquantized weights only; the model asks for quantization {quant!r}")
+        if quant not in quantization.METHODS:
+            raise extension.RefusedError(
+                f"{_serves()} weights quantized by {' or '.join(quantization.METHODS)}; the model asks for {quant!r}"
+            )
 
     @classmethod
     def get_attn_backend_cls(
@@ -150,6 +171,10 @@ class NPUPlatform(Platform):
                 f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out"
             )
         return attention_for(attn_selector_config)[0]
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "ascend_platform.lora.NPUPunicaWrapper"
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
@@ -172,18 +197,22 @@ class NPUPlatform(Platform):
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
+        from vllm.config.vllm import OptimizationLevel
 
-        compilation = vllm_config.compilation_config
-        asked = []
-        if compilation.mode not in (None, CompilationMode.NONE):
-            asked.append(f"compilation mode {compilation.mode.name}")
-        if compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE):
-            asked.append(f"graphs ({compilation.cudagraph_mode.name})")
-        if asked:
-            logger.info("%s model eagerly; %s come in a later version", _serves("runs the"), " and ".join(asked))
-        compilation.mode = CompilationMode.NONE
-        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        connectors.resolve(vllm_config)
         vllm_config.kernel_config.enable_jit_warmup = False
+        compilation, model = vllm_config.compilation_config, vllm_config.model_config
+        if compilation.cudagraph_mode is None and vllm_config.optimization_level == OptimizationLevel.O2:
+            pooling = model is not None and model.pooler_config is not None
+            compilation.cudagraph_mode = CUDAGraphMode.NONE if pooling else CUDAGraphMode.FULL_DECODE_ONLY
+        mode = compilation.cudagraph_mode
+        if compilation.mode is None and mode is not None and not mode.requires_piecewise_compilation():
+            compilation.mode = CompilationMode.NONE  # without Inductor, compiling is only for taking a model to pieces
+        if compilation.compile_sizes is None:
+            compilation.compile_sizes = []
+        for field in dataclasses.fields(compilation.pass_config):
+            if getattr(compilation.pass_config, field.name) is None:
+                setattr(compilation.pass_config, field.name, False)  # vLLM's fusions make CUDA's operators
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
@@ -195,11 +224,13 @@ class NPUPlatform(Platform):
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.NPUWorker"
+        quantization.detect(vllm_config)
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise extension.RefusedError(f"{_serves()} decoder models without {', '.join(refused)}; these come later")
-        if vllm_config.kv_transfer_config is not None:
-            _check_kv_connector(vllm_config)
+        connectors.check(vllm_config)
+        speculation.check(vllm_config)
         _check_devices(parallel)
+        _check_graphs(vllm_config)
         if parallel.distributed_executor_backend != "external_launcher":
             _own_sockets()
         if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
@@ -325,28 +356,21 @@ def _check_devices(parallel: "ParallelConfig") -> None:
         )
 
 
-def _check_kv_connector(vllm_config: "VllmConfig") -> None:
-    """Refuse KV connectors that do not know how the KV cache lies on an NPU, and what a connector itself cannot serve.
+def _check_graphs(vllm_config: "VllmConfig") -> None:
+    """Refuse graphs with attention of prefills in them where the attention cannot be in a graph.
 
     Raises:
-        RefusedError: which connector was asked for and which there are, or the connector's own reason.
+        RefusedError: which modes there are, in one line.
     """
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.config import CUDAGraphMode
 
-    transfer = cast(Any, vllm_config.kv_transfer_config)
-    name, module = transfer.kv_connector, transfer.kv_connector_module_path
-    if module and module.startswith("vllm_ascend.") and extension.offered(f"kv_connector.{name}"):
-        logger.info("kv_connector_module_path %s is left out: ascend-kv-connector has a connector of that name", module)
-        transfer.kv_connector_module_path = None
-    elif not module and name and not extension.offered(f"kv_connector.{name}"):
-        known = [slot.removeprefix("kv_connector.") for slot in extension._offers if slot.startswith("kv_connector.")]
-        do = f"use {' or '.join(known)}" if known else "install it, and let VLLM_PLUGINS name ascend_kv_connector"
+    if vllm_config.model_config is None or vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL:
+        return
+    if (attention := _attention_of(vllm_config)).startswith("built-in"):
         raise extension.RefusedError(
-            f"KV connector {name} is not for Ascend NPUs; ascend-kv-connector, which has some, is "
-            f"{extension.state('ascend-kv-connector')}; {do}"
+            f"cudagraph_mode FULL needs attention that a graph can hold, and this model's is {attention}; "
+            "PIECEWISE and NONE remain"
         )
-    if name and (check := getattr(KVConnectorFactory.get_connector_class(transfer), "check_config", None)):
-        check(vllm_config)
 
 
 def _find_numa_nodes(parallel: "ParallelConfig") -> None:
@@ -371,8 +395,6 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
     offload = vllm_config.offload_config
     features = {
-        "LoRA": vllm_config.lora_config,
-        "speculative decoding": vllm_config.speculative_config,
         "encoder-cache connectors": vllm_config.ec_transfer_config,
         "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
@@ -384,7 +406,11 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         "vLLM's second model runner, which watermarking needs": vllm_config.use_v2_model_runner,
     }
     if model is not None:
+        targets = vllm_config.lora_config and vllm_config.lora_config.target_modules
         features |= {
+            "LoRA on experts (--lora-target-modules without experts serves the other layers)": vllm_config.lora_config
+            and model.is_moe
+            and (targets is None or any(target.rpartition(".")[2] == "experts" for target in targets)),
             f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", str(model.dtype).split(".")[-1]),
             "MLA": model.use_mla,
             f"experts placed {parallel.expert_placement_strategy}": parallel.expert_placement_strategy != "linear",

@@ -2,7 +2,7 @@
 
 vLLM's own backend needs a compiled allocator that unmaps memory behind tensors. Here the tensors' storages are resized to
 nothing and back: every tensor that shares a storage (views, tied weights, keys and values taken apart) comes back with it.
-Addresses change, so a graph captured before a sleep is not valid after it.
+Addresses change: graphs are dropped, with their memory, and captured again once all tags are awake.
 """
 
 from __future__ import annotations
@@ -102,7 +102,11 @@ class StorageBackend(SleepModeBackend):
                 asleep.pop()
             self._asleep.pop(tag, None)
         torch.npu.synchronize()
-        self._state = "SUSPENDED" if self._asleep else "RUNNING"
+        if self._asleep:
+            self._state = "SUSPENDED"
+            return
+        self._worker.model_runner.capture_model()
+        self._state = "RUNNING"
 
     @classmethod
     def preserves_communicators(cls) -> bool:
@@ -112,6 +116,7 @@ class StorageBackend(SleepModeBackend):
         if tag in self._asleep:
             return
         torch.npu.synchronize()
+        self._worker.model_runner.drop_graphs()
         found: dict[int, torch.Tensor] = {}
         for tensor in self._tensors(tag):
             if tensor.device.type == "npu" and tensor.untyped_storage().nbytes():

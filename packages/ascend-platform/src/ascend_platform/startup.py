@@ -62,7 +62,8 @@ def install() -> None:
 
 def explain(error: BaseException) -> str:
     """One line for an error that vLLM's command ends with, if it is one of those below; else ""."""
-    return missing_library(error) or _other_torch_npu(error) or _refusal(error) or _no_platform(error) or _port_in_use(error)
+    explanations = (missing_library, _other_torch_npu, _refusal, _no_platform, _port_in_use, _no_suffix)
+    return next(filter(None, (explanation(error) for explanation in explanations)), "")
 
 
 def _other_torch_npu(error: BaseException) -> str:
@@ -104,6 +105,13 @@ def _port_in_use(error: BaseException) -> str:
             *_, last = walk_tb(each.__traceback__)
             host, port, *_ = last[0].f_locals.get("addr", ("", "of vLLM"))
             return f"port {port} is in use by another process{host and f' (on {host})'}; end that, or choose another with --port"
+    return ""
+
+
+def _no_suffix(error: BaseException) -> str:
+    """vLLM's own refusal (``vllm/config/speculative.py``, ``_validate_suffix_decoding``), which comes before ours could."""
+    if any(isinstance(each, ImportError) and "Arctic Inference is required" in str(each) for each in _chain(error)):
+        return "speculative decoding by suffix needs arctic-inference; run: pip install 'ascend-platform[suffix]'"
     return ""
 
 

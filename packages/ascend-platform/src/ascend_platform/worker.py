@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_pp_group
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap, maybe_attach_gc_debug_callback
@@ -17,7 +19,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from ascend_platform import compat, watch
+from ascend_platform import compat, extension, watch
 from ascend_platform.model_runner import NPUModelRunner
 from ascend_platform.platform import announce
 from ascend_platform.profiler import NPUProfiler
@@ -78,6 +80,13 @@ class NPUWorker(Worker):
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
         compat.init_workspace_and_model_runner(self)
 
+    def load_model(self, **options: Any) -> None:
+        """As vLLM does, with ascend-communicator's way for new weights (``--weight-transfer-config``) beside vLLM's own."""
+        offered = extension.offered("weight_transfer.hccl")
+        if offered and "hccl" not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine("hccl", *offered.rsplit(".", 1))
+        super().load_model(**options)
+
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: what is free, but no more than CANN's kernels address.
 
@@ -92,16 +101,18 @@ class NPUWorker(Worker):
         return min(available, (2**31 - 1) // largest * sum(spec.page_size_bytes for spec in specs))
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Run the largest step and its sampling once, so that their memory is there from the start, and seed.
+        """Capture the graphs, run the largest step and its sampling once, so that their memory is there from the start, and seed.
 
-        vLLM's own (``vllm/v1/worker/gpu_worker.py``) does so after it has compiled, captured graphs, and warmed up kernels
-        that are compiled at run time. There are none of these here, and the last imports models that need torchvision
-        (``vllm/model_executor/warmup/kernel_warmup.py``).
+        vLLM's own (``vllm/v1/worker/gpu_worker.py``) also warms up kernels that are compiled at run time, of which there are
+        none here, and for that imports models that need torchvision (``vllm/model_executor/warmup/kernel_warmup.py``).
         """
+        self.model_runner.capture_model()
         if get_pp_group().is_last_rank:
             scheduler = self.scheduler_config
             requests = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-            hidden, last_hidden = self.model_runner._dummy_run(requests, skip_eplb=True)
+            hidden, last_hidden = self.model_runner._dummy_run(
+                requests, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
+            )
             if self.model_runner.is_pooling_model:
                 self.model_runner._dummy_pooler_run(hidden)
             else:
@@ -117,7 +128,7 @@ class NPUWorker(Worker):
         Raises:
             NotImplementedError: always; CANN has nothing that takes a process with an open NPU to a file and back.
         """
-        raise NotImplementedError("a process that has an NPU open cannot be checkpointed; end it and start it again, or let it sleep")
+        raise NotImplementedError("a process that has an NPU open cannot be checkpointed; start another, or let it sleep")
 
     checkpoint_restore = checkpoint_prepare
 

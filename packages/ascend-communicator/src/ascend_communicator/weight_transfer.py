@@ -1,0 +1,149 @@
+"""New weights from a trainer into running engines, broadcast by HCCL: vLLM's weight-transfer backend ``hccl``.
+
+As vLLM's ``nccl`` backend (``vllm/distributed/weight_transfer/nccl_engine.py``), whose information it takes and whose life
+cycle it has: the trainer is rank 0 of a group of its own with all workers. Parameters travel in buffers of
+``packed_buffer_size_bytes``, or one by one without ``packed``.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from vllm.config import ParallelConfig
+from vllm.distributed.utils import StatelessProcessGroup
+from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, VLLMWeightSyncClient, WeightSource
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferUpdateInfo,
+)
+
+from ascend_communicator.pyhccl import PyHcclCommunicator
+
+
+def connect(address: str, port: int, rank: int, world_size: int) -> PyHcclCommunicator:
+    """Join the trainer's group on the current NPU; the ranks meet at rank 0's address and port."""
+    group = StatelessProcessGroup.create(host=address, port=port, rank=rank, world_size=world_size)
+    return PyHcclCommunicator(group, torch.npu.current_device())
+
+
+def buffers(meta: Sequence[ParamMeta], most: int) -> Iterator[list[ParamMeta]]:
+    """Parameters in groups of at most this many bytes, or one alone, in their order: alike on both sides."""
+    group: list[ParamMeta] = []
+    size = 0
+    for each in meta:
+        if group and size + nbytes(each) > most:
+            yield group
+            group, size = [], 0
+        group.append(each)
+        size += nbytes(each)
+    if group:
+        yield group
+
+
+def nbytes(meta: ParamMeta) -> int:
+    """Bytes of a parameter in a buffer, in which each begins at a multiple of 16."""
+    return -(-torch.Size(meta.shape).numel() * meta.dtype.itemsize // 16) * 16
+
+
+class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
+    """The worker's side."""
+
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        """Join the trainer's group.
+
+        Raises:
+            ValueError: the trainer sent an id of NCCL's instead of an address.
+        """
+        if init_info.master_address is None or init_info.master_port is None:
+            raise ValueError("the weight-transfer backend hccl needs master_address and master_port, not nccl_unique_id_b64")
+        self.packed, self.packed_buffer_size_bytes = init_info.packed, init_info.packed_buffer_size_bytes
+        rank = init_info.rank_offset + rank_of_worker(self.parallel_config)
+        self.model_update_group: Any = connect(init_info.master_address, init_info.master_port, rank, init_info.world_size)
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        """Receive what the trainer sends, and load it.
+
+        Raises:
+            RuntimeError: ``init_transfer_engine`` did not come before.
+        """
+        if self.model_update_group is None:
+            raise RuntimeError("weights can be received once init_weight_transfer_engine has been called")
+        named = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        meta = [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
+        for group in buffers(meta, self.packed_buffer_size_bytes if self.packed else 0):
+            buffer = torch.empty(sum(map(nbytes, group)), dtype=torch.uint8, device=self.device)
+            self.model_update_group.broadcast(buffer, 0)
+            self.model.load_weights([(each.name, part) for each, part in zip(group, parts(buffer, group), strict=True)])
+
+
+def rank_of_worker(parallel: ParallelConfig) -> int:
+    """Among the workers of all data-parallel engines."""
+    return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+
+def parts(buffer: torch.Tensor, group: list[ParamMeta]) -> Iterator[torch.Tensor]:
+    """The parameters of a buffer, as views."""
+    begin = 0
+    for each in group:
+        size = torch.Size(each.shape).numel() * each.dtype.itemsize
+        yield buffer[begin : begin + size].view(each.dtype).view(each.shape)
+        begin += nbytes(each)
+
+
+@dataclass
+class HCCLTrainerInitInfo(NCCLTrainerInitInfo):
+    """What a trainer gives: ``rank`` of its own ranks, 0 of which sends; the address where it and the workers meet, and how many
+    those are with it (``world_size``)."""
+
+    backend: ClassVar[str] = "hccl"
+
+
+class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
+    """The trainer's side: ``trainer_init``, then ``send_weights`` after each step."""
+
+    init_info_cls: type[TrainerInitInfo] = HCCLTrainerInitInfo
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: NCCLTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        """Meet the workers, which ``client`` tells to come.
+
+        Raises:
+            ValueError: there is no source.
+        """
+        if source is None:
+            raise ValueError("weights are sent from a source, such as vLLM's ModuleSource(model)")
+        wire = {"packed": init_info.packed, "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes}
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender, **wire)
+        if engine.is_sender:
+            where = {"master_address": init_info.master_address, "master_port": init_info.master_port}
+            theirs = NCCLWeightTransferInitInfo(rank_offset=1, world_size=init_info.world_size, **where, **wire)
+            with ThreadPoolExecutor(max_workers=1) as thread:  # the workers wait in the call for this rank
+                told = thread.submit(client.init_weight_transfer_engine, worker_init_payload(theirs))
+                device = torch.npu.current_device()
+                engine.model_update_group = connect(init_info.master_address, init_info.master_port, 0, init_info.world_size)
+                torch.npu.set_device(device)
+                told.result()
+        return engine
+
+    def _broadcast(self, source: WeightSource, meta: list[ParamMeta]) -> None:
+        if not self.is_sender:
+            for _ in source:  # which may be a collective of the trainer's ranks
+                pass
+            return
+        pairs = self._checked_iter(source, meta)
+        for group in buffers(meta, self.packed_buffer_size_bytes if self.packed else 0):
+            buffer = torch.empty(sum(map(nbytes, group)), dtype=torch.uint8, device="npu")
+            for part in parts(buffer, group):
+                part.copy_(next(pairs)[1])
+            self.model_update_group.broadcast(buffer, 0)
+        next(pairs, None)  # whether the source had more than it said
+
+    def _post_send_sync(self) -> None:
+        torch.npu.current_stream().synchronize()

@@ -1,0 +1,17 @@
+"""torch_npu's profiler on the emulator: the host's side of what a program does."""
+
+import json
+
+import torch
+import torch_npu
+
+
+def test_the_host_s_side_is_recorded(tmp_path):
+    npu = torch_npu.profiler
+    ready = npu.tensorboard_trace_handler(str(tmp_path), worker_name="one")
+    with npu.profile(activities=[npu.ProfilerActivity.CPU, npu.ProfilerActivity.NPU], on_trace_ready=ready):
+        x = torch.ones(4, 4).npu()
+        (x @ x).sum().item()
+    (trace,) = tmp_path.glob("one_*/ASCEND_PROFILER_OUTPUT/trace_view.json")
+    names = {event["name"] for event in json.loads(trace.read_text())}
+    assert {"aten::matmul", "aten::sum"} <= names

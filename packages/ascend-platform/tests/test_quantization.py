@@ -1,0 +1,338 @@
+"""Schemes of quantization against float64, and what is refused, through vLLM's own configuration."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import quantize
+import torch
+from ascend_platform import extension, machine, quantization
+from ascend_platform.platform import NPUPlatform
+from ascend_platform.quantization import DESCRIPTION, NAME, kv_cache, matrix
+from ascend_platform.quantization.compressed import reader
+from ascend_platform.quantization.kv_cache import Int8CacheMethod
+from ascend_platform.quantization.schemes import SCHEMES
+from quantize import Spec
+from vllm.engine.arg_utils import EngineArgs
+
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "torch_dtype": "bfloat16",
+}
+HALVES = [torch.float16, torch.bfloat16]
+IN, OUT = 256, 64
+SPECS = [
+    Spec(8, "static"),
+    Spec(8, "dynamic"),
+    Spec(8),
+    Spec(8, symmetric=False),
+    Spec(8, group=64, symmetric=False),
+    Spec(4),
+    Spec(4, symmetric=False),
+    Spec(4, group=32, symmetric=False),
+    Spec(4, group=128, packed=True),
+    Spec(4, "dynamic"),
+    Spec(4, "dynamic", group=64),
+]
+OF_EXPERTS = [spec for spec in SPECS if spec.inputs != "static" and (spec.bits == 4 or not spec.group)]
+
+
+def described(spec):
+    """What a description says of a layer called x."""
+    second = {"x.weight_scale_second": spec.scheme} if spec.scheme == "W4A8_DYNAMIC" and spec.group else {}
+    packed = {"x.weight_packed": spec.scheme} if spec.packed else {}
+    return {"version": "1.0.0"} | second | packed
+
+
+def drawn(spec, dtype, *, experts=0):
+    """A random matrix (or one of each expert), and the tensors that a ModelSlim checkpoint has of it."""
+    torch.manual_seed(0)
+    made = [quantize.matrix(torch.randn(OUT, IN) * 0.1 + 0.02, spec, dtype) for _ in range(experts or 1)]
+    inputs = torch.tensor(-1.5), torch.tensor(4.0)
+    stored = [quantize.of_ascend(own, torch.linspace(-1, 1, OUT), inputs, dtype) for own in made]
+    names = SCHEMES[spec.scheme].stored(described(spec), "x")
+    given = {name: torch.stack([each[name] for each in stored]).npu() for name in names}
+    return made, given if experts else {name: tensor[0] for name, tensor in given.items()}
+
+
+def quantized_inputs(x, spec, dtype):
+    x = x.double()
+    if spec.inputs == "dynamic":
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        return (x / scale).round() * scale
+    if spec.inputs == "static":
+        scale, offset = quantize.input_steps((torch.tensor(-1.5), torch.tensor(4.0)), dtype)
+        return ((x / scale + offset).round().clamp(-128, 127) - offset) * scale
+    return x
+
+
+def distance(actual, expected):
+    """Relative to the size of what is expected."""
+    return ((actual.cpu().double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_product_of_a_linear_layer(spec, dtype):
+    scheme = SCHEMES[spec.scheme]
+    (own,), given = drawn(spec, dtype)
+    if spec.inputs == "static" and dtype == torch.float16:  # what vLLM's parameter makes of the bits
+        given["deq_scale"] = given["deq_scale"].to(torch.int32).view(torch.float32)
+    packed = scheme.load(given, dtype, "x", True)
+    assert set(packed) == set(scheme.packed)
+    x = (torch.randn(5, IN) * 0.8).to(dtype)
+    bias = torch.linspace(-1, 1, OUT).to(dtype)
+    actual = scheme.product(x.npu(), packed, None if spec.inputs == "static" else bias.npu())
+    assert actual.dtype == dtype
+    values = quantized_inputs(x, spec, dtype)
+    bound = torch.finfo(dtype).eps
+    assert distance(actual, values @ own.numbers().T + bias.double()) < bound
+    changes = [wrong_scale] + [swapped] * (spec.bits == 4) + [no_zero] * (not spec.symmetric)
+    for change in changes:  # each error is far beyond the bound
+        assert distance(actual, values @ change(own).numbers().T + bias.double()) > 3 * bound
+    if spec.inputs == "static":
+        shifted = values + (quantize.input_steps((torch.tensor(-1.5), torch.tensor(4.0)), dtype)[0])
+        assert distance(actual, shifted @ own.numbers().T + bias.double()) > bound
+        later = scheme.load(given, dtype, "x", False)  # of the other ranks, which add no bias
+        assert not later["quant_bias"].any()
+
+
+def wrong_scale(own):
+    return quantize.Matrix(own.spec, own.values, own.scale * 1.1, own.zero)
+
+
+def swapped(own):
+    return quantize.Matrix(own.spec, own.values.unflatten(1, (-1, 2)).flip(-1).flatten(1), own.scale, own.zero)
+
+
+def no_zero(own):
+    return quantize.Matrix(own.spec, own.values, own.scale, own.zero * 0)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("spec", OF_EXPERTS, ids=str)
+@pytest.mark.parametrize("counts", [[3, 0, 4], [7]], ids=str)
+def test_product_of_experts(spec, dtype, counts):
+    scheme = SCHEMES[spec.scheme]
+    made, given = drawn(spec, dtype, experts=len(counts))
+    packed = scheme.pack(scheme.checked(scheme.read(given), "x"), dtype)
+    x = torch.randn(sum(counts), IN).to(dtype)
+    actual = scheme.grouped(x.npu(), packed, torch.tensor(counts).npu())
+    values, expert = quantized_inputs(x, spec, dtype), torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    numbers = torch.stack([own.numbers() for own in made])
+    assert distance(actual, torch.einsum("mk,mnk->mn", values, numbers[expert])) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("inner", [32, 64])  # the second by the operator that dequantizes, gates and quantizes in one
+def test_swiglu_of_int8_experts(inner):
+    scheme, dtype = SCHEMES["W8A8_DYNAMIC"], torch.float16
+    torch.manual_seed(1)
+    matrices = []
+    for out, inputs in ((2 * inner, IN), (OUT, inner)):
+        made = [quantize.matrix(torch.randn(out, inputs) * 0.1, Spec(8, "dynamic"), dtype) for _ in range(2)]
+        stored = matrix.Quantized(*(torch.stack([getattr(own, n) for own in made]).npu() for n in ("values", "scale", "zero")))
+        matrices.append((torch.stack([own.numbers() for own in made]), scheme.pack(scheme.checked(stored, "x"), dtype)))
+    x, expert = torch.randn(6, IN).to(dtype), torch.tensor([0, 0, 1, 1, 1, 1])
+    (first, first_packed), (second, second_packed) = matrices
+    actual = scheme.swiglu(first_packed, second_packed, x.npu(), torch.tensor([2, 4]).npu())
+    gate, up = torch.einsum("mk,mnk->mn", quantized_inputs(x, Spec(8, "dynamic"), dtype), first[expert]).chunk(2, -1)
+    hidden = quantized_inputs(torch.nn.functional.silu(gate) * up, Spec(8, "dynamic"), dtype)
+    assert (
+        distance(actual, torch.einsum("mk,mnk->mn", hidden, second[expert])) < 0.01
+    )  # a value near a tie may be rounded otherwise
+
+
+@pytest.mark.parametrize("spec", [Spec(8, symmetric=False), Spec(4, group=32, symmetric=False), Spec(4)], ids=str)
+def test_packed_words_of_compressed_tensors(spec):
+    own = quantize.matrix(torch.randn(OUT, IN) + 0.3, spec, torch.float16)
+    found = reader(spec.bits)({name: tensor.npu() for name, tensor in quantize.of_compressed(own, None, torch.float16).items()})
+    assert torch.equal(found.weight.cpu(), own.values)
+    assert torch.equal(found.scale.cpu(), own.scale)
+    assert spec.symmetric or torch.equal(found.zero.cpu(), own.zero)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Write a model's configuration, and perhaps a description; return its directory."""
+
+    def write(description=None, **changes):
+        tmp_path.joinpath("config.json").write_text(json.dumps(TINY | changes))
+        if description is not None:
+            tmp_path.joinpath(DESCRIPTION).write_text(json.dumps(description))
+        return str(tmp_path)
+
+    return write
+
+
+def engine_config(path, **arguments):
+    return EngineArgs(model=path, skip_tokenizer_init=True, **arguments).create_engine_config()
+
+
+WEIGHT = "model.layers.0.mlp.down_proj.weight"
+
+
+def test_modelslim_checkpoint_needs_no_option(model):
+    config = engine_config(model({WEIGHT: "W8A8"}))
+    assert config.model_config.quantization == NAME
+    assert config.quant_config.description == {WEIGHT: "W8A8"}
+    assert engine_config(model({WEIGHT: "W8A8"}), quantization=NAME).quant_config.get_name() == NAME
+
+
+@pytest.mark.parametrize(
+    ("description", "named"),
+    [
+        ({WEIGHT: "W4A4_DYNAMIC"}, f"W4A4_DYNAMIC .such as {WEIGHT}.; served are W8A8, W8A8_DYNAMIC, W8A16, W4A16, W4A8_DYNAMIC"),
+        ({WEIGHT: "W8A8", "fa_quant_type": "FAKQuant"}, "KV cache or attention of FAKQuant; C8"),
+        ({WEIGHT: "W8A8", "kv_cache_type": "KV4"}, "KV cache or attention of KV4; C8"),
+    ],
+)
+def test_descriptions_that_are_not_served_are_refused_in_one_line(model, description, named):
+    with pytest.raises(ValueError, match=rf"{DESCRIPTION} [^\n]*{named}[^\n]*"):
+        engine_config(model(description))
+
+
+def test_option_without_a_description_is_refused(model):
+    with pytest.raises(
+        ValueError, match=rf"--quantization {NAME} is for checkpoints of ModelSlim, which have a file {DESCRIPTION}"
+    ):
+        engine_config(model(), quantization=NAME)
+
+
+def test_other_chips_and_dtypes_are_refused(model, monkeypatch):
+    with pytest.raises(ValueError, match="float32 is not supported for quantization method ascend"):
+        engine_config(model({WEIGHT: "W8A8"}), dtype="float32")
+    monkeypatch.setattr(machine, "chip", lambda: "Ascend310P3")
+    with pytest.raises(ValueError, match="W4A16, W8A8, which are served on Ascend910B and Ascend910_93; this NPU is Ascend310P3"):
+        engine_config(model({WEIGHT: "W8A8", "x.weight": "W4A16"}))
+    engine_config(model({WEIGHT: "FLOAT"}))
+
+
+def compressed(weights, inputs=None, form="pack-quantized", **more):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": form}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}} | more
+
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+FP8 = INT4 | {"num_bits": 8, "type": "float"}
+TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (
+            compressed(FP8, FP8 | {"strategy": "token", "dynamic": True}, "float-quantized"),
+            "8-bit float weights .channel. with 8-bit",
+        ),
+        (compressed(INT4 | {"num_bits": 3}), "3-bit int weights"),
+        (
+            compressed(INT4 | {"num_bits": 8}, TOKEN | {"symmetric": False}, "int-quantized"),
+            "8-bit int weights .channel. with 8-bit int",
+        ),
+        (
+            compressed(INT4, kv_cache_scheme={"num_bits": 8, "type": "float"}),
+            "a KV cache of 8-bit float; caches are served in the model's",
+        ),
+    ],
+)
+def test_compressed_tensors_that_are_not_served_are_refused_in_one_line(model, config, named):
+    with pytest.raises(ValueError, match=rf"compressed-tensors asks for [^\n]*{named}"):
+        engine_config(model(quantization_config=config))
+    assert engine_config(model(quantization_config=compressed(INT4))).model_config.quantization == "compressed-tensors"
+
+
+def test_vllm_with_other_names_serves_what_is_not_quantized(model, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "ascend_platform.quantization.modelslim", None)
+    monkeypatch.delattr(quantization, "modelslim")
+    quantization.register.cache_clear()
+    monkeypatch.setattr(extension.logger, "propagate", True)
+    engine_config(model())
+    assert "quantized weights are not served with vLLM" in caplog.text
+    quantization.register.cache_clear()
+
+
+def test_other_methods_are_refused_by_name(model):
+    with pytest.raises(ValueError, match="weights quantized by ascend or compressed-tensors; the model asks for 'fp8'"):
+        engine_config(model(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}))
+    assert NPUPlatform.supported_quantization == []
+
+
+def attention(**changes):
+    impl = SimpleNamespace(int8_cache=True, title="this one")
+    plain = {"impl": impl, "head_size": 64, "head_size_v": 64, "num_kv_heads": 2, "dtype": torch.float16}
+    layer = torch.nn.Module()
+    for name, value in (plain | changes).items():
+        setattr(layer, name, value)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"impl": SimpleNamespace(title="the built-in attention")},
+            "the fused attention keeps and the built-in attention does not",
+        ),
+        ({"head_size": 48, "head_size_v": 48}, "heads of 48 for an int8 KV cache; multiples of 32"),
+    ],
+)
+def test_int8_caches_that_are_not_served_are_refused(changes, named):
+    with pytest.raises(ValueError, match=named):
+        Int8CacheMethod("x").create_weights(attention(**changes))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_scales_of_an_int8_cache_are_those_of_the_ranks_heads(monkeypatch, rank):
+    monkeypatch.setattr(kv_cache, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(kv_cache, "get_tensor_model_parallel_world_size", lambda: 2)
+    layer, method = attention(), Int8CacheMethod("x")
+    method.create_weights(layer)
+    assert layer.kv_cache_torch_dtype == torch.int8
+    scales = torch.rand(4 * 64)
+    kv_cache.load_part(layer.k_cache_scale, scales)
+    with pytest.raises(ValueError, match=r"the checkpoint has no kv_cache_scale for x .v."):
+        method.process_weights_after_loading(layer)
+    method.create_weights(layer)
+    kv_cache.load_part(layer.k_cache_scale, scales)
+    kv_cache.load_part(layer.v_cache_scale, torch.tensor([0.5]))
+    kv_cache.load_part(layer.v_cache_offset, torch.tensor(3.0))
+    method.process_weights_after_loading(layer)
+    assert torch.equal(layer.k_cache_scale.data, scales.view(2, -1)[rank].half())
+    assert layer.k_cache_offset is None
+    assert (layer.v_cache_offset == 3).all()
+    with pytest.raises(ValueError, match="a KV cache's scale has 100 elements; one, or a multiple of the 128"):
+        kv_cache.load_part(torch.nn.Parameter(torch.zeros(128), requires_grad=False), torch.zeros(100))
+
+
+@pytest.mark.parametrize(
+    ("spec", "groups", "experts", "named"),
+    [
+        (
+            Spec(8, "dynamic"),
+            4,
+            False,
+            "W8A8_DYNAMIC with 4 scales for each row; W8A8_DYNAMIC is served with one for each row: quantize",
+        ),
+        (Spec(8), 4, True, "W8A16 is served with one for each row of experts"),
+        (Spec(4), 16, False, "16 scales for the 256 inputs that this rank has of each row; groups of a multiple of 32"),
+    ],
+)
+def test_groups_that_operators_do_not_take_are_refused(spec, groups, experts, named):
+    with pytest.raises(ValueError, match=named):
+        SCHEMES[spec.scheme].check_groups(IN, groups, experts, "x")
+
+
+def test_asymmetric_weights_with_quantized_inputs_are_refused():
+    own = matrix.Quantized(torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1), torch.ones(2, 1))
+    with pytest.raises(ValueError, match="x is W8A8_DYNAMIC with weights that are not symmetric"):
+        SCHEMES["W8A8_DYNAMIC"].checked(own, "x")

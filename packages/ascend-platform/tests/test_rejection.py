@@ -1,0 +1,129 @@
+"""vLLM's rejection sampler on the NPU gives tokens of the target's distribution, whatever was drafted.
+
+Each test is a chi-square of counts against probabilities in float64; seeds are fixed. FALSE_ALARM is how likely one of them
+would be to fail with other seeds where all is right.
+"""
+
+import functools
+
+import pytest
+import torch
+from ascend_platform import drafting
+from vllm.triton_utils.dispatcher import _registry, register_kernels
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import rejection_sample
+
+REQUESTS, DRAFTS, WORDS = 8000, 3, 10
+FALSE_ALARM = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    register_kernels({name: kernel for name, kernel in drafting.OVERRIDES.items() if name not in _registry})
+
+
+def metadata(temperature, generators=None):
+    return SamplingMetadata(
+        temperature=temperature,
+        all_greedy=False,
+        all_random=bool((temperature > 0).all()),
+        top_p=None,
+        top_k=None,
+        generators=generators or {},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=torch.empty(0),
+        presence_penalties=torch.empty(0),
+        repetition_penalties=torch.empty(0),
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=None,
+    )
+
+
+def upper_tail(statistic, freedom):
+    """The probability that a chi-square with this many degrees of freedom is larger."""
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2).double()))
+
+
+def check(tokens, probabilities):
+    """A chi-square of tokens against float64 probabilities; words of probability 0 must not occur."""
+    counts = torch.bincount(tokens, minlength=WORDS).double()
+    assert not counts[probabilities == 0].any()
+    expected = probabilities[probabilities > 0] * len(tokens)
+    assert expected.min() > 5
+    statistic = float(((counts[probabilities > 0] - expected) ** 2 / expected).sum())
+    assert upper_tail(statistic, len(expected) - 1) > FALSE_ALARM
+
+
+@functools.cache
+def sampled(kind):
+    """Target logits and the tokens ``[REQUESTS, DRAFTS + 1]`` for drafts drawn from another distribution, or always the same."""
+    torch.manual_seed(7)
+    logits = torch.randn(DRAFTS, WORDS, dtype=torch.float64) * 1.5
+    logits[1, 2] = -torch.inf  # left out, as by top-k
+    if kind == "drawn":
+        draft = (torch.randn(DRAFTS, WORDS, dtype=torch.float64) * 1.5).softmax(-1)
+        drafts = torch.stack([torch.multinomial(each, REQUESTS, replacement=True) for each in draft], 1)
+        probabilities = draft.float().repeat(REQUESTS, 1).to("npu")
+    else:
+        drafts = logits.argmax(-1).repeat(REQUESTS, 1)
+        probabilities = None
+    torch.npu.manual_seed_all(8)
+    out = rejection_sample(
+        drafts.flatten().int().to("npu"),
+        [DRAFTS] * REQUESTS,
+        DRAFTS,
+        torch.arange(DRAFTS, DRAFTS * REQUESTS + 1, DRAFTS, dtype=torch.int32, device="npu"),
+        probabilities,
+        logits.float().repeat(REQUESTS, 1).to("npu"),
+        torch.full((REQUESTS, 1), 9, device="npu"),
+        metadata(torch.ones(REQUESTS, device="npu")),
+    )
+    return logits, drafts, out.cpu().long()
+
+
+@pytest.mark.parametrize("kind", ["drawn", "certain"])
+def test_each_place_has_the_target_s_distribution(kind):
+    """What comes after an accepted draft is of the target's distribution for its place, too."""
+    logits, drafts, out = sampled(kind)
+    rows = torch.ones(REQUESTS, dtype=torch.bool)
+    for place in range(DRAFTS):
+        assert (out[rows, place] >= 0).all()
+        check(out[rows, place], logits[place].softmax(-1))
+        rows &= out[:, place] == drafts[:, place]
+    assert 0 < rows.sum() < REQUESTS
+    assert (out[rows, DRAFTS] == 9).all()
+
+
+def test_a_wrong_distribution_would_be_noticed():
+    logits, drafts, out = sampled("drawn")
+    with pytest.raises(AssertionError):
+        check(drafts[:, 0], logits[0].softmax(-1))  # as if all drafts were accepted
+    with pytest.raises(AssertionError):
+        check(out[:, 0], (logits[0] * 1.1).softmax(-1))
+
+
+def test_a_seed_gives_the_same_tokens():
+    torch.manual_seed(0)
+    logits = torch.randn(DRAFTS * 2, WORDS).to("npu")
+
+    def once(noise):
+        torch.npu.manual_seed_all(noise)
+        generator = torch.Generator(device="npu").manual_seed(5)
+        return rejection_sample(
+            torch.tensor([3, 1, 4, 3, 1, 4], dtype=torch.int32, device="npu"),
+            [DRAFTS] * 2,
+            DRAFTS,
+            torch.tensor([3, 6], dtype=torch.int32, device="npu"),
+            None,
+            logits.clone(),
+            torch.full((2, 1), 9, device="npu"),
+            metadata(torch.ones(2, device="npu"), {0: generator}),
+        ).tolist()
+
+    answers = [once(noise) for noise in range(12)]
+    assert len({str(first) for first, _ in answers}) == 1
+    assert len({str(second) for _, second in answers}) > 1

@@ -1,0 +1,236 @@
+"""Quantize a small model for tests: write it as ModelSlim does, or as compressed-tensors.
+
+No calibration is done here: the ranges of inputs and of keys and values are given. Layouts: msmodelslim's AscendV1Saver, and
+compressed-tensors' pack-quantized and int-quantized formats as vLLM reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Range = tuple[torch.Tensor, torch.Tensor]  # least and largest
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a matrix is quantized: bits of its weights, inputs that share a scale (0: the whole row), and its own inputs, which
+    are ``none``, ``dynamic`` or ``static``. ``packed`` asks for the other of two layouts, where a format has two."""
+
+    bits: int
+    inputs: str = "none"
+    group: int = 0
+    symmetric: bool = True
+    packed: bool = False
+
+    @property
+    def scheme(self) -> str:
+        return f"W{self.bits}A16" if self.inputs == "none" else f"W{self.bits}A8" + "_DYNAMIC" * (self.inputs == "dynamic")
+
+    def __str__(self) -> str:
+        group = f"groups of {self.group}" if self.group else "per channel"
+        return f"{self.scheme} {group}{'' if self.symmetric else ', asymmetric'}{', packed' if self.packed else ''}"
+
+
+@dataclass
+class Matrix:
+    """(values - zero) * scale, values int8 ``[out, in]``, scale and zero float32 ``[out, groups]``."""
+
+    spec: Spec
+    values: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+    def numbers(self) -> torch.Tensor:
+        values = self.values.unflatten(1, (self.scale.shape[1], -1)).double()
+        return ((values - self.zero.unsqueeze(-1)) * self.scale.unsqueeze(-1)).flatten(1)
+
+
+@dataclass
+class Made:
+    """What was written: the matrices by name, the scales and zeros of static inputs, and those of keys and values."""
+
+    matrices: dict[str, Matrix]
+    inputs: dict[str, Range]
+    cache: dict[str, Range]
+
+
+def steps(least: torch.Tensor, most: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> Range:
+    """The scale, which dtype has exactly, and the zero for these ranges."""
+    top = 2 ** (bits - 1) - 1
+    if symmetric:
+        scale = (torch.maximum(most, -least) / top).clamp_min(1e-6).to(dtype).float()
+        return scale, torch.zeros_like(scale)
+    scale = ((most.clamp_min(0) - least.clamp_max(0)) / (2 * top + 1)).clamp_min(1e-6).to(dtype).float()
+    return scale, (-top - 1 - least.clamp_max(0) / scale).round()
+
+
+def matrix(weight: torch.Tensor, spec: Spec, dtype: torch.dtype) -> Matrix:
+    parts = weight.float().unflatten(1, (-1, spec.group or weight.shape[1]))
+    scale, zero = steps(parts.amin(-1), parts.amax(-1), spec.bits, spec.symmetric, dtype)
+    low, high = -(2 ** (spec.bits - 1)), 2 ** (spec.bits - 1) - 1
+    values = (parts / scale.unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(low, high)
+    return Matrix(spec, values.flatten(1).to(torch.int8), scale, zero)
+
+
+def in_words(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """int32 of signed values as unsigned ones, the first in the lowest bits, packed along dim."""
+    each = 32 // bits
+    fields = (values.long() + 2 ** (bits - 1)).unflatten(dim, (-1, each))
+    fields = fields.movedim(dim % values.dim() + 1, -1)
+    words = sum(fields[..., i] << (bits * i) for i in range(each))
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).contiguous()
+
+
+def in_bytes(values: torch.Tensor) -> torch.Tensor:
+    """int8 ``[out / 2, in]``, the even row in the lower half."""
+    low, high = values[::2].int() & 15, values[1::2].int() & 15
+    both = high << 4 | low
+    return torch.where(both > 127, both - 256, both).to(torch.int8)
+
+
+def input_steps(given: Range, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    scale, zero = steps(given[0].reshape(1), given[1].reshape(1), 8, False, dtype)
+    return scale, zero
+
+
+def of_ascend(own: Matrix, bias: torch.Tensor | None, inputs: Range | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A matrix's tensors in a ModelSlim checkpoint."""
+    spec = own.spec
+    if spec.inputs == "static":
+        assert inputs is not None
+        scale, offset = input_steps(inputs, dtype)
+        factor = (own.scale * scale).flatten()
+        added = torch.zeros_like(factor) if bias is None else bias.float()
+        quant_bias = (added / factor - own.values.float().sum(1) * offset).round().to(torch.int32)
+        bits = factor.view(torch.int32).long() if dtype == torch.float16 else factor
+        return {"weight": own.values, "quant_bias": quant_bias, "deq_scale": bits, "input_scale": scale, "input_offset": offset}
+    if spec.bits == 4 and spec.packed and spec.inputs == "none":
+        shape = torch.tensor(own.values.shape)
+        return {"weight_packed": in_words(own.values, 4, 1), "weight_scale": own.scale, "weight_shape": shape}
+    if spec.scheme != "W4A8_DYNAMIC":
+        return {"weight": own.values, "weight_scale": own.scale, "weight_offset": own.zero}
+    whole = own.scale.amax(1, keepdim=True)
+    sums = 8 * own.numbers().float().sum(1, keepdim=True)
+    tensors = {
+        "weight": in_bytes(own.values),
+        "weight_scale": whole,
+        "weight_offset": torch.zeros_like(whole),
+        "scale_bias": sums,
+    }
+    if own.scale.shape[1] > 1:
+        tensors |= {"weight_scale_second": own.scale / whole, "weight_offset_second": torch.zeros_like(own.scale)}
+    return tensors
+
+
+def of_compressed(own: Matrix, inputs: Range | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A matrix's tensors in a checkpoint of compressed-tensors."""
+    spec, scale = own.spec, own.scale.to(dtype)
+    if form_of(spec) == "int-quantized":
+        tensors = {"weight": own.values, "weight_scale": scale}
+        if spec.inputs == "static":
+            assert inputs is not None
+            step, zero = input_steps(inputs, dtype)
+            tensors |= {"input_scale": step, "input_zero_point": zero.to(torch.int8)}
+        return tensors
+    tensors = {"weight_packed": in_words(own.values, spec.bits, 1), "weight_scale": scale}
+    tensors["weight_shape"] = torch.tensor(own.values.shape)
+    if not spec.symmetric:
+        tensors["weight_zero_point"] = in_words(own.zero, spec.bits, 0)
+    return tensors
+
+
+def form_of(spec: Spec) -> str:
+    return "pack-quantized" if spec.inputs == "none" or spec.packed else "int-quantized"
+
+
+def group_of(spec: Spec, names: list[str]) -> dict[str, Any]:
+    """A group of compressed-tensors' configuration."""
+    strategy = {"strategy": "group", "group_size": spec.group} if spec.group else {"strategy": "channel"}
+    weights = {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric, "dynamic": False} | strategy
+    inputs = {
+        "none": None,
+        "dynamic": {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"},
+        "static": {"num_bits": 8, "type": "int", "symmetric": False, "dynamic": False, "strategy": "tensor"},
+    }[spec.inputs]
+    targets = set()
+    for name in names:
+        own = re.sub(r"experts\.\d+\.\w+$", "experts.*", name)
+        own = re.sub(r"\.[qkv]_proj$", ".(q|k|v|qkv)_proj", re.sub(r"mlp\.(gate|up)_proj$", "mlp.(gate|up|gate_up)_proj", own))
+        targets.add("re:" + own.replace(".", r"\.").replace(r"experts\.*", r"experts\..*") + "$" * ("experts" not in own))
+    return {"targets": sorted(targets), "weights": weights, "input_activations": inputs, "format": form_of(spec)}
+
+
+def quantize(
+    source: Path,
+    target: Path,
+    form: str,
+    spec_of: Callable[[str], Spec | None],
+    *,
+    dtype: torch.dtype,
+    inputs: dict[str, Range],
+    cache: dict[str, Range] | None = None,
+) -> Made:
+    """Write ``source`` quantized to target.
+
+    Args:
+        form: ``ascend`` or ``compressed-tensors``.
+        spec_of: by a matrix's name, without ``.weight``.
+        dtype: that the model will be served in.
+        inputs: ranges of the inputs of matrices with static ones.
+        cache: ranges ``[kv_heads * head_size]`` of keys and values, by ``<layer>.k_proj`` and ``.v_proj``: with an int8 cache.
+    """
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    weights = load_file(source / "model.safetensors")
+    stored: dict[str, torch.Tensor] = {}
+    made = Made({}, {}, {})
+    kinds: dict[str, str] = {}
+    names: dict[Spec, list[str]] = {}
+    for name, weight in weights.items():
+        base = name.removesuffix(".weight")
+        spec = spec_of(base) if name.endswith(".weight") and weight.dim() == 2 else None
+        if spec is None:
+            stored[name], kinds[name] = weight.to(dtype), "FLOAT"
+            continue
+        own = made.matrices[base] = matrix(weight, spec, dtype)
+        if spec.inputs == "static":
+            made.inputs[base] = input_steps(inputs[base], dtype)
+        names.setdefault(spec, []).append(base)
+        bias = weights.get(f"{base}.bias")
+        if form == "ascend":
+            tensors = of_ascend(own, None if bias is None else bias.to(dtype), inputs.get(base), dtype)
+        else:
+            tensors = of_compressed(own, inputs.get(base), dtype)
+        stored |= {f"{base}.{part}": tensor.contiguous() for part, tensor in tensors.items()}
+        kinds |= {f"{base}.{part}": spec.scheme for part in tensors}
+    for name, given in (cache or {}).items():
+        scale, offset = made.cache[name] = steps(*given, 8, False, dtype)
+        stored |= {f"{name}.kv_cache_scale": scale, f"{name}.kv_cache_offset": offset}
+        kinds |= {f"{name}.kv_cache_{part}": "C8" for part in ("scale", "offset")}
+    config = json.loads((source / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    if form == "ascend":
+        group = max((spec.group for spec in names), default=0)
+        about = {"model_quant_type": "W8A8", "version": "1.0.0", "group_size": group}
+        about |= {"kv_cache_type": "C8", "kv_quant_type": "C8"} if cache else {}
+        (target / "quant_model_description.json").write_text(json.dumps(about | kinds, indent=2))
+        save_file(stored, target / "quant_model_weights.safetensors")
+    else:
+        groups = {f"group_{i}": group_of(spec, under) for i, (spec, under) in enumerate(names.items())}
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision" if len({form_of(spec) for spec in names}) > 1 else form_of(next(iter(names))),
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": [base for base in ("lm_head",) if f"{base}.weight" in weights],
+        }
+        save_file(stored, target / "model.safetensors", {"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    return made
