@@ -9,7 +9,7 @@ from typing import Any
 import npus
 import pytest
 
-pytest.importorskip("mooncake.engine", reason="needs mooncake-transfer-engine-non-cuda, and libibverbs1")
+pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
 
 HERE = Path(__file__).parent
 TP2: dict[str, Any] = {"engine": {"tensor_parallel_size": 2}}

@@ -9,7 +9,7 @@ import torch
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.transfers import Done
 
-pytest.importorskip("mooncake.engine", reason="needs mooncake-transfer-engine-non-cuda, and libibverbs1")
+pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
 
 from ascend_kv_connector.mooncake import MooncakeTransport
 
