@@ -16,9 +16,9 @@ TP2: dict[str, Any] = {"engine": {"tensor_parallel_size": 2}}
 
 # name: (NPUs and engine of the prefill instance, of the decode instance, requests)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "1 to 1": ({"devices": "0"}, {"devices": "1"}, 40),
-    "2 to 1": ({"devices": "0,1"} | TP2, {"devices": "2"}, 40),
-    "1 to 2": ({"devices": "0"}, {"devices": "1,2"} | TP2, 40),
+    "1-to-1": ({"devices": "0"}, {"devices": "1"}, 40),
+    "2-to-1": ({"devices": "0,1"} | TP2, {"devices": "2"}, 40),
+    "1-to-2": ({"devices": "0"}, {"devices": "1,2"} | TP2, 40),
 }
 
 
