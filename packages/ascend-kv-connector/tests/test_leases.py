@@ -6,7 +6,7 @@ import pytest
 import torch
 from ascend_kv_connector.buffers import Slots
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.leases import Leases, NotYetError
+from ascend_kv_connector.leases import Growth, Leases, NotYetError
 
 
 class Clock:
@@ -83,10 +83,23 @@ def test_name_may_come_again(leases: Leases) -> None:
 def test_blocks_that_are_still_written_are_not_given(leases: Leases) -> None:
     written: Callable[[], bool] = iter([False, True]).__next__
     leases.grant("r", [3], 7, 10, written)
-    with pytest.raises(NotYetError, match="still being written"), leases.use("r"):
-        pass
-    with leases.use("r"):
-        pass
+    with leases.use("r") as lease:
+        assert [lease.there(["a layer"]), lease.there(["a layer"])] == [0, 7]
+
+
+def test_growth_is_that_of_the_layer_that_is_behind() -> None:
+    growth, done = Growth(), {"a": False, "b": False}
+    assert growth.tokens(["a", "b"]) == 0
+    growth.mark("a", 4, lambda: True)
+    assert (growth.tokens(["a"]), growth.tokens(["a", "b"])) == (4, 0)
+    growth.mark("b", 4, lambda: True)
+    growth.mark("b", 9, lambda: done["b"])
+    growth.mark("a", 9, lambda: done["a"])
+    growth.mark("a", 9, lambda: True)  # later, all at once: it is known already
+    done["b"] = True
+    assert (growth.tokens(["b"]), growth.tokens(["a", "b"])) == (9, 4)
+    done["a"] = True
+    assert growth.tokens(["a", "b"]) == 9
 
 
 def test_buffers_are_lent_for_a_while(clock: Clock) -> None:

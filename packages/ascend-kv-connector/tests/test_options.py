@@ -42,7 +42,9 @@ def test_entry_point_registers_all_names_with_vllm(monkeypatch: pytest.MonkeyPat
     register = entry_point.load()
     register()
     register()
-    assert extension.state("ascend-kv-connector") == "active (AscendP2PConnector, MooncakeConnectorV1)"
+    assert (
+        extension.state("ascend-kv-connector") == "active (AscendP2PConnector, MooncakeConnectorV1, MooncakeLayerwiseConnector)"
+    )
     for name in CONNECTORS:
         config = KVTransferConfig(kv_connector=name, kv_role="kv_both")
         assert KVConnectorFactory.get_connector_class(config) is AscendP2PConnector

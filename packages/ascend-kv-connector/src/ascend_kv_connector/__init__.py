@@ -9,6 +9,7 @@ CONNECTOR = "ascend_kv_connector.connector.AscendP2PConnector"
 CONNECTORS = {
     "AscendP2PConnector": CONNECTOR,
     "MooncakeConnectorV1": CONNECTOR,
+    "MooncakeLayerwiseConnector": CONNECTOR,
 }
 """The names that ``kv_connector`` of vLLM's ``--kv-transfer-config`` can have, vllm-ascend's for the same among them."""
 

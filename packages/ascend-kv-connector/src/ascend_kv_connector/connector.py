@@ -52,7 +52,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size  # the platform keeps one group
         if role == KVConnectorRole.SCHEDULER:
             roles = transfer.is_kv_producer, transfer.is_kv_consumer
-            self._scheduler = P2PScheduler(str(transfer.engine_id), block_size, *roles)
+            self._scheduler = P2PScheduler(str(transfer.engine_id), block_size, *roles, self._options.transfer_timeout)
         else:
             self._worker = P2PWorker(vllm_config, block_size, self._options)
 
@@ -68,7 +68,10 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> P2PMetadata:
-        return self._scheduler.build_connector_meta()
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.take_finished(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, block_ids)
@@ -85,6 +88,10 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> Endpoint | None:
         return self._worker.get_handshake_metadata()
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin_step(connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, P2PMetadata)
@@ -94,10 +101,11 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to wait for: a request runs here only when all its layers are there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to save: a prompt's blocks are read when it is finished."""
+        self._worker.layer_is_enqueued(layer_name)
 
     def wait_for_save(self) -> None:
-        """See :meth:`save_kv_layer`."""
+        """Nothing to wait for: blocks that are still to be read are kept."""
+        self._worker.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.get_transfer_results()
@@ -106,8 +114,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.get_block_ids_with_load_errors()
 
     def shutdown(self) -> None:
-        if self.role == KVConnectorRole.WORKER:
-            self._worker.shutdown()
+        (self._scheduler.close if self.role == KVConnectorRole.SCHEDULER else self._worker.shutdown)()
 
     # Metrics
 

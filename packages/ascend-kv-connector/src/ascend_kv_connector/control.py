@@ -156,18 +156,22 @@ class Caller:
         """
         return self.settle(self.send(question), question, deadline)
 
-    def settle(self, number: int, question: Question, deadline: float) -> Answer:
-        """Like :meth:`ask`, for a question that has been sent."""
+    def settle(
+        self, number: int, question: Question, deadline: float, patience: float | None = None, longest_pause: float = 0.1
+    ) -> Answer:
+        """Like :meth:`ask`, for a question that has been sent. It is asked anew for ``patience`` seconds, else for as long as an
+        answer may take."""
         pause, first = 0.002, monotonic()
+        patience = self._timeout if patience is None else patience
         while True:
             answer = self.receive(number, deadline)
             if not isinstance(answer, Refused):
                 return answer
-            if not answer.again or monotonic() - first > self._timeout or monotonic() + pause > deadline:
+            if not answer.again or monotonic() - first > patience or monotonic() + pause > deadline:
                 waited = f" ({monotonic() - first:.2g} s long)" if answer.again else ""
                 raise TransferError(answer.kind if answer.kind in KINDS else "internal", f"{answer.cause}{waited}")
             threading.Event().wait(pause)
-            pause = min(2 * pause, 0.1)
+            pause = min(2 * pause, longest_pause)
             number = self.send(question)
 
     def close(self) -> None:

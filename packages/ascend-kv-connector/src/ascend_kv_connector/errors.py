@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["peer", "transport", "lease", "deadline", "verify", "mismatch", "internal"]
+Kind = Literal["peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "internal"]
 
-KINDS: tuple[Kind, ...] = ("peer", "transport", "lease", "deadline", "verify", "mismatch", "internal")
+KINDS: tuple[Kind, ...] = ("peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "internal")
 
 HINTS: dict[Kind, str] = {
     "peer": "see whether that instance is alive and its ports can be reached from here",
@@ -15,6 +15,7 @@ HINTS: dict[Kind, str] = {
     "deadline": "raise transfer_timeout, or look for what is slow between the two instances",
     "verify": "what arrived is not what was sent: see the network and the memory of both machines",
     "mismatch": "start both instances with the same model, dtype and connector",
+    "aborted": "its client has left, nothing is to be done",
     "internal": "this is a defect of ascend-kv-connector; please report it with this line",
 }
 

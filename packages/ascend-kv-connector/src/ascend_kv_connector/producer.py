@@ -12,7 +12,7 @@ from ascend_kv_connector.config import Options
 from ascend_kv_connector.control import ControlServer
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import Leases, NotYetError
-from ascend_kv_connector.protocol import Answer, Cache, Chunk, Fetch, Hello, Question, Refused, Release, Released
+from ascend_kv_connector.protocol import Answer, Cache, Chunk, Fetch, Hello, Noted, Question, Refused, Release
 from ascend_kv_connector.transport import Transport
 
 
@@ -75,7 +75,9 @@ class Producer:
             case Release(request=request, reader=reader, readers=readers):
                 self._slots.give_back(request, reader)
                 self.leases.release(request, reader, readers)
-        return Released()
+            case _:
+                return Refused("mismatch", "this rank computes prompts for others and takes none")
+        return Noted()
 
     def close(self) -> None:
         self.server.close()
@@ -85,18 +87,22 @@ class Producer:
         try:
             with self.leases.use(ask.request) as lease:
                 self._check(ask, lease.tokens)
+                there = lease.there({self.cache.regions[index].layer for index in ask.regions})
+                if there <= ask.start or (there < ask.stop and not ask.growing):
+                    raise NotYetError("its blocks are still being written")
+                stop = min(ask.stop, there)
                 seconds = 3 * self.options.answer_timeout
                 loan = self._slots.take(ask.request, ask.reader, seconds)
                 if loan is None:
                     return Refused("deadline", f"all {len(self._slots.buffers)} buffers there are in use", again=True)
                 ticket, buffer = loan
                 with self._queue():
-                    rows = self.cache.rows(lease.blocks, ask.start, ask.stop)
+                    rows = self.cache.rows(lease.blocks, ask.start, stop)
                     size = self.cache.pack(rows, ask.regions, Heads(ask.first_head, ask.heads), buffer)
         except NotYetError as error:
             return Refused("lease", str(error), again=True)
         crc = checksum(buffer[:size]) if ask.verify else None
-        return Chunk(ticket, buffer.data_ptr(), size, seconds, crc)
+        return Chunk(ticket, buffer.data_ptr(), size, stop, seconds, crc)
 
     def _check(self, ask: Fetch, tokens: int) -> None:
         """Refuse what is not in the lease or in the cache, whoever asks."""

@@ -1,7 +1,7 @@
 """What the ranks of two instances say to each other: msgpack over zmq, each message of one of these types, nothing else.
 
-A consumer's rank asks, a producer's rank answers each message with one. Nothing is sent unasked, and no message holds an address
-of a KV cache: a producer packs what it is asked for into a buffer of its own, and tells the buffer's address.
+A consumer's rank asks, a producer's rank answers each message with one. The one question of a producer is :class:`Announce`. No
+message holds an address of a KV cache: a producer packs what it is asked for into a buffer of its own, and tells its address.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Cache(Message, frozen=True):
 
 class Fetch(Message, frozen=True):
     """Pack tokens ``start`` to ``stop`` of a request: of each of ``regions`` (indices into Cache's) the heads ``first_head`` to
-    ``first_head + heads``. ``read`` has the tickets of what the reader is done with. Answered by :class:`Chunk` or
-    :class:`Refused`."""
+    ``first_head + heads``. ``read`` has the tickets of what the reader is done with. With ``growing`` it may be fewer tokens,
+    those that are computed. Answered by :class:`Chunk` or :class:`Refused`."""
 
     request: str
     reader: str
@@ -64,10 +64,11 @@ class Fetch(Message, frozen=True):
     heads: int
     read: list[int] = []
     verify: bool = False
+    growing: bool = False
 
 
 class Chunk(Message, frozen=True):
-    """It is packed: ``[regions][tokens, heads, size]`` without gaps, ``size`` bytes from ``address``.
+    """It is packed: ``[regions][tokens, heads, size]`` without gaps, ``size`` bytes from ``address``, the tokens up to ``stop``.
 
     ``ticket`` names this loan of the buffer, and no other one. The buffer is the reader's for ``seconds`` from when the answer
     was sent, which is later than when it was asked for: whoever has read all by then, on a clock of its own that began before it
@@ -77,19 +78,30 @@ class Chunk(Message, frozen=True):
     ticket: int
     address: int
     size: int
+    stop: int
     seconds: float
     checksum: int | None = None
 
 
 class Release(Message, frozen=True):
-    """This reader, one of ``readers``, wants nothing more of the request. Answered by :class:`Released`, also when repeated."""
+    """This reader, one of ``readers``, wants nothing more of the request. Answered by :class:`Noted`, also when repeated."""
 
     request: str
     reader: str
     readers: int
 
 
-class Released(Message, frozen=True):
+class Announce(Message, frozen=True):
+    """A producer has begun to compute the prompt that the asked instance waits for under the name ``request``: engine
+    ``source_engine`` does so as ``source_request``, and its ranks answer at ``ranks``. Answered by :class:`Noted`."""
+
+    request: str
+    source_engine: str
+    source_request: str
+    ranks: list[tuple[str, int]]
+
+
+class Noted(Message, frozen=True):
     pass
 
 
@@ -101,8 +113,8 @@ class Refused(Message, frozen=True):
     again: bool = False
 
 
-Question = Hello | Fetch | Release
-Answer = Cache | Chunk | Released | Refused
+Question = Hello | Fetch | Release | Announce
+Answer = Cache | Chunk | Noted | Refused
 
 encode = msgspec.msgpack.Encoder().encode
 decode_question = msgspec.msgpack.Decoder(Question).decode

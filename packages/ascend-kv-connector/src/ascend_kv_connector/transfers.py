@@ -62,16 +62,18 @@ class Transfer:
     """Tokens ``start`` to ``stop`` of a request, into ``blocks``, of which the first holds token ``start``.
 
     A thread works on it and another may end it at its deadline. ``landing`` is held while the cache is written: the transfer
-    does not end within, and nothing lands after its end.
+    does not end within, and nothing lands after its end. Of a prompt that is being computed while it is fetched (``growing``) the
+    source is not known before a producer has announced itself.
     """
 
-    def __init__(self, request: str, source: Source, blocks: list[int], start: int, stop: int, seconds: float) -> None:
+    def __init__(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int, seconds: float) -> None:
         self.request, self.source, self.blocks, self.start, self.stop = request, source, blocks, start, stop
         self.began = monotonic()
         self.deadline = self.began + seconds
         self.seconds = seconds
-        self.peer, self.size, self.total = "not yet chosen", 0, 0
+        self.peer, self.size, self.total = "(none)", 0, 0
         self.landed: dict[int, int] = {}
+        self.growing = source is None
         self._lock = threading.Lock()
         self._outcome: Done | Failed | None = None
 
@@ -120,7 +122,7 @@ class Transfer:
             cause=str(error),
             hint=error.hint,
             peer=self.peer,
-            engine=self.source.engine,
+            engine=self.source.engine if self.source else "(none)",
             transport=transport,
             size=self.size,
             total=self.total,

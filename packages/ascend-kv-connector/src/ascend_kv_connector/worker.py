@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,13 +15,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip
 
+from ascend_kv_connector.announcer import Announcer
 from ascend_kv_connector.cache import PagedCache, heads_of
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.consumer import Consumer
+from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.leases import Growth
 from ascend_kv_connector.metrics import TransferStats
 from ascend_kv_connector.producer import Producer
+from ascend_kv_connector.protocol import Announce
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata
-from ascend_kv_connector.transfers import Done
+from ascend_kv_connector.transfers import Failed
 from ascend_kv_connector.transport import Transport, make
 
 ANY_PORT = 14579
@@ -38,6 +42,9 @@ class P2PWorker:
         self._stats = TransferStats()
         self._not_loaded: set[int] = set()
         self._written: Any = None
+        self._announcer: Announcer | None = None
+        self._growths: dict[str, Growth] = {}
+        self._step: dict[str, int] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Make the buffers and start to answer, and to ask.
@@ -57,15 +64,55 @@ class P2PWorker:
         transport = self._transport = self._transport or make(self._options.transport, host, self._options.protocol)
         about = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id}
         about["model"] = fingerprint(self._config.model_config)
+        port = int(transfer.kv_port)
+        port = 0 if port == ANY_PORT else port + parallel.data_parallel_index * ranks + rank
         if transfer.is_kv_producer:
-            base = transfer.kv_port + parallel.data_parallel_index * ranks
-            port = 0 if transfer.kv_port == ANY_PORT else base + rank
             self._producer = Producer(**about, host=host, port=port, queue=self._queue(cache.device))
+            if rank == 0:
+                self._announcer = Announcer(self._options.answer_timeout)
         if transfer.is_kv_consumer:
-            self._consumer = Consumer(**about, rank=rank, ranks=ranks, device_queue=self._queue(cache.device))
+            landing = 0 if self._producer else port
+            queue = self._queue(cache.device)
+            self._consumer = Consumer(**about, rank=rank, ranks=ranks, device_queue=queue, host=host, port=landing)
 
     def get_handshake_metadata(self) -> Endpoint | None:
-        return Endpoint(self._producer.server.host, self._producer.server.port) if self._producer else None
+        ports = [part.server.port if part else 0 for part in (self._producer, self._consumer)]
+        return Endpoint(self._options.host or get_ip(), *ports) if any(ports) else None
+
+    def begin_step(self, metadata: P2PMetadata) -> None:
+        """Before the model runs: blocks that are no longer a prompt's are taken from its readers, new ones are given to them."""
+        if self._producer is None:
+            return
+        leases = self._producer.leases
+        for request, how in metadata.withdrawn.items():
+            leases.withdraw(request, self._options.answer_timeout, how)
+            self._growths.pop(request, None)
+        self._step = {}
+        for request, growing in metadata.growing.items():
+            growth = self._growths.setdefault(request, Growth())
+            leases.grow(request, growing.blocks, growing.total, growth)
+            self._step[request] = growing.tokens
+            if self._announcer and not growing.announced:
+                what = Announce(growing.reader, self._config.kv_transfer_config.engine_id, request, metadata.ranks)
+                self._announcer.announce(growing.places, what)
+
+    def layer_is_enqueued(self, layer: str) -> None:
+        """This step's tokens of a layer will be in their blocks when the current stream has come here."""
+        self._mark([layer])
+
+    def end_step(self) -> None:
+        """As :meth:`layer_is_enqueued` for all layers: in a graph nobody calls that."""
+        if self._producer is not None:
+            self._mark(dict.fromkeys(region.layer for region in self._producer.cache.regions))
+        self._step = {}
+
+    def _mark(self, layers: Iterable[str]) -> None:
+        if self._step:
+            event = torch.npu.Event()
+            event.record()
+            for layer in layers:
+                for request, tokens in self._step.items():
+                    self._growths[request].mark(layer, tokens, event.query)
 
     def start(self, metadata: P2PMetadata) -> None:
         """Take this step's orders, once the step's own work is enqueued on the current stream."""
@@ -75,11 +122,16 @@ class P2PWorker:
         if self._producer:
             for request, (blocks, tokens) in metadata.leases.items():
                 self._producer.leases.grant(request, blocks, tokens, self._options.lease, self._written.query)
+                self._growths.pop(request, None)
         if self._consumer:
             for request, load in metadata.loads.items():
                 self._consumer.start(request, load.source, load.blocks, load.start, load.stop)
             for source in metadata.declined:
                 self._consumer.decline(source)
+            for request in metadata.ended:
+                self._consumer.end(request, TransferError("aborted", "the request has ended"))
+            for request, cause in metadata.lost.items():
+                self._consumer.lose(request, cause)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
@@ -93,7 +145,9 @@ class P2PWorker:
         for outcome in self._consumer.take() if self._consumer else ():
             self._stats.add(outcome)
             results.finished_recving.add(outcome.request)
-            if not isinstance(outcome, Done):
+            if isinstance(outcome, Failed) and outcome.kind == "aborted":
+                extension.logger.info("%s", outcome)
+            elif isinstance(outcome, Failed):
                 extension.logger.error("%s", outcome)
                 self._not_loaded.update(outcome.blocks)
         return results
@@ -109,10 +163,10 @@ class P2PWorker:
         return stats
 
     def shutdown(self) -> None:
-        for part in (self._producer, self._consumer, self._transport):
+        for part in (self._announcer, self._producer, self._consumer, self._transport):
             if part is not None:
                 part.close()
-        self._producer = self._consumer = self._transport = None
+        self._announcer = self._producer = self._consumer = self._transport = None
 
     def _queue(self, device: torch.device) -> Callable[[], AbstractContextManager]:
         return lambda: on_stream(device, self._written)
