@@ -11,7 +11,7 @@ from ascend_kv_connector.announcer import Announcer
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import Growth, Leases
 from ascend_kv_connector.memory import MemoryNetwork
-from ascend_kv_connector.protocol import Announce
+from ascend_kv_connector.protocol import Announce, Dropped
 from ascend_kv_connector.rendezvous import Rendezvous, routers_name
 from ascend_kv_connector.transfers import Done
 
@@ -160,6 +160,10 @@ def test_router_that_takes_no_request_ends_it(instances: Callable) -> None:
     assert (failed.kind, failed.cause) == ("peer", "the router answers 503")
     prompt = Prompt(producer, "s", 8)
     blocks = consumer.take(8)
+    rank.start("t", None, consumer.take(8), 0, 8)
+    rank.answer(Dropped("t", "it has ended"))
+    ((failed,),) = consumer.wait()
+    assert (failed.kind, failed.cause) == ("peer", "its prefill instance says: it has ended")
     rank.start("s", None, blocks, 0, 8)
     prompt.announce(consumer)
     rank.lose("s", "the router answers 503")  # which it does although an instance computes it

@@ -174,7 +174,14 @@ def test_prompt_whose_request_ends_before_it_is_computed_is_taken_from_its_reade
     prefill.update_state_after_alloc(far, blocks(7, 8), 0)
     far.status = RequestStatus.FINISHED_ABORTED
     assert prefill.request_finished(far, [7, 8]) == (False, None)
-    assert "FINISHED_ABORTED" in prefill.build_connector_meta(NOTHING).withdrawn["far"]
+    meta = prefill.build_connector_meta(NOTHING)
+    assert "FINISHED_ABORTED" in meta.withdrawn["far"]
+    ((waited, how),) = meta.dropped
+    assert (waited.reader, waited.places, how) == ("near", (("h", 1),), meta.withdrawn["far"])
+    never = request(params=params, name="never")  # which was never scheduled
+    never.status = RequestStatus.FINISHED_ABORTED
+    assert prefill.request_finished(never, []) == (False, None)
+    assert len(prefill.build_connector_meta(NOTHING).dropped) == 1
 
 
 def test_load_whose_client_leaves_is_ended() -> None:

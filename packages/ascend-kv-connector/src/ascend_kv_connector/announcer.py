@@ -11,24 +11,24 @@ from ascend_platform import extension
 
 from ascend_kv_connector.control import Caller
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.protocol import Announce
+from ascend_kv_connector.protocol import Announce, Dropped
 
 THREADS = 4
 """So that an instance which does not answer holds up few others."""
 
 
 class Announcer:
-    """Sends each announcement to all ranks of its instance, and waits for their answers; one that fails is a line in the log."""
+    """Sends what there is to say to all ranks of its instance, and waits for their answers; what fails is a line in the log."""
 
     def __init__(self, answer_timeout: float) -> None:
         self._timeout = answer_timeout
         self._context = zmq.Context()
-        self._waiting: SimpleQueue[tuple[tuple[tuple[str, int], ...], Announce] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[tuple[tuple[str, int], ...], Announce | Dropped] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._run, name="kv-announce", daemon=True) for _ in range(THREADS)]
         for thread in self._threads:
             thread.start()
 
-    def announce(self, places: tuple[tuple[str, int], ...], what: Announce) -> None:
+    def announce(self, places: tuple[tuple[str, int], ...], what: Announce | Dropped) -> None:
         self._waiting.put((places, what))
 
     def close(self) -> None:

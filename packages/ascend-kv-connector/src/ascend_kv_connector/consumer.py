@@ -19,7 +19,7 @@ from ascend_kv_connector.cache import PagedCache, Share, plan
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.control import Caller, ControlServer
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.protocol import Announce, Answer, Cache, Chunk, Fetch, Hello, Noted, Question, Refused, Release
+from ascend_kv_connector.protocol import Announce, Answer, Cache, Chunk, Dropped, Fetch, Hello, Noted, Question, Refused, Release
 from ascend_kv_connector.transfers import ClosedError, Done, Failed, Source, Transfer
 from ascend_kv_connector.transport import Transport
 
@@ -84,6 +84,9 @@ class Consumer:
 
     def answer(self, question: Question) -> Answer:
         """What this rank says to a producer's question."""
+        if isinstance(question, Dropped):
+            self.lose(question.request, f"its prefill instance says: {question.cause}")
+            return Noted()
         if not isinstance(question, Announce):
             return Refused("mismatch", "this rank takes prompts from others and computes none for them")
         source = Source(question.source_engine, question.source_request, tuple(map(tuple, question.ranks)))

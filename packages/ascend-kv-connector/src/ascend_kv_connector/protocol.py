@@ -1,7 +1,8 @@
 """What the ranks of two instances say to each other: msgpack over zmq, each message of one of these types, nothing else.
 
-A consumer's rank asks, a producer's rank answers each message with one. The one question of a producer is :class:`Announce`. No
-message holds an address of a KV cache: a producer packs what it is asked for into a buffer of its own, and tells its address.
+A consumer's rank asks, a producer's rank answers each message with one. A producer asks :class:`Announce`
+and :class:`Dropped`. No message holds an address of a KV cache: a producer packs what it is asked for into a buffer of its own,
+and tells its address.
 """
 
 from __future__ import annotations
@@ -101,6 +102,13 @@ class Announce(Message, frozen=True):
     ranks: list[tuple[str, int]]
 
 
+class Dropped(Message, frozen=True):
+    """No producer will compute the prompt that the asked instance waits for as ``request``. Answered by :class:`Noted`."""
+
+    request: str
+    cause: str
+
+
 class Noted(Message, frozen=True):
     pass
 
@@ -113,7 +121,7 @@ class Refused(Message, frozen=True):
     again: bool = False
 
 
-Question = Hello | Fetch | Release | Announce
+Question = Hello | Fetch | Release | Announce | Dropped
 Answer = Cache | Chunk | Noted | Refused
 
 encode = msgspec.msgpack.Encoder().encode

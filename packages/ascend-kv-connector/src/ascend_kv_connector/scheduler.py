@@ -52,8 +52,8 @@ class Growing:
 class P2PMetadata(KVConnectorMetadata):
     """What one step's scheduling means for the workers: by request loads to start, blocks to keep with the tokens they hold,
     sources whose blocks are not wanted, prompts that this step computes for readers, those whose blocks are taken back (with the
-    cause, or "" for a preemption), loads whose request has ended, those that no prefill instance will take, with the cause, and
-    where all ranks answer."""
+    cause, or "" for a preemption), loads whose request has ended, those that no prefill instance will take, with the cause,
+    prompts that are not computed although a reader waits for them, and where all ranks answer."""
 
     loads: dict[str, Load] = field(default_factory=dict)
     leases: dict[str, tuple[list[int], int]] = field(default_factory=dict)
@@ -62,6 +62,7 @@ class P2PMetadata(KVConnectorMetadata):
     withdrawn: dict[str, str] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
+    dropped: list[tuple[Growing, str]] = field(default_factory=list)
     ranks: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -147,13 +148,20 @@ class P2PScheduler:
 
     def _grow(self, request: Any) -> None:
         """A prompt that a reader waits for begins to be computed here, perhaps anew."""
-        params, name = request.kv_transfer_params or {}, request.request_id
-        if params.get("do_remote_decode") and "remote_reader" in params and self._produces and name not in self._growing:
-            if wrong := _wrong(params, {"remote_reader": str, "remote_ranks": list}):
-                extension.logger.warning("request %s: do_remote_decode %s; nobody reads it", name, wrong)
-                return
-            places = tuple((host, port) for host, port in params["remote_ranks"])
-            self._growing[name] = Growing(params["remote_reader"], places, request.num_prompt_tokens)
+        name = request.request_id
+        if name not in self._growing and (growing := self._waited_for(request)):
+            self._growing[name] = growing
+
+    def _waited_for(self, request: Any) -> Growing | None:
+        """What is to be known of the reader that waits for a prompt; None if there is none."""
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode") or "remote_reader" not in params or not self._produces:
+            return None
+        if wrong := _wrong(params, {"remote_reader": str, "remote_ranks": list}):
+            extension.logger.warning("request %s: do_remote_decode %s; nobody reads it", request.request_id, wrong)
+            return None
+        places = tuple((host, port) for host, port in params["remote_ranks"])
+        return Growing(params["remote_reader"], places, request.num_prompt_tokens)
 
     def _follow(self, scheduled: Any) -> None:
         """Note which tokens of growing prompts this step computes, and where."""
@@ -190,8 +198,11 @@ class P2PScheduler:
         ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         grown = self._growing.pop(name, None)
         if not params.get("do_remote_decode") or not ended or not block_ids:
+            how = f"the request has ended there before its prompt was computed ({request.status.name})"
             if grown is not None:
-                self._next.withdrawn[name] = f"the request has ended there before its prompt was computed ({request.status.name})"
+                self._next.withdrawn[name] = how
+            if (waited := grown or self._waited_for(request)) and not waited.announced:
+                self._next.dropped.append((waited, how))
             return False, None
         if not self._produces:
             extension.logger.warning(

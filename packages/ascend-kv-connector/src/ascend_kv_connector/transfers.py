@@ -28,6 +28,9 @@ class Done:
     size: int
     seconds: float
 
+    def __str__(self) -> str:
+        return f"KV transfer of {self.request} done after {self.seconds:.3f} s, {self.size / 2**20:.1f} MiB"
+
 
 @dataclass(frozen=True)
 class Failed:

@@ -23,7 +23,7 @@ from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import Growth
 from ascend_kv_connector.metrics import TransferStats
 from ascend_kv_connector.producer import Producer
-from ascend_kv_connector.protocol import Announce
+from ascend_kv_connector.protocol import Announce, Dropped
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata
 from ascend_kv_connector.transfers import Failed
 from ascend_kv_connector.transport import Transport, make
@@ -87,6 +87,8 @@ class P2PWorker:
         for request, how in metadata.withdrawn.items():
             leases.withdraw(request, self._options.answer_timeout, how)
             self._growths.pop(request, None)
+        for growing, how in metadata.dropped if self._announcer else ():
+            self._announcer.announce(growing.places, Dropped(growing.reader, how))
         self._step = {}
         for request, growing in metadata.growing.items():
             growth = self._growths.setdefault(request, Growth())
@@ -150,6 +152,8 @@ class P2PWorker:
             elif isinstance(outcome, Failed):
                 extension.logger.error("%s", outcome)
                 self._not_loaded.update(outcome.blocks)
+            else:
+                extension.logger.debug("%s", outcome)
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
