@@ -24,15 +24,20 @@ VOCABULARY = 512
 TIMEOUT = 20.0
 """Seconds that a transfer may take; one that has not ended a little later is a defect."""
 
-OPTIONS = {"transfer_timeout": TIMEOUT, "answer_timeout": 5, "lease": 30}
+OPTIONS = {"transfer_timeout": TIMEOUT, "answer_timeout": 5, "lease": 60}
 
 
-def instance(pipe: Connection, model: str, devices: str, role: str, transfer: dict[str, Any], engine: dict[str, Any]) -> None:
+def instance(
+    pipe: Connection, model: str, devices: str, role: str, transfer: dict[str, Any], tiers: dict[str, Any], engine: dict[str, Any]
+) -> None:
     """Serve batches that come by the pipe until it says stop."""
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = devices
     from vllm import LLM
 
-    config = {"kv_connector": "AscendP2PConnector", "kv_role": role, "kv_connector_extra_config": OPTIONS} | transfer
+    config = {"kv_connector": "AscendP2PConnector", "kv_role": role, "kv_connector_extra_config": OPTIONS | transfer}
+    if tiers:
+        parts = [config, {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tiers}]
+        config = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": parts}}
     llm = LLM(
         model,
         skip_tokenizer_init=True,
@@ -85,14 +90,15 @@ def batch(llm: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Router(BaseHTTPRequestHandler):
-    """What decode instances ask for a prefill; `given` has what they post, until `closed`."""
+    """What decode instances ask for a prefill; `given` has what they post, and where to put the answer's status."""
 
-    given: "queue.Queue[dict[str, Any]]" = queue.Queue()
+    given: "queue.Queue[tuple[dict[str, Any], queue.Queue[int]]]" = queue.Queue()
     closed = False
 
     def do_POST(self) -> None:
-        self.given.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(503 if Router.closed else 200)
+        answer: queue.Queue[int] = queue.Queue()
+        self.given.put((json.loads(self.rfile.read(int(self.headers["Content-Length"]))), answer))
+        self.send_response(answer.get(timeout=240))
         self.end_headers()
 
     def log_message(self, *arguments: Any) -> None:
@@ -120,7 +126,8 @@ class Pair:
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
             ours, theirs = context.Pipe()
             shape = case[name]
-            arguments = (theirs, case["model"], shape["devices"], role, case.get("transfer", {}), shape.get("engine", {}))
+            options = case.get("transfer", {}), shape.get("tiers", {}), shape.get("engine", {})
+            arguments = (theirs, case["model"], shape["devices"], role, *options)
             self.processes.append(context.Process(target=instance, args=arguments))
             self.processes[-1].start()
             theirs.close()
@@ -166,9 +173,7 @@ class Pair:
         began = time.monotonic()
         return self.judge(items, first, self.ask(self.decode, there), began)
 
-    def layerwise(
-        self, items: list[dict[str, Any]], port: int, alive: Any = lambda: True, finished: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def layerwise(self, items: list[dict[str, Any]], port: int, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """The decode instance has blocks first; the prompts are read while they are computed, but for those that are finished."""
         by_name = {item["name"]: item for item in items}
         params = {"do_remote_prefill": True, "metaserver": f"http://127.0.0.1:{port}/v1/metaserver"}
@@ -180,17 +185,33 @@ class Pair:
             posted = []
             while not Router.given.empty():
                 posted.append(Router.given.get())
-            if posted and alive():
-                wanted = [
-                    by_name[each["request_id"]]
-                    | {"length": 1, "params": each, "leave": by_name[each["request_id"]].get("leave there")}
-                    for each in posted
-                ]
-                try:
-                    first |= self.ask(self.prefill, wanted)
-                except (EOFError, OSError):
-                    assert not alive()
+            wanted = [
+                by_name[each["request_id"]]
+                | {"length": 1, "params": each, "leave": by_name[each["request_id"]].get("leave there")}
+                for each, _ in posted
+            ]
+            status = 200
+            try:
+                first |= self.ask(self.prefill, wanted) if wanted else {}
+            except (EOFError, OSError):
+                assert Router.closed
+                status = 502
+            for _, answer in posted:
+                answer.put(status)
         return self.judge(items, first, self.decode.recv(), began)
+
+    def offload(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """The decode instance has computed these before, alone, and its NPU no longer has them."""
+        began = time.monotonic()
+        again = self.ask(self.decode, [item | {"params": None, "leave": None} for item in items])
+        long = [item["name"] for item in items if len(item["prompt"]) > 2 * 128]
+        return {
+            "ended": dict(collections.Counter(str(each[1]) for each in again.values())),
+            "different": [name for name, each in again.items() if each[0] != self.alone[name][0]],
+            "not transferred": [name for name in long if again[name][3] < 128],
+            "seconds": round(time.monotonic() - began, 2),
+            "blocks are free": [self.free(self.decode)],
+        }
 
     def judge(self, items: list[dict[str, Any]], first: dict[str, Any], second: dict[str, Any], began: float) -> dict[str, Any]:
         ended: collections.Counter[str] = collections.Counter()
@@ -264,12 +285,14 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             if phases[name]:
                 result[name] = pair.pull(phases[name]) if name == "pull" else pair.layerwise(phases[name], port)
                 result[name]["blocks are free"] = [pair.free(pipe) for pipe in pair.pipes]
+        if case["decode"].get("tiers"):
+            result["from host memory"] = pair.offload(phases["pull"])
         if case.get("kill"):  # a part reads finished prompts, the others those that are being computed
             half, draw = len(phases["killed"]) // 2, random.Random(seed)
             finished = pair.compute_there(phases["killed"][:half])
             killer = threading.Timer(draw.uniform(0.0, 0.2), pair.kill_prefill)
             killer.start()
-            result["killed"] = pair.layerwise(phases["killed"], port, pair.processes[0].is_alive, finished)
+            result["killed"] = pair.layerwise(phases["killed"], port, finished)
             killer.join()
             result["killed"]["blocks are free"] = [pair.free(pair.decode)]
         return result

@@ -32,7 +32,15 @@ def engines(chosen: list[str], requests: int) -> list[str]:
         path = model(Path(directory))
         for name in chosen or SHAPES:
             prefill, decode = SHAPES[name]
-            case = {"model": path, "prefill": prefill, "decode": decode, "pull": requests, "layerwise": requests, "kill": 16}
+            case = {
+                "model": path,
+                "prefill": prefill,
+                "decode": decode,
+                "pull": requests,
+                "layerwise": requests,
+                "kill": 16,
+                "transfer": {"transfer_timeout": 60},
+            }
             program = [sys.executable, str(TESTS / "kv_cases.py"), json.dumps(case)]
             done = npus.run(3, *program, memory="4GiB", timeout=3000, VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
             found = npus.results(done.stdout)

@@ -10,8 +10,10 @@ CONNECTORS = {
     "AscendP2PConnector": CONNECTOR,
     "MooncakeConnectorV1": CONNECTOR,
     "MooncakeLayerwiseConnector": CONNECTOR,
+    "OffloadingConnector": "ascend_kv_connector.offloading.OffloadingConnector",
 }
-"""The names that ``kv_connector`` of vLLM's ``--kv-transfer-config`` can have, vllm-ascend's for the same among them."""
+"""The names that ``kv_connector`` of vLLM's ``--kv-transfer-config`` can have. OffloadingConnector is vLLM's with the NPU's
+part; the names with Mooncake are vllm-ascend's for the same."""
 
 
 def register() -> None:

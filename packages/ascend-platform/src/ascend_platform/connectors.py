@@ -22,7 +22,17 @@ def resolve(vllm_config: VllmConfig) -> None:
     Raises:
         RefusedError: a connector that is not offered, with those that are.
     """
-    transfer = cast(Any, vllm_config.kv_transfer_config)
+    from vllm import envs
+    from vllm.config import KVTransferConfig
+
+    transfer, cache = cast(Any, vllm_config.kv_transfer_config), vllm_config.cache_config
+    if cache is not None and cache.kv_offloading_size is not None:
+        # it becomes a connector only after the platform has been asked (vllm/config/vllm.py)
+        simple = "SimpleCPUOffloadConnector" if envs.VLLM_USE_SIMPLE_KV_OFFLOAD else "OffloadingConnector"
+        name = simple if cache.kv_offloading_backend == "native" else "LMCacheMPConnector"
+        transfer = vllm_config.kv_transfer_config = transfer or KVTransferConfig()
+        transfer.kv_connector_module_path = _module(name, None)
+        return
     if transfer is None or not transfer.kv_connector:
         return
     transfer.kv_connector_module_path = _module(transfer.kv_connector, transfer.kv_connector_module_path)
