@@ -272,7 +272,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     pair = Pair(case)
     try:
         for pipe in pair.pipes:
-            assert pipe.poll(240)
+            assert pipe.poll(480)
             assert pipe.recv() == "ready"
         phases = {
             name: requests(name, case.get(name, 0), seed + 10 * place, True) for place, name in enumerate(("pull", "layerwise"))

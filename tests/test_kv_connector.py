@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import npus
 import pytest
@@ -15,7 +16,8 @@ HERE = Path(__file__).parent
 
 @pytest.mark.slow
 def test_tokens_are_those_of_one_engine(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    case = {"model": model(tmp_path), "prefill": {"devices": "0"}, "decode": {"devices": "1"}}
+    case: dict[str, Any] = {"model": model(tmp_path), "prefill": {"devices": "0"}, "decode": {"devices": "1"}}
+    case["decode"]["tiers"] = {"cpu_bytes_to_use": 200 << 20}  # MultiConnector, with OffloadingConnector in it
     case |= {"pull": 20, "layerwise": 20, "kill": 16}
     done = npus.run(
         2, sys.executable, str(HERE / "kv_cases.py"), json.dumps(case), memory="4GiB", VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS=""
@@ -32,7 +34,8 @@ def test_tokens_are_those_of_one_engine(tmp_path: Path, record_property: Callabl
     assert ended.pop("length") == 17
     assert set(ended) <= {"left", "left there", "error"}
     assert sum(ended.values()) == 3
-    for phase in ("pull", "layerwise", "killed"):
+    assert result["from host memory"]["ended"] == {"length": 20}
+    for phase in ("pull", "layerwise", "from host memory", "killed"):
         assert result[phase]["different"] == []
         assert result[phase]["not transferred"] == []
     assert sum(result["killed"]["ended"].values()) == 16
