@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ascend_platform.kernels import null_slots
+
 # Rejection sampling
 
 
@@ -332,8 +334,9 @@ def install() -> None:
     def build_with_lengths(self: Any, common_attn_metadata: Any, draft_index: int = 0) -> Any:
         if draft_index == 1:  # vLLM adds one to both for each later token
             common_attn_metadata.seq_lens_cpu_upper_bound = common_attn_metadata.seq_lens.cpu()
-        # block 0 is no request's (vllm/v1/core/block_pool.py, null_block)
-        common_attn_metadata.slot_mapping = common_attn_metadata.slot_mapping.clamp_min(0)
+        slots = common_attn_metadata.slot_mapping
+        nowhere = null_slots(len(slots), self.vllm_config.cache_config.block_size, slots.device)
+        common_attn_metadata.slot_mapping = torch.where(slots < 0, nowhere, slots)
         return build(self, common_attn_metadata, draft_index)
 
     @functools.wraps(extend)
