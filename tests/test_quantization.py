@@ -46,8 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, quantized.Mode
 def served(models: dict[str, quantized.Model]) -> dict[str, Any]:
     cases = [quantized.case(name, model, layouts.OF_EXPERTS[CASES[name][4]]) for name, model in models.items()]
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return {result["name"]: result for result in npus.results(done.stdout)}
+    return npus.by_name(done)
 
 
 @pytest.mark.parametrize("name", CASES)
