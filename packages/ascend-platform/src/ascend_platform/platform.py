@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 import tempfile
-import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -73,13 +72,9 @@ class NPUPlatform(Platform):
     def register_triton_kernel_overrides(cls) -> None:
         extension.enter("worker")  # vLLM calls this right before it imports the worker's class (vllm/v1/worker/worker_base.py)
 
-        from vllm.triton_utils.dispatcher import _registry, register_kernels
+        from ascend_platform import kernels
 
-        from ascend_platform.kernels import OVERRIDES
-
-        with warnings.catch_warnings():  # vLLM looks at every name of every module, deprecated ones too
-            warnings.simplefilter("ignore")
-            register_kernels({name: kernel for name, kernel in OVERRIDES.items() if name not in _registry})
+        kernels.register(kernels.OVERRIDES)
 
     # The device
 
