@@ -59,6 +59,6 @@ def check_chip(schemes: Iterable[str]) -> None:
     names = sorted(set(schemes))
     if found and names and not found.startswith(served):
         raise extension.RefusedError(
-            f"the model has weights of {', '.join(names)}, which are served on {' and '.join(served)}; this NPU is {found}: serve "
-            "the model unquantized here"
+            f"the model has weights of {', '.join(names)}, which are served on {' and '.join(served)}; this NPU is {found}: "
+            "serve the model unquantized here"
         )
