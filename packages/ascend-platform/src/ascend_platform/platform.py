@@ -14,7 +14,7 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension, machine, quantization, speculation, watch
+from ascend_platform import device_metrics, extension, machine, quantization, speculation, watch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -240,6 +240,7 @@ class NPUPlatform(Platform):
                 "experts of several data-parallel engines need ascend-communicator, which is "
                 f"{extension.state('ascend-communicator')}; install it, and let VLLM_PLUGINS name ascend_communicator"
             )
+        device_metrics.offer(vllm_config)
         announce(vllm_config)
 
     @classmethod
