@@ -158,7 +158,7 @@ def sample_recovered(
         column = drafts.long().view(-1, 1)
         kept = scores.gather(1, column.clamp_min(0)).masked_fill_(column >= 0, 0)  # a draft of -1 was no token
         scores.scatter_(1, column.clamp_min(0), kept)
-    output.copy_(scores.argmax(-1))
+    output.copy_(scores.argmax(-1).view_as(output))
 
 
 # Drafters
