@@ -127,7 +127,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:
-        return "ascend_platform.passes.NoPasses"
+        return "ascend_platform.passes.PassManager"
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
@@ -205,8 +205,8 @@ class NPUPlatform(Platform):
         if compilation.compile_sizes is None:
             compilation.compile_sizes = []
         for field in dataclasses.fields(compilation.pass_config):
-            if getattr(compilation.pass_config, field.name) is None:
-                setattr(compilation.pass_config, field.name, False)  # vLLM's fusions make CUDA's operators
+            if getattr(compilation.pass_config, field.name) is None:  # vLLM's other fusions make CUDA's operators
+                setattr(compilation.pass_config, field.name, field.name == "fuse_norm_quant")
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
@@ -387,7 +387,7 @@ def _serves(verb: str = "serves") -> str:
 def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
     """What comes in later versions, and whether it is asked for."""
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
-    offload = vllm_config.offload_config
+    offload, passes = vllm_config.offload_config, vllm_config.compilation_config.pass_config
     features = {
         "KV connectors": vllm_config.kv_transfer_config,
         "encoder-cache connectors": vllm_config.ec_transfer_config,
@@ -399,6 +399,12 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         "batch invariance": envs.VLLM_BATCH_INVARIANT,
         "a sliding window (--disable-sliding-window serves the model up to its window)": cache.sliding_window,
         "vLLM's second model runner, which watermarking needs": vllm_config.use_v2_model_runner,
+        "fusions by torch.compile other than fuse_norm_quant": any(
+            getattr(passes, field.name) is True
+            and field.name.startswith(("fuse_", "enable_"))
+            and field.name != "fuse_norm_quant"
+            for field in dataclasses.fields(passes)
+        ),
     }
     if model is not None:
         targets = vllm_config.lora_config and vllm_config.lora_config.target_modules
