@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import forks
+import layout_cases
 import torch
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -57,11 +58,8 @@ def count(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def answer(completion: Any) -> dict[str, Any]:
-    tokens = list(completion.token_ids)
-    found = {"tokens": tokens, "text": completion.text, "reason": completion.finish_reason}
-    if completion.logprobs is not None:
-        found["logprobs"] = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
-    return found
+    found = {"tokens": list(completion.token_ids), "text": completion.text, "reason": completion.finish_reason}
+    return found if completion.logprobs is None else found | layout_cases.answer(completion)
 
 
 def perform(engine: LLM, step: list[Any]) -> Any:

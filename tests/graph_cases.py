@@ -13,16 +13,14 @@ from __future__ import annotations
 import copy
 import json
 import os
-import socket
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+import forks
 import torch
-from ascend_emulator import observe
 from engine_cases import compare
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
@@ -39,10 +37,9 @@ SHAPE |= {"initializer_range": 0.1}  # choices with clear margins
 
 
 def graphs_launched() -> int:
-    torch.npu.synchronize()
-    observe.flush()
-    events = observe.events(Path(os.environ["ASCEND_EMULATOR_TRACE"]))
-    return sum(event["pid"] == os.getpid() and event["name"] == "aclmdlRIExecuteAsync" for event in events)
+    import launch_count  # which wants a trace
+
+    return sum(event["name"] == "aclmdlRIExecuteAsync" for event in launch_count.events())
 
 
 def take_streams(count: int) -> list[Any]:
@@ -83,45 +80,26 @@ def inner_runner(engine: LLM) -> Any:
     return engine.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
-def rank(case: dict[str, Any], number: int, port: int, file: Path) -> None:
-    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(case["ranks"]))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def play(case: dict[str, Any], rank: int, port: int) -> dict[str, Any] | None:
+    """What one rank does; the first also compares."""
+    os.environ.update(forks.as_torchrun_sets(rank, case["ranks"], port))
     torch.set_num_threads(1)
     result = serve(case)
-    if number == 0:
-        rough = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.bfloat16).eval()
-        model = copy.deepcopy(rough).float()
-        pairs = zip(case["prompts"], result.pop("outputs"), strict=True)
-        result["requests"] = [compare(model, rough, prompt, output.outputs[0]) for prompt, output in pairs]
-        file.write_text(json.dumps(result))
+    if rank:
+        return None
+    rough = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.bfloat16).eval()
+    model = copy.deepcopy(rough).float()
+    pairs = zip(case["prompts"], result.pop("outputs"), strict=True)
+    return result | {"requests": [compare(model, rough, prompt, output.outputs[0]) for prompt, output in pairs]}
 
 
 def main(case: dict[str, Any]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
         torch.manual_seed(0)
         Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(directory)
         case |= {"model": directory}
-        file, children = Path(directory, "result"), []
-        for number in range(case["ranks"]):
-            child = os.fork()
-            if not child:
-                try:
-                    rank(case, number, port, file)
-                    sys.stdout.flush()
-                    os._exit(0)
-                except BaseException:
-                    import traceback
-
-                    traceback.print_exc()
-                    sys.stderr.flush()
-                    os._exit(1)
-            children.append(child)
-        if failed := [status for child in children if (status := os.waitpid(child, 0)[1])]:
-            sys.exit(f"the ranks ended with {failed}")
-        print("RESULT", file.read_text(), flush=True)
+        result = forks.play("graphs", case["ranks"], lambda rank, port: play(case, rank, port))[0]
+        print("RESULT", json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ def serve(trace: Path | None = None, **case: Any) -> dict[str, Any]:
     variables = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace or "")}
     done = npus.run(case["ranks"], sys.executable, str(PROGRAM), json.dumps(asked), memory="2GiB", **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT ")) | {"log": done.stdout + done.stderr}
+    (result,) = npus.results(done.stdout)
+    return result | {"log": done.stdout + done.stderr}
 
 
 def check(result: dict[str, Any]) -> None:

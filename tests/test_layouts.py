@@ -36,8 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def served(models: dict[str, Path]) -> dict[str, Any]:
     cases = [layouts.case(name, models[model], LAYOUTS[layout], dtype=dtype) for name, (model, dtype, layout, _) in CASES.items()]
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return {result["name"]: result for result in npus.results(done.stdout)}
+    return npus.by_name(done)
 
 
 @pytest.mark.parametrize("name", CASES)

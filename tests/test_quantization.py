@@ -15,10 +15,12 @@ import pytest
 import quantized_check as quantized
 
 PROGRAM = Path(__file__).with_name("layout_cases.py")
-# name: (model, format, dtype, int8 KV cache, layout, what it is served by)
+TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}  # with torch.compile's fusions
+TP1 = layouts.OF_EXPERTS["TP1"]
+# name: (model, format, dtype, int8 KV cache, engine, what it is served by)
 CASES = {
-    "linear layers with biases, ModelSlim, int8 KV cache, TP2": ("dense", "ascend", "float16", True, "TP2", "FusedAttentionImpl"),
-    "experts, compressed-tensors": ("experts", "compressed-tensors", "bfloat16", False, "TP1", "QuantizedExperts"),
+    "linear layers with biases, ModelSlim, int8 KV cache, TP2": ("dense", "ascend", "float16", True, TP2, "FusedAttentionImpl"),
+    "experts, compressed-tensors": ("experts", "compressed-tensors", "bfloat16", False, TP1, "QuantizedExperts"),
 }
 
 
@@ -44,10 +46,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, quantized.Mode
 
 @pytest.fixture(scope="module")
 def served(models: dict[str, quantized.Model]) -> dict[str, Any]:
-    cases = [quantized.case(name, model, layouts.OF_EXPERTS[CASES[name][4]]) for name, model in models.items()]
+    cases = [quantized.case(name, model, CASES[name][4]) for name, model in models.items()]
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return {result["name"]: result for result in npus.results(done.stdout)}
+    return npus.by_name(done)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -158,6 +158,7 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
         [
             ("vllm.platform_plugins", "ascend", "ascend_platform:register"),
             *(("vllm.general_plugins", name, f"{name}:register") for name in general),
+            ("vllm.general_plugins", "ascend_service_profiling", "ascend_platform.service_profiling:register"),
             ("console_scripts", "vllm-ascend", "ascend_platform.cli:main"),
             ("vllm_ascend.commands", "doctor", "ascend_platform.doctor:add"),
             ("vllm_ascend.commands", "plan", "ascend_platform.plan.command:add"),

@@ -29,6 +29,17 @@ def test_each_session_of_the_profiler_has_a_trace_with_operators_and_steps(resul
         assert any(name.startswith("execute") for name in names)  # vLLM's annotation of a step
 
 
+def test_npus_are_among_the_metrics(result: dict[str, Any]) -> None:
+    metrics = result["metrics"]
+    assert {str(labels) for labels, _ in metrics.values()} == {"{'engine': '0', 'rank': '0', 'device': '0'}"}
+    values = {name: value for name, (_, value) in metrics.items()}
+    free, total = result["memory"]
+    assert values["memory_total_bytes"] == total
+    assert 0 < values["memory_allocated_bytes"] <= values["memory_reserved_bytes"] <= values["memory_used_bytes"] <= total
+    assert values["memory_used_bytes"] == pytest.approx(total - free, rel=0.2)
+    assert 0 <= values["utilization_ratio"] <= 1
+
+
 def test_weights_come_back_from_the_checkpoint(result: dict[str, Any]) -> None:
     assert len(result["checksums"]) > 10
     assert result["checksums reset"] != result["checksums"] == result["checksums reloaded"]

@@ -8,10 +8,12 @@ Prints `RESULT {json}`; DIRECTORY gets profiles and a sharded state.
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 
+import torch
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 
@@ -27,6 +29,7 @@ def main(model: str, directory: Path) -> None:
         max_num_seqs=4,
         gpu_memory_utilization=0.3,
         seed=0,
+        disable_log_stats=False,  # which get_metrics wants
         profiler_config={"profiler": "torch", "torch_profiler_dir": str(profiles), "torch_profiler_with_stack": False},
     )
 
@@ -49,6 +52,12 @@ def main(model: str, directory: Path) -> None:
     result["recorded"] = [
         sorted({event["name"] for event in json.loads((profiles / path).read_text())}) for path in result["profiles"]
     ]
+    deadline = time.monotonic() + 20  # the worker's thread tells every five seconds, and at once when it begins
+    while time.monotonic() < deadline and "metrics" not in result:
+        found = [metric for metric in engine.get_metrics() if metric.name.startswith("vllm:npu_")]
+        if found:
+            result["metrics"] = {metric.name.removeprefix("vllm:npu_"): [metric.labels, metric.value] for metric in found}
+    result["memory"] = torch.npu.mem_get_info(0)
     result["checksums"] = ask("compute_weight_checksums")
     ask("reset_weights")
     result["checksums reset"] = ask("compute_weight_checksums")

@@ -46,8 +46,7 @@ def serve(cases: list[dict[str, Any]], timeout: float = 1500, **variables: str) 
     ranks = max(each["ranks"] for each in cases)
     quiet = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | variables
     done = npus.run(ranks, sys.executable, str(PROGRAM), json.dumps(cases), timeout=timeout, **quiet)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = {each["name"]: each for each in npus.results(done.stdout)}
+    found = npus.by_name(done)
     assert all(each["alike"] for each in found.values()), "ranks have other answers"
     return found
 

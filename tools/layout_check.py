@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,26 +138,41 @@ def reference(model: Path, dtype: str) -> Any:
 
 
 def compare(model: Path, dtype: str, served: list[list[dict[str, Any]]]) -> tuple[int, int, float, float]:
-    """The engine's answers under its own tokens: how many tokens, how many of them are not Hugging Face's choice, and how far the
-    log-probabilities are from Hugging Face's, at most and on average. All ranks that answer a prompt answer alike."""
+    """:func:`distances` from Hugging Face's model."""
     import torch
 
-    asked, lengths = prompts(reference(model, dtype).config.vocab_size)
-    count, others, errors = 0, 0, []
+    exact = reference(model, dtype)
+
+    def logprobs(tokens: list[int]) -> Any:
+        with torch.no_grad():
+            return exact(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+
+    return distances(logprobs, exact.config.vocab_size, served)
+
+
+def distances(
+    logprobs: Callable[[list[int]], Any], vocabulary: int, served: list[list[dict[str, Any]]]
+) -> tuple[int, int, float, float]:
+    """The engine's answers under its own tokens: how many tokens, how many of them are not the reference's choice, and how far
+    the log-probabilities are from the reference's, at most and on average. All ranks that answer a prompt answer alike.
+
+    logprobs: the reference's for a sequence of tokens, float32 ``[tokens, vocabulary]``.
+    """
+    import torch
+
+    asked, lengths = prompts(vocabulary)
+    others, errors = 0, []
     for prompt, length, answers in zip(asked, lengths, served, strict=True):
         assert answers, "a prompt was not answered"
         assert all(answer["tokens"] == answers[0]["tokens"] for answer in answers), "ranks have other tokens"
         tokens = answers[0]["tokens"]
         assert len(tokens) == length
-        with torch.no_grad():
-            logits = reference(model, dtype)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        exact = logits.float().log_softmax(-1)
+        exact = logprobs(prompt + tokens)[len(prompt) - 1 : -1]
         chosen = exact[torch.arange(length), torch.tensor(tokens)]
         errors.append((torch.tensor(answers[0]["logprobs"]) - chosen).abs())
-        count += length
         others += int((exact.argmax(-1) != torch.tensor(tokens)).sum())
     every = torch.cat(errors)
-    return count, others, float(every.max()), float(every.mean())
+    return len(every), others, float(every.max()), float(every.mean())
 
 
 def main() -> None:

@@ -33,6 +33,12 @@ def results(output: str) -> list[Any]:
     return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
 
 
+def by_name(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What a program that went well printed in lines `RESULT {json}`, by its `name`."""
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return {result["name"]: result for result in results(done.stdout)}
+
+
 def _device_count() -> int:
     import torch
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -280,20 +279,8 @@ class Reference:
 
     def compare(self, served: list[list[dict[str, Any]]]) -> tuple[int, float, float]:
         """How many tokens, and how far their log-probabilities are from the reference's: at most, and on average."""
-        import torch
-
-        asked, lengths = layouts.prompts(COMMON["vocab_size"])
-        errors = []
-        for prompt, length, answers in zip(asked, lengths, served, strict=True):
-            assert answers, "a prompt was not answered"
-            assert all(answer["tokens"] == answers[0]["tokens"] for answer in answers), "ranks have other tokens"
-            tokens = answers[0]["tokens"]
-            assert len(tokens) == length
-            exact = self.logprobs(prompt + tokens)[len(prompt) - 1 : -1]
-            chosen = exact[torch.arange(length), torch.tensor(tokens)]
-            errors.append((torch.tensor(answers[0]["logprobs"]) - chosen).abs())
-        every = torch.cat(errors)
-        return len(every), float(every.max()), float(every.mean())
+        count, _, most, mean = layouts.distances(self.logprobs, COMMON["vocab_size"], served)
+        return count, most, mean
 
     def broken(self, served: list[list[dict[str, Any]]]) -> dict[tuple[str, str], float]:
         """Average distances when all matrices of one scheme are broken in one way."""
@@ -396,20 +383,8 @@ def case(name: str, model: Model, engine: dict[str, Any]) -> dict[str, Any]:
 def serve(model: Model, engine: dict[str, Any], timeout: float) -> dict[str, Any] | str:
     """The engine's answers under the external launcher, or what it said last."""
     command = [sys.executable, str(layouts.PROGRAM), json.dumps([case("one", model, engine)])]
-    emulator = [
-        sys.executable,
-        "-m",
-        "ascend_emulator.cli",
-        "run",
-        "--npus",
-        str(layouts.ranks(engine)),
-        "--memory",
-        "1GiB",
-        "--",
-    ]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run([*emulator, *command], env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+        done = npus.run(layouts.ranks(engine), *command, timeout=timeout, OMP_NUM_THREADS="1")
     except subprocess.TimeoutExpired:
         return f"no answer after {timeout:g} s"
     return next(iter(npus.results(done.stdout)), None) or (done.stdout + done.stderr)[-2000:]

@@ -31,6 +31,20 @@ SHAPE = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "torch_dtype": "bfloat16",
+}
+"""``config.json`` of a model that is never made."""
 EXPERTS = {
     "moe_intermediate_size": 64,
     "n_routed_experts": 8,

@@ -21,14 +21,13 @@ def fractal(cache):
 def test_scatter_pa_kv_cache(slots, mode, dtype):
     key, value = (torch.randint(-100, 100, (7, 2, size)).to(dtype) for size in (64, 32))
     caches = [torch.randint(-9, 9, (3, 16, 2, size)).to(dtype) for size in (64, 32)]
-    where = torch.tensor([0, 47, 16, -1, 5, 31, 30], dtype=slots)  # negative ones are left out
+    where = torch.tensor([0, 47, 16, 33, 5, 31, 30], dtype=slots)
     arrange = fractal if mode == "PA_NZ" else torch.Tensor.contiguous
     ours = [arrange(x).npu() for x in caches]
     torch_npu.npu_scatter_pa_kv_cache(key.npu(), value.npu(), *ours, where.npu(), cache_mode=mode)
     for cache, rows, result in zip(caches, (key, value), ours, strict=True):
         for slot, row in zip(where.tolist(), rows, strict=True):
-            if slot >= 0:
-                cache[slot // 16, slot % 16] = row
+            cache[slot // 16, slot % 16] = row
         assert torch.equal(result.cpu(), arrange(cache))
 
 

@@ -51,12 +51,15 @@ VALUES = {
 attempt("position", lambda: (torch_npu.npu_mrope(torch.tensor([0, 7]).npu(), rows, rows, cache, 64), torch.npu.synchronize()))""",
         "aclnnRopeWithSinCosCacheV2: position 7 is outside the cos/sin cache of 4 rows",
     ),
-    "slot": (
-        """pages, slots = torch.zeros(4, 16, 2, 64, dtype=torch.float16, device="npu"), torch.tensor([0, 1, 99]).npu()
+}
+VALUES |= {
+    name: (
+        f"""pages, slots = torch.zeros(4, 16, 2, 64, dtype=torch.float16, device="npu"), torch.tensor([0, 1, {slot}]).npu()
 store = lambda: torch_npu.npu_scatter_pa_kv_cache(half[0], half[0], pages, pages.clone(), slots, cache_mode="Norm")
-attempt("slot", lambda: (store(), torch.npu.synchronize()))""",
-        "aclnnScatterPaKvCache: slot 99 is outside the cache",
-    ),
+attempt("{name}", lambda: (store(), torch.npu.synchronize()))""",
+        f"aclnnScatterPaKvCache: slot {slot} is outside the cache",
+    )
+    for name, slot in (("slot", 99), ("negative slot", -1))
 }
 ASYNCHRONOUS = (
     PRELUDE

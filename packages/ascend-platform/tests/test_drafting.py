@@ -263,7 +263,7 @@ def test_a_drafter_s_attention_gets_the_lengths_that_the_device_has():
         max_query_len=4,
         max_seq_len=9,
         block_table_tensor=npu([[1], [2]]),
-        slot_mapping=npu([-1, 130], torch.int64),
+        slot_mapping=npu([130, -1], torch.int64),
         seq_lens_cpu_upper_bound=torch.tensor([9, 9], dtype=torch.int32),
     )
     built = []
@@ -272,10 +272,11 @@ def test_a_drafter_s_attention_gets_the_lengths_that_the_device_has():
         built.append((common_attn_metadata.seq_lens_cpu_upper_bound.tolist(), common_attn_metadata.slot_mapping.tolist()))
 
     group = types.SimpleNamespace(build_metadata_for_drafting=build, layer_names=[])
-    proposer = types.SimpleNamespace(draft_attn_groups=[group])
+    config = types.SimpleNamespace(cache_config=types.SimpleNamespace(block_size=128))
+    proposer = types.SimpleNamespace(draft_attn_groups=[group], vllm_config=config)
     for draft_index in (0, 1):
         llm_base_proposer.SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata(proposer, given, draft_index)
-    assert built == [([9, 9], [0, 130]), ([5, 7], [0, 130])]
+    assert built == [([9, 9], [130, 1]), ([5, 7], [130, 1])]  # a place in block 0, which is no request's
     extended = llm_base_proposer.extend_all_queries_by_N(given, 2, npu([0, 1, 2]), given.slot_mapping)
     assert extended.seq_lens_cpu_upper_bound.tolist() == extended.seq_lens.tolist() == [7, 9]
     assert given.seq_lens_cpu_upper_bound.tolist() == [5, 7]

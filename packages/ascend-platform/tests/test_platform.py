@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import small_models
 import torch
 from ascend_platform import extension, machine
 from ascend_platform.platform import BUILT_IN_ATTENTION, NPUPlatform, attention_for
@@ -19,26 +20,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.executor.ray_env_utils import get_driver_env_vars
 
-TINY = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "torch_dtype": "bfloat16",
-}
 DENSE = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
 
 
 @pytest.fixture
 def model(tmp_path):
     def write(**changes):
-        tmp_path.joinpath("config.json").write_text(json.dumps(TINY | changes))
+        tmp_path.joinpath("config.json").write_text(json.dumps(small_models.TINY | changes))
         return str(tmp_path)
 
     return write

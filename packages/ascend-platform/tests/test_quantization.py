@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import quantize
+import small_models
 import torch
 from ascend_platform import extension, machine, quantization
 from ascend_platform.platform import NPUPlatform
@@ -16,19 +17,6 @@ from ascend_platform.quantization.schemes import SCHEMES
 from quantize import Spec
 from vllm.engine.arg_utils import EngineArgs
 
-TINY = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "head_dim": 32,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "torch_dtype": "bfloat16",
-}
 HALVES = [torch.float16, torch.bfloat16]
 IN, OUT = 256, 64
 SPECS = [
@@ -166,7 +154,7 @@ def model(tmp_path):
     """Write a model's configuration, and perhaps a description; return its directory."""
 
     def write(description=None, **changes):
-        tmp_path.joinpath("config.json").write_text(json.dumps(TINY | changes))
+        tmp_path.joinpath("config.json").write_text(json.dumps(small_models.TINY | changes))
         if description is not None:
             tmp_path.joinpath(DESCRIPTION).write_text(json.dumps(description))
         return str(tmp_path)

@@ -113,7 +113,6 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         tokens, table = common.num_actual_tokens, common.block_table_tensor
         part = None
         if self.interleave:
-            tokens = query_ends[-1]
             part = context.spread(query_ends, kv_lens, common.slot_mapping[:tokens], self.interleave)
         if common.num_reqs < tokens <= self._largest_mixed_graph():
             table = self._with_another_row(table)

@@ -126,9 +126,7 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
             theirs = NCCLWeightTransferInitInfo(rank_offset=1, world_size=init_info.world_size, **where, **wire)
             with ThreadPoolExecutor(max_workers=1) as thread:  # the workers wait in the call for this rank
                 told = thread.submit(client.init_weight_transfer_engine, worker_init_payload(theirs))
-                device = torch.npu.current_device()
                 engine.model_update_group = connect(init_info.master_address, init_info.master_port, 0, init_info.world_size)
-                torch.npu.set_device(device)
                 told.result()
         return engine
 

@@ -7,10 +7,11 @@ draft tokens each request has; the tokens of all requests stand one after anothe
 """
 
 import functools
-import warnings
 from typing import Any
 
 import torch
+
+from ascend_platform import kernels
 
 # Rejection sampling
 
@@ -157,7 +158,7 @@ def sample_recovered(
         column = drafts.long().view(-1, 1)
         kept = scores.gather(1, column.clamp_min(0)).masked_fill_(column >= 0, 0)  # a draft of -1 was no token
         scores.scatter_(1, column.clamp_min(0), kept)
-    output.copy_(scores.argmax(-1))
+    output.copy_(scores.argmax(-1).view_as(output))
 
 
 # Drafters
@@ -316,7 +317,6 @@ def install() -> None:
     A second call does nothing. In ``vllm/v1/spec_decode/llm_base_proposer.py`` tokens that are added or rejected change
     ``seq_lens`` on the device alone, and tokens that are not to be kept have slot -1.
     """
-    from vllm.triton_utils.dispatcher import register_kernels
     from vllm.v1.spec_decode import llm_base_proposer
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
@@ -324,16 +324,15 @@ def install() -> None:
     extend = llm_base_proposer.extend_all_queries_by_N
     if hasattr(build, "__wrapped__"):
         return
-    with warnings.catch_warnings():  # vLLM looks at every name of every module, deprecated ones too
-        warnings.simplefilter("ignore")
-        register_kernels(OVERRIDES)
+    kernels.register(OVERRIDES)
 
     @functools.wraps(build)
     def build_with_lengths(self: Any, common_attn_metadata: Any, draft_index: int = 0) -> Any:
         if draft_index == 1:  # vLLM adds one to both for each later token
             common_attn_metadata.seq_lens_cpu_upper_bound = common_attn_metadata.seq_lens.cpu()
-        # block 0 is no request's (vllm/v1/core/block_pool.py, null_block)
-        common_attn_metadata.slot_mapping = common_attn_metadata.slot_mapping.clamp_min(0)
+        slots = common_attn_metadata.slot_mapping
+        nowhere = kernels.null_slots(len(slots), self.vllm_config.cache_config.block_size, slots.device)
+        common_attn_metadata.slot_mapping = torch.where(slots < 0, nowhere, slots)
         return build(self, common_attn_metadata, draft_index)
 
     @functools.wraps(extend)

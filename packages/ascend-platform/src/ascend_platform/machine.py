@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 DRIVER = Path("/usr/local/Ascend/driver")
+ATLAS_A2_A3 = ("Ascend910B", "Ascend910_93")
+"""Beginnings of these chips' names, which have operators that others lack."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 # In a process of its own: loading CANN starts threads, and what is broken may end the process. None of it opens a device.
 _QUESTIONS = """

@@ -80,9 +80,13 @@ class NPUModelRunner(CaptureMixin, GPUModelRunner):
         self.kv_caches[:] = [tensor for layer_pages in pages.values() for tensor in layer_pages]
         return pages
 
-    def _build_attention_metadata(self, *args: Any, slot_mappings: Any = None, **kwargs: Any) -> Any:
-        """Let a run without requests write to the null block: the kernel that writes the cache takes no negative places."""
-        if kwargs.get("num_scheduled_tokens") is None and slot_mappings is not None:
-            for places in slot_mappings.values():
-                places.copy_(null_slots(len(places), self.cache_config.block_size, places.device))
-        return super()._build_attention_metadata(*args, slot_mappings=slot_mappings, **kwargs)
+    def _build_attention_metadata(self, num_tokens: int, *args: Any, slot_mappings: Any = None, **kwargs: Any) -> Any:
+        """Let tokens of no request write to the null block: the kernel that writes the cache takes no negative places.
+
+        Of a step these are what it is padded with; a run without requests (no ``num_scheduled_tokens``) has no others.
+        """
+        first = 0 if kwargs.get("num_scheduled_tokens") is None else num_tokens
+        for places in (slot_mappings or {}).values():
+            if first < len(places):
+                places[first:].copy_(null_slots(len(places), self.cache_config.block_size, places.device)[first:])
+        return super()._build_attention_metadata(num_tokens, *args, slot_mappings=slot_mappings, **kwargs)

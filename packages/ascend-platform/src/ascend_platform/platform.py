@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 import tempfile
-import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,7 +14,7 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import connectors, extension, machine, quantization, speculation, watch
+from ascend_platform import connectors, device_metrics, extension, machine, quantization, speculation, watch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -73,13 +72,9 @@ class NPUPlatform(Platform):
     def register_triton_kernel_overrides(cls) -> None:
         extension.enter("worker")  # vLLM calls this right before it imports the worker's class (vllm/v1/worker/worker_base.py)
 
-        from vllm.triton_utils.dispatcher import _registry, register_kernels
+        from ascend_platform import kernels
 
-        from ascend_platform.kernels import OVERRIDES
-
-        with warnings.catch_warnings():  # vLLM looks at every name of every module, deprecated ones too
-            warnings.simplefilter("ignore")
-            register_kernels({name: kernel for name, kernel in OVERRIDES.items() if name not in _registry})
+        kernels.register(kernels.OVERRIDES)
 
     # The device
 
@@ -132,7 +127,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:
-        return "ascend_platform.passes.NoPasses"
+        return "ascend_platform.passes.PassManager"
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
@@ -211,8 +206,8 @@ class NPUPlatform(Platform):
         if compilation.compile_sizes is None:
             compilation.compile_sizes = []
         for field in dataclasses.fields(compilation.pass_config):
-            if getattr(compilation.pass_config, field.name) is None:
-                setattr(compilation.pass_config, field.name, False)  # vLLM's fusions make CUDA's operators
+            if getattr(compilation.pass_config, field.name) is None:  # vLLM's other fusions make CUDA's operators
+                setattr(compilation.pass_config, field.name, field.name == "fuse_norm_quant")
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
@@ -247,6 +242,7 @@ class NPUPlatform(Platform):
                 "experts of several data-parallel engines need ascend-communicator, which is "
                 f"{extension.state('ascend-communicator')}; install it, and let VLLM_PLUGINS name ascend_communicator"
             )
+        device_metrics.offer(vllm_config)
         announce(vllm_config)
 
     @classmethod
@@ -393,7 +389,7 @@ def _serves(verb: str = "serves") -> str:
 def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
     """What comes in later versions, and whether it is asked for."""
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
-    offload = vllm_config.offload_config
+    offload, passes = vllm_config.offload_config, vllm_config.compilation_config.pass_config
     features = {
         "encoder-cache connectors": vllm_config.ec_transfer_config,
         "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
@@ -404,6 +400,12 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         "batch invariance": envs.VLLM_BATCH_INVARIANT,
         "a sliding window (--disable-sliding-window serves the model up to its window)": cache.sliding_window,
         "vLLM's second model runner, which watermarking needs": vllm_config.use_v2_model_runner,
+        "fusions by torch.compile other than fuse_norm_quant": any(
+            getattr(passes, field.name) is True
+            and field.name.startswith(("fuse_", "enable_"))
+            and field.name != "fuse_norm_quant"
+            for field in dataclasses.fields(passes)
+        ),
     }
     if model is not None:
         targets = vllm_config.lora_config and vllm_config.lora_config.target_modules

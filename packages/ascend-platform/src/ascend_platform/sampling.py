@@ -13,13 +13,10 @@ import torch_npu
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
-from ascend_platform import extension
+from ascend_platform import extension, machine
 
 MOST_K = 1024
 """The operator takes a larger k as none at all."""
-
-CHIPS = ("Ascend910B", "Ascend910_93")
-"""Beginnings of the names of Atlas A2's and A3's chips, which have both operators."""
 
 
 class NPUTopKTopPSampler(torch.nn.Module):
@@ -89,6 +86,6 @@ def _operator(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | No
 
 def install(runner: Any) -> None:
     """Give a model runner this sampler, where the chip has the operators."""
-    if extension.chip().name.startswith(CHIPS):
+    if extension.chip().name.startswith(machine.ATLAS_A2_A3):  # which have both operators
         sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(runner.sampler.topk_topp_sampler, runner)
         rejection_sampler.apply_top_k_top_p = sampler.restrict

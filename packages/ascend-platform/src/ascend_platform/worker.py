@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from ascend_platform import compat, extension, watch
+from ascend_platform import compat, device_metrics, extension, watch
 from ascend_platform.model_runner import NPUModelRunner
 from ascend_platform.platform import announce
 from ascend_platform.profiler import NPUProfiler
@@ -120,6 +120,7 @@ class NPUWorker(Worker):
         compat.set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
+        device_metrics.report(self)
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def checkpoint_prepare(self) -> None:

@@ -54,13 +54,11 @@ def detect(vllm_config: VllmConfig) -> None:
 
 
 def check_chip(schemes: Iterable[str]) -> None:
-    """Raise RefusedError where the NPU's operators do not take these schemes."""
-    from ascend_platform.quantization.matrix import CHIPS
-
-    found = machine.chip()
+    """Raise RefusedError where the NPU's operators do not take these schemes, by torch_npu's documentation."""
+    found, served = machine.chip(), machine.ATLAS_A2_A3
     names = sorted(set(schemes))
-    if found and names and not found.startswith(CHIPS):
+    if found and names and not found.startswith(served):
         raise extension.RefusedError(
-            f"the model has weights of {', '.join(names)}, which are served on {' and '.join(CHIPS)}; this NPU is {found}: serve "
-            "the model unquantized here"
+            f"the model has weights of {', '.join(names)}, which are served on {' and '.join(served)}; this NPU is {found}: "
+            "serve the model unquantized here"
         )

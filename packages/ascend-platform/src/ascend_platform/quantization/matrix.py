@@ -9,12 +9,8 @@ import torch
 import torch_npu
 
 from ascend_platform import extension
-from ascend_platform.moe import grouped_product
 
 Tensors = Mapping[str, torch.Tensor]
-
-CHIPS = ("Ascend910B", "Ascend910_93")
-"""Beginnings of the names of the chips whose operators take these schemes (Atlas A2 and A3), by torch_npu's documentation."""
 
 GROUP_STEP = 32
 """Groups of inputs are multiples of this (npu_weight_quant_batchmatmul, antiquant_group_size)."""
@@ -172,18 +168,3 @@ def int8_across(weight: torch.Tensor) -> torch.Tensor:
 def of_rows(parameter: torch.Tensor) -> torch.Tensor:
     """``[..., out]`` of a scale or zero with one group, ``[..., groups, out]`` of one with several."""
     return parameter.squeeze(-1) if parameter.shape[-1] == 1 else parameter.transpose(-1, -2).contiguous()
-
-
-__all__ = [
-    "CHIPS",
-    "Quantized",
-    "Scheme",
-    "Stored",
-    "Tensors",
-    "four_bit_words",
-    "grouped_product",
-    "int8_across",
-    "of_rows",
-    "unpacked",
-    "unpacked_rows",
-]

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 import torch_npu
 
+from ascend_platform.moe import grouped_product
 from ascend_platform.quantization.matrix import (
     Quantized,
     Scheme,
     Stored,
     Tensors,
     four_bit_words,
-    grouped_product,
     unpacked_rows,
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ascend_platform.quantization.matrix import int8_across
 from ascend_platform.quantization.weight_only import WeightOnly
 
 
@@ -11,4 +12,4 @@ class W8A16(WeightOnly):
     name = "W8A16"
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.transpose(-1, -2).contiguous()
+        return int8_across(weight)

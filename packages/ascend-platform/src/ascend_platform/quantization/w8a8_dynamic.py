@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch_npu
 
-from ascend_platform.quantization.matrix import Quantized, Scheme, Tensors, grouped_product, int8_across, of_rows
+from ascend_platform.moe import grouped_product
+from ascend_platform.quantization.matrix import Quantized, Scheme, Tensors, int8_across, of_rows
 
 FUSED_STEP, FUSED_MOST = 64, 10496
 """Inner sizes that npu_dequant_swiglu_quant takes with groups: multiples of the one up to the other (its documentation)."""

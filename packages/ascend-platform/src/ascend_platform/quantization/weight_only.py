@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 import torch_npu
 
-from ascend_platform.quantization.matrix import Quantized, Scheme, Tensors, grouped_product, of_rows
+from ascend_platform.moe import grouped_product
+from ascend_platform.quantization.matrix import Quantized, Scheme, Tensors, of_rows
 
 
 class WeightOnly(Scheme):

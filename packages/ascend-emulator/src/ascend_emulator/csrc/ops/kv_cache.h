@@ -9,14 +9,16 @@ namespace emu {
 // A cache as [blocks, block_size, ...row], a view of either layout: "Norm" [blocks, block_size, heads, D], "PA_NZ" [blocks, H / c, block_size, c].
 inline Tensor by_slot(const Tensor& cache, bool fractal) { return fractal ? cache.transpose(1, 2) : cache; }
 
-// slot = block * block_size + place; negative ones are left out.
+// slot = block * block_size + place. Negative ones are left out by ATB and outside the documented range of aclnn's operators.
+enum class Negative { kLeftOut, kRefused };
+
 struct Slots {
   Tensor rows, where;  // which rows, undefined if all, and where they go
-  Slots(const Tensor& slots, int64_t limit) : where(slots.to(at::kLong).contiguous()) {
+  Slots(const Tensor& slots, int64_t limit, Negative negative) : where(slots.to(at::kLong).contiguous()) {
     const auto* slot = where.const_data_ptr<int64_t>();
     bool skips = false;
     for (int64_t i = 0; i < where.numel(); ++i) {
-      check(slot[i] < limit, kOpParam, "slot ", slot[i], " is outside the cache of ", limit);
+      check(slot[i] < limit && (slot[i] >= 0 || negative == Negative::kLeftOut), kOpParam, "slot ", slot[i], " is outside the cache of ", limit);
       skips = skips || slot[i] < 0;
     }
     if (!skips) return;

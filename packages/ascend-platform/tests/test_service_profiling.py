@@ -1,0 +1,80 @@
+"""What msServiceProfiler is told: functions that are there, in a file that is written where it is asked for."""
+
+import functools
+import importlib
+import inspect
+import logging
+import sys
+
+import pytest
+import yaml
+from ascend_platform import extension, service_profiling
+from ascend_platform.service_profiling import SWITCH, SYMBOLS
+from vllm import __version__
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(SWITCH, "profile.json")
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """The name of the pip package's form; the tool itself wants CANN's toolkit."""
+    (tmp_path / "msserviceprofiler").mkdir()
+    (tmp_path / "msserviceprofiler" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("msserviceprofiler", None)
+
+
+def file_of(home):
+    return home / ".config" / "vllm_ascend" / f"service_profiling_symbols.{__version__}.yaml"
+
+
+@pytest.mark.parametrize("each", SYMBOLS, ids=lambda each: each.symbol)
+def test_the_functions_are_there(each):
+    module, _, names = each.symbol.partition(":")
+    found = functools.reduce(getattr, names.split("."), importlib.import_module(module))
+    assert inspect.isfunction(found)
+
+
+def test_the_file_says_what_to_time(home, tool):
+    service_profiling.register()
+    found = yaml.safe_load(file_of(home).read_text())
+    assert [each["symbol"] for each in found] == [each.symbol for each in SYMBOLS]
+    assert found[0] == {
+        "symbol": "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+        "handler": "msserviceprofiler.vllm_profiler.vllm_v1.batch_hookers:schedule",
+        "name": "batchFrameworkProcessing",
+    }
+    assert {"symbol", "domain", "name"} == set(found[-1])
+
+
+def test_a_changed_file_stays(home, tool):
+    file_of(home).parent.mkdir(parents=True)
+    file_of(home).write_text("mine")
+    service_profiling.register()
+    assert file_of(home).read_text() == "mine"
+
+
+def test_without_the_switch_nothing_is_written(home, tool, monkeypatch):
+    monkeypatch.delenv(SWITCH)
+    service_profiling.register()
+    assert not home.exists()
+
+
+def test_without_the_tool_one_line_says_so(home):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    extension.logger.addHandler(handler)
+    service_profiling.register()
+    extension.logger.removeHandler(handler)
+    assert not home.exists()
+    (line,) = said
+    assert SWITCH in line
+    assert "pip install msserviceprofiler" in line
