@@ -6,6 +6,7 @@ import pytest
 from ascend_kv_connector import CONNECTORS
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.connector import AscendP2PConnector
+from ascend_kv_connector.offloading import OffloadingConnector
 from ascend_platform import extension
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -42,10 +43,9 @@ def test_entry_point_registers_all_names_with_vllm(monkeypatch: pytest.MonkeyPat
     register = entry_point.load()
     register()
     register()
-    assert (
-        extension.state("ascend-kv-connector") == "active (AscendP2PConnector, MooncakeConnectorV1, MooncakeLayerwiseConnector)"
-    )
+    assert extension.state("ascend-kv-connector") == f"active ({', '.join(CONNECTORS)})"
     for name in CONNECTORS:
         config = KVTransferConfig(kv_connector=name, kv_role="kv_both")
-        assert KVConnectorFactory.get_connector_class(config) is AscendP2PConnector
+        found = KVConnectorFactory.get_connector_class(config)
+        assert found is (OffloadingConnector if name == "OffloadingConnector" else AscendP2PConnector)
         assert KVConnectorFactory.supports_hma_config(config)

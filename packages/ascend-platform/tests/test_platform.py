@@ -130,6 +130,30 @@ def test_connector_looks_at_its_own_options_before_anything_starts(model, connec
         engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"transport": "carrier pigeon"}))
 
 
+def test_host_memory_and_several_connectors_are_served_by_those_for_npus(model, connectors):
+    ours = "ascend_kv_connector.offloading"
+    with pytest.raises(ValueError, match=r"OffloadingConnector is not for Ascend NPUs; .* is not loaded"):
+        engine_config(model(), kv_offloading_size=1)
+    connectors()
+    config = engine_config(model(), kv_offloading_size=1).kv_transfer_config
+    assert (config.kv_connector, config.kv_connector_module_path) == ("OffloadingConnector", ours)
+    with pytest.raises(ValueError, match="has no cpu_bytes_to_use"):
+        engine_config(model(), **transfer("OffloadingConnector"))
+    host = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+    }
+    several = transfer("MultiConnector", kv_connector_extra_config={"connectors": [host]})
+    config = engine_config(model(), **several).kv_transfer_config
+    assert config.kv_connector_extra_config["connectors"][0]["kv_connector_module_path"] == ours
+    host |= {"kv_connector": "NixlConnector", "kv_connector_module_path": None}
+    with pytest.raises(ValueError, match="NixlConnector is not for Ascend NPUs"):
+        engine_config(model(), **several)
+    with pytest.raises(ValueError, match=r"MultiConnector: kv_connector_extra_config.connectors is None"):
+        engine_config(model(), **transfer("MultiConnector"))
+
+
 def test_module_of_vllm_ascend_is_left_out_where_its_connector_has_a_counterpart(model, connectors, lines):
     connectors()
     there = {"kv_connector_module_path": "vllm_ascend.distributed.mooncake_connector", "kv_connector_extra_config": {"leese": 1}}

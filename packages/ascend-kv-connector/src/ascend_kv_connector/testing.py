@@ -75,7 +75,7 @@ class Engine:
     ``wrong`` has (request, token, layer) where the KV cache was not what it should be as a step used it.
     """
 
-    def __init__(self, config: Any, blocks: int, make_cache: Callable[[int], Any], parts: Callable[[Any], list]) -> None:
+    def __init__(self, config: Any, blocks: int, make_caches: Callable[[int, int], list], parts: Callable[[Any], list]) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -90,13 +90,13 @@ class Engine:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32)
         self.layers = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
         size = blocks * spec.page_size_bytes
-        tensors = _tensors(KVCacheTensor, self.layers, size)
+        tensors = _tensors(KVCacheTensor, self.layers, size, spec.page_size_bytes)
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=[KVCacheGroupSpec(self.layers, spec)])
         config.cache_config.num_gpu_blocks = blocks
         self.config, self.blocks, self.parts = config, blocks, parts
         self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK, hash_block_size=BLOCK, log_stats=True)
         self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-        self.caches = {name: make_cache(blocks) for name in self.layers}
+        self.caches = dict(zip(self.layers, make_caches(LAYERS, blocks), strict=True))
         for name, held in self.caches.items():
             config.compilation_config.static_forward_context[name] = SimpleNamespace(kv_cache=held, layer_name=name)
         self.worker.register_kv_caches(self.caches)
@@ -231,12 +231,11 @@ class Engine:
         return sampled
 
 
-def _tensors(kind: Any, layers: list[str], size: int) -> list[Any]:
-    """One backing tensor, or one for each layer, as this vLLM's KVCacheTensor has it."""
-    fields = inspect.signature(kind).parameters
-    if "shared_by" in fields:
-        return [kind(size=size, shared_by=[layer]) for layer in layers]
-    return []
+def _tensors(kind: Any, layers: list[str], size: int, page: int) -> list[Any]:
+    """All layers in one allocation, one behind the other, as vLLM's KVCacheTensor says it (``vllm/v1/kv_cache_interface.py``)."""
+    if "layer_stride" in inspect.signature(kind).parameters:
+        return [kind(size=size * len(layers), layers=layers, layer_stride=size, block_stride=page)]
+    return [kind(size=size, shared_by=[layer]) for layer in layers]
 
 
 def expected_tokens(prompt: list[int], length: int) -> list[int]:
@@ -288,10 +287,12 @@ class ConnectorTests:
     paged: bool = True
     keeps: bool = False
 
-    def make_cache(self, blocks: int) -> Any:
+    def make_caches(self, layers: int, blocks: int) -> list[Any]:
+        """Each layer's, all in one allocation, which layers follow each other in."""
+        whole = torch.full((layers, blocks * BLOCK * HEADS * 2 * SIZE), -1.0, device=self.device)
         if self.paged:
-            return Pages(*(torch.full((blocks, BLOCK, HEADS, SIZE), -1.0, device=self.device) for _ in range(2)))
-        return torch.full((blocks, BLOCK, HEADS, 2 * SIZE), -1.0, device=self.device).transpose(1, 2)
+            return [Pages(*layer.view(2, blocks, BLOCK, HEADS, SIZE)) for layer in whole]
+        return [layer.view(blocks, BLOCK, HEADS, 2 * SIZE).transpose(1, 2) for layer in whole]
 
     def parts(self, cache: Any) -> list[torch.Tensor]:
         """A layer's keys and values, each ``[blocks, BLOCK, HEADS, SIZE]``, in the memory of the cache."""
@@ -306,7 +307,7 @@ class ConnectorTests:
         made = []
 
         def make(blocks: int = 200, **transfer: Any) -> Engine:
-            made.append(Engine(self.config(self.transfer | transfer), blocks, self.make_cache, self.parts))
+            made.append(Engine(self.config(self.transfer | transfer), blocks, self.make_caches, self.parts))
             return made[-1]
 
         yield make
@@ -421,8 +422,8 @@ class ConnectorTests:
 class HandoffTests(ConnectorTests):
     """Of connectors that hand a prompt from one instance to another by ``kv_transfer_params``.
 
-    The first gets ``do_remote_decode``, the other what the first answers. ``prefill`` and ``decode`` are what the configurations of
-    the two have in addition to ``transfer``.
+    The first gets ``do_remote_decode``, the other what the first answers.
+    ``prefill`` and ``decode`` are what each configuration has in addition to ``transfer``.
     """
 
     prefill: ClassVar[dict[str, Any]] = {"kv_role": "kv_producer"}
