@@ -107,7 +107,7 @@ def faults(requests: int) -> list[str]:
     return wrong
 
 
-def throughput(rounds: int = 5) -> list[str]:
+def throughput(rounds: int = 9) -> list[str]:
     """Time requests of one rank to one rank over Mooncake, and as many bytes read by Mooncake alone, in turns."""
     import transfer_speed
 

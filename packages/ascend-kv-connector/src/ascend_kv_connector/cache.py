@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.protocol import Cache, Region
+
+DIRECT = 32 << 10
+"""Bytes on average from which tokens that follow each other are copied between device and host without a gather."""
 
 
 class Heads(NamedTuple):
@@ -63,33 +67,65 @@ class PagedCache:
         return sum(self.regions[index].size for index in regions) * heads * self.dtype.itemsize
 
     def rows(self, blocks: Sequence[int], start: int, stop: int) -> torch.Tensor:
-        """int64 ``[stop - start]`` on the device: where the request's tokens are in ``[blocks * block_size]``."""
+        """int64 ``[stop - start]`` on the host: where the request's tokens are in ``[blocks * block_size]``."""
         places = torch.arange(start, stop)
         table = torch.tensor(blocks, dtype=torch.int64)
-        return (table[places // self.block_size] * self.block_size + places % self.block_size).to(self.device)
+        return table[places // self.block_size] * self.block_size + places % self.block_size
 
     def pack(self, rows: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor) -> int:
         """Copy tokens to the beginning of a buffer, uint8 ``[bytes]``, as :class:`~ascend_kv_connector.protocol.Chunk` has them;
         returns how many bytes that is. What the device does for it is enqueued on the current stream."""
-        mine = slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.number)
-        parts = [self._flat(index)[:, mine].index_select(0, rows).reshape(-1) for index in regions]
-        packed = torch.cat(parts).view(torch.uint8)
-        buffer[: packed.numel()].copy_(packed, non_blocking=True)
-        return packed.numel()
+        size = len(rows) * self.token_bytes(regions, heads.number)
+        values = buffer[:size].view(self.dtype)
+        if runs := self._runs(rows, heads):
+            for index, part in self._parts(values, regions, len(rows), heads):
+                for at, first, count in runs:
+                    part[at : at + count].copy_(self._flat(index)[first : first + count], non_blocking=True)
+            return size
+        gathered, rows = torch.empty(len(values), dtype=self.dtype, device=self.device), rows.to(self.device)
+        for index, part in self._parts(gathered, regions, len(rows), heads):
+            part.copy_(self._flat(index)[:, self._mine(heads)].index_select(0, rows))
+        values.copy_(gathered, non_blocking=True)
+        return size
 
     def unpack(self, rows: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor) -> None:
         """The inverse of :meth:`pack`: uint8 ``[bytes]`` into the cache, of this rank's heads those given."""
-        mine = slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.number)
-        values, at = data.to(self.device, non_blocking=True).view(self.dtype), 0
-        for index in regions:
-            size = self.regions[index].size
-            count = len(rows) * heads.number * size
-            part = values[at : at + count].view(len(rows), heads.number, size)
-            at += count
+        if runs := self._runs(rows, heads):
+            for index, part in self._parts(data.view(self.dtype), regions, len(rows), heads):
+                for at, first, count in runs:
+                    self._flat(index)[first : first + count].copy_(part[at : at + count], non_blocking=True)
+            return
+        values, rows = data.to(self.device, non_blocking=True).view(self.dtype), rows.to(self.device)
+        for index, part in self._parts(values, regions, len(rows), heads):
             if heads.number == self.heads.number:
                 self._flat(index).index_copy_(0, rows, part)
             else:
-                self._flat(index)[rows, mine] = part
+                self._flat(index)[rows, self._mine(heads)] = part
+
+    def _mine(self, heads: Heads) -> slice:
+        return slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.number)
+
+    def _runs(self, rows: torch.Tensor, heads: Heads) -> list[tuple[int, int, int]]:
+        """Tokens that follow each other also in the cache, as (token, row, number), if they are long enough to be copied as they
+        are, without a gather on the device."""
+        if heads.number != self.heads.number:
+            return []
+        cuts = [0, *(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), len(rows)]
+        token = min(region.size for region in self.regions) * heads.number * self.dtype.itemsize
+        if len(rows) * token < DIRECT * (len(cuts) - 1):
+            return []
+        return [(at, int(rows[at]), stop - at) for at, stop in pairwise(cuts)]
+
+    def _parts(
+        self, values: torch.Tensor, regions: Sequence[int], tokens: int, heads: Heads
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Of each region its tokens in a buffer of values, ``[tokens, heads, size]``."""
+        at = 0
+        for index in regions:
+            size = self.regions[index].size
+            count = tokens * heads.number * size
+            yield index, values[at : at + count].view(tokens, heads.number, size)
+            at += count
 
     def _flat(self, index: int) -> torch.Tensor:
         return self.caches[index].flatten(0, 1)
