@@ -5,21 +5,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_attention import fused
+from ascend_attention import fused, sinks
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 BLOCK_SIZE, BLOCKS = fused.BLOCK_SIZE, 32
 
 
-def reference(query, key, value, scale):
+def reference(query, key, value, scale, window=None, slopes=None, cap=None, sinks=None, causal=True):
     """query [tokens, heads, d] at the end of key and value [length, kv_heads, d]; float64."""
     query, key, value = query.double(), key.double(), value.double()
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = torch.einsum("thd,lhd->htl", query, key) * scale
-    later = torch.ones(len(query), len(key)).triu(len(key) - len(query) + 1).bool()
-    return torch.einsum("htl,lhd->thd", scores.masked_fill(later, -torch.inf).softmax(-1), value)
+    if cap:
+        scores = cap * (scores / cap).tanh()
+    after = torch.arange(len(key)) - torch.arange(len(key) - len(query), len(key))[:, None]
+    if slopes is not None:
+        scores = scores + slopes.double().view(-1, 1, 1) * after
+    if causal:
+        scores = scores.masked_fill((after > 0) | (after <= -(window or len(key))), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)], -1)
+    return torch.einsum("htl,lhd->thd", scores.softmax(-1)[..., : len(key)], value)
 
 
 BATCHES = {
@@ -39,6 +47,28 @@ def current_config():
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (8, 2, 128), (4, 1, 16)])
 @pytest.mark.parametrize("kind", BATCHES)
 def test_attention_over_pages(dtype, heads, kv_heads, size, kind):
+    check(dtype, heads, kv_heads, size, kind)
+
+
+@pytest.mark.parametrize("window", [1, 100, 128, 2000])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_sliding_windows(kind, window):
+    check(torch.bfloat16, 8, 2, 64, kind, sliding_window=window)
+
+
+@pytest.mark.parametrize("size", [80, 96, 112, 192, 256])
+def test_head_sizes(size):
+    check(torch.float16, 4, 2, size, "mixed")
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_sinks(kind, window):
+    own = torch.tensor([0.5, 3.0, -1.0, 5.0], dtype=torch.bfloat16)
+    check(torch.bfloat16, 4, 2, 64, kind, sinks.SinkAttentionBackend, sliding_window=window, sinks=own)
+
+
+def check(dtype, heads, kv_heads, size, kind, backend=fused.FusedAttentionBackend, **beyond):
     rng = random.Random(f"{heads}{kind}")
     pairs = [BATCHES[kind](rng) for _ in range(rng.randint(1, 5))]  # (new tokens, tokens in the cache before)
     lengths = [new + before for new, before in pairs]
@@ -72,16 +102,46 @@ def test_attention_over_pages(dtype, heads, kv_heads, size, kind):
         slot_mapping=torch.tensor(new_tokens(slots)).npu(),
     )
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=kv_heads, head_size=size, dtype=dtype)
-    builder = fused.FusedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
-    layer = fused.FusedAttentionImpl(heads, size, size**-0.5, kv_heads)
+    builder = backend.get_builder_cls()(spec, ["layer"], VllmConfig(), torch.device("npu"))
+    placed = {name: x.npu() if isinstance(x, torch.Tensor) else x for name, x in beyond.items()}
+    layer = backend.get_impl_cls()(heads, size, size**-0.5, kv_heads, **placed)
     output = torch.empty(starts[-1], heads, size, dtype=dtype, device="npu")
     joined = torch.cat([torch.cat([torch.stack(new_tokens(x)) for x in (keys, values)], dim=1)]).npu()
     key, value = joined.split(kv_heads, dim=1)  # as the model has them: slices of one projection
     layer.forward(None, torch.cat(queries).npu(), key, value, cache, builder.build(0, common), output)
 
-    expected = torch.cat([reference(q, k, v, size**-0.5) for q, k, v in zip(queries, keys, values, strict=True)])
+    options = {"window": beyond.get("sliding_window"), "sinks": beyond.get("sinks")}
+    expected = torch.cat([reference(q, k, v, size**-0.5, **options) for q, k, v in zip(queries, keys, values, strict=True)])
     bound = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(output.cpu().double(), expected, atol=bound, rtol=bound)
+
+
+def test_attention_to_an_encoder_s_tokens():
+    """Every token sees all of its request's keys; a request's are written once, a later step brings none."""
+    heads, size, lengths, counts, dtype = 4, 64, [140, 7, 300], [1, 5, 3], torch.bfloat16
+    keys, values = ([torch.randn(n, 2, size, dtype=dtype) for n in lengths] for _ in range(2))
+    slots = torch.cat([torch.arange(n) + 3 * BLOCK_SIZE * r for r, n in enumerate(lengths)])
+    cache = tuple(torch.full((2, 9, BLOCK_SIZE, 2, size), 1e4, dtype=dtype).npu())
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    layer = fused.FusedAttentionImpl(heads, size, size**-0.5, 2, attn_type="encoder_decoder")
+    for new in (slots, slots[:0]):
+        meta = fused.FusedAttentionMetadata(
+            lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
+            tokens=ends[-1],
+            block_table=torch.arange(9, dtype=torch.int32).view(3, 3).npu(),
+            slot_mapping=new.npu(),
+            mask=torch.ones(2048, 2048, dtype=torch.int8).triu_(1).npu(),
+            log_sums=torch.empty(1, device="npu"),
+            causal=False,
+        )
+        queries = torch.randn(ends[-1], heads, size, dtype=dtype)
+        output = torch.empty(ends[-1], heads, size, dtype=dtype, device="npu")
+        pair = (torch.cat(keys).npu(), torch.cat(values).npu()) if len(new) else (None, None)
+        layer.forward(None, queries.npu(), *pair, cache, meta, output)
+        own = zip(queries.split(counts), keys, values, strict=True)
+        expected = torch.cat([reference(q, k, v, size**-0.5, causal=False) for q, k, v in own])
+        bound = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(output.cpu().double(), expected, atol=bound, rtol=bound)
 
 
 def quantized(rows, scale, offset):
@@ -157,7 +217,6 @@ def test_profiling_without_metadata_gives_zero():
     ("arguments", "named"),
     [
         ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
-        ({"sliding_window": 4096}, "a sliding window"),
         ({"logits_soft_cap": 30.0}, "a logits soft cap"),
         ({"attn_type": "encoder_only"}, "encoder_only attention"),
         ({"sinks": torch.zeros(2)}, "sinks"),
@@ -166,6 +225,25 @@ def test_profiling_without_metadata_gives_zero():
 def test_what_it_has_not_is_refused_by_name(arguments, named):
     with pytest.raises(NotImplementedError, match=named):
         fused.FusedAttentionImpl(2, 16, 1.0, **arguments)
+
+
+@pytest.mark.parametrize("kind", [FullAttentionSpec, CrossAttentionSpec])
+def test_attention_to_an_encoder_is_in_no_graph(kind):
+    spec = kind(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    support = fused.FusedAttentionMetadataBuilder.get_cudagraph_support(VllmConfig(), spec)
+    assert support.name == ("ALWAYS" if kind is FullAttentionSpec else "NEVER")
+
+
+def test_windows_over_int8_pages_are_refused():
+    spec = SlidingWindowSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.int8, sliding_window=64)
+    with pytest.raises(NotImplementedError, match="int8 is not served with sliding windows"):
+        fused.FusedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
+
+
+def test_sinks_are_served_in_bfloat16_and_small_heads():
+    backend = sinks.SinkAttentionBackend
+    assert [backend.supports_dtype(dtype) for dtype in (torch.bfloat16, torch.float16)] == [True, False]
+    assert [backend.supports_head_size(size) for size in (64, 128, 192)] == [True, True, False]
 
 
 @pytest.mark.parametrize(("head_size", "taken"), [(16, True), (128, True), (256, True), (72, False), (512, False)])

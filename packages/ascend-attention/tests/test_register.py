@@ -3,6 +3,7 @@
 from importlib.metadata import entry_points
 
 from ascend_platform import extension
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 
@@ -14,7 +15,9 @@ def test_entry_point_offers_the_fused_attention(monkeypatch):
     register()
     register()
     assert extension.state("ascend-attention") == "active"
-    assert resolve_obj_by_qualname(extension.offered("attention.dense")).get_name() == "CUSTOM"
+    for kind in ("dense", "sinks", "encoder"):
+        assert resolve_obj_by_qualname(extension.offered(f"attention.{kind}")).get_name() == "CUSTOM"
+    assert issubclass(resolve_obj_by_qualname(extension.offered("attention.vision")), MMEncoderAttention)
 
 
 def test_it_stands_aside_when_vllm_is_another(monkeypatch):

@@ -187,6 +187,15 @@ def test_arguments_outside_the_documentation_are_refused(options, message):
         torch_npu.npu_fusion_attention(x, x, x, HEADS, "BNSD", **given)
 
 
+def test_packed_sequences_are_at_most_1024():
+    x = torch.randn(1025, 1, 16).half().npu()
+    some, ends = x[:1024], list(range(1, 1026))
+    out = torch_npu.npu_fusion_attention(some, some, some, 1, "TND", actual_seq_qlen=ends[:-1], actual_seq_kvlen=ends[:-1])[0]
+    assert torch.equal(out, some)  # each token sees itself
+    with pytest.raises(RuntimeError, match="actual_seq_qlen has 1025 entries in layout TND; at most 1024 are allowed"):
+        torch_npu.npu_fusion_attention(x, x, x, 1, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
+
+
 def test_packed_sequences_without_a_sink():
     """aclnnFlashAttentionVarLenScoreV2 and its gradient."""
     plain = [torch.randn(9, HEADS, SIZE) for _ in range(3)]

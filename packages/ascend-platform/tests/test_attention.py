@@ -13,13 +13,21 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 BLOCK_SIZE, BLOCKS = 16, 96
 
 
-def reference(query, key, value, scale):
+def reference(query, key, value, scale, window=None, slopes=None, cap=None, sinks=None, causal=True):
     """query [tokens, heads, d] at the end of key and value [length, kv_heads, d]; float64."""
     query, key, value = query.double(), key.double(), value.double()
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = torch.einsum("thd,lhd->htl", query, key) * scale
-    later = torch.ones(len(query), len(key)).triu(len(key) - len(query) + 1).bool()
-    return torch.einsum("htl,lhd->thd", scores.masked_fill(later, -torch.inf).softmax(-1), value)
+    if cap:
+        scores = cap * (scores / cap).tanh()
+    after = torch.arange(len(key)) - torch.arange(len(key) - len(query), len(key))[:, None]
+    if slopes is not None:
+        scores = scores + slopes.double().view(-1, 1, 1) * after
+    if causal:
+        scores = scores.masked_fill((after > 0) | (after <= -(window or len(key))), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)], -1)
+    return torch.einsum("htl,lhd->thd", scores.softmax(-1)[..., : len(key)], value)
 
 
 def batch(rng, requests, kind):
@@ -43,6 +51,27 @@ def current_config():
 @pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
 @pytest.mark.parametrize("at_once", [1 << 24, 1 << 11])  # the second cuts the work in many pieces
 def test_attention_over_pages(dtype, heads, kv_heads, kind, at_once, monkeypatch):
+    check(dtype, heads, kv_heads, kind, at_once, monkeypatch)
+
+
+BEYOND = {
+    "window": {"sliding_window": 24},
+    "wide window": {"sliding_window": 100},
+    "soft cap": {"logits_soft_cap": 1.5},
+    "ALiBi": {"alibi_slopes": [0.5, 0.25, 0.1, 0.02]},
+    "sinks": {"sinks": torch.tensor([0.5, 3.0, -1.0, 2.0])},
+    "all": {"sliding_window": 24, "logits_soft_cap": 1.5, "alibi_slopes": [0.5, 0.25, 0.1, 0.02], "sinks": torch.ones(4)},
+}
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("at_once", [1 << 24, 1 << 11])
+@pytest.mark.parametrize("beyond", BEYOND)
+def test_what_is_beyond_causal_attention(kind, at_once, beyond, monkeypatch):
+    check(torch.float32, 4, 2, kind, at_once, monkeypatch, **BEYOND[beyond])
+
+
+def check(dtype, heads, kv_heads, kind, at_once, monkeypatch, **beyond):
     monkeypatch.setattr(attention, "ELEMENTS_AT_ONCE", at_once)
     rng, size = random.Random(f"{heads}{kind}{at_once}"), 32
     pairs = batch(rng, rng.randint(1, 6), kind)
@@ -80,12 +109,15 @@ def test_attention_over_pages(dtype, heads, kv_heads, kind, at_once, monkeypatch
     )
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=kv_heads, head_size=size, dtype=dtype)
     builder = attention.PagedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
-    layer = attention.PagedAttentionImpl(heads, size, size**-0.5, kv_heads)
+    placed = {name: x.npu() if isinstance(x, torch.Tensor) else x for name, x in beyond.items()}
+    layer = attention.PagedAttentionImpl(heads, size, size**-0.5, kv_heads, **placed)
     output = torch.empty(starts[-1], heads, size, dtype=dtype, device="npu")
     key, value = (torch.stack(new_tokens(x)).npu() for x in (keys, values))
     layer.forward(None, torch.cat(queries).npu(), key, value, cache, builder.build(0, common), output)
 
-    expected = torch.cat([reference(q, k, v, size**-0.5) for q, k, v in zip(queries, keys, values, strict=True)])
+    slopes = torch.tensor(beyond["alibi_slopes"]) if "alibi_slopes" in beyond else None
+    options = (beyond.get("sliding_window"), slopes, beyond.get("logits_soft_cap"), beyond.get("sinks"))
+    expected = torch.cat([reference(q, k, v, size**-0.5, *options) for q, k, v in zip(queries, keys, values, strict=True)])
     bound = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(output.cpu().double(), expected, atol=bound, rtol=bound)
 
@@ -96,16 +128,39 @@ def test_profiling_without_metadata_gives_zero():
     assert layer.forward(None, output, output, output, PagedKV(output, output), None, output).abs().sum().item() == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
-        ({"sliding_window": 4096}, "a sliding window"),
-        ({"logits_soft_cap": 30.0}, "a logits soft cap"),
-        ({"attn_type": "encoder_only"}, "encoder_only attention"),
-        ({"sinks": torch.zeros(2)}, "sinks"),
-    ],
-)
-def test_what_it_has_not_is_refused_by_name(arguments, named):
-    with pytest.raises(NotImplementedError, match=named):
-        attention.PagedAttentionImpl(2, 16, 1.0, **arguments)
+@pytest.mark.parametrize("singles", [0, 3])
+def test_attention_to_an_encoder_s_tokens(singles):
+    """Every token sees all of its request's keys; a request's are written once, a later step brings none."""
+    heads, size, lengths, counts = 4, 32, [40, 7, 100], [1, 1, 1] if singles else [1, 5, 3]
+    keys, values = ([torch.randn(n, 2, size) for n in lengths] for _ in range(2))
+    table = torch.arange(21, dtype=torch.int32).view(3, 7)
+    slots = torch.cat([torch.arange(n) + 7 * BLOCK_SIZE * r for r, n in enumerate(lengths)])
+    cache = PagedKV(*torch.full((2, 21, BLOCK_SIZE, 2, size), torch.nan).npu())
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    layer = attention.PagedAttentionImpl(heads, size, size**-0.5, 2, attn_type="encoder_decoder")
+
+    def attend(meta_slots, key, value):
+        meta = attention.PagedAttentionMetadata(
+            query_start=starts,
+            kv_lens=lengths,
+            block_table=table.npu(),
+            slot_mapping=meta_slots,
+            singles=singles,
+            ends=torch.tensor(lengths[:singles], dtype=torch.int32).npu(),
+            longest=112 if singles else 0,
+            causal=False,
+        )
+        output = torch.empty(starts[-1], heads, size, device="npu")
+        queries = torch.randn(starts[-1], heads, size)
+        layer.forward(None, queries.npu(), key, value, cache, meta, output)
+        own = zip(queries.split(counts), keys, values, strict=True)
+        expected = torch.cat([reference(q, k, v, size**-0.5, causal=False) for q, k, v in own])
+        torch.testing.assert_close(output.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+
+    attend(slots.npu(), torch.cat(keys).npu(), torch.cat(values).npu())
+    attend(slots[:0].npu(), None, None)
+
+
+def test_what_it_has_not_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="encoder_only attention"):
+        attention.PagedAttentionImpl(2, 16, 1.0, attn_type="encoder_only")

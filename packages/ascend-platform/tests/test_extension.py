@@ -156,16 +156,16 @@ def test_interface_is_the_recorded_one():
 
 @pytest.mark.parametrize(
     ("api", "upgrade"),
-    [("1.0", None), ("1.1", None), ("1.2", "ascend-platform"), ("2.0", "ascend-platform"), ("0.9", "wheel-a")],
+    [("1.0", None), ("1.2", None), ("1.3", "ascend-platform"), ("2.0", "ascend-platform"), ("0.9", "wheel-a")],
 )
 def test_component_written_for_another_interface_stands_aside(installed, lines, api, upgrade):
-    assert extension.API_VERSION == "1.1"
+    assert extension.API_VERSION == "1.2"
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", api=api)
     if upgrade is None:
         assert (extension.state("wheel-a"), lines) == ("active", [])
         return
-    said = f"it was written for version {api} of ascend_platform.extension and found 1.1; run: pip install --upgrade {upgrade}"
+    said = f"it was written for version {api} of ascend_platform.extension and found 1.2; run: pip install --upgrade {upgrade}"
     assert extension.state("wheel-a") == f"standing aside: {said}"
     assert lines == [("WARNING", f"wheel-a 1.0 is {extension.state('wheel-a')}")]
 
@@ -188,10 +188,20 @@ def test_argument_of_a_later_interface_does_not_raise(installed, lines):
 
 
 def test_dense_attention_refuses_what_it_has_not():
+    from vllm.v1.attention.backend import AttentionType
+
     class Attention(extension.DenseImpl):
         title = "the attention of somebody"
 
     one = Attention(8, 64, 0.125, num_kv_heads=2, kv_sharing_target_layer_name="layers.0", sinks=None)
     assert (one.num_heads, one.num_kv_heads, one.head_size, one.writes_cache) == (8, 2, 64, False)
-    with pytest.raises(NotImplementedError, match="needs a sliding window, sinks; the attention of somebody has dense causal"):
+    with pytest.raises(NotImplementedError, match="needs a sliding window, sinks; the attention of somebody has causal dec"):
         Attention(8, 64, 0.125, sliding_window=4096, sinks=[1.0])
+    Attention.serves = frozenset({"a sliding window", "encoder_only attention"})
+    windowed = Attention(8, 64, 0.125, sliding_window=4096, attn_type=AttentionType.ENCODER_ONLY)
+    assert (windowed.sliding_window, windowed.sinks, windowed.soft_cap) == (4096, None, None)
+    with pytest.raises(NotImplementedError, match="needs sinks; the attention of somebody has causal decoder attention, a sl"):
+        Attention(8, 64, 0.125, sliding_window=4096, sinks=[1.0])
+    Attention.dcp_world_size, Attention.supports_dcp = 2, True
+    with pytest.raises(NotImplementedError, match="needs decode context parallelism with a sliding window;"):
+        Attention(8, 64, 0.125, sliding_window=4096)

@@ -4,6 +4,9 @@ import pytest
 import torch
 from ascend_platform import kv_cache
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -66,9 +69,42 @@ def test_other_layouts_are_refused_with_the_one_that_fits():
         kv_cache.take_apart(other, HEAD_SIZE)
 
 
-def test_one_group_of_full_attention_is_taken_and_others_are_refused():
-    kv_cache.check(config())
-    with pytest.raises(NotImplementedError, match="2 of kind FullAttentionSpec"):
-        kv_cache.check(config(groups=2))
-    with pytest.raises(NotImplementedError, match="1 of kind SlidingWindowSpec"):
-        kv_cache.check(config(kind=spec(SlidingWindowSpec, sliding_window=64)))
+def groups(*kinds):
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([], kind) for kind in kinds])
+
+
+def test_groups_that_cut_a_block_alike_are_taken_and_others_are_refused():
+    window, cross = spec(SlidingWindowSpec, sliding_window=64), spec(CrossAttentionSpec)
+    kv_cache.check(groups(spec(), spec()))
+    kv_cache.check(groups(window, spec(), window))
+    kv_cache.check(groups(cross, spec(), spec(EncoderOnlyAttentionSpec)))
+    wider = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=2 * HEAD_SIZE, dtype=torch.float16)
+    kv_cache.check(groups(wider))
+    with pytest.raises(NotImplementedError, match=r"blocks of different shapes.*--disable-hybrid-kv-cache-manager"):
+        kv_cache.check(groups(window, wider))
+    with pytest.raises(NotImplementedError, match="of kind ChunkedLocalAttentionSpec are not served"):
+        kv_cache.check(groups(spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)))
+
+
+def test_layers_of_several_groups_share_memory_block_by_block():
+    """What one group writes into its blocks is untouched by what another writes into its own."""
+    page = spec().page_size_bytes
+    shared = {"size": page * BLOCKS * 2, "layer_stride": page * BLOCKS, "block_stride": page}
+    both = KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[KVCacheTensor(layers=["a", "b"], **shared), KVCacheTensor(layers=["c", "d"], **shared)],
+        kv_cache_groups=[
+            KVCacheGroupSpec(["a", "b"], spec()),
+            KVCacheGroupSpec(["c", "d"], spec(SlidingWindowSpec, sliding_window=64)),
+        ],
+    )
+    caches = allocate_kv_cache(both, torch.device("npu"), kv_cache.LAYOUT)
+    views = {name: kv_cache.take_apart(cache, HEAD_SIZE) for name, cache in caches.items()}
+    assert views["a"].key.data_ptr() == views["c"].key.data_ptr()
+    for number, name in enumerate("abcd"):
+        for part in range(2):
+            views[name][part][:3] = 10 * number + part if name in "ab" else views[name][part][:3]
+            views[name][part][3:] = 10 * number + part if name in "cd" else views[name][part][3:]
+    for number, name in enumerate("abcd"):
+        rows = slice(0, 3) if name in "ab" else slice(3, None)
+        assert [views[name][part][rows].unique().tolist() for part in range(2)] == [[10.0 * number], [10.0 * number + 1]]

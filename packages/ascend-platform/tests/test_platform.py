@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import small_models
 import torch
 from ascend_platform import extension, machine
-from ascend_platform.platform import BUILT_IN_ATTENTION, NPUPlatform, attention_for
+from ascend_platform.platform import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, NPUPlatform, attention_for
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -94,7 +95,7 @@ def test_full_graphs_are_refused_where_the_attention_cannot_be_in_one(model):
     ],
 )
 def test_later_features_are_refused_in_one_line(model, arguments, named):
-    with pytest.raises(ValueError, match=rf"serves decoder models without [^\n]*{named}[^\n]*; these come later"):
+    with pytest.raises(ValueError, match=rf"serves models without [^\n]*{named}[^\n]*; these come later"):
         engine_config(model(), **arguments)
 
 
@@ -165,11 +166,11 @@ def test_module_of_vllm_ascend_is_left_out_where_its_connector_has_a_counterpart
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "a sliding window"),
+        ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "state-space layers"),
     ],
 )
 def test_models_of_later_versions_are_refused_in_one_line(model, changes, named):
-    with pytest.raises(ValueError, match=rf"serves decoder models without [^\n]*{named}[^\n]*; these come later"):
+    with pytest.raises(ValueError, match=rf"serves models without [^\n]*{named}[^\n]*; these come later"):
         engine_config(model(**changes))
 
 
@@ -246,34 +247,68 @@ def test_another_attention_backend_is_refused_by_name():
 
 def test_built_in_attention_serves_when_nothing_is_offered(monkeypatch):
     monkeypatch.setattr(extension, "_offers", {})
-    path, why = attention_for(DENSE)
+    path, why = attention_for(DENSE, None)
     assert path == BUILT_IN_ATTENTION
+    assert attention_for(DENSE._replace(attn_type="encoder_only"), None)[0] == BUILT_IN_ENCODER
     assert why == f"built-in PyTorch (ascend-attention is {extension.state('ascend-attention')})"
 
 
-def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(monkeypatch):
+FUSED = {
+    "attention.dense": "ascend_attention.fused.FusedAttentionBackend",
+    "attention.sinks": "ascend_attention.sinks.SinkAttentionBackend",
+    "attention.encoder": "ascend_attention.encoder.FusedEncoderAttentionBackend",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "asked", "path", "why"),
+    [
+        ({}, {}, FUSED["attention.dense"], "fused (ascend-attention "),
+        ({"has_sliding_window": True}, {}, FUSED["attention.dense"], "fused"),
+        ({"attn_type": "encoder_decoder"}, {}, FUSED["attention.dense"], "fused"),
+        ({"has_sink": True}, {}, FUSED["attention.sinks"], "fused"),
+        ({"attn_type": "encoder_only"}, {}, FUSED["attention.encoder"], "fused"),
+        ({"attn_type": "encoder_only", "dtype": torch.float32}, {}, FUSED["attention.encoder"], "fused"),
+        ({"dtype": torch.float32}, {}, BUILT_IN_ATTENTION, "built-in PyTorch (the fused one does not take this model: dtype not"),
+        ({"has_sink": True, "dtype": torch.float16}, {}, BUILT_IN_ATTENTION, "built-in PyTorch"),
+        ({"has_sink": True, "head_size": 192}, {}, BUILT_IN_ATTENTION, "built-in PyTorch"),
+        (
+            {},
+            {"alibi": True},
+            BUILT_IN_ATTENTION,
+            "built-in PyTorch (the fused one does not take this model: ALiBi not supported",
+        ),
+        (
+            {},
+            {"cap": 30.0},
+            BUILT_IN_ATTENTION,
+            "built-in PyTorch (the fused one does not take this model: a logits soft cap not",
+        ),
+    ],
+)
+def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(monkeypatch, change, asked, path, why):
     pytest.importorskip("ascend_attention")
-    monkeypatch.setattr(extension, "_offers", {"attention.dense": "ascend_attention.fused.FusedAttentionBackend"})
-    path, why = attention_for(DENSE)
-    assert path == "ascend_attention.fused.FusedAttentionBackend"
-    assert why.startswith("fused (ascend-attention ")
-    path, why = attention_for(DENSE._replace(dtype=torch.float32))
-    assert path == BUILT_IN_ATTENTION
-    assert why == "built-in PyTorch (the fused one does not take this model: dtype not supported)"
+    monkeypatch.setattr(extension, "_offers", FUSED)
+    text = SimpleNamespace(attn_logit_softcapping=asked.get("cap"))
+    model = SimpleNamespace(uses_alibi=asked.get("alibi", False), hf_text_config=text)
+    found, reason = attention_for(DENSE._replace(**change), model)
+    assert found == path
+    assert reason.startswith(why)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"use_mla": True}, "MLA not supported"),
-        ({"has_sliding_window": True}, "sliding window not supported"),
-        ({"has_sink": True}, "attention sinks not supported"),
-        ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
+        ({"use_sparse": True}, "sparse not supported"),
+        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+        ({"attn_type": "encoder"}, "attention type encoder not supported"),
+        ({"use_rswa": True}, "R-SWA not supported"),
     ],
 )
 def test_attention_that_nobody_has_is_refused_by_name(change, named):
     with pytest.raises(ValueError, match=named):
-        attention_for(DENSE._replace(**change))
+        attention_for(DENSE._replace(**change), None)
 
 
 def test_memory_is_not_asked_of_a_process_without_device():

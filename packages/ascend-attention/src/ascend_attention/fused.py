@@ -1,4 +1,4 @@
-"""Dense causal attention by npu_fused_infer_attention_score over the paged cache.
+"""Dense attention of decoders by npu_fused_infer_attention_score over the paged cache: causal, windowed, or to an encoder.
 
 Its arguments, dtypes and limits are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel; the cache is
 written by npu_scatter_pa_kv_cache, documented there for Atlas A2 and A3.
@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from ascend_attention import context, int8_cache
 from ascend_attention.context import Spread
@@ -53,6 +54,14 @@ class FusedAttentionBackend(extension.DenseBackend, AttentionBackend):
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size % 16 == 0 and head_size <= 256
 
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in ("decoder", "encoder_decoder")
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
 
 @dataclass
 class FusedAttentionMetadata(AttentionMetadata):
@@ -63,9 +72,10 @@ class FusedAttentionMetadata(AttentionMetadata):
         actual_seq_lengths_kv, tokens of each request in the cache once this step's are written.
     tokens: of the step; in a full graph with its padding, which belongs to requests that there are not.
     block_table: int32 ``[requests, blocks]``.
-    slot_mapping: int64 ``[tokens]``, each new token's place in the cache.
+    slot_mapping: int64, each new key's place in the cache; vLLM replaces it where an encoder's are written.
     mask: int8 ``[2048, 2048]``, 1 above the diagonal.
     log_sums: float32 ``[1]``, what the kernel wants for the second output that we do not ask for.
+    causal: False where every token sees all of its request's keys, which are an encoder's.
     spread: under decode context parallelism, this rank's part.
     """
 
@@ -75,11 +85,14 @@ class FusedAttentionMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     mask: torch.Tensor
     log_sums: torch.Tensor
+    causal: bool = True
     spread: Spread | None = None
 
 
 class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    names: ClassVar[tuple[str, str]] = ("actual_seq_lengths", "actual_seq_lengths_kv")
+    """What the kernel calls the lengths."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -92,14 +105,16 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         self.small = kv_cache_spec.dtype == torch.int8
         if self.small and self.interleave:
             raise NotImplementedError("a KV cache in int8 is not served with decode context parallelism; leave one of them out")
+        if self.small and getattr(kv_cache_spec, "sliding_window", None):
+            raise NotImplementedError("a KV cache in int8 is not served with sliding windows; quantize without kv_cache_type")
         if self.small:
             self._init_reorder_batch_threshold(1)  # int8_cache wants requests of one token first
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """None where each step has calls of its own: under decode context parallelism, and with a cache in int8."""
-        spread = vllm_config.parallel_config.decode_context_parallel_size > 1
-        return AttentionCGSupport.NEVER if spread or kv_cache_spec.dtype == torch.int8 else cls._cudagraph_support
+        """None where each step has calls of its own: under decode context parallelism, with a cache in int8, to an encoder."""
+        own = vllm_config.parallel_config.decode_context_parallel_size > 1 or kv_cache_spec.dtype == torch.int8
+        return AttentionCGSupport.NEVER if own or isinstance(kv_cache_spec, CrossAttentionSpec) else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -122,12 +137,13 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
             _give_away(padding, query_ends, kv_lens)
         convert = list if self.small else _converted  # int8_cache looks at them
         return FusedAttentionMetadata(
-            lengths={"actual_seq_lengths": convert(query_ends), "actual_seq_lengths_kv": convert(kv_lens)},
+            lengths=dict(zip(self.names, (convert(query_ends), convert(kv_lens)), strict=True)),
             tokens=tokens,
             block_table=table,
             slot_mapping=common.slot_mapping[:tokens],
             mask=self.mask,
             log_sums=self.log_sums,
+            causal=bool(common.causal),
             spread=part,
         )
 
@@ -169,6 +185,7 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
     """The computation, by the kernel; the constructor is ``extension.DenseImpl``'s."""
 
     title = TITLE
+    serves = frozenset({"a sliding window", "encoder_decoder attention"})
     can_return_lse_for_decode = True
     supports_dcp = True
     int8_cache = True
@@ -177,8 +194,8 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: tuple[torch.Tensor, torch.Tensor],
         attn_metadata: FusedAttentionMetadata | None,
         output: torch.Tensor,
@@ -189,7 +206,7 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
 
         Args:
             query: ``[tokens, heads, head_size]``; output has its shape and is written.
-            key, value: ``[tokens, kv_heads, head_size]``.
+            key, value: ``[tokens, kv_heads, head_size]``; of an encoder, its new tokens, or None.
             kv_cache: keys and values, each ``[blocks, 128, kv_heads, head_size]``, contiguous.
             attn_metadata: None while vLLM profiles memory, when there is no cache; the output is then zero.
         """
@@ -197,14 +214,8 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
             return output.zero_()
         meta, (keys, values) = attn_metadata, kv_cache
         tokens, small = meta.tokens, keys.dtype == torch.int8
-        if self.writes_cache and small:
-            int8_cache.write(layer, key[:tokens], value[:tokens], keys, values, meta.slot_mapping)
-        elif self.writes_cache:
-            # vLLM cuts value out of the joint projection of query, key and value; the kernel wants it contiguous
-            kept, slots = (meta.spread.mine, meta.spread.slots) if meta.spread else (slice(tokens), meta.slot_mapping)
-            if len(slots):
-                new = key[kept].contiguous(), value[kept].contiguous()
-                torch_npu.npu_scatter_pa_kv_cache(*new, keys, values, slots, cache_mode="Norm")
+        if self.writes_cache and key is not None and value is not None:
+            self._write(layer, key, value, keys, values, meta)
         if small:
             int8_cache.attend(self, layer, query, keys, values, meta, output)
         elif meta.spread:
@@ -212,6 +223,24 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
         else:
             self.attend(query[:tokens], keys, values, meta.lengths, meta.block_table, meta, output[:tokens])
         return output
+
+    def _write(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        meta: FusedAttentionMetadata,
+    ) -> None:
+        slots = meta.spread.slots if meta.spread else meta.slot_mapping
+        kept = meta.spread.mine if meta.spread else slice(len(slots))
+        if keys.dtype == torch.int8:
+            int8_cache.write(layer, key[kept], value[kept], keys, values, slots)
+        elif len(slots):
+            # vLLM cuts value out of the joint projection of query, key and value; the kernel wants it contiguous
+            new = key[kept].contiguous(), value[kept].contiguous()
+            torch_npu.npu_scatter_pa_kv_cache(*new, keys, values, slots, cache_mode="Norm")
 
     def attend(
         self,
@@ -225,11 +254,10 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
     ) -> None:
         """Write attention's output for these requests; keys and values are pages of the query's dtype."""
         attend = {
-            "atten_mask": meta.mask,
             "block_table": block_table,
             "block_size": keys.shape[1],
             "input_layout": "TND",
-            "sparse_mode": 3,
+            **self._seen(meta),
             **self._heads(),
             **lengths,
         }
@@ -238,6 +266,14 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
             attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **attend)
         with extension.graph_task():
             torch_npu.npu_fused_infer_attention_score.out(*tensors, **attend, out=[output, meta.log_sums])
+
+    def _seen(self, meta: FusedAttentionMetadata) -> dict[str, Any]:
+        """Which keys a token sees: all of an encoder's, or those up to it, or so many of these."""
+        if not meta.causal:
+            return {"sparse_mode": 0}
+        if self.sliding_window:
+            return {"atten_mask": meta.mask, "sparse_mode": 4, "pre_tokens": self.sliding_window - 1, "next_tokens": 0}
+        return {"atten_mask": meta.mask, "sparse_mode": 3}
 
     def _heads(self) -> dict[str, Any]:
         return {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}

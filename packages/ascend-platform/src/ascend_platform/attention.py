@@ -1,8 +1,8 @@
 """The built-in attention: plain PyTorch over the paged cache, so that the platform serves without another wheel.
 
-Dense causal attention (multi-head, grouped-query, multi-query) for prefill, chunked prefill, prefix-cache hits and
-decode in one batch. It gathers keys and values out of the pages and computes in float32; ascend-attention's fused
-kernel is what to use when speed matters.
+Dense attention (multi-head, grouped-query, multi-query) for prefill, chunked prefill, prefix-cache hits and decode in one
+batch: causal, with a sliding window, sinks, a soft cap or ALiBi, or of a decoder to its encoder. It gathers keys and values
+out of the pages and computes in float32; ascend-attention's fused kernel is what to use when speed matters.
 """
 
 from dataclasses import dataclass
@@ -45,6 +45,18 @@ class PagedAttentionBackend(DenseBackend, AttentionBackend):
         return [MultipleOf(16)]
 
     @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in ("decoder", "encoder_decoder")
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         return 128  # as the fused kernel has it, so that prefix-cache hits do not depend on the backend
 
@@ -56,9 +68,11 @@ class PagedAttentionMetadata(AttentionMetadata):
     query_start: where each request's tokens begin, on the host, one entry more than requests.
     kv_lens: tokens of each request in the cache once this step's are written, on the host.
     block_table: int32 ``[requests, blocks]``.
-    slot_mapping: int64 ``[tokens]``, each new token's place in the cache.
+    slot_mapping: int64, each new key's place in the cache; vLLM replaces it where an encoder's are written.
     singles: how many leading requests have one token.
-    hidden: bool ``[singles, blocks * block_size]`` of as many blocks as the longest needs, True behind a request's end.
+    ends: int32 ``[singles]``, kv_lens on the device.
+    longest: tokens in as many blocks as the longest of them needs.
+    causal: False where every token sees all of its request's keys, which are an encoder's.
     """
 
     query_start: list[int]
@@ -66,7 +80,9 @@ class PagedAttentionMetadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     singles: int
-    hidden: torch.Tensor
+    ends: torch.Tensor
+    longest: int
+    causal: bool
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
@@ -83,14 +99,15 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         singles = next((i for i, (start, end) in enumerate(pairwise(query_start)) if end - start != 1), len(kv_lens))
         size = self.kv_cache_spec.block_size
         longest = -(-max(kv_lens[:singles], default=0) // size) * size
-        places = torch.arange(longest, dtype=torch.int32, device=self.device)
         return PagedAttentionMetadata(
             query_start=query_start,
             kv_lens=kv_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping[: query_start[-1]],
             singles=singles,
-            hidden=places >= common.seq_lens[:singles].unsqueeze(1),
+            ends=common.seq_lens[:singles],
+            longest=longest,
+            causal=bool(common.causal),
         )
 
 
@@ -98,13 +115,14 @@ class PagedAttentionImpl(DenseImpl, AttentionImpl[PagedAttentionMetadata]):
     """The computation, in float32; the constructor is :class:`~ascend_platform.dense.DenseImpl`'s."""
 
     title = TITLE
+    serves = frozenset({"ALiBi", "a sliding window", "a logits soft cap", "sinks", "encoder_decoder attention"})
 
     def forward(
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: PagedKV,
         attn_metadata: PagedAttentionMetadata | None,
         output: torch.Tensor,
@@ -115,15 +133,15 @@ class PagedAttentionImpl(DenseImpl, AttentionImpl[PagedAttentionMetadata]):
 
         Args:
             query: ``[tokens, heads, head_size]``; output has its shape and is written.
-            key, value: ``[tokens, kv_heads, head_size]``.
+            key, value: ``[tokens, kv_heads, head_size]``; of an encoder, its new tokens, or None.
             attn_metadata: None while vLLM profiles memory, when there is no cache; the output is then zero.
         """
         if attn_metadata is None:
             return output.zero_()
-        meta, tokens = attn_metadata, attn_metadata.query_start[-1]
-        if self.writes_cache:
+        meta = attn_metadata
+        if self.writes_cache and key is not None and value is not None:
             for pages, new in ((kv_cache.key, key), (kv_cache.value, value)):
-                pages.view(-1, *pages.shape[2:])[meta.slot_mapping] = new[:tokens]
+                pages.view(-1, *pages.shape[2:])[meta.slot_mapping] = new[: len(meta.slot_mapping)]
         if meta.singles:
             self._decode(query, kv_cache, meta, output)
         for request in range(meta.singles, len(meta.kv_lens)):
@@ -132,22 +150,27 @@ class PagedAttentionImpl(DenseImpl, AttentionImpl[PagedAttentionMetadata]):
 
     def _decode(self, query: torch.Tensor, cache: PagedKV, meta: PagedAttentionMetadata, output: torch.Tensor) -> None:
         """All requests of one token together, each padded to the longest; in groups when the pages are many."""
-        length = meta.hidden.shape[1]
-        blocks = length // cache.key.shape[1]
-        group = max(1, ELEMENTS_AT_ONCE // (length * cache.key.shape[2] * self.head_size))
+        blocks = meta.longest // cache.key.shape[1]
+        group = max(1, ELEMENTS_AT_ONCE // max(1, meta.longest * cache.key.shape[2] * self.head_size))
+        places = torch.arange(meta.longest, dtype=torch.int32, device=query.device)
         for first in range(0, meta.singles, group):
             rows = slice(first, min(first + group, meta.singles))
             keys, values = (pages[meta.block_table[rows, :blocks]].flatten(1, 2) for pages in cache)
-            hidden = meta.hidden[rows]
+            after = places - meta.ends[rows].unsqueeze(1) + 1  # 0 is the token's own place
+            hidden = after > 0
+            if self.sliding_window and meta.causal:
+                hidden |= after <= -self.sliding_window
             values = values.masked_fill(hidden[:, :, None, None], 0)  # pages may hold a former owner's NaN
-            output[rows] = self._attend(query[rows].unsqueeze(1), keys, values, hidden.unsqueeze(1)).squeeze(1)
+            attended = self._attend(query[rows].unsqueeze(1), keys, values, hidden.unsqueeze(1), after.unsqueeze(1))
+            output[rows] = attended.squeeze(1)
 
     def _prefill(
         self, request: int, query: torch.Tensor, cache: PagedKV, meta: PagedAttentionMetadata, output: torch.Tensor
     ) -> None:
         """One request of several tokens, in chunks of its tokens that keep the scores small."""
         start, end, length = meta.query_start[request], meta.query_start[request + 1], meta.kv_lens[request]
-        if start == end:
+        if start == end or not length:
+            output[start:end] = 0
             return
         blocks = -(-length // cache.key.shape[1])
         keys, values = (pages[meta.block_table[request, :blocks]].flatten(0, 1)[None, :length] for pages in cache)
@@ -155,19 +178,43 @@ class PagedAttentionImpl(DenseImpl, AttentionImpl[PagedAttentionMetadata]):
         places = torch.arange(length, device=query.device)
         for first in range(start, end, chunk):
             rows = slice(first, min(first + chunk, end))
-            seen = length - end + rows.stop  # keys that the chunk's last token may see
-            hidden = places[:seen] > places[seen - (rows.stop - first) : seen].unsqueeze(1)
-            output[rows] = self._attend(query[rows][None], keys[:, :seen], values[:, :seen], hidden[None])[0]
+            own = places[length - end + first : length - end + rows.stop] if meta.causal else places[:1]
+            seen = slice(0, length)  # keys that some of the chunk's tokens see
+            if meta.causal:
+                oldest = length - end + first - self.sliding_window + 1 if self.sliding_window else 0
+                seen = slice(max(0, oldest), length - end + rows.stop)
+            after = places[seen] - own.unsqueeze(1)
+            hidden = after > 0 if meta.causal else torch.zeros_like(after, dtype=torch.bool)
+            if self.sliding_window and meta.causal:
+                hidden |= after <= -self.sliding_window
+            output[rows] = self._attend(query[rows][None], keys[:, seen], values[:, seen], hidden[None], after[None])[0]
 
-    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """softmax(scale * q k^T) v with query ``[requests, tokens, heads, head_size]``, keys and values
-        ``[requests, length, kv_heads, head_size]`` and hidden bool ``[requests, tokens, length]``."""
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor
+    ) -> torch.Tensor:
+        """softmax(scale * q k^T) v with what the layer has of soft cap, ALiBi and sinks.
+
+        Args:
+            query: ``[requests, tokens, heads, head_size]``.
+            keys, values: ``[requests, length, kv_heads, head_size]``.
+            hidden: bool ``[requests, tokens, length]``, or of one row for all tokens.
+            after: int ``[requests, tokens, length]``, how far a key is behind its token, negative before it.
+        """
         requests, tokens, heads, width = query.shape
         kv_heads, length = keys.shape[2], keys.shape[1]
         # the query heads that share a key head become rows of one product
         rows = query.float().view(requests, tokens, kv_heads, -1, width).permute(0, 2, 3, 1, 4)
         scores = rows.reshape(requests, kv_heads, -1, width) @ keys.float().permute(0, 2, 3, 1)
         scores = scores.mul_(self.scale).view(requests, heads, tokens, length)
-        weights = scores.masked_fill_(hidden.unsqueeze(1), float("-inf")).softmax(dim=-1)
-        attended = weights.view(requests, kv_heads, -1, length) @ values.float().transpose(1, 2)
+        if self.soft_cap:
+            scores = scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        if self.alibi_slopes is not None:
+            slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=query.device)
+            scores += slopes.view(1, -1, 1, 1) * after.unsqueeze(1)
+        scores = scores.masked_fill_(hidden.unsqueeze(1), float("-inf"))
+        if self.sinks is not None:  # a score of no key, which only takes part in the sum
+            none = self.sinks.float().view(1, -1, 1, 1).expand(requests, -1, tokens, 1)
+            scores = torch.cat([scores, none], -1)
+        weights = scores.softmax(dim=-1)[..., :length]
+        attended = weights.reshape(requests, kv_heads, -1, length) @ values.float().transpose(1, 2)
         return attended.view(requests, heads, tokens, -1).transpose(1, 2).to(query.dtype)

@@ -1,4 +1,4 @@
-"""What attentions of slot ``attention.dense`` have in common, whichever wheel they come from.
+"""What attentions of the slots ``attention.*`` have in common, whichever wheel they come from.
 
 Neither class imports torch or vLLM, so that ``ascend_platform.extension``, which siblings take them from, stays light. Each
 stands first among the bases, before vLLM's own class (``vllm/v1/attention/backend.py``).
@@ -33,19 +33,23 @@ class DenseBackend:
 
 
 class DenseImpl:
-    """Put before vLLM's AttentionImpl: its constructor, which refuses all but dense causal decoder attention.
+    """Put before vLLM's AttentionImpl: its constructor, which refuses what the attention does not say that it serves.
 
     ``forward`` gets the cache as keys ``[blocks, block_size, kv_heads, head_size]`` and values
     ``[blocks, block_size, kv_heads, head_size_v]``, each contiguous, and metadata None while vLLM profiles memory.
 
     Attributes:
         title: of the attention, for the line that refuses.
+        serves: of "ALiBi", "a sliding window", "a logits soft cap", "sinks", "encoder_only attention" and "encoder_decoder
+            attention" what the attention has, beyond causal attention of a decoder.
         num_heads, num_kv_heads, head_size: of the query, of the cache, and of one key in elements.
         scale: factor of the scores.
         writes_cache: False where the layer reads another layer's cache.
+        alibi_slopes, sliding_window, soft_cap, sinks: as the layer has them, or None; a window counts the token itself.
     """
 
     title: ClassVar[str] = "this attention"
+    serves: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self,
@@ -64,20 +68,28 @@ class DenseImpl:
         """See AttentionImpl for the arguments.
 
         Raises:
-            NotImplementedError: ALiBi, sliding window, soft cap, sinks, or other than decoder attention.
+            NotImplementedError: what is asked for is not among ``serves``, or not together with decode context parallelism.
         """
+        spread = getattr(self, "dcp_world_size", 1) > 1
+        sinks, attn_type = extra.pop("sinks", None), getattr(attn_type, "value", attn_type)
         asked = {
-            "ALiBi": alibi_slopes,
-            "a sliding window": sliding_window,
-            "a logits soft cap": logits_soft_cap,
+            "ALiBi": alibi_slopes is not None,
+            "a sliding window": sliding_window is not None,
+            "a logits soft cap": bool(logits_soft_cap),
+            "sinks": sinks is not None,
             f"{attn_type} attention": attn_type != "decoder",
-            "decode context parallelism": getattr(self, "dcp_world_size", 1) > 1 and not getattr(self, "supports_dcp", False),
-            **{name: value is not None for name, value in extra.items()},
         }
-        if refused := [name for name, value in asked.items() if value]:
-            raise NotImplementedError(
-                f"the model needs {', '.join(refused)}; {self.title} has dense causal decoder attention only"
-            )
+        refused = [name for name, wanted in asked.items() if wanted and name not in self.serves]
+        refused += [name for name, value in extra.items() if value is not None]
+        if spread and not getattr(self, "supports_dcp", False):
+            refused.append("decode context parallelism")
+        elif spread and any(asked.values()):
+            refused.append(f"decode context parallelism with {', '.join(name for name, wanted in asked.items() if wanted)}")
+        if refused:
+            has = ", ".join(["causal decoder attention", *sorted(self.serves)])
+            raise NotImplementedError(f"the model needs {', '.join(refused)}; {self.title} has {has}")
+        self.alibi_slopes, self.sliding_window, self.sinks = alibi_slopes, sliding_window, sinks
+        self.soft_cap = logits_soft_cap or None
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -91,11 +103,11 @@ def host_lengths(common: Any, title: str) -> list[int]:
     speculative decoding the platform sees to it (``speculation.py``, ``drafting.py``).
 
     Raises:
-        NotImplementedError: attention that is not causal, or lengths that the host does not have.
+        NotImplementedError: attention that is causal for some requests only, or lengths that the host does not have.
     """
     lengths = common.seq_lens_cpu_upper_bound
-    if common.causal is not True or lengths is None:
-        raise NotImplementedError(f"{title} is causal, with lengths on the host")
+    if not isinstance(common.causal, bool) or lengths is None:
+        raise NotImplementedError(f"{title} is causal for all requests or for none, with lengths on the host")
     return lengths[: common.num_reqs].tolist()
 
 

@@ -55,10 +55,13 @@ class NPUGraph(torch.npu.NPUGraph):
         NPUGraph._read = stream.record_event(NPUGraph._read)
 
 
-def _lengths() -> dict[str, list[int]]:
-    """Of all layers: the platform keeps one group of KV caches (``kv_cache.check``), which has one metadata."""
+def _lengths() -> dict[str, Any]:
+    """Of all layers: groups of KV caches have their own metadata, with the same lengths, and kernels their own names for them."""
     metadata = get_forward_context().attn_metadata
-    return next(iter(metadata.values())).lengths
+    found: dict[str, Any] = {}
+    for each in {id(each): each for each in metadata.values()}.values():
+        found |= each.lengths
+    return found
 
 
 class _Capture(torch.npu.graph):

@@ -10,11 +10,20 @@ Whatever needs the address of a block (attention, copies of blocks, later connec
 from typing import NamedTuple
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 LAYOUT = KVCacheLayout.LBNHC
-"""The layout in which a layer is contiguous; both attention backends ask vLLM for it."""
+"""The layout in which a layer is contiguous; the attention backends ask vLLM for it."""
+
+KINDS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec)
 
 
 class PagedKV(NamedTuple):
@@ -53,14 +62,21 @@ def check(config: KVCacheConfig) -> None:
     """Refuse the caches that cannot be taken apart.
 
     Groups overlay each other in memory, and a block belongs to one group at a time; with keys and values apart that
-    holds only while all groups cut a block's bytes the same way. This version takes one group.
+    holds while all groups cut a block's bytes the same way.
 
     Raises:
-        NotImplementedError: a state cache, a compressed or quantized cache, or several cache groups.
+        NotImplementedError: a state cache, a compressed cache, chunks, or groups whose blocks have different shapes.
     """
-    kinds = sorted({type(spec).__name__ for group in config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)})
-    if len(config.kv_cache_groups) > 1 or any(kind != FullAttentionSpec.__name__ for kind in kinds):
+    # vLLM's runner adds a group for layers of an encoder, which have no cache
+    groups = [group for group in config.kv_cache_groups if not isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec)]
+    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    if others := sorted({type(spec).__name__ for spec in specs if type(spec) not in KINDS}):
         raise NotImplementedError(
-            f"this version of ascend-platform keeps one group of full-attention KV caches; the model asks for "
-            f"{len(config.kv_cache_groups)} of kind {', '.join(kinds)}"
+            f"KV caches of kind {', '.join(others)} are not served; {', '.join(kind.__name__ for kind in KINDS)} are"
+        )
+    shapes = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype)) for spec in specs}
+    if len(groups) > 1 and len(shapes) > 1:
+        raise NotImplementedError(
+            f"the model's groups of KV caches share memory and have blocks of different shapes, {sorted(shapes)}; "
+            "--disable-hybrid-kv-cache-manager makes one group of them"
         )

@@ -7,6 +7,9 @@ import torch
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.eplb.eplb_state import EplbState
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -39,12 +42,20 @@ class NPUEplbState(EplbState):
 gpu_model_runner.EplbState = NPUEplbState  # type: ignore[misc]  # load_model makes one by this name
 
 
+def take_vision_attention() -> None:
+    """Let the encoders of images and sounds attend by the offered MMEncoderAttention, once."""
+    if (path := extension.offered("attention.vision")) and MMEncoderAttention.__name__ not in op_registry_oot:
+        MMEncoderAttention.register_oot(resolve_obj_by_qualname(path))
+
+
 class NPUModelRunner(CaptureMixin, GPUModelRunner):
     """GPUModelRunner with as many graphs as fit, and with keys and values in tensors of their own."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.speculative_config:
             drafting.install()
+        if vllm_config.model_config.is_multimodal_model:
+            take_vision_attention()
         super().__init__(vllm_config, *args, **kwargs)
         sampling.install(self)
 
@@ -77,7 +88,8 @@ class NPUModelRunner(CaptureMixin, GPUModelRunner):
         pages = {name: kv_cache.take_apart(layers[name].kv_cache, layers[name].head_size) for name in caches}
         for name, layer_pages in pages.items():
             layers[name].bind_kv_cache(layer_pages)
-        self.kv_caches[:] = [tensor for layer_pages in pages.values() for tensor in layer_pages]
+        every = [tensor for layer_pages in pages.values() for tensor in layer_pages]
+        self.kv_caches[:] = {tensor.data_ptr(): tensor for tensor in every}.values()  # layers of several groups share them
         return pages
 
     def _build_attention_metadata(self, num_tokens: int, *args: Any, slot_mappings: Any = None, **kwargs: Any) -> Any:

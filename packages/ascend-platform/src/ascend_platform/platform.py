@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = extension.logger
 
 BUILT_IN_ATTENTION = "ascend_platform.attention.PagedAttentionBackend"
+BUILT_IN_ENCODER = "ascend_platform.encoder.EncoderAttentionBackend"
 
 
 def _pin(variable: str, value: str, why: str) -> None:
@@ -165,7 +166,9 @@ class NPUPlatform(Platform):
             raise extension.RefusedError(
                 f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out"
             )
-        return attention_for(attn_selector_config)[0]
+        from vllm.config import get_current_vllm_config
+
+        return attention_for(attn_selector_config, get_current_vllm_config().model_config)[0]
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
@@ -221,7 +224,7 @@ class NPUPlatform(Platform):
             parallel.worker_cls = "ascend_platform.worker.NPUWorker"
         quantization.detect(vllm_config)
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
-            raise extension.RefusedError(f"{_serves()} decoder models without {', '.join(refused)}; these come later")
+            raise extension.RefusedError(f"{_serves()} models without {', '.join(refused)}; these come later")
         connectors.check(vllm_config)
         speculation.check(vllm_config)
         _check_devices(parallel)
@@ -295,27 +298,37 @@ def _log_once(line: str) -> None:
     logger.info(line)
 
 
-def attention_for(config: "AttentionSelectorConfig") -> tuple[str, str]:
+def attention_for(config: "AttentionSelectorConfig", model: Any) -> tuple[str, str]:
     """The attention for a layer: its qualified name, and which it is and why, for people.
 
-    The one offered for ``attention.dense`` if it takes the layer, else the built-in one.
+    The one offered for the layer's kind if it takes the layer, else the built-in one.
 
     Raises:
         RefusedError: neither takes the layer.
     """
+    kind = "encoder" if config.attn_type == "encoder_only" else "sinks" if config.has_sink else "dense"
+    built_in = BUILT_IN_ENCODER if kind == "encoder" else BUILT_IN_ATTENTION
     reason = f"ascend-attention is {extension.state('ascend-attention')}"
-    if path := extension.offered("attention.dense"):
-        obstacles = _obstacles(path, config)
+    if path := extension.offered(f"attention.{kind}"):
+        obstacles = _obstacles(path, config, model)
         if not obstacles:
             return path, f"fused (ascend-attention {extension.version('ascend-attention')})"
         reason = f"the fused one does not take this model: {', '.join(obstacles)}"
-    if obstacles := _obstacles(BUILT_IN_ATTENTION, config):
-        raise extension.RefusedError(f"{_serves()} dense causal attention; the model needs another: {', '.join(obstacles)}")
-    return BUILT_IN_ATTENTION, f"built-in PyTorch ({reason})"
+    if obstacles := _obstacles(built_in, config, model):
+        raise extension.RefusedError(f"{_serves()} dense attention; the model needs another: {', '.join(obstacles)}")
+    return built_in, f"built-in PyTorch ({reason})"
 
 
-def _obstacles(path: str, config: "AttentionSelectorConfig") -> list[str]:
-    return resolve_obj_by_qualname(path).validate_configuration(device_capability=None, **config._asdict())
+def _obstacles(path: str, config: "AttentionSelectorConfig", model: Any) -> list[str]:
+    backend = resolve_obj_by_qualname(path)
+    # vLLM tells the layer of these, and its selector nothing
+    asked = {
+        "ALiBi": model is not None and model.uses_alibi,
+        "a logits soft cap": model is not None and bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
+    }
+    serves = getattr(backend.get_impl_cls(), "serves", ())
+    found = [f"{name} not supported" for name, wanted in asked.items() if wanted and name not in serves]
+    return backend.validate_configuration(device_capability=None, **config._asdict()) + found
 
 
 def _attention_of(vllm_config: "VllmConfig") -> str:
@@ -326,7 +339,9 @@ def _attention_of(vllm_config: "VllmConfig") -> str:
     try:
         dtype = cast(torch.dtype, model.dtype)  # resolved by now
         config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size)
-        return attention_for(config)[1]
+        if model.attn_type == "encoder_only":
+            config = config._replace(attn_type="encoder_only")
+        return attention_for(config, model)[1]
     except extension.RefusedError as error:
         return f"none ({error})"
 
@@ -398,7 +413,6 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         "fault tolerance by instruction (--enable-fault-tolerance)": parallel.enable_fault_tolerance,
         "dual batch overlap": parallel.use_ubatching,
         "batch invariance": envs.VLLM_BATCH_INVARIANT,
-        "a sliding window (--disable-sliding-window serves the model up to its window)": cache.sliding_window,
         "vLLM's second model runner, which watermarking needs": vllm_config.use_v2_model_runner,
         "fusions by torch.compile other than fuse_norm_quant": any(
             getattr(passes, field.name) is True
@@ -417,6 +431,5 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
             "MLA": model.use_mla,
             f"experts placed {parallel.expert_placement_strategy}": parallel.expert_placement_strategy != "linear",
             "state-space layers": model.is_hybrid or model.is_attention_free,
-            "an encoder": model.is_encoder_decoder,
         }
     return features

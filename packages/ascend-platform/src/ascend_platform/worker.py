@@ -98,7 +98,9 @@ class NPUWorker(Worker):
         if not specs:
             return available
         largest = max(spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v) for spec in specs)
-        return min(available, (2**31 - 1) // largest * sum(spec.page_size_bytes for spec in specs))
+        # groups of layers share memory, and none is smaller than the layers of the rarest kind (vllm/v1/core/kv_cache_utils.py)
+        block = min(sum(spec.page_size_bytes for spec in specs if spec == kind) for kind in set(specs))
+        return min(available, (2**31 - 1) // largest * block)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Capture the graphs, run the largest step and its sampling once, so that their memory is there from the start, and seed.

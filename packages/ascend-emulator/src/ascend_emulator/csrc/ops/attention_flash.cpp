@@ -54,6 +54,8 @@ struct Flash {
     if (varlen) {
       check(query_ends && kv_ends && query_ends->size() == kv_ends->size(), kOpParam, "layout TND needs actual_seq_qlen and actual_seq_kvlen of the same length");
       batch = query_ends->size();
+      check(batch <= 1024, kOpParam, "actual_seq_qlen has ", batch, " entries in layout TND; at most 1024 are allowed");
+      check(query.size(0) <= 1 << 20 && key.size(0) <= 1 << 20, kOpParam, "query has ", query.size(0), " tokens and key ", key.size(0), "; at most 2^20 are allowed in layout TND");
     } else {
       batch = batch_of(query, layout);
     }

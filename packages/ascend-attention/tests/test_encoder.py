@@ -1,0 +1,86 @@
+"""The fused attention of encoders over random batches, against softmax(q k^T) v in float64."""
+
+import pytest
+import torch
+from ascend_attention import encoder
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
+
+
+@pytest.fixture(autouse=True)
+def current_config():
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+def reference(query, key, value, lengths, scale, window=None):
+    """All in float64; query ``[tokens, heads, d]``, key and value ``[tokens, kv_heads, d]``."""
+    parts = []
+    for q, k, v in zip(*(x.double().transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True):
+        far = (torch.arange(q.shape[1]) - torch.arange(q.shape[1])[:, None]).abs() >= (window or q.shape[1])
+        share = len(q) // len(k)
+        scores = (q @ k.repeat_interleave(share, 0).transpose(1, 2) * scale).masked_fill(far, -torch.inf)
+        parts.append((scores.softmax(-1) @ v.repeat_interleave(share, 0)).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def close(output, expected):
+    bound = 8 * torch.finfo(output.dtype).eps
+    torch.testing.assert_close(output.cpu().double(), expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 64), (torch.float16, 80), (torch.float32, 32)])
+def test_every_token_sees_its_request_s_others(dtype, size, window):
+    lengths, heads = [40, 1, 7, 100], 4
+    tokens = sum(lengths)
+    query, (key, value) = torch.randn(tokens, heads, size, dtype=dtype), torch.randn(2, tokens, 2, size, dtype=dtype)
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts.npu(),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths).npu(),
+        num_reqs=4,
+        num_actual_tokens=tokens,
+        max_query_len=100,
+        max_seq_len=100,
+        block_table_tensor=torch.zeros(4, 1, dtype=torch.int32).npu(),
+        slot_mapping=torch.zeros(tokens).npu(),
+        causal=False,
+    )
+    spec = EncoderOnlyAttentionSpec(block_size=16, num_kv_heads=2, head_size=size, dtype=dtype)
+    meta = encoder.FusedEncoderAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu")).build(0, common)
+    layer = encoder.FusedEncoderAttentionImpl(heads, size, 0.2, 2, attn_type="encoder_only", sliding_window=window)
+    output = torch.empty(tokens + 3, heads, size, dtype=dtype, device="npu")
+    layer.forward(None, query.npu(), key.npu(), value.npu(), None, meta, output)
+    close(output[:tokens], reference(query, key, value, lengths, 0.2, window))
+
+
+def test_more_sequences_than_the_kernel_takes(monkeypatch):
+    monkeypatch.setattr(encoder, "SEQUENCES_AT_ONCE", 3)
+    lengths = [5, 1, 9, 4, 4, 30, 2]
+    query, key, value = torch.randn(3, sum(lengths), 2, 32)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    output = encoder.attend(query.npu(), key.npu(), value.npu(), ends, 0.3)
+    close(output, reference(query, key, value, lengths, 0.3))
+
+
+def test_encoders_of_images():
+    """Of a batch, of sequences one after another, and with heads and head size together."""
+    layer = encoder.FusedMMEncoderAttention(4, 40, num_kv_heads=2)
+    query, key, value = torch.randn(3, 10, 4, 40), torch.randn(3, 10, 2, 40), torch.randn(3, 10, 2, 40)
+    expected = reference(*(x.flatten(0, 1) for x in (query, key, value)), [10] * 3, 40**-0.5)
+    placed = [x.npu() for x in (query, key, value)]
+    close(layer.forward_oot(*placed).flatten(0, 1), expected)
+    close(layer.forward_oot(*(x.flatten(2) for x in placed)).view(30, 4, 40), expected)
+    packed = [x.flatten(0, 1)[None] for x in placed]
+    ends = torch.tensor([0, 3, 20, 30], dtype=torch.int32).npu()
+    expected = reference(*(x.flatten(0, 1) for x in (query, key, value)), [3, 17, 10], 40**-0.5)
+    close(layer.forward_oot(*packed, cu_seqlens=ends, max_seqlen=torch.tensor(17))[0], expected)
+
+
+def test_what_it_has_not_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="ALiBi; the fused attention of encoders"):
+        encoder.FusedEncoderAttentionImpl(2, 16, 1.0, attn_type="encoder_only", alibi_slopes=[1.0, 0.5])
+    assert [encoder.FusedEncoderAttentionBackend.supports_head_size(size) for size in (72, 768, 784)] == [True, True, False]
