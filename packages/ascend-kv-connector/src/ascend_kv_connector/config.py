@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from ascend_platform import extension
 
@@ -63,3 +64,20 @@ def _checked(key: str, value: object, default: object) -> object:
     if not fits:
         raise extension.RefusedError(f"kv_connector_extra_config.{key} is {value!r}; it can be {kind}")
     return value
+
+
+def check_cache(name: str, kv_cache_config: Any) -> None:
+    """Look whether a connector can serve these KV caches, vLLM's KVCacheConfig.
+
+    Raises:
+        RefusedError: several groups of them, or another kind than full attention, in one line.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
+
+    groups = kv_cache_config.kv_cache_groups
+    kinds = sorted({type(spec).__name__ for group in groups for spec in iter_layer_specs(group.kv_cache_spec)})
+    if len(groups) != 1 or kinds != [FullAttentionSpec.__name__]:
+        raise extension.RefusedError(
+            f"{name} serves one group of KV caches of full attention; the model has {len(groups)} of kind {', '.join(kinds)}; "
+            "--disable-hybrid-kv-cache-manager makes one of windows and full attention"
+        )

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ascend_kv_connector import transport
-from ascend_kv_connector.config import Options
+from ascend_kv_connector.config import Options, check_cache
 from ascend_kv_connector.metrics import TransferMetrics, TransferStats
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata, P2PScheduler
 from ascend_kv_connector.worker import P2PWorker
@@ -47,6 +47,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        check_cache("AscendP2PConnector", kv_cache_config)
         transfer = self._kv_transfer_config
         self._options = Options.take(transfer.kv_connector_extra_config)
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size  # the platform keeps one group

@@ -22,6 +22,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from ascend_kv_connector.config import check_cache
+
 SPEC = {"spec_name": "HostSpec", "spec_module_path": __name__}
 
 
@@ -50,6 +52,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         return None  # attention's own; keys and values are taken apart in it
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        check_cache("OffloadingConnector", kv_cache_config)
         vllm_config.kv_transfer_config.kv_connector_extra_config.update(SPEC)
         super().__init__(vllm_config, role, kv_cache_config)
 
