@@ -88,7 +88,6 @@ def test_full_graphs_are_refused_where_the_attention_cannot_be_in_one(model):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
         ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
         ({"kv_cache_dtype": "float16"}, "a KV cache of float16"),  # the model is bfloat16
         ({"cpu_offload_gb": 1}, "weight offloading"),
@@ -98,6 +97,70 @@ def test_full_graphs_are_refused_where_the_attention_cannot_be_in_one(model):
 def test_later_features_are_refused_in_one_line(model, arguments, named):
     with pytest.raises(ValueError, match=rf"serves models without [^\n]*{named}[^\n]*; these come later"):
         engine_config(model(), **arguments)
+
+
+@pytest.fixture
+def connectors(monkeypatch):
+    """The wheel has registered its connectors; afterwards nothing has."""
+    import ascend_kv_connector
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for name in ("_states", "_offers"):
+        monkeypatch.setattr(extension, name, {})
+    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    return ascend_kv_connector.register
+
+
+def transfer(connector, **more):
+    return {"kv_transfer_config": {"kv_connector": connector, "kv_role": "kv_both"} | more}
+
+
+def test_connectors_of_other_devices_are_refused_with_those_there_are(model, connectors):
+    with pytest.raises(ValueError, match=r"ExampleConnector is not for Ascend NPUs; .* is not loaded; install it, and let VLLM"):
+        engine_config(model(), **transfer("ExampleConnector"))
+    connectors()
+    with pytest.raises(ValueError, match=r"ExampleConnector is not for Ascend NPUs; .* is active .*; use one of AscendP2P"):
+        engine_config(model(), **transfer("ExampleConnector"))
+
+
+def test_connector_looks_at_its_own_options_before_anything_starts(model, connectors):
+    connectors()
+    with pytest.raises(ValueError, match=r"kv_connector_extra_config has no key 'leese'; did you mean 'lease'?"):
+        engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"leese": 1}))
+    with pytest.raises(ValueError, match="transport is 'carrier pigeon'; it can be mooncake"):
+        engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"transport": "carrier pigeon"}))
+
+
+def test_host_memory_and_several_connectors_are_served_by_those_for_npus(model, connectors):
+    ours = "ascend_kv_connector.offloading"
+    with pytest.raises(ValueError, match=r"OffloadingConnector is not for Ascend NPUs; .* is not loaded"):
+        engine_config(model(), kv_offloading_size=1)
+    connectors()
+    config = engine_config(model(), kv_offloading_size=1).kv_transfer_config
+    assert (config.kv_connector, config.kv_connector_module_path) == ("OffloadingConnector", ours)
+    with pytest.raises(ValueError, match="has no cpu_bytes_to_use"):
+        engine_config(model(), **transfer("OffloadingConnector"))
+    host = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+    }
+    several = transfer("MultiConnector", kv_connector_extra_config={"connectors": [host]})
+    config = engine_config(model(), **several).kv_transfer_config
+    assert config.kv_connector_extra_config["connectors"][0]["kv_connector_module_path"] == ours
+    host |= {"kv_connector": "NixlConnector", "kv_connector_module_path": None}
+    with pytest.raises(ValueError, match="NixlConnector is not for Ascend NPUs"):
+        engine_config(model(), **several)
+    with pytest.raises(ValueError, match=r"MultiConnector: kv_connector_extra_config.connectors is None"):
+        engine_config(model(), **transfer("MultiConnector"))
+
+
+def test_module_of_vllm_ascend_is_left_out_where_its_connector_has_a_counterpart(model, connectors, lines):
+    connectors()
+    there = {"kv_connector_module_path": "vllm_ascend.distributed.mooncake_connector", "kv_connector_extra_config": {"leese": 1}}
+    with pytest.raises(ValueError, match="no key 'leese'"):  # the counterpart has been asked
+        engine_config(model(), **transfer("MooncakeConnectorV1", **there))
+    assert any("vllm_ascend.distributed.mooncake_connector is left out" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class DenseBackend:
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False
+        return True
 
 
 class DenseImpl:

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -30,6 +31,7 @@ __all__ = [
     "DenseImpl",
     "RefusedError",
     "allowed",
+    "cache_parts",
     "chip",
     "config",
     "graph_task",
@@ -308,6 +310,21 @@ def chip() -> Chip:
 
     properties = torch.npu.get_device_properties(torch.npu.current_device())
     return Chip(properties.name, properties.total_memory, properties.cube_core_num, properties.vector_core_num)
+
+
+def cache_parts(kv_cache: Any) -> dict[str, Any]:
+    """The tensors of one layer's KV cache, as the platform has taken it apart, by part: ``key`` and ``value``.
+
+    Each is contiguous, ``[blocks, block_size, kv_heads, head_size]`` in the cache's dtype: block ``b`` is the run of
+    ``stride(0)`` elements at ``data_ptr() + b * stride(0) * element_size()``. ``kv_cache`` is what an attention's ``forward`` and
+    a connector's ``register_kv_caches`` get for a layer.
+
+    Raises:
+        TypeError: something else.
+    """
+    if not hasattr(kv_cache, "_asdict"):
+        raise TypeError(f"a layer's KV cache is expected, as ascend_platform.kv_cache.PagedKV, not {type(kv_cache).__name__}")
+    return kv_cache._asdict()
 
 
 def _namespace(entry_point: str) -> str:

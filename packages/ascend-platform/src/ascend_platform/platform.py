@@ -14,7 +14,7 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import device_metrics, extension, machine, quantization, speculation, watch
+from ascend_platform import connectors, device_metrics, extension, machine, quantization, speculation, watch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -197,6 +197,7 @@ class NPUPlatform(Platform):
         from vllm.config import CompilationMode, CUDAGraphMode
         from vllm.config.vllm import OptimizationLevel
 
+        connectors.resolve(vllm_config)
         vllm_config.kernel_config.enable_jit_warmup = False
         compilation, model = vllm_config.compilation_config, vllm_config.model_config
         if compilation.cudagraph_mode is None and vllm_config.optimization_level == OptimizationLevel.O2:
@@ -224,6 +225,7 @@ class NPUPlatform(Platform):
         quantization.detect(vllm_config)
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise extension.RefusedError(f"{_serves()} models without {', '.join(refused)}; these come later")
+        connectors.check(vllm_config)
         speculation.check(vllm_config)
         _check_devices(parallel)
         _check_graphs(vllm_config)
@@ -404,7 +406,6 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
     offload, passes = vllm_config.offload_config, vllm_config.compilation_config.pass_config
     features = {
-        "KV connectors": vllm_config.kv_transfer_config,
         "encoder-cache connectors": vllm_config.ec_transfer_config,
         "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,

@@ -1,0 +1,180 @@
+"""A rank's KV cache as a list of regions, and the tokens of a request packed out of it and unpacked into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.protocol import Cache, Region
+
+DIRECT = 32 << 10
+"""Bytes on average from which tokens that follow each other are copied between device and host without a gather."""
+
+
+class Heads(NamedTuple):
+    """``number`` of the model's heads from ``first`` on."""
+
+    first: int
+    number: int
+
+    def common(self, other: Heads) -> Heads:
+        first, stop = max(self.first, other.first), min(sum(self), sum(other))
+        return Heads(first, max(0, stop - first))
+
+
+def heads_of(rank: int, ranks: int, total: int) -> Heads:
+    """The KV heads of a tensor-parallel rank, as vLLM shares them out (``vllm/model_executor/layers/linear.py``,
+    QKVParallelLinear): evenly, or, of fewer heads than ranks, each to several ranks."""
+    return Heads(rank * total // ranks, max(1, total // ranks))
+
+
+class PagedCache:
+    """The regions of one rank: ``caches[i]`` of ``regions[i]`` is ``[blocks, tokens of a block, heads, size]``.
+
+    ``block_size`` is the scheduler's. An attention may have its blocks cut into several for its kernel, which are then one behind
+    the other (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``), so that a token's row is the same.
+    """
+
+    def __init__(self, regions: Sequence[tuple[str, str, torch.Tensor]], block_size: int, heads: Heads, total_heads: int) -> None:
+        """Take (layer, part, cache) of each region.
+
+        Raises:
+            ValueError: regions whose block size, dtype or number of heads differ.
+        """
+        self.caches = [cache for _, _, cache in regions]
+        self.regions = [Region(layer, part, cache.shape[3]) for layer, part, cache in regions]
+        self.heads, self.total_heads = heads, total_heads
+        kinds = {(cache.shape[1], cache.shape[2], cache.dtype) for cache in self.caches}
+        if len(kinds) != 1:
+            raise ValueError(f"the layers' KV caches differ in block size, heads or dtype: {sorted(map(str, kinds))}")
+        ((tokens, held, self.dtype),) = kinds
+        self.block_size = block_size
+        if block_size % tokens:
+            raise ValueError(f"the scheduler's blocks of {block_size} tokens are not made of the cache's, of {tokens}")
+        if held != heads.number:
+            raise ValueError(f"the KV caches have {held} heads, this rank's part of {total_heads} is {heads.number}")
+
+    @property
+    def device(self) -> torch.device:
+        return self.caches[0].device
+
+    def token_bytes(self, regions: Sequence[int], heads: int) -> int:
+        """Bytes of one token in these regions."""
+        return sum(self.regions[index].size for index in regions) * heads * self.dtype.itemsize
+
+    def rows(self, blocks: Sequence[int], start: int, stop: int) -> torch.Tensor:
+        """int64 ``[stop - start]`` on the host: where the request's tokens are in ``[blocks * block_size]``."""
+        places = torch.arange(start, stop)
+        table = torch.tensor(blocks, dtype=torch.int64)
+        return table[places // self.block_size] * self.block_size + places % self.block_size
+
+    def pack(self, rows: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor) -> int:
+        """Copy tokens to the beginning of a buffer, uint8 ``[bytes]``, as :class:`~ascend_kv_connector.protocol.Chunk` has them;
+        returns how many bytes that is. What the device does for it is enqueued on the current stream."""
+        size = len(rows) * self.token_bytes(regions, heads.number)
+        values = buffer[:size].view(self.dtype)
+        if runs := self._runs(rows, heads):
+            for index, part in self._parts(values, regions, len(rows), heads):
+                for at, first, count in runs:
+                    part[at : at + count].copy_(self._flat(index)[first : first + count], non_blocking=True)
+            return size
+        gathered, rows = torch.empty(len(values), dtype=self.dtype, device=self.device), rows.to(self.device)
+        for index, part in self._parts(gathered, regions, len(rows), heads):
+            part.copy_(self._flat(index)[:, self._mine(heads)].index_select(0, rows))
+        values.copy_(gathered, non_blocking=True)
+        return size
+
+    def unpack(self, rows: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor) -> None:
+        """The inverse of :meth:`pack`: uint8 ``[bytes]`` into the cache, of this rank's heads those given."""
+        if runs := self._runs(rows, heads):
+            for index, part in self._parts(data.view(self.dtype), regions, len(rows), heads):
+                for at, first, count in runs:
+                    self._flat(index)[first : first + count].copy_(part[at : at + count], non_blocking=True)
+            return
+        values, rows = data.to(self.device, non_blocking=True).view(self.dtype), rows.to(self.device)
+        for index, part in self._parts(values, regions, len(rows), heads):
+            if heads.number == self.heads.number:
+                self._flat(index).index_copy_(0, rows, part)
+            else:
+                self._flat(index)[rows, self._mine(heads)] = part
+
+    def _mine(self, heads: Heads) -> slice:
+        return slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.number)
+
+    def _runs(self, rows: torch.Tensor, heads: Heads) -> list[tuple[int, int, int]]:
+        """Tokens that follow each other also in the cache, as (token, row, number), if they are long enough to be copied as they
+        are, without a gather on the device."""
+        if heads.number != self.heads.number:
+            return []
+        cuts = [0, *(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), len(rows)]
+        token = min(region.size for region in self.regions) * heads.number * self.dtype.itemsize
+        if len(rows) * token < DIRECT * (len(cuts) - 1):
+            return []
+        return [(at, int(rows[at]), stop - at) for at, stop in pairwise(cuts)]
+
+    def _parts(
+        self, values: torch.Tensor, regions: Sequence[int], tokens: int, heads: Heads
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Of each region its tokens in a buffer of values, ``[tokens, heads, size]``."""
+        at = 0
+        for index in regions:
+            size = self.regions[index].size
+            count = tokens * heads.number * size
+            yield index, values[at : at + count].view(tokens, heads.number, size)
+            at += count
+
+    def _flat(self, index: int) -> torch.Tensor:
+        return self.caches[index].flatten(0, 1)
+
+
+class Share(NamedTuple):
+    """What to fetch from one rank: regions by the producer's indices and by one's own, pairwise, and which heads."""
+
+    rank: int
+    remote: list[int]
+    local: list[int]
+    heads: Heads
+
+
+def plan(own: PagedCache, peers: Sequence[Cache], rank: int) -> list[Share]:
+    """From which of the producer's ranks this rank, number ``rank`` of its instance, fetches what.
+
+    Where several hold the same heads the ranks of a consumer take different ones.
+
+    Raises:
+        TransferError: of kind ``mismatch``; together they do not have what this rank needs.
+    """
+    wanted = {(region.layer, region.part): index for index, region in enumerate(own.regions)}
+    dtype = str(own.dtype).removeprefix("torch.")
+    for peer in peers:
+        if (peer.dtype, peer.total_heads) != (dtype, own.total_heads):
+            raise TransferError(
+                "mismatch",
+                f"its KV cache is {peer.dtype} of {peer.total_heads} heads, the one here {dtype} of {own.total_heads}",
+            )
+    shares: list[Share] = []
+    missing = {(index, head) for index in wanted.values() for head in range(own.heads.first, sum(own.heads))}
+    turned = [(rank + offset) % len(peers) for offset in range(len(peers))]
+    for number in turned:
+        peer = peers[number]
+        common = own.heads.common(Heads(peer.first_head, peer.heads))
+        remote, local = [], []
+        for theirs, region in enumerate(peer.regions):
+            mine = wanted.get((region.layer, region.part))
+            if mine is None or (mine, common.first) not in missing or not common.number:
+                continue
+            if region.size != own.regions[mine].size:
+                raise TransferError("mismatch", f"{region.part} of {region.layer} is {region.size} wide there")
+            remote.append(theirs)
+            local.append(mine)
+            missing -= {(mine, head) for head in range(common.first, sum(common))}
+        if remote:
+            shares.append(Share(number, remote, local, common))
+    if missing:
+        layer = own.regions[min(missing)[0]].layer
+        raise TransferError("mismatch", f"none of its {len(peers)} ranks has all of {layer}")
+    return shares

@@ -1,0 +1,131 @@
+"""``AscendP2PConnector``, as vLLM's scheduler and workers call it; each call goes to one of the two parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ascend_platform import extension
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from ascend_kv_connector import transport
+from ascend_kv_connector.config import Options, check_cache
+from ascend_kv_connector.metrics import TransferMetrics, TransferStats
+from ascend_kv_connector.scheduler import Endpoint, P2PMetadata, P2PScheduler
+from ascend_kv_connector.worker import P2PWorker
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM 0.31 does not ask
+    CacheHitSource = None  # type: ignore[assignment, misc]
+
+
+class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV cache from an instance that computes prompts to one that goes on with them."""
+
+    if CacheHitSource is not None:
+        _cache_hit_source = CacheHitSource.P2P
+
+    _scheduler: P2PScheduler
+    _worker: P2PWorker
+
+    @classmethod
+    def check_config(cls, vllm_config: Any) -> None:
+        """Asked by the platform before anything starts.
+
+        Raises:
+            RefusedError: what cannot be served, in one line.
+        """
+        options = Options.take(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        transport.check(options.transport)
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            raise extension.RefusedError("AscendP2PConnector does not serve decode context parallelism; leave one of the two out")
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_cache("AscendP2PConnector", kv_cache_config)
+        transfer = self._kv_transfer_config
+        self._options = Options.take(transfer.kv_connector_extra_config)
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size  # the platform keeps one group
+        if role == KVConnectorRole.SCHEDULER:
+            roles = transfer.is_kv_producer, transfer.is_kv_consumer
+            self._scheduler = P2PScheduler(str(transfer.engine_id), block_size, *roles, self._options.transfer_timeout)
+        else:
+            self._worker = P2PWorker(vllm_config, block_size, self._options)
+
+    # In the scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Endpoint]) -> None:
+        self._scheduler.take_endpoints(metadata)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> P2PMetadata:
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.take_finished(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        (blocks,) = block_ids
+        return self._scheduler.request_finished(request, blocks)
+
+    # In a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> Endpoint | None:
+        return self._worker.get_handshake_metadata()
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, P2PMetadata)
+        self._worker.start(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request runs here only when all its layers are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._worker.layer_is_enqueued(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for: blocks that are still to be read are kept."""
+        self._worker.end_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.get_transfer_results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.get_block_ids_with_load_errors()
+
+    def shutdown(self) -> None:
+        (self._scheduler.close if self.role == KVConnectorRole.SCHEDULER else self._worker.shutdown)()
+
+    # Metrics
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        return self._worker.get_kv_connector_stats() if self.role == KVConnectorRole.WORKER else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        return TransferStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> TransferMetrics:
+        return TransferMetrics(*arguments)

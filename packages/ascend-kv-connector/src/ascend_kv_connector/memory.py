@@ -1,0 +1,106 @@
+"""A transport within one process, for tests: it copies memory, and does to it what networks do."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import threading
+from dataclasses import dataclass, field
+from time import sleep
+
+from ascend_kv_connector.errors import TransferError
+
+
+@dataclass
+class Faults:
+    """What goes wrong, drawn by ``draw`` for each read with these probabilities; ``hung`` holds reads until it is set.
+
+    fail: the read fails at once, after a part of the bytes. corrupt: one bit is another. delay: it takes ``seconds`` more.
+    late: it fails, and the bytes come all the same ``seconds`` later. hang: it does not return before ``hung`` is set.
+    """
+
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    fail: float = 0.0
+    corrupt: float = 0.0
+    delay: float = 0.0
+    late: float = 0.0
+    hang: float = 0.0
+    seconds: float = 0.05
+    hung: threading.Event = field(default_factory=threading.Event)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def choose(self) -> str:
+        """The fault of one read, or ""; it is counted."""
+        point, chosen = self.draw.random(), ""
+        for name in ("fail", "corrupt", "delay", "late", "hang"):
+            point -= getattr(self, name)
+            if point < 0:
+                chosen = name
+                break
+        self.counts[chosen] = self.counts.get(chosen, 0) + 1
+        return chosen
+
+
+class MemoryNetwork:
+    """The sessions that can reach each other. ``killed`` ones answer nobody, ``cut`` pairs do not reach each other."""
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.faults = faults or Faults()
+        self.killed: set[str] = set()
+        self.cut: set[frozenset[str]] = set()
+        self.ends: dict[str, MemoryTransport] = {}
+        self._numbers = itertools.count()
+
+    def end(self) -> MemoryTransport:
+        transport = MemoryTransport(self, f"memory-{next(self._numbers)}")
+        self.ends[transport.session] = transport
+        return transport
+
+
+class MemoryTransport:
+    """See :class:`~ascend_kv_connector.transport.Transport`. It checks that both addresses are of registered memory."""
+
+    name = "memory"
+    on_device = False
+
+    def __init__(self, network: MemoryNetwork, session: str) -> None:
+        self._network, self.session = network, session
+        self._memory: list[range] = []
+
+    def register(self, address: int, size: int) -> None:
+        self._memory.append(range(address, address + size))
+
+    def has(self, address: int, size: int) -> bool:
+        return any(address in region and address + size <= region.stop for region in self._memory)
+
+    def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
+        network, peer = self._network, self._network.ends.get(session)
+        if peer is None or session in network.killed:
+            raise TransferError("transport", f"session {session} is gone")
+        if frozenset((session, self.session)) in network.cut:
+            sleep(seconds)
+            raise TransferError("transport", f"nothing from session {session} in {seconds:g} s")
+        if not (peer.has(remote, size) and self.has(local, size)):
+            raise TransferError("transport", "memory that is not registered")
+        fault = network.faults.choose()
+        if fault == "hang":
+            network.faults.hung.wait(60)
+        if fault == "delay":
+            sleep(network.faults.seconds)
+        if fault == "late":
+            threading.Timer(network.faults.seconds, _garble, (local, size)).start()
+        if fault in ("fail", "late"):
+            ctypes.memmove(local, remote, size // 2)
+            raise TransferError("transport", f"session {session} has closed the connection")
+        ctypes.memmove(local, remote, size)
+        if fault == "corrupt":
+            place = local + network.faults.draw.randrange(size)
+            ctypes.c_ubyte.from_address(place).value ^= 1
+
+    def close(self) -> None:
+        self._network.ends.pop(self.session, None)
+
+
+def _garble(address: int, size: int) -> None:
+    ctypes.memset(address, 0x5A, size)

@@ -1,0 +1,260 @@
+"""The connector's part in vLLM's scheduler: which requests are read from elsewhere, and whose blocks are kept for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any
+
+from ascend_platform import extension
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.v1.request import RequestStatus
+
+from ascend_kv_connector.rendezvous import Rendezvous, routers_name
+from ascend_kv_connector.transfers import Source
+
+
+@dataclass
+class Endpoint(KVConnectorHandshakeMetadata):
+    """Where a worker answers, which it tells the scheduler once: ``port`` as producer, ``landing_port`` as consumer; 0 if not."""
+
+    host: str
+    port: int
+    landing_port: int = 0
+
+
+@dataclass
+class Load:
+    """Tokens ``start`` to ``stop`` are to come into ``blocks``, of which the first holds token ``start``; from a source that
+    announces itself, if it is None."""
+
+    source: Source | None
+    blocks: list[int]
+    start: int
+    stop: int
+
+
+@dataclass
+class Growing:
+    """A prompt of ``total`` tokens that is computed for a reader which waits at ``places``, under the name ``reader``; after this
+    step its first ``tokens`` are in ``blocks``."""
+
+    reader: str
+    places: tuple[tuple[str, int], ...]
+    total: int
+    blocks: list[int] = field(default_factory=list)
+    tokens: int = 0
+    announced: bool = False
+
+
+@dataclass
+class P2PMetadata(KVConnectorMetadata):
+    """What one step's scheduling means for the workers: by request loads to start, blocks to keep with the tokens they hold,
+    sources whose blocks are not wanted, prompts that this step computes for readers, those whose blocks are taken back (with the
+    cause, or "" for a preemption), loads whose request has ended, those that no prefill instance will take, with the cause,
+    prompts that are not computed although a reader waits for them, and where all ranks answer."""
+
+    loads: dict[str, Load] = field(default_factory=dict)
+    leases: dict[str, tuple[list[int], int]] = field(default_factory=dict)
+    declined: list[Source] = field(default_factory=list)
+    growing: dict[str, Growing] = field(default_factory=dict)
+    withdrawn: dict[str, str] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    dropped: list[tuple[Growing, str]] = field(default_factory=list)
+    ranks: list[tuple[str, int]] = field(default_factory=list)
+
+
+class P2PScheduler:
+    """See the methods of the same names in ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``.
+
+    The keys of ``kv_transfer_params`` are vLLM's own connectors': a prefill instance gets ``do_remote_decode`` and answers with
+    ``do_remote_prefill``, which a decode instance gets. A decode instance that gets ``do_remote_prefill`` with ``metaserver``
+    instead, a router's URL, takes blocks first and posts there; what it posts a prefill instance gets as its
+    ``kv_transfer_params``, and the prompt is read layer by layer while it is computed.
+    """
+
+    def __init__(self, engine: str, block_size: int, produces: bool, consumes: bool, seconds: float = 120.0) -> None:
+        self._engine, self._block_size, self._produces, self._consumes = engine, block_size, produces, consumes
+        self._ranks: list[tuple[str, int]] = []
+        self._landing: list[tuple[str, int]] = []
+        self._next = P2PMetadata()
+        self._growing: dict[str, Growing] = {}
+        self._loading: set[str] = set()
+        self._lost: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self._rendezvous = Rendezvous(seconds, lambda request, cause: self._lost.put((request, cause)))
+
+    def take_endpoints(self, endpoints: dict[tuple[int, int], Endpoint]) -> None:
+        """Endpoints by (pipeline rank, tensor rank)."""
+        ordered = [endpoints[rank] for rank in sorted(endpoints)]
+        self._ranks = [(each.host, each.port) for each in ordered]
+        self._landing = [(each.host, each.landing_port) for each in ordered]
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        tokens = self._remote_tokens(request) - num_computed_tokens
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._grow(request)
+        stop = self._remote_tokens(request)
+        if not stop:
+            return
+        params, name = request.kv_transfer_params, request.request_id
+        source = None if "metaserver" in params else _source(params)
+        params["do_remote_prefill"] = False  # once: after a preemption it is computed here
+        if not num_external_tokens:
+            if source is not None:
+                self._next.declined.append(source)
+            return
+        start = stop - num_external_tokens
+        (table,) = blocks.get_block_ids()
+        size = self._block_size
+        self._next.loads[name] = Load(source, list(table[start // size : -(-stop // size)]), start, stop)
+        self._loading.add(name)
+        if source is None:
+            self._rendezvous.ask(name, params["metaserver"], self._wanted(name, start))
+
+    def build_connector_meta(self, scheduled: Any) -> P2PMetadata:
+        """``scheduled`` is vLLM's SchedulerOutput of the step."""
+        self._follow(scheduled)
+        while not self._lost.empty():
+            request, cause = self._lost.get()
+            self._next.lost[request] = cause
+        built, self._next = self._next, P2PMetadata(ranks=self._ranks)
+        return built
+
+    def take_finished(self, requests: Iterable[str]) -> None:
+        """These requests' loads have ended in all ranks."""
+        self._loading.difference_update(requests)
+
+    def close(self) -> None:
+        self._rendezvous.close()
+
+    def _wanted(self, name: str, start: int) -> dict[str, Any]:
+        """What a prefill instance gets; the keys are vllm-ascend's, but for remote_ranks and remote_reader."""
+        host, port = self._landing[0]
+        return {
+            "request_id": routers_name(name),
+            "do_remote_prefill": False,
+            "do_remote_decode": True,
+            "remote_engine_id": self._engine,
+            "remote_host": host,
+            "remote_port": port,
+            "remote_ranks": [list(rank) for rank in self._landing],
+            "remote_reader": name,
+            "remote_cached_tokens": start,
+        }
+
+    def _grow(self, request: Any) -> None:
+        """A prompt that a reader waits for begins to be computed here, perhaps anew."""
+        name = request.request_id
+        if name not in self._growing and (growing := self._waited_for(request)):
+            self._growing[name] = growing
+
+    def _waited_for(self, request: Any) -> Growing | None:
+        """What is to be known of the reader that waits for a prompt; None if there is none."""
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode") or "remote_reader" not in params or not self._produces:
+            return None
+        if wrong := _wrong(params, {"remote_reader": str, "remote_ranks": list}):
+            extension.logger.warning("request %s: do_remote_decode %s; nobody reads it", request.request_id, wrong)
+            return None
+        places = tuple((host, port) for host, port in params["remote_ranks"])
+        return Growing(params["remote_reader"], places, request.num_prompt_tokens)
+
+    def _follow(self, scheduled: Any) -> None:
+        """Note which tokens of growing prompts this step computes, and where."""
+        if not self._growing:
+            return
+        for name in scheduled.preempted_req_ids or ():
+            if name in self._growing:
+                self._growing[name].blocks, self._growing[name].tokens = [], 0
+                self._next.withdrawn[name] = ""
+        steps = [(new.req_id, new.block_ids, new.num_computed_tokens, True) for new in scheduled.scheduled_new_reqs]
+        old = scheduled.scheduled_cached_reqs
+        for name, more, computed in zip(old.req_ids, old.new_block_ids, old.num_computed_tokens, strict=True):
+            steps.append((name, more, computed, name in old.resumed_req_ids))
+        for name, blocks, computed, anew in steps:
+            growing = self._growing.get(name)
+            if growing is None or (growing.tokens >= growing.total and not anew):
+                continue
+            (own,) = blocks or ([],)
+            growing.blocks = list(own) if anew else growing.blocks + own
+            growing.tokens = min(growing.total, computed + scheduled.num_scheduled_tokens[name])
+            self._next.growing[name] = replace(growing)
+            growing.announced = True
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        params, name = request.kv_transfer_params or {}, request.request_id
+        if self._remote_tokens(request):  # it never got blocks here, for example because the client has left
+            if "metaserver" not in params:
+                self._next.declined.append(_source(params))
+            params["do_remote_prefill"] = False
+            return False, None
+        if name in self._loading:  # its client has left meanwhile
+            self._loading.discard(name)
+            self._next.ended.append(name)
+        ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        grown = self._growing.pop(name, None)
+        if not params.get("do_remote_decode") or not ended or not block_ids:
+            how = f"the request has ended there before its prompt was computed ({request.status.name})"
+            if grown is not None:
+                self._next.withdrawn[name] = how
+            if (waited := grown or self._waited_for(request)) and not waited.announced:
+                self._next.dropped.append((waited, how))
+            return False, None
+        if not self._produces:
+            extension.logger.warning(
+                "request %s: do_remote_decode needs kv_role kv_producer or kv_both; its blocks are not kept", request.request_id
+            )
+            return False, None
+        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._next.leases[request.request_id] = (list(block_ids), tokens)
+        host, port = self._ranks[0]
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine,
+            "remote_request_id": request.request_id,
+            "remote_host": host,
+            "remote_port": port,
+            "remote_ranks": [list(rank) for rank in self._ranks],
+            "remote_num_tokens": tokens,
+        }
+
+    def _remote_tokens(self, request: Any) -> int:
+        """How many of the prompt's tokens another instance has computed for this request; 0 if none, or if it is told wrongly."""
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):
+            return 0
+        wrong = _wrong(params, {"metaserver": str} if "metaserver" in params else ANSWER)
+        if not self._consumes:
+            wrong = "needs kv_role kv_consumer or kv_both"
+        if wrong:
+            extension.logger.warning("request %s: do_remote_prefill %s; its prompt is computed here", request.request_id, wrong)
+            params["do_remote_prefill"] = False
+            return 0
+        return min(params.get("remote_num_tokens", request.num_prompt_tokens), request.num_prompt_tokens)
+
+
+ANSWER = {"remote_engine_id": str, "remote_request_id": str, "remote_num_tokens": int, "remote_ranks": list}
+"""What a decode instance needs to know of a prompt that has been computed elsewhere."""
+
+
+def _wrong(params: dict[str, Any], forms: dict[str, type]) -> str:
+    """What is missing from a router's parameters, or is not of its form; "" if nothing."""
+    for key, form in forms.items():
+        if not isinstance(params.get(key), form):
+            return f"comes with {key} {params.get(key)!r}, which is not what AscendP2PConnector answers with"
+    if "remote_ranks" not in forms:
+        return ""
+    ranks = params["remote_ranks"]
+    if not ranks or not all(isinstance(rank, (list, tuple)) and list(map(type, rank)) == [str, int] for rank in ranks):
+        return f"comes with remote_ranks {ranks!r}, which are no hosts and ports"
+    return ""
+
+
+def _source(params: dict[str, Any]) -> Source:
+    ranks = tuple((host, port) for host, port in params["remote_ranks"])
+    return Source(params["remote_engine_id"], params["remote_request_id"], ranks)

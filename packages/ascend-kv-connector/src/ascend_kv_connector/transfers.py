@@ -1,0 +1,141 @@
+"""Bookkeeping of a consumer's transfers: each ends exactly once, done or failed, and nothing of it is written afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+from typing import NamedTuple
+
+from ascend_kv_connector.errors import Kind, TransferError
+
+
+class Source(NamedTuple):
+    """Where a request's blocks are: the producer's engine, its name for the request, and (host, port) of each of its ranks."""
+
+    engine: str
+    request: str
+    ranks: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """All tokens are in their blocks. ``size`` in bytes, ``seconds`` from when the transfer was asked for."""
+
+    request: str
+    size: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"KV transfer of {self.request} done after {self.seconds:.3f} s, {self.size / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """It has failed. ``blocks`` are those of this instance that hold nothing, ``size`` of ``total`` bytes were read."""
+
+    request: str
+    blocks: tuple[int, ...]
+    kind: Kind
+    cause: str
+    hint: str
+    peer: str
+    engine: str
+    transport: str
+    size: int
+    total: int
+    seconds: float
+
+    def __str__(self) -> str:
+        first, last = (self.blocks[0], self.blocks[-1]) if self.blocks else (0, 0)
+        return (
+            f"KV transfer of {self.request} failed after {self.seconds:.2f} s: {self.cause}; peer {self.peer} of engine "
+            f"{self.engine}, transport {self.transport}, {self.size / 2**20:.1f} of {self.total / 2**20:.1f} MiB read, "
+            f"{len(self.blocks)} blocks from {first} to {last} not loaded; {self.hint}"
+        )
+
+
+class ClosedError(Exception):
+    """The transfer has ended meanwhile; whoever works on it stops."""
+
+
+class Transfer:
+    """Tokens ``start`` to ``stop`` of a request, into ``blocks``, of which the first holds token ``start``.
+
+    A thread works on it and another may end it at its deadline. ``landing`` is held while the cache is written: the transfer
+    does not end within, and nothing lands after its end. Of a prompt that is being computed while it is fetched (``growing``) the
+    source is not known before a producer has announced itself.
+    """
+
+    def __init__(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int, seconds: float) -> None:
+        self.request, self.source, self.blocks, self.start, self.stop = request, source, blocks, start, stop
+        self.began = monotonic()
+        self.deadline = self.began + seconds
+        self.seconds = seconds
+        self.peer, self.size, self.total = "(none)", 0, 0
+        self.landed: dict[int, int] = {}
+        self.growing = source is None
+        self._lock = threading.Lock()
+        self._outcome: Done | Failed | None = None
+
+    @property
+    def outcome(self) -> Done | Failed | None:
+        return self._outcome
+
+    def remaining(self) -> float:
+        """Seconds to the deadline.
+
+        Raises:
+            TransferError: it has passed.
+            ClosedError: the transfer has ended.
+        """
+        if self._outcome is not None:
+            raise ClosedError
+        left = self.deadline - monotonic()
+        if left <= 0:
+            raise TransferError("deadline", f"its deadline of {self.seconds:g} s has passed")
+        return left
+
+    @contextmanager
+    def landing(self) -> Iterator[None]:
+        """Held while tokens are written into the blocks.
+
+        Raises:
+            ClosedError: the transfer has ended; nothing may be written.
+        """
+        with self._lock:
+            if self._outcome is not None:
+                raise ClosedError
+            yield
+
+    def succeed(self) -> bool:
+        return self._end(Done(self.request, self.size, monotonic() - self.began))
+
+    def fail(self, error: TransferError, transport: str, block_size: int) -> bool:
+        """End it as failed, unless it has ended; whether this call has."""
+        whole = min(self.landed.values(), default=self.start)
+        # of a block that is not whole all tokens count as missing
+        first = min((whole - self.start) // block_size, len(self.blocks))
+        failed = Failed(
+            request=self.request,
+            blocks=tuple(self.blocks[first:]),
+            kind=error.kind,
+            cause=str(error),
+            hint=error.hint,
+            peer=self.peer,
+            engine=self.source.engine if self.source else "(none)",
+            transport=transport,
+            size=self.size,
+            total=self.total,
+            seconds=monotonic() - self.began,
+        )
+        return self._end(failed)
+
+    def _end(self, outcome: Done | Failed) -> bool:
+        with self._lock:
+            if self._outcome is not None:
+                return False
+            self._outcome = outcome
+            return True

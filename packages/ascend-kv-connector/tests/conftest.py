@@ -1,0 +1,29 @@
+"""Two instances of made-up caches that reach each other by the in-memory transport; no NPU and no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ascend_kv_connector.memory import Faults, MemoryNetwork
+from transfer_instances import Instance
+
+
+@pytest.fixture
+def network() -> MemoryNetwork:
+    return MemoryNetwork(Faults())
+
+
+@pytest.fixture
+def instances(network: MemoryNetwork) -> Iterator[type]:
+    """A function that makes an instance in the network; all are closed at the end."""
+    made: list[Instance] = []
+
+    def make(name: str, **shape: object) -> Instance:
+        made.append(Instance(network, name, **shape))
+        return made[-1]
+
+    yield make
+    network.faults.hung.set()
+    for instance in made:
+        instance.close()

@@ -1,0 +1,40 @@
+"""The conformance suite on this wheel's connectors, with the KV cache on an emulated NPU."""
+
+from typing import Any, ClassVar
+
+import pytest
+from ascend_kv_connector.testing import ConnectorTests, HandoffTests, one_rank  # noqa: F401
+
+pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
+
+P2P: dict[str, Any] = {
+    "kv_connector": "AscendP2PConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"host": "127.0.0.1", "chunk_mib": 1, "answer_timeout": 5, "transfer_timeout": 20},
+}
+HOST: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 50_000_000},
+}
+
+
+class TestAscendP2PConnector(HandoffTests):
+    transfer: ClassVar[dict[str, Any]] = P2P
+    device = "npu"
+
+
+class TestOffloadingConnector(ConnectorTests):
+    transfer: ClassVar[dict[str, Any]] = HOST
+    device, keeps = "npu", True
+
+
+class TestMultiConnector(HandoffTests):
+    transfer: ClassVar[dict[str, Any]] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [P2P, HOST]},
+    }
+    prefill: ClassVar[dict[str, Any]] = {}
+    decode: ClassVar[dict[str, Any]] = {}
+    device, keeps = "npu", True

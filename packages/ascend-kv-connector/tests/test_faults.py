@@ -1,0 +1,41 @@
+"""Hundreds of requests under faults: each ends in time, rightly or with its cause, and nothing is left behind."""
+
+from collections.abc import Callable
+
+import pytest
+from ascend_kv_connector.memory import MemoryNetwork
+from ascend_kv_connector.transfers import Done
+from transfer_faults import Endurance
+
+REQUESTS = 100
+"""500 of each by tools/transfers faults."""
+
+CASES = {
+    "1 to 1": ({}, {}, False),
+    "2 to 1, without checksums": ({"tp": 2}, {"verify": False}, False),
+    "1 to 2, layer by layer": ({}, {"tp": 2}, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_request_ends_rightly_or_with_its_cause(
+    case: str, instances: Callable, network: MemoryNetwork, record_property: Callable
+) -> None:
+    one, other, layerwise = CASES[case]
+    result = Endurance(instances, network, REQUESTS, one, other, layerwise).run()
+    print(result)
+    for kind, number in result.ended.items():
+        record_property(kind, number)
+    assert (result.wrong, result.late, result.leaked) == ([], [], [])
+    assert sum(number for kind, number in result.ended.items() if not kind.startswith("(")) == REQUESTS
+    assert result.ended["done"] > REQUESTS * 0.5
+    assert result.ended["(a producer was killed)"] == 3
+    assert set(result.ended) > {"done", "transport"}
+
+
+def test_done_is_done_once(instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d").consume()
+    source, _ = producer.fill("r", 8)
+    consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+    assert isinstance(consumer.wait()[0][0], Done)
+    assert consumer.consumers[0].take() == []

@@ -1,0 +1,69 @@
+"""The same over Mooncake's transfer engine, on this machine's loopback."""
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.transfers import Done
+
+pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
+
+from ascend_kv_connector.mooncake import MooncakeTransport
+
+
+class Loopback:
+    """What conftest.Instance asks a network for."""
+
+    def end(self) -> MooncakeTransport:
+        return MooncakeTransport("127.0.0.1", "tcp")
+
+
+@pytest.mark.parametrize(("one", "other"), [({}, {}), ({"tp": 2}, {}), ({}, {"tp": 2})], ids=["1 to 1", "2 to 1", "1 to 2"])
+def test_tokens_arrive(one: dict, other: dict, instances: Callable) -> None:
+    producer, consumer = instances("p", chunk_bytes=4096, **one), instances("d", chunk_bytes=4096, verify=True, **other)
+    producer.network = consumer.network = Loopback()
+    producer.produce()
+    consumer.consume()
+    wanted = {}
+    for number, tokens in enumerate((1, 17, 80)):
+        source, _ = producer.fill(f"r{number}", tokens)
+        wanted[f"r{number}"] = blocks = consumer.take(tokens)
+        for rank in consumer.consumers:
+            rank.start(f"r{number}", source, blocks, 0, tokens)
+    ended = consumer.wait(len(wanted))
+    assert all(isinstance(outcome, Done) for rank in ended for outcome in rank), ended
+    assert all(
+        consumer.holds(name, blocks, 0, tokens) for (name, blocks), tokens in zip(wanted.items(), (1, 17, 80), strict=True)
+    )
+    assert all(producer.all_free(name) for name in wanted)
+
+
+def serve(pipe: Connection) -> None:
+    transport = MooncakeTransport("127.0.0.1", "tcp")
+    buffer = torch.arange(1 << 20, dtype=torch.int32).view(torch.uint8)
+    transport.register(buffer.data_ptr(), buffer.numel())
+    pipe.send((transport.session, buffer.data_ptr()))
+    pipe.recv()
+
+
+def test_peer_that_is_killed_is_an_error() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,))
+    process.start()
+    try:
+        assert ours.poll(60)
+        session, address = ours.recv()
+        transport = MooncakeTransport("127.0.0.1", "tcp")
+        buffer = torch.zeros(4 << 20, dtype=torch.uint8)
+        transport.register(buffer.data_ptr(), buffer.numel())
+        transport.read(session, address, buffer.data_ptr(), buffer.numel(), 10)
+        assert torch.equal(buffer.view(torch.int32), torch.arange(1 << 20, dtype=torch.int32))
+    finally:
+        process.kill()
+        process.join()
+    with pytest.raises(TransferError, match="mooncake's read of 4194304 bytes has failed"):
+        transport.read(session, address, buffer.data_ptr(), buffer.numel(), 10)

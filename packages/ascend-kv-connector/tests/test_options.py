@@ -1,0 +1,65 @@
+"""What the user gives: names of connectors and their options, refused in one line where they cannot be."""
+
+from importlib.metadata import entry_points
+
+import pytest
+from ascend_kv_connector import CONNECTORS
+from ascend_kv_connector.config import Options
+from ascend_kv_connector.connector import AscendP2PConnector
+from ascend_kv_connector.offloading import OffloadingConnector
+from ascend_platform import extension
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+
+def test_defaults_and_values() -> None:
+    assert Options.take({}) == Options()
+    assert Options.take({"lease": 3, "verify": True, "prefill": {"tp_size": 2}}) == Options(lease=3, verify=True)
+    assert Options.take({"chunk_mib": 2}).chunk_bytes == 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"leese": 3}, r"no key 'leese'; did you mean 'lease'\?"),
+        ({"xyz": 3}, r"no key 'xyz'; known: transport, protocol, host,"),
+        ({"lease": 0}, "lease is 0; it can be a number of seconds above 0"),
+        ({"lease": True}, "lease is True; it can be a number"),
+        ({"slots": 1.5}, "slots is 1.5; it can be a whole number above 0"),
+        ({"verify": 1}, "verify is 1; it can be true or false"),
+        ({"host": 7}, "host is 7; it can be a string"),
+    ],
+)
+def test_others_are_refused(given: dict, said: str) -> None:
+    with pytest.raises(extension.RefusedError, match=said):
+        Options.take(given)
+
+
+def test_other_caches_than_one_group_of_full_attention_are_refused() -> None:
+    import torch
+    from ascend_kv_connector.config import check_cache
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+    full = KVCacheGroupSpec(["a"], FullAttentionSpec(**shape))
+    window = KVCacheGroupSpec(["b"], SlidingWindowSpec(**shape, sliding_window=32))
+    check_cache("X", KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[full]))
+    for groups in ([full, window], [window]):
+        with pytest.raises(ValueError, match=r"X serves one group .* SlidingWindowSpec; --disable-hybrid"):
+            check_cache("X", KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups))
+
+
+def test_entry_point_registers_all_names_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_states", "_offers"):
+        monkeypatch.setattr(extension, name, {})
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    (entry_point,) = entry_points(group="vllm.general_plugins", name="ascend_kv_connector")
+    register = entry_point.load()
+    register()
+    register()
+    assert extension.state("ascend-kv-connector") == f"active ({', '.join(CONNECTORS)})"
+    for name in CONNECTORS:
+        config = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+        found = KVConnectorFactory.get_connector_class(config)
+        assert found is (OffloadingConnector if name == "OffloadingConnector" else AscendP2PConnector)
+        assert KVConnectorFactory.supports_hma_config(config)

@@ -1,0 +1,94 @@
+"""The router between servers that answer as vLLM does."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from ascend_kv_connector.proxy import application
+
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
+
+
+def ask(body: Any, prefill: Callable, decode: Callable, stop: str = "") -> tuple[int, str, list[tuple[str, dict, str]]]:
+    """Status and text that the client gets, and what the instances were asked; ``stop`` names one that is not there."""
+    asked: list[tuple[str, dict, str]] = []
+
+    def server(name: str, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> TestServer:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            asked.append((name, await request.json(), request.headers["X-Request-Id"]))
+            return await answer(request)
+
+        app = web.Application()
+        app.router.add_post("/v1/completions", handle)
+        return TestServer(app)
+
+    async def run() -> tuple[int, str]:
+        servers = {"prefill": server("prefill", prefill), "decode": server("decode", decode)}
+        for each in servers.values():
+            await each.start_server()
+        urls = [str(each.make_url("")).rstrip("/") for each in servers.values()]
+        if stop:
+            await servers[stop].close()
+        data = body if isinstance(body, str) else json.dumps(body)
+        router = TestClient(TestServer(application(urls[:1], urls[1:])))
+        async with router as client, client.post("/v1/completions", data=data) as answer:
+            got = answer.status, await answer.text()
+        for each in servers.values():
+            await each.close()
+        return got
+
+    status, text = asyncio.run(run())
+    return status, text, asked
+
+
+async def first(request: web.Request) -> web.Response:
+    return web.json_response({"choices": [{"text": "4"}], "kv_transfer_params": PARAMS})
+
+
+async def second(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for token in "42":
+        await response.write(f"data: {token}\n\n".encode())
+    return response
+
+
+def test_what_prefill_answers_goes_to_decode_and_its_stream_to_the_client() -> None:
+    body = {"prompt": "6*7=", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
+    status, text, asked = ask(body, first, second)
+    assert (status, text) == (200, "data: 4\n\ndata: 2\n\n")
+    (one, to_prefill, name), (other, to_decode, same) = asked
+    assert (one, other, name) == ("prefill", "decode", same)
+    assert to_prefill == {"prompt": "6*7=", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    assert to_decode == body | {"kv_transfer_params": PARAMS}
+
+
+async def without(request: web.Request) -> web.Response:
+    return web.json_response({"choices": []})
+
+
+async def refuse(request: web.Request) -> web.Response:
+    return web.json_response({"error": "too long"}, status=400)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "stop", "status", "said"),
+    [
+        (first, "prefill", 502, "the prefill instance at http://127.0.0.1"),
+        (first, "decode", 502, "the decode instance at http://127.0.0.1"),
+        (without, "", 502, "answers without kv_transfer_params; start it with"),
+        (refuse, "", 400, "too long"),
+    ],
+)
+def test_what_goes_wrong_is_told(prefill: Callable, stop: str, status: int, said: str) -> None:
+    got, text, _ = ask({"prompt": "6*7="}, prefill, second, stop)
+    assert got == status
+    assert said in text
+
+
+def test_what_is_no_request_is_refused() -> None:
+    assert ask("[1", first, second)[:1] == (400,)

@@ -1,0 +1,204 @@
+"""The scheduler's part with vLLM's own requests: what is asked of the workers, and what a router is answered."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ascend_kv_connector.connector import AscendP2PConnector
+from ascend_kv_connector.scheduler import Endpoint, Growing, Load, P2PScheduler
+from ascend_kv_connector.transfers import Source
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+ANSWER = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "p",
+    "remote_request_id": "far",
+    "remote_host": "10.0.0.1",
+    "remote_port": 7000,
+    "remote_ranks": [["10.0.0.1", 7000], ["10.0.0.2", 7001]],
+    "remote_num_tokens": 21,
+}
+SOURCE = Source("p", "far", (("10.0.0.1", 7000), ("10.0.0.2", 7001)))
+
+
+NOTHING = SchedulerOutput.make_empty()
+
+
+def request(tokens: int = 21, params: dict[str, Any] | None = None, name: str = "near") -> Request:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params} if params else None)
+    return Request(request_id=name, prompt_token_ids=list(range(tokens)), sampling_params=sampling, pooling_params=None)
+
+
+def scheduler(produces: bool = True, consumes: bool = True) -> P2PScheduler:
+    made = P2PScheduler("d", 4, produces, consumes)
+    made.take_endpoints({(1, 0): Endpoint("h", 3, 23), (0, 1): Endpoint("h", 2, 22), (0, 0): Endpoint("h", 1, 21)})
+    return made
+
+
+def blocks(*ids: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+
+
+def test_prompt_that_is_elsewhere_is_loaded_behind_the_local_prefix() -> None:
+    made, near = scheduler(), request(params=dict(ANSWER))
+    assert made.get_num_new_matched_tokens(near, 8) == (13, True)
+    assert made.get_num_new_matched_tokens(near, 8) == (13, True)
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 13)
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 0)  # vLLM calls it again when all is there
+    meta = made.build_connector_meta(NOTHING)
+    assert meta.loads == {"near": Load(SOURCE, [52, 53, 54, 55], 8, 21)}
+    assert meta.declined == []
+    assert made.build_connector_meta(NOTHING).loads == {}
+    assert made.get_num_new_matched_tokens(near, 0) == (0, False)  # after a preemption
+    assert made.request_finished(near, [50]) == (False, None)
+
+
+def test_prompt_that_is_all_here_is_declined() -> None:
+    made, near = scheduler(), request(20, params=dict(ANSWER, remote_num_tokens=16))
+    assert made.get_num_new_matched_tokens(near, 16) == (0, False)
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54), 0)
+    assert made.build_connector_meta(NOTHING).declined == [SOURCE]
+
+
+def test_request_that_ends_before_it_gets_blocks_is_declined() -> None:
+    made, near = scheduler(), request(params=dict(ANSWER))
+    near.status = RequestStatus.FINISHED_ABORTED
+    assert made.request_finished(near, []) == (False, None)
+    assert made.build_connector_meta(NOTHING).declined == [SOURCE]
+
+
+def test_finished_prompt_is_kept_and_told() -> None:
+    made, far = scheduler(), request(params={"do_remote_decode": True}, name="far")
+    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
+    kept, params = made.request_finished(far, [7, 8, 9, 10, 11, 12])
+    assert kept
+    assert params["remote_ranks"] == [["h", 1], ["h", 2], ["h", 3]]
+    assert made.build_connector_meta(NOTHING).leases == {"far": ([7, 8, 9, 10, 11, 12], 21)}
+    consumer = scheduler()
+    assert consumer.get_num_new_matched_tokens(request(params=params), 0) == (21, True)
+
+
+@pytest.mark.parametrize(
+    ("status", "params", "produces"),
+    [
+        (RequestStatus.FINISHED_ABORTED, {"do_remote_decode": True}, True),
+        (RequestStatus.FINISHED_LENGTH_CAPPED, None, True),
+        (RequestStatus.FINISHED_LENGTH_CAPPED, {"do_remote_decode": True}, False),
+    ],
+)
+def test_other_prompts_are_not_kept(status: RequestStatus, params: dict | None, produces: bool) -> None:
+    made, far = scheduler(produces), request(params=params)
+    far.status, far.num_computed_tokens = status, 21
+    assert made.request_finished(far, [7]) == (False, None)
+    assert made.build_connector_meta(NOTHING).leases == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_engine_id": None},
+        {"remote_num_tokens": "21"},
+        {"remote_ranks": []},
+        {"remote_ranks": [["10.0.0.1"]]},
+        {"remote_ranks": [["10.0.0.1", "7000"]]},
+        {"remote_ranks": "10.0.0.1:7000"},
+    ],
+)
+def test_parameters_of_another_connector_are_named_and_the_prompt_is_computed(
+    wrong: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ascend_platform import extension
+
+    said: list[str] = []
+    monkeypatch.setattr(extension.logger, "warning", lambda form, *values: said.append(form % values))
+    made, near = scheduler(), request(params=ANSWER | wrong)
+    assert made.get_num_new_matched_tokens(near, 0) == (0, False)
+    assert made.get_num_new_matched_tokens(near, 0) == (0, False)
+    (line,) = said
+    assert next(iter(wrong)) in line
+
+
+def step(new: list[NewRequestData], tokens: dict[str, int], preempted: tuple[str, ...] = (), **old: Any) -> SchedulerOutput:
+    """One step's scheduling; ``old`` has (blocks, tokens computed before, whether it resumes) of requests that go on."""
+    made = SchedulerOutput.make_empty()
+    made.scheduled_new_reqs, made.num_scheduled_tokens, made.preempted_req_ids = new, tokens, set(preempted)
+    cached = made.scheduled_cached_reqs = CachedRequestData.make_empty()
+    for name, (ids, computed, resumed) in old.items():
+        cached.req_ids.append(name)
+        cached.new_block_ids.append((ids,))
+        cached.num_computed_tokens.append(computed)
+        if resumed:
+            cached.resumed_req_ids.add(name)
+    return made
+
+
+def test_prompt_is_computed_for_a_reader_that_waits() -> None:
+    decode = scheduler()
+    asked: list[tuple] = []
+    decode._rendezvous.ask = lambda *arguments: asked.append(arguments)
+    near = request(params={"do_remote_prefill": True, "metaserver": "http://router/v1/metaserver"}, name="cmpl-7-0-12345678")
+    assert decode.get_num_new_matched_tokens(near, 8) == (13, True)
+    decode.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), 13)
+    assert decode.build_connector_meta(NOTHING).loads == {near.request_id: Load(None, [52, 53, 54, 55], 8, 21)}
+    ((name, url, wanted),) = asked
+    assert (name, url) == (near.request_id, "http://router/v1/metaserver")
+    assert (wanted["request_id"], wanted["do_remote_decode"]) == ("cmpl-7-0", True)
+
+    prefill, far = scheduler(), request(params=wanted, name="far")
+    assert prefill.get_num_new_matched_tokens(far, 0) == (0, False)
+    prefill.update_state_after_alloc(far, blocks(7, 8), 0)
+    new = NewRequestData("far", None, [], None, None, ([7, 8],), 4, None)
+    places = (("h", 21), ("h", 22), ("h", 23))
+    first = prefill.build_connector_meta(step([new], {"far": 4})).growing["far"]
+    assert first == Growing(near.request_id, places, 21, [7, 8], 8, announced=False)
+    second = prefill.build_connector_meta(step([], {"far": 8}, far=([9, 10], 8, False))).growing["far"]
+    assert (second.blocks, second.tokens, second.announced) == ([7, 8, 9, 10], 16, True)
+    taken = prefill.build_connector_meta(step([], {}, preempted=("far",)))
+    assert (taken.withdrawn, taken.growing) == ({"far": ""}, {})
+    again = prefill.build_connector_meta(step([], {"far": 21}, far=([3, 4, 5, 6, 7, 8], 0, True))).growing["far"]
+    assert (again.blocks, again.tokens) == ([3, 4, 5, 6, 7, 8], 21)
+    assert prefill.build_connector_meta(step([], {"far": 1}, far=([], 21, False))).growing == {}
+    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
+    assert prefill.request_finished(far, [3, 4, 5, 6, 7, 8])[0]
+    assert prefill.build_connector_meta(NOTHING).leases == {"far": ([3, 4, 5, 6, 7, 8], 21)}
+
+
+def test_prompt_whose_request_ends_before_it_is_computed_is_taken_from_its_reader() -> None:
+    params = {"do_remote_decode": True, "remote_reader": "near", "remote_ranks": [["h", 1]]}
+    prefill, far = scheduler(), request(params=params, name="far")
+    prefill.update_state_after_alloc(far, blocks(7, 8), 0)
+    far.status = RequestStatus.FINISHED_ABORTED
+    assert prefill.request_finished(far, [7, 8]) == (False, None)
+    meta = prefill.build_connector_meta(NOTHING)
+    assert "FINISHED_ABORTED" in meta.withdrawn["far"]
+    ((waited, how),) = meta.dropped
+    assert (waited.reader, waited.places, how) == ("near", (("h", 1),), meta.withdrawn["far"])
+    never = request(params=params, name="never")  # which was never scheduled
+    never.status = RequestStatus.FINISHED_ABORTED
+    assert prefill.request_finished(never, []) == (False, None)
+    assert len(prefill.build_connector_meta(NOTHING).dropped) == 1
+
+
+def test_load_whose_client_leaves_is_ended() -> None:
+    made, near = scheduler(), request(params=dict(ANSWER))
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 21)
+    near.status = RequestStatus.FINISHED_ABORTED
+    assert made.request_finished(near, [50]) == (False, None)
+    assert made.build_connector_meta(NOTHING).ended == ["near"]
+    made.update_state_after_alloc(second := request(params=dict(ANSWER), name="second"), blocks(50, 51, 52, 53, 54, 55, 56), 21)
+    made.take_finished({"second"})
+    assert made.request_finished(second, [50]) == (False, None)
+    assert made.build_connector_meta(NOTHING).ended == []
+
+
+def test_the_connector_answers_what_vllm_asks_in_the_way_it_asks() -> None:
+    assert not AscendP2PConnector.__abstractmethods__
+    own = {name: method for name, method in vars(AscendP2PConnector).items() if inspect.isfunction(method)}
+    for name, method in own.items():
+        asked = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name)
+        assert list(inspect.signature(method).parameters) == list(inspect.signature(asked).parameters), name

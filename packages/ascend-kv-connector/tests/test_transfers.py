@@ -1,0 +1,317 @@
+"""Transfers between instances of different shapes, and what becomes of them when something goes wrong."""
+
+import random
+from collections.abc import Callable
+from time import monotonic, sleep
+
+import pytest
+import torch
+from ascend_kv_connector.memory import MemoryNetwork
+from ascend_kv_connector.protocol import Fetch, Refused, decode_answer
+from ascend_kv_connector.transfers import Done, Failed, Source
+
+SHAPES = {
+    "same": ({}, {}),
+    "tp 1 to 2": ({}, {"tp": 2}),
+    "tp 2 to 1": ({"tp": 2}, {}),
+    "tp 4 to 2": ({"tp": 4}, {"tp": 2}),
+    "tp 8 to 1, heads on two ranks each": ({"tp": 8}, {}),
+    "tp 2 to 8, heads on two ranks each": ({"tp": 2}, {"tp": 8}),
+    "pp 2 to 1": ({"pp": 2}, {}),
+    "pp 2 tp 2 to tp 4": ({"pp": 2, "tp": 2}, {"tp": 4}),
+    "one head": ({"tp": 2, "total_heads": 1}, {"total_heads": 1}),
+    "other block size": ({"block_size": 8}, {"block_size": 2, "blocks": 128}),
+    "blocks cut for the kernel": ({"cut": 2}, {"cut": 4}),
+    "other pieces": ({"chunk_bytes": 4096}, {"chunk_bytes": 200}),
+    "checksums": ({}, {"verify": True}),
+    "on the NPU": ({"device": "npu"}, {"device": "npu"}),
+    "on the NPU, tp 2 to 1": ({"device": "npu", "tp": 2, "dtype": torch.bfloat16}, {"device": "npu", "dtype": torch.bfloat16}),
+    "on the NPU, tp 1 to 2": ({"device": "npu", "dtype": torch.bfloat16}, {"device": "npu", "tp": 2, "dtype": torch.bfloat16}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_arrive_and_blocks_are_freed(shape: str, instances: Callable) -> None:
+    one, other = SHAPES[shape]
+    producer, consumer = instances("p", **one).produce(), instances("d", **other).consume()
+    wanted = {}
+    for number, tokens in enumerate((1, 4, 17, 30)):
+        name = f"r{number}"
+        source, _ = producer.fill(name, tokens)
+        start = tokens // 2 // consumer.block_size * consumer.block_size  # a prefix that is there already
+        blocks = consumer.take(tokens - start)
+        wanted[name] = (blocks, start, tokens)
+        for rank in consumer.consumers:
+            rank.start(name, source, blocks, start, tokens)
+    ended = consumer.wait(len(wanted))
+    assert all(isinstance(outcome, Done) for rank in ended for outcome in rank), ended
+    for name, (blocks, start, stop) in wanted.items():
+        assert consumer.holds(name, blocks, start, stop)
+        assert producer.all_free(name)
+    untouched = set(range(64)) - {block for blocks, _, _ in wanted.values() for block in blocks}
+    caches = [cache.view(-1, consumer.block_size, *cache.shape[2:]) for rank in consumer.caches for cache in rank.caches]
+    assert all(bool((cache[list(untouched)] == -1).all()) for cache in caches)
+    assert sum(rank.lent for rank in producer.producers) == 0
+
+
+def fails(instances: Callable, act: Callable, tokens: int = 17, **options: object) -> tuple[Failed, float]:
+    """The outcome of one transfer around which ``act(producer, consumer)`` does something, and how long it took."""
+    producer, consumer = instances("p").produce(), instances("d", **options).consume()
+    source, _ = producer.fill("r", tokens)
+    source = act(producer, consumer) or source
+    blocks = consumer.take(tokens)
+    began = monotonic()
+    consumer.consumers[0].start("r", source, blocks, 0, tokens)
+    ((outcome,),) = consumer.wait()
+    took = monotonic() - began
+    assert isinstance(outcome, Failed)
+    assert set(outcome.blocks) <= set(blocks)
+    sleep(0.1)
+    assert consumer.consumers[0].take() == []
+    return outcome, took
+
+
+def test_failure_names_all_that_is_known(instances: Callable, network: MemoryNetwork) -> None:
+    network.faults.fail = 1.0
+    outcome, _ = fails(instances, lambda producer, consumer: None)
+    line = str(outcome)
+    assert outcome.kind == "transport"
+    assert len(outcome.blocks) == 5
+    for part in ("r failed after", "has closed the connection", "of engine p", "transport memory", "0.0 of 0.0 MiB", "5 blocks"):
+        assert part in line
+    assert "\n" not in line
+
+
+def test_peer_that_is_gone(instances: Callable) -> None:
+    outcome, took = fails(instances, lambda producer, consumer: producer.close(), answer_timeout=30.0, transfer_timeout=30.0)
+    assert (outcome.kind, outcome.cause) == ("peer", "it does not listen (5 attempts)")
+    assert took < 2.0
+
+
+def test_peer_that_has_no_address(instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
+    consumer.consumers[0].start("r", Source("p", "r", (("no such host!", 1 << 20),)), consumer.take(8), 0, 8)
+    assert consumer.wait()[0][0].kind == "peer"
+    source, _ = producer.fill("s", 8)
+    consumer.consumers[0].start("s", source, consumer.take(8), 0, 8)
+    assert isinstance(consumer.wait()[0][0], Done)
+
+
+def test_peer_that_goes_while_it_is_read(instances: Callable, network: MemoryNetwork) -> None:
+    producer, consumer = instances("p").produce(), instances("d", answer_timeout=30.0, transfer_timeout=30.0).consume()
+    network.faults.delay, network.faults.seconds = 1.0, 0.1
+    source, _ = producer.fill("r", 40)
+    consumer.consumers[0].start("r", source, consumer.take(40), 0, 40)
+    sleep(0.3)
+    producer.close()
+    ((outcome,),) = consumer.wait()
+    assert outcome.kind == "peer"
+    assert outcome.cause in ("it has closed the connection", "it does not listen (5 attempts)")  # whichever is noticed first
+    assert 0 < outcome.size < outcome.total
+    assert outcome.seconds < 2.0
+
+
+def test_peer_that_does_not_answer(instances: Callable) -> None:
+    def hold(producer: object, consumer: object) -> None:
+        producer.producers[0].server._answer = lambda question: sleep(1.0)  # type: ignore[attr-defined]
+
+    outcome, took = fails(instances, hold, answer_timeout=0.4)
+    assert (outcome.kind, outcome.cause) == ("peer", "no answer in 0.4 s")
+    assert took < 0.8
+
+
+def test_peer_that_comes_back_is_found_again(instances: Callable, network: MemoryNetwork) -> None:
+    producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
+    for name in ("r", "s"):
+        source, _ = producer.fill(name, 17)
+        consumer.consumers[0].start(name, source, consumer.take(17), 0, 17)
+        assert isinstance(consumer.wait()[0][0], Done)
+        port = producer.producers[0].server.port
+        producer.close()
+        del network.ends[producer.producers[0].transport.session]
+        producer.produce(port=port)
+        sleep(0.3)  # zmq connects anew
+
+
+def test_session_that_is_gone(instances: Callable, network: MemoryNetwork) -> None:
+    outcome, _ = fails(instances, lambda producer, consumer: network.killed.add("memory-0"))
+    assert outcome.kind == "transport"
+
+
+def test_link_that_is_cut_ends_at_the_deadline(instances: Callable, network: MemoryNetwork) -> None:
+    outcome, took = fails(instances, lambda *both: network.cut.add(frozenset(("memory-0", "memory-1"))), transfer_timeout=0.5)
+    assert outcome.kind in ("deadline", "transport")
+    assert 0.4 < took < 1.0
+
+
+def test_read_that_hangs_ends_at_the_deadline_and_others_go_on(instances: Callable, network: MemoryNetwork) -> None:
+    producer, consumer = instances("p").produce(), instances("d", transfer_timeout=0.5, lanes=1).consume()
+    network.faults.hang = 1.0
+    source, _ = producer.fill("r", 17)
+    blocks = consumer.take(17)
+    consumer.consumers[0].start("r", source, blocks, 0, 17)
+    ((outcome,),) = consumer.wait()
+    assert (outcome.kind, 0.4 < outcome.seconds < 1.0) == ("deadline", True)
+    network.faults.hang = 0.0
+    second, _ = producer.fill("s", 17)
+    # the same blocks, as vLLM may use them again at once
+    consumer.consumers[0].start("s", second, blocks, 0, 17)
+    ((done,),) = consumer.wait()
+    assert isinstance(done, Done)
+    network.faults.hung.set()  # now the first read returns
+    sleep(0.2)
+    assert consumer.holds("s", blocks, 0, 17)
+
+
+def test_bytes_that_come_late_are_not_in_the_cache(instances: Callable, network: MemoryNetwork) -> None:
+    producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
+    blocks = consumer.take(17)
+    network.faults.late, network.faults.seconds = 1.0, 0.1
+    first, _ = producer.fill("r", 17)
+    consumer.consumers[0].start("r", first, blocks, 0, 17)
+    ((failed,),) = consumer.wait()
+    assert failed.kind == "transport"
+    network.faults.late = 0.0
+    for number in range(10):
+        again, _ = producer.fill(f"s{number}", 17)
+        consumer.consumers[0].start(f"s{number}", again, blocks, 0, 17)
+        ((done,),) = consumer.wait()
+        assert isinstance(done, Done)
+        assert consumer.holds(f"s{number}", blocks, 0, 17)
+        sleep(0.02)
+        producer.free = list(range(64))
+
+
+def test_corruption_is_found_by_checksums(instances: Callable, network: MemoryNetwork) -> None:
+    network.faults.corrupt = 1.0
+    outcome, _ = fails(instances, lambda producer, consumer: None, verify=True)
+    assert outcome.kind == "verify"
+    assert outcome.size == 0
+
+
+def test_blocks_before_the_failure_count_as_loaded(instances: Callable, network: MemoryNetwork) -> None:
+    producer, consumer = instances("p").produce(), instances("d", chunk_bytes=640, lanes=1).consume()  # four tokens a piece
+    reads = iter([0.0, 0.0, 1.0])
+
+    class Third:
+        def random(self) -> float:
+            return 1.0 - next(reads)
+
+    network.faults.draw, network.faults.fail = Third(), 0.5  # type: ignore[assignment]
+    source, _ = producer.fill("r", 17)
+    blocks = consumer.take(17)
+    consumer.consumers[0].start("r", source, blocks, 0, 17)
+    ((failed,),) = consumer.wait()
+    token = consumer.caches[0].token_bytes(range(4), 4)
+    loaded = failed.size // token
+    assert loaded >= 4
+    assert failed.blocks == tuple(blocks[loaded // 4 :])
+    assert consumer.holds("r", blocks, 0, loaded)
+
+
+def test_lease_that_has_expired(instances: Callable) -> None:
+    def wait(producer: object, consumer: object) -> Source:
+        source, _ = producer.fill("old", 17, seconds=0.05)  # type: ignore[attr-defined]
+        sleep(0.1)
+        assert producer.all_free("old")  # type: ignore[attr-defined]
+        return source
+
+    outcome, _ = fails(instances, wait)
+    assert outcome.kind == "lease"
+    assert "the lease of 0.05 s has expired" in outcome.cause
+
+
+def test_lease_is_kept_while_somebody_reads(instances: Callable, network: MemoryNetwork) -> None:
+    producer, consumer = instances("p", lease=0.3).produce(), instances("d").consume()
+    network.faults.delay, network.faults.seconds = 1.0, 0.1
+    source, _ = producer.fill("r", 30)
+    blocks = consumer.take(30)
+    consumer.consumers[0].start("r", source, blocks, 0, 30)
+    until = monotonic() + 0.8
+    while monotonic() < until and not (ended := consumer.consumers[0].take()):
+        assert producer.producers[0].leases.ended() == {}
+        sleep(0.01)
+    ended = ended or consumer.wait()[0]
+    assert isinstance(ended[0], Done)
+    assert ended[0].seconds > 0.3
+
+
+def test_declined_blocks_are_freed(instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d", tp=2).consume()
+    source, _ = producer.fill("r", 17)
+    consumer.consumers[0].decline(source)
+    sleep(0.1)
+    assert producer.producers[0].leases.ended() == {}
+    consumer.consumers[1].decline(source)
+    assert producer.all_free("r")
+
+
+def test_reader_that_comes_before_the_announcement_waits(instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d").consume()
+    blocks = consumer.take(8)
+    consumer.consumers[0].start("r", producer.source("r"), blocks, 0, 8)
+    sleep(0.1)
+    producer.fill("r", 8)
+    ((outcome,),) = consumer.wait()
+    assert isinstance(outcome, Done)
+
+
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [
+        ({"dtype": torch.float16}, "float16"),
+        ({"total_heads": 2}, "int16 of 4 heads, the one here int16 of 2"),
+        ({"layers": 3}, "layers.2"),
+    ],
+)
+def test_other_caches_are_refused(other: dict, cause: str, instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d", **other).consume()
+    source, _ = producer.fill("r", 8)
+    consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+    ((failed,),) = consumer.wait()
+    assert failed.kind == "mismatch"
+    assert cause in failed.cause
+
+
+def test_other_model_and_other_engine_are_refused(instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d").consume(model="n")
+    source, _ = producer.fill("r", 8)
+    consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+    ((failed,),) = consumer.wait()
+    assert "it serves m by memory, this instance n" in failed.cause
+    consumer.consumers[0].start("r", source._replace(engine="q"), consumer.take(8), 0, 8)
+    ((failed,),) = consumer.wait()
+    assert failed.kind == "peer"
+    assert "engine p is at this address and engine q is not" in failed.cause
+
+
+def test_what_is_not_in_the_lease_is_not_given(instances: Callable) -> None:
+    producer = instances("p").produce()
+    producer.fill("r", 8)
+    rank = producer.producers[0]
+    good = {"request": "r", "reader": "x", "start": 0, "stop": 2, "regions": [0], "first_head": 0, "heads": 1}
+    assert not isinstance(rank.answer(Fetch(**good)), Refused)
+    bad_ones = [{"stop": 9}, {"start": -1}, {"start": 2}, {"regions": [4]}, {"regions": [-1]}, {"regions": []}]
+    bad_ones += [{"heads": 5}, {"first_head": 4}, {"heads": 0}]
+    for bad in bad_ones:
+        with pytest.raises(Exception, match="were asked for"):
+            rank.answer(Fetch(**(good | bad)))
+
+
+def test_garbage_is_refused_and_the_server_goes_on(instances: Callable) -> None:
+    import zmq
+
+    producer, consumer = instances("p").produce(), instances("d").consume()
+    server, draw = producer.producers[0].server, random.Random(0)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(f"tcp://{server.host}:{server.port}")
+    for _ in range(200):
+        socket.send_multipart([draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 5))])
+    socket.send_multipart([b"1", b"\x81\xa4type\xa5Hello"])
+    assert socket.poll(2000)
+    assert isinstance(decode_answer(socket.recv_multipart()[-1]), Refused)
+    context.destroy(linger=0)
+    source, _ = producer.fill("r", 8)
+    consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+    assert isinstance(consumer.wait()[0][0], Done)

@@ -1,0 +1,136 @@
+"""Two engines with a prefill and a decode instance's part, transfers under faults, and their throughput: for tools/transfers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import environment
+
+TESTS = environment.ROOT / "tests"
+UNIT_TESTS = environment.ROOT / "packages" / "ascend-kv-connector" / "tests"
+TP2 = {"tensor_parallel_size": 2}
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "TP1 to TP1": ({"devices": "0"}, {"devices": "1"}),
+    "TP2 to TP1": ({"devices": "0,1", "engine": TP2}, {"devices": "2"}),
+    "TP1 to TP2": ({"devices": "0"}, {"devices": "1,2", "engine": TP2}),
+}
+
+
+def engines(chosen: list[str], requests: int) -> list[str]:
+    """Run each shape, and print a table; returns what is wrong."""
+    sys.path.insert(0, str(TESTS))
+    import npus
+    from test_kv_connector import model
+
+    wrong, rows = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        path = model(Path(directory))
+        for name in chosen or SHAPES:
+            prefill, decode = SHAPES[name]
+            case = {
+                "model": path,
+                "prefill": prefill,
+                "decode": decode,
+                "pull": requests,
+                "layerwise": requests,
+                "kill": 16,
+                "transfer": {"transfer_timeout": 60},
+            }
+            program = [sys.executable, str(TESTS / "kv_cases.py"), json.dumps(case)]
+            done = npus.run(3, *program, memory="4GiB", timeout=3000, VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
+            found = npus.results(done.stdout)
+            if not found:
+                print(done.stdout[-3000:], done.stderr[-3000:])
+                wrong.append(f"{name}: no result")
+                continue
+            for phase, result in found[0].items():
+                rows.append(
+                    f"| {name} | {phase} | {_counts(result['ended'])} | {len(result['different'])} | "
+                    f"{len(result['not transferred'])} | {result['seconds']} |"
+                )
+                good = not result["different"] and not result["not transferred"] and all(result["blocks are free"])
+                if not good:
+                    wrong.append(f"{name}, {phase}: {result}")
+                print(rows[-1], flush=True)
+    print(
+        "\n| | KV cache is read | requests ended | other tokens | computed in spite of it | seconds |\n|---|---|---|---|---|---|"
+    )
+    print("\n".join(rows))
+    return wrong
+
+
+def _counts(ended: dict[str, int]) -> str:
+    return ", ".join(f"{count} {how}" for how, count in sorted(ended.items(), key=lambda item: -item[1]))
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "finished prompts": ({}, {}, False),
+    "finished prompts, TP2 to TP1, without checksums": ({"tp": 2}, {"verify": False}, False),
+    "layer by layer": ({}, {}, True),
+    "layer by layer, TP1 to TP2": ({}, {"tp": 2}, True),
+}
+
+
+def faults(requests: int) -> list[str]:
+    """Run each case under faults, and print a table; returns what is wrong."""
+    from ascend_kv_connector.memory import MemoryNetwork
+    from transfer_faults import Endurance
+    from transfer_instances import Instance
+
+    wrong, results = [], {}
+    for name, (one, other, layerwise) in CASES.items():
+        network, made = MemoryNetwork(), []
+
+        def make(name: str, network: MemoryNetwork = network, made: list[Any] = made, **shape: Any) -> Any:
+            made.append(Instance(network, name, **shape))
+            return made[-1]
+
+        results[name] = result = Endurance(make, network, requests, one, other, layerwise).run()
+        print(name, result, flush=True)
+        for what in ("wrong", "late", "leaked"):
+            if getattr(result, what):
+                wrong.append(f"{name}: {what}: {getattr(result, what)}")
+        for instance in made:
+            instance.close()
+    kinds = sorted({kind for result in results.values() for kind in result.ended}, key=lambda kind: (kind.startswith("("), kind))
+    print("\n| outcome |", " | ".join(results), "|")
+    print("|---" * (len(results) + 1) + "|")
+    for kind in kinds:
+        print(f"| {kind} |", " | ".join(str(result.ended[kind] or "") for result in results.values()), "|")
+    for what in ("wrong", "late", "leaked"):
+        print(f"| {what} |", " | ".join(str(len(getattr(result, what))) for result in results.values()), "|")
+    return wrong
+
+
+def throughput(rounds: int = 9) -> list[str]:
+    """Time requests of one rank to one rank over Mooncake, and as many bytes read by Mooncake alone, in turns."""
+    import transfer_speed
+
+    return transfer_speed.compare(rounds)
+
+
+PARTS = ("engines", "faults", "throughput")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="tools/transfers")
+    parser.add_argument("part", nargs="?", choices=PARTS, help="all without it")
+    parser.add_argument("shapes", nargs="*", help=f"of engines: {', '.join(SHAPES)}")
+    parser.add_argument("--requests", type=int, help="of each kind; 200 of engines, 500 of faults")
+    given = parser.parse_args()
+    wrong: list[str] = []
+    if given.part in (None, "engines"):
+        wrong += engines(given.shapes, given.requests or 200)
+    if given.part in (None, "faults"):
+        wrong += faults(given.requests or 500)
+    if given.part in (None, "throughput"):
+        wrong += throughput()
+    for line in wrong:
+        print("WRONG", line)
+    raise SystemExit(bool(wrong))
