@@ -153,9 +153,10 @@ def plugins(options: argparse.Namespace) -> Iterator[Result]:
     found_plugins, off = inventory.plugins(), list[str]()
     for plugin in found_plugins:
         title, detail = f"{plugin.name} of {plugin.distribution} {plugin.version}", f"{plugin.state}: {plugin.why}".rstrip(": ")
-        if plugin.state == "active" or (plugin.state == "off" and plugin.distribution not in extension.COMPONENTS):
+        beside = plugin.name not in ("ascend", plugin.distribution.replace("-", "_"))  # what a component is not about
+        if plugin.state == "active" or (plugin.state == "off" and (beside or plugin.distribution not in extension.COMPONENTS)):
             yield ok(title, detail)
-        elif plugin.state == "off" and plugin.distribution != "ascend-platform":
+        elif plugin.state == "off" and plugin.name != "ascend":
             off.append(plugin.name)
         else:
             yield Result(title, "fail", detail, plugin.fix)
