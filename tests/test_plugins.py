@@ -56,7 +56,6 @@ def test_components_without_features_say_so() -> None:
     _, states = register(PLUGINS)
     assert [name for name, state in states.items() if "no features" in state] == [
         "ascend-kv-connector",
-        "ascend-model-loader",
     ]
     assert re.fullmatch(r"active \([1-9] patch(es)?\)", states["ascend-patches"])
 

@@ -1,13 +1,21 @@
-"""Model loading for vLLM on Ascend NPUs. This version registers itself and has no features yet."""
+"""Load formats for vLLM on Ascend NPUs: weights from peers, from streams and from vLLM's default loader, in that order."""
 
 from ascend_platform import extension
 
+FORMATS = ("ascend_peer", "netloader")
+"""Names of the one load format; the second is the one that vllm-ascend's users know."""
+
 
 def register() -> None:
-    """Report this component to ascend-platform; never raises.
+    """Offer the load format to ascend-platform; never raises.
 
     The entry point of group ``vllm.general_plugins``: vLLM calls it in every process, perhaps more than once.
-    ascend-platform compares the requirements that this wheel declares with what is installed and shows the result in
-    its summary line.
     """
-    extension.join("ascend-model-loader", "ascend_model_loader", note="no features in this version", api="1.0")
+    extension.join("ascend-model-loader", "ascend_model_loader", _offer, api="1.2")
+
+
+def _offer() -> None:
+    for name in FORMATS:
+        extension.offer(f"load_format.{name}", "ascend_model_loader.loader.PeerModelLoader")
+        extension.offer(f"load_options.{name}", "ascend_model_loader.options.read")
+    extension.offer("worker.awake", "ascend_model_loader.server.awake")

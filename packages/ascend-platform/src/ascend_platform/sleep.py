@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch_npu
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from ascend_platform import extension
 
 TAGS = ("weights", "kv_cache")
 
@@ -107,6 +110,7 @@ class StorageBackend(SleepModeBackend):
             return
         self._worker.model_runner.capture_model()
         self._state = "RUNNING"
+        tell_awake(True)
 
     @classmethod
     def preserves_communicators(cls) -> bool:
@@ -115,6 +119,7 @@ class StorageBackend(SleepModeBackend):
     def _take(self, tag: str, keep: bool) -> None:
         if tag in self._asleep:
             return
+        tell_awake(False)
         torch.npu.synchronize()
         self._worker.model_runner.drop_graphs()
         found: dict[int, torch.Tensor] = {}
@@ -134,6 +139,12 @@ class StorageBackend(SleepModeBackend):
                 yield from module.buffers(recurse=False)
                 # what layers derive from their weights after loading; a layer's KV cache is not one of them
                 yield from (value for name, value in vars(module).items() if name != "kv_cache" and torch.is_tensor(value))
+
+
+def tell_awake(state: bool) -> None:
+    """Tell the component that offers ``worker.awake`` that the weights are there and graphs captured, or soon are not."""
+    if offered := extension.offered("worker.awake"):
+        resolve_obj_by_qualname(offered)(state)
 
 
 def _checked(tags: tuple[str, ...] | list[str]) -> tuple[str, ...] | list[str]:

@@ -11,9 +11,11 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_pp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.model_executor.model_loader import register_model_loader
 from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap, maybe_attach_gc_debug_callback
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.utils import request_memory
@@ -23,7 +25,7 @@ from ascend_platform import compat, device_metrics, extension, watch
 from ascend_platform.model_runner import NPUModelRunner
 from ascend_platform.platform import announce
 from ascend_platform.profiler import NPUProfiler
-from ascend_platform.sleep import StorageBackend
+from ascend_platform.sleep import StorageBackend, tell_awake
 
 
 class NPUWorker(Worker):
@@ -81,10 +83,13 @@ class NPUWorker(Worker):
         compat.init_workspace_and_model_runner(self)
 
     def load_model(self, **options: Any) -> None:
-        """As vLLM does, with ascend-communicator's way for new weights (``--weight-transfer-config``) beside vLLM's own."""
+        """As vLLM does, with what siblings offer beside vLLM's own: load formats, and ways for new weights into the engine."""
         offered = extension.offered("weight_transfer.hccl")
         if offered and "hccl" not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine("hccl", *offered.rsplit(".", 1))
+        for load_config in filter(None, (self.load_config, _draft_load_config(self.vllm_config))):
+            if loader := extension.offered(f"load_format.{load_config.load_format}"):
+                register_model_loader(load_config.load_format)(resolve_obj_by_qualname(loader))
         super().load_model(**options)
 
     def determine_available_memory(self) -> int:
@@ -122,6 +127,7 @@ class NPUWorker(Worker):
         compat.set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
+        tell_awake(True)
         device_metrics.report(self)
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
@@ -151,6 +157,10 @@ class NPUWorker(Worker):
     @cached_property
     def sleep_mode_backend(self) -> StorageBackend:
         return StorageBackend(self)
+
+
+def _draft_load_config(vllm_config: Any) -> Any:
+    return vllm_config.speculative_config and vllm_config.speculative_config.draft_load_config
 
 
 def _leave_groups() -> None:

@@ -1,0 +1,220 @@
+"""The load format ``ascend_peer``: a chain of strategies, each of which loads all weights or leaves them to the next."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from ascend_platform import extension
+from torch import nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from ascend_model_loader import identity, options, peer, registry, server, stream
+from ascend_model_loader.report import Report
+from ascend_model_loader.state import bytes_of, digests, is_plain, layout_of, tensors_of
+from ascend_model_loader.wire import PeerError
+
+logger = extension.logger
+
+IN_PLACE = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Methods whose ``process_weights_after_loading`` leaves the weights as they are."""
+
+
+class PeerModelLoader(BaseModelLoader):
+    """Loads from a peer, by a streamer or by vLLM's default loader, and serves what it has loaded if asked to.
+
+    What travels is what ``load_weights`` makes, before ``process_weights_after_loading``: that step puts what it derives where no
+    state dict has it (absorbed projections, scales as Python's numbers), so each engine carries it out for itself.
+    """
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        self.options = options.read(load_config.model_loader_extra_config)
+        self.report = Report()
+        self._vllm_config: VllmConfig | None = None
+        self._identity: dict[str, str] = {}
+        self._loaded: Snapshot | None = None
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        stream.default_loader(self.load_config).download_model(model_config)
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the checkpoint, for ``reload_weights``."""
+        return stream.default_loader(self.load_config).get_all_weights(model_config, model)
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        """As vLLM's; then the table of phases, and the server if ``serve_weights`` says so."""
+        # A drafter shares this loader's options, but not the weights that they are about.
+        self._vllm_config = vllm_config if model_config is vllm_config.model_config else None
+        with self.report.phase("all, with making the model"):
+            model = super().load_model(vllm_config, model_config, prefix)
+        if self._loaded and self._vllm_config:
+            self._serve(self._loaded, model, self._vllm_config)
+        logger.info("weights of %s loaded\n%s", model_config.model, self.report.table())
+        return model
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Load by the first strategy that can.
+
+        Raises:
+            RuntimeError: none could, and why each could not.
+        """
+        serves = self.options.serve_weights and self._vllm_config is not None
+        before = flags(model) if serves else {}
+        if self._vllm_config and (serves or self.options.peers or self.options.registry):
+            # now, as processing may change the model's configuration (vLLM's weight_cache/daemon.py)
+            self._identity = identity.of(self._vllm_config, model_config, self.options.name)
+        reasons: list[str] = []
+        for strategy in self.options.strategies:
+            try:
+                known = getattr(self, f"_by_{strategy}")(model, model_config)
+                break
+            except Exception as error:
+                kind = "" if isinstance(error, PeerError) else f"{type(error).__name__}: "
+                reasons.append(f"{strategy}: {kind}{error}")
+                following = self.options.strategies[len(reasons) :]
+                told = f"; all weights are loaded anew by: {following[0]}" if following else ""
+                if strategy != "peer" or self.options.peers or self.options.registry:
+                    logger.warning("weights are not loaded by %s%s", " ".join(reasons[-1].split()), told)
+                if strategy != "peer" and any(each.is_meta for each in model.parameters()):
+                    raise  # quantized as they are loaded, which can be begun once
+        else:
+            raise RuntimeError(f"no strategy has loaded the weights of {model_config.model}: {'; '.join(reasons)}")
+        if serves:
+            self._take_snapshot(model, before, known)
+
+    # The strategies, each of which returns the digests of what it has loaded, if it knows them
+
+    def _by_peer(self, model: nn.Module, model_config: ModelConfig) -> list[bytes] | None:
+        if self._vllm_config is None:
+            raise PeerError("a drafter's weights are not taken from peers")
+        own, offset = self._identity, _rank(self._vllm_config)
+        listed = [(host, port + offset) for host, port in map(options.address, self.options.peers)]
+        if self.options.registry:
+            for each in registry.find(self.options.registry, identity.key(own)):
+                with contextlib.suppress(extension.RefusedError):  # somebody's file, which is no address
+                    listed.append(options.address(each))
+        if not listed:
+            raise PeerError("none is listed, and none is in the registry with such weights")
+        tensors, secret = tensors_of(model), options.secret(self.options)
+        device = next(iter(tensors.values())).device
+        reasons = []
+        for host, port in dict.fromkeys(listed):
+            try:
+                manifest = peer.fetch((host, port), tensors, own, self.options, secret, device, self.report)
+            except PeerError as error:
+                reasons.append(f"{host}:{port}: {error}")
+            else:
+                logger.info("weights taken from %s:%d", host, port)
+                return manifest.digests if manifest.checksum == self.options.checksum else None
+        raise PeerError(", ".join(reasons))
+
+    def _by_stream(self, model: nn.Module, model_config: ModelConfig) -> None:
+        loader = stream.streaming_loader(self.options, self.load_config)
+        reader = "runai_streamer" if isinstance(loader, stream.RunaiLoader) else "threads"
+        with self.report.phase(f"streamed by {reader}") as phase:
+            loader.load_weights(model, model_config)
+            phase.bytes = _size(model)
+
+    def _by_default(self, model: nn.Module, model_config: ModelConfig) -> None:
+        with self.report.phase("vLLM's default loader") as phase:
+            stream.default_loader(self.load_config).load_weights(model, model_config)
+            phase.bytes = _size(model)
+
+    # Serving
+
+    def _take_snapshot(self, model: nn.Module, before: Mapping[str, str], known: list[bytes] | None) -> None:
+        try:
+            if changed := sorted(set(flags(model).items()) - set(before.items())):
+                raise PeerError(f"loading has set what is not a tensor: {changed[0][0]}")
+            with self.report.phase("checksums for peers") as phase:
+                self._loaded = Snapshot(model, self.options.checksum, known)
+                phase.bytes = 0 if known else self._loaded.size
+        except PeerError as error:
+            logger.warning("weights are not served: %s", error)
+
+    def _serve(self, loaded: "Snapshot", model: nn.Module, vllm_config: VllmConfig) -> None:
+        try:
+            loaded.settle(model)
+            own, secret, rank = self._identity, options.secret(self.options), _rank(vllm_config)
+            made = server.WeightServer(loaded.tensors, loaded.digests, own, self.options, secret, loaded.device, rank)
+            server.publish(made)
+        except (PeerError, OSError, OverflowError) as error:
+            logger.warning("weights are not served: %s", error)
+
+
+class Snapshot:
+    """A model's weights as they were loaded: the live tensors, and on the host those that processing is going to replace.
+
+    Args:
+        checksum: by which name of ``state.CHECKSUMS``.
+        known: the digests of the pieces, if somebody has made them.
+
+    Raises:
+        PeerError: there are tensors without bytes of their own.
+    """
+
+    def __init__(self, model: nn.Module, checksum: str, known: list[bytes] | None = None) -> None:
+        found = tensors_of(model)
+        processed = {
+            f"{name}.{own}".lstrip(".")
+            for name, module in model.named_modules()
+            if isinstance(method := getattr(module, "quant_method", None), QuantizeMethodBase) and type(method) not in IN_PLACE
+            for own in module.state_dict()
+        }
+        self.device = next((each.device for each in found.values()), torch.device("cpu"))
+        self.kept = {
+            name: torch.empty(each.shape, dtype=each.dtype).copy_(each.detach())
+            for name, each in found.items()
+            if name in processed or not is_plain(each)
+        }
+        self._places = {name: _place(each) for name, each in found.items()}
+        self.tensors: dict[str, torch.Tensor] = found | self.kept
+        self.size = layout_of(self.tensors).total
+        self.digests = known or digests(self.tensors, checksum, self.device)
+
+    def settle(self, model: nn.Module) -> None:
+        """Take what processing has left alone from the device.
+
+        Raises:
+            PeerError: it has changed something of which there is no copy.
+        """
+        after = tensors_of(model)
+        for name, place in self._places.items():
+            live = after.get(name)
+            if live is None or _place(live) != place:
+                if name not in self.kept:
+                    raise PeerError(f"processing has replaced {name}, of which no copy was kept")
+            elif name in self.kept and is_plain(live) and torch.equal(bytes_of(live).cpu(), bytes_of(self.kept[name])):
+                self.tensors[name] = live
+                del self.kept[name]
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _size(model: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+def _rank(vllm_config: VllmConfig) -> int:
+    """Of this worker among those whose weights differ: in its engine, or with expert parallelism in all data-parallel engines."""
+    parallel = vllm_config.parallel_config
+    engine = parallel.data_parallel_index if parallel.enable_expert_parallel else 0
+    return int(parallel.rank + engine * parallel.world_size)
+
+
+def flags(model: nn.Module) -> dict[str, str]:
+    """The numbers, texts and truth values that a model's modules have as attributes."""
+    return {
+        f"{name}.{key}": repr(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, type(None)))
+    }

@@ -1,0 +1,110 @@
+"""What ``--model-loader-extra-config`` can hold for the load format ``ascend_peer``, and the secret, which it cannot."""
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from ascend_platform import extension
+
+VARIABLE = "VLLM_ASCEND_WEIGHTS_SECRET"
+LEAST_SECRET = 16
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Strategy = Literal["peer", "stream", "default"]
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The keys and their defaults; docs/model-loader.md explains them. Times are in seconds, sizes in bytes."""
+
+    strategies: tuple[Strategy, ...] = ("peer", "stream", "default")
+    peers: tuple[str, ...] = ()
+    registry: str | None = None
+    name: str | None = None
+    connections: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    connect_timeout: Positive = 5.0
+    timeout: Positive = 30.0
+    deadline: Positive = 1800.0
+    secret_file: str | None = None
+    stream: Literal["auto", "runai_streamer", "multithread"] = "auto"
+    stream_threads: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
+    serve_weights: bool = False
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 28500
+    max_connections: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
+    max_bytes_per_second: Positive | None = None
+    checksum: Literal["xxh3", "blake3"] = "xxh3"
+
+
+def read(given: object) -> Options:
+    """The options of an extra config.
+
+    Raises:
+        RefusedError: a key that is unknown, a value that cannot be, or a secret that is missing, in one line.
+    """
+    if not isinstance(given, Mapping):
+        raise _refused(f"is {given!r}; it can be an object")
+    known = Options.__struct_fields__
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            if key == "secret":
+                hint = f"a secret is read from the file that secret_file names, or from {VARIABLE}"
+            raise _refused(f"has no key {key!r}; {hint}")
+    try:
+        options = msgspec.convert(dict(given), Options)
+    except msgspec.ValidationError as error:
+        raise _refused(f"cannot be taken: {error}") from None
+    if not options.strategies or len({*options.strategies}) < len(options.strategies):
+        raise _refused(f"strategies is {[*options.strategies]}; it can be some of peer, stream and default, each once")
+    for peer in options.peers:
+        address(peer)
+    if options.serve_weights or options.peers or options.registry:
+        secret(options)
+    return options
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[host]:port``.
+
+    Raises:
+        RefusedError: it is not of that form.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise _refused(f"peers has {text!r}; it can be host:port")
+    return host.strip("[]"), int(port)
+
+
+def secret(options: Options) -> bytes:
+    """The secret that engines share: the content of ``secret_file``, else of the environment variable.
+
+    Raises:
+        RefusedError: there is none, or one of less than 16 bytes.
+    """
+    if options.secret_file is None:
+        found, where = os.environ.get(VARIABLE, "").encode(), VARIABLE
+    else:
+        where = f"secret_file {options.secret_file}"
+        try:
+            found = Path(options.secret_file).read_bytes()
+        except OSError as error:
+            raise _refused(f"names a secret_file that cannot be read: {error.strerror}: {options.secret_file}") from None
+    found = found.strip()
+    if len(found) < LEAST_SECRET:
+        raise _refused(
+            f"needs a secret of at least {LEAST_SECRET} bytes and {where} has {len(found)}; give secret_file, or set {VARIABLE}"
+        )
+    return found
+
+
+def _refused(what: str) -> extension.RefusedError:
+    return extension.RefusedError(f"--model-loader-extra-config {what}")
+
+
+def defaults() -> dict[str, Any]:
+    """Each key with its default."""
+    return msgspec.structs.asdict(Options())

@@ -1,0 +1,152 @@
+"""A model's tensors as a row of bytes that is cut into pieces, read from an NPU and written to it through pinned memory."""
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import blake3
+import torch
+import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ascend_model_loader.wire import PeerError
+
+PIECE = 4 << 20
+"""Bytes of a piece: few enough to stay in a processor's cache between the network, the checksum and the copy."""
+
+CHECKSUMS: Mapping[str, Callable[[memoryview], bytes]] = {
+    "xxh3": lambda data: xxhash.xxh3_128_digest(data),
+    "blake3": lambda data: blake3.blake3(data).digest(),
+}
+"""Of a piece. BLAKE3 cannot be met on purpose; xxh3 finds what chance has changed, in a tenth of the time."""
+
+Described = list[tuple[str, str, list[int]]]
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers, of tied ones the first.
+
+    Raises:
+        PeerError: some have no bytes of their own, as with weights that are quantized while they are loaded.
+    """
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not torch.is_tensor(tensor) or id(tensor) in seen:
+            continue
+        if tensor.is_meta or torch.nn.parameter.is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):
+            raise PeerError(f"{name} is a {type(tensor).__name__} on {tensor.device.type}, which cannot be sent as bytes")
+        seen.add(id(tensor))
+        found[name] = tensor
+    return found
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> Described:
+    """Names, dtypes and shapes, as a manifest has them."""
+    return [(name, str(each.dtype).removeprefix("torch."), [*each.shape]) for name, each in tensors.items()]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes lie in the order of its elements, so that pieces of it can be copied."""
+    if not tensor.is_contiguous():
+        return False
+    if tensor.device.type != "npu":
+        return True
+    import torch_npu
+
+    return int(torch_npu.get_npu_format(tensor)) in (-1, 0, 2, 27, 30)  # not defined, NCHW, ND, NCL and NCDHW
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor as ``uint8 [bytes]``, in the same memory."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def staging(device: torch.device, size: int = PIECE) -> torch.Tensor:
+    """Host memory of a piece, ``uint8``, pinned where that matters."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "npu")
+
+
+def view(buffer: torch.Tensor) -> memoryview:
+    """The bytes of host memory."""
+    return memoryview(cast(Any, buffer.numpy()))
+
+
+class Layout:
+    """Which bytes of which tensors a piece has.
+
+    Args:
+        sizes: bytes of each tensor.
+        piece: bytes of a piece.
+    """
+
+    def __init__(self, sizes: Sequence[int], piece: int = PIECE) -> None:
+        self.ends = [*itertools.accumulate(sizes)]
+        self.begins = [0, *self.ends[:-1]]
+        self.piece = piece
+        self.total = self.ends[-1] if self.ends else 0
+        self.count = -(-self.total // piece)
+
+    def size(self, index: int) -> int:
+        return min(self.piece, self.total - index * self.piece)
+
+    def parts(self, index: int) -> Iterator[tuple[int, slice, slice]]:
+        """The tensor's number, its bytes, and the piece's bytes, for each tensor of a piece."""
+        at, end = index * self.piece, index * self.piece + self.size(index)
+        number = bisect.bisect_right(self.ends, at)
+        while at < end:
+            stop = min(end, self.ends[number])
+            begin = self.begins[number]
+            if at < stop:
+                first = index * self.piece
+                yield number, slice(at - begin, stop - begin), slice(at - first, stop - first)
+            at, number = stop, number + 1
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor], piece: int = PIECE) -> Layout:
+    return Layout([each.numel() * each.element_size() for each in tensors.values()], piece)
+
+
+class Copier:
+    """Copies pieces between tensors and host memory on a stream of its own, in the thread that has made it."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self.stream = None
+        if device.type == "npu":
+            torch.npu.set_device(device)
+            self.stream = torch.npu.Stream(device)
+
+    def _here(self) -> AbstractContextManager:
+        return torch.npu.stream(self.stream) if self.stream else nullcontext()
+
+    def read(self, index: int, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> memoryview:
+        """A piece, in ``buffer``."""
+        with self._here():
+            for number, theirs, ours in self.layout.parts(index):
+                buffer[ours].copy_(bytes_of(tensors[number])[theirs], non_blocking=True)
+        self.wait()
+        return view(buffer)[: self.layout.size(index)]
+
+    def write(self, index: int, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> Callable[[], None]:
+        """Put a piece into the tensors; ``buffer`` can be used again when what is returned has been called."""
+        with self._here():
+            for number, theirs, ours in self.layout.parts(index):
+                bytes_of(tensors[number])[theirs].copy_(buffer[ours], non_blocking=True)
+        return self.stream.record_event().synchronize if self.stream else lambda: None
+
+    def wait(self) -> None:
+        if self.stream:
+            self.stream.synchronize()
+
+
+def digests(tensors: Mapping[str, torch.Tensor], checksum: str, device: torch.device) -> list[bytes]:
+    """The checksum of each piece of plain tensors."""
+    if device.type == "npu":
+        torch.npu.synchronize(device)  # what makes the tensors is on another stream
+    layout = layout_of(tensors)
+    copier, buffer, hashed = Copier(layout, device), staging(device), CHECKSUMS[checksum]
+    sources = list(tensors.values())
+    return [hashed(copier.read(index, sources, buffer)) for index in range(layout.count)]

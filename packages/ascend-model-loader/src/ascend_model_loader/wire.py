@@ -1,0 +1,256 @@
+"""Frames between engines: a fixed prefix, a header that is decoded strictly, and raw bytes behind it.
+
+A frame is ``AWP1``, the header's length (4 bytes) and the payload's (8 bytes), both in network order, the header in MessagePack,
+once both sides have proved that they know the secret the header's HMAC-SHA256 (32 bytes), and the payload. Lengths are compared
+with what can be expected before anything is read or allocated. Headers are decoded by msgspec into the types below and nothing
+else: there is no pickle, and no name of a type or function is taken from the network.
+"""
+
+import hmac
+import os
+import socket
+import struct
+import time
+from typing import TypeVar
+
+import msgspec
+
+MAGIC = b"AWP1"
+PREFIX = struct.Struct("!4sIQ")
+MAC = 32
+NONCE = 32
+SMALL = 4096
+"""Bytes of a header, of those that are not a manifest."""
+LARGE = 64 << 20
+"""Bytes of a manifest."""
+
+
+class PeerError(Exception):
+    """What was asked of a peer, or by one, cannot be; the message is one line."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The header of a frame."""
+
+
+class Challenge(Message, frozen=True):
+    """The server begins."""
+
+    nonce: bytes
+
+
+class Answer(Message, frozen=True):
+    """The client has the secret: ``proof`` is made of both nonces with it."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Welcome(Message, frozen=True):
+    """So has the server."""
+
+    proof: bytes
+
+
+class Ask(Message, frozen=True):
+    """For the manifest."""
+
+
+class Get(Message, frozen=True):
+    """For the pieces ``first`` to ``last - 1``."""
+
+    first: int
+    last: int
+
+
+class Piece(Message, frozen=True):
+    """One piece, which is the payload."""
+
+    index: int
+
+
+class Refused(Message, frozen=True):
+    """The server does not go on, and why."""
+
+    reason: str
+
+
+class Described(Message, frozen=True):
+    """The manifest: what the weights are (``identity``), their tensors as (name, dtype, shape), and a checksum of each piece.
+
+    The tensors' bytes, one tensor after another in this order, are cut into pieces of ``piece`` bytes, the last perhaps shorter.
+    """
+
+    identity: dict[str, str]
+    tensors: list[tuple[str, str, list[int]]]
+    piece: int
+    checksum: str
+    digests: list[bytes]
+
+
+Asked = TypeVar("Asked", bound=Message)
+
+
+class Channel:
+    """One connection, of which every wait ends: after ``timeout`` seconds without a byte, and at ``deadline`` in any case.
+
+    Args:
+        connection: connected; closed by ``close``.
+        timeout: seconds.
+        deadline: on ``time.monotonic``'s clock.
+    """
+
+    def __init__(self, connection: socket.socket, timeout: float, deadline: float) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection, self.timeout, self.deadline = connection, timeout, deadline
+        self._key = b""
+        self._sent = self._received = 0
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def send(self, message: Message, payload: memoryview | None = None) -> None:
+        """Send one frame.
+
+        Raises:
+            PeerError: the peer is gone, or does not take it in time.
+        """
+        header = msgspec.msgpack.encode(message)
+        prefix = PREFIX.pack(MAGIC, len(header), len(payload or b""))
+        frame = prefix + header + self._mac(self._side, self._sent, prefix, header)
+        self._sent += 1
+        try:
+            self._wait()
+            self.connection.sendall(frame, socket.MSG_MORE if payload else 0)
+            if payload:
+                self._wait()
+                self.connection.sendall(payload)
+        except TimeoutError:
+            raise self._late("took") from None
+        except OSError as error:
+            raise PeerError(f"the peer is gone: {error.strerror or error}") from None
+
+    def receive(self, *kinds: type[Asked], most: int = SMALL) -> tuple[Asked, int]:
+        """The next frame's header, of one of these kinds and at most so many bytes, and the length of its payload.
+
+        Raises:
+            PeerError: it is none of these, was not made with the secret, does not come in time, or is the peer's refusal.
+        """
+        prefix = bytes(self.receive_bytes(PREFIX.size))
+        magic, length, payload = PREFIX.unpack(prefix)
+        if magic != MAGIC:
+            raise PeerError(f"a frame begins with {magic.hex()}, not with {MAGIC.hex()}: the peer does not speak this protocol")
+        if length > most:
+            raise PeerError(f"a header of {length} bytes was announced; at most {most} are taken here")
+        header = bytes(self.receive_bytes(length))
+        mac = self._mac(not self._side, self._received, prefix, header)
+        if mac and not hmac.compare_digest(mac, bytes(self.receive_bytes(MAC))):
+            raise PeerError("a header was not made with the secret, or was changed on its way")
+        self._received += 1
+        try:
+            message = msgspec.msgpack.decode(header, type=_union(*kinds))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise PeerError(f"a header is not {expected}: {printable(str(error))}") from None
+        if isinstance(message, Refused):
+            raise PeerError(f"it answers: {printable(message.reason)}")
+        if payload and not isinstance(message, Piece):
+            raise PeerError(f"{payload} bytes were announced behind {type(message).__name__}, which has none")
+        return message, payload
+
+    def receive_bytes(self, size: int) -> memoryview:
+        """So many bytes."""
+        buffer = memoryview(bytearray(size))
+        self.receive_into(buffer)
+        return buffer
+
+    def receive_into(self, buffer: memoryview) -> None:
+        """Fill the buffer.
+
+        Raises:
+            PeerError: the peer ends before, or does not send in time.
+        """
+        filled = 0
+        while filled < len(buffer):
+            try:
+                self._wait()
+                count = self.connection.recv_into(buffer[filled:])
+            except TimeoutError:
+                raise self._late("sent") from None
+            except OSError as error:
+                raise PeerError(f"the peer is gone: {error.strerror or error}") from None
+            if not count:
+                raise PeerError(f"the peer ended the connection after {filled} of {len(buffer)} bytes")
+            filled += count
+
+    def prove(self, secret: bytes) -> None:
+        """The client's side of the mutual proof.
+
+        Raises:
+            PeerError: the peer does not have this secret.
+        """
+        self._side = False
+        challenge, _ = self.receive(Challenge)
+        mine = os.urandom(NONCE)
+        nonces = _checked(challenge.nonce) + mine
+        self.send(Answer(mine, _proof(secret, b"client", nonces)))
+        welcome, _ = self.receive(Welcome)
+        if not hmac.compare_digest(welcome.proof, _proof(secret, b"server", nonces)):
+            raise PeerError("it does not have this engine's secret")
+        self._key = _proof(secret, b"session", nonces)
+
+    def demand(self, secret: bytes) -> None:
+        """The server's side.
+
+        Raises:
+            PeerError: the peer does not have this secret.
+        """
+        self._side = True
+        mine = os.urandom(NONCE)
+        self.send(Challenge(mine))
+        answer, _ = self.receive(Answer)
+        nonces = mine + _checked(answer.nonce)
+        if not hmac.compare_digest(answer.proof, _proof(secret, b"client", nonces)):
+            self.send(Refused("the secret is another one"))
+            raise PeerError("the secret is another one")
+        self.send(Welcome(_proof(secret, b"server", nonces)))
+        self._key = _proof(secret, b"session", nonces)
+
+    _side = False
+
+    def _mac(self, server: bool, number: int, prefix: bytes, header: bytes) -> bytes:
+        if not self._key:
+            return b""
+        return hmac.digest(self._key, b"%d %d " % (server, number) + prefix + header, "sha256")
+
+    def _late(self, did: str) -> PeerError:
+        past = time.monotonic() >= self.deadline
+        return PeerError("the deadline has passed" if past else f"the peer {did} nothing for {self.timeout:g} s")
+
+    def _wait(self) -> None:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise self._late("")
+        self.connection.settimeout(min(self.timeout, left))
+
+
+def printable(text: str) -> str:
+    """What a peer has said, as one line of at most 500 characters."""
+    return "".join(each if each.isprintable() else "?" for each in text[:500])
+
+
+def _union(*kinds: type[Message]) -> object:
+    union: object = Refused
+    for kind in kinds:
+        union = union | kind
+    return union
+
+
+def _checked(nonce: bytes) -> bytes:
+    if len(nonce) != NONCE:
+        raise PeerError(f"a nonce has {len(nonce)} bytes; it needs {NONCE}")
+    return nonce
+
+
+def _proof(secret: bytes, label: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, b"ascend-model-loader " + MAGIC + b" " + label + b" " + nonces, "sha256")

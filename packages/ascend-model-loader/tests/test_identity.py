@@ -1,0 +1,48 @@
+"""The fingerprint of a checkpoint."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from ascend_model_loader import identity
+from safetensors.torch import save_file
+
+
+def checkpoint(path: Path, change: tuple[str, int] | None = None) -> Path:
+    path.mkdir()
+    draw = torch.Generator().manual_seed(1)
+    tensors = {name: torch.rand(size, generator=draw) for name, size in {"a": 10_000, "b": 5, "c": 70_000}.items()}
+    if change:
+        tensors[change[0]][change[1]] += 1
+    save_file({"a": tensors["a"]}, path / "1.safetensors")
+    save_file({"b": tensors["b"], "c": tensors["c"]}, path / "2.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("change", [("a", 0), ("a", 5000), ("a", 9999), ("b", 3), ("c", 69_999)])
+def test_each_tensor_counts(tmp_path: Path, change: tuple[str, int]) -> None:
+    found = identity.fingerprint(checkpoint(tmp_path / "one"))
+    assert len(found) == 16
+    assert found == identity.fingerprint(checkpoint(tmp_path / "same"))
+    assert found != identity.fingerprint(checkpoint(tmp_path / "changed", change))
+
+
+def test_what_has_no_files_has_none_and_what_cannot_be_read_has_one(tmp_path: Path) -> None:
+    assert identity.fingerprint(tmp_path) == identity.fingerprint(tmp_path / "nowhere") == ""
+    for number, content in enumerate([b"", b"12345", struct.pack("<Q", 2**60), struct.pack("<Q", 2) + b"[]"]):
+        (tmp_path / f"{number}.safetensors").write_bytes(content)
+    header = json.dumps({"a": {"data_offsets": "x"}}).encode()
+    (tmp_path / "9.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert len(identity.fingerprint(tmp_path)) == 16
+
+
+def test_name_and_checkpoint_are_compared_as_there_are_files() -> None:
+    own = {"name": "n", "checkpoint": "c", "dtype": "d"}
+    assert identity.differences(own | {"name": "m"}, own) == ""
+    assert identity.differences(own | {"checkpoint": ""}, own) == ""
+    assert identity.differences({"dtype": "\x1b[31m"}, own) == (
+        "name: the peer has None, this engine n; dtype: the peer has ?[31m, this engine d"
+    )
+    assert identity.key(own) == identity.key(own | {"name": "m", "checkpoint": "e"}) != identity.key(own | {"dtype": "e"})

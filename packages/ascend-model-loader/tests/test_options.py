@@ -1,0 +1,74 @@
+"""The extra config: what it takes, and what it refuses in one line; and where the secret is read from."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ascend_model_loader import options
+from ascend_platform import extension
+
+
+@pytest.fixture(autouse=True)
+def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(options.VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "is []; it can be an object"),
+        ({"peer": []}, "has no key 'peer'; did you mean 'peers'?"),
+        ({"xyz": 1}, "has no key 'xyz'; known: strategies, peers, registry, name"),
+        (
+            {"secret": "0123456789abcdef"},
+            "has no key 'secret'; a secret is read from the file that secret_file names, or from VLLM_",
+        ),
+        ({"port": 70000}, "cannot be taken: Expected `int` <= 65535 - at `$.port`"),
+        ({"port": "28500"}, "cannot be taken: Expected `int`, got `str` - at `$.port`"),
+        ({"timeout": 0}, "cannot be taken: Expected `float` > 0.0 - at `$.timeout`"),
+        ({"stream": "fast"}, "cannot be taken: Invalid enum value 'fast' - at `$.stream`"),
+        (
+            {"strategies": ["peer", "peer"]},
+            "strategies is ['peer', 'peer']; it can be some of peer, stream and default, each once",
+        ),
+        ({"strategies": []}, "strategies is []; it can be some of peer, stream and default, each once"),
+        ({"peers": ["nowhere"]}, "peers has 'nowhere'; it can be host:port"),
+        ({"peers": ["a:b"]}, "peers has 'a:b'; it can be host:port"),
+        ({"peers": ["a:0"]}, "peers has 'a:0'; it can be host:port"),
+        (
+            {"serve_weights": True},
+            "needs a secret of at least 16 bytes and VLLM_ASCEND_WEIGHTS_SECRET has 0; give secret_file, or",
+        ),
+        ({"peers": ["a:1"]}, "needs a secret of at least 16 bytes"),
+        ({"registry": "/somewhere"}, "needs a secret of at least 16 bytes"),
+        (
+            {"peers": ["a:1"], "secret_file": "/nowhere"},
+            "names a secret_file that cannot be read: No such file or directory: /nowhere",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(given: Any, said: str) -> None:
+    with pytest.raises(extension.RefusedError) as caught:
+        options.read(given)
+    assert str(caught.value).startswith(f"--model-loader-extra-config {said}")
+    assert "\n" not in str(caught.value)
+
+
+def test_defaults_need_nothing() -> None:
+    assert options.read({}) == options.Options()
+
+
+def test_secret_is_the_files_or_else_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "secret"
+    path.write_text("of the file, of the file\n")
+    monkeypatch.setenv(options.VARIABLE, "of the variable, 16 bytes")
+    assert options.secret(options.read({"secret_file": str(path), "serve_weights": True})) == b"of the file, of the file"
+    assert options.secret(options.read({"serve_weights": True})) == b"of the variable, 16 bytes"
+    path.write_text("too short")
+    with pytest.raises(extension.RefusedError, match=f"16 bytes and secret_file {path} has 9"):
+        options.read({"secret_file": str(path), "serve_weights": True})
+
+
+@pytest.mark.parametrize(("text", "found"), [("a.b:1", ("a.b", 1)), ("[::1]:65535", ("::1", 65535))])
+def test_addresses(text: str, found: tuple[str, int]) -> None:
+    assert options.address(text) == found

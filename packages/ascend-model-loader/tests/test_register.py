@@ -1,0 +1,81 @@
+"""The entry point, found and called as vLLM does it, and what the platform does with the load format."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+from ascend_model_loader import FORMATS, options
+from ascend_platform import extension
+from ascend_platform.platform import _check_load_format
+from vllm.config.load import LoadConfig
+
+
+@pytest.fixture(autouse=True)
+def nothing_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_states", "_offers"):
+        monkeypatch.setattr(extension, name, {})
+    monkeypatch.delenv(options.VARIABLE, raising=False)
+
+
+def join() -> None:
+    (entry_point,) = entry_points(group="vllm.general_plugins", name="ascend_model_loader")
+    register = entry_point.load()
+    register()
+    register()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_entry_point_offers_the_load_format_whose_options_the_platform_has_checked(name: str) -> None:
+    join()
+    assert extension.state("ascend-model-loader") == "active"
+    _check_load_format(LoadConfig(load_format=name))
+    with pytest.raises(extension.RefusedError, match="has no key 'peer'; did you mean 'peers'"):
+        _check_load_format(LoadConfig(load_format=name, model_loader_extra_config={"peer": "a:1"}))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_the_wheel_the_format_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(
+        extension.RefusedError, match=rf"^--load-format {name} is ascend-model-loader's, which is .*; install it, and"
+    ):
+        _check_load_format(LoadConfig(load_format=name))
+
+
+@pytest.mark.parametrize("name", ["auto", "sharded_state", "runai_streamer"])
+def test_vllms_own_formats_are_left_alone(name: str) -> None:
+    _check_load_format(LoadConfig(load_format=name, model_loader_extra_config={"what": "ever"}))
+
+
+def test_sharded_states_of_quantized_weights_are_refused() -> None:
+    with pytest.raises(extension.RefusedError, match=r"^--load-format sharded_state is served with weights that are not q"):
+        _check_load_format(LoadConfig(load_format="sharded_state"), True)
+
+
+def test_it_imports_nothing_heavy() -> None:
+    script = "import ascend_model_loader, sys; ascend_model_loader.register(); print({'msgspec', 'xxhash'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_it_stands_aside_when_vllm_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_VERSION", "0.99")
+    join()
+    assert extension.state("ascend-model-loader").startswith("standing aside: it needs vllm")
+
+
+def test_table_has_a_line_for_each_phase() -> None:
+    from ascend_model_loader.report import Report
+
+    report: Any = Report()
+    with report.phase("one") as phase:
+        phase.bytes = 2_000_000
+    with pytest.raises(ValueError, match="no"), report.phase("two"):
+        raise ValueError("no")
+    report.phases[0].seconds, report.phases[1].seconds = 0.004, 1.5
+    assert report.table().split("\n") == [
+        "phase         seconds      bytes  GB/s",
+        "one             0.004  2,000,000  0.50",
+        "two (failed)    1.500",
+    ]
