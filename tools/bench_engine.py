@@ -25,9 +25,9 @@ from statistics import median
 from typing import Any
 
 SHELLS = """
-alias as_strided chunk contiguous detach empty empty_like empty_strided expand flatten item lift_fresh narrow permute reshape
-resize_ result_type select slice split split_with_sizes squeeze t to transpose unbind unflatten unsqueeze view view_as _reshape_alias
-_local_scalar_dense _to_copy _unsafe_view
+alias as_strided chunk contiguous detach empty empty_like empty_strided expand flatten item lift_fresh narrow permute
+reshape resize_ result_type select slice split split_with_sizes squeeze t to transpose unbind unflatten unsqueeze view
+view_as _reshape_alias _local_scalar_dense _to_copy _unsafe_view
 """
 """Operators that compute nothing. All others count as the CPU's work, with what it takes to call them."""
 
