@@ -32,6 +32,7 @@ def register() -> None:
 def _offer() -> None:
     extension.offer("communicator", "ascend_communicator.communicator.HCCLCommunicator")
     extension.offer("weight_transfer.hccl", "ascend_communicator.weight_transfer.HCCLWeightTransferEngine")
+    extension.offer("hccl.connect", "ascend_communicator.pyhccl.connect")
 
 
 def _take_options(options: Mapping[str, object]) -> None:
