@@ -46,7 +46,7 @@ __all__ = [
     "version",
 ]
 
-API_VERSION = "1.2"
+API_VERSION = "1.3"
 """Of this interface, apart from the wheel's version: the second number counts additions, the first all other changes."""
 
 # vLLM's log handler hangs on the logger called "vllm" (vllm/logger.py); a logger below it shows its lines.
