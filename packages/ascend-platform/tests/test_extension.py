@@ -1,7 +1,6 @@
 """Joining, offering and configuring, against real distribution metadata in a directory on sys.path."""
 
 import inspect
-import logging
 from pathlib import Path
 
 import pytest
@@ -28,17 +27,6 @@ def installed(tmp_path, monkeypatch):
         info.joinpath("METADATA").write_text("\n".join(lines + [f"Requires-Dist: {r}" for r in requires]) + "\n")
 
     return install
-
-
-@pytest.fixture
-def lines():
-    """What is logged, at the logger itself: "vllm" has a handler of its own and does not always propagate."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
-    extension.logger.addHandler(handler)
-    yield records
-    extension.logger.removeHandler(handler)
 
 
 def test_component_whose_requirements_hold_becomes_active_once(installed):
