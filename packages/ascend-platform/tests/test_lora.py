@@ -58,6 +58,19 @@ def test_linear(out, tokens):
     assert all(torch.equal(weight.cpu(), kept) for weight, kept in zip((*a, *b), before, strict=True))
 
 
+def test_slots_are_filled_outside_of_inference_mode_after_their_first_use_within():
+    """As by ``add_lora`` once graphs have been captured."""
+    a, b = adapters([24, 8, 8], 3)
+    x, y = torch.randn(1, IN, device="npu"), torch.zeros(1, 40, device="npu")
+    with torch.inference_mode():
+        wrapper([7]).add_lora_linear(y.clone(), x, a, b, 1.0, (24, 8, 8))
+    for weight in (*a, *b):
+        weight[0] = 0
+    with torch.inference_mode():
+        wrapper([7]).add_lora_linear(y, x, a, b, 1.0, (24, 8, 8))
+    assert not y.any()
+
+
 def test_an_adapter_that_is_put_into_its_slot_later_counts():
     a, b = adapters([16], 1)
     x, made = torch.randn(7, IN, device="npu"), wrapper(MIXED)

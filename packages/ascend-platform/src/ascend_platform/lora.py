@@ -139,8 +139,9 @@ def _side_by_side(stacked: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return first
     size = first.numel() * first.element_size()
     if any(a.data_ptr() != first.data_ptr() + index * size for index, a in enumerate(stacked)):
-        for a, part in zip(stacked, torch.stack(stacked), strict=True):
-            a.data = part
+        with torch.inference_mode(False):  # adapters are put into slots outside of inference mode too
+            for a, part in zip(stacked, torch.stack(stacked), strict=True):
+                a.data = part
     return first.as_strided((len(stacked), *first.shape), (first.numel(), *first.stride()))
 
 
@@ -148,5 +149,6 @@ def _by_output(b: torch.Tensor) -> torch.Tensor:
     """B ``[slots, 1, out, rank]`` as ``[out, slots * rank]``, the order in memory that it gets when it is first used."""
     slots, _, out, rank = b.shape
     if b.stride(2) != slots * rank:
-        b.data = b.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
+        with torch.inference_mode(False):
+            b.data = b.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
     return b[:, 0].transpose(0, 1).reshape(out, slots * rank)
