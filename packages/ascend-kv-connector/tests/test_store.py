@@ -33,7 +33,7 @@ class Suite(ConnectorTests):
         self.directory = directory
         (directory / "config.json").write_text(json.dumps(MODEL))
 
-    def make(self, transfer: dict[str, Any], **more: Any) -> Engine:
+    def make(self, transfer: dict[str, Any], blocks: int = 200, **more: Any) -> Engine:
         from vllm.engine.arg_utils import EngineArgs
 
         shape = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK, "dtype": "float32"}
@@ -45,7 +45,7 @@ class Suite(ConnectorTests):
             kv_transfer_config=json.loads(json.dumps({"kv_connector": "AscendStoreConnector", "kv_role": "kv_both"} | transfer)),
             **shape | more,
         )
-        return Engine(arguments.create_engine_config(), 200, self.make_caches, self.parts)
+        return Engine(arguments.create_engine_config(), blocks, self.make_caches, self.parts)
 
 
 @pytest.fixture
@@ -82,7 +82,10 @@ def settle(engine: Engine) -> None:
         engine.step()
 
 
-LONG = {name: prompt for name, prompt in prompts(12, 3).items() if len(prompt) >= 3 * BLOCK}
+LONG = {name: prompt for name, prompt in prompts(12, 3).items() if len(prompt) >= 3 * BLOCK and name[-1] not in "258"}
+"""Of those that begin as no other does. A prompt that is there as a whole has its last token computed, for the next one."""
+
+WHOLE = {name: min(len(prompt) - 1, len(prompt) // BLOCK * BLOCK) for name, prompt in LONG.items()}
 
 
 def test_another_instance_loads_what_one_has_stored(engine: Callable[..., Engine]) -> None:
@@ -90,8 +93,7 @@ def test_another_instance_loads_what_one_has_stored(engine: Callable[..., Engine
     assert not any(serve(one, {name: LONG[name] for name in list(LONG)[:1]}, "first").values())
     serve(one, LONG, "more")
     one.close()
-    again = serve(engine(), LONG, "again")
-    assert again == {name: (len(prompt) - 1) // BLOCK * BLOCK for name, prompt in LONG.items()}
+    assert serve(engine(), LONG, "again") == WHOLE
 
 
 def test_other_layouts_and_hashes_share_nothing(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +108,9 @@ def test_other_layouts_and_hashes_share_nothing(engine: Callable[..., Engine], m
 
 def test_roles(engine: Callable[..., Engine]) -> None:
     serve(engine(kv_role="kv_consumer"), LONG, "consumer first")
-    assert not any(serve(engine(extra={"enable_lookup": False}), LONG, "does not look").values())  # the consumer has stored nothing
+    assert not any(
+        serve(engine(extra={"enable_lookup": False}), LONG, "does not look").values()
+    )  # the consumer has stored nothing
     assert all(serve(engine(kv_role="kv_consumer"), LONG, "consumer").values())
     assert all(serve(engine(kv_role="kv_producer"), LONG, "producer").values())
     assert not any(serve(engine(kv_role="kv_consumer", extra={"consumer_is_to_load": False}), LONG, "neither").values())
@@ -131,9 +135,8 @@ def test_harmed_files_are_computed_and_stored_anew(engine: Callable[..., Engine]
             file.write_bytes(other)
         else:
             file.unlink()
-    made = engine()
-    assert serve(made, given, "harmed")[name] <= BLOCK  # and the tokens are right
-    assert serve(engine(), given, "anew")[name] == (len(prompt) - 1) // BLOCK * BLOCK
+    assert serve(engine(), given, "harmed")[name] <= BLOCK  # and the tokens are right
+    assert serve(engine(), given, "anew")[name] == WHOLE[name]
 
 
 def test_a_full_disk_is_a_smaller_pool(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,10 +198,10 @@ def test_every_outcome_is_counted(engine: Callable[..., Engine]) -> None:
 
 
 def test_requests_under_faults(engine: Callable[..., Engine]) -> None:
-    result = store_faults.Endurance(lambda: engine(store_faults.TRANSFER_CONFIG), 100, deaths=2).run()
+    result = store_faults.Endurance(lambda: engine(store_faults.TRANSFER_CONFIG, blocks=64), 200, deaths=1).run()
     print(result)
     assert (result.wrong, result.late, result.leaked) == ([], [], 0)
-    assert sum(result.ended.values()) == 100
+    assert sum(result.ended.values()) == 200
     assert set(result.ended) <= {"length", "left", "left there"}
     assert result.chunks["loaded"] > 50
     assert all(result.faults.get(name) for name in ("fail", "corrupt", "late", "cut", "lost", "full")), result.faults

@@ -43,8 +43,8 @@ class Names:
     """Names of chunks. Two instances have the same for a prefix only if their KV cache of it has the same bytes.
 
     In a name are vLLM's hash of the prefix, and a digest of what vLLM's own file tier tells apart (``FileMapper``: model, dtype,
-    block sizes, layers, parallel sizes), of this wheel's format, of the hashes' seed, and of ``identity``, what the connector knows
-    besides.
+    block sizes, layers, parallel sizes), of this wheel's format, of the hashes' seed, and of ``identity``, what the connector
+    knows besides.
     """
 
     def __init__(self, spec: Any, identity: dict[str, Any]) -> None:
