@@ -52,17 +52,8 @@ class TestAscendStoreConnector(ConnectorTests):
 
 
 class TestMultiConnector(HandoffTests):
-    transfer: ClassVar[dict[str, Any]] = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [P2P, HOST]},
-    }
-    prefill: ClassVar[dict[str, Any]] = {}
-    decode: ClassVar[dict[str, Any]] = {}
-    device, keeps = "npu", True
+    """With OffloadingConnector it is in ``tests/test_kv_connector.py``."""
 
-
-class TestMultiConnectorWithStore(HandoffTests):
     prefill: ClassVar[dict[str, Any]] = {}
     decode: ClassVar[dict[str, Any]] = {}
     device, keeps = "npu", True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import store_faults
 from ascend_kv_connector.store.disk import DiskPool
 from ascend_kv_connector.store.options import StoreOptions
+from ascend_kv_connector.store.pool import PoolError
 from ascend_kv_connector.store.records import PAGE, is_whole, seal, sealed
 from ascend_kv_connector.testing import BLOCK, MODEL, ConnectorTests, Engine, one_rank, prompts  # noqa: F401
 from ascend_platform.extension import RefusedError
@@ -272,6 +274,41 @@ def test_what_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     file.write_text("[]")
     with pytest.raises(RefusedError, match="is not a configuration of Mooncake's"):
         StoreOptions.take({"mooncake_config_path": str(file)}).check(config)
+    with pytest.raises(RefusedError, match=r"/dev/shm has \d+ bytes left"):
+        StoreOptions.take({"backend": [], "cpu_bytes_to_use": 1 << 50}).check(config)
     config.parallel_config.nnodes_within_dp = 2
     with pytest.raises(RefusedError, match="on 2 machines"):
         StoreOptions.take({"backend": []}).check(config)
+
+
+def test_mooncake_says_what_became_of_each_chunk(one_rank: None) -> None:  # noqa: F811
+    pytest.importorskip("mooncake.store", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
+    import mooncake_pool
+    from ascend_kv_connector.store.mooncake import MooncakeConfig, MooncakePool
+
+    size = 1 << 20
+    with mooncake_pool.mooncake_pool(mib=32) as processes:
+        pool = MooncakePool(MooncakeConfig.read(str(processes.config)))
+        buffer = pool.buffer(3 * size)
+        one, other, small = buffer[:size], buffer[size : 2 * size], buffer[2 * size : 2 * size + PAGE]
+        one[:] = os.urandom(size)
+        assert pool.put(["m/a", "m/b"], [one, small]) == ["stored", "stored"]
+        assert pool.put(["m/a"], [one]) == ["stored"]  # it is there already
+        assert pool.exists(["m/a", "m/c"]) == [True, False]
+        assert pool.get(["m/a", "m/c"], [other, small]) == ["loaded", "missing"]
+        assert other == one
+        assert pool.get(["m/b"], [other]) == ["cut"]  # fewer bytes than asked for
+        pool.remove(["m/a"])
+        assert pool.exists(["m/a"]) == [False]
+        assert "full" in pool.put([f"m/{number}" for number in range(40)], [one] * 40)
+        processes.signal("owner", signal.SIGKILL)
+        assert pool.put(["m/d"], [one]) in (["full"], ["failed (-800)"])
+        processes.signal("master", signal.SIGKILL)
+        with pytest.raises(PoolError, match="the master does not answer"):
+            pool.exists(["m/a"])
+        with pytest.raises(PoolError, match="the master does not answer"):
+            pool.put(["m/e"], [one])
+        pool.close()
+        pool.close()
+        with pytest.raises(RefusedError, match="no master answers"):
+            MooncakePool(MooncakeConfig.read(str(processes.config)))

@@ -117,7 +117,7 @@ class TieredSpec(TieringOffloadingSpec):
     def get_manager(self) -> Any:
         made = self._manager is None
         manager = super().get_manager()
-        if made and not self._scheduler_mmap._creator:
+        if made and self._scheduler_mmap is not None and not self._scheduler_mmap._creator:
             # The workers, which vLLM makes first, have it: without its name the kernel frees it however the processes end.
             _unlink(self._scheduler_mmap)
         return manager

@@ -25,7 +25,7 @@ class AscendStoreConnector(OffloadingConnector):
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
-        state = self.connector_scheduler._req_status[request.request_id]
+        state = self.scheduler._req_status[request.request_id]
         if not self._loads:
             state.max_load_tokens = 0
         if not self._stores:

@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from ascend_platform import extension
 
 NAME = "AscendStoreConnector"
+SHARED = "/dev/shm"
 BACKENDS = {"mooncake": "ascend_mooncake", "disk": "ascend_disk"}
 """By name the tier."""
 
@@ -102,6 +104,11 @@ class StoreOptions:
         from ascend_kv_connector.store.mooncake import MooncakeConfig
 
         check_one_host(NAME, vllm_config)
+        if (free := shutil.disk_usage(SHARED).free) < self.cpu_bytes_to_use:
+            raise extension.RefusedError(
+                f"{NAME}: cpu_bytes_to_use is {self.cpu_bytes_to_use}, and {SHARED} has {free} bytes left; give it less, or "
+                f"{SHARED} more (of a container: --shm-size)"
+            )
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         if self.backends and algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
             raise extension.RefusedError(

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from ascend_platform import extension
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, RequestOffloadingContext
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingCounterMetadata, OffloadKey, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
@@ -42,12 +42,12 @@ NO_ANSWER = object()
 class Job:
     """One of vLLM's: ``rows[i]`` of host memory is the chunk of ``keys[i]``. Times are of ``monotonic``, in seconds."""
 
-    keys: list[bytes]
+    keys: list[OffloadKey]
     names: list[str]
     rows: list[int]
     load: bool
     until: float
-    good: list[bytes] = field(default_factory=list)
+    good: list[OffloadKey] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     open: bool = True
 
@@ -59,7 +59,7 @@ class Lookups(AsyncLookupManager):
         self._tier = tier
         super().__init__(tier.tier_type)
 
-    def batch_lookup(self, keys: list[bytes], req_context: Any) -> Iterable[bool]:
+    def batch_lookup(self, keys: list[OffloadKey], req_context: Any) -> Iterable[bool]:
         return self._tier.look_for(keys)
 
 
@@ -71,7 +71,7 @@ class PoolTier(SecondaryTierManager):
     ``threads``: that load, and as many that store. ``identity``: see :class:`~ascend_kv_connector.store.records.Names`.
     """
 
-    medium = None
+    medium: ClassVar[Medium | None] = None
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class PoolTier(SecondaryTierManager):
     def on_schedule_end(self, context: Any) -> None:
         self._lookups.flush()
 
-    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+    def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
@@ -164,7 +164,14 @@ class PoolTier(SecondaryTierManager):
         self._jobs.clear()
         self._threads.shutdown(wait=False)
         self._lookups.shutdown()
-        self._pool.close()
+        until = monotonic() + self._answer_timeout
+        asking = [*self._threads._threads, *([self._asked] if self._asked else [])]
+        for thread in asking:
+            thread.join(max(0.0, until - monotonic()))
+        if not any(
+            thread.is_alive() for thread in asking
+        ):  # a client must not go while it is asked; then it ends with the process
+            self._pool.close()
 
     # A pool that does not answer
 
@@ -184,7 +191,7 @@ class PoolTier(SecondaryTierManager):
             self._rest,
         )
 
-    def look_for(self, keys: list[bytes]) -> list[bool]:
+    def look_for(self, keys: list[OffloadKey]) -> list[bool]:
         """Which chunks there are, in the time for it; none of a pool that does not answer."""
         if self.is_resting:
             self._count("not asked", len(keys))
