@@ -19,8 +19,8 @@ from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier
 
 ANSWER, TRANSFER, REST, DEAD = 0.3, 0.6, 0.1, 0.3
-LATE = 1.5
-"""Seconds more than the first two that a request may take on this machine, however busy."""
+LATE = 4.0
+"""Seconds more than the first two that a request may take on this machine, however busy, as some wait for blocks of others."""
 
 TRANSFER_CONFIG = {
     "kv_connector": "OffloadingConnector",

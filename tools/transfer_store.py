@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
         ],
     },
     "Mooncake, TP2": {"backend": "mooncake"} | TP2,
-    "disk, then Mooncake that is full": {"backend": ["mooncake", "disk"], "mib": 64},
+    "a small Mooncake, and disk": {"backend": ["mooncake", "disk"], "mib": 16},
 }
 
 

@@ -267,13 +267,6 @@ def test_what_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     with pytest.raises(RefusedError, match="set MOONCAKE_CONFIG_PATH"):
         StoreOptions.take({}).check(config)
-    file = tmp_path / "mooncake.json"
-    file.write_text('{"master_server_address": "127.0.0.1:9", "global_segment_size": "1GB", "protocol": "tcp"}')
-    with pytest.raises(RefusedError, match=r"no master answers at master_server_address '127.0.0.1:9'"):
-        StoreOptions.take({"mooncake_config_path": str(file)}).check(config)
-    file.write_text("[]")
-    with pytest.raises(RefusedError, match="is not a configuration of Mooncake's"):
-        StoreOptions.take({"mooncake_config_path": str(file)}).check(config)
     with pytest.raises(RefusedError, match=r"/dev/shm has \d+ bytes left"):
         StoreOptions.take({"backend": [], "cpu_bytes_to_use": 1 << 50}).check(config)
     config.parallel_config.nnodes_within_dp = 2
@@ -312,3 +305,21 @@ def test_mooncake_says_what_became_of_each_chunk(one_rank: None) -> None:  # noq
         pool.close()
         with pytest.raises(RefusedError, match="no master answers"):
             MooncakePool(MooncakeConfig.read(str(processes.config)))
+
+
+def test_configurations_of_mooncake_that_cannot_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ascend_kv_connector.store.mooncake import MooncakeConfig
+
+    file = tmp_path / "mooncake.json"
+    file.write_text('{"master_server_address": "127.0.0.1:9", "global_segment_size": "1.5GB", "ssd_offload_path": "/x"}')
+    known = MooncakeConfig.read(str(file))
+    assert (known.global_segment_size, known.protocol) == (3 << 29, "tcp")
+    monkeypatch.setenv("MOONCAKE_MASTER", "127.0.0.1:10")
+    assert MooncakeConfig.read(str(file)).master_server_address == "127.0.0.1:10"
+    for text in ("[]", "{", '{"master_server_address": "127.0.0.1:9", "global_segment_size": "much"}'):
+        file.write_text(text)
+        with pytest.raises(RefusedError, match="is not a configuration of Mooncake's"):
+            MooncakeConfig.read(str(file))
+    pytest.importorskip("mooncake")
+    with pytest.raises(RefusedError, match=r"no master answers at master_server_address '127.0.0.1:10'"):
+        known.__class__("127.0.0.1:10").check()
