@@ -9,9 +9,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import store_faults
 from ascend_kv_connector.store.disk import DiskPool
@@ -207,6 +209,43 @@ def test_requests_under_faults(engine: Callable[..., Engine]) -> None:
     assert set(result.ended) <= {"length", "left", "left there"}
     assert result.chunks["loaded"] > 50
     assert all(result.faults.get(name) for name in ("fail", "corrupt", "late", "cut", "lost", "full")), result.faults
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_rows_of_a_job_that_is_late_are_left_alone(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, load: bool
+) -> None:
+    store_faults.POOL.__init__()  # type: ignore[misc]
+    made = engine(store_faults.TRANSFER_CONFIG)
+    serve(made, LONG, "first")
+    manager = made.scheduler.connector.connector_scheduler.manager
+    (tier,) = manager.secondary_tiers
+    held, let_go, came_back = store_faults.POOL.held, threading.Event(), threading.Event()
+    key, before = bytes.fromhex(next(iter(held)).rpartition("/")[2]), dict(held)
+    asked = "get" if load else "exists"
+    answer = getattr(store_faults.POOL, asked)
+
+    def hang(*arguments: Any) -> Any:
+        let_go.wait(20)
+        came_back.set()
+        return answer(*arguments)
+
+    monkeypatch.setattr(store_faults.POOL, asked, hang)
+    host = np.asarray(manager.primary_tier.get_kv_memoryview())
+    key = key if load else bytes(len(key))
+    began = monotonic()
+    (tier.submit_load if load else tier.submit_store)(SimpleNamespace(job_id=-1, keys=[key], chunk_ids=[7]))
+    while not (ended := tier.get_finished_jobs()):
+        sleep(0.01)
+    assert store_faults.TRANSFER <= monotonic() - began < store_faults.TRANSFER + store_faults.LATE
+    assert (ended[0].job_id, ended[0].success, ended[0].successful_keys) == (-1, False, None)
+    host[7] = 90  # somebody else's now
+    let_go.set()
+    assert came_back.wait(5)
+    sleep(0.2)
+    assert (host[7] == 90).all()
+    assert held == before
+    del host
 
 
 def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
