@@ -114,14 +114,14 @@ def throughput(rounds: int = 9) -> list[str]:
     return transfer_speed.compare(rounds)
 
 
-PARTS = ("engines", "faults", "throughput")
+PARTS = ("engines", "faults", "throughput", "store")
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="tools/transfers")
     parser.add_argument("part", nargs="?", choices=PARTS, help="all without it")
-    parser.add_argument("shapes", nargs="*", help=f"of engines: {', '.join(SHAPES)}")
+    parser.add_argument("shapes", nargs="*", help=f"of engines: {', '.join(SHAPES)}; of store: see transfer_store.py")
     parser.add_argument("--requests", type=int, help="of each kind; 200 of engines, 500 of faults")
     given = parser.parse_args()
     wrong: list[str] = []
@@ -131,6 +131,13 @@ def main() -> None:
         wrong += faults(given.requests or 500)
     if given.part in (None, "throughput"):
         wrong += throughput()
+    if given.part in (None, "store"):
+        import transfer_store
+
+        if given.shapes != ["faults"]:
+            wrong += transfer_store.engines(given.shapes, given.requests or 60)
+        if given.shapes in ([], ["faults"]):
+            wrong += transfer_store.faults(given.requests or 500)
     for line in wrong:
         print("WRONG", line)
     raise SystemExit(bool(wrong))

@@ -1,5 +1,6 @@
 """The conformance suite on this wheel's connectors, with the KV cache on an emulated NPU."""
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +20,19 @@ HOST: dict[str, Any] = {
 }
 
 
+STORE: dict[str, Any] = {
+    "kv_connector": "AscendStoreConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"backend": "disk", "cpu_bytes_to_use": 3_000_000},
+}
+"""Host memory for a part of what the tests store, so that the rest comes from the disk."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> dict[str, Any]:
+    return STORE | {"kv_connector_extra_config": STORE["kv_connector_extra_config"] | {"disk_path": str(tmp_path)}}
+
+
 class TestAscendP2PConnector(HandoffTests):
     transfer: ClassVar[dict[str, Any]] = P2P
     device = "npu"
@@ -29,12 +43,22 @@ class TestOffloadingConnector(ConnectorTests):
     device, keeps = "npu", True
 
 
+class TestAscendStoreConnector(ConnectorTests):
+    device, keeps = "npu", True
+
+    @pytest.fixture(autouse=True)
+    def on_disk(self, store: dict[str, Any]) -> None:
+        self.transfer = store  # type: ignore[misc]
+
+
 class TestMultiConnector(HandoffTests):
-    transfer: ClassVar[dict[str, Any]] = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [P2P, HOST]},
-    }
+    """With OffloadingConnector it is in ``tests/test_kv_connector.py``."""
+
     prefill: ClassVar[dict[str, Any]] = {}
     decode: ClassVar[dict[str, Any]] = {}
     device, keeps = "npu", True
+
+    @pytest.fixture(autouse=True)
+    def on_disk(self, store: dict[str, Any]) -> None:
+        parts = {"kv_connector_extra_config": {"connectors": [P2P, store]}}
+        self.transfer = {"kv_connector": "MultiConnector", "kv_role": "kv_both"} | parts  # type: ignore[misc]

@@ -6,10 +6,14 @@ from ascend_platform import extension
 
 CONNECTOR = "ascend_kv_connector.connector.AscendP2PConnector"
 
+STORE = "ascend_kv_connector.store.connector.AscendStoreConnector"
+
 CONNECTORS = {
     "AscendP2PConnector": CONNECTOR,
     "MooncakeConnectorV1": CONNECTOR,
     "MooncakeLayerwiseConnector": CONNECTOR,
+    "AscendStoreConnector": STORE,
+    "MooncakeConnectorStoreV1": STORE,
     "OffloadingConnector": "ascend_kv_connector.offloading.OffloadingConnector",
 }
 """The names that ``kv_connector`` of vLLM's ``--kv-transfer-config`` can have. OffloadingConnector is vLLM's with the NPU's

@@ -1,12 +1,16 @@
 """vLLM's OffloadingConnector with the NPU's part: host memory as a second tier of prefix cache, behind the NPU's own.
 
-Bookkeeping, eviction, metrics and options are vLLM's (``vllm/v1/kv_offload``); what CUDA's kernels do there, copies of blocks
-between NPU and host, is done here with PyTorch alone. A block of a layer is two pages, its keys and its values.
+Bookkeeping, eviction, metrics and options are vLLM's (``vllm/v1/kv_offload``), and so are the tiers behind host memory; what
+CUDA's kernels do there, copies of blocks between NPU and host, is done here with PyTorch alone. A block of a layer is two pages,
+its keys and its values.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,28 +24,48 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from ascend_kv_connector.config import check_cache
 
-SPEC = {"spec_name": "HostSpec", "spec_module_path": __name__}
+SPECS = {"CPUOffloadingSpec": "HostSpec", "TieringOffloadingSpec": "TieredSpec"}
+"""By vLLM's name of a spec the one here that takes its place."""
+
+TIERS = {
+    "ascend_disk": ("ascend_kv_connector.store.disk", "DiskTier"),
+    "ascend_mooncake": ("ascend_kv_connector.store.mooncake", "MooncakeTier"),
+}
+"""Tiers behind host memory that this wheel adds to vLLM's, by ``type`` of an entry of ``secondary_tiers``."""
+
+for _name, _place in TIERS.items():
+    if _name not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier(_name, *_place)
+
+MAPPED = 0x2
+"""ACL_HOST_REG_MAPPED, of aclrtHostRegisterV2's flags; torch_npu's ``test/npu/test_npurt.py`` has it."""
 
 
 class OffloadingConnector(offloading_connector.OffloadingConnector):
-    """As vLLM's, for host memory (``cpu_bytes_to_use``, the bytes of all ranks)."""
+    """As vLLM's, for host memory (``cpu_bytes_to_use``, the bytes of all ranks) and the tiers behind it."""
 
     @classmethod
     def check_config(cls, vllm_config: Any) -> None:
         """Asked by the platform before anything starts.
 
         Raises:
-            RefusedError: another tier than host memory, in one line.
+            RefusedError: another spec than these two, or tiers over several machines, in one line.
         """
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if (spec := given.get("spec_name", "CPUOffloadingSpec")) not in ("CPUOffloadingSpec", SPEC["spec_name"]):
+        if (spec := given.get("spec_name", "CPUOffloadingSpec")) not in (*SPECS, *SPECS.values()):
             raise extension.RefusedError(
-                f"OffloadingConnector: spec_name is {spec!r}; on NPUs it can be CPUOffloadingSpec, which is its default"
+                f"OffloadingConnector: spec_name is {spec!r}; on NPUs it can be CPUOffloadingSpec, which is its default, or "
+                "TieringOffloadingSpec"
             )
+        if spec in ("TieringOffloadingSpec", "TieredSpec"):
+            check_one_host("OffloadingConnector", vllm_config)
         if vllm_config.cache_config.kv_offloading_size is None and not given.get("cpu_bytes_to_use"):
             raise extension.RefusedError(
                 "OffloadingConnector: kv_connector_extra_config has no cpu_bytes_to_use, the bytes of host memory for all ranks"
@@ -52,8 +76,10 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         return None  # attention's own; keys and values are taken apart in it
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        check_cache("OffloadingConnector", kv_cache_config)
-        vllm_config.kv_transfer_config.kv_connector_extra_config.update(SPEC)
+        check_cache(type(self).__name__, kv_cache_config)
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config
+        spec = given.get("spec_name", "CPUOffloadingSpec")
+        given.update(spec_name=SPECS.get(spec, spec), spec_module_path=__name__)
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -71,8 +97,63 @@ class HostSpec(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> HostWorker:
         if not self._worker:
-            self._worker = HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
+            shape = self.num_chunks, self.blocks_per_chunk
+            host = [torch.zeros(*shape, cache.tensor.shape[1], dtype=torch.int8, pin_memory=True) for cache in kv_caches.tensors]
+            self._worker = HostWorker(kv_caches, host)
         return self._worker
+
+
+class TieredSpec(TieringOffloadingSpec):
+    """vLLM's host memory with tiers behind it, which is one file in /dev/shm that all ranks and the scheduler map."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if self.num_chunks < 1 and self.kv_bytes_per_chunk:
+            raise extension.RefusedError(
+                f"cpu_bytes_to_use is {self.extra_config['cpu_bytes_to_use']}, and a chunk of {self.blocks_per_chunk} blocks has "
+                f"{self.kv_bytes_per_chunk} bytes in all ranks; it holds none, give more"
+            )
+
+    def get_manager(self) -> Any:
+        made = self._manager is None
+        manager = super().get_manager()
+        if made and self._scheduler_mmap is not None and not self._scheduler_mmap._creator:
+            # The workers, which vLLM makes first, have it: without its name the kernel frees it however the processes end.
+            _unlink(self._scheduler_mmap)
+        return manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> HostWorker:
+        if not self._worker:
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            pages, blocks = [cache.tensor.shape[1] for cache in kv_caches.tensors], self.blocks_per_chunk
+            host = [region.create_next_worker_view(page * blocks).unflatten(1, (blocks, page)) for page in pages]
+            self._worker = RegionWorker(kv_caches, host, region)
+        return self._worker
+
+
+def _unlink(region: SharedOffloadRegion) -> None:
+    for path in [path for path, *_ in getattr(region, "_segments", ())] or [region.mmap_path]:  # vLLM 0.33 has several
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def check_one_host(name: str, vllm_config: Any) -> None:
+    """Look whether all ranks can map the same memory.
+
+    Raises:
+        RefusedError: they are on several machines, in one line.
+    """
+    if (nodes := vllm_config.parallel_config.nnodes_within_dp) > 1:
+        raise extension.RefusedError(
+            f"{name}: an instance on {nodes} machines; its ranks share host memory, so it has to be on one; instances can share "
+            "a pool"
+        )
 
 
 @dataclass
@@ -88,15 +169,13 @@ class Copies:
 class HostWorker(OffloadingWorker):
     """Copies blocks between the NPU and pinned host memory, in the order of the jobs, on a stream of its own.
 
-    ``pages[i]`` is ``[blocks, bytes]`` on the NPU, ``host[i]`` ``[chunks * blocks_per_chunk, bytes]``.
+    ``pages[i]`` is ``[blocks, bytes]`` on the NPU, ``host[i]`` ``[chunks, blocks_per_chunk, bytes]``.
     """
 
-    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, chunks: int) -> None:
+    def __init__(self, kv_caches: CanonicalKVCaches, host: Sequence[torch.Tensor]) -> None:
         self.pages = [cache.tensor for cache in kv_caches.tensors]
-        self.blocks_per_chunk = blocks_per_chunk
-        self.host = [
-            torch.zeros(chunks * blocks_per_chunk, page.shape[1], dtype=torch.int8, pin_memory=True) for page in self.pages
-        ]
+        self.host = list(host)
+        self.blocks_per_chunk = self.host[0].shape[1]
         self._stream = torch.npu.Stream(self.pages[0].device)
         self._jobs: deque[Copies] = deque()
 
@@ -134,7 +213,7 @@ class HostWorker(OffloadingWorker):
             began.record()
             for place, block in enumerate(blocks.block_ids.tolist(), skip):
                 chunk, within = divmod(place, self.blocks_per_chunk)
-                row = int(chunks.block_ids[chunk]) * self.blocks_per_chunk + within
+                row = int(chunks.block_ids[chunk]), within
                 for page, host in zip(self.pages, self.host, strict=True):
                     to, origin = (host[row], page[block]) if store else (page[block], host[row])
                     to.copy_(origin, non_blocking=True)
@@ -142,3 +221,29 @@ class HostWorker(OffloadingWorker):
         size = len(blocks.block_ids) * sum(page.shape[1] for page in self.pages)
         self._jobs.append(Copies(job, began, ended, size))
         return True
+
+
+class RegionWorker(HostWorker):
+    """With host memory that the scheduler's process has too."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, host: Sequence[torch.Tensor], region: SharedOffloadRegion) -> None:
+        super().__init__(kv_caches, host)
+        self._region: SharedOffloadRegion | None = region
+        self._address = region._base.data_ptr()
+        if code := torch.npu.npurt().npuHostRegister(self._address, region.total_size_bytes, MAPPED):
+            extension.logger.warning(
+                "aclrtHostRegister fails with code %d for %d bytes of host memory; copies of KV cache will hold up steps",
+                code,
+                region.total_size_bytes,
+            )
+            self._address = 0
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        region, self._region = self._region, None
+        if region is None:
+            return
+        if self._address:
+            torch.npu.npurt().npuHostUnregister(self._address)
+        region._creator = region._creator and os.path.exists(region.mmap_path)
+        region.cleanup()

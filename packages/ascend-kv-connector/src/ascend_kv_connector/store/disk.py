@@ -1,0 +1,105 @@
+"""A directory as a pool: a file a chunk, on a disk of this machine or on one that others mount too."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ascend_platform import extension
+from vllm.v1.kv_offload.base import Medium
+from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT, probe_o_direct
+
+from ascend_kv_connector.store.pool import LOADED, STORED
+from ascend_kv_connector.store.tier import PoolTier
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskPool:
+    """See :class:`~ascend_kv_connector.store.pool.Pool`. Reads and writes go past the page cache where the disk can."""
+
+    def __init__(self, path: str) -> None:
+        """Make the directory.
+
+        Raises:
+            RefusedError: it cannot be written to.
+        """
+        self.root = Path(path)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            (probe := self.root / f".{os.getpid()}.tmp").write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise extension.RefusedError(f"disk_path {path} cannot be written to ({error}); name a directory that can") from None
+        self.where = f"disk {path}"
+        self._direct = O_DIRECT if probe_o_direct(path) else 0
+
+    def buffer(self, size: int) -> memoryview:
+        return memoryview(mmap.mmap(-1, size))
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [self._path(name).exists() for name in names]
+
+    def put(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
+        return [self._write(self._path(name), record) for name, record in zip(names, records, strict=True)]
+
+    def get(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
+        return [self._read(self._path(name), record) for name, record in zip(names, records, strict=True)]
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            with suppress(OSError):
+                self._path(name).unlink()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _path(self, name: str) -> Path:
+        space, _, chunk = name.partition("/")
+        return self.root / space / chunk[:3] / f"{chunk}.kv"
+
+    def _write(self, path: Path, record: memoryview) -> str:
+        """Under another name first, so that whoever reads it finds all of it or nothing."""
+        part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | self._direct, 0o644)
+            try:
+                if (written := os.write(file, record)) < len(record):
+                    raise OSError(errno.ENOSPC, f"{written} of {len(record)} bytes written")
+            finally:
+                os.close(file)
+            part.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            return "full" if error.errno in FULL else "failed"
+        return STORED
+
+    def _read(self, path: Path, record: memoryview) -> str:
+        try:
+            file = os.open(path, os.O_RDONLY | self._direct)
+            try:
+                read = os.readv(file, [record])
+            finally:
+                os.close(file)
+        except FileNotFoundError:
+            return "missing"
+        except OSError:
+            return "failed"
+        return LOADED if read == len(record) else "cut"
+
+
+class DiskTier(PoolTier):
+    """``path``: the directory."""
+
+    medium = Medium.STORAGE
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, path: str, **more: Any) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, DiskPool(path), **more)

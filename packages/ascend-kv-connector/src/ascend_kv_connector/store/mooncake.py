@@ -1,0 +1,196 @@
+"""Mooncake's store (``mooncake.store``) as a pool: a master that knows where chunks are, and processes that lend it memory."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ascend_platform import extension
+
+from ascend_kv_connector.mooncake import WHEELS, check
+from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
+from ascend_kv_connector.store.tier import PoolTier
+
+PATH = "MOONCAKE_CONFIG_PATH"
+"""The environment variable that Mooncake, vLLM and vllm-ascend have for the path of the configuration."""
+
+FULL, MISSING = (-200,), (-704,)
+"""Mooncake's codes (``mooncake-store/include/types.h``): no space; no such object, or none of its replicas."""
+
+UNREACHABLE = (-900, -901)
+"""The master has not answered."""
+
+UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+
+
+@dataclass(frozen=True)
+class MooncakeConfig:
+    """What is read of Mooncake's configuration; sizes are in bytes, or strings as "4GB" in the file.
+
+    ``global_segment_size`` is the memory that this instance lends to the pool, with which what is in it goes when it ends.
+    """
+
+    master_server_address: str
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device_name: str = ""
+    local_hostname: str = ""
+    global_segment_size: int = 0
+    local_buffer_size: int = 16 << 20
+    tenant_id: str = "default"
+
+    @classmethod
+    def read(cls, path: str) -> MooncakeConfig:
+        """Of the file, or of ``MOONCAKE_CONFIG_PATH``'s; ``MOONCAKE_MASTER`` and ``MOONCAKE_GLOBAL_SEGMENT_SIZE`` go before it.
+
+        Raises:
+            RefusedError: there is none, or it cannot be read, in one line.
+        """
+        if not (path := path or os.environ.get(PATH, "")):
+            raise extension.RefusedError(
+                f'backend mooncake: set {PATH} to the path of a file with {{"master_server_address": "HOST:PORT"}}, or '
+                "mooncake_config_path in kv_connector_extra_config"
+            )
+        try:
+            given = json.loads(Path(path).read_text())
+            known = {name: given[name] for name in cls.__dataclass_fields__ if given.get(name) is not None}
+            return cls(**cls._sized(known | cls._of_environment()))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise extension.RefusedError(
+                f"backend mooncake: {path} is not a configuration of Mooncake's ({type(error).__name__}: {error}); it is a JSON "
+                'object with at least "master_server_address"'
+            ) from None
+
+    @staticmethod
+    def _of_environment() -> dict[str, str]:
+        named = {"master_server_address": "MOONCAKE_MASTER", "global_segment_size": "MOONCAKE_GLOBAL_SEGMENT_SIZE"}
+        return {name: os.environ[variable] for name, variable in named.items() if os.environ.get(variable)}
+
+    @staticmethod
+    def _sized(given: Mapping[str, Any]) -> dict[str, Any]:
+        out = dict(given)
+        for name in ("global_segment_size", "local_buffer_size"):
+            if isinstance(value := out.get(name), str):
+                if not (match := re.fullmatch(r"\s*([\d.]+)\s*([KMG]?B?)\s*", value.upper())) or match[2] not in UNITS:
+                    raise ValueError(f"{name} is {value!r}")
+                out[name] = int(float(match[1]) * UNITS[match[2]])
+        return out
+
+    def check(self, seconds: float = 3.0) -> None:
+        """Look whether Mooncake is installed and the master is there.
+
+        Raises:
+            RefusedError: one of them is not, in one line.
+        """
+        check()
+        host, _, port = self.master_server_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+        except (OSError, ValueError) as error:
+            raise extension.RefusedError(
+                f"backend mooncake: no master answers at master_server_address {self.master_server_address!r} ({error}); start "
+                "one with mooncake_master --port PORT, or correct the address"
+            ) from None
+
+
+class MooncakePool:
+    """See :class:`~ascend_kv_connector.store.pool.Pool`. Mooncake's calls let other threads run, and end by
+    themselves after 30 s, or after what ``MC_RPC_TIMEOUT_MS`` and others say."""
+
+    def __init__(self, config: MooncakeConfig) -> None:
+        """Join the pool.
+
+        Raises:
+            RefusedError: Mooncake is not installed, lacks a library, or does not start.
+        """
+        config.check()
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ImportError as error:
+            raise extension.RefusedError(
+                f"backend mooncake: Mooncake's store cannot be loaded ({error}); install that library, on Debian libibverbs1, "
+                "libnuma1 and libcurl4"
+            ) from None
+        from vllm.utils.network_utils import get_ip
+
+        self.where = f"Mooncake's store of master {config.master_server_address} ({config.protocol})"
+        self._store: Any = MooncakeDistributedStore()
+        asked = {
+            "local_hostname": config.local_hostname or get_ip(),
+            "metadata_server": config.metadata_server,
+            "global_segment_size": config.global_segment_size,
+            "local_buffer_size": config.local_buffer_size,
+            "protocol": config.protocol,
+            "rdma_devices": config.device_name,
+            "master_server_addr": config.master_server_address,
+            "tenant_id": config.tenant_id,
+        }
+        if code := self._store.setup(asked):
+            raise extension.RefusedError(
+                f"backend mooncake: {self.where} cannot be joined from {asked['local_hostname']} (code {code}); protocol can be "
+                f"tcp, or ascend with {WHEELS[0]}, and local_hostname is this machine's address for the others"
+            )
+        self._buffers: list[mmap.mmap] = []
+
+    def buffer(self, size: int) -> memoryview:
+        memory = mmap.mmap(-1, size)
+        if code := self._store.register_buffer(_address(memory), size):
+            raise PoolError(f"{size} bytes of host memory cannot be registered (code {code})")
+        self._buffers.append(memory)  # as long as Mooncake knows it
+        return memoryview(memory)
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [code > 0 for code in self._answered(self._store.batch_is_exist(list(names)))]
+
+    def put(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
+        codes = self._store.batch_put_from(list(names), *_places(records))
+        return [_outcome(code, STORED) for code in self._answered(codes)]
+
+    def get(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
+        codes = self._answered(self._store.batch_get_into(list(names), *_places(records)))
+        cut = [0 <= code < len(record) for code, record in zip(codes, records, strict=True)]
+        return ["cut" if short else _outcome(code, LOADED) for code, short in zip(codes, cut, strict=True)]
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._answered(self._store.batch_remove(list(names), True))
+
+    def close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _answered(self, codes: list[int]) -> list[int]:
+        if codes and all(code in UNREACHABLE for code in codes):
+            raise PoolError(f"the master does not answer (code {codes[0]})")
+        return codes
+
+
+def _outcome(code: int, good: str) -> str:
+    if code >= 0:
+        return good
+    return "full" if code in FULL else "missing" if code in MISSING else f"failed ({code})"
+
+
+def _places(records: Sequence[memoryview]) -> tuple[list[int], list[int]]:
+    return [_address(record) for record in records], [len(record) for record in records]
+
+
+def _address(memory: Any) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class MooncakeTier(PoolTier):
+    """``config_path``: the path of Mooncake's configuration, if the environment does not have it."""
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, config_path: str = "", **more: Any
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, MooncakePool(MooncakeConfig.read(config_path)), **more)

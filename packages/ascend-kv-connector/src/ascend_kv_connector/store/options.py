@@ -1,0 +1,167 @@
+"""What ``kv_connector_extra_config`` may hold for ``AscendStoreConnector``, and what it is in vLLM's words."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ascend_platform import extension
+
+NAME = "AscendStoreConnector"
+SHARED = "/dev/shm"
+BACKENDS = {"mooncake": "ascend_mooncake", "disk": "ascend_disk"}
+"""By name the tier."""
+
+IGNORED = (
+    "lookup_rpc_port",
+    "mooncake_rpc_port",
+    "load_async",
+    "prefill_pp_size",
+    "prefill_pp_layer_partition",
+    "register_buffer",
+    "use_layerwise",
+)
+"""Keys of vllm-ascend's connectors that say how its processes find each other, or what ranks of this one know; left unread."""
+
+PLACES = {"_name_or_path", "transformers_version"}
+"""Of a model's configuration what differs from machine to machine."""
+
+PASSED = ("block_size", "blocks_per_chunk", "eviction_policy", "offload_prompt_only")
+"""Keys of vLLM's OffloadingConnector that mean here what they mean there."""
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """The keys and their defaults; the README explains them. Times are in seconds."""
+
+    backend: str | list[str] = "mooncake"
+    cpu_bytes_to_use: int = 4 << 30
+    disk_path: str = ""
+    mooncake_config_path: str = ""
+    namespace: str = ""
+    enable_lookup: bool = True
+    consumer_is_to_load: bool = True
+    consumer_is_to_put: bool = False
+    answer_timeout: float = 5.0
+    transfer_timeout: float = 20.0
+    rest: float = 10.0
+    threads: int = 2
+    block_size: int | None = None
+    blocks_per_chunk: int | None = None
+    eviction_policy: str | None = None
+    offload_prompt_only: bool | None = None
+
+    @classmethod
+    def take(cls, given: Mapping[str, object]) -> StoreOptions:
+        """Check what the user gave.
+
+        Raises:
+            RefusedError: an unknown key, with the nearest known one, or a value that cannot be, in one line.
+        """
+        if given.get("use_layerwise"):
+            raise extension.RefusedError(
+                f"{NAME}: use_layerwise is true; here chunks are stored beside the computation as they are finished; leave it out"
+            )
+        left = {key: value for key, value in given.items() if key not in IGNORED}
+        known = {field.name: str(field.type) for field in fields(cls)}
+        for key, value in left.items():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise extension.RefusedError(f"{NAME}: kv_connector_extra_config has no key {key!r}; {hint}")
+            if not (wanted := _unfit(value, known[key])):
+                continue
+            raise extension.RefusedError(f"{NAME}: kv_connector_extra_config.{key} is {value!r}; it can be {wanted}")
+        options = cls(**left)  # type: ignore[arg-type]
+        for backend in options.backends:
+            if backend not in BACKENDS:
+                raise extension.RefusedError(
+                    f"{NAME}: backend is {backend!r}; it can be {', '.join(BACKENDS)}, a list of these, which are asked in its "
+                    "order, or [] for host memory alone, which is not shared"
+                )
+        if "disk" in options.backends and not options.disk_path:
+            raise extension.RefusedError(f"{NAME}: backend disk needs disk_path, a directory that instances share")
+        return options
+
+    @property
+    def backends(self) -> list[str]:
+        return [self.backend] if isinstance(self.backend, str) else list(self.backend)
+
+    def check(self, vllm_config: Any) -> None:
+        """Look whether instances that are started like this can share what they store.
+
+        Raises:
+            RefusedError: they cannot, in one line.
+        """
+        from ascend_kv_connector.offloading import check_one_host
+        from ascend_kv_connector.store.mooncake import MooncakeConfig
+
+        check_one_host(NAME, vllm_config)
+        if (free := shutil.disk_usage(SHARED).free) < self.cpu_bytes_to_use:
+            raise extension.RefusedError(
+                f"{NAME}: cpu_bytes_to_use is {self.cpu_bytes_to_use}, and {SHARED} has {free} bytes left; give it less, or "
+                f"{SHARED} more (of a container: --shm-size)"
+            )
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        if self.backends and algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+            raise extension.RefusedError(
+                f"{NAME}: --prefix-caching-hash-algo is {algorithm}, whose hashes differ from process to process without a seed; "
+                "set PYTHONHASHSEED to the same number for all instances, or leave the algorithm out"
+            )
+        if "mooncake" in self.backends:
+            MooncakeConfig.read(self.mooncake_config_path).check()
+
+    def roles(self, transfer: Any) -> tuple[bool, bool]:
+        """Whether an instance with this ``kv_role`` loads, and whether it stores."""
+        if transfer.kv_role == "kv_consumer":
+            return self.enable_lookup and self.consumer_is_to_load, self.consumer_is_to_put
+        return self.enable_lookup, True
+
+    def translated(self, vllm_config: Any) -> Any:
+        """A VllmConfig in which all this is said with the keys of vLLM's OffloadingConnector."""
+        config, transfer = copy.copy(vllm_config), copy.copy(vllm_config.kv_transfer_config)
+        common = {name: getattr(self, name) for name in ("answer_timeout", "transfer_timeout", "rest", "threads")}
+        common["identity"] = self._identity(vllm_config)
+        own = {"disk": {"path": self.disk_path}, "mooncake": {"config_path": self.mooncake_config_path}}
+        transfer.kv_connector_extra_config = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": self.cpu_bytes_to_use,
+            "secondary_tiers": [{"type": BACKENDS[name]} | own[name] | common for name in self.backends],
+        } | {name: value for name in PASSED if (value := getattr(self, name)) is not None}
+        transfer.engine_id = f"{transfer.engine_id}-store"  # of MultiConnector's others each has host memory of its own
+        config.kv_transfer_config = transfer
+        return config
+
+    def _identity(self, vllm_config: Any) -> dict[str, Any]:
+        """What may change the KV cache of a prefix, in addition to what vLLM's own file tier tells apart."""
+        model = vllm_config.model_config
+        known = model.hf_config.to_dict()
+        described = json.dumps({key: known[key] for key in known.keys() - PLACES}, sort_keys=True, default=str)
+        return {
+            "namespace": self.namespace,
+            "revision": model.revision,
+            "quantization": model.quantization,
+            "model": hashlib.sha256(described.encode()).hexdigest(),
+            "hashes": vllm_config.cache_config.prefix_caching_hash_algo,
+        }
+
+
+def _unfit(value: object, kind: str) -> str:
+    """What it should be, or nothing if it is of this annotated kind."""
+    if kind.startswith("bool"):
+        return "" if isinstance(value, bool) else "true or false"
+    if kind.startswith("int"):
+        return "" if type(value) is int and value > 0 else "a whole number above 0"
+    if kind.startswith("float"):
+        return "" if type(value) in (int, float) and value > 0 else "a number of seconds above 0"  # type: ignore[operator]
+    if "list" in kind:
+        names = [value] if isinstance(value, str) else value
+        return "" if isinstance(names, list) and all(isinstance(name, str) for name in names) else "a name or a list of names"
+    return "" if isinstance(value, str) else "a string"

@@ -1,0 +1,77 @@
+"""What a pool holds: under a name that says whose KV cache it is, a chunk's bytes and what they can be checked by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import struct
+import zlib
+from typing import Any
+
+PAGE = 4096
+"""Bytes behind a chunk's, which are a multiple of it: so a record is one as well, as reads past the page cache want it."""
+
+_SEAL = struct.Struct("<8sQI")
+_MAGIC = b"ascendkv"
+_FORMAT = "keys, then values, of each layer; [tokens, heads, size]; ranks one behind the other; 1"
+
+
+def seal(name: str, record: memoryview) -> None:
+    """Write behind a chunk what it can be checked by; uint8 ``[chunk + PAGE]``."""
+    size = len(record) - PAGE
+    record[size:] = bytes(PAGE)
+    _SEAL.pack_into(record, size, _MAGIC, size, _checksum(name, record[:size]))
+
+
+def sealed(record: memoryview) -> bytes:
+    """What was written behind its chunk."""
+    return bytes(record[-PAGE : _SEAL.size - PAGE])
+
+
+def is_whole(name: str, chunk: memoryview, seal: bytes) -> bool:
+    """Whether these bytes, uint8 ``[chunk]``, are those that were sealed under this name."""
+    magic, size, checksum = _SEAL.unpack(seal)
+    return magic == _MAGIC and size == len(chunk) and checksum == _checksum(name, chunk)
+
+
+def _checksum(name: str, chunk: memoryview) -> int:
+    return zlib.crc32(chunk, zlib.crc32(name.encode()))
+
+
+class Names:
+    """Names of chunks. Two instances have the same for a prefix only if their KV cache of it has the same bytes.
+
+    In a name are vLLM's hash of the prefix, and a digest of what vLLM's own file tier tells apart (``FileMapper``: model, dtype,
+    block sizes, layers, parallel sizes), of this wheel's format, of the hashes' seed, and of ``identity``, what the connector
+    knows besides.
+    """
+
+    def __init__(self, spec: Any, identity: dict[str, Any]) -> None:
+        from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+        from vllm.v1.kv_offload.file_mapper import FileMapper
+
+        mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk)  # not agnostic of tensor parallelism
+        seed = hashlib.sha256(get_none_hash_seed().encode()).hexdigest()
+        self._known = mapper.get_run_config() | {
+            "format": _FORMAT,
+            "row": spec.kv_bytes_per_chunk,
+            "rank": spec.cpu_page_size_per_worker,
+            "seed": seed,
+            "identity": identity,
+        }
+        self._model = mapper.fields["model_name"].rstrip("/").rpartition("/")[2]
+        self._set()
+
+    def renew(self) -> None:
+        """Have names that nobody has had."""
+        self._known["reset"] = secrets.token_hex(8)
+        self._set()
+
+    def _set(self) -> None:
+        known = json.dumps(self._known, sort_keys=True, default=str)
+        self.space = f"{self._model}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
+
+    def __call__(self, key: bytes) -> str:
+        """Of one of vLLM's offload keys, a hash and a group."""
+        return f"{self.space}/{key.hex()}"

@@ -1,0 +1,364 @@
+"""The pool: what is stored is what is loaded, by whoever shares it, and nothing else is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic, sleep
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import store_faults
+from ascend_kv_connector.store.disk import DiskPool
+from ascend_kv_connector.store.options import StoreOptions
+from ascend_kv_connector.store.pool import PoolError
+from ascend_kv_connector.store.records import PAGE, is_whole, seal, sealed
+from ascend_kv_connector.testing import BLOCK, MODEL, ConnectorTests, Engine, one_rank, prompts  # noqa: F401
+from ascend_platform.extension import RefusedError
+
+CHUNK = 12288
+"""Bytes of the suite's blocks, of all layers."""
+
+
+class Suite(ConnectorTests):
+    """Its engines, all of the same model, so that they can share a pool."""
+
+    __test__ = False
+    device = "npu"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "config.json").write_text(json.dumps(MODEL))
+
+    def make(self, transfer: dict[str, Any], blocks: int = 200, **more: Any) -> Engine:
+        from vllm.engine.arg_utils import EngineArgs
+
+        shape = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK, "dtype": "float32"}
+        arguments = EngineArgs(
+            model=str(self.directory),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            async_scheduling=False,
+            kv_transfer_config=json.loads(json.dumps({"kv_connector": "AscendStoreConnector", "kv_role": "kv_both"} | transfer)),
+            **shape | more,
+        )
+        return Engine(arguments.create_engine_config(), blocks, self.make_caches, self.parts)
+
+
+@pytest.fixture
+def engine(one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Engine]]:  # noqa: F811
+    made: list[Engine] = []
+    (tmp_path / "model").mkdir()
+    suite = Suite(tmp_path / "model")
+
+    def make(transfer: dict[str, Any] | None = None, **more: Any) -> Engine:
+        if transfer is None:
+            extra = {"backend": "disk", "disk_path": str(tmp_path / "pool"), "cpu_bytes_to_use": 200 * CHUNK}
+            transfer = {"kv_role": more.pop("kv_role", "kv_both"), "kv_connector_extra_config": extra | more.pop("extra", {})}
+        made.append(suite.make(transfer, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def serve(engine: Engine, given: dict[str, list[int]], turn: str) -> dict[str, int]:
+    """By name how many tokens of each were not computed."""
+    for name, prompt in given.items():
+        engine.add(f"{turn}-{name}", prompt, 3)
+    engine.run()
+    settle(engine)
+    Suite.check(None, engine, {f"{turn}-{name}": prompt for name, prompt in given.items()}, 3)  # type: ignore[arg-type]
+    return {name: engine.loaded[f"{turn}-{name}"] for name in given}
+
+
+def settle(engine: Engine) -> None:
+    """Until what is to be stored is."""
+    while engine.scheduler.connector.has_pending_push_work():
+        engine.step()
+
+
+LONG = {name: prompt for name, prompt in prompts(12, 3).items() if len(prompt) >= 3 * BLOCK and name[-1] not in "258"}
+"""Of those that begin as no other does. A prompt that is there as a whole has its last token computed, for the next one."""
+
+WHOLE = {name: min(len(prompt) - 1, len(prompt) // BLOCK * BLOCK) for name, prompt in LONG.items()}
+
+
+def test_another_instance_loads_what_one_has_stored(engine: Callable[..., Engine]) -> None:
+    one = engine()
+    assert not any(serve(one, {name: LONG[name] for name in list(LONG)[:1]}, "first").values())
+    serve(one, LONG, "more")
+    one.close()
+    assert serve(engine(), LONG, "again") == WHOLE
+
+
+def test_other_layouts_and_hashes_share_nothing(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(engine(), LONG, "first")
+    assert not any(serve(engine(dtype="bfloat16"), dict(list(LONG.items())[:1]), "dtype").values())
+    assert not any(serve(engine(extra={"blocks_per_chunk": 2}), dict(list(LONG.items())[:1]), "chunks").values())
+    assert not any(serve(engine(extra={"namespace": "other"}), dict(list(LONG.items())[:1]), "namespace").values())
+    assert not any(serve(engine(hf_overrides={"rope_theta": 7.0}), dict(list(LONG.items())[:1]), "model").values())
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert not any(serve(engine(), dict(list(LONG.items())[:1]), "seed").values())
+
+
+def test_roles(engine: Callable[..., Engine]) -> None:
+    serve(engine(kv_role="kv_consumer"), LONG, "consumer first")
+    assert not any(
+        serve(engine(extra={"enable_lookup": False}), LONG, "does not look").values()
+    )  # the consumer has stored nothing
+    assert all(serve(engine(kv_role="kv_consumer"), LONG, "consumer").values())
+    assert all(serve(engine(kv_role="kv_producer"), LONG, "producer").values())
+    assert not any(serve(engine(kv_role="kv_consumer", extra={"consumer_is_to_load": False}), LONG, "neither").values())
+
+
+@pytest.mark.parametrize("harm", ["cut", "changed", "of another prefix", "removed"])
+def test_harmed_files_are_computed_and_stored_anew(engine: Callable[..., Engine], tmp_path: Path, harm: str) -> None:
+    name, prompt = max(LONG.items(), key=lambda item: len(item[1]))
+    given, chunks = {name: prompt}, len(prompt) // BLOCK
+    serve(engine(), given, "first")
+    files = sorted((tmp_path / "pool").rglob("*.kv"))
+    assert len(files) == chunks
+    other = files[0].read_bytes()
+    for file in files[1:]:
+        data = bytearray(file.read_bytes())
+        if harm == "cut":
+            file.write_bytes(data[: len(data) // 2])
+        elif harm == "changed":
+            data[len(data) // 3] ^= 4
+            file.write_bytes(data)
+        elif harm == "of another prefix":
+            file.write_bytes(other)
+        else:
+            file.unlink()
+    assert serve(engine(), given, "harmed")[name] <= BLOCK  # and the tokens are right
+    assert serve(engine(), given, "anew")[name] == WHOLE[name]
+
+
+def test_a_full_disk_is_a_smaller_pool(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+
+    def full(file: int, data: Any) -> int:
+        if isinstance(data, memoryview) and len(data) > PAGE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr("ascend_kv_connector.store.disk.os.write", full)
+    made = engine()
+    serve(made, LONG, "first")
+    counts = outcomes(made)
+    assert counts["full, not stored"] > 0
+    assert "stored" not in counts
+    assert not any(serve(engine(), LONG, "again").values())
+
+
+def outcomes(engine: Engine) -> dict[str, int]:
+    tier = engine.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
+    return tier.seen
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiers' counts also where a test finds them, since vLLM's scheduler takes those for the metrics."""
+    from ascend_kv_connector.store.tier import PoolTier
+
+    count = PoolTier._count
+
+    def watch(tier: Any, outcome: str, number: int = 1) -> None:
+        count(tier, outcome, number)
+        tier.seen = {**getattr(tier, "seen", {}), outcome: getattr(tier, "seen", {}).get(outcome, 0) + number}
+
+    monkeypatch.setattr(PoolTier, "_count", watch)
+
+
+def test_after_a_reset_nothing_old_is_loaded(engine: Callable[..., Engine]) -> None:
+    made = engine()
+    serve(made, LONG, "first")
+    assert made.scheduler.reset_prefix_cache(reset_connector=True)
+    assert not any(serve(made, dict(list(LONG.items())[:1]), "reset").values())
+
+
+def test_every_outcome_is_counted(engine: Callable[..., Engine]) -> None:
+    from ascend_kv_connector.store.tier import CHUNKS
+
+    made, counted = engine(), {}
+    for name, prompt in LONG.items():
+        made.add(name, prompt, 3)
+    while made.scheduler.has_unfinished_requests() or made.scheduler.connector.has_pending_push_work():
+        made.step()
+        if stats := made.scheduler.connector.get_kv_connector_stats():
+            for (tier, outcome), count in stats.data["data"].get(CHUNKS, {}).items():
+                counted[tier, outcome] = counted.get((tier, outcome), 0) + count
+    assert set(counted) <= {("ascend_disk", outcome) for outcome in ("stored", "present", "not found")}
+    assert CHUNKS in type(made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]).build_metric_definitions({})
+
+
+def test_requests_under_faults(engine: Callable[..., Engine]) -> None:
+    result = store_faults.Endurance(lambda: engine(store_faults.TRANSFER_CONFIG, blocks=64), 200, deaths=1).run()
+    print(result)
+    assert (result.wrong, result.late, result.leaked) == ([], [], 0)
+    assert sum(result.ended.values()) == 200
+    assert set(result.ended) <= {"length", "left", "left there"}
+    assert result.chunks["loaded"] > 50
+    assert all(result.faults.get(name) for name in ("fail", "corrupt", "late", "cut", "lost", "full")), result.faults
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_rows_of_a_job_that_is_late_are_left_alone(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, load: bool
+) -> None:
+    store_faults.POOL.__init__()  # type: ignore[misc]
+    made = engine(store_faults.TRANSFER_CONFIG)
+    serve(made, LONG, "first")
+    manager = made.scheduler.connector.connector_scheduler.manager
+    (tier,) = manager.secondary_tiers
+    held, let_go, came_back = store_faults.POOL.held, threading.Event(), threading.Event()
+    key, before = bytes.fromhex(next(iter(held)).rpartition("/")[2]), dict(held)
+    asked = "get" if load else "exists"
+    answer = getattr(store_faults.POOL, asked)
+
+    def hang(*arguments: Any) -> Any:
+        let_go.wait(20)
+        came_back.set()
+        return answer(*arguments)
+
+    monkeypatch.setattr(store_faults.POOL, asked, hang)
+    host = np.asarray(manager.primary_tier.get_kv_memoryview())
+    key = key if load else bytes(len(key))
+    began = monotonic()
+    (tier.submit_load if load else tier.submit_store)(SimpleNamespace(job_id=-1, keys=[key], chunk_ids=[7]))
+    while not (ended := tier.get_finished_jobs()):
+        sleep(0.01)
+    assert store_faults.TRANSFER <= monotonic() - began < store_faults.TRANSFER + store_faults.LATE
+    assert (ended[0].job_id, ended[0].success, ended[0].successful_keys) == (-1, False, None)
+    host[7] = 90  # somebody else's now
+    let_go.set()
+    assert came_back.wait(5)
+    sleep(0.2)
+    assert (host[7] == 90).all()
+    assert held == before
+    del host
+
+
+def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    pool = DiskPool(str(tmp_path))
+    size, name = 1 << 20, "m/abc"
+    buffer = pool.buffer(size)
+    buffer[:] = os.urandom(size - PAGE) + bytes(PAGE)
+    seal(name, buffer)
+    read, ended, seen = pool.buffer(size), threading.Event(), set()
+
+    def watch() -> None:
+        while not ended.is_set():
+            seen.update(pool.get([name], [read]))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    for _ in range(50):
+        assert pool.put([name], [buffer]) == ["stored"]
+    ended.set()
+    thread.join()
+    assert seen <= {"missing", "loaded"}
+    assert is_whole(name, read[:-PAGE], sealed(read))
+    assert not is_whole("m/abd", read[:-PAGE], sealed(read))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"bakend": "disk"}, "no key 'bakend'; did you mean 'backend'?"),
+        ({"backend": "memcache"}, "backend is 'memcache'; it can be mooncake, disk"),
+        ({"backend": "disk"}, "backend disk needs disk_path"),
+        ({"use_layerwise": True}, "use_layerwise is true"),
+        ({"cpu_bytes_to_use": "4GB"}, "cpu_bytes_to_use is '4GB'; it can be a whole number above 0"),
+        ({"rest": -1}, "rest is -1; it can be a number of seconds above 0"),
+    ],
+)
+def test_options_that_cannot_be(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(RefusedError, match=said.replace("?", r"\?")):
+        StoreOptions.take(given)
+
+
+def test_options_of_vllm_ascend_are_known() -> None:
+    options = StoreOptions.take({"backend": "mooncake", "lookup_rpc_port": "0", "load_async": True, "use_layerwise": False})
+    assert options.backends == ["mooncake"]
+    assert options.roles(SimpleNamespace(kv_role="kv_producer")) == (True, True)
+    assert options.roles(SimpleNamespace(kv_role="kv_consumer")) == (True, False)
+
+
+def test_what_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(nnodes_within_dp=1),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="xxhash"),
+    )
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
+    with pytest.raises(RefusedError, match="differ from process to process"):
+        StoreOptions.take({"backend": "disk", "disk_path": str(tmp_path)}).check(config)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    with pytest.raises(RefusedError, match="set MOONCAKE_CONFIG_PATH"):
+        StoreOptions.take({}).check(config)
+    with pytest.raises(RefusedError, match=r"/dev/shm has \d+ bytes left"):
+        StoreOptions.take({"backend": [], "cpu_bytes_to_use": 1 << 50}).check(config)
+    config.parallel_config.nnodes_within_dp = 2
+    with pytest.raises(RefusedError, match="on 2 machines"):
+        StoreOptions.take({"backend": []}).check(config)
+
+
+def test_mooncake_says_what_became_of_each_chunk(one_rank: None) -> None:  # noqa: F811
+    pytest.importorskip("mooncake.store", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
+    import mooncake_pool
+    from ascend_kv_connector.store.mooncake import MooncakeConfig, MooncakePool
+
+    size = 1 << 20
+    with mooncake_pool.mooncake_pool(mib=32) as processes:
+        pool = MooncakePool(MooncakeConfig.read(str(processes.config)))
+        buffer = pool.buffer(3 * size)
+        one, other, small = buffer[:size], buffer[size : 2 * size], buffer[2 * size : 2 * size + PAGE]
+        one[:] = os.urandom(size)
+        assert pool.put(["m/a", "m/b"], [one, small]) == ["stored", "stored"]
+        assert pool.put(["m/a"], [one]) == ["stored"]  # it is there already
+        assert pool.exists(["m/a", "m/c"]) == [True, False]
+        assert pool.get(["m/a", "m/c"], [other, small]) == ["loaded", "missing"]
+        assert other == one
+        assert pool.get(["m/b"], [other]) == ["cut"]  # fewer bytes than asked for
+        pool.remove(["m/a"])
+        assert pool.exists(["m/a"]) == [False]
+        assert "full" in pool.put([f"m/{number}" for number in range(40)], [one] * 40)
+        processes.signal("owner", signal.SIGKILL)
+        assert pool.put(["m/d"], [one]) in (["full"], ["failed (-800)"])
+        processes.signal("master", signal.SIGKILL)
+        with pytest.raises(PoolError, match="the master does not answer"):
+            pool.exists(["m/a"])
+        with pytest.raises(PoolError, match="the master does not answer"):
+            pool.put(["m/e"], [one])
+        pool.close()
+        pool.close()
+        with pytest.raises(RefusedError, match="no master answers"):
+            MooncakePool(MooncakeConfig.read(str(processes.config)))
+
+
+def test_configurations_of_mooncake_that_cannot_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ascend_kv_connector.store.mooncake import MooncakeConfig
+
+    file = tmp_path / "mooncake.json"
+    file.write_text('{"master_server_address": "127.0.0.1:9", "global_segment_size": "1.5GB", "ssd_offload_path": "/x"}')
+    known = MooncakeConfig.read(str(file))
+    assert (known.global_segment_size, known.protocol) == (3 << 29, "tcp")
+    monkeypatch.setenv("MOONCAKE_MASTER", "127.0.0.1:10")
+    assert MooncakeConfig.read(str(file)).master_server_address == "127.0.0.1:10"
+    for text in ("[]", "{", '{"master_server_address": "127.0.0.1:9", "global_segment_size": "much"}'):
+        file.write_text(text)
+        with pytest.raises(RefusedError, match="is not a configuration of Mooncake's"):
+            MooncakeConfig.read(str(file))
+    pytest.importorskip("mooncake")
+    with pytest.raises(RefusedError, match=r"no master answers at master_server_address '127.0.0.1:10'"):
+        known.__class__("127.0.0.1:10").check()
