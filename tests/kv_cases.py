@@ -54,9 +54,10 @@ def instance(
 
 
 def batch(llm: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """By name (tokens, finish reason, kv_transfer_params, tokens that were not computed) of requests that their client let end.
+    """By name (tokens, finish reason, kv_transfer_params, tokens that were not computed, log-probabilities of the two likeliest
+    tokens in each place) of requests that their client let end.
 
-    One with `leave` is aborted after so many steps.
+    One with `leave` is aborted after so many steps; the log-probabilities are there of one with `weigh`.
     """
     from vllm import SamplingParams
 
@@ -67,6 +68,7 @@ def batch(llm: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
             max_tokens=item["length"],
             detokenize=False,
             ignore_eos=True,
+            logprobs=2 if item.get("weigh") else None,
             extra_args={"kv_transfer_params": item["params"]} if item.get("params") else None,
         )
         engine.add_request(item["name"], {"prompt_token_ids": item["prompt"]}, sampling)
@@ -85,6 +87,7 @@ def batch(llm: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
                     result.finish_reason,
                     each.kv_transfer_params,
                     each.num_cached_tokens,
+                    [{token: value.logprob for token, value in place.items()} for place in result.logprobs or ()],
                 )
     return ended
 
@@ -105,9 +108,15 @@ class Router(BaseHTTPRequestHandler):
         pass
 
 
-def prompts(count: int, seed: int) -> list[list[int]]:
-    """Prompts of 1 to 600 tokens; every third begins as others do."""
+def prompts(count: int, seed: int, adder: bool = False) -> list[list[int]]:
+    """Prompts of 1 to 600 tokens; every third begins as others do. The adder's are sums that have one right continuation."""
     draw = random.Random(seed)
+    if adder:
+        from make_adder import VOCAB, chain
+
+        shared_chain = chain(3, 4, 200)
+        texts = [chain(draw.randrange(100), draw.randrange(100), 200) if each % 3 < 2 else shared_chain for each in range(count)]
+        return [[VOCAB[sign] for sign in text[: draw.choice([7, 33, 127, 128, 129, 257, 400, 600])]] for text in texts]
     shared = [draw.randrange(3, VOCABULARY) for _ in range(600)]
     out = []
     for number in range(count):
@@ -115,6 +124,36 @@ def prompts(count: int, seed: int) -> list[list[int]]:
         own = [draw.randrange(3, VOCABULARY) for _ in range(length)]
         out.append((shared[: length // 2] + own)[:length] if number % 3 == 2 else own)
     return out
+
+
+class Weighed:
+    """How far two engines' log-probabilities are apart where the tokens before are the same, and what lay between the two
+    likeliest tokens where they then took different ones."""
+
+    def __init__(self) -> None:
+        self.apart: list[float] = []
+        self.gaps: list[float] = []
+        self.parted: list[dict[str, Any]] = []
+
+    def add(self, name: str, tokens: list[int], weights: list[Any], others: list[int], other_weights: list[Any]) -> None:
+        """Weights are, by place, the log-probability of each of the likeliest tokens."""
+        for place, (one, other) in enumerate(zip(weights, other_weights, strict=False)):
+            self.apart += [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
+            best, second = sorted(other.values())[-1:-3:-1]
+            self.gaps.append(best - second)
+            if tokens[place] != others[place]:
+                self.parted.append({"name": name, "place": place, "gap": best - second})
+                break
+
+    def result(self) -> dict[str, Any]:
+        if not self.apart:
+            return {}
+        return {
+            "log-probabilities apart": [max(self.apart), sum(self.apart) / len(self.apart)],
+            "parted": self.parted,
+            "gaps as small": sum(gap <= max((each["gap"] for each in self.parted), default=0) for gap in self.gaps),
+            "places": len(self.gaps),
+        }
 
 
 class Pair:
@@ -144,6 +183,14 @@ class Pair:
         self.alone = self.ask(self.decode, [item | {"params": None, "leave": None} for item in items])
         assert self.free(self.decode)
 
+    def compute_alone_again(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """The same engine in other batches: what its rounding alone changes."""
+        began = time.monotonic()
+        given = [item | {"params": None, "leave": None} for item in reversed(items)]
+        again = self.ask(self.decode, given)
+        result = self.judge(given, {}, {name: (each[0], each[1], None, 1 << 20, each[4]) for name, each in again.items()}, began)
+        return result | {"blocks are free": [self.free(self.decode)]}
+
     def free(self, pipe: Connection, seconds: float = 20.0) -> bool:
         """Whether all blocks of an instance are free, in time."""
         until = time.monotonic() + seconds
@@ -157,7 +204,7 @@ class Pair:
         first = self.ask(
             self.prefill, [item | {"length": 1, "params": given, "leave": item.get("leave there")} for item in items]
         )
-        for _, _, params, _ in first.values():
+        for _, _, params, *_ in first.values():
             params.pop("remote_prefill_cached_tokens", None)  # vLLM's, which it would show in place of what it has not computed
         return first
 
@@ -167,7 +214,7 @@ class Pair:
         first = self.ask(
             self.prefill, [item | {"length": 1, "params": given, "leave": item.get("leave there")} for item in items]
         )
-        for _, _, params, _ in first.values():
+        for _, _, params, *_ in first.values():
             params.pop("remote_prefill_cached_tokens", None)  # vLLM's, which it would show in place of what it has not computed
         there = [item | {"params": first[item["name"]][2]} for item in items if item["name"] in first]
         began = time.monotonic()
@@ -215,13 +262,16 @@ class Pair:
 
     def judge(self, items: list[dict[str, Any]], first: dict[str, Any], second: dict[str, Any], began: float) -> dict[str, Any]:
         ended: collections.Counter[str] = collections.Counter()
-        different, recomputed = [], []
+        different, recomputed, weighed = [], [], Weighed()
         for item in items:
             name = item["name"]
-            tokens, reason, _, cached = second.get(name, (None, "left" if name in first else "left there", None, 0))
+            left = (None, "left" if name in first else "left there", None, 0, [])
+            tokens, reason, _, cached, weights = second.get(name, left)
             ended[str(reason)] += 1
-            if reason == "length" and tokens != self.alone[name][0]:
-                different.append(f"{name}: {tokens} and not {self.alone[name][0]}")
+            if reason == "length":
+                weighed.add(name, tokens, weights, *(self.alone[name][place] for place in (0, 4)))
+                if tokens != self.alone[name][0]:
+                    different.append(f"{name}: {tokens} and not {self.alone[name][0]}")
             if reason == "length" and cached < len(item["prompt"]) - 1:
                 recomputed.append(f"{name}: {cached} of {len(item['prompt'])}")
             if name in first and first[name][0] != self.alone[name][0][:1]:
@@ -231,7 +281,7 @@ class Pair:
             "different": different,
             "not transferred": recomputed,
             "seconds": round(time.monotonic() - began, 2),
-        }
+        } | weighed.result()
 
     def kill_prefill(self) -> None:
         import psutil
@@ -251,11 +301,11 @@ class Pair:
                 process.kill()
 
 
-def requests(phase: str, count: int, seed: int, leaving: bool) -> list[dict[str, Any]]:
+def requests(phase: str, count: int, seed: int, leaving: bool, adder: bool = False) -> list[dict[str, Any]]:
     """`count` of them, of which, if so, every seventh leaves the decode instance and every eleventh the prefill instance."""
     draw = random.Random(seed + 1)
     out = []
-    for number, prompt in enumerate(prompts(count, seed)):
+    for number, prompt in enumerate(prompts(count, seed, adder)):
         item: dict[str, Any] = {"name": f"{phase}-{number}", "prompt": prompt, "length": draw.choice([1, 3, 12])}
         if leaving and number % 7 == 6:
             item["leave"], item["length"] = draw.choice([1, 2, 4]), 12
@@ -275,12 +325,17 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             assert pipe.poll(480)
             assert pipe.recv() == "ready"
         phases = {
-            name: requests(name, case.get(name, 0), seed + 10 * place, True) for place, name in enumerate(("pull", "layerwise"))
+            name: requests(name, case.get(name, 0), seed + 10 * place, not case.get("weigh"), case.get("adder", False))
+            for place, name in enumerate(("pull", "layerwise"))
         }
         if case.get("kill"):
-            phases["killed"] = requests("killed", case["kill"], seed + 20, False)
-        pair.compute_alone([item for items in phases.values() for item in items])
+            phases["killed"] = requests("killed", case["kill"], seed + 20, False, case.get("adder", False))
+        every = [item | {"weigh": case.get("weigh", False)} for items in phases.values() for item in items]
+        phases = {name: [item for item in every if item["name"].startswith(name)] for name in phases}
+        pair.compute_alone(every)
         result: dict[str, Any] = {}
+        if case.get("weigh"):
+            result["alone, again"] = pair.compute_alone_again(every)
         for name in ("pull", "layerwise"):
             if phases[name]:
                 result[name] = pair.pull(phases[name]) if name == "pull" else pair.layerwise(phases[name], port)

@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 def test_tokens_are_those_of_one_engine(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     case: dict[str, Any] = {"model": model(tmp_path), "prefill": {"devices": "0"}, "decode": {"devices": "1"}}
     case["decode"]["tiers"] = {"cpu_bytes_to_use": 200 << 20}  # MultiConnector, with OffloadingConnector in it
-    case |= {"pull": 20, "layerwise": 20, "kill": 16}
+    case |= {"pull": 20, "layerwise": 20, "kill": 16, "transfer": {"secret_file": str(tmp_path / "secret")}}
+    (tmp_path / "secret").write_text("what both instances have")
     done = npus.run(
         2, sys.executable, str(HERE / "kv_cases.py"), json.dumps(case), memory="4GiB", VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS=""
     )

@@ -13,12 +13,25 @@ import environment
 
 TESTS = environment.ROOT / "tests"
 UNIT_TESTS = environment.ROOT / "packages" / "ascend-kv-connector" / "tests"
-TP2 = {"tensor_parallel_size": 2}
-SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "TP1 to TP1": ({"devices": "0"}, {"devices": "1"}),
-    "TP2 to TP1": ({"devices": "0,1", "engine": TP2}, {"devices": "2"}),
-    "TP1 to TP2": ({"devices": "0"}, {"devices": "1,2", "engine": TP2}),
+TP2, PP2, BF16, FP16 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"dtype": "bfloat16"}, {"dtype": "float16"}
+ONE, OTHER = {"devices": "0"}, {"devices": "1"}
+WEIGHED = {"weigh": True, "kill": 0}
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "TP1 to TP1": (ONE, OTHER, {}),
+    "TP2 to TP1": ({"devices": "0,1", "engine": TP2}, {"devices": "2"}, {}),
+    "TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {}),
+    "PP2 to TP1": ({"devices": "0,1", "engine": PP2}, {"devices": "2"}, {}),
+    "HCCL": (ONE, OTHER, {"transfer": {"transport": "hccl"}}),
+    "bfloat16": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, WEIGHED),
+    "bfloat16, adder": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, WEIGHED | {"adder": True}),
+    "bfloat16, adder, HCCL": (
+        ONE | {"engine": BF16},
+        OTHER | {"engine": BF16},
+        {"adder": True, "transfer": {"transport": "hccl"}},
+    ),
+    "float16, int8 KV cache": (ONE | {"engine": FP16}, OTHER | {"engine": FP16}, WEIGHED | {"int8": True}),
 }
+"""By name the two instances, and what else is of the case; in float32 where it does not say otherwise."""
 
 
 def engines(chosen: list[str], requests: int) -> list[str]:
@@ -27,11 +40,11 @@ def engines(chosen: list[str], requests: int) -> list[str]:
     import npus
     from test_kv_connector import model
 
-    wrong, rows = [], []
+    wrong, rows, gaps = [], [], []
     with tempfile.TemporaryDirectory() as directory:
         path = model(Path(directory))
         for name in chosen or SHAPES:
-            prefill, decode = SHAPES[name]
+            prefill, decode, more = SHAPES[name]
             case = {
                 "model": path,
                 "prefill": prefill,
@@ -39,8 +52,14 @@ def engines(chosen: list[str], requests: int) -> list[str]:
                 "pull": requests,
                 "layerwise": requests,
                 "kill": 16,
-                "transfer": {"transfer_timeout": 60},
-            }
+            } | more
+            case["transfer"] = {"transfer_timeout": 60} | more.get("transfer", {})
+            if more.get("adder"):
+                case["model"] = str(environment.ROOT / "tools" / "models" / "adder")
+            if more.get("int8"):
+                import quantized_check
+
+                case["model"] = str(quantized_check.make("dense", "ascend", "float16", Path(directory), cache=True, only=-1).path)
             program = [sys.executable, str(TESTS / "kv_cases.py"), json.dumps(case)]
             done = npus.run(3, *program, memory="4GiB", timeout=3000, VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
             found = npus.results(done.stdout)
@@ -49,10 +68,15 @@ def engines(chosen: list[str], requests: int) -> list[str]:
                 wrong.append(f"{name}: no result")
                 continue
             for phase, result in found[0].items():
+                others = {each.split(":")[0].split(",")[0] for each in result["different"]}
                 rows.append(
-                    f"| {name} | {phase} | {_counts(result['ended'])} | {len(result['different'])} | "
+                    f"| {name} | {phase} | {_counts(result['ended'])} | {len(others)} | "
                     f"{len(result['not transferred'])} | {result['seconds']} |"
                 )
+                if "parted" in result:
+                    gaps.append(_gaps(name, phase, result))
+                    if max((each["gap"] for each in result["parted"]), default=0.0) <= 2 * result["log-probabilities apart"][0]:
+                        result["different"] = []  # both tokens' log-probabilities move as far in another batch
                 good = not result["different"] and not result["not transferred"] and all(result["blocks are free"])
                 if not good:
                     wrong.append(f"{name}, {phase}: {result}")
@@ -61,7 +85,19 @@ def engines(chosen: list[str], requests: int) -> list[str]:
         "\n| | KV cache is read | requests ended | other tokens | computed in spite of it | seconds |\n|---|---|---|---|---|---|"
     )
     print("\n".join(rows))
+    if gaps:
+        print("\n| | | places | other tokens | their gap, at most | places with such a gap | apart: max | mean |")
+        print("|---" * 8 + "|")
+        print("\n".join(gaps))
     return wrong
+
+
+def _gaps(name: str, phase: str, result: dict[str, Any]) -> str:
+    """A row of what log-probabilities say of the tokens that are others."""
+    most, mean = result["log-probabilities apart"]
+    gap = f"{max(each['gap'] for each in result['parted']):.3f}" if result["parted"] else ""
+    small = result["gaps as small"] or ""
+    return f"| {name} | {phase} | {result['places']} | {len(result['parted'])} | {gap} | {small} | {most:.3f} | {mean:.4f} |"
 
 
 def _counts(ended: dict[str, int]) -> str:

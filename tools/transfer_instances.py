@@ -13,6 +13,7 @@ import torch
 from ascend_kv_connector.cache import Heads, PagedCache, heads_of
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.consumer import Consumer
+from ascend_kv_connector.keys import Keys
 from ascend_kv_connector.memory import MemoryNetwork
 from ascend_kv_connector.producer import Producer
 from ascend_kv_connector.transfers import Done, Failed, Source
@@ -45,13 +46,14 @@ class Instance:
         device: str = "cpu",
         sizes: dict[str, int] | None = None,
         cut: int = 1,
+        keys: Keys | None = None,
         **options: object,
     ) -> None:
         self.name, self.block_size, self.total_heads, self.layers = name, block_size, total_heads, layers
         given = {"transfer_timeout": 5.0, "answer_timeout": 2.0, "lease": 5.0} | options
         chunk_bytes = given.pop("chunk_bytes", 512)
         self.options = type("SmallOptions", (Options,), {"chunk_bytes": chunk_bytes})(**given)
-        self.network = network
+        self.network, self.keys = network, keys
         self.caches: list[PagedCache] = []
         self.free = list(range(blocks))
         random.Random(name).shuffle(self.free)
@@ -75,7 +77,7 @@ class Instance:
 
     def produce(self, model: str = "m", port: int = 0) -> Instance:
         self.producers = [
-            Producer(cache, self.network.end(), self.options, self.name, model, "127.0.0.1", port, self.queue)
+            Producer(cache, self.network.end(), self.options, self.name, model, "127.0.0.1", port, self.queue, self.keys)
             for cache in self.caches
         ]
         self.freed: list[set[str]] = [set() for _ in self.producers]
@@ -84,7 +86,7 @@ class Instance:
     def consume(self, model: str = "m") -> Instance:
         count = len(self.caches)
         self.consumers = [
-            Consumer(cache, self.network.end(), self.options, self.name, model, rank, count, self.queue)
+            Consumer(cache, self.network.end(), self.options, self.name, model, rank, count, self.queue, keys=self.keys)
             for rank, cache in enumerate(self.caches)
         ]
         return self

@@ -10,8 +10,11 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
+from ascend_kv_connector.config import Options
+
 REQUESTS, TOKENS, LAYERS, HEADS, SIZE = 4, 1024, 16, 8, 128
 LANES = 2
+PIECE = Options().chunk_bytes
 AIM = 0.85
 
 
@@ -39,7 +42,7 @@ def instance(name: str, device: str) -> Any:
         dtype=torch.int16,
         device=device,
         sizes={"key": SIZE, "value": SIZE},
-        chunk_bytes=32 << 20,
+        chunk_bytes=PIECE,
         transfer_timeout=120.0,
         answer_timeout=10.0,
         lease=600.0,
@@ -55,7 +58,7 @@ def serve(pipe: Connection, device: str) -> None:
     producer = instance("p", device).produce()
     transport = Loopback().end()
     buffer = torch.ones(producer.options.chunk_bytes, dtype=torch.uint8)
-    transport.register(buffer.data_ptr(), buffer.numel())
+    transport.register(buffer)
     pipe.send((transport.session, buffer.data_ptr()))
     blocks = [producer.take(TOKENS) for _ in range(REQUESTS)]
     for cache in producer.caches[0].caches:
@@ -123,15 +126,14 @@ def bare_reader(session: str, address: int, total: int) -> Callable[[], None]:
     """Reads of as many bytes in pieces of the same size, as many at once as the connector has lanes."""
     import torch
 
-    piece = 32 << 20
     transport = Loopback().end()
-    buffers = [torch.zeros(piece, dtype=torch.uint8) for _ in range(LANES)]
+    buffers = [torch.zeros(PIECE, dtype=torch.uint8) for _ in range(LANES)]
     for buffer in buffers:
-        transport.register(buffer.data_ptr(), piece)
+        transport.register(buffer)
 
     def read(buffer: torch.Tensor) -> None:
-        for _ in range(total // piece // LANES):
-            transport.read(session, address, buffer.data_ptr(), piece, 60.0)
+        for _ in range(total // PIECE // LANES):
+            transport.read(session, address, buffer.data_ptr(), PIECE, 60.0)
 
     def run() -> None:
         threads = [threading.Thread(target=read, args=(buffer,)) for buffer in buffers]

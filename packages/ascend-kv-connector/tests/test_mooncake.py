@@ -44,7 +44,7 @@ def test_tokens_arrive(one: dict, other: dict, instances: Callable) -> None:
 def serve(pipe: Connection) -> None:
     transport = MooncakeTransport("127.0.0.1", "tcp")
     buffer = torch.arange(1 << 20, dtype=torch.int32).view(torch.uint8)
-    transport.register(buffer.data_ptr(), buffer.numel())
+    transport.register(buffer)
     pipe.send((transport.session, buffer.data_ptr()))
     pipe.recv()
 
@@ -59,7 +59,7 @@ def test_peer_that_is_killed_is_an_error() -> None:
         session, address = ours.recv()
         transport = MooncakeTransport("127.0.0.1", "tcp")
         buffer = torch.zeros(4 << 20, dtype=torch.uint8)
-        transport.register(buffer.data_ptr(), buffer.numel())
+        transport.register(buffer)
         transport.read(session, address, buffer.data_ptr(), buffer.numel(), 10)
         assert torch.equal(buffer.view(torch.int32), torch.arange(1 << 20, dtype=torch.int32))
     finally:

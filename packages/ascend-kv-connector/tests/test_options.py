@@ -26,6 +26,9 @@ def test_defaults_and_values() -> None:
         ({"slots": 1.5}, "slots is 1.5; it can be a whole number above 0"),
         ({"verify": 1}, "verify is 1; it can be true or false"),
         ({"host": 7}, "host is 7; it can be a string"),
+        ({"mode": "both"}, "mode is 'both'; it can be pull or push"),
+        ({"metaserver": "http://r"}, "metaserver is of mode push; give mode push, or leave it out"),
+        ({"mode": "push", "metaserver": "r:80"}, "metaserver is 'r:80'; it can be an http URL"),
     ],
 )
 def test_others_are_refused(given: dict, said: str) -> None:

@@ -168,6 +168,25 @@ def test_prompt_is_computed_for_a_reader_that_waits() -> None:
     assert prefill.build_connector_meta(NOTHING).leases == {"far": ([3, 4, 5, 6, 7, 8], 21)}
 
 
+def test_mode_push_asks_the_configured_metaserver_for_requests_that_name_no_way() -> None:
+    decode, asked = scheduler(), []
+    decode._rendezvous.ask = lambda name, url, wanted: asked.append((name, url))
+    plain, own = request(params={"do_remote_prefill": True}), {"do_remote_prefill": True, "metaserver": "http://own"}
+    assert decode.get_num_new_matched_tokens(plain, 0) == (0, False)  # of mode pull: it is computed here
+    decode._metaserver = "http://configured"
+    for name, params, source in (("plain", {"do_remote_prefill": True}, None), ("own", own, None), ("pull", ANSWER, SOURCE)):
+        near = request(params=dict(params), name=name + "-12345678")
+        assert decode.get_num_new_matched_tokens(near, 8) == (13, True)
+        decode.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), 13)
+        assert decode.build_connector_meta(NOTHING).loads[near.request_id].source == source
+    assert asked == [("plain-12345678", "http://configured"), ("own-12345678", "http://own")]
+    prefill = scheduler()
+    prefill._metaserver = "http://configured"
+    far = request(params={"do_remote_decode": True}, name="far")  # nobody waits for it: it is kept to be pulled
+    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
+    assert prefill.request_finished(far, [7, 8])[0]
+
+
 def test_prompt_whose_request_ends_before_it_is_computed_is_taken_from_its_reader() -> None:
     params = {"do_remote_decode": True, "remote_reader": "near", "remote_ranks": [["h", 1]]}
     prefill, far = scheduler(), request(params=params, name="far")

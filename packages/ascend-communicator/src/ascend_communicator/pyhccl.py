@@ -152,7 +152,7 @@ class PyHcclCommunicator:
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._comm: int | None = None
         with torch.npu.device(self.device):
-            torch.npu.synchronize()  # the NPU is open
+            torch.npu.current_stream().synchronize()  # the NPU is open; another stream may wait for a rank that is gone
             if self.rank == 0:
                 self.library.call("HcclGetRootInfo", info.data_ptr())
             if isinstance(group, StatelessProcessGroup):

@@ -11,6 +11,7 @@ from ascend_platform import extension
 
 from ascend_kv_connector.control import Caller
 from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.keys import Keys
 from ascend_kv_connector.protocol import Announce, Dropped
 
 THREADS = 4
@@ -20,8 +21,8 @@ THREADS = 4
 class Announcer:
     """Sends what there is to say to all ranks of its instance, and waits for their answers; what fails is a line in the log."""
 
-    def __init__(self, answer_timeout: float) -> None:
-        self._timeout = answer_timeout
+    def __init__(self, answer_timeout: float, keys: Keys | None = None) -> None:
+        self._timeout, self._keys = answer_timeout, keys
         self._context = zmq.Context()
         self._waiting: SimpleQueue[tuple[tuple[tuple[str, int], ...], Announce | Dropped] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._run, name="kv-announce", daemon=True) for _ in range(THREADS)]
@@ -46,7 +47,7 @@ class Announcer:
             for place in places:
                 try:
                     if place not in callers:
-                        callers[place] = Caller(self._context, *place, self._timeout)
+                        callers[place] = Caller(self._context, *place, self._timeout, self._keys)
                     callers[place].ask(what, monotonic() + self._timeout)
                 except (TransferError, zmq.ZMQError) as error:
                     said = "KV transfer of %s: the instance at %s:%d, which waits for it, cannot be told: %s"

@@ -18,7 +18,7 @@ def allocate(transport: Transport, size: int, device: torch.device) -> torch.Ten
     """``size`` bytes, uint8, registered: on the device if the transport reaches its memory, else on the host and pinned."""
     where = device if transport.on_device else torch.device("cpu")
     buffer = torch.empty(size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type)
-    transport.register(buffer.data_ptr(), size)
+    transport.register(buffer)
     return buffer
 
 

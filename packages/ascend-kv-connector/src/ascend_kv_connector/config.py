@@ -13,6 +13,10 @@ IGNORED = ("prefill", "decode", "use_ascend_direct")
 """Keys of vllm-ascend's connectors that say what ranks of this one tell each other; they are left unread."""
 
 
+MODES = ("pull", "push")
+"""What is done with a request that does not say where its prompt is: computed here, or asked for at the metaserver."""
+
+
 @dataclass(frozen=True)
 class Options:
     """The keys and their defaults; the README explains them. Times are in seconds."""
@@ -23,10 +27,13 @@ class Options:
     transfer_timeout: float = 120.0
     answer_timeout: float = 10.0
     lease: float = 120.0
-    chunk_mib: int = 32
+    chunk_mib: int = 16
     slots: int = 4
     lanes: int = 2
     verify: bool = False
+    secret_file: str = ""
+    mode: str = "pull"
+    metaserver: str = ""
 
     @property
     def chunk_bytes(self) -> int:
@@ -49,7 +56,14 @@ class Options:
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
                 raise extension.RefusedError(f"kv_connector_extra_config has no key {key!r}; {hint}")
             values[key] = _checked(key, value, known[key])
-        return cls(**values)  # type: ignore[arg-type]
+        options = cls(**values)  # type: ignore[arg-type]
+        if options.mode not in MODES:
+            raise extension.RefusedError(f"kv_connector_extra_config.mode is {options.mode!r}; it can be {' or '.join(MODES)}")
+        if options.metaserver and options.mode != "push":
+            raise extension.RefusedError("kv_connector_extra_config.metaserver is of mode push; give mode push, or leave it out")
+        if options.metaserver and not options.metaserver.startswith(("http://", "https://")):
+            raise extension.RefusedError(f"kv_connector_extra_config.metaserver is {options.metaserver!r}; it can be an http URL")
+        return options
 
 
 def _checked(key: str, value: object, default: object) -> object:

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ascend_kv_connector import transport
+from ascend_kv_connector import keys, transport
 from ascend_kv_connector.config import Options, check_cache
 from ascend_kv_connector.metrics import TransferMetrics, TransferStats
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata, P2PScheduler
@@ -42,6 +42,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         """
         options = Options.take(vllm_config.kv_transfer_config.kv_connector_extra_config)
         transport.check(options.transport)
+        keys.secret(options.secret_file)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             raise extension.RefusedError("AscendP2PConnector does not serve decode context parallelism; leave one of the two out")
 
@@ -53,7 +54,9 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size  # the platform keeps one group
         if role == KVConnectorRole.SCHEDULER:
             roles = transfer.is_kv_producer, transfer.is_kv_consumer
-            self._scheduler = P2PScheduler(str(transfer.engine_id), block_size, *roles, self._options.transfer_timeout)
+            self._scheduler = P2PScheduler(
+                str(transfer.engine_id), block_size, *roles, self._options.transfer_timeout, self._options.metaserver
+            )
         else:
             self._worker = P2PWorker(vllm_config, block_size, self._options)
 

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from time import monotonic
 
@@ -18,13 +19,11 @@ from ascend_kv_connector.buffers import allocate, checksum
 from ascend_kv_connector.cache import PagedCache, Share, plan
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.control import Caller, ControlServer
-from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.errors import REST, TransferError
+from ascend_kv_connector.keys import Keys
 from ascend_kv_connector.protocol import Announce, Answer, Cache, Chunk, Dropped, Fetch, Hello, Noted, Question, Refused, Release
 from ascend_kv_connector.transfers import ClosedError, Done, Failed, Source, Transfer
 from ascend_kv_connector.transport import Transport
-
-REST = 60.0
-"""Seconds that a buffer is left alone after a read into it failed: a transport may still write there."""
 
 EAGER = 0.005
 """The longest pause, in seconds, before a prompt that is being computed is asked for anew."""
@@ -54,10 +53,11 @@ class Consumer:
         device_queue: Callable[[], AbstractContextManager] = nullcontext,
         host: str = "127.0.0.1",
         port: int = 0,
+        keys: Keys | None = None,
     ) -> None:
         self.cache, self.transport, self.options = cache, transport, options
         self.model, self.rank, self.ranks, self.reader = model, rank, ranks, f"{engine}/{rank}"
-        self.device_queue = device_queue
+        self.device_queue, self.keys = device_queue, keys
         self.context = zmq.Context()
         self.waiting: queue.SimpleQueue[Transfer | Source | None] = queue.SimpleQueue()
         self._open: dict[str, Transfer] = {}
@@ -67,7 +67,7 @@ class Consumer:
         self._stuck: list[Lane] = []
         self._announced: OrderedDict[str, Source] = OrderedDict()
         self._unannounced: OrderedDict[str, None] = OrderedDict()
-        self.server = ControlServer(self.answer, host, port)
+        self.server = ControlServer(self.answer, host, port, keys)
 
     def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int) -> None:
         """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`take` tells how it ends.
@@ -148,9 +148,9 @@ class Consumer:
                     return buffer
         return allocate(self.transport, self.options.chunk_bytes, self.cache.device)
 
-    def rest(self, buffer: torch.Tensor) -> None:
+    def rest(self, buffer: torch.Tensor, seconds: float = REST) -> None:
         with self._lock:
-            self._resting.append((monotonic() + REST, buffer))
+            self._resting.append((monotonic() + seconds, buffer))
 
     def _overdue(self, transfer: Transfer) -> None:
         error = TransferError("deadline", f"its deadline of {transfer.seconds:g} s has passed")
@@ -167,11 +167,13 @@ class Consumer:
 
 
 class Lane:
-    """One thread, its buffer, and its connections to producers' ranks."""
+    """A thread, its connections to producers' ranks, and two buffers: another thread unpacks one while the other is read into."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._of = consumer
-        self._buffer = consumer.buffer()
+        self._buffers = deque(consumer.buffer() for _ in range(2))
+        self._unpacker = ThreadPoolExecutor(1, "kv-unpack")
+        self._unpacking: Future[None] | None = None
         self._callers: dict[tuple[str, int], Caller] = {}
         self._caches: dict[tuple[str, int], tuple[Cache, int]] = {}
         self.at_work_on: Transfer | None = None
@@ -188,7 +190,9 @@ class Lane:
                 self.at_work_on = None
             elif work is not None:
                 self._release(work)
-        self._of.rest(self._buffer)
+        self._unpacker.shutdown(wait=False)
+        for buffer in self._buffers:
+            self._of.rest(buffer)
         for caller in self._callers.values():
             caller.close()
 
@@ -204,6 +208,8 @@ class Lane:
             transfer.fail(error, transport, block_size)
         except Exception as error:
             transfer.fail(TransferError("internal", f"{type(error).__name__}: {error}"), transport, block_size)
+        with suppress(Exception):  # the transfer has failed already
+            self._unpacked()
         self._release(transfer.source)
         if isinstance(transfer.outcome, Failed) and transfer.outcome.kind != "aborted":
             self._forget(transfer.source)
@@ -239,9 +245,9 @@ class Lane:
             if index + 1 < len(pieces):
                 asked = monotonic()
                 number = caller.send(replace(pieces[index + 1], read=read))
-            self._read(transfer, share, piece, chunk, peer.session, until)
+            self._read(transfer, place, share, piece, chunk, peer.session, until)
             read = [chunk.ticket]
-            transfer.landed[place] = piece.stop
+        self._unpacked()
 
     def _follow(self, transfer: Transfer, shares: list[Share], peers: list[Cache]) -> None:
         """Fetch a prompt that is being computed: of one layer after another what is there of it, until all of it is."""
@@ -283,9 +289,9 @@ class Lane:
             if turns:
                 asked = ask(turns[0])
             got = replace(piece, stop=chunk.stop)
-            self._read(transfer, share, got, chunk, peers[share.rank].session, since + chunk.seconds)
-            transfer.landed[turn] = chunk.stop
+            self._read(transfer, turn, share, got, chunk, peers[share.rank].session, since + chunk.seconds)
             read.setdefault(share.rank, []).append(chunk.ticket)
+        self._unpacked()
 
     def _tokens_of_a_piece(self, share: Share, peer: Cache) -> int:
         chunk_bytes = min(peer.chunk_bytes, self._of.options.chunk_bytes)
@@ -308,26 +314,50 @@ class Lane:
             growing=transfer.growing,
         )
 
-    def _read(self, transfer: Transfer, share: Share, piece: Fetch, chunk: Chunk, session: str, until: float) -> None:
+    def _read(self, transfer: Transfer, place: int, share: Share, piece: Fetch, chunk: Chunk, session: str, until: float) -> None:
+        """Read a piece, which is unpacked while the next one is read, and then counts as landed at this place."""
         consumer, cache = self._of, self._of.cache
         expected = (piece.stop - piece.start) * cache.token_bytes(share.local, piece.heads)
         if chunk.size != expected:
             raise TransferError("mismatch", f"a piece of {chunk.size} bytes came instead of {expected}")
+        seconds = max(0.0, min(transfer.remaining(), until - monotonic()))
+        while len(self._buffers) < 2:
+            self._buffers.append(consumer.buffer())
+        buffer = self._buffers.popleft()
         try:
-            consumer.transport.read(session, chunk.address, self._buffer.data_ptr(), chunk.size, transfer.remaining())
-        except Exception:
-            consumer.rest(self._buffer)
-            self._buffer = consumer.buffer()
+            consumer.transport.read(session, chunk.address, buffer.data_ptr(), chunk.size, seconds)
+        except Exception as error:
+            if rest := getattr(error, "rest", REST):
+                consumer.rest(buffer, rest)
+            else:
+                self._buffers.append(buffer)
             raise
+        self._buffers.append(buffer)
         if monotonic() >= until:
             raise TransferError("lease", f"a piece took longer than the {chunk.seconds:g} s for which it was kept")
-        data = self._buffer[: chunk.size]
+        self._unpacked()
+        self._unpacking = self._unpacker.submit(self._unpack, transfer, place, share, piece, chunk, buffer[: chunk.size])
+
+    def _unpack(self, transfer: Transfer, place: int, share: Share, piece: Fetch, chunk: Chunk, data: torch.Tensor) -> None:
+        cache = self._of.cache
         if piece.verify and checksum(data) != chunk.checksum:
             raise TransferError("verify", f"{chunk.size} bytes came with another checksum than they were sent with")
-        with transfer.landing(), consumer.device_queue():
+        with transfer.landing(), self._of.device_queue():
             rows = cache.rows(transfer.blocks, piece.start - transfer.start, piece.stop - transfer.start)
             cache.unpack(rows, share.local, share.heads, data)
         transfer.size += chunk.size
+        transfer.landed[place] = piece.stop
+
+    def _unpacked(self) -> None:
+        """Wait for the piece that is being unpacked, if there is one.
+
+        Raises:
+            TransferError: it was not what was sent.
+            ClosedError: the transfer has ended.
+        """
+        unpacking, self._unpacking = self._unpacking, None
+        if unpacking is not None:
+            unpacking.result()
 
     def _cache_of(self, transfer: Transfer, rank: int) -> Cache:
         """What a rank of the producer holds, asked once for each connection."""
@@ -351,7 +381,7 @@ class Lane:
     def _caller(self, place: tuple[str, int]) -> Caller:
         if place not in self._callers:
             try:
-                self._callers[place] = Caller(self._of.context, *place, self._of.options.answer_timeout)
+                self._callers[place] = Caller(self._of.context, *place, self._of.options.answer_timeout, self._of.keys)
             except zmq.ZMQError as error:
                 raise TransferError("peer", f"{place[0]}:{place[1]} is no address ({error})") from None
         return self._callers[place]

@@ -13,10 +13,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ascend_kv_connector import protocol
 from ascend_kv_connector.errors import KINDS, TransferError
+from ascend_kv_connector.keys import Keys
 from ascend_kv_connector.protocol import Answer, Question, Refused
 
 ATTEMPTS = 5
 """To connect, a tenth of a second apart, before a peer counts as not there."""
+
+STRANGER = "it does not take this instance's secret, or only one of the two has one; give both the same secret_file"
+
+HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 TICK = 100
 """Milliseconds after which a wait looks whether it should end."""
@@ -29,8 +34,8 @@ def url(host: str, port: int) -> str:
 class ControlServer:
     """Answers each question by ``answer``, one after another, in a thread of its own."""
 
-    def __init__(self, answer: Callable[[Question], Answer], host: str, port: int = 0) -> None:
-        """Listen on a port, on any free one if it is 0.
+    def __init__(self, answer: Callable[[Question], Answer], host: str, port: int = 0, keys: Keys | None = None) -> None:
+        """Listen on a port, on any free one if it is 0; with keys to those who have them.
 
         Raises:
             RefusedError: the port or the address cannot be had.
@@ -41,10 +46,11 @@ class ControlServer:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.LONGEST_MESSAGE)
+        self._guard = keys.answer(self._socket) if keys else None
         try:
             self._socket.bind(url(host, port).replace(":0", ":*") if port == 0 else url(host, port))
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._end()
             raise extension.RefusedError(
                 f"KV connector: cannot listen on {host}:{port} ({error}); give another kv_port, or another host in "
                 "kv_connector_extra_config"
@@ -57,6 +63,11 @@ class ControlServer:
     def close(self) -> None:
         self._stop.set()
         self._thread.join(5)
+        self._end()
+
+    def _end(self) -> None:
+        if self._guard:
+            self._guard.stop()
         self._context.destroy(linger=0)
 
     def _run(self) -> None:
@@ -82,27 +93,29 @@ class ControlServer:
 class Caller:
     """One thread's questions to one rank, of which the last is the one whose answer is waited for."""
 
-    def __init__(self, context: zmq.Context, host: str, port: int, answer_timeout: float) -> None:
+    def __init__(self, context: zmq.Context, host: str, port: int, answer_timeout: float, keys: Keys | None = None) -> None:
         self.peer = f"{host}:{port}"
         self._timeout = answer_timeout
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2000)  # a last Release still goes out, in the background
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.LONGEST_MESSAGE)
-        watched = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        if keys:
+            keys.ask(self._socket)
+        watched = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKES
         self._monitor = self._socket.get_monitor_socket(watched)
         self._poller = zmq.Poller()
         for socket in (self._socket, self._monitor):
             self._poller.register(socket, zmq.POLLIN)
         self._socket.connect(url(host, port))
-        self._number = self._attempts = self._connections = 0
+        self._number = self._attempts = self._connections = self._strange = 0
 
     def send(self, question: Question) -> int:
         """Ask, and drop the answers to earlier questions; the number is for :meth:`receive`."""
         while self._socket.poll(0):
             self._socket.recv_multipart()
         self.connection()
-        self._attempts = 0
+        self._attempts = self._strange = 0
         self._number += 1
         self._socket.send_multipart([str(self._number).encode(), protocol.encode(question)])
         return self._number
@@ -141,9 +154,15 @@ class Caller:
         """
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
+            if event & HANDSHAKES:  # one without detail is also what a peer leaves that ends meanwhile
+                self._strange += 1
+                if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or self._strange > 1:
+                    raise TransferError("peer", STRANGER)
+                continue
             if event == zmq.EVENT_DISCONNECTED:
                 self._connections += 1
-                raise TransferError("peer", "it has closed the connection")
+                if not self._strange:
+                    raise TransferError("peer", "it has closed the connection")
             self._attempts = self._attempts + 1 if event == zmq.EVENT_CONNECT_RETRIED else 0
             if self._attempts >= ATTEMPTS:
                 raise TransferError("peer", f"it does not listen ({ATTEMPTS} attempts)")

@@ -20,10 +20,16 @@ HINTS: dict[Kind, str] = {
 }
 
 
-class TransferError(Exception):
-    """A transfer cannot go on. ``kind`` is for counting, the message for people."""
+REST = 60.0
+"""Seconds that a buffer is left alone after a read into it failed: a transport may still write there."""
 
-    def __init__(self, kind: Kind, cause: str, hint: str = "") -> None:
+
+class TransferError(Exception):
+    """A transfer cannot go on. ``kind`` is for counting, the message for people; ``rest`` is of a read that has failed, the
+    seconds for which its buffer may still change: 0 if it was not begun, infinity if it may end whenever."""
+
+    def __init__(self, kind: Kind, cause: str, hint: str = "", rest: float = REST) -> None:
         super().__init__(cause)
         self.kind: Kind = kind
+        self.rest = rest
         self.hint = hint or HINTS[kind]

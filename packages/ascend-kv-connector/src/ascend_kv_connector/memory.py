@@ -9,6 +9,8 @@ import threading
 from dataclasses import dataclass, field
 from time import sleep
 
+import torch
+
 from ascend_kv_connector.errors import TransferError
 
 
@@ -68,8 +70,8 @@ class MemoryTransport:
         self._network, self.session = network, session
         self._memory: list[range] = []
 
-    def register(self, address: int, size: int) -> None:
-        self._memory.append(range(address, address + size))
+    def register(self, buffer: torch.Tensor) -> None:
+        self._memory.append(range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel()))
 
     def has(self, address: int, size: int) -> bool:
         return any(address in region and address + size <= region.stop for region in self._memory)

@@ -6,9 +6,11 @@ import importlib
 import importlib.util
 import os
 
+import torch
 from ascend_platform import extension
 
 from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.keys import Keys
 
 WHEELS = ("mooncake-transfer-engine-npu", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 """They have the same modules; which one fits depends on the machine, so that this wheel requires none."""
@@ -37,8 +39,8 @@ class MooncakeTransport:
     Peers find each other by host and port, without a metadata server (``P2PHANDSHAKE``).
     """
 
-    def __init__(self, host: str, protocol: str) -> None:
-        """Start an engine.
+    def __init__(self, host: str, protocol: str, keys: Keys | None = None) -> None:
+        """Start an engine; it has no use for keys.
 
         Raises:
             RefusedError: Mooncake is not installed, lacks a library, or does not start.
@@ -62,9 +64,9 @@ class MooncakeTransport:
             )
         self.session = f"{host}:{self._engine.get_rpc_port()}"
 
-    def register(self, address: int, size: int) -> None:
-        if code := self._engine.register_memory(address, size):
-            raise TransferError("transport", f"mooncake cannot register {size} bytes (code {code})")
+    def register(self, buffer: torch.Tensor) -> None:
+        if code := self._engine.register_memory(buffer.data_ptr(), buffer.numel()):
+            raise TransferError("transport", f"mooncake cannot register {buffer.numel()} bytes (code {code})")
 
     def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
         if code := self._engine.transfer_sync_read(session, local, remote, size):

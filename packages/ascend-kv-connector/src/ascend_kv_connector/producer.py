@@ -11,6 +11,7 @@ from ascend_kv_connector.cache import Heads, PagedCache
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.control import ControlServer
 from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.keys import Keys
 from ascend_kv_connector.leases import Leases, NotYetError
 from ascend_kv_connector.protocol import Answer, Cache, Chunk, Fetch, Hello, Noted, Question, Refused, Release
 from ascend_kv_connector.transport import Transport
@@ -32,6 +33,7 @@ class Producer:
         host: str,
         port: int = 0,
         queue: Callable[[], AbstractContextManager] = nullcontext,
+        keys: Keys | None = None,
     ) -> None:
         self.cache, self.transport, self.options, self.leases = cache, transport, options, Leases()
         self._queue = queue
@@ -49,7 +51,7 @@ class Producer:
             chunk_bytes=options.chunk_bytes,
             regions=cache.regions,
         )
-        self.server = ControlServer(self.answer, host, port)
+        self.server = ControlServer(self.answer, host, port, keys)
 
     @property
     def lent(self) -> int:

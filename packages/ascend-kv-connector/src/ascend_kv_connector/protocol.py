@@ -109,6 +109,34 @@ class Dropped(Message, frozen=True):
     cause: str
 
 
+class Meet(Message, frozen=True):
+    """By transport hccl, on a port of its own: connect with the NPU of ``reader``, a pair's name. Answered by :class:`Place`."""
+
+    reader: str
+    seconds: float
+
+
+class Place(Message, frozen=True):
+    """Where the two meet, for HCCL; the asked one is rank 0."""
+
+    host: str
+    port: int
+
+
+class Send(Message, frozen=True):
+    """Send these bytes of a registered buffer to ``reader``, which receives them next. Answered by :class:`Noted`."""
+
+    reader: str
+    address: int
+    size: int
+
+
+class Part(Message, frozen=True):
+    """``reader`` receives nothing more. Answered by :class:`Noted`."""
+
+    reader: str
+
+
 class Noted(Message, frozen=True):
     pass
 
@@ -121,8 +149,8 @@ class Refused(Message, frozen=True):
     again: bool = False
 
 
-Question = Hello | Fetch | Release | Announce | Dropped
-Answer = Cache | Chunk | Noted | Refused
+Question = Hello | Fetch | Release | Announce | Dropped | Meet | Send | Part
+Answer = Cache | Chunk | Noted | Refused | Place
 
 encode = msgspec.msgpack.Encoder().encode
 decode_question = msgspec.msgpack.Decoder(Question).decode

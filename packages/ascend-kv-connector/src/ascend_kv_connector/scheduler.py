@@ -72,11 +72,15 @@ class P2PScheduler:
     The keys of ``kv_transfer_params`` are vLLM's own connectors': a prefill instance gets ``do_remote_decode`` and answers with
     ``do_remote_prefill``, which a decode instance gets. A decode instance that gets ``do_remote_prefill`` with ``metaserver``
     instead, a router's URL, takes blocks first and posts there; what it posts a prefill instance gets as its
-    ``kv_transfer_params``, and the prompt is read layer by layer while it is computed.
+    ``kv_transfer_params``, and the prompt is read layer by layer while it is computed. For a request that names neither a source
+    nor a router ``metaserver`` is asked, if there is one.
     """
 
-    def __init__(self, engine: str, block_size: int, produces: bool, consumes: bool, seconds: float = 120.0) -> None:
+    def __init__(
+        self, engine: str, block_size: int, produces: bool, consumes: bool, seconds: float = 120.0, metaserver: str = ""
+    ) -> None:
         self._engine, self._block_size, self._produces, self._consumes = engine, block_size, produces, consumes
+        self._metaserver = metaserver
         self._ranks: list[tuple[str, int]] = []
         self._landing: list[tuple[str, int]] = []
         self._next = P2PMetadata()
@@ -228,6 +232,8 @@ class P2PScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return 0
+        if self._metaserver and not params.keys() & {"metaserver", *ANSWER}:
+            params["metaserver"] = self._metaserver
         wrong = _wrong(params, {"metaserver": str} if "metaserver" in params else ANSWER)
         if not self._consumes:
             wrong = "needs kv_role kv_consumer or kv_both"

@@ -5,14 +5,21 @@ from __future__ import annotations
 import importlib
 from typing import Any, Protocol
 
+import torch
 from ascend_platform import extension
 
-TRANSPORTS = {"mooncake": "ascend_kv_connector.mooncake.MooncakeTransport"}
+from ascend_kv_connector.keys import Keys
+
+TRANSPORTS = {
+    "mooncake": "ascend_kv_connector.mooncake.MooncakeTransport",
+    "hccl": "ascend_kv_connector.hccl.HcclTransport",
+}
 """Name, as ``transport`` of the options has it, to the qualified name of the class; its module has ``check()``."""
 
 
 class Transport(Protocol):
-    """One rank's end. Its constructor takes the host and the protocol, and raises RefusedError where it cannot serve.
+    """One rank's end. Its constructor takes the host, the protocol and the keys, if instances share a secret, and raises
+    RefusedError where it cannot serve.
 
     Attributes:
         name: for people, such as ``mooncake (tcp)``; two ranks need the same.
@@ -24,8 +31,8 @@ class Transport(Protocol):
     session: str
     on_device: bool
 
-    def register(self, address: int, size: int) -> None:
-        """Let peers read these bytes, and :meth:`read` write them. Raises TransferError."""
+    def register(self, buffer: torch.Tensor) -> None:
+        """Let peers read this buffer, uint8 ``[bytes]``, and :meth:`read` write it. Raises TransferError."""
 
     def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
         """Copy ``size`` bytes from a peer's address to a registered one here; returns when they are there.
@@ -34,7 +41,7 @@ class Transport(Protocol):
         it, and does not use the bytes.
 
         Raises:
-            TransferError: of kind ``transport``; what is at ``local`` is then undefined, and may still change.
+            TransferError: what is at ``local`` is then undefined, and may still change for its ``rest`` in seconds.
         """
 
     def close(self) -> None:
@@ -50,13 +57,13 @@ def check(name: str) -> None:
     _module(name).check()
 
 
-def make(name: str, host: str, protocol: str) -> Transport:
+def make(name: str, host: str, protocol: str, keys: Keys | None = None) -> Transport:
     """The transport of this name.
 
     Raises:
         RefusedError: there is none, or it cannot serve here.
     """
-    return getattr(_module(name), TRANSPORTS[name].rpartition(".")[2])(host, protocol)
+    return getattr(_module(name), TRANSPORTS[name].rpartition(".")[2])(host, protocol, keys)
 
 
 def _module(name: str) -> Any:

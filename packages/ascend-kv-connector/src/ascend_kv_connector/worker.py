@@ -20,6 +20,7 @@ from ascend_kv_connector.cache import PagedCache, heads_of
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.keys import VARIABLE, Keys, is_loopback, secret
 from ascend_kv_connector.leases import Growth
 from ascend_kv_connector.metrics import TransferStats
 from ascend_kv_connector.producer import Producer
@@ -61,15 +62,20 @@ class P2PWorker:
         total = self._config.model_config.get_total_num_kv_heads()
         cache = PagedCache(regions, self._block_size, heads_of(tp.rank_in_group, tp.world_size, total), total)
         host = self._options.host or get_ip()
-        transport = self._transport = self._transport or make(self._options.transport, host, self._options.protocol)
-        about = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id}
+        shared = secret(self._options.secret_file)
+        if rank == 0 and not shared and not is_loopback(host):
+            said = "KV connector: whoever reaches %s can ask for prompts' KV cache: no secret_file is given, and %s is not set"
+            extension.logger.warning(said, host, VARIABLE)
+        keys = Keys(shared) if shared else None
+        transport = self._transport = self._transport or make(self._options.transport, host, self._options.protocol, keys)
+        about = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id, "keys": keys}
         about["model"] = fingerprint(self._config.model_config)
         port = int(transfer.kv_port)
         port = 0 if port == ANY_PORT else port + parallel.data_parallel_index * ranks + rank
         if transfer.is_kv_producer:
             self._producer = Producer(**about, host=host, port=port, queue=self._queue(cache.device))
             if rank == 0:
-                self._announcer = Announcer(self._options.answer_timeout)
+                self._announcer = Announcer(self._options.answer_timeout, keys)
         if transfer.is_kv_consumer:
             landing = 0 if self._producer else port
             queue = self._queue(cache.device)

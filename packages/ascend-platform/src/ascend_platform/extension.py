@@ -66,6 +66,7 @@ VARIABLES = {
     "VLLM_VERSION": "the version of vLLM that requirements and patches are compared with, in place of the installed one",
     "VLLM_ASCEND_DISABLE_PATCHES": "names of patches to leave out, with commas between",
     "VLLM_ASCEND_WEIGHTS_SECRET": "the secret of engines that take weights from each other, where no file is named for it",
+    "VLLM_ASCEND_KV_SECRET": "the secret of instances that pass KV cache to each other, where no file is named for it",
 }
 """Environment variables of all components, which the platform makes known to vLLM so that it does not warn of them."""
 

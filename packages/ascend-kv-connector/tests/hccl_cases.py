@@ -1,0 +1,119 @@
+"""Run by test_hccl.py on two emulated NPUs, each process with one of them: a peer's registered memory over HCCL.
+
+Prints lines `RESULT {json}`.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+SIZE = 4 << 20
+
+
+def peer(pipe: Connection) -> None:
+    """Registers a buffer, and changes its bytes when it is told to."""
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1"
+    transport, buffer = end()
+    pipe.send((transport.session, buffer.data_ptr()))
+    while True:
+        value = pipe.recv()
+        buffer.fill_(value)
+        buffer[:1000] = 7
+        import torch
+
+        torch.npu.synchronize()
+        pipe.send("written")
+
+
+def end(secret: bytes = b"") -> tuple[Any, Any]:
+    import ascend_communicator
+    import torch
+    from ascend_kv_connector.hccl import HcclTransport
+    from ascend_kv_connector.keys import Keys
+
+    ascend_communicator.register()
+    transport = HcclTransport("127.0.0.1", keys=Keys(secret) if secret else None)
+    buffer = torch.zeros(SIZE, dtype=torch.uint8, device="npu")
+    torch.npu.synchronize()
+    transport.register(buffer)
+    return transport, buffer
+
+
+class Deaf:
+    """A caller whose peer agrees to send, and whose NPU sends nothing."""
+
+    def __init__(self, caller: Any) -> None:
+        self.caller = caller
+
+    def ask(self, *arguments: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.caller, name)
+
+
+def failure(act: Callable[[], None]) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        act()
+    except Exception as error:
+        return {"kind": error.kind, "cause": str(error), "rest": str(error.rest), "seconds": time.monotonic() - began}
+    return {"kind": "none", "seconds": time.monotonic() - began}
+
+
+def main() -> None:
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "0"
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=peer, args=(theirs,), daemon=True)
+    process.start()
+    import torch
+
+    transport, buffer = end()
+    stranger, _ = end(b"another secret of instances")
+    assert pipe.poll(100)
+    session, address = pipe.recv()
+    right = []
+    for value, at, size in ((1, 0, SIZE), (2, 12345, 100_000), (3, SIZE - 1, 1), (4, 0, SIZE)):
+        pipe.send(value)
+        pipe.recv()
+        buffer.zero_()
+        torch.npu.synchronize()
+        transport.read(session, address + at, buffer.data_ptr() + at, size, 20)
+        expected = torch.full((SIZE,), value, dtype=torch.uint8)
+        expected[:1000] = 7
+        expected[:at] = expected[at + size :] = 0
+        right.append(torch.equal(buffer.cpu(), expected))
+    print("RESULT", json.dumps({"name": "read", "right": right}))
+    here = buffer.data_ptr()
+    results = {"not registered here": failure(lambda: transport.read(session, address, here + 1, SIZE, 5))}
+    results["not registered there"] = failure(lambda: transport.read(session, address + 1, here, SIZE, 5))
+    transport._reading[session].over = ""
+    results["another secret"] = failure(lambda: transport.read(stranger.session, address, here, SIZE, 5))
+    pair = transport._reading[session]
+    caller, pair.caller = pair.caller, Deaf(pair.caller)
+    results["nothing is sent"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
+    results["again"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
+    pair.over, pair.caller = "", caller
+    os.kill(process.pid, signal.SIGSTOP)
+    results["stopped"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
+    pair.over = ""
+    process.kill()
+    process.join()
+    results["killed"] = failure(lambda: transport.read(session, address, here, SIZE, 10))
+    began = time.monotonic()
+    with torch.npu.stream(torch.npu.Stream()):
+        results["killed"]["sum"] = int(torch.arange(100, device="npu").sum())
+    transport.close()
+    results["killed"]["closed"] = time.monotonic() - began
+    for name, result in results.items():
+        print("RESULT", json.dumps({"name": name} | result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""A shared secret: who has it is answered, who has another or none is told so at once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import zmq
+from ascend_kv_connector.control import Caller, ControlServer
+from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.keys import VARIABLE, Keys, is_loopback, secret
+from ascend_kv_connector.protocol import Noted, Release
+from ascend_kv_connector.transfers import Done
+from ascend_platform import extension
+
+OURS, OTHERS = Keys(b"sixteen bytes or more"), Keys(b"sixteen bytes, or more")
+
+
+@pytest.mark.parametrize("ours", [OURS, None], ids=["secret", "none"])
+@pytest.mark.parametrize("theirs", [OURS, OTHERS, None], ids=["secret", "another", "none"])
+def test_who_has_another_secret_is_not_answered(ours: Keys | None, theirs: Keys | None) -> None:
+    asked = []
+    server = ControlServer(lambda question: asked.append(question) or Noted(), "127.0.0.1", keys=theirs)
+    context = zmq.Context()
+    caller = Caller(context, "127.0.0.1", server.port, 5.0, ours)
+    began = monotonic()
+    try:
+        if ours is theirs:
+            assert caller.ask(Release("r", "d/0", 1), began + 5) == Noted()
+        else:
+            with pytest.raises(TransferError, match="it does not take this instance's secret, or only one of the two has one"):
+                caller.ask(Release("r", "d/0", 1), began + 5)
+            assert asked == []
+        assert monotonic() - began < 2
+    finally:
+        caller.close()
+        context.destroy(linger=0)
+        server.close()
+
+
+def test_who_knows_the_public_keys_alone_is_not_answered() -> None:
+    server = ControlServer(lambda question: Noted(), "127.0.0.1", keys=OURS)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = OURS._answers[0]
+    socket.connect(f"tcp://127.0.0.1:{server.port}")
+    socket.send_multipart([b"1", b""])
+    assert not socket.poll(300)
+    context.destroy(linger=0)
+    server.close()
+
+
+def test_tokens_arrive(instances: Callable) -> None:
+    producer, consumer = instances("p", keys=OURS).produce(), instances("d", keys=OURS).consume()
+    source, _ = producer.fill("r", 17)
+    blocks = consumer.take(17)
+    consumer.consumers[0].start("r", source, blocks, 0, 17)
+    assert isinstance(consumer.wait()[0][0], Done)
+    assert consumer.holds("r", blocks, 0, 17)
+    assert producer.all_free("r")
+
+
+def test_where_it_is_read_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert secret("") == b""
+    file = tmp_path / "secret"
+    file.write_text("of the file, in a line\n")
+    assert secret(str(file)) == b"of the file, in a line"
+    monkeypatch.setenv(VARIABLE, "of the environment")
+    assert secret("") == b"of the environment"
+    assert secret(str(file)) == b"of the file, in a line"
+    monkeypatch.setenv(VARIABLE, "short")
+    with pytest.raises(extension.RefusedError, match=f"{VARIABLE} has a secret of 5 bytes; it needs at least 16"):
+        secret("")
+    file.write_text("")
+    with pytest.raises(extension.RefusedError, match="secret has a secret of 0 bytes"):
+        secret(str(file))
+    with pytest.raises(extension.RefusedError, match=r"secret_file .*none cannot be read: No such file"):
+        secret(str(tmp_path / "none"))
+
+
+def test_hosts_of_this_machine_alone() -> None:
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("localhost")
+    assert is_loopback("::1")
+    assert not is_loopback("10.0.0.1")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("no such host!")
