@@ -14,7 +14,7 @@ from ascend_model_loader import wire
 from ascend_model_loader.identity import differences
 from ascend_model_loader.options import Options
 from ascend_model_loader.report import Report
-from ascend_model_loader.state import CHECKSUMS, PIECE, Copier, describe, is_plain, layout_of, staging, view
+from ascend_model_loader.state import CHECKSUMS, PIECE, Copier, describe, is_plain, layout_of, own_stream, staging, view
 
 BLOCK = 8
 """Pieces of one request; one more request is on its way while the answer to another comes."""
@@ -152,10 +152,9 @@ class _Transfer:
                 channel.close()
 
     def _take(self, channel: wire.Channel) -> None:
-        copier = Copier(self.layout, self.device)
-        buffers = [(staging(self.device), copier.wait) for _ in range(2)]
+        own_stream(self.device)
+        copier, buffer = Copier(self._targets), staging(self.device)
         ahead: deque[range] = deque()
-        turn = 0
         while True:
             while len(ahead) < 2 and (block := self._deal()):
                 channel.send(wire.Get(block.start, block.stop))
@@ -163,21 +162,17 @@ class _Transfer:
             if not ahead:
                 break
             for index in ahead.popleft():
-                buffer, wait = buffers[turn]
-                wait()  # for the last copy out of this buffer, while that out of the other may go on
-                data = view(buffer)[: self.layout.size(index)]
+                piece = buffer[: self.layout.size(index)]
                 message, size = channel.receive(wire.Piece)
-                if message.index != index or size != len(data):
-                    raise wire.PeerError(f"it sent {size} bytes as piece {message.index}; due were {len(data)} as piece {index}")
-                channel.receive_into(data)
-                if self._hashed(data) != self._manifest.digests[index]:
+                if message.index != index or size != len(piece):
+                    raise wire.PeerError(f"it sent {size} bytes as piece {message.index}; due were {len(piece)} as piece {index}")
+                channel.receive_into(view(piece))
+                if self._hashed(view(piece)) != self._manifest.digests[index]:
                     raise wire.PeerError(
                         f"piece {index} of {self.layout.count} ({self._names(index)}) does not meet its checksum: changed on its "
                         "way, or in the peer since it was loaded"
                     )
-                buffers[turn] = (buffer, copier.write(index, self._targets, buffer))
-                turn = 1 - turn
-        copier.wait()
+                copier.write(index, piece)
 
     def _names(self, index: int) -> str:
         first, *others = [self._manifest.tensors[number][0] for number, _, _ in self.layout.parts(index)]

@@ -13,7 +13,7 @@ from ascend_platform import extension
 
 from ascend_model_loader import identity, registry, wire
 from ascend_model_loader.options import Options
-from ascend_model_loader.state import PIECE, Copier, describe, layout_of, staging
+from ascend_model_loader.state import PIECE, Copier, describe, layout_of, own_stream, staging, view
 
 HANDSHAKE = 10.0
 """Seconds that a client has to prove that it knows the secret."""
@@ -202,12 +202,13 @@ class WeightServer:
             if not 0 <= message.first < message.last <= self._layout.count:
                 raise wire.PeerError(f"there are no pieces {message.first} to {message.last} of {self._layout.count}")
             if copier is None:
-                copier, buffer = Copier(self._layout, self._device), staging(self._device)
+                own_stream(self._device)
+                copier, buffer = Copier(self._tensors), staging(self._device)
             for index in range(message.first, message.last):
                 self._throttle.take(self._layout.size(index))
                 with self.gate.reading():
-                    data = copier.read(index, self._tensors, buffer)
-                channel.send(wire.Piece(index), data)
+                    data = copier.read(index, buffer)
+                channel.send(wire.Piece(index), view(data))
 
 
 _published: WeightServer | None = None
