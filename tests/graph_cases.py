@@ -4,8 +4,8 @@
 
 The model is a Qwen3 of three layers with random weights. Prints `RESULT {json}`: of each request the tokens, and how far their
 log-probabilities are from transformers' in float32; how many graphs each step of five requests launched, where a trace is
-written; and the sizes that were captured. `streams` leaves the engine that many of each NPU's streams: graphs of somebody else
-take the others.
+written; the sizes that were captured; and how many bytes of the memory for the KV cache are left for graphs. `streams` leaves
+the engine that many of each NPU's streams: graphs of somebody else take the others.
 """
 
 from __future__ import annotations
@@ -69,15 +69,18 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
             inner.step()
             launched.append(graphs_launched() - before)
             before += launched[-1]
-    runner = inner_runner(engine)
+    worker = engine.llm_engine.model_executor.driver_worker.worker
+    runner = worker.model_runner
     dispatcher = runner.cudagraph_dispatcher
     captured = {mode.name: sorted(key.num_tokens for key in keys) for mode, keys in dispatcher.cudagraph_keys.items()}
     del taken
-    return {"outputs": outputs, "launched": launched, "captured": captured, "mode": str(dispatcher.cudagraph_mode)}
+    left = worker.available_kv_cache_memory_bytes - sum(size for each in runner.kv_caches for size in map(nbytes, each))
+    mode = str(dispatcher.cudagraph_mode)
+    return {"outputs": outputs, "launched": launched, "captured": captured, "mode": mode, "left": left}
 
 
-def inner_runner(engine: LLM) -> Any:
-    return engine.llm_engine.model_executor.driver_worker.worker.model_runner
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def play(case: dict[str, Any], rank: int, port: int) -> dict[str, Any] | None:

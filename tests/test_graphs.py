@@ -52,6 +52,11 @@ def test_a_decode_step_is_one_launch(two: dict[str, Any]) -> None:
     assert finished == 0
 
 
+def test_the_kv_cache_leaves_memory_for_graphs(two: dict[str, Any]) -> None:
+    """At least a MiB for each graph but the first of its mode, which vLLM takes for the least."""
+    assert two["left"] >= 10 << 20
+
+
 def test_graphs_fit_into_the_streams_there_are() -> None:
     """Prefills and decodes in full graphs, with streams for fewer sizes than are asked for."""
     result = serve(mode="FULL", ranks=1, streams=40)

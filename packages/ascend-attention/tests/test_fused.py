@@ -6,35 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_attention import fused, sinks
+from paged_batches import KINDS, PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 BLOCK_SIZE, BLOCKS = fused.BLOCK_SIZE, 32
-
-
-def reference(query, key, value, scale, window=None, slopes=None, cap=None, sinks=None, causal=True):
-    """query [tokens, heads, d] at the end of key and value [length, kv_heads, d]; float64."""
-    query, key, value = query.double(), key.double(), value.double()
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    scores = torch.einsum("thd,lhd->htl", query, key) * scale
-    if cap:
-        scores = cap * (scores / cap).tanh()
-    after = torch.arange(len(key)) - torch.arange(len(key) - len(query), len(key))[:, None]
-    if slopes is not None:
-        scores = scores + slopes.double().view(-1, 1, 1) * after
-    if causal:
-        scores = scores.masked_fill((after > 0) | (after <= -(window or len(key))), -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)], -1)
-    return torch.einsum("htl,lhd->thd", scores.softmax(-1)[..., : len(key)], value)
-
-
-BATCHES = {
-    "decode": lambda rng: (1, rng.randint(0, 600)),
-    "prefill": lambda rng: (rng.randint(1, 400), 0),
-    "mixed": lambda rng: (rng.choice([1, rng.randint(2, 200)]), rng.choice([0, rng.randint(1, 400)])),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +21,13 @@ def current_config():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (8, 2, 128), (4, 1, 16)])
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_attention_over_pages(dtype, heads, kv_heads, size, kind):
     check(dtype, heads, kv_heads, size, kind)
 
 
 @pytest.mark.parametrize("window", [1, 100, 128, 2000])
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_sliding_windows(kind, window):
     check(torch.bfloat16, 8, 2, 64, kind, sliding_window=window)
 
@@ -62,7 +38,7 @@ def test_head_sizes(size):
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_sinks(kind, window):
     own = torch.tensor([0.5, 3.0, -1.0, 5.0], dtype=torch.bfloat16)
     check(torch.bfloat16, 4, 2, 64, kind, sinks.SinkAttentionBackend, sliding_window=window, sinks=own)
@@ -70,50 +46,12 @@ def test_sinks(kind, window):
 
 def check(dtype, heads, kv_heads, size, kind, backend=fused.FusedAttentionBackend, **beyond):
     rng = random.Random(f"{heads}{kind}")
-    pairs = [BATCHES[kind](rng) for _ in range(rng.randint(1, 5))]  # (new tokens, tokens in the cache before)
-    lengths = [new + before for new, before in pairs]
-    free = rng.sample(range(BLOCKS), BLOCKS)
-    table = [[free.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
-    slots = [[table[r][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(n)] for r, n in enumerate(lengths)]
-    keys, values = ([torch.randn(n, kv_heads, size, dtype=dtype) for n in lengths] for _ in range(2))
-    queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in pairs]
-
-    pages = torch.full((2, BLOCKS * BLOCK_SIZE, kv_heads, size), 1e4, dtype=dtype)  # a wrong read would show
-    for request, (_, before) in enumerate(pairs):
-        pages[0][slots[request][:before]] = keys[request][:before]
-        pages[1][slots[request][:before]] = values[request][:before]
-    cache = tuple(pages.view(2, BLOCKS, BLOCK_SIZE, kv_heads, size).npu())
-
-    def new_tokens(per_request):
-        return [item for items, (_, before) in zip(per_request, pairs, strict=True) for item in items[before:]]
-
-    starts = [sum(new for new, _ in pairs[:r]) for r in range(len(pairs) + 1)]
-    padded = [row + [0] * (8 - len(row)) for row in table]
-    common = CommonAttentionMetadata(
-        query_start_loc=torch.tensor(starts, dtype=torch.int32).npu(),
-        query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32).npu(),
-        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
-        num_reqs=len(pairs),
-        num_actual_tokens=starts[-1],
-        max_query_len=max(new for new, _ in pairs),
-        max_seq_len=max(lengths),
-        block_table_tensor=torch.tensor(padded, dtype=torch.int32).npu(),
-        slot_mapping=torch.tensor(new_tokens(slots)).npu(),
-    )
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=kv_heads, head_size=size, dtype=dtype)
-    builder = backend.get_builder_cls()(spec, ["layer"], VllmConfig(), torch.device("npu"))
-    placed = {name: x.npu() if isinstance(x, torch.Tensor) else x for name, x in beyond.items()}
-    layer = backend.get_impl_cls()(heads, size, size**-0.5, kv_heads, **placed)
-    output = torch.empty(starts[-1], heads, size, dtype=dtype, device="npu")
-    joined = torch.cat([torch.cat([torch.stack(new_tokens(x)) for x in (keys, values)], dim=1)]).npu()
-    key, value = joined.split(kv_heads, dim=1)  # as the model has them: slices of one projection
-    layer.forward(None, torch.cat(queries).npu(), key, value, cache, builder.build(0, common), output)
-
-    options = {"window": beyond.get("sliding_window"), "sinks": beyond.get("sinks")}
-    expected = torch.cat([reference(q, k, v, size**-0.5, **options) for q, k, v in zip(queries, keys, values, strict=True)])
+    requests = pairs(kind, rng, rng.randint(1, 5), 600)
+    batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, heads, kv_heads, size, dtype, 1e4), requests, rng)
+    output = batch.run(backend, joined=True, **beyond)
+    expected = batch.expected(window=beyond.get("sliding_window"), sinks=beyond.get("sinks"))
     bound = 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(output.cpu().double(), expected, atol=bound, rtol=bound)
+    torch.testing.assert_close(output.double(), expected, atol=bound, rtol=bound)
 
 
 def test_attention_to_an_encoder_s_tokens():
@@ -160,12 +98,12 @@ def off_ties(rows, scale, offset):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_attention_over_int8_pages(dtype, symmetric, kind):
     heads, kv_heads, size = 8, 2, 64
     rng = random.Random(kind)
-    pairs = sorted((BATCHES[kind](rng) for _ in range(4)), key=lambda pair: pair[0] != 1)  # as vLLM puts them for the builder
-    lengths = [new + before for new, before in pairs]
+    requests = sorted(pairs(kind, rng, 4, 600), key=lambda pair: pair[0] != 1)  # as vLLM puts them for the builder
+    lengths = [new + before for new, before in requests]
     table = [list(range(8 * r, 8 * r + 8)) for r in range(4)]
     slots = [[table[r][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(n)] for r, n in enumerate(lengths)]
     scales = [(torch.rand(kv_heads * size) * 0.02 + 0.02).to(dtype) for _ in range(2)]
@@ -177,16 +115,17 @@ def test_attention_over_int8_pages(dtype, symmetric, kind):
     stored = [[quantized(x, s, o) for x in rows] for rows, s, o in zip(both, scales, offsets, strict=True)]
     pages = torch.full((2, BLOCKS * BLOCK_SIZE, kv_heads, size), 99, dtype=torch.int8)
     for part in range(2):
-        for request, (_, before) in enumerate(pairs):
+        for request, (_, before) in enumerate(requests):
             pages[part][slots[request][:before]] = stored[part][request][0][:before]
     cache = tuple(pages.view(2, BLOCKS, BLOCK_SIZE, kv_heads, size).npu())
-    queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in pairs]
-    ends = [sum(new for new, _ in pairs[: r + 1]) for r in range(4)]
+    queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in requests]
+    ends = [sum(new for new, _ in requests[: r + 1]) for r in range(4)]
+    new_slots = [slot for own, (_, before) in zip(slots, requests, strict=True) for slot in own[before:]]
     meta = fused.FusedAttentionMetadata(
         lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
         tokens=ends[-1],
         block_table=torch.tensor(table, dtype=torch.int32).npu(),
-        slot_mapping=torch.tensor([slot for own, (_, before) in zip(slots, pairs, strict=True) for slot in own[before:]]).npu(),
+        slot_mapping=torch.tensor(new_slots).npu(),
         mask=torch.ones(2048, 2048, dtype=torch.int8).triu_(1).npu(),
         log_sums=torch.empty(1, device="npu"),
     )
@@ -195,7 +134,7 @@ def test_attention_over_int8_pages(dtype, symmetric, kind):
     layer = SimpleNamespace(**dict(zip(names, values, strict=True)))
     impl = fused.FusedAttentionImpl(heads, size, size**-0.5, kv_heads)
     output = torch.empty(ends[-1], heads, size, dtype=dtype, device="npu")
-    new_rows = [torch.cat([x[before:] for x, (_, before) in zip(rows, pairs, strict=True)]).npu() for rows in both]
+    new_rows = [torch.cat([x[before:] for x, (_, before) in zip(rows, requests, strict=True)]).npu() for rows in both]
     impl.forward(layer, torch.cat(queries).npu(), *new_rows, cache, meta, output)
 
     def attended(keys, values):

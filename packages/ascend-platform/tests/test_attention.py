@@ -6,38 +6,10 @@ import pytest
 import torch
 from ascend_platform import attention
 from ascend_platform.kv_cache import PagedKV
+from paged_batches import PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 BLOCK_SIZE, BLOCKS = 16, 96
-
-
-def reference(query, key, value, scale, window=None, slopes=None, cap=None, sinks=None, causal=True):
-    """query [tokens, heads, d] at the end of key and value [length, kv_heads, d]; float64."""
-    query, key, value = query.double(), key.double(), value.double()
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    scores = torch.einsum("thd,lhd->htl", query, key) * scale
-    if cap:
-        scores = cap * (scores / cap).tanh()
-    after = torch.arange(len(key)) - torch.arange(len(key) - len(query), len(key))[:, None]
-    if slopes is not None:
-        scores = scores + slopes.double().view(-1, 1, 1) * after
-    if causal:
-        scores = scores.masked_fill((after > 0) | (after <= -(window or len(key))), -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)], -1)
-    return torch.einsum("htl,lhd->thd", scores.softmax(-1)[..., : len(key)], value)
-
-
-def batch(rng, requests, kind):
-    """(new tokens, tokens in the cache before) of each request: decode, prefill, or chunks and decodes mixed."""
-    pairs = {
-        "decode": lambda: (1, rng.randint(0, 150)),
-        "prefill": lambda: (rng.randint(1, 120), 0),
-        "mixed": lambda: (rng.choice([1, rng.randint(2, 60)]), rng.choice([0, rng.randint(1, 100)])),
-    }
-    return [pairs[kind]() for _ in range(requests)]
 
 
 @pytest.fixture(autouse=True)
@@ -73,53 +45,16 @@ def test_what_is_beyond_causal_attention(kind, at_once, beyond, monkeypatch):
 
 def check(dtype, heads, kv_heads, kind, at_once, monkeypatch, **beyond):
     monkeypatch.setattr(attention, "ELEMENTS_AT_ONCE", at_once)
-    rng, size = random.Random(f"{heads}{kind}{at_once}"), 32
-    pairs = batch(rng, rng.randint(1, 6), kind)
+    rng = random.Random(f"{heads}{kind}{at_once}")
+    requests = pairs(kind, rng, rng.randint(1, 6), 150)
     if rng.random() < 0.5:  # vLLM puts requests of one token first, but nothing may depend on it
-        pairs.sort(key=lambda pair: pair[0] > 1)
-    lengths = [new + before for new, before in pairs]
-    free = rng.sample(range(BLOCKS), BLOCKS)
-    table = [[free.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
-    slots = [[table[r][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(n)] for r, n in enumerate(lengths)]
-    keys, values = ([torch.randn(n, kv_heads, size, dtype=dtype) for n in lengths] for _ in range(2))
-    queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in pairs]
-
-    pages = torch.full((2, BLOCKS * BLOCK_SIZE, kv_heads, size), torch.nan, dtype=dtype)  # nothing else may be read
-    for request, (_, before) in enumerate(pairs):
-        pages[0][slots[request][:before]] = keys[request][:before]
-        pages[1][slots[request][:before]] = values[request][:before]
-    cache = PagedKV(*pages.view(2, BLOCKS, BLOCK_SIZE, kv_heads, size).npu())
-
-    def new_tokens(per_request):
-        return [item for items, (_, before) in zip(per_request, pairs, strict=True) for item in items[before:]]
-
-    starts = [sum(new for new, _ in pairs[:r]) for r in range(len(pairs) + 1)]
-    padded = [row + [0] * (10 - len(row)) for row in table]
-    common = CommonAttentionMetadata(
-        query_start_loc=torch.tensor(starts, dtype=torch.int32).npu(),
-        query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32).npu(),
-        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
-        num_reqs=len(pairs),
-        num_actual_tokens=starts[-1],
-        max_query_len=max(new for new, _ in pairs),
-        max_seq_len=max(lengths),
-        block_table_tensor=torch.tensor(padded, dtype=torch.int32).npu(),
-        slot_mapping=torch.tensor(new_tokens(slots)).npu(),
-    )
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=kv_heads, head_size=size, dtype=dtype)
-    builder = attention.PagedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
-    placed = {name: x.npu() if isinstance(x, torch.Tensor) else x for name, x in beyond.items()}
-    layer = attention.PagedAttentionImpl(heads, size, size**-0.5, kv_heads, **placed)
-    output = torch.empty(starts[-1], heads, size, dtype=dtype, device="npu")
-    key, value = (torch.stack(new_tokens(x)).npu() for x in (keys, values))
-    layer.forward(None, torch.cat(queries).npu(), key, value, cache, builder.build(0, common), output)
-
+        requests.sort(key=lambda pair: pair[0] > 1)
+    batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, heads, kv_heads, 32, dtype, torch.nan), requests, rng)
+    output = batch.run(attention.PagedAttentionBackend, **beyond)
     slopes = torch.tensor(beyond["alibi_slopes"]) if "alibi_slopes" in beyond else None
-    options = (beyond.get("sliding_window"), slopes, beyond.get("logits_soft_cap"), beyond.get("sinks"))
-    expected = torch.cat([reference(q, k, v, size**-0.5, *options) for q, k, v in zip(queries, keys, values, strict=True)])
+    options = {"window": beyond.get("sliding_window"), "cap": beyond.get("logits_soft_cap"), "sinks": beyond.get("sinks")}
     bound = 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(output.cpu().double(), expected, atol=bound, rtol=bound)
+    torch.testing.assert_close(output.double(), batch.expected(slopes=slopes, **options), atol=bound, rtol=bound)
 
 
 def test_profiling_without_metadata_gives_zero():

@@ -159,10 +159,11 @@ def test_another_vllm_by_metadata_and_the_variable_that_overrides_it(installed):
     )
     reason, fix = found[f"what {ours} require"]
     assert "found 0.18.0" in reason
-    assert fix.startswith("pip install 'vllm")
+    of_source = "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm 'vllm"
+    assert fix.startswith(of_source)
     reason, fix = bad(lines)["vLLM's torch"]
     assert reason == "vLLM asks for torch==2.10.0 and found 2.13.0+cpu"
-    assert re.match(r"pip install 'vllm\S+' torch==2\.13\.0, or leave it if Compatibility lists this pair", fix)
+    assert re.match(of_source + r"\S+' torch==2\.13\.0, or leave it if Compatibility lists this pair", fix)
     status, lines = examine(path=path, VLLM_VERSION="0.32.0")
     assert status == 0
     assert lines["versions", "VLLM_VERSION"][1] == "'0.32.0' stands for the installed 0.18.0"
@@ -200,7 +201,7 @@ def test_with_nothing_but_the_platform(tmp_path):
     found = failing(lines)
     for name in ("vllm", "torch", "torch-npu"):
         assert found[name][0] == "not installed"
-        assert found[name][1].startswith("pip install ")
+        assert "pip install " in found[name][1]
     for command in ("plugins", "env"):
         done = run(command, flags=["-S"], path=[tmp_path], LD_LIBRARY_PATH="")
         assert (done.returncode, done.stderr) == (0, "")

@@ -3,12 +3,11 @@
 import functools
 import importlib
 import inspect
-import logging
 import sys
 
 import pytest
 import yaml
-from ascend_platform import extension, service_profiling
+from ascend_platform import service_profiling
 from ascend_platform.service_profiling import SWITCH, SYMBOLS
 from vllm import __version__
 
@@ -67,14 +66,9 @@ def test_without_the_switch_nothing_is_written(home, tool, monkeypatch):
     assert not home.exists()
 
 
-def test_without_the_tool_one_line_says_so(home):
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    extension.logger.addHandler(handler)
+def test_without_the_tool_one_line_says_so(home, lines):
     service_profiling.register()
-    extension.logger.removeHandler(handler)
     assert not home.exists()
-    (line,) = said
+    ((_, line),) = lines
     assert SWITCH in line
     assert "pip install msserviceprofiler" in line

@@ -56,7 +56,7 @@ def ends(status_and_lines):
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"VLLM_VERSION": "0.99.0"}, ("vLLM found no device: it needs vllm", "and found 0.99.0; run: pip install 'vllm")),
+        ({"VLLM_VERSION": "0.99.0"}, ("vLLM found no device: it needs vllm", "and found 0.99.0; run: VLLM_TARGET_DEVICE=empty")),
         (
             {"VLLM_PLUGINS": "ascend_attention"},
             ("VLLM_PLUGINS: 'ascend_attention' leaves out ascend, without which vLLM", "=ascend,"),

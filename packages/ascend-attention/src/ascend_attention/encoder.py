@@ -45,36 +45,6 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: li
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class FusedEncoderAttentionBackend(extension.DenseBackend, AttentionBackend):
-    """What vLLM asks about the fused attention of encoders (``vllm/v1/attention/backend.py``)."""
-
-    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
-
-    @staticmethod
-    def get_impl_cls() -> type["FusedEncoderAttentionImpl"]:
-        return FusedEncoderAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["FusedEncoderAttentionMetadataBuilder"]:
-        return FusedEncoderAttentionMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return head_size <= 768
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == "encoder_only"
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-
 @dataclass
 class FusedEncoderAttentionMetadata(AttentionMetadata):
     """One step's batch.
@@ -133,6 +103,15 @@ class FusedEncoderAttentionImpl(extension.DenseImpl, AttentionImpl[FusedEncoderA
         tokens = attn_metadata.ends[-1]
         output[:tokens] = attend(query, key, value, attn_metadata.ends, self.scale, **seen)
         return output
+
+
+class FusedEncoderAttentionBackend(extension.DenseBackend, AttentionBackend):
+    """What vLLM asks about the fused attention of encoders (``vllm/v1/attention/backend.py``)."""
+
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
+    impl_cls, builder_cls = FusedEncoderAttentionImpl, FusedEncoderAttentionMetadataBuilder
+    block_sizes: ClassVar = [MultipleOf(1)]
+    head_sizes = range(1, 769)
 
 
 class FusedMMEncoderAttention(MMEncoderAttention):

@@ -18,7 +18,6 @@ from vllm.v1.attention.backend import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
-    MultipleOf,
 )
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
@@ -31,36 +30,6 @@ BLOCK_SIZE = 128
 
 CAUSAL_MASK_SIZE = 2048
 """Edge of the one mask that sparse_mode 3 wants for lengths of any size."""
-
-
-class FusedAttentionBackend(extension.DenseBackend, AttentionBackend):
-    """What vLLM asks about the fused attention (``vllm/v1/attention/backend.py``)."""
-
-    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
-
-    @staticmethod
-    def get_impl_cls() -> type["FusedAttentionImpl"]:
-        return FusedAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["FusedAttentionMetadataBuilder"]:
-        return FusedAttentionMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [BLOCK_SIZE]
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 16 == 0 and head_size <= 256
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in ("decoder", "encoder_decoder")
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
 
 
 @dataclass
@@ -277,3 +246,12 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
 
     def _heads(self) -> dict[str, Any]:
         return {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}
+
+
+class FusedAttentionBackend(extension.DenseBackend, AttentionBackend):
+    """What vLLM asks about the fused attention (``vllm/v1/attention/backend.py``)."""
+
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
+    impl_cls, builder_cls = FusedAttentionImpl, FusedAttentionMetadataBuilder
+    block_sizes: ClassVar = [BLOCK_SIZE]
+    head_sizes = range(16, 257, 16)

@@ -18,28 +18,6 @@ from ascend_attention.fused import (
 )
 
 
-class SinkAttentionBackend(FusedAttentionBackend):
-    """What vLLM asks about the fused attention with sinks (``vllm/v1/attention/backend.py``)."""
-
-    supported_dtypes: ClassVar = [torch.bfloat16]
-
-    @staticmethod
-    def get_impl_cls() -> type["SinkAttentionImpl"]:
-        return SinkAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["SinkAttentionMetadataBuilder"]:
-        return SinkAttentionMetadataBuilder
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 16 == 0 and head_size <= 128
-
-
 class SinkAttentionMetadataBuilder(FusedAttentionMetadataBuilder):
     names = ("actual_seq_qlen", "actual_seq_kvlen")
 
@@ -78,3 +56,11 @@ class SinkAttentionImpl(FusedAttentionImpl):
             attend["workspace"] = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(*tensors, **attend)
         with extension.graph_task():
             torch_npu.npu_fused_infer_attention_score_v2.out(*tensors, **attend, out=[output, meta.log_sums])
+
+
+class SinkAttentionBackend(FusedAttentionBackend):
+    """What vLLM asks about the fused attention with sinks (``vllm/v1/attention/backend.py``)."""
+
+    supported_dtypes: ClassVar = [torch.bfloat16]
+    impl_cls, builder_cls = SinkAttentionImpl, SinkAttentionMetadataBuilder
+    head_sizes = range(16, 129, 16)

@@ -27,40 +27,6 @@ ELEMENTS_AT_ONCE = 1 << 24
 """Bound on the scores, and on the gathered keys, that one step of the computation holds (64 MiB in float32)."""
 
 
-class PagedAttentionBackend(DenseBackend, AttentionBackend):
-    """What vLLM asks about the built-in attention (``vllm/v1/attention/backend.py``)."""
-
-    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
-
-    @staticmethod
-    def get_impl_cls() -> type["PagedAttentionImpl"]:
-        return PagedAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["PagedAttentionMetadataBuilder"]:
-        return PagedAttentionMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in ("decoder", "encoder_decoder")
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return 128  # as the fused kernel has it, so that prefix-cache hits do not depend on the backend
-
-
 @dataclass
 class PagedAttentionMetadata(AttentionMetadata):
     """One step's batch. Requests of one token come first (``reorder_batch_threshold``).
@@ -218,3 +184,15 @@ class PagedAttentionImpl(DenseImpl, AttentionImpl[PagedAttentionMetadata]):
         weights = scores.softmax(dim=-1)[..., :length]
         attended = weights.reshape(requests, kv_heads, -1, length) @ values.float().transpose(1, 2)
         return attended.view(requests, heads, tokens, -1).transpose(1, 2).to(query.dtype)
+
+
+class PagedAttentionBackend(DenseBackend, AttentionBackend):
+    """What vLLM asks about the built-in attention (``vllm/v1/attention/backend.py``)."""
+
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
+    impl_cls, builder_cls = PagedAttentionImpl, PagedAttentionMetadataBuilder
+    block_sizes: ClassVar = [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return 128  # as the fused kernel has it, so that prefix-cache hits do not depend on the backend

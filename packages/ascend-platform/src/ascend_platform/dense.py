@@ -6,14 +6,56 @@ stands first among the bases, before vLLM's own class (``vllm/v1/attention/backe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 
 class DenseBackend:
-    """Put before vLLM's AttentionBackend: its name, the layout of its cache, the cache's dtypes."""
+    """Put before vLLM's AttentionBackend: its name, its classes, the layout of its cache, and, by what the implementation
+    ``serves``, the answers to what vLLM asks.
+
+    Attributes:
+        impl_cls, builder_cls: the implementation, which has DenseImpl among its bases, and the builder of its metadata.
+        block_sizes: tokens of a page that the kernel takes, as vLLM's ``get_supported_kernel_block_sizes`` has them.
+        head_sizes: those that heads may have; any without it.
+    """
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
+    impl_cls: ClassVar[type[Any]]
+    builder_cls: ClassVar[type[Any]]
+    block_sizes: ClassVar[list[Any]]
+    head_sizes: ClassVar[Sequence[int]] = ()
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Any]:
+        return cls.impl_cls
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        return cls.builder_cls
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        return cls.block_sizes
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [*cls.head_sizes]
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Those of which ``serves`` has ``... attention``, and a decoder's, unless it is an encoder's, which has no cache."""
+        serves = cls.get_impl_cls().serves
+        return f"{attn_type} attention" in serves or (attn_type == "decoder" and "encoder_only attention" not in serves)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return "a sliding window" in cls.get_impl_cls().serves
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return "sinks" in cls.get_impl_cls().serves
 
     @staticmethod
     def get_name() -> str:

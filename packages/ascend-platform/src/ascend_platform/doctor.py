@@ -96,7 +96,7 @@ def cann(options: argparse.Namespace) -> Iterator[Result]:
 def _linked(title: str) -> Result:
     torch_npu = machine.package("torch_npu")
     if torch_npu is None:
-        return Result(title, "fail", "torch_npu is not installed", f"pip install {_wanted('torch-npu')}")
+        return Result(title, "fail", "torch_npu is not installed", f"pip install '{_wanted('torch-npu')}'")
     try:
         missing, other = machine.missing_libraries(torch_npu)
     except FileNotFoundError:
@@ -105,7 +105,9 @@ def _linked(title: str) -> Result:
     if of_cann := [name for name in missing if name not in of_torch]:
         return Result(title, "fail", f"not found: {', '.join(of_cann)}", machine.set_env())
     if of_torch:
-        return Result(title, "fail", f"not found: {', '.join(of_torch)}", f"pip install --force-reinstall {_wanted('torch-npu')}")
+        return Result(
+            title, "fail", f"not found: {', '.join(of_torch)}", f"pip install --force-reinstall '{_wanted('torch-npu')}'"
+        )
     if other:
         return Result(title, "fail", other, "pip install --force-reinstall --no-deps torch-npu")
     return ok(title, "all found")
@@ -124,7 +126,7 @@ def versions(options: argparse.Namespace) -> Iterator[Result]:
             return
     for name, top in (("vllm", "vllm"), ("torch", "torch"), ("torch-npu", "torch_npu")):
         if not extension.version(name):
-            yield Result(name, "fail", "not installed", f"pip install {_wanted(name)}")
+            yield Result(name, "fail", "not installed", extension.install(name, _wanted(name)))
         elif machine.package(top) is None:
             fix = f"pip install --force-reinstall --no-deps {name}"
             yield Result(name, "fail", f"{extension.version(name)} by its metadata, but there is no package {top}", fix)
@@ -142,7 +144,8 @@ def versions(options: argparse.Namespace) -> Iterator[Result]:
         if wanted.name != "torch" or not torch or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
             continue
         if not wanted.specifier.contains(torch, prereleases=True):
-            fix = f"pip install {_wanted('vllm')} torch=={Version(torch).public}, or leave it if Compatibility lists this pair"
+            command = f"{extension.install('vllm', _wanted('vllm'))} torch=={Version(torch).public}"
+            fix = f"{command}, or leave it if Compatibility lists this pair"
             yield Result("vLLM's torch", "warn", f"vLLM asks for {wanted} and found {torch}", fix)
 
 
@@ -274,7 +277,7 @@ def _guarded(category: str, check: Check, options: argparse.Namespace) -> list[R
 def _wanted(name: str) -> str:
     for declared in importlib.metadata.requires("ascend-platform") or []:
         if Requirement(declared).name == name:
-            return f"'{Requirement(declared).name}{Requirement(declared).specifier}'"
+            return f"{Requirement(declared).name}{Requirement(declared).specifier}"
     return name
 
 

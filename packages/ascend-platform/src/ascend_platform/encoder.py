@@ -22,32 +22,6 @@ from ascend_platform.attention import ELEMENTS_AT_ONCE, PagedAttentionImpl
 from ascend_platform.dense import DenseBackend
 
 
-class EncoderAttentionBackend(DenseBackend, AttentionBackend):
-    """What vLLM asks about the built-in attention of encoders (``vllm/v1/attention/backend.py``)."""
-
-    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
-
-    @staticmethod
-    def get_impl_cls() -> type["EncoderAttentionImpl"]:
-        return EncoderAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["EncoderAttentionMetadataBuilder"]:
-        return EncoderAttentionMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == "encoder_only"
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-
 @dataclass
 class EncoderAttentionMetadata(AttentionMetadata):
     """query_start: where each request's tokens begin, on the host, one entry more than requests."""
@@ -103,3 +77,11 @@ class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMet
                 hidden = after.abs() >= (self.sliding_window or end - start)
                 output[rows] = self._attend(query[rows][None], keys, values, hidden[None], after[None])[0]
         return output
+
+
+class EncoderAttentionBackend(DenseBackend, AttentionBackend):
+    """What vLLM asks about the built-in attention of encoders (``vllm/v1/attention/backend.py``)."""
+
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
+    impl_cls, builder_cls = EncoderAttentionImpl, EncoderAttentionMetadataBuilder
+    block_sizes: ClassVar = [MultipleOf(1)]

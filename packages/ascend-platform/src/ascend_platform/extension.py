@@ -46,7 +46,7 @@ __all__ = [
     "version",
 ]
 
-API_VERSION = "1.2"
+API_VERSION = "1.3"
 """Of this interface, apart from the wheel's version: the second number counts additions, the first all other changes."""
 
 # vLLM's log handler hangs on the logger called "vllm" (vllm/logger.py); a logger below it shows its lines.
@@ -167,10 +167,16 @@ def unmet(distribution: str) -> str:
         wanted = f"{requirement.name}{requirement.specifier}"
         found = version(requirement.name)
         if not found:
-            return f"it needs {wanted}, which is not installed; run: pip install '{wanted}'"
+            return f"it needs {wanted}, which is not installed; run: {install(requirement.name, wanted)}"
         if not requirement.specifier.contains(found, prereleases=True):
-            return f"it needs {wanted} and found {found}; run: pip install '{wanted}'"
+            return f"it needs {wanted} and found {found}; run: {install(requirement.name, wanted)}"
     return ""
+
+
+def install(name: str, wanted: str) -> str:
+    """The command for a distribution. vLLM's is of its source: its wheel is CUDA's, and brings the packages of CUDA."""
+    of_source = "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm"
+    return f"{of_source if name == 'vllm' else 'pip install'} '{wanted}'"
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_pp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -93,12 +94,14 @@ class NPUWorker(Worker):
         super().load_model(**options)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: what is free, but no more than CANN's kernels address.
+        """Bytes for the KV cache: what is free and graphs leave, but no more than CANN's kernels address.
 
-        A layer's keys, like its values, must have fewer than 2^31 elements (torch_npu's documentation of
-        npu_fused_infer_attention_score, page attention).
+        vLLM's own reckons with graphs on CUDA and XPU alone. A layer's keys, like its values, must have fewer than 2^31 elements
+        (torch_npu's documentation of npu_fused_infer_attention_score, page attention).
         """
         available = super().determine_available_memory()
+        if self._has_graphs_to_reckon_with():
+            available -= self.model_runner.profile_cudagraph_memory()
         specs = self.get_kv_cache_spec().values()
         if not specs:
             return available
@@ -106,6 +109,12 @@ class NPUWorker(Worker):
         # groups of layers share memory, and none is smaller than the layers of the rarest kind (vllm/v1/core/kv_cache_utils.py)
         block = min(sum(spec.page_size_bytes for spec in specs if spec == kind) for kind in set(specs))
         return min(available, (2**31 - 1) // largest * block)
+
+    def _has_graphs_to_reckon_with(self) -> bool:
+        """Whether graphs come beside a KV cache whose size follows from the free memory, and vLLM's switch is on."""
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        by_size = self.cache_config.kv_cache_memory_bytes is None
+        return by_size and mode != CUDAGraphMode.NONE and envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Capture the graphs, run the largest step and its sampling once, so that their memory is there from the start, and seed.
