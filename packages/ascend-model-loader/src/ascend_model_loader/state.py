@@ -115,6 +115,12 @@ def own_stream(device: torch.device) -> None:
         torch.npu.set_stream(torch.npu.Stream(device))
 
 
+def settle(memory: torch.Tensor) -> None:
+    """Wait for this thread's copies from one place of an NPU to another, which are the ones that nobody else waits for."""
+    if memory.device.type == "npu":
+        torch.npu.current_stream(memory.device).synchronize()
+
+
 class Copier:
     """Copies pieces between plain tensors and other memory. Each copy is over when its method returns."""
 
@@ -126,12 +132,14 @@ class Copier:
         """A piece, at the beginning of ``into``."""
         for number, theirs, ours in self.layout.parts(index):
             into[ours].copy_(self._tensors[number][theirs])
+        settle(into)
         return into[: self.layout.size(index)]
 
     def write(self, index: int, piece: torch.Tensor) -> None:
         """Put a piece into the tensors."""
         for number, theirs, ours in self.layout.parts(index):
             self._tensors[number][theirs].copy_(piece[ours])
+        settle(piece)
 
 
 def digests(tensors: Mapping[str, torch.Tensor], checksum: str, device: torch.device) -> list[bytes]:

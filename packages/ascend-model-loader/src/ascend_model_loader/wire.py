@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -67,9 +68,28 @@ class Get(Message, frozen=True):
 
 
 class Piece(Message, frozen=True):
-    """One piece, which is the payload."""
+    """One piece, which is the payload, or comes by the transport that was asked for."""
 
     index: int
+
+
+class Over(Message, frozen=True):
+    """For another transport than TCP, on this connection; the answer is one of the next two."""
+
+    transport: str
+
+
+class Region(Message, frozen=True):
+    """Mooncake: the session and the address where pieces can be read."""
+
+    session: str
+    address: int
+
+
+class Meeting(Message, frozen=True):
+    """HCCL: the port where the server waits, as rank 0."""
+
+    port: int
 
 
 class Refused(Message, frozen=True):
@@ -195,6 +215,29 @@ class Channel:
             if not count:
                 raise PeerError(f"the peer ended the connection after {filled} of {len(buffer)} bytes")
             filled += count
+
+    @property
+    def ended(self) -> bool:
+        """Whether the peer has closed the connection, and all that it sent before was received."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def wait_for(self, done: Callable[[float], bool], did: str) -> None:
+        """Ask ``done`` for parts of a second until it is true, which is the transport's work.
+
+        Raises:
+            PeerError: the peer has ended meanwhile, or it took ``timeout`` seconds or the deadline has passed.
+        """
+        end = min(self.deadline, time.monotonic() + self.timeout)
+        while not done(min(0.2, max(0.001, end - time.monotonic()))):
+            if self.ended:
+                raise PeerError(f"the peer ended while a piece was {did}")
+            if time.monotonic() >= end:
+                raise self._late(did)
 
     def prove(self, secret: bytes) -> None:
         """The client's side of the mutual proof.
