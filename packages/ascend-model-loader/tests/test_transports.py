@@ -30,7 +30,7 @@ def test_bytes_are_the_peers_also_after_a_client_that_has_gone(played: dict[str,
     found = played[name]
     assert (found["whole"]["error"], found["whole"]["arrived"]) == ("", 1)
     assert found["whole"]["phases"] == ["manifest", f"peer to NPU, {name}"]
-    assert found["the control ends"]["error"].startswith(f"by {name}: the peer ended")
+    assert re.match(f"by {name}: (the peer |mooncake's read |HCCL has failed)", found["the control ends"]["error"])
     assert found["and again"]["error"] == ""
 
 

@@ -9,9 +9,8 @@ import ctypes
 from typing import Any
 
 import torch
-from vllm.distributed.utils import StatelessProcessGroup
 
-from ascend_communicator.pyhccl import HCCLError, PyHcclCommunicator
+from ascend_communicator.pyhccl import ROOT_INFO_BYTES, HCCLError, PyHcclCommunicator, load
 
 TIMED_OUT = 507046
 """ACL_ERROR_RT_STREAM_SYNC_TIMEOUT."""
@@ -20,15 +19,40 @@ TIMED_OUT = 507046
 class Link(PyHcclCommunicator):
     """A communicator of two ranks whose ``send`` and ``recv`` go on the link's own stream, unless another is given.
 
-    What a tensor holds must be written, and what is received can be read, outside of this stream: see :meth:`wait`.
+    What a tensor holds must be there before it is sent, and what is received is there once :meth:`wait` has said so.
+
+    Args:
+        rank: 0 or 1, on the current NPU.
+        info: :meth:`root_info` of rank 0, however it came: HCCL believes it.
+
+    Raises:
+        ValueError: it has another length.
+        HCCLError: the two cannot connect; HCCL waits for the other for as long as ``HCCL_CONNECT_TIMEOUT`` says.
     """
 
-    def __init__(self, group: StatelessProcessGroup, device: int) -> None:
-        super().__init__(group, device)
-        self._runtime = ctypes.CDLL("libascendcl.so")
-        handle = ctypes.c_void_p()
+    def __init__(self, rank: int, info: bytes) -> None:
+        self.library, self.rank, self.world_size = load(), rank, 2
+        self.device = torch.device("npu", torch.npu.current_device())
+        self._runtime, self._comm = ctypes.CDLL("libascendcl.so"), None
+        given, comm, handle = torch.frombuffer(bytearray(info), dtype=torch.uint8), ctypes.c_void_p(), ctypes.c_void_p()
+        if len(given) != ROOT_INFO_BYTES:
+            raise ValueError(f"HCCL's root information has {ROOT_INFO_BYTES} bytes; found {len(given)}")
+        self.library.call("HcclCommInitRootInfo", 2, given.data_ptr(), rank, ctypes.byref(comm))
+        self._comm = comm.value
         self._check("aclrtCreateStream", ctypes.byref(handle))
         self.npu_stream = handle.value  # PyHcclCommunicator asks a stream for no more than this
+
+    @staticmethod
+    def root_info() -> bytes:
+        """What both ranks are given, as made by the process of rank 0 on its current NPU.
+
+        Raises:
+            HCCLError: HCCL has no address to meet at, for example.
+        """
+        torch.npu.current_stream().synchronize()  # the NPU is open
+        made = torch.zeros(ROOT_INFO_BYTES, dtype=torch.uint8)
+        load().call("HcclGetRootInfo", made.data_ptr())
+        return made.numpy().tobytes()
 
     def send(self, tensor: torch.Tensor, dst: int | None = None, stream: Any = None) -> None:
         """``tensor`` to the other rank."""
@@ -66,9 +90,3 @@ class Link(PyHcclCommunicator):
     def _check(self, name: str, *arguments: Any) -> None:
         if status := getattr(self._runtime, name)(*arguments):
             raise HCCLError(f"{name} failed with {status}")
-
-
-def connect(address: str, port: int, rank: int, seconds: int = 300) -> Link:
-    """Join one other rank, of another engine, on the current NPU; the arguments and errors are those of ``pyhccl.connect``."""
-    group = StatelessProcessGroup.create(host=address, port=port, rank=rank, world_size=2, store_timeout=seconds)
-    return Link(group, torch.npu.current_device())

@@ -8,7 +8,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import socket
 import threading
 from typing import Any, Protocol
 
@@ -96,12 +95,11 @@ class Hccl:
 
     block, inline = 8, False
 
-    def __init__(self, channel: wire.Channel, device: torch.device, address: str, port: int, rank: int) -> None:
-        connect = linking(device)
+    def __init__(self, channel: wire.Channel, device: torch.device, info: bytes, rank: int) -> None:
         self._channel = channel
         try:
-            self._link = connect(address, port, rank, max(1, int(channel.timeout)))
-        except (RuntimeError, OSError, ValueError) as error:
+            self._link = linking(device)(rank, info)
+        except (RuntimeError, ValueError) as error:
             raise wire.PeerError(f"HCCL does not connect: {_line(error)}") from None
         self._buffer = torch.empty(PIECE, dtype=torch.uint8, device=device)
 
@@ -195,12 +193,12 @@ def sending(transport: str, channel: wire.Channel, device: torch.device, options
         return MooncakeSending(channel, device, options.mooncake_protocol)
     if transport == "tcp":
         return Tcp(channel, device)
-    linking(device)  # before the client is told to come
-    address = str(channel.connection.getsockname()[0])
-    with socket.create_server((address, 0)) as free:
-        port = free.getsockname()[1]
-    channel.send(wire.Meeting(port))
-    return Hccl(channel, device, address, port, rank=0)
+    try:
+        info = linking(device).root_info()
+    except RuntimeError as error:
+        raise wire.PeerError(f"HCCL does not connect: {_line(error)}") from None
+    channel.send(wire.Meeting(info))
+    return Hccl(channel, device, info, rank=0)
 
 
 def receiving(transport: str, channel: wire.Channel, device: torch.device, options: Options) -> Receiving:
@@ -216,8 +214,8 @@ def receiving(transport: str, channel: wire.Channel, device: torch.device, optio
     if transport == "mooncake":
         region, _ = channel.receive(wire.Region)
         return MooncakeReceiving(channel, device, options.mooncake_protocol, region)
-    meeting, _ = channel.receive(wire.Meeting)
-    return Hccl(channel, device, str(channel.connection.getpeername()[0]), meeting.port, rank=1)
+    meeting, _ = channel.receive(wire.Meeting, most=2 * wire.SMALL)
+    return Hccl(channel, device, meeting.info, rank=1)
 
 
 def check(transport: str, device: torch.device) -> None:
@@ -233,7 +231,7 @@ def check(transport: str, device: torch.device) -> None:
 
 
 def linking(device: torch.device) -> Any:
-    """The function that is offered for HCCL between engines.
+    """The class that is offered for HCCL between engines.
 
     Raises:
         PeerError: there is none, or no NPU.

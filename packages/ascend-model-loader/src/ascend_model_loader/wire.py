@@ -87,9 +87,9 @@ class Region(Message, frozen=True):
 
 
 class Meeting(Message, frozen=True):
-    """HCCL: the port where the server waits, as rank 0."""
+    """HCCL: its root information, of some 4 KiB, with which the server connects as rank 0."""
 
-    port: int
+    info: bytes
 
 
 class Refused(Message, frozen=True):
