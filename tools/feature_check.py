@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import math
 import random
@@ -372,6 +373,9 @@ def main() -> None:
 
 def _speculation_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[Any], bool]]:
     names, rows = options.method or list(methods(directory)), []
+    if not options.method and importlib.util.find_spec("arctic_inference") is None:
+        names.remove("suffix")
+        print("suffix is left out: arctic-inference is not installed; docs/speculation.md says how", flush=True)
     found = serve(speculation(directory, names, ranks))
     for name in names:
         asked = [greedy(prompt) for prompt in prompts()]

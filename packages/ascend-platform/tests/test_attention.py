@@ -5,9 +5,11 @@ import random
 import pytest
 import torch
 from ascend_platform import attention
+from ascend_platform.encoder import EncoderAttentionBackend
 from ascend_platform.kv_cache import PagedKV
 from paged_batches import PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import AttentionType
 
 BLOCK_SIZE, BLOCKS = 16, 96
 
@@ -99,3 +101,15 @@ def test_attention_to_an_encoder_s_tokens(singles):
 def test_what_it_has_not_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="encoder_only attention"):
         attention.PagedAttentionImpl(2, 16, 1.0, attn_type="encoder_only")
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_backends_answer_is_what_they_serve(plain):
+    """vLLM asks with members of AttentionType, whose text is not their value."""
+    asked = [kind.value if plain else kind for kind in AttentionType]
+    paged, encoder = attention.PagedAttentionBackend, EncoderAttentionBackend
+    assert [kind for kind in asked if paged.supports_attn_type(kind)] == ["decoder", "encoder_decoder"]
+    assert [kind for kind in asked if encoder.supports_attn_type(kind)] == ["encoder_only"]
+    assert (paged.supports_sink(), encoder.supports_sink()) == (True, False)
+    assert paged.supports_sliding_window()
+    assert encoder.supports_sliding_window()

@@ -46,8 +46,8 @@ class DenseBackend:
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Those of which ``serves`` has ``... attention``, and a decoder's, unless it is an encoder's, which has no cache."""
-        serves = cls.get_impl_cls().serves
-        return f"{attn_type} attention" in serves or (attn_type == "decoder" and "encoder_only attention" not in serves)
+        serves, kind = cls.get_impl_cls().serves, getattr(attn_type, "value", attn_type)
+        return f"{kind} attention" in serves or (kind == "decoder" and "encoder_only attention" not in serves)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
