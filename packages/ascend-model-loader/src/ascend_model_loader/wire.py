@@ -290,7 +290,7 @@ class Channel:
         if (seconds := min(self.timeout, left)) != self._waits.get(option):
             self._waits[option] = seconds
             whole = int(seconds)
-            self.connection.setsockopt(socket.SOL_SOCKET, option, TIMEVAL.pack(whole, int((seconds - whole) * 1e6) + 1))
+            self.connection.setsockopt(socket.SOL_SOCKET, option, TIMEVAL.pack(whole, max(1, int((seconds - whole) * 1e6))))
 
 
 def printable(text: str) -> str:
