@@ -1,6 +1,7 @@
 """The load format ascend_peer in real models on an NPU: every strategy gives the same weights, an engine the right tokens."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import quantize
 from quantize import Spec
 
 PROGRAM = Path(__file__).with_name("loading_cases.py")
+OF_LAYOUTS = Path(__file__).with_name("loading_layout_cases.py")
 SHAPE = {
     "vocab_size": 512,
     "hidden_size": 512,
@@ -99,3 +101,19 @@ def test_tokens_of_an_engine_from_a_peer_are_those_of_transformers(result: dict[
 
 def test_engine_that_has_loaded_from_a_peer_serves_others_also_after_sleep(result: dict[str, Any]) -> None:
     assert result["from the engine"]["digest"] == result["awake"]["digest"]
+
+
+def test_weights_of_another_layout_are_refused_and_of_the_same_taken(tmp_path: Path) -> None:
+    """Of a mixture of experts; in data-parallel engines without expert parallelism each has another part of every expert."""
+    model, port = layouts.make("qwen3-moe", tmp_path), 20000 + os.getpid() % 200 * 40
+    done = npus.run(2, sys.executable, str(OF_LAYOUTS), str(model), str(port), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (ranks,) = npus.results(done.stdout)
+    names = [name for name in ranks[0] if " from " not in name]
+    assert len(names) == 4
+    for mine, other in zip(ranks, ranks[::-1], strict=True):
+        for name in names:
+            assert mine[name] != other[name]
+            for peer in names:
+                found = mine[f"{name} from {peer}"]
+                assert found == mine[name] if name == peer else "its weights are others: " in found

@@ -1,10 +1,25 @@
-"""Servers of weights, for the tests of this directory."""
+"""Servers of weights, for the tests of this directory, and the fuzzer beside them."""
 
+import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import npus
 import pytest
 from weight_peers import Serving
+
+FUZZER = "import json, weight_fuzz; print('RESULT', json.dumps(weight_fuzz.fuzz(20, 1)))"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fuzzing(request: pytest.FixtureRequest) -> Iterator[Future | None]:
+    """20 seconds of fuzzing in another process, begun with the first test: most of it is waiting."""
+    if not any("test_whole_fuzz" in item.name for item in request.session.items):
+        yield None
+        return
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(npus.run, 1, sys.executable, "-c", FUZZER, timeout=200)
 
 
 @pytest.fixture

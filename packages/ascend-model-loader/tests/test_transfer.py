@@ -42,9 +42,9 @@ def test_peer_that_dies_leaves_only_right_bytes_and_says_so(serving: Any, tenth:
     into, begin = room(), time.monotonic()
     with Cut(served.server.port, total * tenth // 10) as cut, pytest.raises(PeerError, match=r"^the peer (ended|is gone)"):
         peer.fetch(
-            ("127.0.0.1", cut.port), into, IDENTITY, Options(timeout=5, deadline=20), SECRET, torch.device("cpu"), Report()
+            ("127.0.0.1", cut.port), into, IDENTITY, Options(timeout=30, deadline=60), SECRET, torch.device("cpu"), Report()
         )
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 15
     got, sent = (np.frombuffer(b"".join(as_bytes(each)), np.uint8) for each in (into, served.tensors))
     assert ((got == sent) | (got == 0)).all()
     right = (got[sent != 0] != 0).mean()

@@ -33,6 +33,7 @@ def _offer() -> None:
     extension.offer("communicator", "ascend_communicator.communicator.HCCLCommunicator")
     extension.offer("weight_transfer.hccl", "ascend_communicator.weight_transfer.HCCLWeightTransferEngine")
     extension.offer("hccl.connect", "ascend_communicator.pyhccl.connect")
+    extension.offer("hccl.link", "ascend_communicator.link.Link")
 
 
 def _take_options(options: Mapping[str, object]) -> None:

@@ -27,11 +27,12 @@ def of(vllm_config: VllmConfig, model_config: ModelConfig, name: str | None = No
     """
     parallel = vllm_config.parallel_config
     config = {key: value for key, value in model_config.hf_config.to_dict().items() if key not in VOLATILE}
-    experts, eplb = "not parallel", parallel.eplb_config
-    if parallel.enable_expert_parallel and model_config.is_moe:
-        group = parallel_state.get_ep_group()
+    experts, eplb = "none", parallel.eplb_config
+    if model_config.is_moe:
+        group = parallel_state.get_ep_group()  # of all data-parallel engines, over which each expert is cut where none is whole
         redundant = eplb.num_redundant_experts if parallel.enable_eplb else 0
-        experts = f"rank {group.rank_in_group} of {group.world_size}, {redundant} redundant"
+        whole = f"{redundant} redundant" if parallel.enable_expert_parallel else "each cut"
+        experts = f"rank {group.rank_in_group} of {group.world_size}, {whole}"
     tensor, pipeline = parallel_state.get_tp_group(), parallel_state.get_pp_group()
     return {
         "name": name or f"{model_config.model}@{model_config.revision or 'main'}",
@@ -41,7 +42,7 @@ def of(vllm_config: VllmConfig, model_config: ModelConfig, name: str | None = No
         "quantization": str(model_config.quantization),
         "tensor parallelism": f"rank {tensor.rank_in_group} of {tensor.world_size}",
         "pipeline parallelism": f"rank {pipeline.rank_in_group} of {pipeline.world_size}",
-        "expert parallelism": experts,
+        "experts": experts,
         "vLLM": extension.version("vllm").partition("+")[0],
     }
 

@@ -93,7 +93,8 @@ class PeerModelLoader(BaseModelLoader):
     def _by_peer(self, model: nn.Module, model_config: ModelConfig) -> list[bytes] | None:
         if self._vllm_config is None:
             raise PeerError("a drafter's weights are not taken from peers")
-        own, offset = self._identity, _rank(self._vllm_config)
+        own = self._identity
+        offset = _rank(self._vllm_config, of_engine=not model_config.is_moe)  # data-parallel engines differ in experts alone
         listed = [(host, port + offset) for host, port in map(options.address, self.options.peers)]
         if self.options.registry:
             for each in registry.find(self.options.registry, identity.key(own)):
@@ -203,11 +204,12 @@ def _size(model: nn.Module) -> int:
     return sum(each.numel() * each.element_size() for each in model.parameters())
 
 
-def _rank(vllm_config: VllmConfig) -> int:
-    """Of this worker among those whose weights differ: in its engine, or with expert parallelism in all data-parallel engines."""
+def _rank(vllm_config: VllmConfig, *, of_engine: bool = False) -> int:
+    """Of this worker in all data-parallel engines, each of which serves at ports of its own; or in its engine."""
     parallel = vllm_config.parallel_config
-    engine = parallel.data_parallel_index if parallel.enable_expert_parallel else 0
-    return int(parallel.rank + engine * parallel.world_size)
+    together = parallel.distributed_executor_backend == "external_launcher"  # whose world is that of all engines
+    size = parallel.world_size // (parallel.data_parallel_size if together else 1)
+    return int(parallel.rank % size + (0 if of_engine else parallel.data_parallel_index * size))
 
 
 def flags(model: nn.Module) -> dict[str, str]:

@@ -14,6 +14,7 @@ LEAST_SECRET = 16
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Strategy = Literal["peer", "stream", "default"]
+Transport = Literal["tcp", "hccl", "mooncake"]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -23,6 +24,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     peers: tuple[str, ...] = ()
     registry: str | None = None
     name: str | None = None
+    transport: Transport | tuple[Transport, ...] = "tcp"
+    mooncake_protocol: Literal["tcp", "ascend"] = "tcp"
     connections: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     connect_timeout: Positive = 5.0
     timeout: Positive = 30.0
@@ -36,6 +39,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_connections: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
     max_bytes_per_second: Positive | None = None
     checksum: Literal["xxh3", "blake3"] = "xxh3"
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        return (self.transport,) if isinstance(self.transport, str) else self.transport
 
 
 def read(given: object) -> Options:
@@ -60,6 +67,8 @@ def read(given: object) -> Options:
         raise _refused(f"cannot be taken: {error}") from None
     if not options.strategies or len({*options.strategies}) < len(options.strategies):
         raise _refused(f"strategies is {[*options.strategies]}; it can be some of peer, stream and default, each once")
+    if not options.transports or len({*options.transports}) < len(options.transports):
+        raise _refused(f"transport is {[*options.transports]}; it can be tcp, hccl or mooncake, or some of them, each once")
     for peer in options.peers:
         address(peer)
     if options.serve_weights or options.peers or options.registry:

@@ -10,14 +10,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ascend_model_loader import wire
+from ascend_model_loader import transports, wire
 from ascend_model_loader.identity import differences
 from ascend_model_loader.options import Options
 from ascend_model_loader.report import Report
-from ascend_model_loader.state import CHECKSUMS, PIECE, Copier, describe, is_plain, layout_of, staging, view
-
-BLOCK = 8
-"""Pieces of one request; one more request is on its way while the answer to another comes."""
+from ascend_model_loader.state import CHECKSUMS, PIECE, Copier, describe, is_plain, layout_of, own_stream, view
 
 
 def connect(address: tuple[str, int], options: Options, secret: bytes, deadline: float) -> wire.Channel:
@@ -61,6 +58,7 @@ def fetch(
         PeerError: why these are not its weights, or not all of them; the tensors may then have some.
     """
     deadline = time.monotonic() + options.deadline
+    first: wire.Channel | None = None
     with report.phase("manifest"):
         first = connect(address, options, secret, deadline)
         try:
@@ -70,11 +68,22 @@ def fetch(
         except wire.PeerError:
             first.close()
             raise
-    with report.phase("peer to NPU" if device.type == "npu" else "peer to memory") as phase:
-        transfer = _Transfer(manifest, tensors, device)
-        transfer.run(first, lambda: connect(address, options, secret, deadline), options.connections)
-        phase.bytes = transfer.layout.total
-    return manifest
+    reasons = []
+    for transport in options.transports:
+        try:
+            with report.phase(_phase(transport, device)) as phase:
+                transfer = _Transfer(manifest, tensors, device, transport, options)
+                transfer.run(first, lambda: connect(address, options, secret, deadline))
+                phase.bytes = transfer.layout.total
+            return manifest
+        except wire.PeerError as error:
+            reasons.append(str(error) if options.transports == ("tcp",) else f"by {transport}: {error}")
+            first = None
+    raise wire.PeerError(", ".join(reasons))
+
+
+def _phase(transport: str, device: torch.device) -> str:
+    return f"peer to {'NPU' if device.type == 'npu' else 'memory'}" + (f", {transport}" if transport != "tcp" else "")
 
 
 def _check(manifest: wire.Described, tensors: Mapping[str, torch.Tensor], described: Mapping[str, str]) -> None:
@@ -98,8 +107,16 @@ def _check(manifest: wire.Described, tensors: Mapping[str, torch.Tensor], descri
 class _Transfer:
     """The pieces of one load, dealt to connections as each has taken its last ones."""
 
-    def __init__(self, manifest: wire.Described, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        manifest: wire.Described,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+        transport: str,
+        options: Options,
+    ) -> None:
         self.layout, self.device = layout_of(tensors), device
+        self._transport, self._options = transport, options
         self._manifest, self._hashed = manifest, CHECKSUMS[manifest.checksum]
         self._stand_ins = {
             name: torch.empty(each.shape, dtype=each.dtype) for name, each in tensors.items() if not is_plain(each)
@@ -110,16 +127,21 @@ class _Transfer:
         self._channels: list[wire.Channel] = []
         self._errors: list[wire.PeerError | Exception] = []
 
-    def run(self, first: wire.Channel, connect_again: Callable[[], wire.Channel], connections: int) -> None:
+    def run(self, first: wire.Channel | None, connect_again: Callable[[], wire.Channel]) -> None:
         """Take all pieces.
+
+        Args:
+            first: a connection, if there is one.
 
         Raises:
             PeerError: the first thing that went wrong on any connection.
         """
         if self.device.type == "npu":
             torch.npu.synchronize()  # what had the parameters' memory before may still be in use on the current stream
-        count = max(1, min(connections, -(-self.layout.count // BLOCK)))
-        makers = [lambda: first, *[functools.partial(_another, connect_again)] * (count - 1)]
+        # HCCL takes memory of the NPU for each connection
+        connections = 1 if self._transport == "hccl" else self._options.connections
+        count = max(1, min(connections, -(-self.layout.count // transports.Tcp.block)))
+        makers = [lambda: first or connect_again(), *[functools.partial(_another, connect_again)] * (count - 1)]
         threads = [threading.Thread(target=self._work, args=[make], name="weights", daemon=True) for make in makers]
         for thread in threads:
             thread.start()
@@ -140,8 +162,13 @@ class _Transfer:
                 if self._errors:
                     return
                 self._channels.append(channel)
-            with torch.inference_mode():  # as the thread that has made the parameters, perhaps
-                self._take(channel)
+            own_stream(self.device)
+            way = transports.receiving(self._transport, channel, self.device, self._options)
+            try:
+                with torch.inference_mode():  # as the thread that has made the parameters, perhaps
+                    self._take(channel, way)
+            finally:
+                way.close()
         except Exception as error:
             with self._lock:
                 self._errors.append(error)
@@ -151,42 +178,39 @@ class _Transfer:
             if channel:
                 channel.close()
 
-    def _take(self, channel: wire.Channel) -> None:
-        copier = Copier(self.layout, self.device)
-        buffers = [(staging(self.device), copier.wait) for _ in range(2)]
+    def _take(self, channel: wire.Channel, way: transports.Receiving) -> None:
+        copier = Copier(self._targets)
         ahead: deque[range] = deque()
-        turn = 0
         while True:
-            while len(ahead) < 2 and (block := self._deal()):
+            while len(ahead) < 2 and (block := self._deal(way.block)):
                 channel.send(wire.Get(block.start, block.stop))
                 ahead.append(block)
             if not ahead:
                 break
-            for index in ahead.popleft():
-                buffer, wait = buffers[turn]
-                wait()  # for the last copy out of this buffer, while that out of the other may go on
-                data = view(buffer)[: self.layout.size(index)]
+            block = ahead.popleft()
+            way.begin(len(block))
+            for index in block:
+                length = self.layout.size(index)
                 message, size = channel.receive(wire.Piece)
-                if message.index != index or size != len(data):
-                    raise wire.PeerError(f"it sent {size} bytes as piece {message.index}; due were {len(data)} as piece {index}")
-                channel.receive_into(data)
-                if self._hashed(data) != self._manifest.digests[index]:
+                due = length if way.inline else 0
+                if message.index != index or size != due:
+                    raise wire.PeerError(f"it sent {size} bytes as piece {message.index}; due were {due} as piece {index}")
+                piece = way.receive(length)
+                if self._hashed(view(piece.cpu())) != self._manifest.digests[index]:
                     raise wire.PeerError(
                         f"piece {index} of {self.layout.count} ({self._names(index)}) does not meet its checksum: changed on its "
                         "way, or in the peer since it was loaded"
                     )
-                buffers[turn] = (buffer, copier.write(index, self._targets, buffer))
-                turn = 1 - turn
-        copier.wait()
+                copier.write(index, piece)
 
     def _names(self, index: int) -> str:
         first, *others = [self._manifest.tensors[number][0] for number, _, _ in self.layout.parts(index)]
         return f"{first} and {len(others)} more" if others else first
 
-    def _deal(self) -> range:
+    def _deal(self, most: int) -> range:
         with self._lock:
             first = self._next
-            self._next = min(first + BLOCK, self.layout.count)
+            self._next = min(first + most, self.layout.count)
             return range(first, self._next) if not self._errors else range(0)
 
 

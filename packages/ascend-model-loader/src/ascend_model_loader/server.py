@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from ascend_platform import extension
 
-from ascend_model_loader import identity, registry, wire
+from ascend_model_loader import identity, registry, transports, wire
 from ascend_model_loader.options import Options
-from ascend_model_loader.state import PIECE, Copier, describe, layout_of, staging
+from ascend_model_loader.state import PIECE, Copier, describe, layout_of, own_stream
 
 HANDSHAKE = 10.0
 """Seconds that a client has to prove that it knows the secret."""
@@ -191,23 +191,35 @@ class WeightServer:
                 self._connections.discard(connection)
 
     def _answer(self, channel: wire.Channel) -> None:
-        copier: Copier | None = None
-        while not self._ended.is_set():
-            message, _ = channel.receive(wire.Ask, wire.Get)
-            if isinstance(message, wire.Ask):
-                with self.gate.reading():
-                    pass  # says so now if the engine is asleep; a client that takes no bytes does not keep it awake
-                channel.send(self._manifest)
-                continue
-            if not 0 <= message.first < message.last <= self._layout.count:
-                raise wire.PeerError(f"there are no pieces {message.first} to {message.last} of {self._layout.count}")
-            if copier is None:
-                copier, buffer = Copier(self._layout, self._device), staging(self._device)
-            for index in range(message.first, message.last):
-                self._throttle.take(self._layout.size(index))
-                with self.gate.reading():
-                    data = copier.read(index, self._tensors, buffer)
-                channel.send(wire.Piece(index), data)
+        with contextlib.ExitStack() as at_end:
+            copier: Copier | None = None
+            way: transports.Sending | None = None
+            while not self._ended.is_set():
+                message, _ = channel.receive(wire.Ask, wire.Over, wire.Get)
+                if isinstance(message, wire.Ask):
+                    with self.gate.reading():
+                        pass  # says so now if the engine is asleep; a client that takes no bytes does not keep it awake
+                    channel.send(self._manifest)
+                    continue
+                if copier is None:
+                    own_stream(self._device)
+                    copier = Copier(self._tensors)
+                if way is None:
+                    name = message.transport if isinstance(message, wire.Over) else "tcp"
+                    way = transports.sending(name, channel, self._device, self._options)
+                    at_end.callback(way.close)
+                if isinstance(message, wire.Get):
+                    self._send(message, copier, way)
+
+    def _send(self, message: wire.Get, copier: Copier, way: transports.Sending) -> None:
+        if not 0 <= message.first < message.last <= self._layout.count:
+            raise wire.PeerError(f"there are no pieces {message.first} to {message.last} of {self._layout.count}")
+        way.begin(message.last - message.first)
+        for index in range(message.first, message.last):
+            self._throttle.take(self._layout.size(index))
+            with self.gate.reading():
+                piece = copier.read(index, way.room())
+            way.send(index, piece)
 
 
 _published: WeightServer | None = None

@@ -2,8 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import blake3
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ascend_model_loader.wire import PeerError
 
-PIECE = 4 << 20
+PIECE = 1 << 22
 """Bytes of a piece: few enough to stay in a processor's cache between the network, the checksum and the copy."""
 
 CHECKSUMS: Mapping[str, Callable[[memoryview], bytes]] = {
@@ -109,44 +108,41 @@ def layout_of(tensors: Mapping[str, torch.Tensor], piece: int = PIECE) -> Layout
     return Layout([each.numel() * each.element_size() for each in tensors.values()], piece)
 
 
+def own_stream(device: torch.device) -> None:
+    """Give this thread a stream of its own on an NPU: a copy waits for what is before it on its thread's stream."""
+    if device.type == "npu":
+        torch.npu.set_device(device)
+        torch.npu.set_stream(torch.npu.Stream(device))
+
+
+def settle(memory: torch.Tensor) -> None:
+    """Wait for this thread's copies from one place of an NPU to another, which are the ones that nobody else waits for."""
+    if memory.device.type == "npu":
+        torch.npu.current_stream(memory.device).synchronize()
+
+
 class Copier:
-    """Copies pieces between tensors and host memory on a stream of its own, in the thread that has made it."""
+    """Copies pieces between plain tensors and other memory. Each copy is over when its method returns."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout, self.device = layout, device
-        self.stream = None
-        if device.type == "npu":
-            torch.npu.set_device(device)
-            self.stream = torch.npu.Stream(device)
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [bytes_of(each) for each in tensors]
+        self.layout = Layout([each.numel() for each in self._tensors])
 
-    def _here(self) -> AbstractContextManager:
-        return torch.npu.stream(self.stream) if self.stream else nullcontext()
+    def read(self, index: int, into: torch.Tensor) -> torch.Tensor:
+        """A piece, at the beginning of ``into``."""
+        for number, theirs, ours in self.layout.parts(index):
+            into[ours].copy_(self._tensors[number][theirs])
+        settle(into)
+        return into[: self.layout.size(index)]
 
-    def read(self, index: int, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> memoryview:
-        """A piece, in ``buffer``."""
-        with self._here():
-            for number, theirs, ours in self.layout.parts(index):
-                buffer[ours].copy_(bytes_of(tensors[number])[theirs], non_blocking=True)
-        self.wait()
-        return view(buffer)[: self.layout.size(index)]
-
-    def write(self, index: int, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> Callable[[], None]:
-        """Put a piece into the tensors; ``buffer`` can be used again when what is returned has been called."""
-        with self._here():
-            for number, theirs, ours in self.layout.parts(index):
-                bytes_of(tensors[number])[theirs].copy_(buffer[ours], non_blocking=True)
-        return self.stream.record_event().synchronize if self.stream else lambda: None
-
-    def wait(self) -> None:
-        if self.stream:
-            self.stream.synchronize()
+    def write(self, index: int, piece: torch.Tensor) -> None:
+        """Put a piece into the tensors."""
+        for number, theirs, ours in self.layout.parts(index):
+            self._tensors[number][theirs].copy_(piece[ours])
+        settle(piece)
 
 
 def digests(tensors: Mapping[str, torch.Tensor], checksum: str, device: torch.device) -> list[bytes]:
     """The checksum of each piece of plain tensors."""
-    if device.type == "npu":
-        torch.npu.synchronize(device)  # what makes the tensors is on another stream
-    layout = layout_of(tensors)
-    copier, buffer, hashed = Copier(layout, device), staging(device), CHECKSUMS[checksum]
-    sources = list(tensors.values())
-    return [hashed(copier.read(index, sources, buffer)) for index in range(layout.count)]
+    copier, buffer, hashed = Copier(tensors.values()), staging(device), CHECKSUMS[checksum]
+    return [hashed(view(copier.read(index, buffer))) for index in range(copier.layout.count)]

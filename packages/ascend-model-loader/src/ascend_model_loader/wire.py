@@ -6,17 +6,21 @@ with what can be expected before anything is read or allocated. Headers are deco
 else: there is no pickle, and no name of a type or function is taken from the network.
 """
 
+import functools
 import hmac
+import operator
 import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
 MAGIC = b"AWP1"
 PREFIX = struct.Struct("!4sIQ")
+TIMEVAL = struct.Struct("@ll")
 MAC = 32
 NONCE = 32
 SMALL = 4096
@@ -64,9 +68,28 @@ class Get(Message, frozen=True):
 
 
 class Piece(Message, frozen=True):
-    """One piece, which is the payload."""
+    """One piece, which is the payload, or comes by the transport that was asked for."""
 
     index: int
+
+
+class Over(Message, frozen=True):
+    """For another transport than TCP, on this connection; the answer is one of the next two."""
+
+    transport: str
+
+
+class Region(Message, frozen=True):
+    """Mooncake: the session and the address where pieces can be read."""
+
+    session: str
+    address: int
+
+
+class Meeting(Message, frozen=True):
+    """HCCL: its root information, of some 4 KiB, with which the server connects as rank 0."""
+
+    info: bytes
 
 
 class Refused(Message, frozen=True):
@@ -94,6 +117,8 @@ Asked = TypeVar("Asked", bound=Message)
 class Channel:
     """One connection, of which every wait ends: after ``timeout`` seconds without a byte, and at ``deadline`` in any case.
 
+    The kernel counts them, and fills or empties whole buffers: in the midst of one it may be twice ``timeout``.
+
     Args:
         connection: connected; closed by ``close``.
         timeout: seconds.
@@ -102,8 +127,10 @@ class Channel:
 
     def __init__(self, connection: socket.socket, timeout: float, deadline: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)  # Python would otherwise ask for each part that has come
         self.connection, self.timeout, self.deadline = connection, timeout, deadline
         self._key = b""
+        self._waits: dict[int, float] = {}
         self._sent = self._received = 0
 
     def close(self) -> None:
@@ -119,16 +146,22 @@ class Channel:
         prefix = PREFIX.pack(MAGIC, len(header), len(payload or b""))
         frame = prefix + header + self._mac(self._side, self._sent, prefix, header)
         self._sent += 1
-        try:
-            self._wait()
-            self.connection.sendall(frame, socket.MSG_MORE if payload else 0)
-            if payload:
-                self._wait()
-                self.connection.sendall(payload)
-        except TimeoutError:
-            raise self._late("took") from None
-        except OSError as error:
-            raise PeerError(f"the peer is gone: {error.strerror or error}") from None
+        self._send_all([frame, payload] if payload else [frame])
+
+    def _send_all(self, parts: list[bytes | memoryview]) -> None:
+        left = sum(map(len, parts))
+        while left:
+            try:
+                self._wait(socket.SO_SNDTIMEO)
+                count = self.connection.sendmsg(parts)
+            except BlockingIOError:
+                raise self._late("took") from None
+            except OSError as error:
+                raise PeerError(f"the peer is gone: {error.strerror or error}") from None
+            left -= count
+            while left and count >= len(parts[0]):
+                count -= len(parts.pop(0))
+            parts[0] = memoryview(parts[0])[count:]
 
     def receive(self, *kinds: type[Asked], most: int = SMALL) -> tuple[Asked, int]:
         """The next frame's header, of one of these kinds and at most so many bytes, and the length of its payload.
@@ -148,7 +181,7 @@ class Channel:
             raise PeerError("a header was not made with the secret, or was changed on its way")
         self._received += 1
         try:
-            message = msgspec.msgpack.decode(header, type=_union(*kinds))
+            message = _decoder(*kinds).decode(header)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise PeerError(f"a header is not {expected}: {printable(str(error))}") from None
@@ -173,15 +206,38 @@ class Channel:
         filled = 0
         while filled < len(buffer):
             try:
-                self._wait()
-                count = self.connection.recv_into(buffer[filled:])
-            except TimeoutError:
+                self._wait(socket.SO_RCVTIMEO)
+                count = self.connection.recv_into(buffer[filled:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
                 raise self._late("sent") from None
             except OSError as error:
                 raise PeerError(f"the peer is gone: {error.strerror or error}") from None
             if not count:
                 raise PeerError(f"the peer ended the connection after {filled} of {len(buffer)} bytes")
             filled += count
+
+    @property
+    def ended(self) -> bool:
+        """Whether the peer has closed the connection, and all that it sent before was received."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def wait_for(self, done: Callable[[float], bool], did: str) -> None:
+        """Ask ``done`` for parts of a second until it is true, which is the transport's work.
+
+        Raises:
+            PeerError: the peer has ended meanwhile, or it took ``timeout`` seconds or the deadline has passed.
+        """
+        end = min(self.deadline, time.monotonic() + self.timeout)
+        while not done(min(0.2, max(0.001, end - time.monotonic()))):
+            if self.ended:
+                raise PeerError(f"the peer ended while a piece was {did}")
+            if time.monotonic() >= end:
+                raise self._late(did)
 
     def prove(self, secret: bytes) -> None:
         """The client's side of the mutual proof.
@@ -227,11 +283,14 @@ class Channel:
         past = time.monotonic() >= self.deadline
         return PeerError("the deadline has passed" if past else f"the peer {did} nothing for {self.timeout:g} s")
 
-    def _wait(self) -> None:
+    def _wait(self, option: int) -> None:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise self._late("")
-        self.connection.settimeout(min(self.timeout, left))
+        if (seconds := min(self.timeout, left)) != self._waits.get(option):
+            self._waits[option] = seconds
+            whole = int(seconds)
+            self.connection.setsockopt(socket.SOL_SOCKET, option, TIMEVAL.pack(whole, max(1, int((seconds - whole) * 1e6))))
 
 
 def printable(text: str) -> str:
@@ -239,11 +298,9 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in text[:500])
 
 
-def _union(*kinds: type[Message]) -> object:
-    union: object = Refused
-    for kind in kinds:
-        union = union | kind
-    return union
+@functools.cache
+def _decoder(*kinds: type[Message]) -> msgspec.msgpack.Decoder:
+    return msgspec.msgpack.Decoder(functools.reduce(operator.or_, kinds, Refused))
 
 
 def _checked(nonce: bytes) -> bytes:
