@@ -210,12 +210,7 @@ class Pair:
 
     def pull(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The decode instance reads finished prompts."""
-        given = {"do_remote_decode": True}
-        first = self.ask(
-            self.prefill, [item | {"length": 1, "params": given, "leave": item.get("leave there")} for item in items]
-        )
-        for _, _, params, *_ in first.values():
-            params.pop("remote_prefill_cached_tokens", None)  # vLLM's, which it would show in place of what it has not computed
+        first = self.compute_there(items)
         there = [item | {"params": first[item["name"]][2]} for item in items if item["name"] in first]
         began = time.monotonic()
         return self.judge(items, first, self.ask(self.decode, there), began)

@@ -88,7 +88,8 @@ def test_layers_go_over_while_others_are_computed(one: dict, other: dict, announ
     assert producer.all_free("r-far")
 
 
-def test_preempted_prompt_goes_on_in_other_blocks(instances: Callable) -> None:
+def part_of_a_prompt(instances: Callable) -> tuple[Any, Any, list[int]]:
+    """The two instances, and the reader's blocks, once 8 of a prompt's 20 tokens are over."""
     producer, consumer = instances("p").produce(), instances("d").consume()
     prompt = Prompt(producer, "r", 20)
     blocks = consumer.take(20)
@@ -97,6 +98,11 @@ def test_preempted_prompt_goes_on_in_other_blocks(instances: Callable) -> None:
     prompt.compute(8)
     transfer, token = consumer.consumers[0]._open["r"], consumer.caches[0].token_bytes(range(4), 4)
     assert wait_for(lambda: transfer.size == 8 * token)
+    return producer, consumer, blocks
+
+
+def test_preempted_prompt_goes_on_in_other_blocks(instances: Callable) -> None:
+    producer, consumer, blocks = part_of_a_prompt(instances)
     producer.producers[0].leases.withdraw("r-far", 1.0)
     for cache in producer.caches[0].caches:
         cache.fill_(-7)
@@ -122,14 +128,7 @@ def test_withdrawal_waits_for_readers() -> None:
 
 
 def test_prompt_that_is_given_up_there_fails_here_at_once(instances: Callable) -> None:
-    producer, consumer = instances("p").produce(), instances("d").consume()
-    prompt = Prompt(producer, "r", 20)
-    blocks = consumer.take(20)
-    consumer.consumers[0].start("r", None, blocks, 0, 20)
-    prompt.announce(consumer)
-    prompt.compute(8)
-    transfer, token = consumer.consumers[0]._open["r"], consumer.caches[0].token_bytes(range(4), 4)
-    assert wait_for(lambda: transfer.size == 8 * token)
+    producer, consumer, blocks = part_of_a_prompt(instances)
     producer.producers[0].leases.withdraw("r-far", 1.0, "the request has ended there")
     ((failed,),) = consumer.wait()
     assert (failed.kind, failed.blocks) == ("lease", tuple(blocks[2:]))
