@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -26,7 +27,7 @@ def peer(pipe: Connection) -> None:
         buffer[:1000] = 7
         import torch
 
-        torch.npu.synchronize()
+        torch.npu.current_stream().synchronize()
         pipe.send("written")
 
 
@@ -78,37 +79,46 @@ def main() -> None:
     stranger, _ = end(b"another secret of instances")
     assert pipe.poll(100)
     session, address = pipe.recv()
-    right = []
-    for value, at, size in ((1, 0, SIZE), (2, 12345, 100_000), (3, SIZE - 1, 1), (4, 0, SIZE)):
+    here = buffer.data_ptr()
+
+    def read(value: int, at: int = 0, size: int = SIZE) -> bool:
+        """Whether the peer's bytes are here after a read of some, and those around them are as before."""
         pipe.send(value)
         pipe.recv()
         buffer.zero_()
         torch.npu.synchronize()
-        transport.read(session, address + at, buffer.data_ptr() + at, size, 20)
+        transport.read(session, address + at, here + at, size, 20)
         expected = torch.full((SIZE,), value, dtype=torch.uint8)
         expected[:1000] = 7
         expected[:at] = expected[at + size :] = 0
-        right.append(torch.equal(buffer.cpu(), expected))
-    print("RESULT", json.dumps({"name": "read", "right": right}))
-    here = buffer.data_ptr()
+        return torch.equal(buffer.cpu(), expected)
+
+    def deafen() -> None:
+        pair = transport._reading[session]
+        pair.caller = Deaf(pair.caller)
+
+    right = {"some": [read(1), read(2, 12345, 100_000), read(3, SIZE - 1, 1), read(4)]}
     results = {"not registered here": failure(lambda: transport.read(session, address, here + 1, SIZE, 5))}
     results["not registered there"] = failure(lambda: transport.read(session, address + 1, here, SIZE, 5))
-    transport._reading[session].over = ""
     results["another secret"] = failure(lambda: transport.read(stranger.session, address, here, SIZE, 5))
-    pair = transport._reading[session]
-    caller, pair.caller = pair.caller, Deaf(pair.caller)
+    right["after a refusal"] = [read(5)]
+    deafen()
     results["nothing is sent"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
-    results["again"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
-    pair.over, pair.caller = "", caller
+    torch.npu.synchronize()  # nothing waits for what was not sent
+    right["after nothing was sent"] = [read(6)]
     os.kill(process.pid, signal.SIGSTOP)
     results["stopped"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
-    pair.over = ""
-    process.kill()
-    process.join()
+    os.kill(process.pid, signal.SIGCONT)
+    right["after it was stopped"] = [read(7)]
+    print("RESULT", json.dumps({"name": "read", "right": right}))
+    deafen()
+    threading.Timer(0.3, process.kill).start()
     results["killed"] = failure(lambda: transport.read(session, address, here, SIZE, 10))
+    process.join()
+    results["gone"] = failure(lambda: transport.read(session, address, here, SIZE, 10))
     began = time.monotonic()
-    with torch.npu.stream(torch.npu.Stream()):
-        results["killed"]["sum"] = int(torch.arange(100, device="npu").sum())
+    torch.npu.synchronize()
+    results["killed"]["sum"] = int(torch.arange(100, device="npu").sum())
     transport.close()
     results["killed"]["closed"] = time.monotonic() - began
     for name, result in results.items():

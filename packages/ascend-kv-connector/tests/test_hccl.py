@@ -12,21 +12,22 @@ from ascend_platform import extension
 def test_bytes_come_and_errors_do_in_time() -> None:
     done = npus.run(2, sys.executable, str(Path(__file__).parent / "hccl_cases.py"), VLLM_PLUGINS="", timeout=120)
     found = npus.by_name(done)
-    assert found["read"]["right"] == [True] * 4
+    right = {"some": 4, "after a refusal": 1, "after nothing was sent": 1, "after it was stopped": 1}
+    assert found["read"]["right"] == {name: [True] * count for name, count in right.items()}
     assert (found["not registered here"]["cause"], found["not registered here"]["rest"]) == ("memory that is not registered", "0")
     assert (found["not registered there"]["kind"], found["not registered there"]["rest"]) == ("transport", "0")
     assert "bytes were asked for that are in no buffer there" in found["not registered there"]["cause"]
     assert found["another secret"]["cause"].startswith("it does not take this instance's secret")
     assert found["another secret"]["seconds"] < 5
     assert found["nothing is sent"]["cause"] == "HCCL has not received 4194304 bytes in time"
-    assert found["nothing is sent"]["rest"] == "inf"  # HCCL may write there whenever the peer sends
-    assert "was given up: HCCL has not received" in found["again"]["cause"]
-    assert found["again"]["rest"] == "0"
+    assert found["nothing is sent"]["rest"] == "60.0"
     assert found["stopped"]["cause"].startswith("no answer in ")
     for name in ("nothing is sent", "stopped"):
         assert 0.4 < found[name]["seconds"] < 5
-    assert found["killed"]["kind"] == "peer"
+    assert found["killed"]["kind"] in ("peer", "transport")  # whichever is the first to notice, the connection or HCCL
+    assert found["killed"]["seconds"] < 5
     assert (found["killed"]["sum"], found["killed"]["closed"] < 10) == (4950, True)
+    assert (found["gone"]["kind"], found["gone"]["cause"][:18]) == ("peer", "it does not listen")
 
 
 def test_it_is_refused_without_ascend_communicator(monkeypatch: pytest.MonkeyPatch) -> None:

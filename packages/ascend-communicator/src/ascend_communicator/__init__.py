@@ -32,7 +32,6 @@ def register() -> None:
 def _offer() -> None:
     extension.offer("communicator", "ascend_communicator.communicator.HCCLCommunicator")
     extension.offer("weight_transfer.hccl", "ascend_communicator.weight_transfer.HCCLWeightTransferEngine")
-    extension.offer("hccl.connect", "ascend_communicator.pyhccl.connect")
     extension.offer("hccl.link", "ascend_communicator.link.Link")
 
 

@@ -26,7 +26,7 @@ REST = 60.0
 
 class TransferError(Exception):
     """A transfer cannot go on. ``kind`` is for counting, the message for people; ``rest`` is of a read that has failed, the
-    seconds for which its buffer may still change: 0 if it was not begun, infinity if it may end whenever."""
+    seconds for which its buffer may still change: 0 if it was not begun."""
 
     def __init__(self, kind: Kind, cause: str, hint: str = "", rest: float = REST) -> None:
         super().__init__(cause)

@@ -110,25 +110,25 @@ class Dropped(Message, frozen=True):
 
 
 class Meet(Message, frozen=True):
-    """By transport hccl, on a port of its own: connect with the NPU of ``reader``, a pair's name. Answered by :class:`Place`."""
+    """By transport hccl, on a port of its own: connect with ``reader``, a pair's name. Answered by :class:`Meeting`."""
 
     reader: str
-    seconds: float
 
 
-class Place(Message, frozen=True):
-    """Where the two meet, for HCCL; the asked one is rank 0."""
+class Meeting(Message, frozen=True):
+    """HCCL's root information, of which the asked one is rank 0 and the reader rank 1."""
 
-    host: str
-    port: int
+    info: bytes
 
 
 class Send(Message, frozen=True):
-    """Send these bytes of a registered buffer to ``reader``, which receives them next. Answered by :class:`Noted`."""
+    """Send these bytes of a registered buffer to ``reader``, which receives them next, for ``seconds`` at most. Answered by
+    :class:`Noted`."""
 
     reader: str
     address: int
     size: int
+    seconds: float
 
 
 class Part(Message, frozen=True):
@@ -150,7 +150,7 @@ class Refused(Message, frozen=True):
 
 
 Question = Hello | Fetch | Release | Announce | Dropped | Meet | Send | Part
-Answer = Cache | Chunk | Noted | Refused | Place
+Answer = Cache | Chunk | Noted | Refused | Meeting
 
 encode = msgspec.msgpack.Encoder().encode
 decode_question = msgspec.msgpack.Decoder(Question).decode
