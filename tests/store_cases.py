@@ -113,7 +113,7 @@ def requests(phase: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 def judge(items: list[dict[str, Any]], there: dict[str, Any], alone: dict[str, Any], began: float) -> dict[str, Any]:
     ended: dict[str, int] = {}
-    for _, reason, _, _ in there.values():
+    for _, reason, *_ in there.values():
         ended[str(reason)] = ended.get(str(reason), 0) + 1
     stored = {item["name"]: min(len(item["prompt"]) - 1, len(item["prompt"]) // CHUNK * CHUNK) for item in items}
     return {
