@@ -49,7 +49,8 @@ def test_all_stand_aside_of_another_vllm(version: str) -> None:
     assert heavy == []
     for name, state in states.items():
         (declared,) = (it for it in importlib.metadata.requires(name) or [] if it.startswith("vllm"))
-        assert state == f"standing aside: it needs {declared} and found {version}; run: pip install '{declared}'"
+        of_source = f"VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm '{declared}'"
+        assert state == f"standing aside: it needs {declared} and found {version}; run: {of_source}"
 
 
 def test_every_component_has_features() -> None:
