@@ -202,14 +202,13 @@ class Lane:
         try:
             self._fetch_all(transfer)
             transfer.succeed()
-        except ClosedError:
-            pass
-        except TransferError as error:
-            transfer.fail(error, transport, block_size)
         except Exception as error:
-            transfer.fail(TransferError("internal", f"{type(error).__name__}: {error}"), transport, block_size)
-        with suppress(Exception):  # the transfer has failed already
-            self._unpacked()
+            with suppress(Exception):  # what was read before it counts, and cannot fail it once more
+                self._unpacked()
+            if not isinstance(error, ClosedError | TransferError):
+                error = TransferError("internal", f"{type(error).__name__}: {error}")
+            if isinstance(error, TransferError):
+                transfer.fail(error, transport, block_size)
         self._release(transfer.source)
         if isinstance(transfer.outcome, Failed) and transfer.outcome.kind != "aborted":
             self._forget(transfer.source)

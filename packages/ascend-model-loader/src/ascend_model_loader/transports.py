@@ -25,6 +25,10 @@ LINK = "hccl.link"
 HALF = 2
 """Pieces of a request over Mooncake: so many lie ready at the server while as many are read."""
 
+GIVES_UP = "MC_TRANSFER_TIMEOUT"
+"""Seconds after which Mooncake ends a read; it reads this as an engine is made, and takes at least 5 (Mooncake,
+``transfer_engine_py.cpp``). Another component of the process may have set it for its own."""
+
 ABANDONED: list[torch.Tensor] = []
 """Memory into which a read that has failed may still write."""
 
@@ -256,12 +260,16 @@ def engine(host: str, protocol: str, timeout: float) -> tuple[Any, str]:
 @functools.cache
 def _engine(host: str, protocol: str, timeout: float) -> tuple[Any, str]:
     check("mooncake", torch.device("cpu"))
-    # seconds after which Mooncake ends a read, 5 at least (Mooncake, transfer_engine_py.cpp)
-    os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(max(5, int(timeout))))
+    before = os.environ.get(GIVES_UP)
+    os.environ[GIVES_UP] = str(max(5, int(timeout)))
     try:
         made = importlib.import_module("mooncake.engine").TransferEngine()
     except ImportError as error:
         raise wire.PeerError(f"Mooncake's transfer engine cannot be loaded: {_line(error)}") from None
+    finally:
+        del os.environ[GIVES_UP]
+        if before is not None:
+            os.environ[GIVES_UP] = before
     if code := made.initialize(host, "P2PHANDSHAKE", protocol, ""):
         raise wire.PeerError(f"mooncake does not start for {protocol} on {host} (code {code})")
     return made, f"{host}:{made.get_rpc_port()}"
