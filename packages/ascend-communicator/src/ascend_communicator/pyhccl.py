@@ -330,18 +330,3 @@ class PyHcclCommunicator:
         width, array = tensor[:1].numel() if len(tensor) else 0, ctypes.c_uint64 * self.world_size
         counts = [size * width for size in sizes]
         return array(*counts), array(*itertools.accumulate([0, *counts[:-1]]))
-
-
-def connect(address: str, port: int, rank: int, world_size: int, seconds: int = 300) -> PyHcclCommunicator:
-    """Join a group of HCCL's with ranks of other processes, of whatever engine, on the current NPU.
-
-    Args:
-        address: where they meet, which is at rank 0: it listens there, the others come.
-        seconds: for how long they wait for each other; HCCL then waits by ``HCCL_CONNECT_TIMEOUT`` for the NPUs.
-
-    Raises:
-        RuntimeError: not all of them have come in time, or there is no libhccl.
-        HCCLError: HCCL cannot connect the ranks.
-    """
-    group = StatelessProcessGroup.create(host=address, port=port, rank=rank, world_size=world_size, store_timeout=seconds)
-    return PyHcclCommunicator(group, torch.npu.current_device())

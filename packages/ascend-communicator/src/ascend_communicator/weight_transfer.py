@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from vllm.config import ParallelConfig
+from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, VLLMWeightSyncClient, WeightSource
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import (
@@ -21,7 +22,13 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from ascend_communicator.pyhccl import connect
+from ascend_communicator.pyhccl import PyHcclCommunicator
+
+
+def connect(address: str, port: int, rank: int, world_size: int) -> PyHcclCommunicator:
+    """Join the trainer's group on the current NPU; the ranks meet at rank 0's address and port."""
+    group = StatelessProcessGroup.create(host=address, port=port, rank=rank, world_size=world_size)
+    return PyHcclCommunicator(group, torch.npu.current_device())
 
 
 def buffers(meta: Sequence[ParamMeta], most: int) -> Iterator[list[ParamMeta]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from ascend_platform import extension
 
 IGNORED = ("prefill", "decode", "use_ascend_direct")
 """Keys of vllm-ascend's connectors that say what ranks of this one tell each other; they are left unread."""
 
+Kind = TypeVar("Kind")
 
 MODES = ("pull", "push")
 """What is done with a request that does not say where its prompt is: computed here, or asked for at the metaserver."""
@@ -46,17 +47,7 @@ class Options:
         Raises:
             RefusedError: an unknown key, with the nearest known one, or a value that cannot be, in one line.
         """
-        known = {field.name: field.default for field in fields(cls)}
-        values = {}
-        for key, value in given.items():
-            if key in IGNORED:
-                continue
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise extension.RefusedError(f"kv_connector_extra_config has no key {key!r}; {hint}")
-            values[key] = _checked(key, value, known[key])
-        options = cls(**values)  # type: ignore[arg-type]
+        options = take(cls, given, IGNORED)
         if options.mode not in MODES:
             raise extension.RefusedError(f"kv_connector_extra_config.mode is {options.mode!r}; it can be {' or '.join(MODES)}")
         if options.metaserver and options.mode != "push":
@@ -66,18 +57,36 @@ class Options:
         return options
 
 
-def _checked(key: str, value: object, default: object) -> object:
-    if isinstance(default, bool):
-        fits, kind = isinstance(value, bool), "true or false"
-    elif isinstance(default, str):
-        fits, kind = isinstance(value, str), "a string"
-    elif isinstance(default, int):
-        fits, kind = type(value) is int and value > 0, "a whole number above 0"
-    else:
-        fits, kind = type(value) in (int, float) and value > 0, "a number of seconds above 0"  # type: ignore[operator]
-    if not fits:
-        raise extension.RefusedError(f"kv_connector_extra_config.{key} is {value!r}; it can be {kind}")
-    return value
+def take(kind: type[Kind], given: Mapping[str, object], ignored: Collection[str], title: str = "") -> Kind:
+    """A dataclass of options, of what the user gave; ``title`` begins the line that refuses.
+
+    Raises:
+        RefusedError: an unknown key, with the nearest known one, or a value of another kind than the field's, in one line.
+    """
+    values = {key: value for key, value in given.items() if key not in ignored}
+    known = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise extension.RefusedError(f"{title}kv_connector_extra_config has no key {key!r}; {hint}")
+        if wanted := _unfit(value, known[key]):
+            raise extension.RefusedError(f"{title}kv_connector_extra_config.{key} is {value!r}; it can be {wanted}")
+    return kind(**values)
+
+
+def _unfit(value: object, kind: str) -> str:
+    """What it should be, or nothing if it is of this annotated kind."""
+    if kind.startswith("bool"):
+        return "" if isinstance(value, bool) else "true or false"
+    if kind.startswith("int"):
+        return "" if type(value) is int and value > 0 else "a whole number above 0"
+    if kind.startswith("float"):
+        return "" if type(value) in (int, float) and value > 0 else "a number of seconds above 0"  # type: ignore[operator]
+    if "list" in kind:
+        names = [value] if isinstance(value, str) else value
+        return "" if isinstance(names, list) and all(isinstance(name, str) for name in names) else "a name or a list of names"
+    return "" if isinstance(value, str) else "a string"
 
 
 def check_cache(name: str, kv_cache_config: Any) -> None:

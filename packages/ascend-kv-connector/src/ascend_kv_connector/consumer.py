@@ -22,7 +22,7 @@ from ascend_kv_connector.control import Caller, ControlServer
 from ascend_kv_connector.errors import REST, TransferError
 from ascend_kv_connector.keys import Keys
 from ascend_kv_connector.protocol import Announce, Answer, Cache, Chunk, Dropped, Fetch, Hello, Noted, Question, Refused, Release
-from ascend_kv_connector.transfers import ClosedError, Done, Failed, Source, Transfer
+from ascend_kv_connector.transfers import Done, Failed, Source, Transfer
 from ascend_kv_connector.transport import Transport
 
 EAGER = 0.005
@@ -205,10 +205,9 @@ class Lane:
         except Exception as error:
             with suppress(Exception):  # what was read before it counts, and cannot fail it once more
                 self._unpacked()
-            if not isinstance(error, ClosedError | TransferError):
+            if not isinstance(error, TransferError):  # after a ClosedError it has ended, and this changes nothing
                 error = TransferError("internal", f"{type(error).__name__}: {error}")
-            if isinstance(error, TransferError):
-                transfer.fail(error, transport, block_size)
+            transfer.fail(error, transport, block_size)
         self._release(transfer.source)
         if isinstance(transfer.outcome, Failed) and transfer.outcome.kind != "aborted":
             self._forget(transfer.source)

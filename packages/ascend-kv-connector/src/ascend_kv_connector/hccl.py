@@ -105,7 +105,7 @@ class HcclTransport:
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
         self.link = resolve_obj_by_qualname(extension.offered(SLOT))
-        self.host, self.keys = host, keys
+        self.keys = keys
         self.context = zmq.Context()
         self._buffers: list[torch.Tensor] = []
         self._reading: dict[str, Pair] = {}

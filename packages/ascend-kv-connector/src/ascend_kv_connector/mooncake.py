@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from ascend_platform import extension
@@ -33,6 +34,21 @@ def check() -> None:
         )
 
 
+def load(module: str, title: str) -> Any:
+    """A module of Mooncake's; ``title`` begins the line that refuses.
+
+    Raises:
+        RefusedError: Mooncake is not installed, or lacks a library.
+    """
+    check()
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise extension.RefusedError(
+            f"{title} cannot be loaded ({error}); install that library, on Debian libibverbs1, libnuma1 and libcurl4"
+        ) from None
+
+
 class MooncakeTransport:
     """Reads of a peer's registered memory; see :class:`~ascend_kv_connector.transport.Transport`.
 
@@ -45,14 +61,7 @@ class MooncakeTransport:
         Raises:
             RefusedError: Mooncake is not installed, lacks a library, or does not start.
         """
-        check()
-        try:
-            engine = importlib.import_module("mooncake.engine")
-        except ImportError as error:
-            raise extension.RefusedError(
-                f"transport mooncake: Mooncake's transfer engine cannot be loaded ({error}); install that library, on Debian "
-                "libibverbs1, libnuma1 and libcurl4"
-            ) from None
+        engine = load("mooncake.engine", "transport mooncake: Mooncake's transfer engine")
         os.environ.setdefault(GIVES_UP, "30")
         self.name = f"mooncake ({protocol})"
         self.on_device = protocol == "ascend"

@@ -64,7 +64,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
                 f"OffloadingConnector: spec_name is {spec!r}; on NPUs it can be CPUOffloadingSpec, which is its default, or "
                 "TieringOffloadingSpec"
             )
-        if spec in ("TieringOffloadingSpec", "TieredSpec"):
+        if SPECS.get(spec, spec) == "TieredSpec":
             check_one_host("OffloadingConnector", vllm_config)
         if vllm_config.cache_config.kv_offloading_size is None and not given.get("cpu_bytes_to_use"):
             raise extension.RefusedError(

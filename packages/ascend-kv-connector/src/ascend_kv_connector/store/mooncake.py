@@ -15,7 +15,7 @@ from typing import Any
 
 from ascend_platform import extension
 
-from ascend_kv_connector.mooncake import WHEELS, check
+from ascend_kv_connector.mooncake import WHEELS, check, load
 from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier
 
@@ -112,17 +112,11 @@ class MooncakePool:
             RefusedError: Mooncake is not installed, lacks a library, or does not start.
         """
         config.check()
-        try:
-            from mooncake.store import MooncakeDistributedStore
-        except ImportError as error:
-            raise extension.RefusedError(
-                f"backend mooncake: Mooncake's store cannot be loaded ({error}); install that library, on Debian libibverbs1, "
-                "libnuma1 and libcurl4"
-            ) from None
+        store = load("mooncake.store", "backend mooncake: Mooncake's store")
         from vllm.utils.network_utils import get_ip
 
         self.where = f"Mooncake's store of master {config.master_server_address} ({config.protocol})"
-        self._store: Any = MooncakeDistributedStore()
+        self._store: Any = store.MooncakeDistributedStore()
         asked = {
             "local_hostname": config.local_hostname or get_ip(),
             "metadata_server": config.metadata_server,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from ascend_platform import extension
+
+from ascend_kv_connector.config import take
 
 NAME = "AscendStoreConnector"
 SHARED = "/dev/shm"
@@ -69,17 +70,7 @@ class StoreOptions:
             raise extension.RefusedError(
                 f"{NAME}: use_layerwise is true; here chunks are stored beside the computation as they are finished; leave it out"
             )
-        left = {key: value for key, value in given.items() if key not in IGNORED}
-        known = {field.name: str(field.type) for field in fields(cls)}
-        for key, value in left.items():
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise extension.RefusedError(f"{NAME}: kv_connector_extra_config has no key {key!r}; {hint}")
-            if not (wanted := _unfit(value, known[key])):
-                continue
-            raise extension.RefusedError(f"{NAME}: kv_connector_extra_config.{key} is {value!r}; it can be {wanted}")
-        options = cls(**left)  # type: ignore[arg-type]
+        options = take(cls, given, IGNORED, f"{NAME}: ")
         for backend in options.backends:
             if backend not in BACKENDS:
                 raise extension.RefusedError(
@@ -151,17 +142,3 @@ class StoreOptions:
             "model": hashlib.sha256(described.encode()).hexdigest(),
             "hashes": vllm_config.cache_config.prefix_caching_hash_algo,
         }
-
-
-def _unfit(value: object, kind: str) -> str:
-    """What it should be, or nothing if it is of this annotated kind."""
-    if kind.startswith("bool"):
-        return "" if isinstance(value, bool) else "true or false"
-    if kind.startswith("int"):
-        return "" if type(value) is int and value > 0 else "a whole number above 0"
-    if kind.startswith("float"):
-        return "" if type(value) in (int, float) and value > 0 else "a number of seconds above 0"  # type: ignore[operator]
-    if "list" in kind:
-        names = [value] if isinstance(value, str) else value
-        return "" if isinstance(names, list) and all(isinstance(name, str) for name in names) else "a name or a list of names"
-    return "" if isinstance(value, str) else "a string"
