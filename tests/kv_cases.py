@@ -16,6 +16,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,25 +32,38 @@ def instance(
     pipe: Connection, model: str, devices: str, role: str, transfer: dict[str, Any], tiers: dict[str, Any], engine: dict[str, Any]
 ) -> None:
     """Serve batches that come by the pipe until it says stop."""
-    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = devices
-    from vllm import LLM
-
     config = {"kv_connector": "AscendP2PConnector", "kv_role": role, "kv_connector_extra_config": OPTIONS | transfer}
     if tiers:
         parts = [config, {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tiers}]
         config = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": parts}}
+    serve(pipe, model, devices, config, engine)
+
+
+def serve(
+    pipe: Connection,
+    model: str,
+    devices: str,
+    transfer: dict[str, Any] | None,
+    engine: dict[str, Any],
+    answers: dict[str, Callable[[Any], Any]] | None = None,
+) -> None:
+    """An engine that answers what comes by the pipe until that is stop: batches, reset, and what else has an answer here."""
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = devices
+    from vllm import LLM
+
     llm = LLM(
         model,
         skip_tokenizer_init=True,
         max_model_len=1024,
         seed=0,
         gpu_memory_utilization=0.3,
-        kv_transfer_config=config,
+        kv_transfer_config=transfer,
         **({"max_num_batched_tokens": 256, "dtype": "float32"} | engine),  # long prompts are computed in several steps
     )
+    known = {"reset": lambda llm: llm.reset_prefix_cache()} | (answers or {})
     pipe.send("ready")
     while (asked := pipe.recv()) != "stop":
-        pipe.send(llm.reset_prefix_cache() if asked == "reset" else batch(llm, asked))
+        pipe.send(known[asked](llm) if isinstance(asked, str) else batch(llm, asked))
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -29,26 +29,7 @@ OPTIONS = {"cpu_bytes_to_use": 200 << 20, "answer_timeout": 2, "transfer_timeout
 
 def instance(pipe: Connection, model: str, devices: str, transfer: dict[str, Any] | None, engine: dict[str, Any]) -> None:
     """Serve batches that come by the pipe until it says stop."""
-    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = devices
-    from vllm import LLM
-
-    llm = LLM(
-        model,
-        skip_tokenizer_init=True,
-        max_model_len=1024,
-        seed=0,
-        gpu_memory_utilization=0.3,
-        kv_transfer_config=transfer,
-        disable_log_stats=False,
-        **({"max_num_batched_tokens": 256, "dtype": "float32"} | engine),
-    )
-    pipe.send("ready")
-    while (asked := pipe.recv()) != "stop":
-        if asked == "chunks":
-            pipe.send(chunks(llm))
-        else:
-            pipe.send(llm.reset_prefix_cache() if asked == "reset" else kv_cases.batch(llm, asked))
-    llm.llm_engine.engine_core.shutdown()
+    kv_cases.serve(pipe, model, devices, transfer, {"disable_log_stats": False} | engine, {"chunks": chunks})
 
 
 def chunks(llm: Any) -> dict[str, int]:
