@@ -103,7 +103,7 @@ def test_peer_that_goes_while_it_is_read(instances: Callable, network: MemoryNet
     source, _ = producer.fill("r", 40)
     consumer.consumers[0].start("r", source, consumer.take(40), 0, 40)
     sleep(0.3)
-    producer.close()
+    producer.producers[0].close()
     ((outcome,),) = consumer.wait()
     assert outcome.kind == "peer"
     assert outcome.cause in ("it has closed the connection", "it does not listen (5 attempts)")  # whichever is noticed first
