@@ -21,6 +21,8 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "TP2 to TP1": ({"devices": "0,1", "engine": TP2}, {"devices": "2"}, {}),
     "TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {}),
     "PP2 to TP1": ({"devices": "0,1", "engine": PP2}, {"devices": "2"}, {}),
+    "windows": (ONE, OTHER, {"windows": True, "layerwise": 0, "kill": 0}),
+    "windows, TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {"windows": True, "layerwise": 0, "kill": 0}),
     "HCCL": (ONE, OTHER, {"transfer": {"transport": "hccl"}}),
     "bfloat16": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, WEIGHED),
     "bfloat16, adder": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, WEIGHED | {"adder": True}),
@@ -56,6 +58,11 @@ def engines(chosen: list[str], requests: int) -> list[str]:
             case["transfer"] = {"transfer_timeout": 60} | more.get("transfer", {})
             if more.get("adder"):
                 case["model"] = str(environment.ROOT / "tools" / "models" / "adder")
+            if more.get("windows"):
+                import kind_models
+
+                case["model"] = str(Path(directory, "windows"))
+                kind_models.decoder(Path(case["model"]), "gemma3, windows between")
             if more.get("int8"):
                 import quantized_check
 

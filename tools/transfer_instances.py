@@ -30,7 +30,10 @@ def values(request: str, layer: int, part: str, tokens: range, heads: Heads) -> 
 
 
 class Instance:
-    """The ranks of one instance: caches ``[blocks, block_size, heads, size]`` of int16, for each rank its layers and heads."""
+    """The ranks of one instance: caches ``[blocks, block_size, heads, size]`` of int16, for each rank its layers and heads.
+
+    With several windows (0: none) the layers are of these groups by turns, and a request's tables one behind the other.
+    """
 
     def __init__(
         self,
@@ -47,15 +50,16 @@ class Instance:
         sizes: dict[str, int] | None = None,
         cut: int = 1,
         keys: Keys | None = None,
+        windows: tuple[int, ...] = (0,),
         **options: object,
     ) -> None:
-        self.name, self.block_size, self.total_heads, self.layers = name, block_size, total_heads, layers
+        self.name, self.block_size, self.total_heads, self.layers, self.windows = name, block_size, total_heads, layers, windows
         given = {"transfer_timeout": 5.0, "answer_timeout": 2.0, "lease": 5.0} | options
         chunk_bytes = given.pop("chunk_bytes", 512)
         self.options = type("SmallOptions", (Options,), {"chunk_bytes": chunk_bytes})(**given)
         self.network, self.keys = network, keys
         self.caches: list[PagedCache] = []
-        self.free = list(range(blocks))
+        self.free = list(range(int(windows != (0,)), blocks))
         random.Random(name).shuffle(self.free)
         for stage in range(pp):
             for rank in range(tp):
@@ -70,7 +74,8 @@ class Instance:
                     for layer in own
                     for part, size in (sizes or SIZES).items()
                 ]
-                self.caches.append(PagedCache(regions, block_size, heads, total_heads))
+                groups = {f"layers.{layer}": layer % len(windows) for layer in own}
+                self.caches.append(PagedCache(regions, block_size, heads, total_heads, groups, windows))
         self.queue = nullcontext if device == "cpu" else partial(on_stream, torch.device(device, 0), None)
         self.producers: list[Producer] = []
         self.consumers: list[Consumer] = []
@@ -92,21 +97,28 @@ class Instance:
         return self
 
     def take(self, tokens: int) -> list[int]:
-        count = -(-tokens // self.block_size)
-        taken, self.free = self.free[:count], self.free[count:]
+        """Blocks for so many tokens, of each group; of windows none for what has left them."""
+        count, taken = -(-tokens // self.block_size), []
+        for group in range(len(self.windows)):
+            gone = self.caches[0].kept_from(0, tokens, group) // self.block_size
+            taken += [0] * gone + self.free[: count - gone]
+            self.free = self.free[count - gone :]
         return taken
 
     def places(
         self, request: str, blocks: list[int], start: int, stop: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Of each region all rows, those of the tokens, and what belongs there; ``blocks`` begin with token ``start``."""
-        tokens = torch.arange(stop - start)
         device = self.caches[0].device
-        rows = torch.tensor(blocks, dtype=torch.int64)[tokens // self.block_size] * self.block_size + tokens % self.block_size
         for cache in self.caches:
-            for region, tensor in zip(cache.regions, cache.caches, strict=True):
+            for region, group, tensor in zip(cache.regions, cache.groups, cache.caches, strict=True):
+                first = cache.kept_from(start, stop, group)
+                each = len(blocks) // len(self.windows)
+                table = torch.tensor(blocks[group * each : (group + 1) * each], dtype=torch.int64)
+                tokens = torch.arange(first - start, stop - start)
+                rows = table[tokens // self.block_size] * self.block_size + tokens % self.block_size
                 layer = int(region.layer.split(".")[1])
-                expected = values(request, layer, region.part, range(start, stop), cache.heads)
+                expected = values(request, layer, region.part, range(first, stop), cache.heads)
                 rows_of_heads = expected[:, :, None].expand(-1, -1, region.size)
                 yield tensor.flatten(0, 1), rows.to(device), rows_of_heads.to(device, tensor.dtype)
 

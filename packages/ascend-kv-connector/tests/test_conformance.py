@@ -38,6 +38,11 @@ class TestAscendP2PConnector(HandoffTests):
     device = "npu"
 
 
+class TestAscendP2PConnectorWithWindows(HandoffTests):
+    transfer: ClassVar[dict[str, Any]] = P2P
+    device, windowed = "npu", (1,)
+
+
 class TestOffloadingConnector(ConnectorTests):
     transfer: ClassVar[dict[str, Any]] = HOST
     device, keeps = "npu", True

@@ -58,6 +58,48 @@ def test_prompt_that_is_elsewhere_is_loaded_behind_the_local_prefix() -> None:
     assert made.request_finished(near, [50]) == (False, None)
 
 
+def of_windows() -> P2PScheduler:
+    made = P2PScheduler("d", 4, True, True, windows=(0, 6))
+    made.take_endpoints({(0, 0): Endpoint("h", 1, 21)})
+    return made
+
+
+def test_of_windows_the_last_token_is_computed_here() -> None:
+    made, near = of_windows(), request(params=dict(ANSWER))
+    assert made.get_num_new_matched_tokens(near, 8) == (12, True)
+    tables = SimpleNamespace(get_block_ids=lambda: ([50, 51, 52, 53, 54, 55], [0, 0, 0, 63, 64, 65]))
+    made.update_state_after_alloc(near, tables, 12)
+    assert made.build_connector_meta(NOTHING).loads == {"near": Load(SOURCE, [52, 53, 54, 0, 63, 64], 8, 20)}
+    one = request(1, params=dict(ANSWER, remote_num_tokens=1))
+    assert made.get_num_new_matched_tokens(one, 0) == (0, False)
+    made.update_state_after_alloc(one, blocks(7), 0)
+    assert made.build_connector_meta(NOTHING).declined == [SOURCE]
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(4, True), (9, False), (10, True), (21, False), (22, True)])
+def test_what_has_left_a_window_is_not_offered(tokens: int, kept: bool) -> None:
+    made, far = of_windows(), request(tokens, params={"do_remote_decode": True}, name="far")
+    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, tokens
+    count, gone = -(-tokens // 4), max(0, tokens + 1 - 6) // 4  # as vLLM's SlidingWindowManager
+    tables = [*range(10, 10 + count), *[0] * gone, *range(50 + gone, 50 + count)]
+    offered, params = made.request_finished(far, tables)
+    assert (offered, params is not None) == (kept, kept)
+    assert made.build_connector_meta(NOTHING).leases == ({"far": (tables, tokens)} if kept else {})
+
+
+def test_windows_are_not_read_layer_by_layer() -> None:
+    made, near = of_windows(), request(params={"do_remote_prefill": True, "metaserver": "http://r"})
+    assert made.get_num_new_matched_tokens(near, 0) == (0, False)
+    reader = {"do_remote_decode": True, "remote_reader": "d-1", "remote_ranks": [["h", 9]]}
+    far = request(22, params=reader, name="far")
+    made.update_state_after_alloc(far, blocks(*range(1, 7)), 0)
+    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 22
+    made.request_finished(far, [1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 7, 8])
+    ((growing, cause),) = made.build_connector_meta(NOTHING).dropped
+    assert growing.reader == "d-1"
+    assert "not read layer by layer" in cause
+
+
 def test_prompt_that_is_all_here_is_declined() -> None:
     made, near = scheduler(), request(20, params=dict(ANSWER, remote_num_tokens=16))
     assert made.get_num_new_matched_tokens(near, 16) == (0, False)

@@ -24,6 +24,10 @@ SHAPES = {
     "blocks cut for the kernel": ({"cut": 2}, {"cut": 4}),
     "other pieces": ({"chunk_bytes": 4096}, {"chunk_bytes": 200}),
     "checksums": ({}, {"verify": True}),
+    "windows": ({"windows": (0, 6)}, {"windows": (0, 6)}),
+    "a window alone, tp 2 to 1": ({"windows": (6,), "tp": 2}, {"windows": (6,)}),
+    "three groups, pp 2 to tp 2": ({"windows": (5, 0, 1), "layers": 6, "pp": 2}, {"windows": (5, 0, 1), "layers": 6, "tp": 2}),
+    "windows that the producer keeps whole": ({}, {"windows": (0, 6)}),
     "on the NPU": ({"device": "npu"}, {"device": "npu"}),
     "on the NPU, tp 2 to 1": ({"device": "npu", "tp": 2, "dtype": torch.bfloat16}, {"device": "npu", "dtype": torch.bfloat16}),
     "on the NPU, tp 1 to 2": ({"device": "npu", "dtype": torch.bfloat16}, {"device": "npu", "tp": 2, "dtype": torch.bfloat16}),
@@ -49,6 +53,8 @@ def test_tokens_arrive_and_blocks_are_freed(shape: str, instances: Callable) -> 
         assert consumer.holds(name, blocks, start, stop)
         assert producer.all_free(name)
     untouched = set(range(64)) - {block for blocks, _, _ in wanted.values() for block in blocks}
+    if consumer.windows != (0,):
+        untouched.add(0)  # the null block
     caches = [cache.view(-1, consumer.block_size, *cache.shape[2:]) for rank in consumer.caches for cache in rank.caches]
     assert all(bool((cache[list(untouched)] == -1).all()) for cache in caches)
     assert sum(rank.lent for rank in producer.producers) == 0
@@ -206,6 +212,37 @@ def test_blocks_before_the_failure_count_as_loaded(instances: Callable, network:
     assert loaded >= 4
     assert failed.blocks == tuple(blocks[loaded // 4 :])
     assert consumer.holds("r", blocks, 0, loaded)
+
+
+def test_of_windows_nothing_counts_before_all_is_there(instances: Callable, network: MemoryNetwork) -> None:
+    shape = {"windows": (0, 6), "chunk_bytes": 200}
+    producer, consumer = instances("p", **shape).produce(), instances("d", **shape).consume()
+    source, _ = producer.fill("r", 30)
+    blocks = consumer.take(30)
+    network.faults.delay, network.faults.seconds = 1.0, 0.02
+    consumer.consumers[0].start("r", source, blocks, 0, 30)
+    sleep(0.3)
+    network.killed.add(producer.producers[0].transport.session)
+    ((outcome,),) = consumer.wait()
+    assert (outcome.kind, outcome.blocks) == ("transport", tuple(blocks))
+    assert outcome.size > 8 * 80  # some blocks were
+
+
+def test_tokens_that_have_left_a_window_are_not_given(instances: Callable) -> None:
+    producer, consumer = instances("p", windows=(0, 6)).produce(), instances("d", windows=(0, 20)).consume()
+    source, _ = producer.fill("r", 30)
+    consumer.consumers[0].start("r", source, consumer.take(30), 0, 30)
+    ((outcome,),) = consumer.wait()
+    assert (outcome.kind, outcome.cause[:58]) == ("lease", "of tokens 11 to 17 some have left a window of 6")
+
+
+def test_one_table_cannot_be_read_from_several(instances: Callable) -> None:
+    producer, consumer = instances("p", windows=(0, 6)).produce(), instances("d").consume()
+    source, _ = producer.fill("r", 30)
+    consumer.consumers[0].start("r", source, consumer.take(30), 0, 30)
+    ((outcome,),) = consumer.wait()
+    assert outcome.kind == "mismatch"
+    assert "give both instances --disable-hybrid-kv-cache-manager, or none of them" in outcome.cause
 
 
 def test_lease_that_has_expired(instances: Callable) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,9 +37,21 @@ class PagedCache:
 
     ``block_size`` is the scheduler's. An attention may have its blocks cut into several for its kernel, which are then one behind
     the other (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``), so that a token's row is the same.
+
+    Layers whose attention looks back differently far have block tables of their own: ``windows`` has for each such group how many
+    tokens its layers keep, 0 for all, ``groups`` the group of each layer. A request's ``blocks`` are the tables of all groups,
+    equally long, one behind the other; in a table of a window block 0, vLLM's null block, stands for what is not kept.
     """
 
-    def __init__(self, regions: Sequence[tuple[str, str, torch.Tensor]], block_size: int, heads: Heads, total_heads: int) -> None:
+    def __init__(
+        self,
+        regions: Sequence[tuple[str, str, torch.Tensor]],
+        block_size: int,
+        heads: Heads,
+        total_heads: int,
+        groups: Mapping[str, int] | None = None,
+        windows: Sequence[int] = (0,),
+    ) -> None:
         """Take (layer, part, cache) of each region.
 
         Raises:
@@ -48,6 +60,8 @@ class PagedCache:
         self.caches = [cache for _, _, cache in regions]
         self.regions = [Region(layer, part, cache.shape[3]) for layer, part, cache in regions]
         self.heads, self.total_heads = heads, total_heads
+        self.groups = [(groups or {}).get(layer, 0) for layer, _, _ in regions]
+        self.windows = tuple(windows)
         kinds = {(cache.shape[1], cache.shape[2], cache.dtype) for cache in self.caches}
         if len(kinds) != 1:
             raise ValueError(f"the layers' KV caches differ in block size, heads or dtype: {sorted(map(str, kinds))}")
@@ -66,10 +80,26 @@ class PagedCache:
         """Bytes of one token in these regions."""
         return sum(self.regions[index].size for index in regions) * heads * self.dtype.itemsize
 
-    def rows(self, blocks: Sequence[int], start: int, stop: int) -> torch.Tensor:
-        """int64 ``[stop - start]`` on the host: where the request's tokens are in ``[blocks * block_size]``."""
+    @property
+    def windowed(self) -> bool:
+        """Whether there is more than one table, or a window."""
+        return self.windows != (0,)
+
+    def kept_from(self, start: int, stop: int, group: int) -> int:
+        """The first of tokens ``start`` to ``stop`` that is needed to compute those from ``stop`` on."""
+        window = self.windows[group]
+        return max(start, stop + 1 - window) if window else start
+
+    def rows(self, blocks: Sequence[int], start: int, stop: int, group: int = 0) -> torch.Tensor:
+        """int64 ``[stop - start]`` on the host: where the request's tokens are in ``[blocks * block_size]``.
+
+        Raises:
+            TransferError: of kind ``lease``; they have left the group's window.
+        """
         places = torch.arange(start, stop)
-        table = torch.tensor(blocks, dtype=torch.int64)
+        table = torch.tensor(table_of(blocks, group, len(self.windows)), dtype=torch.int64)
+        if self.windows[group] and not bool(table[places // self.block_size].all()):
+            raise TransferError("lease", f"of tokens {start} to {stop} some have left a window of {self.windows[group]}")
         return table[places // self.block_size] * self.block_size + places % self.block_size
 
     def pack(self, rows: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor) -> int:
@@ -131,13 +161,20 @@ class PagedCache:
         return self.caches[index].flatten(0, 1)
 
 
+def table_of(blocks: Sequence[int], group: int, groups: int) -> Sequence[int]:
+    """A group's part of the tables that are one behind the other."""
+    each = len(blocks) // groups
+    return blocks[group * each : (group + 1) * each]
+
+
 class Share(NamedTuple):
-    """What to fetch from one rank: regions by the producer's indices and by one's own, pairwise, and which heads."""
+    """What to fetch from one rank: regions of one group by the producer's indices and by one's own, pairwise, and which heads."""
 
     rank: int
     remote: list[int]
     local: list[int]
     heads: Heads
+    group: int = 0
 
 
 def plan(own: PagedCache, peers: Sequence[Cache], rank: int) -> list[Share]:
@@ -162,18 +199,18 @@ def plan(own: PagedCache, peers: Sequence[Cache], rank: int) -> list[Share]:
     for number in turned:
         peer = peers[number]
         common = own.heads.common(Heads(peer.first_head, peer.heads))
-        remote, local = [], []
+        parts: dict[int, Share] = {}
         for theirs, region in enumerate(peer.regions):
             mine = wanted.get((region.layer, region.part))
             if mine is None or (mine, common.first) not in missing or not common.number:
                 continue
             if region.size != own.regions[mine].size:
                 raise TransferError("mismatch", f"{region.part} of {region.layer} is {region.size} wide there")
-            remote.append(theirs)
-            local.append(mine)
+            part = parts.setdefault(own.groups[mine], Share(number, [], [], common, own.groups[mine]))
+            part.remote.append(theirs)
+            part.local.append(mine)
             missing -= {(mine, head) for head in range(common.first, sum(common))}
-        if remote:
-            shares.append(Share(number, remote, local, common))
+        shares += parts.values()
     if missing:
         layer = own.regions[min(missing)[0]].layer
         raise TransferError("mismatch", f"none of its {len(peers)} ranks has all of {layer}")

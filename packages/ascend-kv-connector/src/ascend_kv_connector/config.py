@@ -89,18 +89,40 @@ def _unfit(value: object, kind: str) -> str:
     return "" if isinstance(value, str) else "a string"
 
 
-def check_cache(name: str, kv_cache_config: Any) -> None:
-    """Look whether a connector can serve these KV caches, vLLM's KVCacheConfig.
+def windows_of(name: str, groups: list[Any]) -> tuple[int, ...]:
+    """Of each group of layers, a KVCacheGroupSpec of vLLM's, how many tokens it keeps; 0 for all.
 
     Raises:
-        RefusedError: several groups of them, or another kind than full attention, in one line.
+        RefusedError: another kind of KV cache than of full attention and of windows, or blocks of several sizes, in one line.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, iter_layer_specs
 
-    groups = kv_cache_config.kv_cache_groups
-    kinds = sorted({type(spec).__name__ for group in groups for spec in iter_layer_specs(group.kv_cache_spec)})
-    if len(groups) != 1 or kinds != [FullAttentionSpec.__name__]:
+    specs = [list(iter_layer_specs(group.kv_cache_spec)) for group in groups]
+    kinds = sorted({type(spec).__name__ for group in specs for spec in group})
+    sizes = sorted({spec.block_size for group in specs for spec in group})
+    if not {*kinds} <= {FullAttentionSpec.__name__, SlidingWindowSpec.__name__} or len(sizes) > 1:
         raise extension.RefusedError(
-            f"{name} serves one group of KV caches of full attention; the model has {len(groups)} of kind {', '.join(kinds)}; "
-            "--disable-hybrid-kv-cache-manager makes one of windows and full attention"
+            f"{name} serves KV caches of full attention and of windows, with blocks of one size; the model has "
+            f"{', '.join(kinds)} with blocks of {', '.join(map(str, sizes))} tokens; serve it without this connector"
+        )
+    kept = [
+        {
+            spec.sliding_window + getattr(spec, "extra_retained_tokens", 0) if type(spec) is SlidingWindowSpec else 0
+            for spec in group
+        }
+        for group in specs
+    ]
+    return tuple(max(windows) for windows in kept)
+
+
+def check_cache(name: str, kv_cache_config: Any) -> None:
+    """Look whether a connector that knows one table of blocks can serve these KV caches, vLLM's KVCacheConfig.
+
+    Raises:
+        RefusedError: several groups of them, or windows, in one line.
+    """
+    if (windows := windows_of(name, kv_cache_config.kv_cache_groups)) != (0,):
+        raise extension.RefusedError(
+            f"{name} serves one group of KV caches of full attention; the model has {len(windows)}, with windows of "
+            f"{', '.join(map(str, windows))} tokens (0: none); --disable-hybrid-kv-cache-manager makes one of them"
         )

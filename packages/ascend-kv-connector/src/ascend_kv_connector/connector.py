@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ascend_kv_connector import keys, transport
-from ascend_kv_connector.config import Options, check_cache
+from ascend_kv_connector.config import Options, windows_of
 from ascend_kv_connector.metrics import TransferMetrics, TransferStats
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata, P2PScheduler
 from ascend_kv_connector.worker import P2PWorker
@@ -48,17 +48,22 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_cache("AscendP2PConnector", kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        windows = windows_of("AscendP2PConnector", groups)
         transfer = self._kv_transfer_config
         self._options = Options.take(transfer.kv_connector_extra_config)
-        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size  # the platform keeps one group
         if role == KVConnectorRole.SCHEDULER:
-            roles = transfer.is_kv_producer, transfer.is_kv_consumer
             self._scheduler = P2PScheduler(
-                str(transfer.engine_id), block_size, *roles, self._options.transfer_timeout, self._options.metaserver
+                str(transfer.engine_id),
+                groups[0].kv_cache_spec.block_size,
+                transfer.is_kv_producer,
+                transfer.is_kv_consumer,
+                self._options.transfer_timeout,
+                self._options.metaserver,
+                windows,
             )
         else:
-            self._worker = P2PWorker(vllm_config, block_size, self._options)
+            self._worker = P2PWorker(vllm_config, groups, self._options)
 
     # In the scheduler
 
@@ -81,8 +86,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        (blocks,) = block_ids
-        return self._scheduler.request_finished(request, blocks)
+        return self._scheduler.request_finished(request, [block for table in block_ids for block in table])
 
     # In a worker
 

@@ -31,6 +31,9 @@ EAGER = 0.005
 REMEMBERED = 4096
 """Announcements that came before the request they are for, and requests that ended before their announcement."""
 
+WHOLE = -1
+"""Among the places of what has landed: the transfer itself, where nothing counts before all is there."""
+
 STUCK = 16
 """Threads that may wait for reads that do not return; with more of them no transfer is taken any more."""
 
@@ -216,25 +219,36 @@ class Lane:
         assert transfer.source is not None
         peers = [self._cache_of(transfer, rank) for rank in range(len(transfer.source.ranks))]
         shares = plan(self._of.cache, peers, self._of.rank)
-        tokens = transfer.stop - transfer.start
-        transfer.total = sum(tokens * self._of.cache.token_bytes(share.local, share.heads.number) for share in shares)
+        cache = self._of.cache
+        firsts = [cache.kept_from(transfer.start, transfer.stop, share.group) for share in shares]
+        transfer.total = sum(
+            (transfer.stop - first) * cache.token_bytes(share.local, share.heads.number)
+            for first, share in zip(firsts, shares, strict=True)
+        )
         if transfer.growing:
             self._follow(transfer, shares, peers)
             return
         transfer.landed = dict.fromkeys(range(len(shares)), transfer.start)
-        for place, share in enumerate(shares):
-            self._fetch_share(transfer, place, share, peers[share.rank])
+        if cache.windowed:  # it fails as a whole: vLLM takes no single blocks of several tables back
+            transfer.landed[WHOLE] = transfer.start
+        read: dict[int, list[int]] = {}
+        for place, (first, share) in enumerate(zip(firsts, shares, strict=True)):
+            if first < transfer.stop:
+                read[share.rank] = self._fetch_share(transfer, place, first, share, peers[share.rank], read.get(share.rank, []))
+        self._unpacked()
 
-    def _fetch_share(self, transfer: Transfer, place: int, share: Share, peer: Cache) -> None:
-        """All tokens of one rank's share, the next piece asked for while one is read."""
+    def _fetch_share(self, transfer: Transfer, place: int, begin: int, share: Share, peer: Cache, read: list[int]) -> list[int]:
+        """All tokens from ``begin`` on of one rank's share, the next piece asked for while one is read.
+
+        ``read`` has the tickets of that rank that are read and not yet given back; so has what it returns.
+        """
         assert transfer.source is not None
         caller = self._caller(transfer.source.ranks[share.rank])
         transfer.peer = caller.peer
         each = self._tokens_of_a_piece(share, peer)
-        pieces = [self._piece(transfer, share, first, each) for first in range(transfer.start, transfer.stop, each)]
-        read: list[int] = []
+        pieces = [self._piece(transfer, share, first, each) for first in range(begin, transfer.stop, each)]
         asked = monotonic()
-        number = caller.send(pieces[0])
+        number = caller.send(replace(pieces[0], read=read))
         for index, piece in enumerate(pieces):
             transfer.remaining()
             # asked anew, it names what has been read meanwhile: readers that all keep one buffer would wait for each other
@@ -245,7 +259,7 @@ class Lane:
                 number = caller.send(replace(pieces[index + 1], read=read))
             self._read(transfer, place, share, piece, chunk, peer.session, until)
             read = [chunk.ticket]
-        self._unpacked()
+        return read
 
     def _follow(self, transfer: Transfer, shares: list[Share], peers: list[Cache]) -> None:
         """Fetch a prompt that is being computed: of one layer after another what is there of it, until all of it is."""
@@ -341,7 +355,7 @@ class Lane:
         if piece.verify and checksum(data) != chunk.checksum:
             raise TransferError("verify", f"{chunk.size} bytes came with another checksum than they were sent with")
         with transfer.landing(), self._of.device_queue():
-            rows = cache.rows(transfer.blocks, piece.start - transfer.start, piece.stop - transfer.start)
+            rows = cache.rows(transfer.blocks, piece.start - transfer.start, piece.stop - transfer.start, share.group)
             cache.unpack(rows, share.local, share.heads, data)
         transfer.size += chunk.size
         transfer.landed[place] = piece.stop

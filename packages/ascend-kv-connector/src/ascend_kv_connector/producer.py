@@ -99,7 +99,7 @@ class Producer:
                     return Refused("deadline", f"all {len(self._slots.buffers)} buffers there are in use", again=True)
                 ticket, buffer = loan
                 with self._queue():
-                    rows = self.cache.rows(lease.blocks, ask.start, stop)
+                    rows = self.cache.rows(lease.blocks, ask.start, stop, self.cache.groups[ask.regions[0]])
                     size = self.cache.pack(rows, ask.regions, Heads(ask.first_head, ask.heads), buffer)
         except NotYetError as error:
             return Refused("lease", str(error), again=True)
@@ -112,6 +112,12 @@ class Producer:
             raise TransferError("mismatch", f"tokens {ask.start} to {ask.stop} of a prompt of {tokens} were asked for")
         if not ask.regions or not all(0 <= index < len(self.cache.regions) for index in ask.regions):
             raise TransferError("mismatch", f"regions {ask.regions} of {len(self.cache.regions)} were asked for")
+        if self.cache.windowed and (ask.growing or len({self.cache.groups[index] for index in ask.regions}) > 1):
+            raise TransferError(
+                "mismatch",
+                "its layers have several KV caches, which are read one by one, when the prompt is computed; give both instances "
+                "--disable-hybrid-kv-cache-manager, or none of them (mode push needs it)",
+            )
         wanted = Heads(ask.first_head, ask.heads)
         if ask.heads < 1 or self.cache.heads.common(wanted) != wanted:
             raise TransferError("mismatch", f"heads {wanted} of {self.cache.heads} were asked for")

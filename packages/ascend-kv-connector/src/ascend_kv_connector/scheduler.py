@@ -11,6 +11,7 @@ from ascend_platform import extension
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from vllm.v1.request import RequestStatus
 
+from ascend_kv_connector.cache import table_of
 from ascend_kv_connector.rendezvous import Rendezvous, routers_name
 from ascend_kv_connector.transfers import Source
 
@@ -77,8 +78,16 @@ class P2PScheduler:
     """
 
     def __init__(
-        self, engine: str, block_size: int, produces: bool, consumes: bool, seconds: float = 120.0, metaserver: str = ""
+        self,
+        engine: str,
+        block_size: int,
+        produces: bool,
+        consumes: bool,
+        seconds: float = 120.0,
+        metaserver: str = "",
+        windows: tuple[int, ...] = (0,),
     ) -> None:
+        self._windows, self._windowed = windows, windows != (0,)
         self._engine, self._block_size, self._produces, self._consumes = engine, block_size, produces, consumes
         self._metaserver = metaserver
         self._ranks: list[tuple[str, int]] = []
@@ -96,13 +105,13 @@ class P2PScheduler:
         self._landing = [(each.host, each.landing_port) for each in ordered]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        tokens = self._remote_tokens(request) - num_computed_tokens
+        tokens = (self._remote_tokens(request) or 0) - num_computed_tokens
         return (tokens, True) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._grow(request)
         stop = self._remote_tokens(request)
-        if not stop:
+        if stop is None:
             return
         params, name = request.kv_transfer_params, request.request_id
         source = None if "metaserver" in params else _source(params)
@@ -112,9 +121,9 @@ class P2PScheduler:
                 self._next.declined.append(source)
             return
         start = stop - num_external_tokens
-        (table,) = blocks.get_block_ids()
-        size = self._block_size
-        self._next.loads[name] = Load(source, list(table[start // size : -(-stop // size)]), start, stop)
+        places = slice(start // self._block_size, -(-stop // self._block_size))
+        wanted = [block for table in blocks.get_block_ids() for block in table[places]]
+        self._next.loads[name] = Load(source, wanted, start, stop)
         self._loading.add(name)
         if source is None:
             self._rendezvous.ask(name, params["metaserver"], self._wanted(name, start))
@@ -153,7 +162,7 @@ class P2PScheduler:
     def _grow(self, request: Any) -> None:
         """A prompt that a reader waits for begins to be computed here, perhaps anew."""
         name = request.request_id
-        if name not in self._growing and (growing := self._waited_for(request)):
+        if not self._windowed and name not in self._growing and (growing := self._waited_for(request)):
             self._growing[name] = growing
 
     def _waited_for(self, request: Any) -> Growing | None:
@@ -191,7 +200,7 @@ class P2PScheduler:
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         params, name = request.kv_transfer_params or {}, request.request_id
-        if self._remote_tokens(request):  # it never got blocks here, for example because the client has left
+        if self._remote_tokens(request) is not None:  # it never got blocks here, for example because the client has left
             if "metaserver" not in params:
                 self._next.declined.append(_source(params))
             params["do_remote_prefill"] = False
@@ -213,7 +222,11 @@ class P2PScheduler:
                 "request %s: do_remote_decode needs kv_role kv_producer or kv_both; its blocks are not kept", request.request_id
             )
             return False, None
+        if self._windowed and (waited := self._waited_for(request)):
+            self._next.dropped.append((waited, WINDOWED))
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if not self._kept(block_ids, tokens):
+            return False, None
         self._next.leases[request.request_id] = (list(block_ids), tokens)
         host, port = self._ranks[0]
         return True, {
@@ -227,22 +240,40 @@ class P2PScheduler:
             "remote_num_tokens": tokens,
         }
 
-    def _remote_tokens(self, request: Any) -> int:
-        """How many of the prompt's tokens another instance has computed for this request; 0 if none, or if it is told wrongly."""
+    def _remote_tokens(self, request: Any) -> int | None:
+        """How many of the prompt's tokens another instance has computed for this request, as far as they are wanted; None if
+        there is no such instance, or if it is told wrongly."""
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
-            return 0
+            return None
         if self._metaserver and not params.keys() & {"metaserver", *ANSWER}:
             params["metaserver"] = self._metaserver
         wrong = _wrong(params, {"metaserver": str} if "metaserver" in params else ANSWER)
+        if self._windowed and "metaserver" in params:
+            wrong = f"comes with metaserver: {WINDOWED}"
         if not self._consumes:
             wrong = "needs kv_role kv_consumer or kv_both"
         if wrong:
             extension.logger.warning("request %s: do_remote_prefill %s; its prompt is computed here", request.request_id, wrong)
             params["do_remote_prefill"] = False
-            return 0
-        return min(params.get("remote_num_tokens", request.num_prompt_tokens), request.num_prompt_tokens)
+            return None
+        # The last token of a prompt is computed here, and looks a window back: vLLM keeps that only if it is not among the read.
+        most = request.num_prompt_tokens - self._windowed
+        return min(params.get("remote_num_tokens", most), most)
 
+    def _kept(self, blocks: list[int], tokens: int) -> bool:
+        """Whether the windows hold what a reader needs, who computes the last token.
+
+        vLLM has given back what the token after it does not see, which is a block more wherever one ends there.
+        """
+        tables = [table_of(blocks, group, len(self._windows)) for group in range(len(self._windows))]
+        return all(
+            not window or table[max(0, tokens - window) // self._block_size]
+            for table, window in zip(tables, self._windows, strict=True)
+        )
+
+
+WINDOWED = "of a model with windows a prompt is not read layer by layer; --disable-hybrid-kv-cache-manager allows it"
 
 ANSWER = {"remote_engine_id": str, "remote_request_id": str, "remote_num_tokens": int, "remote_ranks": list}
 """What a decode instance needs to know of a prompt that has been computed elsewhere."""

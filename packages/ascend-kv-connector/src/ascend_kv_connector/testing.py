@@ -19,7 +19,7 @@ import random
 import socket
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ import pytest
 import torch
 
 LAYERS, HEADS, SIZE, BLOCK = 3, 2, 16, 16
+WINDOW = 40
 VOCABULARY = 997
 PATIENCE = 30.0
 """Seconds after which a request that has not ended counts as hung."""
@@ -75,23 +76,42 @@ class Engine:
     ``wrong`` has (request, token, layer) where the KV cache was not what it should be as a step used it.
     """
 
-    def __init__(self, config: Any, blocks: int, make_caches: Callable[[int, int], list], parts: Callable[[Any], list]) -> None:
+    def __init__(
+        self,
+        config: Any,
+        blocks: int,
+        make_caches: Callable[[int, int], list],
+        parts: Callable[[Any], list],
+        windowed: Sequence[int] = (),
+    ) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            KVCacheTensor,
+            SlidingWindowSpec,
+        )
         from vllm.v1.structured_output import StructuredOutputManager
 
         hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self.hasher = get_request_block_hasher(BLOCK, hashing)
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32)
+        shape = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.float32}
+        spec = FullAttentionSpec(**shape)
         self.layers = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
         size = blocks * spec.page_size_bytes
         tensors = _tensors(KVCacheTensor, self.layers, size, spec.page_size_bytes)
-        cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=[KVCacheGroupSpec(self.layers, spec)])
+        self.group = {layer: int(number in windowed) for number, layer in enumerate(self.layers)}
+        groups = [KVCacheGroupSpec([layer for layer in self.layers if not self.group[layer]], spec)]
+        if windowed:
+            back = SlidingWindowSpec(**shape, sliding_window=WINDOW)
+            groups.append(KVCacheGroupSpec([layer for layer in self.layers if self.group[layer]], back))
+        cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
         config.cache_config.num_gpu_blocks = blocks
         self.config, self.blocks, self.parts = config, blocks, parts
         self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK, hash_block_size=BLOCK, log_stats=True)
@@ -103,7 +123,7 @@ class Engine:
         if (handshake := self.worker.get_handshake_metadata()) is not None:
             told = pickle.loads(pickle.dumps(handshake))
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}
         self.wrong: list[tuple[str, int, str]] = []
         self.ended: dict[str, tuple[str, list[int], dict[str, Any] | None]] = {}
         self.loaded: dict[str, int] = {}
@@ -133,7 +153,7 @@ class Engine:
         out, worker = self.scheduler.schedule(), self.worker
         metadata = pickle.loads(pickle.dumps(out.kv_connector_metadata))  # it goes to other processes
         self._take_tables(out)
-        described = {name: self._describe(out) for name in self.layers} if out.num_scheduled_tokens else None
+        described = {name: self._describe(out, self.group[name]) for name in self.layers} if out.num_scheduled_tokens else None
         with set_forward_context(described, self.config):
             worker.handle_preemptions(metadata)
             worker.bind_connector_metadata(metadata)
@@ -185,15 +205,16 @@ class Engine:
 
     def _take_tables(self, out: Any) -> None:
         for new in out.scheduled_new_reqs:
-            self.tables[new.req_id] = list(new.block_ids[0])
+            self.tables[new.req_id] = [list(table) for table in new.block_ids]
             self.loaded.setdefault(new.req_id, new.num_computed_tokens)
         old = out.scheduled_cached_reqs
         for name, blocks in zip(old.req_ids, old.new_block_ids, strict=True):
-            more = list(blocks[0]) if blocks else []
-            self.tables[name] = more if name in old.resumed_req_ids else self.tables[name] + more
+            more = [list(table) for table in blocks] if blocks else [[] for _ in self.tables[name]]
+            resumed = name in old.resumed_req_ids
+            self.tables[name] = more if resumed else [a + b for a, b in zip(self.tables[name], more, strict=True)]
 
-    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        table = torch.tensor(self.tables[name], dtype=torch.int64)
+    def _rows(self, name: str, group: int, start: int, stop: int) -> torch.Tensor:
+        table = torch.tensor(self.tables[name][group], dtype=torch.int64)
         places = torch.arange(start, stop)
         return table[places // BLOCK] * BLOCK + places % BLOCK
 
@@ -202,24 +223,25 @@ class Engine:
         computed |= dict(zip(out.scheduled_cached_reqs.req_ids, out.scheduled_cached_reqs.num_computed_tokens, strict=True))
         return computed[name], computed[name] + out.num_scheduled_tokens[name]
 
-    def _describe(self, out: Any) -> Any:
+    def _describe(self, out: Any, group: int) -> Any:
         """What connectors look at of an attention's metadata."""
-        rows = [self._rows(name, *self._span(out, name)) for name in out.num_scheduled_tokens]
+        rows = [self._rows(name, group, *self._span(out, name)) for name in out.num_scheduled_tokens]
         return SimpleNamespace(slot_mapping=torch.cat(rows), num_actual_tokens=sum(out.num_scheduled_tokens.values()))
 
     def _forward(self, out: Any, described: Any) -> dict[str, list[int]]:
-        """Write this step's tokens, layer by layer, look at all before them, and say the next."""
+        """Write this step's tokens, layer by layer, look at all before them that they see, and say the next."""
         for number, layer in enumerate(self.layers if out.num_scheduled_tokens else ()):
             self.worker.wait_for_layer_load(layer)
             for name in out.num_scheduled_tokens:
                 start, stop = self._span(out, name)
+                seen = max(0, start + 1 - WINDOW) if self.group[layer] else 0
                 known = list(self.scheduler.requests[name].all_token_ids)[:stop]
-                rows = self._rows(name, 0, stop)
+                rows = self._rows(name, self.group[layer], seen, stop)
                 for part, cache in enumerate(self.parts(self.caches[layer])):
                     flat = cache.flatten(0, 1)
-                    expected = content(known, number, part).to(flat.device)
-                    own = rows[start:].to(flat.device)
-                    flat[own] = expected[start:, None, None].expand(-1, *flat.shape[1:])
+                    expected = content(known, number, part)[seen:].to(flat.device)
+                    own = rows[start - seen :].to(flat.device)
+                    flat[own] = expected[start - seen :, None, None].expand(-1, *flat.shape[1:])
                     same = (flat[rows.to(flat.device)] == expected[:, None, None]).flatten(1).all(1).cpu()
                     self.wrong += [(name, place, layer) for place in torch.nonzero(~same).flatten().tolist()[:1]]
             self.worker.save_kv_layer(layer, self.caches[layer], described[layer])
@@ -282,13 +304,15 @@ class ConnectorTests:
 
     ``device`` is where the KV cache is. With ``paged`` a layer's is :class:`Pages`, as on Ascend NPUs, and otherwise one tensor
     ``[blocks, HEADS, BLOCK, 2 * SIZE]``, as vLLM makes it elsewhere. ``keeps`` says that it remembers KV cache when the device's
-    own prefix cache has been reset.
+    own prefix cache has been reset. The layers numbered in ``windowed`` look back 40 tokens alone, and have a block table of
+    their own.
     """
 
     transfer: ClassVar[dict[str, Any]] = {}
     device: str = "cpu"
     paged: bool = True
     keeps: bool = False
+    windowed: Sequence[int] = ()
 
     def make_caches(self, layers: int, blocks: int) -> list[Any]:
         """Each layer's, all in one allocation, which layers follow each other in."""
@@ -310,7 +334,7 @@ class ConnectorTests:
         made = []
 
         def make(blocks: int = 200, **transfer: Any) -> Engine:
-            made.append(Engine(self.config(self.transfer | transfer), blocks, self.make_caches, self.parts))
+            made.append(Engine(self.config(self.transfer | transfer), blocks, self.make_caches, self.parts, self.windowed))
             return made[-1]
 
         yield make

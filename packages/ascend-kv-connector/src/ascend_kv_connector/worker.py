@@ -17,7 +17,7 @@ from vllm.utils.network_utils import get_ip
 
 from ascend_kv_connector.announcer import Announcer
 from ascend_kv_connector.cache import PagedCache, heads_of
-from ascend_kv_connector.config import Options
+from ascend_kv_connector.config import Options, windows_of
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.keys import VARIABLE, Keys, is_loopback, secret
@@ -36,8 +36,9 @@ ANY_PORT = 14579
 class P2PWorker:
     """See the methods of the same names in ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``."""
 
-    def __init__(self, vllm_config: Any, block_size: int, options: Options, transport: Transport | None = None) -> None:
-        self._config, self._block_size, self._options, self._transport = vllm_config, block_size, options, transport
+    def __init__(self, vllm_config: Any, groups: list[Any], options: Options, transport: Transport | None = None) -> None:
+        """``groups`` are the KVCacheGroupSpecs of vLLM's KVCacheConfig."""
+        self._config, self._groups, self._options, self._transport = vllm_config, groups, options, transport
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
         self._stats = TransferStats()
@@ -53,6 +54,7 @@ class P2PWorker:
         Raises:
             RefusedError: the transport cannot serve, or the port is taken.
         """
+        groups = {layer: number for number, group in enumerate(self._groups) for layer in group.layer_names}
         regions = [
             (layer, part, cache) for layer, held in kv_caches.items() for part, cache in extension.cache_parts(held).items()
         ]
@@ -60,7 +62,8 @@ class P2PWorker:
         tp, pp = get_tp_group(), get_pp_group()
         rank, ranks = pp.rank_in_group * tp.world_size + tp.rank_in_group, pp.world_size * tp.world_size
         total = self._config.model_config.get_total_num_kv_heads()
-        cache = PagedCache(regions, self._block_size, heads_of(tp.rank_in_group, tp.world_size, total), total)
+        heads, block_size = heads_of(tp.rank_in_group, tp.world_size, total), self._groups[0].kv_cache_spec.block_size
+        cache = PagedCache(regions, block_size, heads, total, groups, windows_of("AscendP2PConnector", self._groups))
         host = self._options.host or get_ip()
         shared = secret(self._options.secret_file)
         if rank == 0 and not shared and not is_loopback(host):
@@ -157,7 +160,10 @@ class P2PWorker:
                 extension.logger.info("%s", outcome)
             elif isinstance(outcome, Failed):
                 extension.logger.error("%s", outcome)
-                self._not_loaded.update(outcome.blocks)
+                if self._consumer.cache.windowed:
+                    results.failed_recving.add(outcome.request)
+                else:
+                    self._not_loaded.update(outcome.blocks)
             else:
                 extension.logger.debug("%s", outcome)
         return results
