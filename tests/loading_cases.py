@@ -94,6 +94,9 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     size = sum(path.stat().st_size for path in plain.glob("*.safetensors"))
     for name, extra in {
         "threads": {"strategies": ["stream"], "stream": "multithread"},
+        "threads, pinned": {"strategies": ["stream"], "stream": "multithread", "stream_pinned": True},
+        "runai_streamer": {"strategies": ["stream"], "stream": "runai_streamer"},
+        "runai_streamer, pinned": {"strategies": ["stream"], "stream": "runai_streamer", "stream_pinned": True},
         "peer": at(port),
         "no peer": at(9, "default"),
     }.items():

@@ -53,7 +53,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_strategy_gives_the_same_weights(result: dict[str, Any]) -> None:
-    assert result["threads"] == {"digest": result["default"], "said": result["threads"]["said"]}
+    for way in ("threads", "threads, pinned", "runai_streamer", "runai_streamer, pinned"):
+        assert result[way] == {"digest": result["default"], "said": result[way]["said"]}
     assert result["peer"]["digest"] == result["default"]
     assert result["sharded state"]["digest"] == result["default"]
     assert result["quantized"]["digest"] == result["quantized default"] != result["default"]

@@ -58,7 +58,7 @@ def load(model: str, device: int, extra: dict[str, Any], **engine: Any) -> tuple
 
 
 def copy_to(port: int, size: int, device: str) -> float:
-    """GB/s of a plain copy into memory that has been written to, over as many connections as a peer's.
+    """GB/s of a plain copy into memory that has been written to, over several connections.
 
     Between NPUs each connection goes through one pinned buffer of 4 MiB, as in a program that has only the copies in mind.
     """
@@ -140,9 +140,11 @@ def main(model: str, rounds: int) -> None:
     ways: dict[str, dict[str, Any]] = {
         "default": {"strategies": ["default"]},
         "threads": {"strategies": ["stream"], "stream": "multithread"},
+        "threads, pinned": {"strategies": ["stream"], "stream": "multithread", "stream_pinned": True},
         "runai_streamer": {"strategies": ["stream"], "stream": "runai_streamer"},
-        "peer": {"strategies": ["peer"], "peers": [f"127.0.0.1:{port}"], "connections": CONNECTIONS},
-        "peer, 1 connection": {"strategies": ["peer"], "peers": [f"127.0.0.1:{port}"], "connections": 1},
+        "runai_streamer, pinned": {"strategies": ["stream"], "stream": "runai_streamer", "stream_pinned": True},
+        "peer": {"strategies": ["peer"], "peers": [f"127.0.0.1:{port}"]},
+        "peer, 4 connections": {"strategies": ["peer"], "peers": [f"127.0.0.1:{port}"], "connections": CONNECTIONS},
     }
     found: dict[str, list[float]] = {}
     digests: dict[str, float] = {}

@@ -3,7 +3,9 @@
 import importlib.util
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from vllm.config import replace
@@ -12,6 +14,9 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.weight_utils import runai_safetensors_weights_iterator
 
 from ascend_model_loader.options import Options
+
+AHEAD = 4
+"""Tensors that are pinned before they are asked for."""
 
 
 class RunaiLoader(DefaultModelLoader):
@@ -31,6 +36,34 @@ class RunaiLoader(DefaultModelLoader):
         return ((source.prefix + name, tensor) for name, tensor in weights)
 
 
+class PinnedLoader(DefaultModelLoader):
+    """vLLM's default loader, or the next one among the bases: what it reads goes through pinned memory, which an NPU reads
+    without the host."""
+
+    def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, torch.Tensor]]:
+        return pinned(super()._get_weights_iterator(source), torch.npu.current_device())
+
+
+class PinnedRunaiLoader(PinnedLoader, RunaiLoader):
+    """Run:ai's streamer, through pinned memory."""
+
+
+def pinned(weights: Iterator[tuple[str, torch.Tensor]], device: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same weights in pinned memory of an NPU's, copied by a thread of its own. What takes them may keep them: memory is used
+    again only once nobody has it."""
+
+    def step() -> tuple[str, torch.Tensor] | None:
+        if (item := next(weights, None)) is None:
+            return None
+        return item[0], item[1].pin_memory()
+
+    with ThreadPoolExecutor(1, "pin", torch.npu.set_device, (device,)) as thread:
+        ahead = deque(thread.submit(step) for _ in range(AHEAD))
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(thread.submit(step))
+            yield item
+
+
 def default_loader(load_config: LoadConfig) -> DefaultModelLoader:
     """vLLM's default loader, as ``--load-format auto`` has it."""
     return DefaultModelLoader(replace(load_config, load_format="auto", model_loader_extra_config={}))
@@ -48,6 +81,8 @@ def streaming_loader(options: Options, load_config: LoadConfig) -> DefaultModelL
     given = {"load_format": "auto", "safetensors_load_strategy": None}
     if there and options.stream != "multithread":
         os.environ.setdefault("RUNAI_STREAMER_CONCURRENCY", str(options.stream_threads))
-        return RunaiLoader(replace(load_config, model_loader_extra_config={}, **given))
+        kind = PinnedRunaiLoader if options.stream_pinned else RunaiLoader
+        return kind(replace(load_config, model_loader_extra_config={}, **given))
     threads = {"enable_multithread_load": True, "num_threads": options.stream_threads}
-    return DefaultModelLoader(replace(load_config, model_loader_extra_config=threads, **given))
+    kind = PinnedLoader if options.stream_pinned else DefaultModelLoader
+    return kind(replace(load_config, model_loader_extra_config=threads, **given))
