@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -117,6 +118,7 @@ def _done() -> dict[str, str]:
         return {}
 
 
+@functools.cache  # the Python that runs this may be the environment's own, which is replaced, and its pip with it
 def _pip_settings() -> dict[str, str]:
     """pip's settings under uv's names, where uv has none of its own: uv does not read pip's configuration."""
     listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
