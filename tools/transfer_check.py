@@ -21,7 +21,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "TP2 to TP1": ({"devices": "0,1", "engine": TP2}, {"devices": "2"}, {}),
     "TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {}),
     "PP2 to TP1": ({"devices": "0,1", "engine": PP2}, {"devices": "2"}, {}),
-    "windows": (ONE, OTHER, {"windows": True, "layerwise": 0, "kill": 0}),
+    "windows": (ONE, OTHER | {"tiers": {"cpu_bytes_to_use": 200 << 20}}, {"windows": True, "layerwise": 0, "kill": 0}),
     "windows, TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {"windows": True, "layerwise": 0, "kill": 0}),
     "HCCL": (ONE, OTHER, {"transfer": {"transport": "hccl"}}),
     "bfloat16": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, WEIGHED),

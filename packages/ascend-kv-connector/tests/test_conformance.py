@@ -48,12 +48,20 @@ class TestOffloadingConnector(ConnectorTests):
     device, keeps = "npu", True
 
 
+class TestOffloadingConnectorWithWindows(TestOffloadingConnector):
+    windowed = (1,)
+
+
 class TestAscendStoreConnector(ConnectorTests):
     device, keeps = "npu", True
 
     @pytest.fixture(autouse=True)
     def on_disk(self, store: dict[str, Any]) -> None:
         self.transfer = store  # type: ignore[misc]
+
+
+class TestAscendStoreConnectorWithWindows(TestAscendStoreConnector):
+    windowed = (1,)
 
 
 class TestMultiConnector(HandoffTests):

@@ -113,16 +113,3 @@ def windows_of(name: str, groups: list[Any]) -> tuple[int, ...]:
         for group in specs
     ]
     return tuple(max(windows) for windows in kept)
-
-
-def check_cache(name: str, kv_cache_config: Any) -> None:
-    """Look whether a connector that knows one table of blocks can serve these KV caches, vLLM's KVCacheConfig.
-
-    Raises:
-        RefusedError: several groups of them, or windows, in one line.
-    """
-    if (windows := windows_of(name, kv_cache_config.kv_cache_groups)) != (0,):
-        raise extension.RefusedError(
-            f"{name} serves one group of KV caches of full attention; the model has {len(windows)}, with windows of "
-            f"{', '.join(map(str, windows))} tokens (0: none); --disable-hybrid-kv-cache-manager makes one of them"
-        )

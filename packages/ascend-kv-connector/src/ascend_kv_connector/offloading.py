@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from ascend_kv_connector.config import check_cache
+from ascend_kv_connector.config import windows_of
 
 SPECS = {"CPUOffloadingSpec": "HostSpec", "TieringOffloadingSpec": "TieredSpec"}
 """By vLLM's name of a spec the one here that takes its place."""
@@ -76,20 +76,24 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         return None  # attention's own; keys and values are taken apart in it
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        check_cache(type(self).__name__, kv_cache_config)
+        windows_of(type(self).__name__, kv_cache_config.kv_cache_groups)
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         spec = given.get("spec_name", "CPUOffloadingSpec")
         given.update(spec_name=SPECS.get(spec, spec), spec_module_path=__name__)
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        tensors, refs = [], []
-        for held in kv_caches.values():
-            for part in extension.cache_parts(held).values():
-                pages = part.view(torch.int8).flatten(1)
-                refs.append(CanonicalKVCacheRef(len(tensors), pages.shape[1]))
-                tensors.append(CanonicalKVCacheTensor(pages, pages.shape[1]))
-        self.connector_worker._init_worker(CanonicalKVCaches(tensors, [refs]))
+        """Layers of several groups may have the same memory, which is copied once: a block is one group's at a time."""
+        tensors: dict[int, CanonicalKVCacheTensor] = {}
+        refs = []
+        for group in self.connector_worker.kv_cache_config.kv_cache_groups:
+            parts = [part for layer in group.layer_names for part in extension.cache_parts(kv_caches[layer]).values()]
+            pages = [part.view(torch.int8).flatten(1) for part in parts]
+            for page in pages:
+                tensors.setdefault(page.data_ptr(), CanonicalKVCacheTensor(page, page.shape[1]))
+            places = list(tensors)
+            refs.append([CanonicalKVCacheRef(places.index(page.data_ptr()), page.shape[1]) for page in pages])
+        self.connector_worker._init_worker(CanonicalKVCaches(list(tensors.values()), refs))
 
 
 class HostSpec(CPUOffloadingSpec):
@@ -169,12 +173,14 @@ class Copies:
 class HostWorker(OffloadingWorker):
     """Copies blocks between the NPU and pinned host memory, in the order of the jobs, on a stream of its own.
 
-    ``pages[i]`` is ``[blocks, bytes]`` on the NPU, ``host[i]`` ``[chunks, blocks_per_chunk, bytes]``.
+    ``pages[i]`` is ``[blocks, bytes]`` on the NPU, ``host[i]`` ``[chunks, blocks_per_chunk, bytes]``; ``groups`` has for each
+    group of layers which of them are its.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, host: Sequence[torch.Tensor]) -> None:
         self.pages = [cache.tensor for cache in kv_caches.tensors]
         self.host = list(host)
+        self.groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
         self.blocks_per_chunk = self.host[0].shape[1]
         self._stream = torch.npu.Stream(self.pages[0].device)
         self._jobs: deque[Copies] = deque()
@@ -205,20 +211,24 @@ class HostWorker(OffloadingWorker):
         self.host.clear()
 
     def _enqueue(self, job: int, blocks: Any, chunks: Any, store: bool) -> bool:
-        (first,) = blocks.block_indices  # where in the request, counted in blocks; chunks begin at multiples of their size
-        skip = first % self.blocks_per_chunk
+        block_ids, chunk_ids = iter(blocks.block_ids.tolist()), iter(chunks.block_ids.tolist())
         began, ended = (torch.npu.Event(enable_timing=True) for _ in range(2))
         self._stream.wait_stream(torch.npu.current_stream())
         with torch.npu.stream(self._stream):
             began.record()
-            for place, block in enumerate(blocks.block_ids.tolist(), skip):
-                chunk, within = divmod(place, self.blocks_per_chunk)
-                row = int(chunks.block_ids[chunk]), within
-                for page, host in zip(self.pages, self.host, strict=True):
-                    to, origin = (host[row], page[block]) if store else (page[block], host[row])
-                    to.copy_(origin, non_blocking=True)
+            for group, count, first in zip(self.groups, blocks.group_sizes, blocks.block_indices, strict=True):
+                # first: where in the request, counted in blocks; chunks begin at multiples of their size
+                for place in range(first % self.blocks_per_chunk, first % self.blocks_per_chunk + count):
+                    block, within = next(block_ids), place % self.blocks_per_chunk
+                    if not within or place == first % self.blocks_per_chunk:
+                        chunk = next(chunk_ids)
+                    for index in group:
+                        page, host = self.pages[index][block], self.host[index][chunk, within]
+                        to, origin = (host, page) if store else (page, host)
+                        to.copy_(origin, non_blocking=True)
             ended.record()
-        size = len(blocks.block_ids) * sum(page.shape[1] for page in self.pages)
+        sizes = [sum(self.pages[index].shape[1] for index in group) for group in self.groups]
+        size = sum(count * bytes_ for count, bytes_ in zip(blocks.group_sizes, sizes, strict=True))
         self._jobs.append(Copies(job, began, ended, size))
         return True
 
