@@ -143,8 +143,8 @@ def main(model: str, rounds: int) -> None:
         "threads, pinned": {"strategies": ["stream"], "stream": "multithread", "stream_pinned": True},
         "runai_streamer": {"strategies": ["stream"], "stream": "runai_streamer"},
         "runai_streamer, pinned": {"strategies": ["stream"], "stream": "runai_streamer", "stream_pinned": True},
-        "peer": {"strategies": ["peer"], "peers": [f"127.0.0.1:{port}"]},
-        "peer, 4 connections": {"strategies": ["peer"], "peers": [f"127.0.0.1:{port}"], "connections": CONNECTIONS},
+        "peer": {"strategies": ["peer"], "peers": [f"127.0.0.1:{port}"], "connections": CONNECTIONS},
+        "peer, 1 connection": {"strategies": ["peer"], "peers": [f"127.0.0.1:{port}"], "connections": 1},
     }
     found: dict[str, list[float]] = {}
     digests: dict[str, float] = {}

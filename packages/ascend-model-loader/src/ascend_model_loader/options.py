@@ -26,7 +26,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     name: str | None = None
     transport: Transport | tuple[Transport, ...] = "tcp"
     mooncake_protocol: Literal["tcp", "ascend"] = "tcp"
-    connections: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    connections: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     connect_timeout: Positive = 5.0
     timeout: Positive = 30.0
     deadline: Positive = 1800.0
@@ -40,11 +40,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_connections: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
     max_bytes_per_second: Positive | None = None
     checksum: Literal["xxh3", "blake3"] = "xxh3"
-
-    @property
-    def lanes(self) -> int:
-        """Connections to a peer: as given, else one for every four cores, and four at most; each keeps a core busy."""
-        return self.connections or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
     @property
     def transports(self) -> tuple[Transport, ...]:

@@ -139,7 +139,7 @@ class _Transfer:
         if self.device.type == "npu":
             torch.npu.synchronize()  # what had the parameters' memory before may still be in use on the current stream
         # HCCL takes memory of the NPU for each connection
-        connections = 1 if self._transport == "hccl" else self._options.lanes
+        connections = 1 if self._transport == "hccl" else self._options.connections
         count = max(1, min(connections, -(-self.layout.count // transports.Tcp.block)))
         makers = [lambda: first or connect_again(), *[functools.partial(_another, connect_again)] * (count - 1)]
         threads = [threading.Thread(target=self._work, args=[make], name="weights", daemon=True) for make in makers]
