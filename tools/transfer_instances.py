@@ -10,7 +10,7 @@ from functools import partial
 from time import monotonic, sleep
 
 import torch
-from ascend_kv_connector.cache import Heads, PagedCache, heads_of
+from ascend_kv_connector.cache import Heads, PagedCache, heads_of, table_of
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.keys import Keys
@@ -113,8 +113,7 @@ class Instance:
         for cache in self.caches:
             for region, group, tensor in zip(cache.regions, cache.groups, cache.caches, strict=True):
                 first = cache.kept_from(start, stop, group)
-                each = len(blocks) // len(self.windows)
-                table = torch.tensor(blocks[group * each : (group + 1) * each], dtype=torch.int64)
+                table = torch.tensor(table_of(blocks, group, len(self.windows)), dtype=torch.int64)
                 tokens = torch.arange(first - start, stop - start)
                 rows = table[tokens // self.block_size] * self.block_size + tokens % self.block_size
                 layer = int(region.layer.split(".")[1])

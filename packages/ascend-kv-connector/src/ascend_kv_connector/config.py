@@ -105,11 +105,8 @@ def windows_of(name: str, groups: list[Any]) -> tuple[int, ...]:
             f"{name} serves KV caches of full attention and of windows, with blocks of one size; the model has "
             f"{', '.join(kinds)} with blocks of {', '.join(map(str, sizes))} tokens; serve it without this connector"
         )
-    kept = [
-        {
-            spec.sliding_window + getattr(spec, "extra_retained_tokens", 0) if type(spec) is SlidingWindowSpec else 0
-            for spec in group
-        }
-        for group in specs
-    ]
-    return tuple(max(windows) for windows in kept)
+    firsts = [group[0] for group in specs]  # a group's are all alike (vllm/v1/kv_cache_interface.py, UniformTypeKVCacheSpecs)
+    return tuple(
+        first.sliding_window + getattr(first, "extra_retained_tokens", 0) if type(first) is SlidingWindowSpec else 0
+        for first in firsts
+    )

@@ -211,24 +211,23 @@ class HostWorker(OffloadingWorker):
         self.host.clear()
 
     def _enqueue(self, job: int, blocks: Any, chunks: Any, store: bool) -> bool:
-        block_ids, chunk_ids = iter(blocks.block_ids.tolist()), iter(chunks.block_ids.tolist())
+        block_ids, chunk_ids, size = iter(blocks.block_ids.tolist()), iter(chunks.block_ids.tolist()), 0
         began, ended = (torch.npu.Event(enable_timing=True) for _ in range(2))
         self._stream.wait_stream(torch.npu.current_stream())
         with torch.npu.stream(self._stream):
             began.record()
             for group, count, first in zip(self.groups, blocks.group_sizes, blocks.block_indices, strict=True):
                 # first: where in the request, counted in blocks; chunks begin at multiples of their size
-                for place in range(first % self.blocks_per_chunk, first % self.blocks_per_chunk + count):
+                for place in range(first, first + count):
                     block, within = next(block_ids), place % self.blocks_per_chunk
-                    if not within or place == first % self.blocks_per_chunk:
+                    if not within or place == first:
                         chunk = next(chunk_ids)
                     for index in group:
                         page, host = self.pages[index][block], self.host[index][chunk, within]
                         to, origin = (host, page) if store else (page, host)
                         to.copy_(origin, non_blocking=True)
+                        size += page.numel()
             ended.record()
-        sizes = [sum(self.pages[index].shape[1] for index in group) for group in self.groups]
-        size = sum(count * bytes_ for count, bytes_ in zip(blocks.group_sizes, sizes, strict=True))
         self._jobs.append(Copies(job, began, ended, size))
         return True
 
