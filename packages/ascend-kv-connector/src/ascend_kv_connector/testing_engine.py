@@ -1,4 +1,4 @@
-"""vLLM's scheduler and a worker with a KV connector and no model, which :mod:`ascend_kv_connector.testing` runs."""
+"""What the conformance suite runs: vLLM's scheduler and a worker with a KV connector, and no model."""
 
 from __future__ import annotations
 
