@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import small_models
 import torch
 from ascend_platform import extension, machine
 from ascend_platform.platform import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, NPUPlatform, attention_for
+from harness.models import small as small_models
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform

@@ -5,8 +5,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import quantize
-import small_models
 import torch
 from ascend_platform import extension, machine, quantization
 from ascend_platform.platform import NPUPlatform
@@ -14,7 +12,9 @@ from ascend_platform.quantization import DESCRIPTION, NAME, kv_cache, matrix
 from ascend_platform.quantization.compressed import reader
 from ascend_platform.quantization.kv_cache import Int8CacheMethod
 from ascend_platform.quantization.schemes import SCHEMES
-from quantize import Spec
+from harness.models import quantize
+from harness.models import small as small_models
+from harness.models.quantize import Spec
 from vllm.engine.arg_utils import EngineArgs
 
 HALVES = [torch.float16, torch.bfloat16]
