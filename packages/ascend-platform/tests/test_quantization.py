@@ -13,7 +13,7 @@ from ascend_platform.platform import NPUPlatform
 from ascend_platform.quantization import DESCRIPTION, NAME, kv_cache, matrix
 from ascend_platform.quantization.compressed import reader
 from ascend_platform.quantization.kv_cache import Int8CacheMethod
-from ascend_platform.quantization.schemes import SCHEMES
+from ascend_platform.quantization.registry import SCHEMES
 from quantize import Spec
 from vllm.engine.arg_utils import EngineArgs
 

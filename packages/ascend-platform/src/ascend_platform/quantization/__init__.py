@@ -1,6 +1,6 @@
 """Quantized weights and KV caches: ModelSlim's checkpoints and compressed-tensors', on CANN's operators.
 
-A scheme is one small module, registered in ``schemes.py``; ``modelslim.py`` and ``compressed.py`` are the two formats.
+A scheme is one small module, registered in ``registry.py``; ``modelslim.py`` and ``compressed.py`` are the two formats.
 """
 
 from __future__ import annotations

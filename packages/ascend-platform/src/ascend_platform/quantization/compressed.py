@@ -30,7 +30,7 @@ from ascend_platform.quantization import check_chip
 from ascend_platform.quantization.experts import QuantizedExperts
 from ascend_platform.quantization.linear import apply, replace
 from ascend_platform.quantization.matrix import GROUP_STEP, Quantized, Scheme, Stored, Tensors, unpacked
-from ascend_platform.quantization.schemes import SCHEMES
+from ascend_platform.quantization.registry import SCHEMES
 from ascend_platform.quantization.w8a8 import W8A8
 
 PACKED, BYTES = "pack-quantized", "int-quantized"

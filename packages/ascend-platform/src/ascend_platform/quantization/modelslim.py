@@ -24,7 +24,7 @@ from ascend_platform.quantization import DESCRIPTION, NAME, check_chip
 from ascend_platform.quantization.experts import QuantizedExperts
 from ascend_platform.quantization.kv_cache import CACHE_NAMES, Int8CacheMethod
 from ascend_platform.quantization.linear import ModelSlimLinearMethod
-from ascend_platform.quantization.schemes import FLOAT, SCHEMES
+from ascend_platform.quantization.registry import FLOAT, SCHEMES
 
 CACHE_KINDS = ("C8",)
 
