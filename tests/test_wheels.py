@@ -102,7 +102,7 @@ def test_metadata_is_complete(wheels: dict[str, Wheel], name: str) -> None:
 def test_wheel_holds_one_typed_module(wheels: dict[str, Wheel], name: str) -> None:
     wheel, module = wheels[name], name.replace("-", "_")
     tops = {file.split("/")[0] for file in wheel.files if ".dist-info/" not in file}
-    start_up = {"ascend_platform.pth"} if name == "ascend-platform" else set()  # see ascend_platform/startup.py
+    start_up = {"ascend_platform.pth"} if name == "ascend-platform" else set()  # see ascend_platform/cli/excepthook.py
     assert tops == {module} | start_up
     assert f"{module}/py.typed" in wheel.files
     assert "Typing :: Typed" in wheel.metadata.get_all("Classifier", [])
@@ -158,12 +158,12 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
         [
             ("vllm.platform_plugins", "ascend", "ascend_platform:register"),
             *(("vllm.general_plugins", name, f"{name}:register") for name in general),
-            ("vllm.general_plugins", "ascend_service_profiling", "ascend_platform.service_profiling:register"),
-            ("console_scripts", "vllm-ascend", "ascend_platform.cli:main"),
-            ("vllm_ascend.commands", "doctor", "ascend_platform.doctor:add"),
-            ("vllm_ascend.commands", "plan", "ascend_platform.plan.command:add"),
-            ("vllm_ascend.commands", "env", "ascend_platform.inventory:add_env"),
-            ("vllm_ascend.commands", "plugins", "ascend_platform.inventory:add_plugins"),
+            ("vllm.general_plugins", "ascend_service_profiling", "ascend_platform.observability.service_profiling:register"),
+            ("console_scripts", "vllm-ascend", "ascend_platform.cli.main:main"),
+            ("vllm_ascend.commands", "doctor", "ascend_platform.cli.doctor:add"),
+            ("vllm_ascend.commands", "plan", "ascend_platform.cli.plan.command:add"),
+            ("vllm_ascend.commands", "env", "ascend_platform.cli.plugins:add_env"),
+            ("vllm_ascend.commands", "plugins", "ascend_platform.cli.plugins:add_plugins"),
             ("vllm_ascend.commands", "patches", "ascend_patches.command:add"),
             ("vllm_ascend.checks", "patches", "ascend_patches.command:examine"),
             ("vllm_ascend.scopes", "ascend_patches", "ascend_patches:enter"),

@@ -70,7 +70,7 @@ def command(world: World) -> Callable[..., tuple[int, str, str]]:
     """Runs ``vllm-ascend patches …`` in the world; gives the exit status, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        out, err = world.run(f"from ascend_platform.cli import main; print('STATUS', main({['patches', *arguments]!r}))")
+        out, err = world.run(f"from ascend_platform.cli.main import main; print('STATUS', main({['patches', *arguments]!r}))")
         text, _, status = out.rpartition("STATUS ")
         return int(status), text, err
 

@@ -4,7 +4,11 @@ import json
 
 from ascend_platform import extension
 
-DOCTOR = "import sys; from ascend_platform.cli import main; status = main(['doctor', '--json']); print(status, file=sys.stderr)"
+DOCTOR = """
+import sys
+from ascend_platform.cli.main import main
+print(main(['doctor', '--json']), file=sys.stderr)
+"""
 
 
 def lines(world):

@@ -22,7 +22,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ascend_platform.dense import DenseBackend, DenseImpl, graph_task, host_lengths, is_captured
+from ascend_platform.attention.base import DenseBackend, DenseImpl, graph_task, host_lengths, is_captured
 
 __all__ = [
     "API_VERSION",
@@ -331,7 +331,8 @@ def cache_parts(kv_cache: Any) -> dict[str, Any]:
         TypeError: something else.
     """
     if not hasattr(kv_cache, "_asdict"):
-        raise TypeError(f"a layer's KV cache is expected, as ascend_platform.kv_cache.PagedKV, not {type(kv_cache).__name__}")
+        found = type(kv_cache).__name__
+        raise TypeError(f"a layer's KV cache is expected, as ascend_platform.attention.kv_cache.PagedKV, not {found}")
     return kv_cache._asdict()
 
 

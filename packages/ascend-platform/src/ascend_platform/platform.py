@@ -14,7 +14,10 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import connectors, device_metrics, extension, machine, quantization, speculation, watch
+from ascend_platform import extension, host, quantization
+from ascend_platform.config import kv_connectors, spec_decode
+from ascend_platform.observability import metrics
+from ascend_platform.worker import watchdog
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -22,8 +25,8 @@ if TYPE_CHECKING:
 
 logger = extension.logger
 
-BUILT_IN_ATTENTION = "ascend_platform.attention.PagedAttentionBackend"
-BUILT_IN_ENCODER = "ascend_platform.encoder.EncoderAttentionBackend"
+BUILT_IN_ATTENTION = "ascend_platform.attention.paged.PagedAttentionBackend"
+BUILT_IN_ENCODER = "ascend_platform.attention.encoder.EncoderAttentionBackend"
 
 
 def _pin(variable: str, value: str, why: str) -> None:
@@ -35,7 +38,7 @@ def _pin(variable: str, value: str, why: str) -> None:
 # This module is imported in every process as vLLM resolves its platform, which is before vLLM reads these.
 _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "this version runs vLLM's V1 model runner, which needs no Triton")
 _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
-watch.end_with_parent()
+watchdog.end_with_parent()
 # vLLM warns of names it does not know (Platform.validate_environ)
 for _variable in extension.VARIABLES:
     envs.environment_variables.setdefault(_variable, functools.partial(os.environ.get, _variable))
@@ -60,7 +63,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        import ascend_platform.ops  # noqa: F401
+        import ascend_platform.ops.rotary_embedding  # noqa: F401
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> Any:
@@ -73,9 +76,9 @@ class NPUPlatform(Platform):
     def register_triton_kernel_overrides(cls) -> None:
         extension.enter("worker")  # vLLM calls this right before it imports the worker's class (vllm/v1/worker/worker_base.py)
 
-        from ascend_platform import kernels
+        from ascend_platform.triton_overrides import slot_mapping
 
-        kernels.register(kernels.OVERRIDES)
+        slot_mapping.register(slot_mapping.OVERRIDES)
 
     # The device
 
@@ -124,11 +127,11 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_static_graph_wrapper_cls(cls) -> str:
-        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"  # on torch.npu's graphs: ascend_platform/graphs.py
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"  # on torch.npu's graphs: ascend_platform/graph/acl_graph.py
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:
-        return "ascend_platform.passes.PassManager"
+        return "ascend_platform.graph.fusion_passes.PassManager"
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
@@ -172,7 +175,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        return "ascend_platform.lora.NPUPunicaWrapper"
+        return "ascend_platform.ops.punica.NPUPunicaWrapper"
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
@@ -197,7 +200,7 @@ class NPUPlatform(Platform):
         from vllm.config import CompilationMode, CUDAGraphMode
         from vllm.config.vllm import OptimizationLevel
 
-        connectors.resolve(vllm_config)
+        kv_connectors.resolve(vllm_config)
         vllm_config.kernel_config.enable_jit_warmup = False
         compilation, model = vllm_config.compilation_config, vllm_config.model_config
         if compilation.cudagraph_mode is None and vllm_config.optimization_level == OptimizationLevel.O2:
@@ -221,12 +224,12 @@ class NPUPlatform(Platform):
         """
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
-            parallel.worker_cls = "ascend_platform.worker.NPUWorker"
+            parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"
         quantization.detect(vllm_config)
         if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
             raise extension.RefusedError(f"{_serves()} models without {', '.join(refused)}; these come later")
-        connectors.check(vllm_config)
-        speculation.check(vllm_config)
+        kv_connectors.check(vllm_config)
+        spec_decode.check(vllm_config)
         _check_load_format(vllm_config.load_config, vllm_config.quant_config is not None)
         _check_devices(parallel)
         _check_graphs(vllm_config)
@@ -246,7 +249,7 @@ class NPUPlatform(Platform):
                 "experts of several data-parallel engines need ascend-communicator, which is "
                 f"{extension.state('ascend-communicator')}; install it, and let VLLM_PLUGINS name ascend_communicator"
             )
-        device_metrics.offer(vllm_config)
+        metrics.offer(vllm_config)
         announce(vllm_config)
 
     @classmethod
@@ -407,7 +410,7 @@ def _check_graphs(vllm_config: "VllmConfig") -> None:
 
 def _find_numa_nodes(parallel: "ParallelConfig") -> None:
     """For --numa-bind: the NUMA node of each NPU, which vLLM asks of CUDA's platform alone; no binding where it is not known."""
-    nodes, obstacle = machine.numa_nodes()
+    nodes, obstacle = host.numa_nodes()
     if not obstacle and not shutil.which("numactl"):
         obstacle = "the program numactl is not installed"
     if obstacle:

@@ -1,6 +1,6 @@
 """Quantized weights and KV caches: ModelSlim's checkpoints and compressed-tensors', on CANN's operators.
 
-A scheme is one small module, registered in ``registry.py``; ``modelslim.py`` and ``compressed.py`` are the two formats.
+A scheme is one small module, registered in ``schemes.py``; ``modelslim.py`` and ``compressed.py`` are the two formats.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ascend_platform import extension, machine
+from ascend_platform import extension, host
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,8 +28,8 @@ def register() -> None:
     Never raises: in a vLLM that has other names for what is imported here, models that are not quantized are served as ever.
     """
     try:
-        import ascend_platform.quantization.compressed
-        import ascend_platform.quantization.modelslim  # noqa: F401
+        import ascend_platform.quantization.formats.compressed_tensors
+        import ascend_platform.quantization.formats.modelslim  # noqa: F401
     except ImportError as error:
         version = extension.version("vllm")
         extension.logger.warning("quantized weights are not served with vLLM %s: %s; upgrade ascend-platform", version, error)
@@ -55,7 +55,7 @@ def detect(vllm_config: VllmConfig) -> None:
 
 def check_chip(schemes: Iterable[str]) -> None:
     """Raise RefusedError where the NPU's operators do not take these schemes, by torch_npu's documentation."""
-    found, served = machine.chip(), machine.ATLAS_A2_A3
+    found, served = host.chip(), host.ATLAS_A2_A3
     names = sorted(set(schemes))
     if found and names and not found.startswith(served):
         raise extension.RefusedError(

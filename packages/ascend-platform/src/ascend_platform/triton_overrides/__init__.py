@@ -1,0 +1,1 @@
+"""PyTorch implementations of vLLM's Triton kernels."""
