@@ -12,7 +12,8 @@ import pytest
 import small_models
 import torch
 from ascend_platform import extension, host
-from ascend_platform.platform import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, NPUPlatform, attention_for
+from ascend_platform.attention.selector import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, attention_for
+from ascend_platform.platform import NPUPlatform
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform

@@ -10,7 +10,8 @@ import small_models
 import torch
 from ascend_platform import extension, host, quantization
 from ascend_platform.platform import NPUPlatform
-from ascend_platform.quantization import DESCRIPTION, NAME, base
+from ascend_platform.quantization import base
+from ascend_platform.quantization.common import DESCRIPTION, NAME
 from ascend_platform.quantization.formats.compressed_tensors import reader
 from ascend_platform.quantization.methods import kv_cache
 from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod

@@ -10,9 +10,12 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 DRIVER = Path("/usr/local/Ascend/driver")
+VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
+"""The variable that lists the NPUs which a process may use."""
 ATLAS_A2_A3 = ("Ascend910B", "Ascend910_93")
 """Beginnings of these chips' names, which have operators that others lack."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -62,6 +65,35 @@ def missing_libraries(torch_npu: Path) -> tuple[list[str], str]:
     done = subprocess.run(command, env=_with_torch(), capture_output=True, text=True, timeout=20)
     missing = re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)
     return sorted(set(missing)), "" if done.returncode == 0 else " ".join((done.stdout + done.stderr).split())
+
+
+def missing_library(error: BaseException | None) -> str:
+    """What is missing and what to do, if an error or its cause is torch_npu lacking a library of CANN; else ""."""
+    for each in error_chain(error):
+        name, _, rest = str(each).partition(": ")
+        if isinstance(each, ImportError) and "cannot open shared object file" in rest and through_torch_npu(each):
+            return (
+                f"CANN's library {name} was not found, so torch_npu cannot be loaded; source CANN's set_env.sh "
+                "(usually /usr/local/Ascend/ascend-toolkit/set_env.sh), or use ascend-emulator run where there is no NPU"
+            )
+    return ""
+
+
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, then its cause or context, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def through_torch_npu(error: BaseException) -> bool:
+    """Whether the error's traceback passes through torch_npu."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "torch_npu":
+            return True
+        traceback = traceback.tb_next
+    return False
 
 
 @functools.cache

@@ -9,25 +9,12 @@ this module as Python starts, which is the one earlier place, in vLLM's own comm
 import errno
 import os
 import sys
-from collections.abc import Iterator
 from traceback import walk_tb
 
 import ascend_platform
-from ascend_platform import extension
+from ascend_platform import extension, host
 
 _installed = False
-
-
-def missing_library(error: BaseException | None) -> str:
-    """What is missing and what to do, if an error or its cause is torch_npu lacking a library of CANN; else ""."""
-    for each in _chain(error):
-        name, _, rest = str(each).partition(": ")
-        if isinstance(each, ImportError) and "cannot open shared object file" in rest and _through_torch_npu(each):
-            return (
-                f"CANN's library {name} was not found, so torch_npu cannot be loaded; source CANN's set_env.sh "
-                "(usually /usr/local/Ascend/ascend-toolkit/set_env.sh), or use ascend-emulator run where there is no NPU"
-            )
-    return ""
 
 
 def install() -> None:
@@ -62,14 +49,14 @@ def install() -> None:
 
 def explain(error: BaseException) -> str:
     """One line for an error that vLLM's command ends with, if it is one of those below; else ""."""
-    explanations = (missing_library, _other_torch_npu, _refusal, _no_platform, _port_in_use, _no_suffix)
+    explanations = (host.missing_library, _other_torch_npu, _refusal, _no_platform, _port_in_use, _no_suffix)
     return next(filter(None, (explanation(error) for explanation in explanations)), "")
 
 
 def _other_torch_npu(error: BaseException) -> str:
     """A torch_npu for another torch, which fails in many ways as torch loads it."""
-    for each in _chain(error):
-        if _through_torch_npu(each) and (reason := extension.unmet("torch-npu") or extension.unmet("ascend-platform")):
+    for each in host.error_chain(error):
+        if host.through_torch_npu(each) and (reason := extension.unmet("torch-npu") or extension.unmet("ascend-platform")):
             found = " ".join(str(each).split())
             return f"torch_npu {extension.version('torch-npu')} cannot be loaded ({found}): {reason}"
     return ""
@@ -77,7 +64,7 @@ def _other_torch_npu(error: BaseException) -> str:
 
 def _refusal(error: BaseException) -> str:
     """What one of our wheels refuses, as it is or as pydantic hands it on."""
-    for each in _chain(error):
+    for each in host.error_chain(error):
         listing = getattr(each, "errors", None)
         inner = [(item.get("ctx") or {}).get("error") for item in listing()] if callable(listing) else []
         for one in (each, *inner):
@@ -88,7 +75,7 @@ def _refusal(error: BaseException) -> str:
 
 def _no_platform(error: BaseException) -> str:
     """Why vLLM found no device, where that is for us to know (``vllm/config/device.py``)."""
-    if not any(str(each).startswith("Failed to infer device type") for each in _chain(error)):
+    if not any(str(each).startswith("Failed to infer device type") for each in host.error_chain(error)):
         return ""
     if extension.allowed(extension.COMPONENTS["ascend-platform"]):
         return f"vLLM found no device: {ascend_platform._reason}" if ascend_platform._reason else ""
@@ -100,41 +87,25 @@ def _no_platform(error: BaseException) -> str:
 
 def _port_in_use(error: BaseException) -> str:
     """A port that another process has (``vllm/entrypoints/launchers/launcher.py``, ``create_server_socket``)."""
-    for each in _chain(error):
+    for each in host.error_chain(error):
         if isinstance(each, OSError) and each.errno == errno.EADDRINUSE:
             *_, last = walk_tb(each.__traceback__)
-            host, port, *_ = last[0].f_locals.get("addr", ("", "of vLLM"))
-            return f"port {port} is in use by another process{host and f' (on {host})'}; end that, or choose another with --port"
+            address, port, *_ = last[0].f_locals.get("addr", ("", "of vLLM"))
+            at = address and f" (on {address})"
+            return f"port {port} is in use by another process{at}; end that, or choose another with --port"
     return ""
 
 
 def _no_suffix(error: BaseException) -> str:
     """vLLM's own refusal (``vllm/config/speculative.py``, ``_validate_suffix_decoding``), which comes before ours could."""
-    if any(isinstance(each, ImportError) and "Arctic Inference is required" in str(each) for each in _chain(error)):
+    if any(isinstance(each, ImportError) and "Arctic Inference is required" in str(each) for each in host.error_chain(error)):
         return "speculative decoding by suffix needs arctic-inference; run: pip install 'ascend-platform[suffix]'"
     return ""
 
 
 def _cpu_without_kernels() -> str:
     """VLLM_TARGET_DEVICE=cpu makes `vllm serve` use the CPU, and fail there after a while if vLLM was built without kernels."""
-    from ascend_platform import host
-
     vllm = host.package("vllm")
     if os.environ.get("VLLM_TARGET_DEVICE") != "cpu" or "serve" not in sys.orig_argv[:4] or not vllm or any(vllm.glob("_C*.so")):
         return ""
     return "VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU, for which this vLLM has no kernels; run: unset VLLM_TARGET_DEVICE"
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _through_torch_npu(error: BaseException) -> bool:
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "torch_npu":
-            return True
-        traceback = traceback.tb_next
-    return False

@@ -7,6 +7,7 @@ prometheus_client (``PROMETHEUS_MULTIPROC_DIR``, which vLLM sets then).
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -22,8 +23,6 @@ from ascend_platform import extension
 if TYPE_CHECKING:
     from prometheus_client import Metric
     from vllm.config import VllmConfig
-
-    from ascend_platform.worker.worker import NPUWorker
 
 INTERVAL, STALE = 5.0, 60.0
 """Seconds between two looks at the device, and after which a file is nobody's."""
@@ -67,10 +66,14 @@ def offer(config: VllmConfig) -> None:
     _configs.append(weakref.ref(config))
 
 
-def report(worker: NPUWorker) -> None:
-    """Tell of this worker's NPU from now on, as long as there is the worker, in a thread of its own."""
-    config, device = worker.vllm_config, worker.device.index
-    labels = [str(config.parallel_config.data_parallel_index), str(worker.rank), str(device)]
+def report(config: VllmConfig, rank: int, device: int) -> Callable[[], None]:
+    """Tell of a worker's NPU from now on, in a thread of its own, until the function that is returned is called.
+
+    Args:
+        rank: of the worker in its engine.
+        device: the NPU's index among those that are visible.
+    """
+    labels = [str(config.parallel_config.data_parallel_index), str(rank), str(device)]
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         tell = _by_gauges(labels)
     else:
@@ -80,7 +83,7 @@ def report(worker: NPUWorker) -> None:
     ended = threading.Event()
     thread = threading.Thread(target=_keep_telling, args=(tell, device, ended), name="npu-metrics", daemon=True)
     thread.start()
-    weakref.finalize(worker, _end, thread, ended)  # at the latest before Python takes apart what the thread uses
+    return functools.partial(_end, thread, ended)
 
 
 def measured(device: int) -> dict[str, float]:

@@ -1,8 +1,6 @@
-"""vLLM's RMSNorm, SwiGLU and rotary embedding on the NPU's fused operators; importing this module registers them.
+"""Rotary embedding on a fused NPU operator, registered by ``CustomOp.register_oot`` on import.
 
-Normalization goes through vLLM's IR (``vllm/ir/op.py``), the others through ``CustomOp.register_oot``
-(``vllm/model_executor/custom_op.py``). The operators' shapes, dtypes and limits are those of
-``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
 
 from collections.abc import Iterator
@@ -10,46 +8,8 @@ from typing import Any
 
 import torch
 import torch_npu
-from vllm import ir
 from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-
-
-def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
-    """npu_rms_norm needs a weight of the input's dtype and normalizes over the whole last dimension."""
-    return weight is not None and weight.dtype == x.dtype and variance_size is None
-
-
-@ir.ops.rms_norm.register_impl(
-    "npu", supports_args=lambda x, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
-)
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; x ``[..., hidden]``, weight ``[hidden]``."""
-    return torch_npu.npu_rms_norm(x, weight, epsilon)[0]
-
-
-@ir.ops.fused_add_rms_norm.register_impl(
-    "npu", supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
-)
-def fused_add_rms_norm(
-    x: torch.Tensor,
-    x_residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(rms_norm(x + x_residual), x + x_residual)``; both inputs ``[..., hidden]`` of one dtype."""
-    normed, _, total = torch_npu.npu_add_rms_norm(x, x_residual, weight, epsilon)
-    return normed, total
-
-
-@SiluAndMul.register_oot
-class NPUSiluAndMul(SiluAndMul):
-    """``silu(x[..., :d]) * x[..., d:]`` by npu_swiglu; x ``[..., 2 d]`` of float32, float16 or bfloat16."""
-
-    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-        return torch_npu.npu_swiglu(x)
 
 
 class NPURotaryMixin:

@@ -5,12 +5,8 @@ and never wait for it.
 """
 
 import functools
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
-from vllm.triton_utils import dispatcher
 
 from ascend_platform.compat import slot_mapping_kernel
 
@@ -80,10 +76,3 @@ def null_slots(length: int, block_size: int, device: torch.device) -> torch.Tens
 
 OVERRIDES = {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": slot_mapping_kernel(compute_slot_mapping)}
 """Kernel name to replacement, as ``vllm.triton_utils.dispatcher.register_kernels`` takes them."""
-
-
-def register(overrides: Mapping[str, Callable[..., Any]]) -> None:
-    """Let vLLM launch these functions instead of its kernels, as far as they have not been replaced before."""
-    with warnings.catch_warnings():  # vLLM looks at every name of every module, deprecated ones too
-        warnings.simplefilter("ignore")
-        dispatcher.register_kernels({name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry})

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -23,9 +24,9 @@ from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from ascend_platform import compat, extension
+from ascend_platform.config.components import announce
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
-from ascend_platform.platform import announce
 from ascend_platform.worker import watchdog
 from ascend_platform.worker.model_runner import NPUModelRunner
 from ascend_platform.worker.sleep_mode import StorageBackend, tell_awake
@@ -139,7 +140,8 @@ class NPUWorker(Worker):
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
         tell_awake(True)
-        metrics.report(self)
+        end_metrics = metrics.report(self.vllm_config, self.rank, self.device.index)
+        weakref.finalize(self, end_metrics)  # at the latest before Python takes apart what the thread uses
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def checkpoint_prepare(self) -> None:

@@ -26,8 +26,8 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from ascend_platform import extension
-from ascend_platform.quantization import check_chip
 from ascend_platform.quantization.base import GROUP_STEP, Quantized, Scheme, Stored, Tensors, unpacked
+from ascend_platform.quantization.common import check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts
 from ascend_platform.quantization.methods.linear import apply, replace
 from ascend_platform.quantization.registry import SCHEMES

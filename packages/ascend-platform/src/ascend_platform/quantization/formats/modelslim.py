@@ -20,7 +20,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from ascend_platform import extension
-from ascend_platform.quantization import DESCRIPTION, NAME, check_chip
+from ascend_platform.quantization.common import DESCRIPTION, NAME, check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts
 from ascend_platform.quantization.methods.kv_cache import CACHE_NAMES, Int8CacheMethod
 from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod

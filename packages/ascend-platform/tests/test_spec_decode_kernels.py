@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from ascend_platform.sampling import rejection
 from ascend_platform.triton_overrides import drafter
 
 SEEDS = range(6)
@@ -29,7 +30,7 @@ def test_expand(seed):
     rng, counts, sums, _ = batch(seed)
     values = [rng.choice([0.0, 0.5, 2.0]) for _ in counts]
     out = torch.empty(sums[-1], device="npu")
-    drafter.expand(out, npu(values, torch.float32), npu(sums), 0.0, 1.0, 128)
+    rejection.expand(out, npu(values, torch.float32), npu(sums), 0.0, 1.0, 128)
     assert out.tolist() == [value or 1.0 for value, count in zip(values, counts, strict=True) for _ in range(count)]
 
 
@@ -65,7 +66,7 @@ def test_greedy_rejection(seed, all_greedy, synthetic):
         accepted = [u < rates[p] and d >= 0 for u, p, d in zip(uniform, places, drafts, strict=True)]
         tokens = [d if a else c for d, a, c in zip(drafts, accepted, choice, strict=True)]
     out = npu([[-1] * 5 for _ in counts])
-    drafter.rejection_greedy(
+    rejection.rejection_greedy(
         out,
         npu(sums),
         npu(drafts),
@@ -97,7 +98,7 @@ def test_random_rejection(seed, with_probs):
     ]
     tokens = [d if a else r for d, a, r in zip(drafts, accepted, recovered, strict=True)]
     out = npu([[-1] * 5 for _ in counts])
-    drafter.rejection_random(
+    rejection.rejection_random(
         out,
         npu(sums),
         npu(drafts),
@@ -133,7 +134,7 @@ def test_recovered_tokens(seed, with_probs):
             left[drafts[i]] = 0
         expected.append(int((left * noise[owner]).argmax()))
     out = torch.full((total,), -7, dtype=torch.int32, device="npu")
-    drafter.sample_recovered(
+    rejection.sample_recovered(
         out,
         npu(sums),
         npu(drafts),
