@@ -92,7 +92,7 @@ def crossings(path: Path | None = None) -> tuple[list[str], list[str]]:
 def test_running_siblings_use_the_interface_alone() -> None:
     crossed, loaded = crossings()
     assert crossed == []
-    assert {"ascend_attention.fused", "ascend_patches.apply"} <= {*loaded}
+    assert {"ascend_attention.dense", "ascend_patches.apply"} <= {*loaded}
 
 
 def test_sibling_that_reaches_further_is_found(tmp_path: Path) -> None:

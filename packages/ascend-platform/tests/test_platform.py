@@ -243,7 +243,7 @@ def test_built_in_attention_serves_when_nothing_is_offered(monkeypatch):
 
 
 FUSED = {
-    "attention.dense": "ascend_attention.fused.FusedAttentionBackend",
+    "attention.dense": "ascend_attention.dense.FusedAttentionBackend",
     "attention.sinks": "ascend_attention.sinks.SinkAttentionBackend",
     "attention.encoder": "ascend_attention.encoder.FusedEncoderAttentionBackend",
 }

@@ -10,7 +10,7 @@ import torch
 import torch_npu
 from ascend_platform import extension
 
-from ascend_attention.fused import (
+from ascend_attention.dense import (
     FusedAttentionBackend,
     FusedAttentionImpl,
     FusedAttentionMetadata,

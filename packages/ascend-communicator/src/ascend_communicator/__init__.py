@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ascend_platform import extension
 
 WAYS = ("allgather", "alltoall", "mc2")
-"""How experts' tokens can travel: see experts.py."""
+"""How experts' tokens can travel: see moe/select.py."""
 
 OPTIONS = {"all2all": "auto", "groups": {}, "deterministic": False, "connect_timeout": None}
 """The keys of ``ascend.communicator`` and their defaults; docs/configuration.md explains them."""
@@ -32,7 +32,7 @@ def register() -> None:
 def _offer() -> None:
     extension.offer("communicator", "ascend_communicator.communicator.HCCLCommunicator")
     extension.offer("weight_transfer.hccl", "ascend_communicator.weight_transfer.HCCLWeightTransferEngine")
-    extension.offer("hccl.link", "ascend_communicator.link.Link")
+    extension.offer("hccl.link", "ascend_communicator.p2p_link.Link")
 
 
 def _take_options(options: Mapping[str, object]) -> None:

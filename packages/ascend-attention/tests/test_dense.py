@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_attention import fused, sinks
+from ascend_attention import dense, sinks
 from paged_batches import KINDS, PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
-BLOCK_SIZE, BLOCKS = fused.BLOCK_SIZE, 32
+BLOCK_SIZE, BLOCKS = dense.BLOCK_SIZE, 32
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_sinks(kind, window):
     check(torch.bfloat16, 4, 2, 64, kind, sinks.SinkAttentionBackend, sliding_window=window, sinks=own)
 
 
-def check(dtype, heads, kv_heads, size, kind, backend=fused.FusedAttentionBackend, **beyond):
+def check(dtype, heads, kv_heads, size, kind, backend=dense.FusedAttentionBackend, **beyond):
     rng = random.Random(f"{heads}{kind}")
     requests = pairs(kind, rng, rng.randint(1, 5), 600)
     batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, heads, kv_heads, size, dtype, 1e4), requests, rng)
@@ -61,9 +61,9 @@ def test_attention_to_an_encoder_s_tokens():
     slots = torch.cat([torch.arange(n) + 3 * BLOCK_SIZE * r for r, n in enumerate(lengths)])
     cache = tuple(torch.full((2, 9, BLOCK_SIZE, 2, size), 1e4, dtype=dtype).npu())
     ends = torch.tensor(counts).cumsum(0).tolist()
-    layer = fused.FusedAttentionImpl(heads, size, size**-0.5, 2, attn_type="encoder_decoder")
+    layer = dense.FusedAttentionImpl(heads, size, size**-0.5, 2, attn_type="encoder_decoder")
     for new in (slots, slots[:0]):
-        meta = fused.FusedAttentionMetadata(
+        meta = dense.FusedAttentionMetadata(
             lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
             tokens=ends[-1],
             block_table=torch.arange(9, dtype=torch.int32).view(3, 3).npu(),
@@ -121,7 +121,7 @@ def test_attention_over_int8_pages(dtype, symmetric, kind):
     queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in requests]
     ends = [sum(new for new, _ in requests[: r + 1]) for r in range(4)]
     new_slots = [slot for own, (_, before) in zip(slots, requests, strict=True) for slot in own[before:]]
-    meta = fused.FusedAttentionMetadata(
+    meta = dense.FusedAttentionMetadata(
         lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
         tokens=ends[-1],
         block_table=torch.tensor(table, dtype=torch.int32).npu(),
@@ -132,7 +132,7 @@ def test_attention_over_int8_pages(dtype, symmetric, kind):
     names = ("k_cache_scale", "v_cache_scale", "k_cache_offset", "v_cache_offset")
     values = [x.npu() for x in scales] + [None if symmetric else x.npu() for x in offsets]
     layer = SimpleNamespace(**dict(zip(names, values, strict=True)))
-    impl = fused.FusedAttentionImpl(heads, size, size**-0.5, kv_heads)
+    impl = dense.FusedAttentionImpl(heads, size, size**-0.5, kv_heads)
     output = torch.empty(ends[-1], heads, size, dtype=dtype, device="npu")
     new_rows = [torch.cat([x[before:] for x, (_, before) in zip(rows, requests, strict=True)]).npu() for rows in both]
     impl.forward(layer, torch.cat(queries).npu(), *new_rows, cache, meta, output)
@@ -147,7 +147,7 @@ def test_attention_over_int8_pages(dtype, symmetric, kind):
 
 
 def test_profiling_without_metadata_gives_zero():
-    layer = fused.FusedAttentionImpl(2, 16, 1.0)
+    layer = dense.FusedAttentionImpl(2, 16, 1.0)
     output = torch.full((3, 2, 16), torch.nan, device="npu", dtype=torch.float16)
     assert layer.forward(None, output, output, output, (output, output), None, output).abs().sum().item() == 0
 
@@ -163,20 +163,20 @@ def test_profiling_without_metadata_gives_zero():
 )
 def test_what_it_has_not_is_refused_by_name(arguments, named):
     with pytest.raises(NotImplementedError, match=named):
-        fused.FusedAttentionImpl(2, 16, 1.0, **arguments)
+        dense.FusedAttentionImpl(2, 16, 1.0, **arguments)
 
 
 @pytest.mark.parametrize("kind", [FullAttentionSpec, CrossAttentionSpec])
 def test_attention_to_an_encoder_is_in_no_graph(kind):
     spec = kind(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    support = fused.FusedAttentionMetadataBuilder.get_cudagraph_support(VllmConfig(), spec)
+    support = dense.FusedAttentionMetadataBuilder.get_cudagraph_support(VllmConfig(), spec)
     assert support.name == ("ALWAYS" if kind is FullAttentionSpec else "NEVER")
 
 
 def test_windows_over_int8_pages_are_refused():
     spec = SlidingWindowSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.int8, sliding_window=64)
     with pytest.raises(NotImplementedError, match="int8 is not served with sliding windows"):
-        fused.FusedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
+        dense.FusedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
 
 
 def test_sinks_are_served_in_bfloat16_and_small_heads():
@@ -187,4 +187,4 @@ def test_sinks_are_served_in_bfloat16_and_small_heads():
 
 @pytest.mark.parametrize(("head_size", "taken"), [(16, True), (128, True), (256, True), (72, False), (512, False)])
 def test_head_sizes_are_those_of_the_kernel(head_size, taken):
-    assert fused.FusedAttentionBackend.supports_head_size(head_size) is taken
+    assert dense.FusedAttentionBackend.supports_head_size(head_size) is taken

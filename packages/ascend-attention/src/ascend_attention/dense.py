@@ -21,8 +21,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
-from ascend_attention import context, int8_cache
-from ascend_attention.context import Spread
+from ascend_attention import dcp, int8
+from ascend_attention.dcp import Spread
 
 TITLE = "the fused attention of ascend-attention"
 BLOCK_SIZE = 128
@@ -77,7 +77,7 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         if self.small and getattr(kv_cache_spec, "sliding_window", None):
             raise NotImplementedError("a KV cache in int8 is not served with sliding windows; quantize without kv_cache_type")
         if self.small:
-            self._init_reorder_batch_threshold(1)  # int8_cache wants requests of one token first
+            self._init_reorder_batch_threshold(1)  # int8.py wants requests of one token first
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -97,14 +97,14 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         tokens, table = common.num_actual_tokens, common.block_table_tensor
         part = None
         if self.interleave:
-            part = context.spread(query_ends, kv_lens, common.slot_mapping[:tokens], self.interleave)
+            part = dcp.spread(query_ends, kv_lens, common.slot_mapping[:tokens], self.interleave)
         if common.num_reqs < tokens <= self._largest_mixed_graph():
             table = self._with_another_row(table)
             query_ends.append(query_ends[-1])
             kv_lens.append(0)
         if padding := tokens - query_ends[-1]:
             _give_away(padding, query_ends, kv_lens)
-        convert = list if self.small else _converted  # int8_cache looks at them
+        convert = list if self.small else _converted  # int8.py looks at them
         return FusedAttentionMetadata(
             lengths=dict(zip(self.names, (convert(query_ends), convert(kv_lens)), strict=True)),
             tokens=tokens,
@@ -186,9 +186,9 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
         if self.writes_cache and key is not None and value is not None:
             self._write(layer, key, value, keys, values, meta)
         if small:
-            int8_cache.attend(self, layer, query, keys, values, meta, output)
+            int8.attend(self, layer, query, keys, values, meta, output)
         elif meta.spread:
-            context.attend(query[:tokens], key[:tokens], value[:tokens], kv_cache, meta, self._heads(), output[:tokens])
+            dcp.attend(query[:tokens], key[:tokens], value[:tokens], kv_cache, meta, self._heads(), output[:tokens])
         else:
             self.attend(query[:tokens], keys, values, meta.lengths, meta.block_table, meta, output[:tokens])
         return output
@@ -205,7 +205,7 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
         slots = meta.spread.slots if meta.spread else meta.slot_mapping
         kept = meta.spread.mine if meta.spread else slice(len(slots))
         if keys.dtype == torch.int8:
-            int8_cache.write(layer, key[kept], value[kept], keys, values, slots)
+            int8.write(layer, key[kept], value[kept], keys, values, slots)
         elif len(slots):
             # vLLM cuts value out of the joint projection of query, key and value; the kernel wants it contiguous
             new = key[kept].contiguous(), value[kept].contiguous()

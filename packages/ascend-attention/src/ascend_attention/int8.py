@@ -13,7 +13,7 @@ import torch
 import torch_npu
 
 if TYPE_CHECKING:
-    from ascend_attention.fused import FusedAttentionImpl, FusedAttentionMetadata
+    from ascend_attention.dense import FusedAttentionImpl, FusedAttentionMetadata
 
 
 def write(layer: Any, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: Any) -> None:
