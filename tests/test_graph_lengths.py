@@ -6,7 +6,8 @@ import npus
 
 PROGRAM = """
 import torch, torch_npu
-from ascend_attention.dense import FusedAttentionImpl, FusedAttentionMetadata
+from ascend_attention.dense import FusedAttentionImpl
+from ascend_attention.metadata import FusedAttentionMetadata
 from ascend_platform.graph import acl_graph
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_attention import dense, sinks
+from ascend_attention.metadata import FusedAttentionMetadata
 from paged_batches import KINDS, PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
@@ -63,7 +64,7 @@ def test_attention_to_an_encoder_s_tokens():
     ends = torch.tensor(counts).cumsum(0).tolist()
     layer = dense.FusedAttentionImpl(heads, size, size**-0.5, 2, attn_type="encoder_decoder")
     for new in (slots, slots[:0]):
-        meta = dense.FusedAttentionMetadata(
+        meta = FusedAttentionMetadata(
             lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
             tokens=ends[-1],
             block_table=torch.arange(9, dtype=torch.int32).view(3, 3).npu(),
@@ -121,7 +122,7 @@ def test_attention_over_int8_pages(dtype, symmetric, kind):
     queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in requests]
     ends = [sum(new for new, _ in requests[: r + 1]) for r in range(4)]
     new_slots = [slot for own, (_, before) in zip(slots, requests, strict=True) for slot in own[before:]]
-    meta = dense.FusedAttentionMetadata(
+    meta = FusedAttentionMetadata(
         lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
         tokens=ends[-1],
         block_table=torch.tensor(table, dtype=torch.int32).npu(),

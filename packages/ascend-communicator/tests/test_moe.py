@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from ascend_communicator import OPTIONS, _take_options
-from ascend_communicator.moe.manager import obstacle_to_mc2, way
+from ascend_communicator.moe.mc2 import obstacle_to_mc2
+from ascend_communicator.moe.select import way
 from ascend_platform import extension
 
 FACTORS = torch.tensor([0.5, -1.0, 2.0, -0.5]).double()

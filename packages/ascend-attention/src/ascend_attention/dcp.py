@@ -6,7 +6,6 @@ their log-sums of exponentials (``torch_npu/_op_plugin_docs.py``). ``vllm/v1/att
 with kernels that do not exist here.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +14,7 @@ import torch_npu
 from vllm.distributed import get_dcp_group
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
-
-@dataclass(frozen=True)
-class Spread:
-    """A step's part for this rank.
-
-    cached: tokens of each request that this rank has of earlier steps, on the host; None where no rank has any.
-    mine: int64 ``[n]``, which of the step's tokens this rank keeps.
-    slots: int64 ``[n]``, where.
-    """
-
-    cached: list[int] | None
-    mine: torch.Tensor
-    slots: torch.Tensor
+from ascend_attention.metadata import FusedAttentionMetadata, Spread
 
 
 def spread(query_ends: list[int], kv_lens: list[int], slot_mapping: torch.Tensor, interleave: int) -> Spread:
@@ -55,7 +42,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
-    meta: Any,
+    meta: FusedAttentionMetadata,
     heads: dict[str, Any],
     output: torch.Tensor,
 ) -> None:
@@ -65,7 +52,7 @@ def attend(
         query: ``[tokens, heads, head_size]`` of this rank; output has its shape and is written.
         key, value: ``[tokens, kv_heads, head_size]``.
         cache: keys and values, each ``[blocks, block_size, kv_heads, head_size]``.
-        meta: FusedAttentionMetadata, with ``spread``.
+        meta: with ``spread``.
         heads: of this rank, the kernel's ``num_heads``, ``num_key_value_heads`` and ``scale``.
     """
     ends = meta.lengths["actual_seq_lengths"]

@@ -4,7 +4,6 @@ Its arguments, dtypes and limits are those of ``torch_npu/_op_plugin_docs.py`` i
 written by npu_scatter_pa_kv_cache, documented there for Atlas A2 and A3.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,14 +14,13 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from ascend_attention import dcp, int8
-from ascend_attention.dcp import Spread
+from ascend_attention.metadata import FusedAttentionMetadata
 
 TITLE = "the fused attention of ascend-attention"
 BLOCK_SIZE = 128
@@ -30,32 +28,6 @@ BLOCK_SIZE = 128
 
 CAUSAL_MASK_SIZE = 2048
 """Edge of the one mask that sparse_mode 3 wants for lengths of any size."""
-
-
-@dataclass
-class FusedAttentionMetadata(AttentionMetadata):
-    """One step's batch, the same for all layers.
-
-    lengths: the kernel's arguments on the host, which a graph gets anew for each replay (``extension.graph_task``):
-        actual_seq_lengths, where each request's tokens end among the step's, the last being their number, and
-        actual_seq_lengths_kv, tokens of each request in the cache once this step's are written.
-    tokens: of the step; in a full graph with its padding, which belongs to requests that there are not.
-    block_table: int32 ``[requests, blocks]``.
-    slot_mapping: int64, each new key's place in the cache; vLLM replaces it where an encoder's are written.
-    mask: int8 ``[2048, 2048]``, 1 above the diagonal.
-    log_sums: float32 ``[1]``, what the kernel wants for the second output that we do not ask for.
-    causal: False where every token sees all of its request's keys, which are an encoder's.
-    spread: under decode context parallelism, this rank's part.
-    """
-
-    lengths: dict[str, Any]
-    tokens: int
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    mask: torch.Tensor
-    log_sums: torch.Tensor
-    causal: bool = True
-    spread: Spread | None = None
 
 
 class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetadata]):

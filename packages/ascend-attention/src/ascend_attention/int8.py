@@ -7,13 +7,12 @@ into the model's dtype first. A stored x is round(value / scale + offset), one s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch_npu
 
-if TYPE_CHECKING:
-    from ascend_attention.dense import FusedAttentionImpl, FusedAttentionMetadata
+from ascend_attention.metadata import FusedAttentionMetadata
 
 
 def write(layer: Any, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: Any) -> None:
@@ -34,7 +33,7 @@ def singles(query_ends: list[int]) -> int:
 
 
 def attend(
-    impl: FusedAttentionImpl,
+    impl: Any,
     layer: Any,
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -42,7 +41,7 @@ def attend(
     meta: FusedAttentionMetadata,
     output: torch.Tensor,
 ) -> None:
-    """Write attention's output, ``[tokens, heads, head_size]`` as query, from int8 pages."""
+    """Write attention's output, ``[tokens, heads, head_size]`` as query, from int8 pages; impl is a FusedAttentionImpl."""
     query_ends, kv_lens = meta.lengths["actual_seq_lengths"], meta.lengths["actual_seq_lengths_kv"]
     first = singles(query_ends)
     if first:
@@ -73,7 +72,7 @@ def _numbers(pages: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | No
 
 
 def _decode(
-    impl: FusedAttentionImpl,
+    impl: Any,
     layer: Any,
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -13,9 +13,9 @@ from ascend_platform import extension
 from ascend_attention.dense import (
     FusedAttentionBackend,
     FusedAttentionImpl,
-    FusedAttentionMetadata,
     FusedAttentionMetadataBuilder,
 )
+from ascend_attention.metadata import FusedAttentionMetadata
 
 
 class SinkAttentionMetadataBuilder(FusedAttentionMetadataBuilder):
