@@ -1,7 +1,7 @@
 """Layouts of a model over NPUs, and a roofline estimate of memory, communication and time of each.
 
-Everything here is arithmetic on published figures: an estimate, no measurement. docs/layout-planner.md shows how far it is from what
-has been published for real NPUs.
+All figures are computed from published data, none is measured. docs/layout-planner.md compares the estimates with
+results published for real NPUs.
 """
 
 from __future__ import annotations
