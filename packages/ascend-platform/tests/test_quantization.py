@@ -243,7 +243,7 @@ def test_compressed_tensors_that_are_not_served_are_refused_in_one_line(model, c
 
 def test_vllm_with_other_names_serves_what_is_not_quantized(model, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "ascend_platform.quantization.formats.modelslim", None)
-    monkeypatch.delattr(quantization, "modelslim")
+    monkeypatch.delattr(quantization.formats, "modelslim")
     quantization.register.cache_clear()
     monkeypatch.setattr(extension.logger, "propagate", True)
     engine_config(model())
