@@ -13,7 +13,7 @@ from typing import Any
 
 from ascend_platform import extension
 
-from ascend_patches.declaration import Patch, discover, environment_disabled, read
+from ascend_patches.registry import Patch, discover, environment_disabled, read
 
 DISABLE = "VLLM_ASCEND_DISABLE_PATCHES"
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import ascend_patches.patches
-from ascend_patches import command as module
+from ascend_patches import cli as module
 from ascend_patches import source
-from ascend_patches.declaration import discover, read
+from ascend_patches.registry import discover, read
 from ascend_platform import extension
 
 TARGET = "vllm.v1.engine.core:EngineCoreProc.run_busy_loop"

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from ascend_patches import source
 from ascend_patches.apply import DISABLE
-from ascend_patches.declaration import SCOPES, Patch, collect, discover, environment_disabled, read
+from ascend_patches.registry import SCOPES, Patch, collect, discover, environment_disabled, read
 
 PATCH = '''"""{target}: TODO what is wrong with it."""
 
