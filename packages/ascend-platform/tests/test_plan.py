@@ -13,7 +13,7 @@ import transformers
 from ascend_platform import cli
 from ascend_platform.plan import estimate, model
 
-PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[3] / "docs" / "layout-planner.md"
 QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
 CONFIGS = {
     "Qwen3-8B": transformers.Qwen3Config(

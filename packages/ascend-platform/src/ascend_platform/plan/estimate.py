@@ -1,7 +1,7 @@
 """Layouts of a model over NPUs, and a roofline estimate of memory, communication and time of each.
 
-Everything here is arithmetic on published figures: an estimate, no measurement. docs/plan.md shows how far it is from what
-has been published for real NPUs.
+All figures are computed from published data, none is measured. docs/layout-planner.md compares the estimates with
+results published for real NPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ascend_platform.plan.model import BITS, Model
 
 GIB = 1 << 30
 STREAMED = 0.8
-"""Part of the memory's bandwidth that a decode step attains; taken from the first figure of docs/plan.md."""
+"""Part of the memory's bandwidth that a decode step attains; taken from the first figure of docs/layout-planner.md."""
 MULTIPLIED = 0.25
 """Part of the cube cores' rate that the products of a prefill attain; chosen with the fourth figure there in view."""
 HOST_MS = 4.0
