@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ascend_patches import source
+from ascend_platform import extension
 
 HEAD = """
 from ascend_patches import patch
@@ -37,7 +37,7 @@ class World:
         module, _, qualname = target.partition(":")
         path = self.directory.joinpath(*module.split(".")).with_suffix(".py")
         if fingerprint is None:
-            fingerprint = source.fingerprint(path.read_text(), qualname)
+            fingerprint = extension.fingerprint(path.read_text(), qualname)
         file = self.directory / "plugin_p" / "patch_p.py"
         before = file.read_text() if file.exists() else HEAD
         fields = {"target": target, "fingerprint": fingerprint} | fields

@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ascend_platform.attention.base import DenseBackend, DenseImpl, graph_task, host_lengths, is_captured
+from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
 
 __all__ = [
     "API_VERSION",
@@ -34,19 +35,23 @@ __all__ = [
     "cache_parts",
     "chip",
     "config",
+    "drift",
+    "fingerprint",
     "graph_task",
     "host_lengths",
     "is_captured",
     "join",
     "logger",
+    "module_source",
     "offer",
     "offered",
     "state",
+    "tree_version",
     "unmet",
     "version",
 ]
 
-API_VERSION = "1.3"
+API_VERSION = "1.4"
 """Of this interface, apart from the wheel's version: the second number counts additions, the first all other changes."""
 
 # vLLM's log handler hangs on the logger called "vllm" (vllm/logger.py); a logger below it shows its lines.

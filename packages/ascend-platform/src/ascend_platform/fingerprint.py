@@ -1,4 +1,7 @@
-"""The source of a patch's target and its fingerprint, read from a source tree without importing it."""
+"""Fingerprints of source code, read from a source tree or an installed package without importing it.
+
+Patches (ascend-patches) and overrides (``vllm_overrides.py``) compare vLLM's source with what they were written for.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import ast
 import hashlib
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -19,6 +22,29 @@ def fingerprint(source: str, qualname: str) -> str:
     for name in qualname.split("."):
         nodes = [found for node in nodes for found in _named(node, name)]
     return hashlib.sha256("\n".join(map(_shape, nodes)).encode()).hexdigest()[:12] if nodes else ""
+
+
+def module_source(module: str, tree: Path | None = None) -> str | None:
+    """The source text of a module, which is not imported; None if there is none. ``tree`` as for :func:`locate`."""
+    path = locate(module, tree)
+    return None if path is None else path.read_text()
+
+
+def drift(target: str, supported: Iterable[str], source: str | None) -> str:
+    """The difference between a target and the source that is supported; "" if there is none.
+
+    Args:
+        target: ``package.module:qualified.name``.
+        supported: its fingerprints in the supported versions.
+        source: the text of its module; None if there is no such module.
+    """
+    module, _, qualname = target.partition(":")
+    if source is None:
+        return f"target {target} is missing: no module {module}"
+    if not (found := fingerprint(source, qualname)):
+        return f"target {target} is missing: {module} does not define {qualname}"
+    supported = tuple(supported)
+    return "" if found in supported else f"target {target} has changed: found {found}, expected {' or '.join(supported)}"
 
 
 def locate(module: str, tree: Path | None = None) -> Path | None:
@@ -37,8 +63,8 @@ def locate(module: str, tree: Path | None = None) -> Path | None:
     )
 
 
-def version_of(tree: Path) -> str:
-    """vLLM's version as a checkout or a site-packages says it, or ""."""
+def tree_version(tree: Path) -> str:
+    """vLLM's version in a checkout or a site-packages; "" if it is not recorded there."""
     for info in sorted(tree.glob("vllm-*.dist-info")):
         return info.name.removeprefix("vllm-").removesuffix(".dist-info")
     written = tree / "vllm" / "_version.py"

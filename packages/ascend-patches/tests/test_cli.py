@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import ascend_patches.patches
-from ascend_patches import command as module
-from ascend_patches import source
-from ascend_patches.declaration import discover, read
+from ascend_patches import cli as module
+from ascend_patches.registry import discover
 from ascend_platform import extension
 
 TARGET = "vllm.v1.engine.core:EngineCoreProc.run_busy_loop"
@@ -35,8 +34,8 @@ def test_list_says_what_applies_and_why_not(world, command):
 
 def test_check_reads_a_given_vllm_and_fails_when_it_has_drifted(world, command, tmp_path):
     name, _, qualname = TARGET.partition(":")
-    text = read(name)
-    world.patch("loop", TARGET, "original", fingerprint=source.fingerprint(text, qualname), vllm=">=0.32")
+    text = extension.module_source(name)
+    world.patch("loop", TARGET, "original", fingerprint=extension.fingerprint(text, qualname), vllm=">=0.32")
     assert command("check")[0] == 0
     tree = tmp_path / "tree"
     core = tree / "vllm" / "v1" / "engine" / "core.py"
@@ -62,7 +61,7 @@ def test_new_makes_what_is_found_applied_and_unfinished(world, command, tmp_path
     assert made.name == "patch_core.py"
     (patch,) = module._of_directory(made.parent)
     assert (patch.name, patch.scope, patch.target) == ("core.enginecoreproc_run_busy_loop", "engine", TARGET)
-    assert patch.drift(read(patch.module)) == ""
+    assert patch.drift(extension.module_source(patch.module)) == ""
     assert f"| {patch.name} | `{TARGET}` | engine |" in ledger.read_text()
     lint = [sys.executable, "-m", "ruff"]
     subprocess.run([*lint, "check", "--isolated", "--line-length=130", made, test], check=True)

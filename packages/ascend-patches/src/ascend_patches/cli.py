@@ -14,9 +14,8 @@ from pathlib import Path
 from ascend_platform import extension
 from packaging.version import Version
 
-from ascend_patches import source
 from ascend_patches.apply import DISABLE
-from ascend_patches.declaration import SCOPES, Patch, collect, discover, environment_disabled, read
+from ascend_patches.registry import SCOPES, Patch, collect, discover, environment_disabled
 
 PATCH = '''"""{target}: TODO what is wrong with it."""
 
@@ -94,7 +93,7 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
     for each in discover():
         if each.name in disabled or not each.in_range(version):
             yield each.name, "ok", "switched off" if each.name in disabled else f"not for vLLM {version or '(not installed)'}", ""
-        elif why := each.obstacle(version, read(each.module)):
+        elif why := each.obstacle(version, extension.module_source(each.module)):
             without = f"export {DISABLE}={','.join(sorted({*disabled, each.name}))}"
             yield each.name, "fail", f"stands aside: {why}", f"upgrade the wheel that it is in, or do without it: {without}"
         else:
@@ -109,7 +108,7 @@ def _list(given: argparse.Namespace) -> int:
     rows = []
     for each in discover():
         why = off or ("disabled by VLLM_ASCEND_DISABLE_PATCHES" if each.name in disabled else "")
-        why = why or each.obstacle(version, read(each.module))
+        why = why or each.obstacle(version, extension.module_source(each.module))
         if not why and (other := next((other for other in taken if other.overlaps(each)), None)):
             why = f"target {each.target} is patched by {other.name} already"
         if not why:
@@ -124,10 +123,10 @@ def _check(given: argparse.Namespace) -> int:
         raise ValueError(f"{tree} has no directory vllm; give a checkout of vLLM or a site-packages that contains it")
     version = extension.version("vllm")
     if tree is not None:
-        version = os.environ.get("VLLM_VERSION") or source.version_of(tree)
+        version = os.environ.get("VLLM_VERSION") or extension.tree_version(tree)
     rows = []
     for each in discover():
-        drift = each.drift(read(each.module, tree))
+        drift = each.drift(extension.module_source(each.module, tree))
         if not each.in_range(version):
             rows.append(_row(each, "not for it", each.obstacle(version, None)))
         else:
@@ -156,8 +155,8 @@ def _show(rows: Sequence[dict[str, object]], as_json: bool, last: str) -> int:
 
 def _new(given: argparse.Namespace) -> int:
     module, _, qualname = given.target.partition(":")
-    text = read(module)
-    found = source.fingerprint(text, qualname) if text else ""
+    text = extension.module_source(module)
+    found = extension.fingerprint(text, qualname) if text else ""
     if not found:
         raise ValueError(f"{given.target} is not defined in what is installed; name it package.module:qualified.name")
     packages = list(given.package.glob("src/*/patches"))

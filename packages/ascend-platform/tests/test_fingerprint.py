@@ -1,7 +1,7 @@
 """Fingerprints."""
 
 import pytest
-from ascend_patches import source
+from ascend_platform.fingerprint import fingerprint
 
 BASE = "class A:\n    def f(self, x=None):\n        return x or [1, 'a']\n"
 
@@ -15,20 +15,20 @@ BASE = "class A:\n    def f(self, x=None):\n        return x or [1, 'a']\n"
     ids=["written differently", "somewhere else"],
 )
 def test_same_code(other):
-    assert source.fingerprint(BASE, "A.f") == source.fingerprint(other, "A.f") != ""
+    assert fingerprint(BASE, "A.f") == fingerprint(other, "A.f") != ""
 
 
 @pytest.mark.parametrize("change", [("1", "2"), ("None", "False"), ("or", "and"), ("f(self", "@g\n    def f(self")])
 def test_other_code(change):
     other = BASE.replace(*change).replace("def @g\n    def", "@g\n    def")
-    assert source.fingerprint(other, "A.f") not in ("", source.fingerprint(BASE, "A.f"))
+    assert fingerprint(other, "A.f") not in ("", fingerprint(BASE, "A.f"))
 
 
 def test_assignment_and_absence():
-    assert source.fingerprint("x: int = 1", "x") != source.fingerprint("x: int = 2", "x") != ""
-    assert source.fingerprint(BASE, "A.g") == source.fingerprint(BASE, "f") == ""
+    assert fingerprint("x: int = 1", "x") != fingerprint("x: int = 2", "x") != ""
+    assert fingerprint(BASE, "A.g") == fingerprint(BASE, "f") == ""
 
 
 def test_same_in_every_version_of_python():
     # written down once: ast.dump gives another text in 3.13 than in 3.12, and in 3.12 than in 3.11
-    assert source.fingerprint(BASE, "A.f") == "8b2911836a32"
+    assert fingerprint(BASE, "A.f") == "8b2911836a32"

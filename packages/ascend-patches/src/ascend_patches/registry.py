@@ -8,13 +8,10 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ascend_platform import extension
 from packaging.specifiers import SpecifierSet
-
-from ascend_patches import source
 
 SCOPES = ("platform", "engine", "worker")
 GROUP = "vllm_ascend.patches"
@@ -62,15 +59,9 @@ class Patch:
 
     def drift(self, text: str | None) -> str:
         """How the target differs from what the patch was written against; "" if it does not."""
-        what_to_do = f"compare the patch with the new source, or narrow its range {self.vllm}"
-        if text is None:
-            return f"target {self.target} is missing: no module {self.module}; {what_to_do}"
-        found, expected = source.fingerprint(text, self.qualname), " or ".join(self.fingerprints)
-        if not found:
-            return f"target {self.target} is missing: {self.module} does not define {self.qualname}; {what_to_do}"
-        if found not in self.fingerprints:
-            return f"target {self.target} has changed: found {found}, expected {expected}; {what_to_do}"
-        return ""
+        if not (found := extension.drift(self.target, self.fingerprints, text)):
+            return ""
+        return f"{found}; compare the patch with the new source, or narrow its range {self.vllm}"
 
 
 def patch(
@@ -138,9 +129,3 @@ def collect(module: object) -> list[Patch]:
 def environment_disabled() -> set[str]:
     """Names in VLLM_ASCEND_DISABLE_PATCHES."""
     return set(filter(None, map(str.strip, os.environ.get("VLLM_ASCEND_DISABLE_PATCHES", "").split(","))))
-
-
-def read(module: str, tree: Path | None = None) -> str | None:
-    """The source of a module that need not be imported, or None when there is none."""
-    path = source.locate(module, tree)
-    return None if path is None else path.read_text()
