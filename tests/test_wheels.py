@@ -1,10 +1,14 @@
 """What the built wheels say of themselves, read from the wheels and not from the sources they are built from."""
 
+import ast
 import email
+import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -25,6 +29,8 @@ META, EMULATOR = "vllm-ascend-all", "ascend-emulator"
 EMULATOR_SIZE = 500_000  # its C++ sources travel in the wheel and are compiled where it is used; no other wheel has any
 REPOSITORY = "https://github.com/vllm-ascend-all/vllm-ascend-all"
 NAMES = sorted({*COMPONENTS, META, EMULATOR})
+# Imported only where it is installed: colours of the doctor, and the emulator's plugin, which pytest loads.
+NOT_REQUIRED = {"ascend-platform": {"rich"}, EMULATOR: {"pytest"}}
 
 
 class Wheel:
@@ -43,6 +49,22 @@ class Wheel:
 
     def required(self, name: str) -> Requirement:
         return next(requirement for requirement in self.requirements if requirement.name == name)
+
+
+def nodes(wheel: Wheel) -> Iterator[ast.AST]:
+    """All syntax of the wheel's modules."""
+    for file, data in wheel.files.items():
+        if file.endswith(".py"):
+            yield from ast.walk(ast.parse(data))
+
+
+def imports(wheel: Wheel) -> Iterator[str]:
+    """The modules that are imported anywhere in the wheel, other than by a relative import."""
+    for node in nodes(wheel):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
 
 
 @pytest.fixture(scope="session")
@@ -116,6 +138,34 @@ def test_ranges_have_a_lower_and_an_upper_bound(wheels: dict[str, Wheel], name: 
         assert operators == ["<", ">="], f"{name} requires {wheels[name].required(other)}"
     siblings = {requirement.name for requirement in wheels[name].requirements} & {*NAMES}
     assert siblings <= {"ascend-platform"}
+
+
+@pytest.mark.parametrize("name", sorted({*COMPONENTS, EMULATOR}))
+def test_imported_packages_are_required(wheels: dict[str, Wheel], name: str) -> None:
+    """By the wheel itself, or by vLLM or torch-npu, which each wheel requires, some of them by way of ascend-platform."""
+    required = {canonicalize_name(requirement.name) for requirement in wheels[name].requirements}
+    for other in ("vllm", "torch-npu"):
+        required |= {other} | {canonicalize_name(Requirement(each).name) for each in importlib.metadata.requires(other) or []}
+    provided = importlib.metadata.packages_distributions()
+    imported = {module.partition(".")[0] for module in imports(wheels[name])} - sys.stdlib_module_names - {name.replace("-", "_")}
+    undeclared = {top for top in imported if not required & {canonicalize_name(each) for each in provided.get(top, [top])}}
+    assert undeclared == NOT_REQUIRED.get(name, set())
+
+
+@pytest.mark.parametrize("name", sorted(COMPONENTS - {"ascend-platform"}))
+def test_stated_version_of_the_interface_has_the_names_that_are_used(wheels: dict[str, Wheel], name: str) -> None:
+    """Else the wheel would fail on the oldest ascend-platform that serves the stated version, whose names are recorded."""
+    used, stated = set(), []
+    for node in nodes(wheels[name]):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "extension":
+            used.add(node.attr)
+        if isinstance(node, ast.ImportFrom) and node.module == "ascend_platform.extension":
+            used |= {alias.name for alias in node.names}
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "extension.join":
+            stated += [ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg == "api"]
+    record = environment.ROOT / "packages" / "ascend-platform" / "tests" / f"extension_{stated[0]}.txt"
+    assert record.exists(), f"{name} states version {stated[0]} of the interface, of which there is no record"
+    assert used - {re.split(r"\W", line)[0] for line in record.read_text().splitlines()} == set()
 
 
 @pytest.mark.parametrize("name", sorted(COMPONENTS))

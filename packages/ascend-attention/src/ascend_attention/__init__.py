@@ -8,7 +8,7 @@ def register() -> None:
 
     The entry point of group ``vllm.general_plugins``: vLLM calls it in every process, perhaps more than once.
     """
-    extension.join("ascend-attention", "ascend_attention", _offer, api="1.3")
+    extension.join("ascend-attention", "ascend_attention", _offer, api="1.4")
 
 
 def _offer() -> None:
