@@ -10,7 +10,7 @@ import pytest
 import torch
 from ascend_platform import extension
 from ascend_platform.compat import SHIMS
-from ascend_platform.kernels import compute_slot_mapping
+from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping
 from harness import checkout
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
