@@ -35,7 +35,7 @@ def model(tmp_path_factory):
 
 def run(model, tensor):
     command = [sys.executable, str(checkout.PROGRAMS / "sleep_and_wake.py"), model, str(CYCLES), str(tensor)]
-    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": npus.path()}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (found,) = npus.results(done.stdout)
     return found

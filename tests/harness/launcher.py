@@ -1,5 +1,6 @@
 """For programs of tests and tools that play several ranks: forks, so that torch and vLLM are imported once."""
 
+import gc
 import json
 import os
 import socket
@@ -34,6 +35,7 @@ def play(what: str, ranks: int, work: Callable[[int, int], Any]) -> list[Any]:
     Where a rank fails, its traceback is printed and the program ends, with `what` in its last words.
     """
     port = free_port()
+    gc.freeze()  # what is imported: see engine_imports
     with tempfile.TemporaryDirectory() as directory:
         files = [Path(directory, str(rank)) for rank in range(ranks)]
         children = [_fork(work, rank, port, file) for rank, file in enumerate(files)]

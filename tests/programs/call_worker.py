@@ -13,6 +13,7 @@ from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 
+import harness.engine_imports  # noqa: F401
 import torch
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams

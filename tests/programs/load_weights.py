@@ -16,6 +16,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 
+import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 from ascend_model_loader import server

@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+import harness.engine_imports  # noqa: F401
 import torch
 from ascend_model_loader import server
 from harness import launcher

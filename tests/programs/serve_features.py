@@ -14,13 +14,13 @@ import os
 import sys
 from typing import Any
 
+import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 from harness import launcher
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
 
 COMMON = {"max_model_len": 512, "seed": 0, "gpu_memory_utilization": 0.3, "max_num_seqs": 32, "max_num_batched_tokens": 256}
 COUNTS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")

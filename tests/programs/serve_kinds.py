@@ -13,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+import harness.engine_imports  # noqa: F401
 import numpy as np
 import serve_layout
 import torch

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import harness.engine_imports  # noqa: F401
 import torch
 from harness import launcher
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.distributed import parallel_state
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
 
 COMMON = {"skip_tokenizer_init": True, "max_model_len": 1024, "seed": 0, "disable_log_stats": True}
 

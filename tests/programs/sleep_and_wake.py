@@ -12,6 +12,7 @@ import sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function for the workers of tensor parallelism
 
+import harness.engine_imports  # noqa: F401
 import torch
 from vllm import LLM, SamplingParams
 

@@ -13,6 +13,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 from harness import launcher
