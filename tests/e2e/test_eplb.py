@@ -1,4 +1,4 @@
-"""Expert load balancing: experts move between two NPUs while prompts are answered, and the answers stay transformers'."""
+"""Expert load balancing (EPLB): answers stay those of transformers while experts move between two NPUs."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def served(model: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_before_and_after_experts_moved_are_those_of_transformers(served: dict[str, Any], model: Path, way: str) -> None:
+def test_answers_match_transformers_while_experts_move(served: dict[str, Any], model: Path, way: str) -> None:
     rounds = served[way]["rounds"]
     places = [served["experts"][0] for served in rounds]
     for number, served in enumerate(rounds):

@@ -1,4 +1,4 @@
-"""The engine's tokens and log-probabilities against Hugging Face transformers on the CPU."""
+"""Tokens and log-probabilities of the engine, compared with Hugging Face transformers on the CPU."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""Graphs: tokens as transformers has them, one launch for a decode step, fewer sizes where there are no streams for all."""
+"""Graph modes: tokens, one launch a decode step, and fewer captured sizes where streams are short."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_the_kv_cache_leaves_memory_for_graphs(two: dict[str, Any]) -> None:
     assert two["left"] >= 10 << 20
 
 
-def test_graphs_fit_into_the_streams_there_are(served: list[dict[str, Any]]) -> None:
+def test_fewer_sizes_are_captured_when_streams_are_short(served: list[dict[str, Any]]) -> None:
     """Prefills and decodes in full graphs, with streams for fewer sizes than are asked for."""
     result = served[1]
     assert result["captured"] == {"PIECEWISE": [], "FULL": [1, 8, 32]}

@@ -1,4 +1,4 @@
-"""Serve the same requests with each of vLLM's graph modes, on one emulated NPU and on two (TP2), and compare.
+"""Graph modes of vLLM on one emulated NPU and on two (TP2), compared with eager mode and with transformers.
 
 tools/check graphs                   all modes
 tools/check graphs FULL PIECEWISE    these

@@ -1,4 +1,4 @@
-"""For tests that need more NPUs than the one that the test session has."""
+"""Run programs on several NPUs, which are emulated if the test session's are, and read their results."""
 
 import json
 import os

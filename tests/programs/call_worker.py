@@ -1,4 +1,4 @@
-"""Run by test_worker_api.py in a process of its own: what vLLM asks of a worker besides steps.
+"""Run by test_worker_api.py: call the methods of a worker that are not part of a step.
 
     python tests/programs/call_worker.py MODEL DIRECTORY
 

@@ -1,4 +1,4 @@
-"""Run by test_model_loading.py: loads models by every strategy and from every kind of peer, and an engine from one.
+"""Run by test_model_loading.py: load models by every strategy and from every kind of peer, and an engine from a peer.
 
     python tests/programs/load_weights.py DIRECTORY CASE
 

@@ -85,7 +85,7 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 def play(case: dict[str, Any], rank: int, port: int) -> dict[str, Any] | None:
     """What one rank does; the first also compares."""
-    os.environ.update(launcher.as_torchrun_sets(rank, case["ranks"], port))
+    os.environ.update(launcher.torchrun_variables(rank, case["ranks"], port))
     torch.set_num_threads(1)
     result = serve(case)
     if rank:
@@ -102,7 +102,7 @@ def main(cases: list[dict[str, Any]]) -> None:
         Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(directory)
         for case in cases:
             given = case | {"model": directory}
-            ranks = launcher.play("graphs", case["ranks"], lambda rank, port, given=given: play(given, rank, port))
+            ranks = launcher.run_ranks("graphs", case["ranks"], lambda rank, port, given=given: play(given, rank, port))
             print("RESULT", json.dumps(ranks[0]), flush=True)
 
 

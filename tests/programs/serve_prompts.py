@@ -1,4 +1,4 @@
-"""Run by test_generation.py in a process of its own: serve prompts with vLLM on an NPU and compare with Hugging Face on the CPU.
+"""Run by test_generation.py: serve prompts on an NPU, and compare with Hugging Face on the CPU.
 
     python tests/programs/serve_prompts.py '[{"name": ..., "model": DIR, "dtype": ..., "prompts": [[1, 2]], "lengths": [3], …}]'
 

@@ -1,4 +1,4 @@
-"""Run by test_sleep.py in a process of its own: an engine that sleeps and wakes, level by level, and what it frees.
+"""Run by test_sleep.py: put an engine to sleep and wake it, at each level, and measure the memory it frees.
 
     python tests/programs/sleep_and_wake.py MODEL CYCLES TENSOR_PARALLEL_SIZE
 

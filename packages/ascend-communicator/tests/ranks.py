@@ -291,7 +291,7 @@ def options(rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    results = launcher.play("ranks.py", RANKS, play)
+    results = launcher.run_ranks("ranks.py", RANKS, play)
     for part in results[0]:
         print(json.dumps([part, [result[part] for result in results]]))
 
