@@ -160,6 +160,8 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
         if small:
             int8.attend(self, layer, query, keys, values, meta, output)
         elif meta.spread:
+            assert key is not None
+            assert value is not None
             dcp.attend(query[:tokens], key[:tokens], value[:tokens], kv_cache, meta, self._heads(), output[:tokens])
         else:
             self.attend(query[:tokens], keys, values, meta.lengths, meta.block_table, meta, output[:tokens])

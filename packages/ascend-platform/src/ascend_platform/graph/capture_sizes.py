@@ -5,7 +5,7 @@ for each piece between two attentions, so that sizes times layers meets the limi
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
@@ -15,6 +15,11 @@ from vllm.distributed.parallel_state import get_world_group, is_global_first_ran
 from vllm.platforms import current_platform
 
 from ascend_platform import extension
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
+else:
+    Runner = object  # a mixin: the runner that it is mixed into names vLLM's
 
 STREAMS = 1984
 """Of an NPU of Atlas A2 and A3; on Atlas inference series 1024 (CANN's API reference, ``aclrtCreateStream``)."""
@@ -32,7 +37,7 @@ class OutOfStreams(RuntimeError):
     """A capture failed on some rank for want of streams."""
 
 
-class CaptureMixin:
+class CaptureMixin(Runner):
     """Put before vLLM's GPUModelRunner."""
 
     def _check_and_update_cudagraph_mode(self: Any, *args: Any, **kwargs: Any) -> None:
