@@ -22,6 +22,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ascend_platform import chips
 from ascend_platform.attention.base import DenseBackend, DenseImpl, graph_task, host_lengths, is_captured
 from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
 
@@ -51,7 +52,7 @@ __all__ = [
     "version",
 ]
 
-API_VERSION = "1.4"
+API_VERSION = "1.5"
 """Of this interface, apart from the wheel's version: the second number counts additions, the first all other changes."""
 
 # vLLM's log handler hangs on the logger called "vllm" (vllm/logger.py); a logger below it shows its lines.
@@ -91,6 +92,11 @@ class Chip:
     memory: int
     cube_cores: int
     vector_cores: int
+
+    @property
+    def family(self) -> chips.ChipFamily:
+        """Capabilities of the chip's family; see ``ascend_platform/chips.py``."""
+        return chips.family_of(self.name)
 
 
 _states: dict[str, str] = {}
