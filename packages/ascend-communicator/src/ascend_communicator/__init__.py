@@ -26,7 +26,7 @@ def register() -> None:
 
     The entry point of group ``vllm.general_plugins``: vLLM calls it in every process, perhaps more than once.
     """
-    extension.join("ascend-communicator", "ascend_communicator", _offer, options=OPTIONS, configured=_take_options, api="1.5")
+    extension.join("ascend-communicator", "ascend_communicator", _offer, options=OPTIONS, configured=_take_options, api="1.4")
 
 
 def _offer() -> None:
