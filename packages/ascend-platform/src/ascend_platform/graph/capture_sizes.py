@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 else:
     Runner = object  # a mixin: the runner that it is mixed into names vLLM's
 
-STREAMS = 1984
-"""Of an NPU of Atlas A2 and A3; on Atlas inference series 1024 (CANN's API reference, ``aclrtCreateStream``)."""
-
-STREAMS_OF = {"Ascend310P": 1024}
-
 RESERVED = 184
 """Streams left to torch_npu's pools, HCCL and whoever else uses the NPU."""
 
@@ -47,8 +42,8 @@ class CaptureMixin(Runner):
         if self._graph_mode == CUDAGraphMode.NONE:
             return
         asked = self.compilation_config.cudagraph_capture_sizes
-        name = extension.chip().name
-        limit = streams_of(name)
+        chip = extension.chip()
+        limit = chip.family.streams
         count = _least(fitting(asked, limit - RESERVED, self._streams_for))
         if count < len(asked):
             self._take_sizes(spread(asked, count))
@@ -60,7 +55,7 @@ class CaptureMixin(Runner):
                 len(asked),
                 ", ".join(map(str, self.compilation_config.cudagraph_capture_sizes)),
                 self._streams_for(asked),
-                name,
+                chip.name,
                 limit,
                 RESERVED,
             )
@@ -125,11 +120,6 @@ class CaptureMixin(Runner):
         each = 1 + sum(group.world_size > 1 for group in groups)
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
         return each * graphs_for(self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs)
-
-
-def streams_of(chip: str) -> int:
-    """How many streams an NPU has, by its name."""
-    return next((count for name, count in STREAMS_OF.items() if chip.startswith(name)), STREAMS)
 
 
 def graphs_for(mode: CUDAGraphMode, sizes: list[int], pieces: int, decoded: int) -> int:
