@@ -10,7 +10,7 @@ from ascend_platform import extension
 
 @pytest.fixture(autouse=True)
 def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(options.VARIABLE, raising=False)
+    monkeypatch.delenv(options.SECRET_ENV, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -49,26 +49,29 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_cannot_be_is_refused_in_one_line(given: Any, said: str) -> None:
     with pytest.raises(extension.RefusedError) as caught:
-        options.read(given)
+        options.parse_options(given)
     assert str(caught.value).startswith(f"--model-loader-extra-config {said}")
     assert "\n" not in str(caught.value)
 
 
 def test_defaults_need_nothing() -> None:
-    assert options.read({}) == options.Options()
+    assert options.parse_options({}) == options.Options()
 
 
 def test_secret_is_the_files_or_else_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "secret"
     path.write_text("of the file, of the file\n")
-    monkeypatch.setenv(options.VARIABLE, "of the variable, 16 bytes")
-    assert options.secret(options.read({"secret_file": str(path), "serve_weights": True})) == b"of the file, of the file"
-    assert options.secret(options.read({"serve_weights": True})) == b"of the variable, 16 bytes"
+    monkeypatch.setenv(options.SECRET_ENV, "of the variable, 16 bytes")
+    assert (
+        options.read_secret(options.parse_options({"secret_file": str(path), "serve_weights": True}))
+        == b"of the file, of the file"
+    )
+    assert options.read_secret(options.parse_options({"serve_weights": True})) == b"of the variable, 16 bytes"
     path.write_text("too short")
     with pytest.raises(extension.RefusedError, match=f"16 bytes and secret_file {path} has 9"):
-        options.read({"secret_file": str(path), "serve_weights": True})
+        options.parse_options({"secret_file": str(path), "serve_weights": True})
 
 
 @pytest.mark.parametrize(("text", "found"), [("a.b:1", ("a.b", 1)), ("[::1]:65535", ("::1", 65535))])
 def test_addresses(text: str, found: tuple[str, int]) -> None:
-    assert options.address(text) == found
+    assert options.parse_address(text) == found

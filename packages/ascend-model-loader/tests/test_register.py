@@ -16,7 +16,7 @@ from vllm.config.load import LoadConfig
 def nothing_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_states", "_offers"):
         monkeypatch.setattr(extension, name, {})
-    monkeypatch.delenv(options.VARIABLE, raising=False)
+    monkeypatch.delenv(options.SECRET_ENV, raising=False)
 
 
 def join() -> None:

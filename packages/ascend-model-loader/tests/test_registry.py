@@ -10,16 +10,16 @@ from weight_peers import IDENTITY
 
 
 def test_those_that_live_are_found_by_their_weights_latest_first(tmp_path: Path) -> None:
-    first = registry.Lease(str(tmp_path), "key", "a:1")
-    registry.Lease(str(tmp_path), "key", "b:2")
-    registry.Lease(str(tmp_path), "other", "c:3")
+    first = registry.Registration(str(tmp_path), "key", "a:1")
+    registry.Registration(str(tmp_path), "key", "b:2")
+    registry.Registration(str(tmp_path), "other", "c:3")
     os.utime(first.path, (time.time() + 1, time.time() + 1))
     assert registry.find(str(tmp_path), "key") == ["a:1", "b:2"]
     os.utime(first.path, (time.time() - 61, time.time() - 61))
     assert registry.find(str(tmp_path), "key") == ["b:2"]
-    first.renew()
+    first.heartbeat()
     assert sorted(registry.find(str(tmp_path), "key")) == ["a:1", "b:2"]
-    first.end()
+    first.remove()
     assert registry.find(str(tmp_path), "key") == ["b:2"]
 
 
@@ -35,7 +35,7 @@ def test_what_is_no_entry_is_left_out(tmp_path: Path) -> None:
 
 def test_server_is_there_until_it_stops(serving: Any, tmp_path: Path) -> None:
     served = serving(registry=str(tmp_path))
-    assert registry.find(str(tmp_path), identity.key(IDENTITY)) == [f"127.0.0.1:{served.server.port}"]
-    assert registry.find(str(tmp_path), identity.key(IDENTITY | {"dtype": "float16"})) == []
+    assert registry.find(str(tmp_path), identity.registry_key(IDENTITY)) == [f"127.0.0.1:{served.server.port}"]
+    assert registry.find(str(tmp_path), identity.registry_key(IDENTITY | {"dtype": "float16"})) == []
     served.server.stop()
-    assert registry.find(str(tmp_path), identity.key(IDENTITY)) == []
+    assert registry.find(str(tmp_path), identity.registry_key(IDENTITY)) == []

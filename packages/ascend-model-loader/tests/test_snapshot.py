@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_model_loader.loader import Snapshot, flags
-from ascend_model_loader.state import digests
+from ascend_model_loader.chunks import chunk_digests
+from ascend_model_loader.loader import Snapshot, scalar_attributes
 from ascend_model_loader.wire import PeerError
 from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -61,12 +61,12 @@ def test_what_processing_replaces_is_kept_on_the_host(device: str, act: Callable
     before = {name: each.detach().cpu().clone() for name, each in model.state_dict().items() if not name.startswith("tied")}
     snapshot = Snapshot(model, "xxh3")
     model.layer.quant_method.process_weights_after_loading(model.layer)
-    snapshot.settle(model)
-    assert [*snapshot.kept] == kept
+    snapshot.release_unchanged(model)
+    assert [*snapshot.host_copies] == kept
     assert [*snapshot.tensors] == [*before]
     assert all(torch.equal(each.detach().cpu(), before[name]) for name, each in snapshot.tensors.items())
     assert {name for name, each in snapshot.tensors.items() if each.device.type == device or name in kept} == {*before}
-    assert snapshot.digests == digests(before, "xxh3", torch.device("cpu"))
+    assert snapshot.digests == chunk_digests(before, "xxh3", torch.device("cpu"))
 
 
 def test_what_is_replaced_without_a_copy_is_not_served() -> None:
@@ -74,7 +74,7 @@ def test_what_is_replaced_without_a_copy_is_not_served() -> None:
     snapshot = Snapshot(model, "xxh3")
     replace(model.plain)
     with pytest.raises(PeerError, match=r"^processing has replaced plain.weight, of which no copy was kept$"):
-        snapshot.settle(model)
+        snapshot.release_unchanged(model)
 
 
 def test_weights_without_bytes_are_not_served() -> None:
@@ -84,7 +84,7 @@ def test_weights_without_bytes_are_not_served() -> None:
 
 def test_what_loading_sets_beside_tensors_is_seen() -> None:
     model = Model("cpu", Method(leave))
-    before = flags(model)
-    assert flags(model) == before
+    before = scalar_attributes(model)
+    assert scalar_attributes(model) == before
     model.layer.scale = 0.5
-    assert set(flags(model).items()) - set(before.items()) == {("layer.scale", "0.5")}
+    assert set(scalar_attributes(model).items()) - set(before.items()) == {("layer.scale", "0.5")}

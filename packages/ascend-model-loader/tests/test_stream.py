@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ascend_model_loader.stream import AHEAD, pinned
+from ascend_model_loader.stream import PREFETCHED_TENSORS, pin_weights
 
-SIZES = [0, 1, 7, 4096, 300_000, *range(1, 2 * AHEAD)]
+SIZES = [0, 1, 7, 4096, 300_000, *range(1, 2 * PREFETCHED_TENSORS)]
 
 
 def weights(fails_at: int = len(SIZES)) -> Iterator[tuple[str, torch.Tensor]]:
@@ -17,7 +17,7 @@ def weights(fails_at: int = len(SIZES)) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def test_they_come_pinned_in_their_order_and_can_be_kept() -> None:
-    kept = list(pinned(weights(), 0))
+    kept = list(pin_weights(weights(), 0))
     assert [name for name, _ in kept] == [f"w{number}" for number in range(len(SIZES))]
     for (_, tensor), (_, wanted) in zip(kept, weights(), strict=True):
         assert tensor.is_pinned() or not tensor.numel()
@@ -25,18 +25,18 @@ def test_they_come_pinned_in_their_order_and_can_be_kept() -> None:
         assert torch.equal(tensor.npu().cpu(), wanted)
 
 
-@pytest.mark.parametrize("place", [0, 2, 2 * AHEAD])
+@pytest.mark.parametrize("place", [0, 2, 2 * PREFETCHED_TENSORS])
 def test_what_fails_in_the_thread_fails_here(place: int) -> None:
     came = []
     with pytest.raises(OSError, match="the disk"):
-        came.extend(pinned(weights(place), 0))
+        came.extend(pin_weights(weights(place), 0))
     assert len(came) in (0, place)  # list.extend keeps what came before
 
 
 def test_who_takes_no_more_reads_no_more() -> None:
     read = weights()
-    taken = pinned(read, 0)
+    taken = pin_weights(read, 0)
     next(taken)
     taken.close()
     left = len(list(read))
-    assert len(SIZES) - left == 1 + AHEAD
+    assert len(SIZES) - left == 1 + PREFETCHED_TENSORS

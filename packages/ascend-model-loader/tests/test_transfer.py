@@ -48,13 +48,13 @@ def test_peer_that_dies_leaves_only_right_bytes_and_says_so(serving: Any, tenth:
     got, sent = (np.frombuffer(b"".join(as_bytes(each)), np.uint8) for each in (into, served.tensors))
     assert ((got == sent) | (got == 0)).all()
     right = (got[sent != 0] != 0).mean()
-    assert max(0, tenth / 10 - 0.45) <= right < 1  # four connections with a piece of 4 of 39 MB each
+    assert max(0, tenth / 10 - 0.45) <= right < 1  # four connections with a chunk of 4 of 39 MB each
 
 
 def test_weights_that_have_changed_since_they_were_loaded_are_not_taken(serving: Any) -> None:
     served = serving()
     served.tensors["head.weight"][12_000_000] += 1
-    with pytest.raises(PeerError, match=r"piece \d+ of 10 \(head.weight\) does not meet its checksum: changed on its way"):
+    with pytest.raises(PeerError, match=r"chunk \d+ of 10 \(head.weight\) does not meet its checksum: changed in transit"):
         served.fetch(room())
 
 
@@ -116,7 +116,7 @@ def test_another_secret_is_refused_on_both_sides(serving: Any) -> None:
     answering = threading.Thread(target=_pretend_to_know, args=[theirs])
     answering.start()
     with pytest.raises(PeerError, match=r"^it does not have this engine's secret$"):
-        wire.Channel(ours, 5, time.monotonic() + 5).prove(SECRET)
+        wire.Channel(ours, 5, time.monotonic() + 5).authenticate_as_client(SECRET)
     answering.join()
 
 
@@ -130,8 +130,8 @@ def _pretend_to_know(connection: socket.socket) -> None:
 def test_sleeping_engine_says_so_and_shutting_waits_for_readers(serving: Any) -> None:
     served = serving()
     with served.server.gate.reading():
-        assert not served.server.gate.shut(0.05)
-    assert served.server.gate.shut(0.05)
+        assert not served.server.gate.close(0.05)
+    assert served.server.gate.close(0.05)
     with pytest.raises(PeerError, match=r"^it answers: the engine is asleep or does not serve yet$"):
         served.fetch(room())
     served.server.gate.open()
@@ -199,5 +199,5 @@ def test_malformed_and_oversized_frames_are_refused_in_one_line(frame: bytes, sa
         theirs.sendall(frame)
     ours, _ = listening.accept()
     with pytest.raises(PeerError) as caught:
-        wire.Channel(ours, 5, time.monotonic() + 5).receive(wire.Ask)
+        wire.Channel(ours, 5, time.monotonic() + 5).receive(wire.GetManifest)
     assert str(caught.value).startswith(said)

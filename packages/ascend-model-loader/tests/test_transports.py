@@ -1,4 +1,4 @@
-"""Pieces over HCCL and Mooncake: right bytes, and a server that is stopped or killed between a piece's header and its bytes."""
+"""Chunks over HCCL and Mooncake: right bytes, and a server that is stopped or killed between a chunk's header and its bytes."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ import torch
 from ascend_platform import extension
 from weight_peers import as_bytes, room, weights
 
-PROGRAM = Path(__file__).with_name("transport_cases.py")
+PROGRAM = Path(__file__).with_name("run_transports.py")
 NAMES = ["hccl", "mooncake"]
 
 
@@ -70,7 +70,7 @@ def test_next_transport_is_tried_where_a_peer_does_not_serve_one(played: dict[st
     ("transport", "said"),
     [
         ("hccl", "by hccl: hccl moves bytes between NPUs, and the weights are on cpu, by tcp: it"),
-        ("mooncake", "by mooncake: it answers: pieces are served by tcp, not by mooncake, by tcp: it"),
+        ("mooncake", "by mooncake: it answers: chunks are served by tcp, not by mooncake, by tcp: it"),
     ],
 )
 def test_transport_that_cannot_be_is_a_reason_in_the_line(serving: Any, transport: str, said: str) -> None:
@@ -78,7 +78,7 @@ def test_transport_that_cannot_be_is_a_reason_in_the_line(serving: Any, transpor
     into = room()
     served.fetch(into, transport=(transport, "tcp"))
     assert as_bytes(into) == as_bytes(weights())
-    served.server.gate.shut(1)
+    served.server.gate.close(1)
     with pytest.raises(Exception, match="asleep"):
         served.fetch(into, transport=(transport, "tcp"))
 

@@ -17,5 +17,5 @@ def register() -> None:
 def _offer() -> None:
     for name in FORMATS:
         extension.offer(f"load_format.{name}", "ascend_model_loader.loader.PeerModelLoader")
-        extension.offer(f"load_options.{name}", "ascend_model_loader.options.read")
+        extension.offer(f"load_options.{name}", "ascend_model_loader.options.parse_options")
     extension.offer("worker.awake", "ascend_model_loader.server.awake")

@@ -13,20 +13,20 @@ from vllm.distributed import parallel_state
 
 from ascend_model_loader.wire import printable
 
-VOLATILE = {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
+IGNORED_CONFIG_KEYS = {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
 """Keys of a model's configuration that do not change what its weights are, or are compared apart."""
 
-SAMPLE = 256
+SAMPLE_BYTES = 256
 
 
-def of(vllm_config: VllmConfig, model_config: ModelConfig, name: str | None = None) -> dict[str, str]:
+def weight_identity(vllm_config: VllmConfig, model_config: ModelConfig, name: str | None = None) -> dict[str, str]:
     """What the weights of this rank are, as a peer's manifest has it.
 
     Args:
         name: what to call them in place of ``--model`` and ``--revision``.
     """
     parallel = vllm_config.parallel_config
-    config = {key: value for key, value in model_config.hf_config.to_dict().items() if key not in VOLATILE}
+    config = {key: value for key, value in model_config.hf_config.to_dict().items() if key not in IGNORED_CONFIG_KEYS}
     experts, eplb = "none", parallel.eplb_config
     if model_config.is_moe:
         group = parallel_state.get_ep_group()  # of all data-parallel engines, over which each expert is cut where none is whole
@@ -36,7 +36,7 @@ def of(vllm_config: VllmConfig, model_config: ModelConfig, name: str | None = No
     tensor, pipeline = parallel_state.get_tp_group(), parallel_state.get_pp_group()
     return {
         "name": name or f"{model_config.model}@{model_config.revision or 'main'}",
-        "checkpoint": fingerprint(Path(model_config.model_weights or model_config.model)),
+        "checkpoint": checkpoint_fingerprint(Path(model_config.model_weights or model_config.model)),
         "config": _hash(json.dumps(config, sort_keys=True, default=str).encode()),
         "dtype": str(model_config.dtype).removeprefix("torch."),
         "quantization": str(model_config.quantization),
@@ -58,12 +58,12 @@ def differences(peer: Mapping[str, str], own: Mapping[str, str]) -> str:
     return "; ".join(f"{key}: the peer has {printable(str(peer.get(key)))}, this engine {own[key]}" for key in points)
 
 
-def key(identity: Mapping[str, str]) -> str:
+def registry_key(identity: Mapping[str, str]) -> str:
     """The part of an identity that must be equal, as 16 hexadecimal digits."""
     return _hash(json.dumps([identity[each] for each in sorted(identity) if each not in ("name", "checkpoint")]).encode())
 
 
-def fingerprint(directory: Path) -> str:
+def checkpoint_fingerprint(directory: Path) -> str:
     """A hash of the safetensors files in a directory; "" if there are none.
 
     Of their headers, and of the first, middle and last 256 bytes of each tensor: reading all would take as long as loading.
@@ -77,9 +77,9 @@ def fingerprint(directory: Path) -> str:
             header = file.read(min(length, 100_000_000))
             digest.update(b"%d" % path.stat().st_size + head + header)
             for begin, end in _ranges(header):
-                for at in sorted({begin, (begin + end) // 2, max(begin, end - SAMPLE)}):
+                for at in sorted({begin, (begin + end) // 2, max(begin, end - SAMPLE_BYTES)}):
                     file.seek(8 + length + at)
-                    digest.update(file.read(min(SAMPLE, end - at)))
+                    digest.update(file.read(min(SAMPLE_BYTES, end - at)))
     return digest.hexdigest()[:16] if paths else ""
 
 

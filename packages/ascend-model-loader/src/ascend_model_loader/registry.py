@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-LEASE = 60.0
-HEARTBEAT = 15.0
-MOST = 4096
+TTL = 60.0
+HEARTBEAT_INTERVAL = 15.0
+MAX_ENTRY_BYTES = 4096
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,7 +23,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: str
 
 
-class Lease:
+class Registration:
     """An address in the registry, until ``end``.
 
     Raises:
@@ -37,11 +37,11 @@ class Lease:
         unfinished.write_bytes(msgspec.json.encode(Entry(address)))
         unfinished.rename(self.path)
 
-    def renew(self) -> None:
+    def heartbeat(self) -> None:
         with contextlib.suppress(OSError):
             os.utime(self.path)
 
-    def end(self) -> None:
+    def remove(self) -> None:
         with contextlib.suppress(OSError):
             self.path.unlink()
 
@@ -53,7 +53,7 @@ def find(directory: str, key: str) -> list[str]:
         for path in Path(directory).glob(f"{key}-*.json"):
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 status = path.stat()
-                if time.time() - status.st_mtime < LEASE and status.st_size <= MOST:
+                if time.time() - status.st_mtime < TTL and status.st_size <= MAX_ENTRY_BYTES:
                     entry = msgspec.json.decode(path.read_bytes(), type=Entry)
                     found.append((status.st_mtime, entry.address))
     return [address for _, address in sorted(found, reverse=True)]

@@ -1,4 +1,4 @@
-"""The loading server of an engine that has opted in: one thread accepts, and one for each connection sends pieces."""
+"""The loading server of an engine that has opted in: one thread accepts, and one for each connection sends chunks."""
 
 import atexit
 import contextlib
@@ -12,8 +12,8 @@ import torch
 from ascend_platform import extension
 
 from ascend_model_loader import identity, registry, transports, wire
+from ascend_model_loader.chunks import CHUNK_BYTES, ChunkCopier, chunk_layout, tensor_specs, use_private_stream
 from ascend_model_loader.options import Options
-from ascend_model_loader.state import PIECE, Copier, describe, layout_of, own_stream
 
 HANDSHAKE = 10.0
 """Seconds that a client has to prove that it knows the secret."""
@@ -21,7 +21,7 @@ HANDSHAKE = 10.0
 logger = extension.logger
 
 
-class Gate:
+class ReadGate:
     """Open while the weights can be read; ``shut`` returns once nobody reads."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Gate:
         with self._state:
             self._open = True
 
-    def shut(self, timeout: float) -> bool:
+    def close(self, timeout: float) -> bool:
         """Whether all readers have left in time."""
         with self._state:
             self._open = False
@@ -57,13 +57,13 @@ class Gate:
                 self._state.notify_all()
 
 
-class Throttle:
+class RateLimiter:
     """Lets so many bytes a second through, of all connections together; None lets all through."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._lock, self._free = rate, threading.Lock(), 0.0
 
-    def take(self, size: int) -> None:
+    def acquire(self, size: int) -> None:
         if self._rate is None:
             return
         with self._lock:
@@ -79,7 +79,7 @@ class WeightServer:
 
     Args:
         tensors: plain ones, by name, on ``device`` or on the host.
-        digests: of the pieces, by ``options.checksum``.
+        digests: of the chunks, by ``options.checksum``.
         rank: of this worker in its engine, which is added to the port.
     """
 
@@ -87,21 +87,21 @@ class WeightServer:
         self,
         tensors: Mapping[str, torch.Tensor],
         digests: Sequence[bytes],
-        described: Mapping[str, str],
+        weight_identity: Mapping[str, str],
         options: Options,
         secret: bytes,
         device: torch.device,
         rank: int = 0,
     ) -> None:
-        self.gate = Gate()
-        self._tensors, self._layout = list(tensors.values()), layout_of(tensors)
-        self._identity = dict(described)
-        self._manifest = wire.Described(self._identity, describe(tensors), PIECE, options.checksum, [*digests])
+        self.gate = ReadGate()
+        self._tensors, self._layout = list(tensors.values()), chunk_layout(tensors)
+        self._identity = dict(weight_identity)
+        self._manifest = wire.Manifest(self._identity, tensor_specs(tensors), CHUNK_BYTES, options.checksum, [*digests])
         self._options, self._secret, self._device = options, secret, device
-        self._throttle = Throttle(options.max_bytes_per_second)
+        self._rate_limiter = RateLimiter(options.max_bytes_per_second)
         self._connections: set[socket.socket] = set()
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._lease: registry.Lease | None = None
+        self._registration: registry.Registration | None = None
         self._listening = socket.create_server(
             (options.host, options.port + rank if options.port else 0),
             family=socket.AF_INET6 if ":" in options.host else socket.AF_INET,
@@ -122,7 +122,9 @@ class WeightServer:
         threading.Thread(target=self._accept, name="weights", daemon=True).start()
         if self._options.registry:
             try:
-                self._lease = registry.Lease(self._options.registry, identity.key(self._identity), self.address)
+                self._registration = registry.Registration(
+                    self._options.registry, identity.registry_key(self._identity), self.address
+                )
             except OSError as error:
                 logger.warning("weights served at %s are not in the registry: %s", self.address, error)
         logger.info("serving %.2f GB of weights at %s", self._layout.total / 1e9, self.address)
@@ -130,8 +132,8 @@ class WeightServer:
     def stop(self) -> None:
         """End all connections."""
         self._ended.set()
-        if self._lease:
-            self._lease.end()
+        if self._registration:
+            self._registration.remove()
         with self._lock:
             for connection in self._connections:
                 with contextlib.suppress(OSError):
@@ -141,13 +143,13 @@ class WeightServer:
         self._listening.close()
 
     def _accept(self) -> None:
-        beat = 0.0
+        next_heartbeat = 0.0
         while not self._ended.is_set():
             try:
                 ready, _, _ = select.select([self._listening], [], [], 1.0)
-                if self._lease and time.monotonic() > beat:
-                    self._lease.renew()
-                    beat = time.monotonic() + registry.HEARTBEAT
+                if self._registration and time.monotonic() > next_heartbeat:
+                    self._registration.heartbeat()
+                    next_heartbeat = time.monotonic() + registry.HEARTBEAT_INTERVAL
                 if not ready:
                     continue
                 connection, _ = self._listening.accept()
@@ -160,11 +162,11 @@ class WeightServer:
                 if not full:
                     self._connections.add(connection)
             if full:
-                self._turn_away(connection)
+                self._reject(connection)
             else:
                 threading.Thread(target=self._serve, args=[connection], name="weights", daemon=True).start()
 
-    def _turn_away(self, connection: socket.socket) -> None:
+    def _reject(self, connection: socket.socket) -> None:
         with contextlib.suppress(wire.PeerError):
             channel = wire.Channel(connection, 1, time.monotonic() + 1)
             channel.send(wire.Refused(f"all {self._options.max_connections} connections are in use"))
@@ -173,7 +175,7 @@ class WeightServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             channel = wire.Channel(connection, self._options.timeout, time.monotonic() + HANDSHAKE)
-            channel.demand(self._secret)
+            channel.authenticate_as_server(self._secret)
             channel.deadline = time.monotonic() + self._options.deadline
             try:
                 self._answer(channel)
@@ -191,35 +193,35 @@ class WeightServer:
                 self._connections.discard(connection)
 
     def _answer(self, channel: wire.Channel) -> None:
-        with contextlib.ExitStack() as at_end:
-            copier: Copier | None = None
-            way: transports.Sending | None = None
+        with contextlib.ExitStack() as stack:
+            copier: ChunkCopier | None = None
+            sender: transports.Sender | None = None
             while not self._ended.is_set():
-                message, _ = channel.receive(wire.Ask, wire.Over, wire.Get)
-                if isinstance(message, wire.Ask):
+                message, _ = channel.receive(wire.GetManifest, wire.UseTransport, wire.GetChunks)
+                if isinstance(message, wire.GetManifest):
                     with self.gate.reading():
                         pass  # says so now if the engine is asleep; a client that takes no bytes does not keep it awake
                     channel.send(self._manifest)
                     continue
                 if copier is None:
-                    own_stream(self._device)
-                    copier = Copier(self._tensors)
-                if way is None:
-                    name = message.transport if isinstance(message, wire.Over) else "tcp"
-                    way = transports.sending(name, channel, self._device, self._options)
-                    at_end.callback(way.close)
-                if isinstance(message, wire.Get):
-                    self._send(message, copier, way)
+                    use_private_stream(self._device)
+                    copier = ChunkCopier(self._tensors)
+                if sender is None:
+                    name = message.transport if isinstance(message, wire.UseTransport) else "tcp"
+                    sender = transports.make_sender(name, channel, self._device, self._options)
+                    stack.callback(sender.close)
+                if isinstance(message, wire.GetChunks):
+                    self._send(message, copier, sender)
 
-    def _send(self, message: wire.Get, copier: Copier, way: transports.Sending) -> None:
+    def _send(self, message: wire.GetChunks, copier: ChunkCopier, sender: transports.Sender) -> None:
         if not 0 <= message.first < message.last <= self._layout.count:
-            raise wire.PeerError(f"there are no pieces {message.first} to {message.last} of {self._layout.count}")
-        way.begin(message.last - message.first)
+            raise wire.PeerError(f"there are no chunks {message.first} to {message.last} of {self._layout.count}")
+        sender.begin_request(message.last - message.first)
         for index in range(message.first, message.last):
-            self._throttle.take(self._layout.size(index))
+            self._rate_limiter.acquire(self._layout.size(index))
             with self.gate.reading():
-                piece = copier.read(index, way.room())
-            way.send(index, piece)
+                chunk = copier.read(index, sender.buffer())
+            sender.send(index, chunk)
 
 
 _published: WeightServer | None = None
@@ -241,7 +243,7 @@ def awake(state: bool) -> None:
     if _published is None:
         return
     if not state:
-        if not _published.gate.shut(30.0):
+        if not _published.gate.close(30.0):
             logger.warning("weights are put to sleep while a peer still reads them, after 30 s")
     elif _started:
         _published.gate.open()

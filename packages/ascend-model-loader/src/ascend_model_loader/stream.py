@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.weight_utils import runai_safetensors_weig
 
 from ascend_model_loader.options import Options
 
-AHEAD = 4
+PREFETCHED_TENSORS = 4
 """Tensors that are pinned before they are asked for."""
 
 
@@ -41,26 +41,26 @@ class PinnedLoader(DefaultModelLoader):
     without the host."""
 
     def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, torch.Tensor]]:
-        return pinned(super()._get_weights_iterator(source), torch.npu.current_device())
+        return pin_weights(super()._get_weights_iterator(source), torch.npu.current_device())
 
 
 class PinnedRunaiLoader(PinnedLoader, RunaiLoader):
     """Run:ai's streamer, through pinned memory."""
 
 
-def pinned(weights: Iterator[tuple[str, torch.Tensor]], device: int) -> Iterator[tuple[str, torch.Tensor]]:
+def pin_weights(weights: Iterator[tuple[str, torch.Tensor]], device: int) -> Iterator[tuple[str, torch.Tensor]]:
     """The same weights in pinned memory of an NPU's, copied by a thread of its own. What takes them may keep them: memory is used
     again only once nobody has it."""
 
-    def step() -> tuple[str, torch.Tensor] | None:
+    def pin_next() -> tuple[str, torch.Tensor] | None:
         if (item := next(weights, None)) is None:
             return None
         return item[0], item[1].pin_memory()
 
     with ThreadPoolExecutor(1, "pin", torch.npu.set_device, (device,)) as thread:
-        ahead = deque(thread.submit(step) for _ in range(AHEAD))
+        ahead = deque(thread.submit(pin_next) for _ in range(PREFETCHED_TENSORS))
         while (item := ahead.popleft().result()) is not None:
-            ahead.append(thread.submit(step))
+            ahead.append(thread.submit(pin_next))
             yield item
 
 
@@ -75,11 +75,11 @@ def streaming_loader(options: Options, load_config: LoadConfig) -> DefaultModelL
     Raises:
         ImportError: Run:ai's streamer is asked for by name and is not installed.
     """
-    there = importlib.util.find_spec("runai_model_streamer") is not None
-    if options.stream == "runai_streamer" and not there:
+    installed = importlib.util.find_spec("runai_model_streamer") is not None
+    if options.stream == "runai_streamer" and not installed:
         raise ImportError("stream is runai_streamer, which is not installed; run: pip install 'ascend-model-loader[runai]'")
     given = {"load_format": "auto", "safetensors_load_strategy": None}
-    if there and options.stream != "multithread":
+    if installed and options.stream != "multithread":
         os.environ.setdefault("RUNAI_STREAMER_CONCURRENCY", str(options.stream_threads))
         kind = PinnedRunaiLoader if options.stream_pinned else RunaiLoader
         return kind(replace(load_config, model_loader_extra_config={}, **given))

@@ -21,11 +21,11 @@ import msgspec
 MAGIC = b"AWP1"
 PREFIX = struct.Struct("!4sIQ")
 TIMEVAL = struct.Struct("@ll")
-MAC = 32
-NONCE = 32
-SMALL = 4096
+MAC_BYTES = 32
+NONCE_BYTES = 32
+MAX_HEADER_BYTES = 4096
 """Bytes of a header, of those that are not a manifest."""
-LARGE = 64 << 20
+MAX_MANIFEST_BYTES = 64 << 20
 """Bytes of a manifest."""
 
 
@@ -56,37 +56,37 @@ class Welcome(Message, frozen=True):
     proof: bytes
 
 
-class Ask(Message, frozen=True):
+class GetManifest(Message, frozen=True, tag="Ask"):
     """For the manifest."""
 
 
-class Get(Message, frozen=True):
-    """For the pieces ``first`` to ``last - 1``."""
+class GetChunks(Message, frozen=True, tag="Get"):
+    """For the chunks ``first`` to ``last - 1``."""
 
     first: int
     last: int
 
 
-class Piece(Message, frozen=True):
-    """One piece, which is the payload, or comes by the transport that was asked for."""
+class Chunk(Message, frozen=True, tag="Piece"):
+    """One chunk, which is the payload, or comes by the transport that was asked for."""
 
     index: int
 
 
-class Over(Message, frozen=True):
+class UseTransport(Message, frozen=True, tag="Over"):
     """For another transport than TCP, on this connection; the answer is one of the next two."""
 
     transport: str
 
 
-class Region(Message, frozen=True):
-    """Mooncake: the session and the address where pieces can be read."""
+class ReadableRegion(Message, frozen=True, tag="Region"):
+    """Mooncake: the session and the address where chunks can be read."""
 
     session: str
     address: int
 
 
-class Meeting(Message, frozen=True):
+class RootInfo(Message, frozen=True, tag="Meeting"):
     """HCCL: its root information, of some 4 KiB, with which the server connects as rank 0."""
 
     info: bytes
@@ -98,20 +98,20 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-class Described(Message, frozen=True):
-    """The manifest: what the weights are (``identity``), their tensors as (name, dtype, shape), and a checksum of each piece.
+class Manifest(Message, frozen=True, tag="Described", rename={"chunk_bytes": "piece"}):
+    """The manifest: what the weights are (``identity``), their tensors as (name, dtype, shape), and a checksum of each chunk.
 
-    The tensors' bytes, one tensor after another in this order, are cut into pieces of ``piece`` bytes, the last perhaps shorter.
+    The tensors' bytes, one tensor after another in this order, are cut into chunks of ``chunk`` bytes, the last perhaps shorter.
     """
 
     identity: dict[str, str]
     tensors: list[tuple[str, str, list[int]]]
-    piece: int
+    chunk_bytes: int
     checksum: str
     digests: list[bytes]
 
 
-Asked = TypeVar("Asked", bound=Message)
+M = TypeVar("M", bound=Message)
 
 
 class Channel:
@@ -144,7 +144,7 @@ class Channel:
         """
         header = msgspec.msgpack.encode(message)
         prefix = PREFIX.pack(MAGIC, len(header), len(payload or b""))
-        frame = prefix + header + self._mac(self._side, self._sent, prefix, header)
+        frame = prefix + header + self._mac(self._is_server, self._sent, prefix, header)
         self._sent += 1
         self._send_all([frame, payload] if payload else [frame])
 
@@ -155,7 +155,7 @@ class Channel:
                 self._wait(socket.SO_SNDTIMEO)
                 count = self.connection.sendmsg(parts)
             except BlockingIOError:
-                raise self._late("took") from None
+                raise self._timeout_error("took") from None
             except OSError as error:
                 raise PeerError(f"the peer is gone: {error.strerror or error}") from None
             left -= count
@@ -163,7 +163,7 @@ class Channel:
                 count -= len(parts.pop(0))
             parts[0] = memoryview(parts[0])[count:]
 
-    def receive(self, *kinds: type[Asked], most: int = SMALL) -> tuple[Asked, int]:
+    def receive(self, *kinds: type[M], max_size: int = MAX_HEADER_BYTES) -> tuple[M, int]:
         """The next frame's header, of one of these kinds and at most so many bytes, and the length of its payload.
 
         Raises:
@@ -173,11 +173,11 @@ class Channel:
         magic, length, payload = PREFIX.unpack(prefix)
         if magic != MAGIC:
             raise PeerError(f"a frame begins with {magic.hex()}, not with {MAGIC.hex()}: the peer does not speak this protocol")
-        if length > most:
-            raise PeerError(f"a header of {length} bytes was announced; at most {most} are taken here")
+        if length > max_size:
+            raise PeerError(f"a header of {length} bytes was announced; at most {max_size} are taken here")
         header = bytes(self.receive_bytes(length))
-        mac = self._mac(not self._side, self._received, prefix, header)
-        if mac and not hmac.compare_digest(mac, bytes(self.receive_bytes(MAC))):
+        mac = self._mac(not self._is_server, self._received, prefix, header)
+        if mac and not hmac.compare_digest(mac, bytes(self.receive_bytes(MAC_BYTES))):
             raise PeerError("a header was not made with the secret, or was changed on its way")
         self._received += 1
         try:
@@ -187,7 +187,7 @@ class Channel:
             raise PeerError(f"a header is not {expected}: {printable(str(error))}") from None
         if isinstance(message, Refused):
             raise PeerError(f"it answers: {printable(message.reason)}")
-        if payload and not isinstance(message, Piece):
+        if payload and not isinstance(message, Chunk):
             raise PeerError(f"{payload} bytes were announced behind {type(message).__name__}, which has none")
         return message, payload
 
@@ -209,7 +209,7 @@ class Channel:
                 self._wait(socket.SO_RCVTIMEO)
                 count = self.connection.recv_into(buffer[filled:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
-                raise self._late("sent") from None
+                raise self._timeout_error("sent") from None
             except OSError as error:
                 raise PeerError(f"the peer is gone: {error.strerror or error}") from None
             if not count:
@@ -217,7 +217,7 @@ class Channel:
             filled += count
 
     @property
-    def ended(self) -> bool:
+    def closed_by_peer(self) -> bool:
         """Whether the peer has closed the connection, and all that it sent before was received."""
         try:
             return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -234,59 +234,59 @@ class Channel:
         """
         end = min(self.deadline, time.monotonic() + self.timeout)
         while not done(min(0.2, max(0.001, end - time.monotonic()))):
-            if self.ended:
-                raise PeerError(f"the peer ended while a piece was {did}")
+            if self.closed_by_peer:
+                raise PeerError(f"the peer ended while a chunk was {did}")
             if time.monotonic() >= end:
-                raise self._late(did)
+                raise self._timeout_error(did)
 
-    def prove(self, secret: bytes) -> None:
+    def authenticate_as_client(self, secret: bytes) -> None:
         """The client's side of the mutual proof.
 
         Raises:
             PeerError: the peer does not have this secret.
         """
-        self._side = False
+        self._is_server = False
         challenge, _ = self.receive(Challenge)
-        mine = os.urandom(NONCE)
-        nonces = _checked(challenge.nonce) + mine
+        mine = os.urandom(NONCE_BYTES)
+        nonces = _check_nonce(challenge.nonce) + mine
         self.send(Answer(mine, _proof(secret, b"client", nonces)))
         welcome, _ = self.receive(Welcome)
         if not hmac.compare_digest(welcome.proof, _proof(secret, b"server", nonces)):
             raise PeerError("it does not have this engine's secret")
         self._key = _proof(secret, b"session", nonces)
 
-    def demand(self, secret: bytes) -> None:
+    def authenticate_as_server(self, secret: bytes) -> None:
         """The server's side.
 
         Raises:
             PeerError: the peer does not have this secret.
         """
-        self._side = True
-        mine = os.urandom(NONCE)
+        self._is_server = True
+        mine = os.urandom(NONCE_BYTES)
         self.send(Challenge(mine))
         answer, _ = self.receive(Answer)
-        nonces = mine + _checked(answer.nonce)
+        nonces = mine + _check_nonce(answer.nonce)
         if not hmac.compare_digest(answer.proof, _proof(secret, b"client", nonces)):
             self.send(Refused("the secret is another one"))
             raise PeerError("the secret is another one")
         self.send(Welcome(_proof(secret, b"server", nonces)))
         self._key = _proof(secret, b"session", nonces)
 
-    _side = False
+    _is_server = False
 
     def _mac(self, server: bool, number: int, prefix: bytes, header: bytes) -> bytes:
         if not self._key:
             return b""
         return hmac.digest(self._key, b"%d %d " % (server, number) + prefix + header, "sha256")
 
-    def _late(self, did: str) -> PeerError:
+    def _timeout_error(self, did: str) -> PeerError:
         past = time.monotonic() >= self.deadline
         return PeerError("the deadline has passed" if past else f"the peer {did} nothing for {self.timeout:g} s")
 
     def _wait(self, option: int) -> None:
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise self._late("")
+            raise self._timeout_error("")
         if (seconds := min(self.timeout, left)) != self._waits.get(option):
             self._waits[option] = seconds
             whole = int(seconds)
@@ -303,9 +303,9 @@ def _decoder(*kinds: type[Message]) -> msgspec.msgpack.Decoder:
     return msgspec.msgpack.Decoder(functools.reduce(operator.or_, kinds, Refused))
 
 
-def _checked(nonce: bytes) -> bytes:
-    if len(nonce) != NONCE:
-        raise PeerError(f"a nonce has {len(nonce)} bytes; it needs {NONCE}")
+def _check_nonce(nonce: bytes) -> bytes:
+    if len(nonce) != NONCE_BYTES:
+        raise PeerError(f"a nonce has {len(nonce)} bytes; it needs {NONCE_BYTES}")
     return nonce
 
 

@@ -1,4 +1,4 @@
-"""A model's tensors as a row of bytes that is cut into pieces, read from an NPU and written to it through pinned memory."""
+"""A model's tensors as a row of bytes that is cut into chunks, read from an NPU and written to it through pinned memory."""
 
 import bisect
 import itertools
@@ -12,19 +12,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ascend_model_loader.wire import PeerError
 
-PIECE = 1 << 22
-"""Bytes of a piece: few enough to stay in a processor's cache between the network, the checksum and the copy."""
+CHUNK_BYTES = 1 << 22
+"""Bytes of a chunk: few enough to stay in a processor's cache between the network, the checksum and the copy."""
 
 CHECKSUMS: Mapping[str, Callable[[memoryview], bytes]] = {
     "xxh3": lambda data: xxhash.xxh3_128_digest(data),
     "blake3": lambda data: blake3.blake3(data).digest(),
 }
-"""Of a piece. BLAKE3 cannot be met on purpose; xxh3 finds what chance has changed, in a tenth of the time."""
+"""Of a chunk. BLAKE3 cannot be met on purpose; xxh3 finds what chance has changed, in a tenth of the time."""
 
-Described = list[tuple[str, str, list[int]]]
+TensorSpecs = list[tuple[str, str, list[int]]]
 
 
-def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers, of tied ones the first.
 
     Raises:
@@ -42,13 +42,13 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def describe(tensors: Mapping[str, torch.Tensor]) -> Described:
+def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> TensorSpecs:
     """Names, dtypes and shapes, as a manifest has them."""
     return [(name, str(each.dtype).removeprefix("torch."), [*each.shape]) for name, each in tensors.items()]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes lie in the order of its elements, so that pieces of it can be copied."""
+    """Whether a tensor's bytes lie in the order of its elements, so that chunks of it can be copied."""
     if not tensor.is_contiguous():
         return False
     if tensor.device.type != "npu":
@@ -58,91 +58,91 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return int(torch_npu.get_npu_format(tensor)) in (-1, 0, 2, 27, 30)  # not defined, NCHW, ND, NCL and NCDHW
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor as ``uint8 [bytes]``, in the same memory."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def staging(device: torch.device, size: int = PIECE) -> torch.Tensor:
-    """Host memory of a piece, ``uint8``, pinned where that matters."""
+def staging_buffer(device: torch.device, size: int = CHUNK_BYTES) -> torch.Tensor:
+    """Host memory of a chunk, ``uint8``, pinned where that matters."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "npu")
 
 
-def view(buffer: torch.Tensor) -> memoryview:
+def host_bytes(buffer: torch.Tensor) -> memoryview:
     """The bytes of host memory."""
     return memoryview(cast(Any, buffer.numpy()))
 
 
-class Layout:
-    """Which bytes of which tensors a piece has.
+class ChunkLayout:
+    """Which bytes of which tensors a chunk has.
 
     Args:
         sizes: bytes of each tensor.
-        piece: bytes of a piece.
+        chunk: bytes of a chunk.
     """
 
-    def __init__(self, sizes: Sequence[int], piece: int = PIECE) -> None:
+    def __init__(self, sizes: Sequence[int], chunk: int = CHUNK_BYTES) -> None:
         self.ends = [*itertools.accumulate(sizes)]
         self.begins = [0, *self.ends[:-1]]
-        self.piece = piece
+        self.chunk = chunk
         self.total = self.ends[-1] if self.ends else 0
-        self.count = -(-self.total // piece)
+        self.count = -(-self.total // chunk)
 
     def size(self, index: int) -> int:
-        return min(self.piece, self.total - index * self.piece)
+        return min(self.chunk, self.total - index * self.chunk)
 
-    def parts(self, index: int) -> Iterator[tuple[int, slice, slice]]:
-        """The tensor's number, its bytes, and the piece's bytes, for each tensor of a piece."""
-        at, end = index * self.piece, index * self.piece + self.size(index)
+    def slices(self, index: int) -> Iterator[tuple[int, slice, slice]]:
+        """The tensor's number, its bytes, and the chunk's bytes, for each tensor of a chunk."""
+        at, end = index * self.chunk, index * self.chunk + self.size(index)
         number = bisect.bisect_right(self.ends, at)
         while at < end:
             stop = min(end, self.ends[number])
             begin = self.begins[number]
             if at < stop:
-                first = index * self.piece
+                first = index * self.chunk
                 yield number, slice(at - begin, stop - begin), slice(at - first, stop - first)
             at, number = stop, number + 1
 
 
-def layout_of(tensors: Mapping[str, torch.Tensor], piece: int = PIECE) -> Layout:
-    return Layout([each.numel() * each.element_size() for each in tensors.values()], piece)
+def chunk_layout(tensors: Mapping[str, torch.Tensor], chunk: int = CHUNK_BYTES) -> ChunkLayout:
+    return ChunkLayout([each.numel() * each.element_size() for each in tensors.values()], chunk)
 
 
-def own_stream(device: torch.device) -> None:
+def use_private_stream(device: torch.device) -> None:
     """Give this thread a stream of its own on an NPU: a copy waits for what is before it on its thread's stream."""
     if device.type == "npu":
         torch.npu.set_device(device)
         torch.npu.set_stream(torch.npu.Stream(device))
 
 
-def settle(memory: torch.Tensor) -> None:
+def synchronize(memory: torch.Tensor) -> None:
     """Wait for this thread's copies from one place of an NPU to another, which are the ones that nobody else waits for."""
     if memory.device.type == "npu":
         torch.npu.current_stream(memory.device).synchronize()
 
 
-class Copier:
-    """Copies pieces between plain tensors and other memory. Each copy is over when its method returns."""
+class ChunkCopier:
+    """Copies chunks between plain tensors and other memory. Each copy is over when its method returns."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = [bytes_of(each) for each in tensors]
-        self.layout = Layout([each.numel() for each in self._tensors])
+        self._tensors = [byte_view(each) for each in tensors]
+        self.layout = ChunkLayout([each.numel() for each in self._tensors])
 
     def read(self, index: int, into: torch.Tensor) -> torch.Tensor:
-        """A piece, at the beginning of ``into``."""
-        for number, theirs, ours in self.layout.parts(index):
+        """A chunk, at the beginning of ``into``."""
+        for number, theirs, ours in self.layout.slices(index):
             into[ours].copy_(self._tensors[number][theirs])
-        settle(into)
+        synchronize(into)
         return into[: self.layout.size(index)]
 
-    def write(self, index: int, piece: torch.Tensor) -> None:
-        """Put a piece into the tensors."""
-        for number, theirs, ours in self.layout.parts(index):
-            self._tensors[number][theirs].copy_(piece[ours])
-        settle(piece)
+    def write(self, index: int, chunk: torch.Tensor) -> None:
+        """Put a chunk into the tensors."""
+        for number, theirs, ours in self.layout.slices(index):
+            self._tensors[number][theirs].copy_(chunk[ours])
+        synchronize(chunk)
 
 
-def digests(tensors: Mapping[str, torch.Tensor], checksum: str, device: torch.device) -> list[bytes]:
-    """The checksum of each piece of plain tensors."""
-    copier, buffer, hashed = Copier(tensors.values()), staging(device), CHECKSUMS[checksum]
-    return [hashed(view(copier.read(index, buffer))) for index in range(copier.layout.count)]
+def chunk_digests(tensors: Mapping[str, torch.Tensor], checksum: str, device: torch.device) -> list[bytes]:
+    """The checksum of each chunk of plain tensors."""
+    copier, buffer, hashed = ChunkCopier(tensors.values()), staging_buffer(device), CHECKSUMS[checksum]
+    return [hashed(host_bytes(copier.read(index, buffer))) for index in range(copier.layout.count)]

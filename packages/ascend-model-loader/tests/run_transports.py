@@ -1,6 +1,6 @@
-"""Run by test_transports.py on two NPUs: pieces over HCCL and Mooncake from a server in another process.
+"""Run by test_transports.py on two NPUs: chunks over HCCL and Mooncake from a server in another process.
 
-    python transport_cases.py
+    python run_transports.py
 
 Prints `RESULT {json}`: for each transport what became of each case.
 """
@@ -33,7 +33,7 @@ extension.offer("hccl.link", "ascend_communicator.link.Link")
 
 
 def serve(pipe: Connection) -> None:
-    """A server on the second NPU, which does as it is told: a change of the weights, or a signal to itself between a piece's
+    """A server on the second NPU, which does as it is told: a change of the weights, or a signal to itself between a chunk's
     header and its bytes, once each transport has got that far."""
     torch.npu.set_device(0)
     served = Serving(device="npu:0", transport=TRANSPORTS, timeout=5.0)
@@ -42,7 +42,7 @@ def serve(pipe: Connection) -> None:
 
     def send_and_end(channel: wire.Channel, message: wire.Message, payload: memoryview | None = None) -> None:
         send(channel, message, payload)
-        if isinstance(message, wire.Piece) and message.index == 5:
+        if isinstance(message, wire.Chunk) and message.index == 5:
             if together.wait() == 0:
                 os.kill(os.getpid(), number)
             time.sleep(0.5)
@@ -106,7 +106,7 @@ def play(process: Any, pipe: Connection) -> dict[str, dict[str, Any]]:
     for name, mine in found.items():
         into = room("npu:0")
         mine["whole"] = take(port, into, name) | compared(into)
-        with Cut(port, 5650 if name == "hccl" else 1500) as cut:  # some pieces on; HCCL's information is 4 KiB
+        with Cut(port, 5650 if name == "hccl" else 1500) as cut:  # some chunks on; HCCL's information is 4 KiB
             mine["the control ends"] = take(cut.port, room("npu:0"), name)
         mine["and again"] = take(port, room("npu:0"), name)
         tell(pipe, 0.5 if first != 0.5 else 0.25)
