@@ -1,4 +1,4 @@
-"""A model's tensors as a row of bytes that is cut into chunks, read from an NPU and written to it through pinned memory."""
+"""Chunks of a model's weights: fixed-size slices of all tensors' bytes, copied to and from an NPU through pinned memory."""
 
 import bisect
 import itertools
@@ -13,22 +13,22 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ascend_model_loader.wire import PeerError
 
 CHUNK_BYTES = 1 << 22
-"""Bytes of a chunk: few enough to stay in a processor's cache between the network, the checksum and the copy."""
+"""Bytes of a chunk: small enough to stay in a CPU cache between socket, checksum and copy."""
 
 CHECKSUMS: Mapping[str, Callable[[memoryview], bytes]] = {
     "xxh3": lambda data: xxhash.xxh3_128_digest(data),
     "blake3": lambda data: blake3.blake3(data).digest(),
 }
-"""Of a chunk. BLAKE3 cannot be met on purpose; xxh3 finds what chance has changed, in a tenth of the time."""
+"""Checksum functions by name. BLAKE3 is collision resistant; xxh3 detects accidental changes, in a tenth of the time."""
 
 TensorSpecs = list[tuple[str, str, list[int]]]
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers, of tied ones the first.
+    """Parameters and persistent buffers by name; of tied ones the first.
 
     Raises:
-        PeerError: some have no bytes of their own, as with weights that are quantized while they are loaded.
+        PeerError: a tensor has no bytes of its own, such as weights that are quantized during loading.
     """
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -43,12 +43,12 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> TensorSpecs:
-    """Names, dtypes and shapes, as a manifest has them."""
+    """(name, dtype, shape) of each tensor, as in a manifest."""
     return [(name, str(each.dtype).removeprefix("torch."), [*each.shape]) for name, each in tensors.items()]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes lie in the order of its elements, so that chunks of it can be copied."""
+    """Whether a tensor is contiguous and in a base NPU format, so that chunks of it can be copied as bytes."""
     if not tensor.is_contiguous():
         return False
     if tensor.device.type != "npu":
@@ -59,22 +59,22 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor as ``uint8 [bytes]``, in the same memory."""
+    """View of a plain tensor as ``uint8 [bytes]``."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def staging_buffer(device: torch.device, size: int = CHUNK_BYTES) -> torch.Tensor:
-    """Host memory of a chunk, ``uint8``, pinned where that matters."""
+    """Host buffer of one chunk, ``uint8``; pinned if the device is an NPU."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "npu")
 
 
 def host_bytes(buffer: torch.Tensor) -> memoryview:
-    """The bytes of host memory."""
+    """Memory view of a host tensor."""
     return memoryview(cast(Any, buffer.numpy()))
 
 
 class ChunkLayout:
-    """Which bytes of which tensors a chunk has.
+    """Mapping from chunks to byte ranges of tensors.
 
     Args:
         sizes: bytes of each tensor.
@@ -92,7 +92,7 @@ class ChunkLayout:
         return min(self.chunk, self.total - index * self.chunk)
 
     def slices(self, index: int) -> Iterator[tuple[int, slice, slice]]:
-        """The tensor's number, its bytes, and the chunk's bytes, for each tensor of a chunk."""
+        """Per tensor in the chunk: its index, the byte range in the tensor, and the byte range in the chunk."""
         at, end = index * self.chunk, index * self.chunk + self.size(index)
         number = bisect.bisect_right(self.ends, at)
         while at < end:
@@ -109,40 +109,40 @@ def chunk_layout(tensors: Mapping[str, torch.Tensor], chunk: int = CHUNK_BYTES) 
 
 
 def use_private_stream(device: torch.device) -> None:
-    """Give this thread a stream of its own on an NPU: a copy waits for what is before it on its thread's stream."""
+    """Give this thread its own NPU stream, so that its copies do not wait for work on the default stream."""
     if device.type == "npu":
         torch.npu.set_device(device)
         torch.npu.set_stream(torch.npu.Stream(device))
 
 
 def synchronize(memory: torch.Tensor) -> None:
-    """Wait for this thread's copies from one place of an NPU to another, which are the ones that nobody else waits for."""
+    """Wait for this thread's device-to-device copies; copies to and from the host have already completed."""
     if memory.device.type == "npu":
         torch.npu.current_stream(memory.device).synchronize()
 
 
 class ChunkCopier:
-    """Copies chunks between plain tensors and other memory. Each copy is over when its method returns."""
+    """Copies chunks between plain tensors and other memory. A copy has completed when its method returns."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = [byte_view(each) for each in tensors]
         self.layout = ChunkLayout([each.numel() for each in self._tensors])
 
     def read(self, index: int, into: torch.Tensor) -> torch.Tensor:
-        """A chunk, at the beginning of ``into``."""
+        """Copy a chunk to the beginning of ``into``."""
         for number, theirs, ours in self.layout.slices(index):
             into[ours].copy_(self._tensors[number][theirs])
         synchronize(into)
         return into[: self.layout.size(index)]
 
     def write(self, index: int, chunk: torch.Tensor) -> None:
-        """Put a chunk into the tensors."""
+        """Copy a chunk into the tensors."""
         for number, theirs, ours in self.layout.slices(index):
             self._tensors[number][theirs].copy_(chunk[ours])
         synchronize(chunk)
 
 
 def chunk_digests(tensors: Mapping[str, torch.Tensor], checksum: str, device: torch.device) -> list[bytes]:
-    """The checksum of each chunk of plain tensors."""
+    """Checksum of each chunk of plain tensors."""
     copier, buffer, hashed = ChunkCopier(tensors.values()), staging_buffer(device), CHECKSUMS[checksum]
     return [hashed(host_bytes(copier.read(index, buffer))) for index in range(copier.layout.count)]

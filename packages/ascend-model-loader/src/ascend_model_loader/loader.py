@@ -1,4 +1,4 @@
-"""The load format ``ascend_peer``: a chain of strategies, each of which loads all weights or leaves them to the next."""
+"""Load format ``ascend_peer``: a chain of strategies, each of which loads all weights or falls back to the next one."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -22,14 +22,14 @@ from ascend_model_loader.wire import PeerError
 logger = extension.logger
 
 UNCHANGED_BY_PROCESSING = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-"""Methods whose ``process_weights_after_loading`` leaves the weights as they are."""
+"""Quantize methods whose ``process_weights_after_loading`` leaves the weights unchanged."""
 
 
 class PeerModelLoader(BaseModelLoader):
-    """Loads from a peer, by a streamer or by vLLM's default loader, and serves what it has loaded if asked to.
+    """Model loader that reads weights from a peer, from a streamer or by vLLM's default loader, and optionally serves them.
 
-    What travels is what ``load_weights`` makes, before ``process_weights_after_loading``: that step puts what it derives where no
-    state dict has it (absorbed projections, scales as Python's numbers), so each engine carries it out for itself.
+    Transferred are the weights as ``load_weights`` made them, before ``process_weights_after_loading``: that step stores derived
+    values outside the state dict (absorbed projections, scales as Python numbers), so each engine runs it itself.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
@@ -44,14 +44,14 @@ class PeerModelLoader(BaseModelLoader):
         stream.default_loader(self.load_config).download_model(model_config)
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the checkpoint, for ``reload_weights``."""
+        """Weights of the checkpoint, for ``reload_weights``."""
         return stream.default_loader(self.load_config).get_all_weights(model_config, model)
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
-        """As vLLM's; then the table of phases, and the server if ``serve_weights`` says so."""
-        # A drafter shares this loader's options, but not the weights that they are about.
+        """Load the model as vLLM does, log the table of phases, and start the weight server if ``serve_weights`` is set."""
+        # A drafter is loaded with the same options, but they describe the target model's weights.
         self._vllm_config = vllm_config if model_config is vllm_config.model_config else None
-        with self.report.phase("all, with making the model"):
+        with self.report.phase("total, including model construction"):
             model = super().load_model(vllm_config, model_config, prefix)
         if self._loaded and self._vllm_config:
             self._serve(self._loaded, model, self._vllm_config)
@@ -59,15 +59,15 @@ class PeerModelLoader(BaseModelLoader):
         return model
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Load by the first strategy that can.
+        """Load the weights by the first strategy that succeeds.
 
         Raises:
-            RuntimeError: none could, and why each could not.
+            RuntimeError: all strategies failed; the message has each one's reason.
         """
         serving = self.options.serve_weights and self._vllm_config is not None
         before = scalar_attributes(model) if serving else {}
         if self._vllm_config and (serving or self.options.peers or self.options.registry):
-            # now, as processing may change the model's configuration (vLLM's weight_cache/daemon.py)
+            # before processing, which may change the model's configuration (vLLM's weight_cache/daemon.py)
             self._identity = identity.weight_identity(self._vllm_config, model_config, self.options.name)
         reasons: list[str] = []
         for strategy in self.options.strategies:
@@ -78,31 +78,31 @@ class PeerModelLoader(BaseModelLoader):
                 kind = "" if isinstance(error, PeerError) else f"{type(error).__name__}: "
                 reasons.append(f"{strategy}: {kind}{error}")
                 following = self.options.strategies[len(reasons) :]
-                fallback = f"; all weights are loaded anew by: {following[0]}" if following else ""
+                fallback = f"; falling back to: {following[0]}" if following else ""
                 if strategy != "peer" or self.options.peers or self.options.registry:
-                    logger.warning("weights are not loaded by %s%s", " ".join(reasons[-1].split()), fallback)
+                    logger.warning("cannot load weights by %s%s", " ".join(reasons[-1].split()), fallback)
                 if strategy != "peer" and any(each.is_meta for each in model.parameters()):
-                    raise  # quantized as they are loaded, which can be begun once
+                    raise  # weights that are quantized during loading: cannot be restarted
         else:
-            raise RuntimeError(f"no strategy has loaded the weights of {model_config.model}: {'; '.join(reasons)}")
+            raise RuntimeError(f"no strategy could load the weights of {model_config.model}: {'; '.join(reasons)}")
         if serving:
             self._take_snapshot(model, before, known_digests)
 
-    # The strategies, each of which returns the digests of what it has loaded, if it knows them
+    # Strategies; each returns the chunk digests of what it loaded, if it knows them
 
     def _by_peer(self, model: nn.Module, model_config: ModelConfig) -> list[bytes] | None:
         if self._vllm_config is None:
-            raise PeerError("a drafter's weights are not taken from peers")
+            raise PeerError("a drafter's weights are not loaded from peers")
         own = self._identity
         # data-parallel engines differ in their experts only
         offset = _worker_rank(self._vllm_config, within_engine=not model_config.is_moe)
         addresses = [(host, port + offset) for host, port in map(options.parse_address, self.options.peers)]
         if self.options.registry:
             for each in registry.find(self.options.registry, identity.registry_key(own)):
-                with contextlib.suppress(extension.RefusedError):  # somebody's file, which is no address
+                with contextlib.suppress(extension.RefusedError):  # not an address
                     addresses.append(options.parse_address(each))
         if not addresses:
-            raise PeerError("none is addresses, and none is in the registry with such weights")
+            raise PeerError("no peer is given, and the registry has none with these weights")
         tensors, secret = named_tensors(model), options.read_secret(self.options)
         device = next(iter(tensors.values())).device
         reasons = []
@@ -112,7 +112,7 @@ class PeerModelLoader(BaseModelLoader):
             except PeerError as error:
                 reasons.append(f"{host}:{port}: {error}")
             else:
-                logger.info("weights taken from %s:%d", host, port)
+                logger.info("weights loaded from peer %s:%d", host, port)
                 return manifest.digests if manifest.checksum == self.options.checksum else None
         raise PeerError(", ".join(reasons))
 
@@ -133,7 +133,7 @@ class PeerModelLoader(BaseModelLoader):
     def _take_snapshot(self, model: nn.Module, before: Mapping[str, str], known_digests: list[bytes] | None) -> None:
         try:
             if changed := sorted(set(scalar_attributes(model).items()) - set(before.items())):
-                raise PeerError(f"loading has set what is not a tensor: {changed[0][0]}")
+                raise PeerError(f"load_weights set an attribute that is not a tensor: {changed[0][0]}")
             with self.report.phase("checksums for peers") as phase:
                 self._loaded = Snapshot(model, self.options.checksum, known_digests)
                 phase.bytes = 0 if known_digests else self._loaded.size
@@ -151,14 +151,14 @@ class PeerModelLoader(BaseModelLoader):
 
 
 class Snapshot:
-    """A model's weights as they were loaded: the live tensors, and on the host those that processing is going to replace.
+    """A model's weights as loaded: tensors on the device, and host copies of those that processing is going to replace.
 
     Args:
-        checksum: by which name of ``state.CHECKSUMS``.
-        known_digests: the digests of the chunks, if somebody has made them.
+        checksum: name of a function in ``chunks.CHECKSUMS``.
+        known_digests: digests of the chunks, if they are already known.
 
     Raises:
-        PeerError: there are tensors without bytes of their own.
+        PeerError: a tensor has no storage of its own that could be sent.
     """
 
     def __init__(self, model: nn.Module, checksum: str, known_digests: list[bytes] | None = None) -> None:
@@ -182,17 +182,17 @@ class Snapshot:
         self.digests = known_digests or chunk_digests(self.tensors, checksum, self.device)
 
     def release_unchanged(self, model: nn.Module) -> None:
-        """Take what processing has left alone from the device.
+        """Drop host copies of tensors that processing left unchanged, and serve those from the device.
 
         Raises:
-            PeerError: it has changed something of which there is no copy.
+            PeerError: processing changed a tensor of which there is no host copy.
         """
         after = named_tensors(model)
         for name, storage in self._storage_keys.items():
             live = after.get(name)
             if live is None or _storage_key(live) != storage:
                 if name not in self.host_copies:
-                    raise PeerError(f"processing has replaced {name}, of which no copy was kept")
+                    raise PeerError(f"process_weights_after_loading replaced {name}, of which there is no host copy")
             elif (
                 name in self.host_copies
                 and is_plain(live)
@@ -211,15 +211,15 @@ def _parameter_bytes(model: nn.Module) -> int:
 
 
 def _worker_rank(vllm_config: VllmConfig, *, within_engine: bool = False) -> int:
-    """Of this worker in all data-parallel engines, each of which serves at ports of its own; or in its engine."""
+    """Rank of this worker across all data-parallel engines, each of which serves at its own ports; or within its engine."""
     parallel = vllm_config.parallel_config
-    together = parallel.distributed_executor_backend == "external_launcher"  # whose world is that of all engines
+    together = parallel.distributed_executor_backend == "external_launcher"  # its world has all engines' ranks
     size = parallel.world_size // (parallel.data_parallel_size if together else 1)
     return int(parallel.rank % size + (0 if within_engine else parallel.data_parallel_index * size))
 
 
 def scalar_attributes(model: nn.Module) -> dict[str, str]:
-    """The numbers, texts and truth values that a model's modules have as attributes."""
+    """Numbers, strings and booleans among the attributes of a model's modules."""
     return {
         f"{name}.{key}": repr(value)
         for name, module in model.named_modules()

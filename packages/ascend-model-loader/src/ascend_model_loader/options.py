@@ -1,4 +1,4 @@
-"""What ``--model-loader-extra-config`` can hold for the load format ``ascend_peer``, and the secret, which it cannot."""
+"""Options of ``--model-loader-extra-config`` for load format ``ascend_peer``, and the shared secret, which is not one of them."""
 
 import difflib
 import os
@@ -18,7 +18,7 @@ Transport = Literal["tcp", "hccl", "mooncake"]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The keys and their defaults; docs/model-loader.md explains them. Times are in seconds, sizes in bytes."""
+    """Options and their defaults, documented in docs/model-loader.md. Times are in seconds, sizes in bytes."""
 
     strategies: tuple[Strategy, ...] = ("peer", "stream", "default")
     peers: tuple[str, ...] = ()
@@ -47,29 +47,29 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def parse_options(given: object) -> Options:
-    """The options of an extra config.
+    """Validate ``--model-loader-extra-config``.
 
     Raises:
-        RefusedError: a key that is unknown, a value that cannot be, or a secret that is missing, in one line.
+        RefusedError: an unknown key, an invalid value or a missing secret, in one line.
     """
     if not isinstance(given, Mapping):
-        raise _refusal(f"is {given!r}; it can be an object")
+        raise _refusal(f"is {given!r}; it must be a JSON object")
     known = Options.__struct_fields__
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             if key == "secret":
-                hint = f"a secret is read from the file that secret_file names, or from {SECRET_ENV}"
+                hint = f"put the secret into a file named by secret_file, or into {SECRET_ENV}"
             raise _refusal(f"has no key {key!r}; {hint}")
     try:
         options = msgspec.convert(dict(given), Options)
     except msgspec.ValidationError as error:
-        raise _refusal(f"cannot be taken: {error}") from None
+        raise _refusal(f"is invalid: {error}") from None
     if not options.strategies or len({*options.strategies}) < len(options.strategies):
-        raise _refusal(f"strategies is {[*options.strategies]}; it can be some of peer, stream and default, each once")
+        raise _refusal(f"strategies is {[*options.strategies]}; supported: peer, stream and default, each at most once")
     if not options.transports or len({*options.transports}) < len(options.transports):
-        raise _refusal(f"transport is {[*options.transports]}; it can be tcp, hccl or mooncake, or some of them, each once")
+        raise _refusal(f"transport is {[*options.transports]}; supported: tcp, hccl and mooncake, each at most once")
     for peer in options.peers:
         parse_address(peer)
     if options.serve_weights or options.peers or options.registry:
@@ -81,19 +81,19 @@ def parse_address(text: str) -> tuple[str, int]:
     """Host and port of ``host:port`` or ``[host]:port``.
 
     Raises:
-        RefusedError: it is not of that form.
+        RefusedError: the text has another form.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise _refusal(f"peers has {text!r}; it can be host:port")
+        raise _refusal(f"peers has {text!r}; it must be host:port")
     return host.strip("[]"), int(port)
 
 
 def read_secret(options: Options) -> bytes:
-    """The secret that engines share: the content of ``secret_file``, else of the environment variable.
+    """The shared secret: content of ``secret_file``, otherwise of the environment variable.
 
     Raises:
-        RefusedError: there is none, or one of less than 16 bytes.
+        RefusedError: there is none, or it is shorter than 16 bytes.
     """
     if options.secret_file is None:
         found, where = os.environ.get(SECRET_ENV, "").encode(), SECRET_ENV
@@ -106,7 +106,7 @@ def read_secret(options: Options) -> bytes:
     found = found.strip()
     if len(found) < MIN_SECRET_BYTES:
         raise _refusal(
-            f"needs a secret of at least {MIN_SECRET_BYTES} bytes and {where} has {len(found)}; give secret_file, or set {SECRET_ENV}"
+            f"needs a secret of at least {MIN_SECRET_BYTES} bytes and {where} has {len(found)}; set secret_file or {SECRET_ENV}"
         )
     return found
 
@@ -116,5 +116,5 @@ def _refusal(what: str) -> extension.RefusedError:
 
 
 def defaults() -> dict[str, Any]:
-    """Each key with its default."""
+    """Default of each option."""
     return msgspec.structs.asdict(Options())

@@ -1,4 +1,4 @@
-"""Weights from a peer: over several connections, compared with the manifest's checksums, then into the parameters."""
+"""Client of a weight server: receives chunks over several connections and verifies their checksums before writing parameters."""
 
 import contextlib
 import functools
@@ -27,15 +27,15 @@ from ascend_model_loader.report import Report
 
 
 def connect(address: tuple[str, int], options: Options, secret: bytes, deadline: float) -> wire.Channel:
-    """A connection to a peer that has the secret.
+    """Open an authenticated connection to a weight server.
 
     Raises:
-        PeerError: nobody is there, or it does not have the secret.
+        PeerError: it cannot be reached, or does not have the secret.
     """
     try:
         connection = socket.create_connection(address, min(options.connect_timeout, max(0.001, deadline - time.monotonic())))
-    except (OSError, OverflowError, UnicodeError) as error:  # the latter two of a port or a name that cannot be
-        raise wire.PeerError(f"it cannot be reached: {getattr(error, 'strerror', None) or error}") from None
+    except (OSError, OverflowError, UnicodeError) as error:  # the last two: invalid port or host name
+        raise wire.PeerError(f"cannot be reached: {getattr(error, 'strerror', None) or error}") from None
     channel = wire.Channel(connection, options.timeout, deadline)
     try:
         channel.authenticate_as_client(secret)
@@ -57,14 +57,14 @@ def fetch(
     """Fill tensors with a peer's weights.
 
     Args:
-        tensors: as the peer's in names, shapes and dtypes. Only bytes that met their checksum are written to them.
-        described: what the weights have to be (identity.py).
+        tensors: same names, shapes and dtypes as the peer's. Only bytes whose checksum matched are written to them.
+        identity: required identity of the weights (identity.py).
 
     Returns:
-        the peer's manifest.
+        The peer's manifest.
 
     Raises:
-        PeerError: why these are not its weights, or not all of them; the tensors may then have some.
+        PeerError: the peer's weights are different or incomplete; the tensors may have been partly written.
     """
     deadline = time.monotonic() + options.deadline
     first: wire.Channel | None = None
@@ -97,24 +97,24 @@ def _phase(transport: str, device: torch.device) -> str:
 
 def _check_manifest(manifest: wire.Manifest, tensors: Mapping[str, torch.Tensor], identity: Mapping[str, str]) -> None:
     if other := differences(manifest.identity, identity):
-        raise wire.PeerError(f"its weights are others: {other}")
+        raise wire.PeerError(f"its weights differ: {other}")
     theirs, ours = manifest.tensors, tensor_specs(tensors)
     if theirs != ours:
         pairs = ((a, b) for a, b in zip(theirs, ours, strict=False) if a != b)
         differing = next(pairs, (f"{len(theirs)} tensors", f"{len(ours)} tensors"))
         found, expected = (wire.printable(str(each)) for each in differing)
-        raise wire.PeerError(f"its tensors are others: it has {found}, and this engine {expected}")
+        raise wire.PeerError(f"its tensors differ: the peer has {found}, this engine {expected}")
     if manifest.chunk_bytes != CHUNK_BYTES or manifest.checksum not in CHECKSUMS:
         raise wire.PeerError(
-            f"its chunks are of {manifest.chunk_bytes} bytes with {wire.printable(manifest.checksum)}; taken here are those of {CHUNK_BYTES} "
-            f"bytes with {' or '.join(CHECKSUMS)}"
+            f"its chunks have {manifest.chunk_bytes} bytes and checksum {wire.printable(manifest.checksum)}; supported: "
+            f"{CHUNK_BYTES} bytes and {' or '.join(CHECKSUMS)}"
         )
     if len(manifest.digests) != (count := chunk_layout(tensors).count):
-        raise wire.PeerError(f"it has checksums of {len(manifest.digests)} chunks, and the tensors have {count}")
+        raise wire.PeerError(f"its manifest has checksums of {len(manifest.digests)} chunks; the tensors have {count}")
 
 
 class _Transfer:
-    """The chunks of one load, dealt to connections as each has taken its last ones."""
+    """Transfer of all chunks, distributed over connections on demand."""
 
     def __init__(
         self,
@@ -135,17 +135,17 @@ class _Transfer:
         self._errors: list[wire.PeerError | Exception] = []
 
     def run(self, first: wire.Channel | None, reconnect: Callable[[], wire.Channel]) -> None:
-        """Take all chunks.
+        """Receive all chunks.
 
         Args:
-            first: a connection, if there is one.
+            first: an open connection to use first, or None.
 
         Raises:
-            PeerError: the first thing that went wrong on any connection.
+            PeerError: the first error on any connection.
         """
         if self.device.type == "npu":
-            torch.npu.synchronize()  # what had the parameters' memory before may still be in use on the current stream
-        # HCCL takes memory of the NPU for each connection
+            torch.npu.synchronize()  # the parameters' memory may still be in use by earlier work on the current stream
+        # each HCCL communicator allocates buffers on the NPU
         connections = 1 if self._transport == "hccl" else self._options.connections
         count = max(1, min(connections, -(-self.layout.count // transports.TcpTransport.chunks_per_request)))
         connects = [lambda: first or reconnect(), *[functools.partial(_extra_connection, reconnect)] * (count - 1)]
@@ -156,7 +156,7 @@ class _Transfer:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()  # each ends by its channel's deadline
+            thread.join()  # bounded by its channel's deadline
         if self._errors:
             raise self._errors[0]
         with torch.no_grad():
@@ -175,7 +175,7 @@ class _Transfer:
             use_private_stream(self.device)
             receiver = transports.make_receiver(self._transport, channel, self.device, self._options)
             try:
-                with torch.inference_mode():  # as the thread that has made the parameters, perhaps
+                with torch.inference_mode():  # the parameters may be inference tensors
                     self._receive_chunks(channel, receiver)
             finally:
                 receiver.close()
@@ -204,12 +204,12 @@ class _Transfer:
                 message, size = channel.receive(wire.Chunk)
                 due = length if receiver.inline else 0
                 if message.index != index or size != due:
-                    raise wire.PeerError(f"it sent {size} bytes as chunk {message.index}; due were {due} as chunk {index}")
+                    raise wire.PeerError(f"received chunk {message.index} with {size} bytes; expected chunk {index} with {due}")
                 chunk = receiver.receive(length)
                 if self._hashed(host_bytes(chunk.cpu())) != self._manifest.digests[index]:
                     raise wire.PeerError(
-                        f"chunk {index} of {self.layout.count} ({self._names(index)}) does not meet its checksum: changed in "
-                        "transit, or in the peer since it was loaded"
+                        f"chunk {index} of {self.layout.count} ({self._names(index)}) fails its checksum: it changed in "
+                        "transit, or in the peer since loading"
                     )
                 copier.write(index, chunk)
 
@@ -225,7 +225,7 @@ class _Transfer:
 
 
 def _extra_connection(reconnect: Callable[[], wire.Channel]) -> wire.Channel | None:
-    """One more connection; None if the peer has none left, as the first can take all chunks."""
+    """An additional connection, or None if the server's limit is reached: the first connection can receive all chunks."""
     try:
         return reconnect()
     except wire.PeerError:

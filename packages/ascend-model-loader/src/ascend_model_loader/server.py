@@ -1,4 +1,4 @@
-"""The loading server of an engine that has opted in: one thread accepts, and one for each connection sends chunks."""
+"""Weight server of an engine with ``serve_weights``: an accept thread, and a thread per connection that sends chunks."""
 
 import atexit
 import contextlib
@@ -16,13 +16,13 @@ from ascend_model_loader.chunks import CHUNK_BYTES, ChunkCopier, chunk_layout, t
 from ascend_model_loader.options import Options
 
 HANDSHAKE = 10.0
-"""Seconds that a client has to prove that it knows the secret."""
+"""Seconds that a client has for the handshake."""
 
 logger = extension.logger
 
 
 class ReadGate:
-    """Open while the weights can be read; ``shut`` returns once nobody reads."""
+    """Admits readers while the weights can be read; ``close`` waits until the last reader has left."""
 
     def __init__(self) -> None:
         self._state = threading.Condition()
@@ -33,21 +33,21 @@ class ReadGate:
             self._open = True
 
     def close(self, timeout: float) -> bool:
-        """Whether all readers have left in time."""
+        """Close the gate; whether all readers left within ``timeout`` seconds."""
         with self._state:
             self._open = False
             return self._state.wait_for(lambda: not self._readers, timeout)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """While the gate is open.
+        """Hold the gate while reading.
 
         Raises:
-            PeerError: it is shut.
+            PeerError: the gate is closed.
         """
         with self._state:
             if not self._open:
-                raise wire.PeerError("the engine is asleep or does not serve yet")
+                raise wire.PeerError("the engine is asleep or not ready")
             self._readers += 1
         try:
             yield
@@ -58,7 +58,7 @@ class ReadGate:
 
 
 class RateLimiter:
-    """Lets so many bytes a second through, of all connections together; None lets all through."""
+    """Limit in bytes per second over all connections; None means unlimited."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._lock, self._free = rate, threading.Lock(), 0.0
@@ -73,14 +73,14 @@ class RateLimiter:
 
 
 class WeightServer:
-    """Serves tensors with the checksums that they had when they were loaded.
+    """Server of tensors, with the checksums that they had when they were loaded.
 
-    A client compares what it gets with these: weights that have changed since are not taken.
+    A client verifies the checksums: it rejects weights that changed after loading.
 
     Args:
-        tensors: plain ones, by name, on ``device`` or on the host.
+        tensors: plain tensors by name, on ``device`` or on the host.
         digests: of the chunks, by ``options.checksum``.
-        rank: of this worker in its engine, which is added to the port.
+        rank: of this worker in its engine; added to the port.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class WeightServer:
                     self._options.registry, identity.registry_key(self._identity), self.address
                 )
             except OSError as error:
-                logger.warning("weights served at %s are not in the registry: %s", self.address, error)
+                logger.warning("cannot register the weight server at %s: %s", self.address, error)
         logger.info("serving %.2f GB of weights at %s", self._layout.total / 1e9, self.address)
 
     def stop(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self._ended.set()
         if self._registration:
             self._registration.remove()
@@ -155,7 +155,7 @@ class WeightServer:
                 connection, _ = self._listening.accept()
             except (OSError, ValueError):
                 if not self._ended.is_set():
-                    time.sleep(0.1)  # too many open files, for example, which passes
+                    time.sleep(0.1)  # such as too many open files, which is transient
                 continue
             with self._lock:
                 full = len(self._connections) >= self._options.max_connections
@@ -184,9 +184,9 @@ class WeightServer:
                     channel.send(wire.Refused(str(error)))
                 raise
         except wire.PeerError as error:
-            logger.debug("a connection for weights ends: %s", error)
-        except Exception as error:  # the engine goes on whatever becomes of a connection
-            logger.warning("a connection for weights fails: %s: %s", type(error).__name__, error)
+            logger.debug("closing a weight connection: %s", error)
+        except Exception as error:  # an error on a connection must not affect the engine
+            logger.warning("error on a weight connection: %s: %s", type(error).__name__, error)
         finally:
             connection.close()
             with self._lock:
@@ -200,7 +200,7 @@ class WeightServer:
                 message, _ = channel.receive(wire.GetManifest, wire.UseTransport, wire.GetChunks)
                 if isinstance(message, wire.GetManifest):
                     with self.gate.reading():
-                        pass  # says so now if the engine is asleep; a client that takes no bytes does not keep it awake
+                        pass  # refuse if the engine is asleep; a client that reads no chunks must not delay sleep
                     channel.send(self._manifest)
                     continue
                 if copier is None:
@@ -215,7 +215,7 @@ class WeightServer:
 
     def _send(self, message: wire.GetChunks, copier: ChunkCopier, sender: transports.Sender) -> None:
         if not 0 <= message.first < message.last <= self._layout.count:
-            raise wire.PeerError(f"there are no chunks {message.first} to {message.last} of {self._layout.count}")
+            raise wire.PeerError(f"chunks {message.first} to {message.last} are out of range (0 to {self._layout.count})")
         sender.begin_request(message.last - message.first)
         for index in range(message.first, message.last):
             self._rate_limiter.acquire(self._layout.size(index))
@@ -229,7 +229,7 @@ _started = False
 
 
 def publish(server: WeightServer) -> None:
-    """Have a server start as soon as the engine has captured its graphs: reading from an NPU while it captures would end that."""
+    """Let a server start after the engine has captured its graphs: reads from an NPU during capture would abort it."""
     global _published, _started
     if _published:
         _published.stop()
@@ -238,13 +238,13 @@ def publish(server: WeightServer) -> None:
 
 
 def awake(state: bool) -> None:
-    """What the platform's worker calls: True once it can serve, also after sleep, and False before its weights go to sleep."""
+    """Hook of the platform's worker: True once the engine can serve, also after wake-up; False before its weights sleep."""
     global _started
     if _published is None:
         return
     if not state:
         if not _published.gate.close(30.0):
-            logger.warning("weights are put to sleep while a peer still reads them, after 30 s")
+            logger.warning("a peer is still reading weights after 30 s; putting them to sleep anyway")
     elif _started:
         _published.gate.open()
     else:

@@ -1,7 +1,7 @@
-"""How the bytes of chunks travel: behind their headers on TCP, or by HCCL from NPU to NPU, or by Mooncake's transfer engine.
+"""Transports for chunks: inline over TCP, NPU to NPU over HCCL, or reads by Mooncake's transfer engine.
 
-The proof, the manifest with its checksums and a header for each chunk are on TCP in any case. A connection has one of these at
-either end; at the server ``room`` and ``send`` take turns, at the client ``receive``.
+Handshake, manifest and a header per chunk use the TCP connection in any case. A connection has one Sender (server) and one
+Receiver (client); the server calls ``buffer`` and ``send`` alternately, the client ``receive``.
 """
 
 import functools
@@ -20,54 +20,54 @@ from ascend_model_loader.chunks import CHUNK_BYTES, host_bytes, staging_buffer
 from ascend_model_loader.options import Options
 
 HCCL_LINK_SLOT = "hccl.link"
-"""The slot of ascend_platform.extension in which HCCL between engines is offered."""
+"""Slot of ascend_platform.extension for HCCL between engines."""
 
 MOONCAKE_CHUNKS = 2
-"""Chunks of a request over Mooncake: so many lie ready at the server while as many are read."""
+"""Chunks per request over Mooncake; the server stages this many while the client reads as many."""
 
 TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
-"""Seconds after which Mooncake ends a read; it reads this as an engine is engine, and takes at least 5 (Mooncake,
-``transfer_engine_py.cpp``). Another component of the process may have set it for its own."""
+"""Seconds after which Mooncake aborts a read; read when an engine is created, at least 5 (Mooncake, ``transfer_engine_py.cpp``).
+Another component of the process may have set it for its own engine."""
 
 QUARANTINED: list[torch.Tensor] = []
-"""Memory into which a read that has failed may still write."""
+"""Buffers that a failed read may still write to."""
 
 
 ENGINE_LOCK = threading.Lock()
 
 
 class Sender(Protocol):
-    """The server's end."""
+    """Server side of a transport."""
 
     def begin_request(self, count: int) -> None:
-        """So many chunks are asked for. Raises PeerError where they are too many."""
+        """Start a request of ``count`` chunks. Raises PeerError if that is too many."""
 
     def buffer(self) -> torch.Tensor:
-        """Where the next chunk is to be put, ``uint8`` of a chunk at least."""
+        """Where to put the next chunk, ``uint8 [>= chunk bytes]``."""
 
     def send(self, index: int, chunk: torch.Tensor) -> None:
-        """Send what is in the room, with its header. Raises PeerError."""
+        """Send the chunk in the buffer, with its header. Raises PeerError."""
 
     def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """The client's end. ``block``: chunks of a request at most; ``inline``: whether they are the payload of their headers."""
+    """Client side of a transport. ``chunks_per_request`` is a limit; ``inline``: chunks are the payload of their headers."""
 
     chunks_per_request: int
     inline: bool
 
     def begin_request(self, count: int) -> None:
-        """The answer to a request of so many chunks is next."""
+        """Start receiving the answer to a request of ``count`` chunks."""
 
     def receive(self, size: int) -> torch.Tensor:
-        """The chunk whose header has come, in memory that the next one may overwrite. Raises PeerError."""
+        """Receive the chunk whose header was received, into memory that the next one may overwrite. Raises PeerError."""
 
     def close(self) -> None: ...
 
 
 class TcpTransport:
-    """Either end of TCP."""
+    """Both sides of TCP."""
 
     chunks_per_request, inline = 8, True
 
@@ -91,10 +91,10 @@ class TcpTransport:
 
 
 class HcclTransport:
-    """Either end of HCCL: the server is rank 0. Chunks go from an NPU's memory to the other's.
+    """Both sides of HCCL, between buffers on the NPUs; the server is rank 0.
 
     Raises:
-        PeerError: HCCL is not offered, the other did not come, or one of the two has no NPU.
+        PeerError: HCCL is not available, the other rank did not connect, or a side has no NPU.
     """
 
     chunks_per_request, inline = 8, False
@@ -104,7 +104,7 @@ class HcclTransport:
         try:
             self._link = hccl_link_class(device)(rank, info)
         except (RuntimeError, ValueError) as error:
-            raise wire.PeerError(f"HCCL does not connect: {_one_line(error)}") from None
+            raise wire.PeerError(f"HCCL cannot connect: {_one_line(error)}") from None
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device)
 
     def begin_request(self, count: int) -> None: ...
@@ -128,11 +128,11 @@ class HcclTransport:
             call(chunk)
             self._channel.wait_for(self._link.wait, did)
         except RuntimeError as error:  # HCCL's
-            raise wire.PeerError(f"HCCL has failed: {_one_line(error)}") from None
+            raise wire.PeerError(f"HCCL failed: {_one_line(error)}") from None
 
 
 class MooncakeSender:
-    """Memory with room for two requests, which the client reads."""
+    """Server side of Mooncake: registered memory for two requests, which the client reads."""
 
     def __init__(self, channel: wire.Channel, device: torch.device, protocol: str) -> None:
         self._channel = channel
@@ -144,8 +144,8 @@ class MooncakeSender:
 
     def begin_request(self, count: int) -> None:
         if count > MOONCAKE_CHUNKS:
-            raise wire.PeerError(f"{count} chunks were asked for at once; by mooncake {MOONCAKE_CHUNKS} can be")
-        self._half, self._index = 1 - self._half, 0  # the client has read what was in it, or it would not ask
+            raise wire.PeerError(f"a request for {count} chunks over mooncake; at most {MOONCAKE_CHUNKS} are supported")
+        self._half, self._index = 1 - self._half, 0  # free: the client requests more only after reading it
 
     def buffer(self) -> torch.Tensor:
         return self._memory[(self._half * MOONCAKE_CHUNKS + self._index) * CHUNK_BYTES :]
@@ -159,7 +159,7 @@ class MooncakeSender:
 
 
 class MooncakeReceiver:
-    """Reads of the server's memory."""
+    """Client side of Mooncake: reads of the server's memory."""
 
     chunks_per_request, inline = MOONCAKE_CHUNKS, False
 
@@ -176,7 +176,7 @@ class MooncakeReceiver:
         self._index += 1
         if code := self._engine.transfer_sync_read(self._region.session, self._memory.data_ptr(), begin, size):
             QUARANTINED.append(self._memory)
-            raise wire.PeerError(f"mooncake's read of {size} bytes has failed (code {code})")
+            raise wire.PeerError(f"mooncake failed to read {size} bytes (code {code})")
         return self._memory[:size]
 
     def close(self) -> None:
@@ -184,14 +184,15 @@ class MooncakeReceiver:
 
 
 def make_sender(transport: str, channel: wire.Channel, device: torch.device, options: Options) -> Sender:
-    """The server's end of what a client has asked for.
+    """Sender for the transport that a client requested.
 
     Raises:
-        PeerError: it is not served, or cannot be.
+        PeerError: it is not enabled, or not available.
     """
     if transport not in ("tcp", *options.transports):
         raise wire.PeerError(
-            f"chunks are served by {', '.join(dict.fromkeys(['tcp', *options.transports]))}, not by {wire.printable(transport)}"
+            f"transport {wire.printable(transport)} is not served; supported: "
+            f"{', '.join(dict.fromkeys(['tcp', *options.transports]))}"
         )
     if transport == "mooncake":
         return MooncakeSender(channel, device, options.mooncake_protocol)
@@ -200,16 +201,16 @@ def make_sender(transport: str, channel: wire.Channel, device: torch.device, opt
     try:
         info = hccl_link_class(device).root_info()
     except RuntimeError as error:
-        raise wire.PeerError(f"HCCL does not connect: {_one_line(error)}") from None
+        raise wire.PeerError(f"HCCL cannot connect: {_one_line(error)}") from None
     channel.send(wire.RootInfo(info))
     return HcclTransport(channel, device, info, rank=0)
 
 
 def make_receiver(transport: str, channel: wire.Channel, device: torch.device, options: Options) -> Receiver:
-    """The client's end.
+    """Receiver for a transport, after requesting it from the server.
 
     Raises:
-        PeerError: it cannot be, here or at the server.
+        PeerError: it is not available here or at the server.
     """
     if transport == "tcp":
         return TcpTransport(channel, device)
@@ -223,10 +224,10 @@ def make_receiver(transport: str, channel: wire.Channel, device: torch.device, o
 
 
 def check(transport: str, device: torch.device) -> None:
-    """Look whether a transport can be, before a peer is asked for it.
+    """Check whether a transport is available here, before requesting it from a peer.
 
     Raises:
-        PeerError: it cannot; in one line.
+        PeerError: it is not; in one line.
     """
     if transport == "hccl":
         hccl_link_class(device)
@@ -235,20 +236,20 @@ def check(transport: str, device: torch.device) -> None:
 
 
 def hccl_link_class(device: torch.device) -> Any:
-    """The class that is offered for HCCL between engines.
+    """Class registered for HCCL between engines.
 
     Raises:
-        PeerError: there is none, or no NPU.
+        PeerError: none is registered, or the device is not an NPU.
     """
     if device.type != "npu":
-        raise wire.PeerError(f"hccl moves bytes between NPUs, and the weights are on {device.type}")
+        raise wire.PeerError(f"transport hccl needs weights on an NPU; these are on {device.type}")
     if (name := extension.offered(HCCL_LINK_SLOT)) is None:
-        raise wire.PeerError(f"hccl is ascend-communicator's, which is {extension.state('ascend-communicator')} here")
+        raise wire.PeerError(f"transport hccl needs ascend-communicator, which is {extension.state('ascend-communicator')}")
     return resolve_obj_by_qualname(name)
 
 
 def mooncake_engine(host: str, protocol: str, timeout: float) -> tuple[Any, str]:
-    """Mooncake's engine of this process, and its session.
+    """This process's Mooncake engine and its session.
 
     Raises:
         PeerError: Mooncake is not installed, lacks a library, or does not start.
@@ -271,7 +272,7 @@ def _start_mooncake_engine(host: str, protocol: str, timeout: float) -> tuple[An
         if before is not None:
             os.environ[TIMEOUT_VARIABLE] = before
     if code := engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
-        raise wire.PeerError(f"mooncake does not start for {protocol} on {host} (code {code})")
+        raise wire.PeerError(f"mooncake cannot start with protocol {protocol} on {host} (code {code})")
     return engine, f"{host}:{engine.get_rpc_port()}"
 
 
