@@ -1,4 +1,4 @@
-# vLLM and all components on the public CANN image, as docs/install.md installs them. Nobody has built it yet: there was
+# vLLM and all components on the public CANN image, as docs/installation.md installs them. Nobody has built it yet: there was
 # neither a Docker daemon nor a registry of images where it was written.
 #
 #   docker build -t vllm-ascend-all .

@@ -92,17 +92,17 @@ def crossings(path: Path | None = None) -> tuple[list[str], list[str]]:
 def test_running_siblings_use_the_interface_alone() -> None:
     crossed, loaded = crossings()
     assert crossed == []
-    assert {"ascend_attention.fused", "ascend_patches.apply"} <= {*loaded}
+    assert {"ascend_attention.dense", "ascend_patches.apply"} <= {*loaded}
 
 
 def test_sibling_that_reaches_further_is_found(tmp_path: Path) -> None:
     (tmp_path / "plugin_of_somebody").mkdir()
     (tmp_path / "plugin_of_somebody" / "__init__.py").write_text(
-        "from ascend_platform import extension, machine\nimport ascend_platform.cli\n"
+        "from ascend_platform import extension, host\nimport ascend_platform.cli.main\n"
         "def register():\n    extension.configure({})\n    extension.join('somebody', 'somebody')\n"
     )
     assert crossings(tmp_path)[0] == [
-        "plugin_of_somebody: ascend_platform.cli.",
-        "plugin_of_somebody: ascend_platform.machine",
+        "plugin_of_somebody: ascend_platform.cli.main.",
+        "plugin_of_somebody: ascend_platform.host",
         "plugin_of_somebody: extension.configure",
     ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ascend_platform import extension
 from ascend_platform.compat import SHIMS
-from ascend_platform.kernels import compute_slot_mapping
+from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version

@@ -90,7 +90,7 @@ def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path)
     ("page", "text", "said"),
     [
         ("index.md", "[nowhere](nowhere.md)", "nowhere.md"),
-        ("index.md", "[nowhere](install.md#nowhere)", "#nowhere"),
+        ("index.md", "[nowhere](installation.md#nowhere)", "#nowhere"),
         ("extra.md", "# Extra", 'not included in the "nav"'),
     ],
     ids=["link", "anchor", "page outside the navigation"],

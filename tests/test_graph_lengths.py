@@ -6,8 +6,9 @@ import npus
 
 PROGRAM = """
 import torch, torch_npu
-from ascend_attention.fused import FusedAttentionImpl, FusedAttentionMetadata
-from ascend_platform import graphs
+from ascend_attention.dense import FusedAttentionImpl
+from ascend_attention.metadata import FusedAttentionMetadata
+from ascend_platform.graph import acl_graph
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
@@ -36,8 +37,8 @@ for meta in steps:
     attend(meta)
     expected.append(output.clone())
 torch.npu.synchronize()
-graph, stream = graphs.NPUGraph(), torch.npu.Stream()
-with graphs._Capture(graph, stream=stream):
+graph, stream = acl_graph.NPUGraph(), torch.npu.Stream()
+with acl_graph._Capture(graph, stream=stream):
     attend(steps[0])
 found = []
 for meta in steps:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import environment
-from ascend_patches import declaration, source
+from ascend_platform import extension
 
 ADDER = environment.ROOT / "tools" / "models" / "adder"
 PATCHES = """
@@ -58,7 +58,8 @@ def test_each_scope_is_patched_in_its_process(tmp_path: Path) -> None:
     lines = []
     for function, (target, scope) in TARGETS.items():
         module, _, qualname = target.partition(":")
-        known = "0" * 12 if function in ("busy", "renamed") else source.fingerprint(declaration.read(module) or "", qualname)
+        source = extension.module_source(module) or ""
+        known = "0" * 12 if function in ("busy", "renamed") else extension.fingerprint(source, qualname)
         lines.append(f"{function} = declare({function!r}, {target!r}, {scope!r}, {known!r})")
     package.joinpath("patch_traces.py").write_text(PATCHES + "\n".join(lines) + "\n")
     info = tmp_path / "plugin_of_somebody-1.0.dist-info"

@@ -68,15 +68,15 @@ def test_plugins_that_the_command_calls_active_are_those_that_vllm_loads(tmp_pat
     (tmp_path / "other.py").write_text("def register(): pass\n")
     script = """
 import json, os
-from ascend_platform import inventory
+from ascend_platform.cli import plugins
 from vllm.plugins import load_plugins_by_group
 found = []
 for allowed in (None, "", "ascend", "ascend, ascend_attention", "ascend_attention,ascend,no_such"):
     if allowed is not None:
         os.environ["VLLM_PLUGINS"] = allowed
-    theirs = [[group, name, plugin.__module__.partition(".")[0]] for group in inventory.GROUPS for name, plugin in
+    theirs = [[group, name, plugin.__module__.partition(".")[0]] for group in plugins.GROUPS for name, plugin in
               load_plugins_by_group(group).items()]
-    ours = [[plugin.group, plugin.name, plugin.distribution] for plugin in inventory.plugins() if plugin.state == "active"]
+    ours = [[plugin.group, plugin.name, plugin.distribution] for plugin in plugins.plugins() if plugin.state == "active"]
     found.append([allowed, sorted(theirs), sorted(ours)])
 print(json.dumps(found))
 """

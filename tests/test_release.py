@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 META, ATTENTION, PLATFORM = "vllm-ascend-all", "ascend-attention", "ascend-platform"
+EXTENSION = "src/ascend_platform/extension.py"
 
 
 @dataclass
@@ -66,8 +67,8 @@ class Clone:
         return sorted(path.parent.name for path in self.root.glob("packages/*/pyproject.toml"))
 
 
-def cloned(source: Path, target: Path) -> Clone:
-    subprocess.run(["git", "clone", "--quiet", "--no-tags", source, target], check=True)
+def cloned(source: Path, target: Path, *options: str) -> Clone:
+    subprocess.run(["git", "clone", "--quiet", *options, source, target], check=True)
     clone = Clone(target)
     for key, value in {"user.name": "A Tester", "user.email": "tester@example.org", "commit.gpgsign": "false"}.items():
         clone.git("config", key, value)
@@ -76,8 +77,8 @@ def cloned(source: Path, target: Path) -> Clone:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """A clone of the checkout as it is, with what is not committed, without its tags; each package has version 0.1.2."""
-    clone = cloned(environment.ROOT, tmp_path_factory.mktemp("source") / "clone")
+    """A clone of the checkout with its uncommitted changes. Each package has version 0.1.2 and releases before that."""
+    clone = cloned(environment.ROOT, tmp_path_factory.mktemp("source") / "clone", "--no-tags")
     listing = ["git", "ls-files", "-z", "--modified", "--others", "--exclude-standard"]
     changed = subprocess.run(listing, cwd=environment.ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, changed.split("\0")):
@@ -94,6 +95,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     clone.fragment(ATTENTION, "rounds as it should.")
     clone.fragment(PLATFORM, "starts sooner.")
     clone.commit()
+    for name in clone.packages:
+        for version in ("0.1.0", "0.1.1"):
+            clone.git("tag", f"{name}-v{version}")
     return clone
 
 
@@ -119,7 +123,7 @@ def test_minor_release_of_one_component(clone: Clone) -> None:
 
     # One commit, on top of what there was, with the annotated tag; the checkout shows it and is clean.
     assert clone.git("rev-parse", "HEAD^") == before
-    assert clone.git("tag", "--list") == f"{ATTENTION}-v0.2.0"
+    assert clone.git("tag", "--points-at", "HEAD") == f"{ATTENTION}-v0.2.0"
     assert clone.git("cat-file", "-t", f"{ATTENTION}-v0.2.0") == "tag"
     assert clone.git("rev-parse", f"{ATTENTION}-v0.2.0^{{commit}}") == clone.git("rev-parse", "HEAD")
     assert clone.git("status", "--porcelain") == ""
@@ -219,6 +223,56 @@ def test_set_is_released_when_it_can_be_installed(clone: Clone) -> None:
     )
 
 
+def test_first_releases_have_the_versions_in_the_files_and_install_together(clone: Clone, tmp_path: Path) -> None:
+    """All packages in the order of their requirements, each built from its tag, in an empty environment."""
+    clone.git("tag", "--delete", *clone.git("tag").split())
+    components = [name for name in clone.packages if name not in (META, PLATFORM)]
+    for name in clone.packages:
+        changelog = clone.path(name, "CHANGELOG.md")
+        changelog.write_text(re.split(r"^## ", changelog.read_text(), maxsplit=1, flags=re.MULTILINE)[0])
+        clone.fragment(name, "is new.", "1.added.md")
+    for name in dependents(clone):
+        clone.edit(clone.path(name), f"{PLATFORM}>=0.1,", f"{PLATFORM}>=0.1.2,")
+    clone.commit()
+    done = clone.release(ATTENTION)
+    assert f"{ATTENTION} requires {PLATFORM}<0.2,>=0.1.2, and {PLATFORM} 0.1.2 was never released" in done.stderr
+    for name in (PLATFORM, *components, META):
+        done = clone.release(name)
+        assert done.returncode == 0, done.stderr
+        assert f"{name} 0.1.2, its first release\n" in done.stdout
+        assert re.search(
+            r"^## 0\.1\.2 \(.*\n\n### Added\n\n(.*\n)*- is new\. \(#1\)$", clone.path(name, "CHANGELOG.md").read_text(), re.M
+        )
+    tags = [f"{name}-v0.1.2" for name in clone.packages]
+    assert clone.git("tag").split() == tags
+
+    uv, settings = environment.find_uv()
+    dist, venv = tmp_path / "dist", tmp_path / "venv"
+
+    def uv_run(*command: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([uv, *map(str, command)], cwd=clone.root, env=settings, capture_output=True, text=True, check=False)
+
+    for name in clone.packages:
+        clone.git("checkout", "--quiet", f"{name}-v0.1.2")
+        assert uv_run("build", "--quiet", "--wheel", "--package", name, "--out-dir", dist).returncode == 0
+    assert uv_run("venv", "--quiet", "--no-project", "--python", sys.executable, venv).returncode == 0
+    assert uv_run("pip", "install", "--no-deps", "--no-index", "--python", venv, *dist.glob("*.whl")).returncode == 0
+    missing = re.findall(r"requires `([\w-]+)", uv_run("pip", "check", "--python", venv).stderr)
+    assert "vllm" in missing
+    assert not {*missing} & {*clone.packages}
+
+    # What a resolver makes of the set's name, with nothing else to be had than these wheels.
+    others = {it.name for name in clone.packages for it in map(Requirement, clone.project(name)["dependencies"])} - {
+        *clone.packages
+    }
+    (tmp_path / "excluded.txt").write_text("\n".join(sorted(others)))
+    (tmp_path / "wanted.in").write_text(f"{META}[emulator]")
+    options = ("--quiet", "--no-config", "--no-index", "--no-header", "--no-annotate", "--find-links", dist)
+    done = uv_run("pip", "compile", *options, "--excludes", tmp_path / "excluded.txt", tmp_path / "wanted.in")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^([\w-]+)(?:\[emulator\])?==0\.1\.2$", done.stdout, re.M) == clone.packages
+
+
 def test_dry_run_shows_the_commit_and_makes_nothing(clone: Clone) -> None:
     before = clone.state()
     done = clone.release(ATTENTION, "minor", "--dry-run")
@@ -265,6 +319,36 @@ def range_without_the_patch(clone: Clone) -> tuple[str, str]:
     return PLATFORM, f"ascend-patches requires {PLATFORM}<0.1.3,>=0.1, which leaves out 0.1.3: correct that range first"
 
 
+def level_of_a_first_release(clone: Clone) -> tuple[str, str]:
+    clone.git("tag", "--delete", f"{ATTENTION}-v0.1.0", f"{ATTENTION}-v0.1.1")
+    return ATTENTION, f"{ATTENTION} has no release yet; its first is 0.1.2, as its pyproject.toml says: leave out patch"
+
+
+def clone_without_tags(clone: Clone) -> tuple[str, str]:
+    assert clone.release(ATTENTION, "minor").returncode == 0
+    clone.fragment(ATTENTION, "is faster still.")
+    clone.commit()
+    clone.git("tag", "--delete", *clone.git("tag").split())
+    return ATTENTION, f"the changelog of {ATTENTION} lists a release, which has no tag in this clone: run git fetch --tags"
+
+
+def bound_that_was_never_released(clone: Clone) -> tuple[str, str]:
+    clone.edit(clone.path(ATTENTION), f"{PLATFORM}>=0.1,<0.2", f"{PLATFORM}>=0.1.2,<0.2")
+    clone.commit()
+    return ATTENTION, f"{ATTENTION} requires {PLATFORM}<0.2,>=0.1.2, and {PLATFORM} 0.1.2 was never released"
+
+
+def bound_below_the_interface(clone: Clone) -> tuple[str, str]:
+    """The sibling uses what has been added to the platform since the oldest version that it admits."""
+    extension, register = clone.path(PLATFORM, EXTENSION), clone.path(ATTENTION, "src/ascend_attention/__init__.py")
+    api = re.findall(r'^API_VERSION = "(.*)"$', extension.read_text(), re.MULTILINE)[0]
+    clone.edit(extension, f'API_VERSION = "{api}"', f'API_VERSION = "{api}1"')
+    register.write_text(re.sub(r'api="[\d.]+"', f'api="{api}1"', register.read_text()))
+    clone.commit()
+    written = f"{ATTENTION} is written against version {api}1 of ascend_platform.extension"
+    return ATTENTION, f"{written} and admits {PLATFORM} 0.1, which has {api}: raise the bound of {PLATFORM}<0.2,>=0.1"
+
+
 def refusing_hook(clone: Clone) -> tuple[str, str]:
     hook = clone.root / ".git" / "hooks" / "pre-commit"
     hook.parent.mkdir(exist_ok=True)
@@ -289,6 +373,10 @@ def locked_checkout(clone: Clone) -> tuple[str, str]:
         misnamed_fragment,
         tag_exists,
         range_without_the_patch,
+        level_of_a_first_release,
+        clone_without_tags,
+        bound_that_was_never_released,
+        bound_below_the_interface,
         refusing_hook,
         locked_checkout,
     ],

@@ -18,7 +18,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ADDER = HERE.parent / "tools" / "models" / "adder"
-FUSED, BUILT_IN = "ascend_attention.fused.FusedAttentionImpl", "ascend_platform.attention.PagedAttentionImpl"
+FUSED, BUILT_IN = "ascend_attention.dense.FusedAttentionImpl", "ascend_platform.attention.paged.PagedAttentionImpl"
 VOCABULARY = 512
 SHAPES = {"llama": ("Llama", 4, 4), "qwen2": ("Qwen2", 4, 2), "qwen3": ("Qwen3", 8, 2), "mistral": ("Mistral", 4, 1)}
 LITTLE = {"gpu_memory_utilization": 0.3}

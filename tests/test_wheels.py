@@ -1,10 +1,14 @@
 """What the built wheels say of themselves, read from the wheels and not from the sources they are built from."""
 
+import ast
 import email
+import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -25,6 +29,8 @@ META, EMULATOR = "vllm-ascend-all", "ascend-emulator"
 EMULATOR_SIZE = 500_000  # its C++ sources travel in the wheel and are compiled where it is used; no other wheel has any
 REPOSITORY = "https://github.com/vllm-ascend-all/vllm-ascend-all"
 NAMES = sorted({*COMPONENTS, META, EMULATOR})
+# Imported only where it is installed: colours of the doctor, and the emulator's plugin, which pytest loads.
+NOT_REQUIRED = {"ascend-platform": {"rich"}, EMULATOR: {"pytest"}}
 
 
 class Wheel:
@@ -43,6 +49,22 @@ class Wheel:
 
     def required(self, name: str) -> Requirement:
         return next(requirement for requirement in self.requirements if requirement.name == name)
+
+
+def nodes(wheel: Wheel) -> Iterator[ast.AST]:
+    """All syntax of the wheel's modules."""
+    for file, data in wheel.files.items():
+        if file.endswith(".py"):
+            yield from ast.walk(ast.parse(data))
+
+
+def imports(wheel: Wheel) -> Iterator[str]:
+    """The modules that are imported anywhere in the wheel, other than by a relative import."""
+    for node in nodes(wheel):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +124,7 @@ def test_metadata_is_complete(wheels: dict[str, Wheel], name: str) -> None:
 def test_wheel_holds_one_typed_module(wheels: dict[str, Wheel], name: str) -> None:
     wheel, module = wheels[name], name.replace("-", "_")
     tops = {file.split("/")[0] for file in wheel.files if ".dist-info/" not in file}
-    start_up = {"ascend_platform.pth"} if name == "ascend-platform" else set()  # see ascend_platform/startup.py
+    start_up = {"ascend_platform.pth"} if name == "ascend-platform" else set()  # see ascend_platform/cli/excepthook.py
     assert tops == {module} | start_up
     assert f"{module}/py.typed" in wheel.files
     assert "Typing :: Typed" in wheel.metadata.get_all("Classifier", [])
@@ -116,6 +138,34 @@ def test_ranges_have_a_lower_and_an_upper_bound(wheels: dict[str, Wheel], name: 
         assert operators == ["<", ">="], f"{name} requires {wheels[name].required(other)}"
     siblings = {requirement.name for requirement in wheels[name].requirements} & {*NAMES}
     assert siblings <= {"ascend-platform"}
+
+
+@pytest.mark.parametrize("name", sorted({*COMPONENTS, EMULATOR}))
+def test_imported_packages_are_required(wheels: dict[str, Wheel], name: str) -> None:
+    """By the wheel itself, or by vLLM or torch-npu, which each wheel requires, some of them by way of ascend-platform."""
+    required = {canonicalize_name(requirement.name) for requirement in wheels[name].requirements}
+    for other in ("vllm", "torch-npu"):
+        required |= {other} | {canonicalize_name(Requirement(each).name) for each in importlib.metadata.requires(other) or []}
+    provided = importlib.metadata.packages_distributions()
+    imported = {module.partition(".")[0] for module in imports(wheels[name])} - sys.stdlib_module_names - {name.replace("-", "_")}
+    undeclared = {top for top in imported if not required & {canonicalize_name(each) for each in provided.get(top, [top])}}
+    assert undeclared == NOT_REQUIRED.get(name, set())
+
+
+@pytest.mark.parametrize("name", sorted(COMPONENTS - {"ascend-platform"}))
+def test_stated_version_of_the_interface_has_the_names_that_are_used(wheels: dict[str, Wheel], name: str) -> None:
+    """Else the wheel would fail on the oldest ascend-platform that serves the stated version, whose names are recorded."""
+    used, stated = set(), []
+    for node in nodes(wheels[name]):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "extension":
+            used.add(node.attr)
+        if isinstance(node, ast.ImportFrom) and node.module == "ascend_platform.extension":
+            used |= {alias.name for alias in node.names}
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "extension.join":
+            stated += [ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg == "api"]
+    record = environment.ROOT / "packages" / "ascend-platform" / "tests" / f"extension_{stated[0]}.txt"
+    assert record.exists(), f"{name} states version {stated[0]} of the interface, of which there is no record"
+    assert used - {re.split(r"\W", line)[0] for line in record.read_text().splitlines()} == set()
 
 
 @pytest.mark.parametrize("name", sorted(COMPONENTS))
@@ -158,14 +208,14 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
         [
             ("vllm.platform_plugins", "ascend", "ascend_platform:register"),
             *(("vllm.general_plugins", name, f"{name}:register") for name in general),
-            ("vllm.general_plugins", "ascend_service_profiling", "ascend_platform.service_profiling:register"),
-            ("console_scripts", "vllm-ascend", "ascend_platform.cli:main"),
-            ("vllm_ascend.commands", "doctor", "ascend_platform.doctor:add"),
-            ("vllm_ascend.commands", "plan", "ascend_platform.plan.command:add"),
-            ("vllm_ascend.commands", "env", "ascend_platform.inventory:add_env"),
-            ("vllm_ascend.commands", "plugins", "ascend_platform.inventory:add_plugins"),
-            ("vllm_ascend.commands", "patches", "ascend_patches.command:add"),
-            ("vllm_ascend.checks", "patches", "ascend_patches.command:examine"),
+            ("vllm.general_plugins", "ascend_service_profiling", "ascend_platform.observability.service_profiling:register"),
+            ("console_scripts", "vllm-ascend", "ascend_platform.cli.main:main"),
+            ("vllm_ascend.commands", "doctor", "ascend_platform.cli.doctor:add"),
+            ("vllm_ascend.commands", "plan", "ascend_platform.cli.plan.command:add"),
+            ("vllm_ascend.commands", "env", "ascend_platform.cli.plugins:add_env"),
+            ("vllm_ascend.commands", "plugins", "ascend_platform.cli.plugins:add_plugins"),
+            ("vllm_ascend.commands", "patches", "ascend_patches.cli:add"),
+            ("vllm_ascend.checks", "patches", "ascend_patches.cli:examine"),
             ("vllm_ascend.scopes", "ascend_patches", "ascend_patches:enter"),
             ("vllm_ascend.patches", "ascend_patches", "ascend_patches.patches"),
             ("console_scripts", "ascend-emulator", "ascend_emulator.cli:main"),

@@ -375,7 +375,7 @@ def _speculation_table(directory: Path, ranks: int, options: Any) -> list[tuple[
     names, rows = options.method or list(methods(directory)), []
     if not options.method and importlib.util.find_spec("arctic_inference") is None:
         names.remove("suffix")
-        print("suffix is left out: arctic-inference is not installed; docs/speculation.md says how", flush=True)
+        print("suffix is left out: arctic-inference is not installed; docs/speculative-decoding.md says how", flush=True)
     found = serve(speculation(directory, names, ranks))
     for name in names:
         asked = [greedy(prompt) for prompt in prompts()]

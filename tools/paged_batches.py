@@ -139,7 +139,7 @@ class PagedBatch:
 
     def held(self) -> Any:
         """The cache as the platform gives it to attention."""
-        from ascend_platform.kv_cache import PagedKV
+        from ascend_platform.attention.kv_cache import PagedKV
 
         return PagedKV(*self.cache)
 

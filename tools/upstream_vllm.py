@@ -68,8 +68,9 @@ MODELS = {
 PLUGIN = """
 import json, os
 def pytest_collection_finish(session):
-    from ascend_platform import drafting, model_runner  # some tests call what is in vLLM's modules without a worker of ours
-    drafting.install()  # as the model runner does where tokens are drafted
+    from ascend_platform.triton_overrides import drafter
+    from ascend_platform.worker import model_runner  # some tests call what is in vLLM's modules without a worker of ours
+    drafter.install()  # as the model runner does where tokens are drafted
 def keep(**fields):
     with open(os.environ["UPSTREAM_RESULTS"], "a") as file:
         print(json.dumps(fields), file=file)

@@ -40,7 +40,7 @@ def rows() -> list[list[str]]:
         SystemExit: a method that is nobody's, or a reason for one that vLLM does not have.
     """
     import vllm
-    from ascend_platform.worker import NPUWorker
+    from ascend_platform.worker.worker import NPUWorker
     from vllm.v1.executor.ray_utils import RayWorkerWrapper
     from vllm.v1.worker.gpu_worker import Worker
     from vllm.v1.worker.worker_base import WorkerBase

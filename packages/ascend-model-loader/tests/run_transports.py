@@ -29,7 +29,7 @@ from weight_peers import IDENTITY, SECRET, Cut, Serving, as_bytes, room, weights
 
 TRANSPORTS = ("hccl", "mooncake")
 NPU = torch.device("npu", 0)
-extension.offer("hccl.link", "ascend_communicator.link.Link")
+extension.offer("hccl.link", "ascend_communicator.p2p_link.Link")
 
 
 def serve(pipe: Connection) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ascend_model_loader import FORMATS, options
 from ascend_platform import extension
-from ascend_platform.platform import _check_load_format
+from ascend_platform.config import load_format
 from vllm.config.load import LoadConfig
 
 
@@ -30,9 +30,9 @@ def join() -> None:
 def test_entry_point_registers_format_and_platform_validates_options(name: str) -> None:
     join()
     assert extension.state("ascend-model-loader") == "active"
-    _check_load_format(LoadConfig(load_format=name))
+    load_format.check(LoadConfig(load_format=name))
     with pytest.raises(extension.RefusedError, match="has no key 'peer'; did you mean 'peers'"):
-        _check_load_format(LoadConfig(load_format=name, model_loader_extra_config={"peer": "a:1"}))
+        load_format.check(LoadConfig(load_format=name, model_loader_extra_config={"peer": "a:1"}))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -40,17 +40,17 @@ def test_format_is_refused_without_the_wheel(name: str) -> None:
     with pytest.raises(
         extension.RefusedError, match=rf"^--load-format {name} is ascend-model-loader's, which is .*; install it, and"
     ):
-        _check_load_format(LoadConfig(load_format=name))
+        load_format.check(LoadConfig(load_format=name))
 
 
 @pytest.mark.parametrize("name", ["auto", "sharded_state", "runai_streamer"])
 def test_vllm_formats_are_unaffected(name: str) -> None:
-    _check_load_format(LoadConfig(load_format=name, model_loader_extra_config={"what": "ever"}))
+    load_format.check(LoadConfig(load_format=name, model_loader_extra_config={"what": "ever"}))
 
 
 def test_sharded_state_with_quantization_is_refused() -> None:
     with pytest.raises(extension.RefusedError, match=r"^--load-format sharded_state is served with weights that are not q"):
-        _check_load_format(LoadConfig(load_format="sharded_state"), True)
+        load_format.check(LoadConfig(load_format="sharded_state"), True)
 
 
 def test_register_imports_no_heavy_modules() -> None:

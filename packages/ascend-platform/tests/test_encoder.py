@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_platform import attention, encoder
+from ascend_platform.attention import encoder, paged
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 @pytest.mark.parametrize("at_once", [1 << 24, 1 << 9])
 def test_every_token_sees_its_request_s_others(window, at_once, monkeypatch):
     monkeypatch.setattr(encoder, "ELEMENTS_AT_ONCE", at_once)
-    monkeypatch.setattr(attention, "ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(paged, "ELEMENTS_AT_ONCE", at_once)
     lengths, heads, size = [40, 1, 7, 100], 4, 32
     query, (key, value) = torch.randn(sum(lengths), heads, size), torch.randn(2, sum(lengths), 2, size)
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]

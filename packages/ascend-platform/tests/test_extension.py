@@ -144,23 +144,31 @@ def test_interface_is_the_recorded_one():
 
 @pytest.mark.parametrize(
     ("api", "upgrade"),
-    [("1.0", None), ("1.2", None), ("1.3", None), ("1.4", "ascend-platform"), ("2.0", "ascend-platform"), ("0.9", "wheel-a")],
+    [
+        ("1.0", None),
+        ("1.2", None),
+        ("1.3", None),
+        ("1.4", None),
+        ("1.5", "ascend-platform"),
+        ("2.0", "ascend-platform"),
+        ("0.9", "wheel-a"),
+    ],
 )
 def test_component_written_for_another_interface_stands_aside(installed, lines, api, upgrade):
-    assert extension.API_VERSION == "1.3"
+    assert extension.API_VERSION == "1.4"
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", api=api)
     if upgrade is None:
         assert (extension.state("wheel-a"), lines) == ("active", [])
         return
-    said = f"it was written for version {api} of ascend_platform.extension and found 1.3; run: pip install --upgrade {upgrade}"
+    said = f"it was written for version {api} of ascend_platform.extension and found 1.4; run: pip install --upgrade {upgrade}"
     assert extension.state("wheel-a") == f"standing aside: {said}"
     assert lines == [("WARNING", f"wheel-a 1.0 is {extension.state('wheel-a')}")]
 
 
 def test_interface_that_has_grown_serves_what_was_written_before(installed, monkeypatch):
-    monkeypatch.setattr(extension, "API_VERSION", "1.4")
-    for name, api in {"wheel-a": "1.0", "wheel-b": "1.4", "wheel-c": "1.5"}.items():
+    monkeypatch.setattr(extension, "API_VERSION", "1.5")
+    for name, api in {"wheel-a": "1.0", "wheel-b": "1.5", "wheel-c": "1.6"}.items():
         installed(name)
         extension.join(name, name, api=api)
     assert [extension.state(f"wheel-{letter}").partition(":")[0] for letter in "abc"] == ["active", "active", "standing aside"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ascend_platform import kv_cache
+from ascend_platform.attention import kv_cache
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from ascend_platform import cli
-from ascend_platform.plan import estimate, model
+from ascend_platform.cli import main
+from ascend_platform.cli.plan import estimate, model
 
-PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[3] / "docs" / "layout-planner.md"
 QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
 CONFIGS = {
     "Qwen3-8B": transformers.Qwen3Config(
@@ -158,14 +158,14 @@ def saved(tmp_path):
 
 
 def test_command(saved, capsys):
-    assert cli.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "4"]) == 0
+    assert main.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("4 x Ascend910B3 (64 GiB, 1600 GB/s, 295 TFLOPS)")
     speeds = [float(line.split()[-4]) for line in lines[3:-1]]
     assert len(speeds) == 6
     assert speeds == sorted(speeds, reverse=True)
     assert lines[-1].startswith("estimates from published figures, no measurements; best: vllm serve")
-    assert cli.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "4", "--json"]) == 0
+    assert main.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [round(one["tokens_per_second"]) for one in told["layouts"]] == speeds
 
@@ -183,7 +183,7 @@ def test_command(saved, capsys):
     ],
 )
 def test_what_cannot_be_planned_is_one_line(saved, capsys, options, said):
-    assert cli.main(["plan", saved, *options]) == 2
+    assert main.main(["plan", saved, *options]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1

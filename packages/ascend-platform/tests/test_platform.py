@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import small_models
 import torch
-from ascend_platform import extension, machine
-from ascend_platform.platform import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, NPUPlatform, attention_for
+from ascend_platform import extension, host
+from ascend_platform.attention.selector import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, attention_for
+from ascend_platform.platform import NPUPlatform
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -43,7 +44,7 @@ def test_vllm_takes_it_as_its_platform():
 
 def test_configuration_runs_on_the_v1_runner_with_spawned_workers_and_graphs_for_decodes(model):
     config = engine_config(model())
-    assert config.parallel_config.worker_cls == "ascend_platform.worker.NPUWorker"
+    assert config.parallel_config.worker_cls == "ascend_platform.worker.worker.NPUWorker"
     assert config.compilation_config.mode is CompilationMode.NONE
     assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY
     assert config.use_v2_model_runner is False
@@ -215,7 +216,7 @@ def test_numa_binding_goes_by_the_topology_and_is_off_where_that_is_not_known(mo
     assert line.startswith("--numa-bind is off: npu-smi does not tell where the NPUs are (")
     given = engine_config(model(), numa_bind=True, numa_bind_nodes=[0]).parallel_config
     assert (given.numa_bind, given.numa_bind_nodes) == (True, [0])
-    monkeypatch.setattr(machine, "numa_nodes", lambda: ([1, 0], ""))
+    monkeypatch.setattr(host, "numa_nodes", lambda: ([1, 0], ""))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert engine_config(model(), numa_bind=True).parallel_config.numa_bind is False
     assert "the program numactl is not installed" in lines[-2][1] + lines[-1][1]
@@ -242,7 +243,7 @@ def test_built_in_attention_serves_when_nothing_is_offered(monkeypatch):
 
 
 FUSED = {
-    "attention.dense": "ascend_attention.fused.FusedAttentionBackend",
+    "attention.dense": "ascend_attention.dense.FusedAttentionBackend",
     "attention.sinks": "ascend_attention.sinks.SinkAttentionBackend",
     "attention.encoder": "ascend_attention.encoder.FusedEncoderAttentionBackend",
 }

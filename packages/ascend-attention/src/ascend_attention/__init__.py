@@ -8,11 +8,11 @@ def register() -> None:
 
     The entry point of group ``vllm.general_plugins``: vLLM calls it in every process, perhaps more than once.
     """
-    extension.join("ascend-attention", "ascend_attention", _offer, api="1.3")
+    extension.join("ascend-attention", "ascend_attention", _offer, api="1.4")
 
 
 def _offer() -> None:
-    extension.offer("attention.dense", "ascend_attention.fused.FusedAttentionBackend")
+    extension.offer("attention.dense", "ascend_attention.dense.FusedAttentionBackend")
     extension.offer("attention.sinks", "ascend_attention.sinks.SinkAttentionBackend")
     extension.offer("attention.encoder", "ascend_attention.encoder.FusedEncoderAttentionBackend")
     extension.offer("attention.vision", "ascend_attention.encoder.FusedMMEncoderAttention")

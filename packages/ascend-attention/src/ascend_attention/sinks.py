@@ -10,12 +10,12 @@ import torch
 import torch_npu
 from ascend_platform import extension
 
-from ascend_attention.fused import (
+from ascend_attention.dense import (
     FusedAttentionBackend,
     FusedAttentionImpl,
-    FusedAttentionMetadata,
     FusedAttentionMetadataBuilder,
 )
+from ascend_attention.metadata import FusedAttentionMetadata
 
 
 class SinkAttentionMetadataBuilder(FusedAttentionMetadataBuilder):

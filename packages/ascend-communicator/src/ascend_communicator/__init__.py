@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ascend_platform import extension
 
 WAYS = ("allgather", "alltoall", "mc2")
-"""How experts' tokens can travel: see experts.py."""
+"""How experts' tokens can travel: see moe/select.py."""
 
 OPTIONS = {"all2all": "auto", "groups": {}, "deterministic": False, "connect_timeout": None}
 """The keys of ``ascend.communicator`` and their defaults; docs/configuration.md explains them."""
@@ -26,13 +26,13 @@ def register() -> None:
 
     The entry point of group ``vllm.general_plugins``: vLLM calls it in every process, perhaps more than once.
     """
-    extension.join("ascend-communicator", "ascend_communicator", _offer, options=OPTIONS, configured=_take_options, api="1.0")
+    extension.join("ascend-communicator", "ascend_communicator", _offer, options=OPTIONS, configured=_take_options, api="1.4")
 
 
 def _offer() -> None:
     extension.offer("communicator", "ascend_communicator.communicator.HCCLCommunicator")
     extension.offer("weight_transfer.hccl", "ascend_communicator.weight_transfer.HCCLWeightTransferEngine")
-    extension.offer("hccl.link", "ascend_communicator.link.Link")
+    extension.offer("hccl.link", "ascend_communicator.p2p_link.Link")
 
 
 def _take_options(options: Mapping[str, object]) -> None:

@@ -44,7 +44,7 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         self.device = torch.device("npu", torch.npu.current_device())
         self._take_options()
         if self.use_all2all:
-            from ascend_communicator.experts import ExpertManager
+            from ascend_communicator.moe.manager import ExpertManager
 
             if self.all2all_backend not in (None, "naive", "allgather_reducescatter"):
                 raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from ascend_platform import extension
 
-from ascend_patches.declaration import Patch, discover, environment_disabled, read
+from ascend_patches.registry import Patch, discover, environment_disabled
 
 DISABLE = "VLLM_ASCEND_DISABLE_PATCHES"
 
@@ -26,7 +26,7 @@ def register() -> None:
         note = f"{len(patches)} patch{'es' * (len(patches) != 1)}"
         take = functools.partial(_setup, patches)
         options: dict[str, object] = {"disable": []}
-        extension.join("ascend-patches", "ascend_patches", take, note=note, options=options, configured=_configured, api="1.0")
+        extension.join("ascend-patches", "ascend_patches", take, note=note, options=options, configured=_configured, api="1.4")
 
 
 def enter(scope: str) -> None:
@@ -105,7 +105,7 @@ def _apply(patch: Patch) -> None:
         return
     try:
         module = sys.modules[patch.module]
-        reason = patch.obstacle(extension.version("vllm"), read(patch.module))
+        reason = patch.obstacle(extension.version("vllm"), extension.module_source(patch.module))
         others = [other.name for other, _ in _Process.applied.values() if other.overlaps(patch)]
         if not reason and others:
             reason = f"target {patch.target} is patched by {others[0]} already; disable one of the two: {DISABLE}={others[0]}"

@@ -22,7 +22,8 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ascend_platform.dense import DenseBackend, DenseImpl, graph_task, host_lengths, is_captured
+from ascend_platform.attention.base import DenseBackend, DenseImpl, graph_task, host_lengths, is_captured
+from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
 
 __all__ = [
     "API_VERSION",
@@ -34,19 +35,23 @@ __all__ = [
     "cache_parts",
     "chip",
     "config",
+    "drift",
+    "fingerprint",
     "graph_task",
     "host_lengths",
     "is_captured",
     "join",
     "logger",
+    "module_source",
     "offer",
     "offered",
     "state",
+    "tree_version",
     "unmet",
     "version",
 ]
 
-API_VERSION = "1.3"
+API_VERSION = "1.4"
 """Of this interface, apart from the wheel's version: the second number counts additions, the first all other changes."""
 
 # vLLM's log handler hangs on the logger called "vllm" (vllm/logger.py); a logger below it shows its lines.
@@ -331,7 +336,8 @@ def cache_parts(kv_cache: Any) -> dict[str, Any]:
         TypeError: something else.
     """
     if not hasattr(kv_cache, "_asdict"):
-        raise TypeError(f"a layer's KV cache is expected, as ascend_platform.kv_cache.PagedKV, not {type(kv_cache).__name__}")
+        found = type(kv_cache).__name__
+        raise TypeError(f"a layer's KV cache is expected, as ascend_platform.attention.kv_cache.PagedKV, not {found}")
     return kv_cache._asdict()
 
 

@@ -1,0 +1,87 @@
+"""The built-in attention of encoders (BERT and its kin): plain PyTorch, each request's tokens to all of its others.
+
+There is no cache, and vLLM schedules an encoder's requests whole
+(``vllm/model_executor/layers/attention/encoder_only_attention.py``).
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from ascend_platform.attention.base import DenseBackend
+from ascend_platform.attention.paged import ELEMENTS_AT_ONCE, PagedAttentionImpl
+
+
+@dataclass
+class EncoderAttentionMetadata(AttentionMetadata):
+    """query_start: where each request's tokens begin, on the host, one entry more than requests."""
+
+    query_start: list[int]
+
+
+class EncoderAttentionMetadataBuilder(AttentionMetadataBuilder[EncoderAttentionMetadata]):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> EncoderAttentionMetadata:
+        common = common_attn_metadata
+        return EncoderAttentionMetadata(common.query_start_loc_cpu[: common.num_reqs + 1].tolist())
+
+
+class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMetadata]):
+    """The computation, in float32. A sliding window is to both sides, as ``vllm/v1/attention/backends/flash_attn.py`` has it."""
+
+    title = "the built-in attention of encoders of ascend-platform"
+    serves = frozenset({"a sliding window", "encoder_only attention"})
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: EncoderAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: ``[tokens, heads, head_size]``; output has its shape and is written.
+            key, value: ``[tokens, kv_heads, head_size]``.
+            attn_metadata: None while vLLM profiles memory; the output is then zero.
+        """
+        if attn_metadata is None:
+            return output.zero_()
+        for start, end in pairwise(attn_metadata.query_start):
+            places = torch.arange(end - start, device=query.device)
+            keys, values = key[None, start:end], value[None, start:end]
+            chunk = max(1, ELEMENTS_AT_ONCE // max(1, (end - start) * self.num_heads))
+            for first in range(start, end, chunk):
+                rows = slice(first, min(first + chunk, end))
+                after = places - places[rows.start - start : rows.stop - start].unsqueeze(1)
+                hidden = after.abs() >= (self.sliding_window or end - start)
+                output[rows] = self._attend(query[rows][None], keys, values, hidden[None], after[None])[0]
+        return output
+
+
+class EncoderAttentionBackend(DenseBackend, AttentionBackend):
+    """What vLLM asks about the built-in attention of encoders (``vllm/v1/attention/backend.py``)."""
+
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
+    impl_cls, builder_cls = EncoderAttentionImpl, EncoderAttentionMetadataBuilder
+    block_sizes: ClassVar = [MultipleOf(1)]
