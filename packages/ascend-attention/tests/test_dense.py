@@ -7,7 +7,7 @@ import pytest
 import torch
 from ascend_attention import dense, sinks
 from ascend_attention.metadata import FusedAttentionMetadata
-from paged_batches import KINDS, PagedBatch, Sizes, pairs, reference
+from harness.paged_batches import KINDS, PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 

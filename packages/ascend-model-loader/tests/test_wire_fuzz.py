@@ -1,11 +1,11 @@
-"""Fuzzing of the wire format from a seed; ``tools/loading fuzz`` runs longer.
+"""Fuzzing of the wire format from a seed; ``tools/check loading fuzz`` runs longer.
 
 Runs in the background of the other tests (conftest.py), so it is the last file.
 """
 
 from concurrent.futures import Future
 
-import npus
+from harness import npus
 
 
 def test_fuzzing_refuses_malformed_frames_and_serves_valid_transfers(fuzzing: Future) -> None:

@@ -7,7 +7,7 @@ import torch
 from ascend_platform.attention import paged
 from ascend_platform.attention.encoder import EncoderAttentionBackend
 from ascend_platform.attention.kv_cache import PagedKV
-from paged_batches import PagedBatch, Sizes, pairs, reference
+from harness.paged_batches import PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 

@@ -5,8 +5,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import quantize
-import small_models
 import torch
 from ascend_platform import extension, host, quantization
 from ascend_platform.platform import NPUPlatform
@@ -16,7 +14,9 @@ from ascend_platform.quantization.formats.compressed_tensors import reader
 from ascend_platform.quantization.methods import kv_cache
 from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod
 from ascend_platform.quantization.registry import SCHEMES
-from quantize import Spec
+from harness.models import quantize
+from harness.models import small as small_models
+from harness.models.quantize import Spec
 from vllm.engine.arg_utils import EngineArgs
 
 HALVES = [torch.float16, torch.bfloat16]
