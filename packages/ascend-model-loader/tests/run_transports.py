@@ -9,15 +9,11 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
 
 import numpy as np
 import torch
