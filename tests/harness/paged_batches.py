@@ -139,9 +139,9 @@ class PagedBatch:
 
     def held(self) -> Any:
         """The cache as the platform gives it to attention."""
-        from ascend_platform.attention.kv_cache import PagedKV
+        from ascend_platform.attention.kv_cache import KVCachePair
 
-        return PagedKV(*self.cache)
+        return KVCachePair(*self.cache)
 
     def expected(self, **options: Any) -> torch.Tensor:
         """What :func:`reference` makes of it; its options."""

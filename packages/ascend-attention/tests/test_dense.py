@@ -157,8 +157,8 @@ def test_profiling_without_metadata_gives_zero():
     ("arguments", "named"),
     [
         ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
-        ({"logits_soft_cap": 30.0}, "a logits soft cap"),
-        ({"attn_type": "encoder_only"}, "encoder_only attention"),
+        ({"logits_soft_cap": 30.0}, "logits soft cap"),
+        ({"attn_type": "encoder_only"}, "encoder-only attention"),
         ({"sinks": torch.zeros(2)}, "sinks"),
     ],
 )

@@ -271,7 +271,7 @@ FUSED = {
             {},
             {"cap": 30.0},
             BUILT_IN_ATTENTION,
-            "built-in PyTorch (the fused one does not take this model: a logits soft cap not",
+            "built-in PyTorch (the fused one does not take this model: logits soft cap not",
         ),
     ],
 )

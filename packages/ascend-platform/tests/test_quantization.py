@@ -82,7 +82,7 @@ def test_product_of_a_linear_layer(spec, dtype):
     assert set(packed) == set(scheme.packed)
     x = (torch.randn(5, IN) * 0.8).to(dtype)
     bias = torch.linspace(-1, 1, OUT).to(dtype)
-    actual = scheme.product(x.npu(), packed, None if spec.inputs == "static" else bias.npu())
+    actual = scheme.apply(x.npu(), packed, None if spec.inputs == "static" else bias.npu())
     assert actual.dtype == dtype
     values = quantized_inputs(x, spec, dtype)
     bound = torch.finfo(dtype).eps
@@ -148,7 +148,7 @@ def test_packed_words_of_compressed_tensors(spec):
     found = reader(spec.bits)({name: tensor.npu() for name, tensor in quantize.of_compressed(own, None, torch.float16).items()})
     assert torch.equal(found.weight.cpu(), own.values)
     assert torch.equal(found.scale.cpu(), own.scale)
-    assert spec.symmetric or torch.equal(found.zero.cpu(), own.zero)
+    assert spec.symmetric or torch.equal(found.zero_point.cpu(), own.zero)
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_other_chips_and_dtypes_are_refused(model, monkeypatch):
     with pytest.raises(ValueError, match="float32 is not supported for quantization method ascend"):
         engine_config(model({WEIGHT: "W8A8"}), dtype="float32")
     monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
-    with pytest.raises(ValueError, match="W4A16, W8A8, which are served on Ascend910B and Ascend910_93; this NPU is Ascend310P3"):
+    with pytest.raises(ValueError, match="W4A16, W8A8, which are served on Atlas A2 and Atlas A3; this NPU is Ascend310P3"):
         engine_config(model({WEIGHT: "W8A8", "x.weight": "W4A16"}))
     engine_config(model({WEIGHT: "FLOAT"}))
 

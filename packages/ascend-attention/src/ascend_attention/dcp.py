@@ -55,6 +55,7 @@ def attend(
         meta: with ``spread``.
         heads: of this rank, the kernel's ``num_heads``, ``num_key_value_heads`` and ``scale``.
     """
+    assert meta.spread is not None
     ends = meta.lengths["actual_seq_lengths"]
     common = heads | {"input_layout": "TND", "actual_seq_lengths": ends, "softmax_lse_flag": True}
     fused = torch_npu.npu_fused_infer_attention_score

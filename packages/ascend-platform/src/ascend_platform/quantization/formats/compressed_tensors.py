@@ -26,7 +26,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from ascend_platform import extension
-from ascend_platform.quantization.base import GROUP_STEP, Quantized, Scheme, Stored, Tensors, unpacked
+from ascend_platform.quantization.base import GROUP_STEP, Quantized, Scheme, Stored, Tensors, unpack_words
 from ascend_platform.quantization.common import check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts
 from ascend_platform.quantization.methods.linear import apply, replace
@@ -71,11 +71,11 @@ def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: 
 class NPUCompressedTensorsConfig(CompressedTensorsConfig):
     """vLLM's, with experts on grouped matrix products."""
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:  # type: ignore[override]  # vLLM's has no self
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:  # vLLM's has no self
         return [torch.bfloat16, torch.float16]
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> NPUCompressedTensorsConfig:
+    def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
         """As vLLM's.
 
         Raises:
@@ -134,9 +134,9 @@ def tensors_of(weights: QuantizationArgs, form: str) -> dict[str, Stored]:
 
 def reader(bits: int) -> Callable[[Tensors], Quantized]:
     def read(given: Tensors) -> Quantized:
-        weight = given["weight"] if "weight" in given else unpacked(given["weight_packed"], bits)
+        weight = given["weight"] if "weight" in given else unpack_words(given["weight_packed"], bits)
         zero = given.get("weight_zero_point")
-        return Quantized(weight, given["weight_scale"].float(), None if zero is None else unpacked(zero, bits, -2).float())
+        return Quantized(weight, given["weight_scale"].float(), None if zero is None else unpack_words(zero, bits, -2).float())
 
     return read
 
@@ -163,6 +163,7 @@ class NPUInt8Kernel(Int8ScaledMMLinearKernel):
             scale = scale.flatten().repeat_interleave(widths)
         scale = scale.view(-1, 1)
         if self.config.is_static_input_scheme:
+            assert input_scale is not None
             self.scheme: Scheme = SCHEMES[STATIC]
             offset = torch.zeros_like(input_scale.data) if zero is None else zero.data.to(input_scale.dtype)
             bias = (-offset * weight.data.sum(1, dtype=torch.float32)).round().to(torch.int32)
