@@ -137,6 +137,6 @@ class FusedMMEncoderAttention(MMEncoderAttention):
         """
         batch, length = query.shape[:2]
         ends = [*range(length, batch * length + 1, length)] if cu_seqlens is None else cu_seqlens[1:].tolist()
-        rows = [x.reshape(-1, heads, self.head_size) for x, heads in ((query, self.num_heads), (key, self.num_kv_heads))]
-        rows.append(value.reshape(-1, self.num_kv_heads, self.head_size))
-        return attend(*rows, ends, self.scale).view(query.shape)
+        kv_shape = (-1, self.num_kv_heads, self.head_size)
+        queries = query.reshape(-1, self.num_heads, self.head_size)
+        return attend(queries, key.reshape(kv_shape), value.reshape(kv_shape), ends, self.scale).view(query.shape)

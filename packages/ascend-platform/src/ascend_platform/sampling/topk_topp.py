@@ -13,7 +13,7 @@ import torch_npu
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
-from ascend_platform import extension, host
+from ascend_platform import extension
 
 MOST_K = 1024
 """The operator takes a larger k as none at all."""
@@ -86,6 +86,6 @@ def _operator(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | No
 
 def install(runner: Any) -> None:
     """Give a model runner this sampler, where the chip has the operators."""
-    if extension.chip().name.startswith(host.ATLAS_A2_A3):  # which have both operators
+    if extension.chip().family.top_k_top_p:
         sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(runner.sampler.topk_topp_sampler, runner)
         rejection_sampler.apply_top_k_top_p = sampler.restrict
