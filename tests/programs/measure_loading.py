@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from ascend_model_loader import FORMATS, server
+from ascend_model_loader.chunks import CHUNK_BYTES
 from ascend_model_loader.loader import PeerModelLoader
-from ascend_model_loader.state import PIECE
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
@@ -78,11 +78,11 @@ def copy_to(port: int, size: int, device: str) -> float:
         if device == "cpu":
             receive(connection, mine.numpy().data)
             return
-        buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
         torch.npu.set_device(device)
-        for piece in mine.split(PIECE):
-            receive(connection, buffer.numpy().data[: len(piece)])
-            piece.copy_(buffer[: len(piece)])
+        for chunk in mine.split(CHUNK_BYTES):
+            receive(connection, buffer.numpy().data[: len(chunk)])
+            chunk.copy_(buffer[: len(chunk)])
 
     begin = time.perf_counter()
     threads = [threading.Thread(target=take, args=[number]) for number in range(CONNECTIONS)]
@@ -111,10 +111,10 @@ def copy_from(listening: socket.socket, size: int, device: str) -> None:
             connection.sendall(mine.numpy().data)
         else:
             torch.npu.set_device(device)
-            buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-            for piece in mine.split(PIECE):
-                buffer[: len(piece)].copy_(piece)
-                connection.sendall(buffer.numpy().data[: len(piece)])
+            buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+            for chunk in mine.split(CHUNK_BYTES):
+                buffer[: len(chunk)].copy_(chunk)
+                connection.sendall(buffer.numpy().data[: len(chunk)])
         connection.close()
 
     while True:
