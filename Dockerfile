@@ -19,8 +19,8 @@ RUN python3 -m pip install --no-cache-dir uv==0.13.8 \
 WORKDIR /opt/src
 # vLLM without compiled kernels, torch-npu and everything else: a layer that a change of our packages does not rebuild.
 COPY pyproject.toml ./
-COPY tools/requirements.txt tools/
-RUN uv pip install --no-deps --torch-backend cpu -r tools/requirements.txt
+COPY tools/environment/requirements.txt tools/environment/
+RUN uv pip install --no-deps --torch-backend cpu -r tools/environment/requirements.txt
 
 COPY packages packages
 RUN uv build --all-packages --wheel && uv pip install --no-deps dist/*.whl && rm -r dist

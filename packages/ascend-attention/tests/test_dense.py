@@ -7,7 +7,7 @@ import pytest
 import torch
 from ascend_attention import dense, sinks
 from ascend_attention.metadata import FusedAttentionMetadata
-from paged_batches import KINDS, PagedBatch, Sizes, pairs, reference
+from harness.paged_batches import KINDS, PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
@@ -157,8 +157,8 @@ def test_profiling_without_metadata_gives_zero():
     ("arguments", "named"),
     [
         ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
-        ({"logits_soft_cap": 30.0}, "a logits soft cap"),
-        ({"attn_type": "encoder_only"}, "encoder_only attention"),
+        ({"logits_soft_cap": 30.0}, "logits soft cap"),
+        ({"attn_type": "encoder_only"}, "encoder-only attention"),
         ({"sinks": torch.zeros(2)}, "sinks"),
     ],
 )

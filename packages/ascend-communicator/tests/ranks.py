@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import forks
 import torch
 import torch.distributed as dist
 from ascend_communicator.pyhccl import PyHcclCommunicator
 from ascend_platform import extension
+from harness import launcher
 from torch.distributed import ReduceOp
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -291,7 +291,7 @@ def options(rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    results = forks.play("ranks.py", RANKS, play)
+    results = launcher.play("ranks.py", RANKS, play)
     for part in results[0]:
         print(json.dumps([part, [result[part] for result in results]]))
 

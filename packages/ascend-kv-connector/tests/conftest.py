@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from ascend_kv_connector.memory import Faults, MemoryNetwork
-from transfer_instances import Instance
+from harness.kv.instances import Instance
 
 
 @pytest.fixture

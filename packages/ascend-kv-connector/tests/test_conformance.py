@@ -65,7 +65,7 @@ class TestAscendStoreConnectorWithWindows(TestAscendStoreConnector):
 
 
 class TestMultiConnector(HandoffTests):
-    """With OffloadingConnector it is in ``tests/test_kv_connector.py``."""
+    """With OffloadingConnector it is in ``tests/e2e/test_kv_connector.py``."""
 
     prefill: ClassVar[dict[str, Any]] = {}
     decode: ClassVar[dict[str, Any]] = {}

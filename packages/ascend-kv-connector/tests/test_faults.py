@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 from ascend_kv_connector.memory import MemoryNetwork
 from ascend_kv_connector.transfers import Done
-from transfer_faults import Endurance
+from harness.kv.transfer_faults import Endurance
 
 REQUESTS = 100
-"""500 of each by tools/transfers faults."""
+"""500 of each by tools/check transfers faults."""
 
 CASES = {
     "1 to 1": ({}, {}, False),

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-import npus
 import pytest
 from ascend_kv_connector import hccl, transport
 from ascend_platform import extension
+from harness import npus
 
 
 def test_bytes_come_and_errors_do_in_time() -> None:

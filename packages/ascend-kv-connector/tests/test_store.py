@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import threading
@@ -15,41 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import store_faults
 from ascend_kv_connector.store.disk import DiskPool
 from ascend_kv_connector.store.options import StoreOptions
 from ascend_kv_connector.store.pool import PoolError
 from ascend_kv_connector.store.records import PAGE, is_whole, seal, sealed
-from ascend_kv_connector.testing import BLOCK, MODEL, ConnectorTests, Engine, one_rank, prompts  # noqa: F401
+from ascend_kv_connector.testing import BLOCK, Engine, one_rank, prompts  # noqa: F401
 from ascend_platform.extension import RefusedError
+from harness.kv import store_faults
+from harness.kv.store_engines import Suite
 
 CHUNK = 12288
 """Bytes of the suite's blocks, of all layers."""
-
-
-class Suite(ConnectorTests):
-    """Its engines, all of the same model, so that they can share a pool."""
-
-    __test__ = False
-    device = "npu"
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        (directory / "config.json").write_text(json.dumps(MODEL))
-
-    def make(self, transfer: dict[str, Any], blocks: int = 200, **more: Any) -> Engine:
-        from vllm.engine.arg_utils import EngineArgs
-
-        shape = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK, "dtype": "float32"}
-        arguments = EngineArgs(
-            model=str(self.directory),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            async_scheduling=False,
-            kv_transfer_config=json.loads(json.dumps({"kv_connector": "AscendStoreConnector", "kv_role": "kv_both"} | transfer)),
-            **shape | more,
-        )
-        return Engine(arguments.create_engine_config(), blocks, self.make_caches, self.parts)
 
 
 @pytest.fixture
@@ -315,8 +290,8 @@ def test_what_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_mooncake_says_what_became_of_each_chunk(one_rank: None) -> None:  # noqa: F811
     pytest.importorskip("mooncake.store", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
-    import mooncake_pool
     from ascend_kv_connector.store.mooncake import MooncakeConfig, MooncakePool
+    from harness.kv import mooncake_pool
 
     size = 1 << 20
     with mooncake_pool.mooncake_pool(mib=32) as processes:

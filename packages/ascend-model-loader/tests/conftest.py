@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import npus
 import pytest
-from weight_peers import Serving
+from harness import npus
+from harness.weights.peers import Serving
 
 FUZZER = "import json, weight_fuzz; print('RESULT', json.dumps(weight_fuzz.fuzz(20, 1)))"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_model_loader import identity, registry
-from weight_peers import IDENTITY
+from harness.weights.peers import IDENTITY
 
 
 def test_those_that_live_are_found_by_their_weights_latest_first(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ascend_model_loader import peer, wire
 from ascend_model_loader.options import Options
 from ascend_model_loader.report import Report
 from ascend_model_loader.wire import PeerError
-from weight_peers import IDENTITY, SECRET, Cut, as_bytes, room, weights
+from harness.weights.peers import IDENTITY, SECRET, Cut, as_bytes, room, weights
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import npus
 import pytest
 import torch
 from ascend_platform import extension
-from weight_peers import as_bytes, room, weights
+from harness import npus
+from harness.weights.peers import as_bytes, room, weights
 
 PROGRAM = Path(__file__).with_name("transport_cases.py")
 NAMES = ["hccl", "mooncake"]

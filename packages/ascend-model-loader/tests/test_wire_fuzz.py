@@ -1,9 +1,9 @@
-"""Malformed frames, from a seed; tools/loading fuzz goes on for as long as it is told. The last file: what it looks at has run
+"""Malformed frames, from a seed; `tools/check loading fuzz` runs longer. The last file: what it looks at has run
 beside the others (conftest.py)."""
 
 from concurrent.futures import Future
 
-import npus
+from harness import npus
 
 
 def test_whole_fuzz_ends_with_bad_frames_refused_and_right_transfers_in_between(fuzzing: Future) -> None:

@@ -25,7 +25,7 @@ from ascend_model_loader import peer, wire
 from ascend_model_loader.options import Options
 from ascend_model_loader.report import Report
 from ascend_platform import extension
-from weight_peers import IDENTITY, SECRET, Cut, Serving, as_bytes, room, weights
+from harness.weights.peers import IDENTITY, SECRET, Cut, Serving, as_bytes, room, weights
 
 TRANSPORTS = ("hccl", "mooncake")
 NPU = torch.device("npu", 0)

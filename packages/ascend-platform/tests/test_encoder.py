@@ -35,5 +35,5 @@ def test_every_token_sees_its_request_s_others(window, at_once, monkeypatch):
 
 def test_decoders_are_not_its():
     assert not encoder.EncoderAttentionBackend.supports_attn_type("decoder")
-    with pytest.raises(NotImplementedError, match="needs a logits soft cap; the built-in attention of encoders"):
+    with pytest.raises(NotImplementedError, match="needs logits soft cap; the built-in attention of encoders"):
         encoder.EncoderAttentionImpl(4, 32, 0.2, attn_type="encoder_only", logits_soft_cap=2.0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from ascend_platform.attention import paged
 from ascend_platform.attention.encoder import EncoderAttentionBackend
-from ascend_platform.attention.kv_cache import PagedKV
-from paged_batches import PagedBatch, Sizes, pairs, reference
+from ascend_platform.attention.kv_cache import KVCachePair
+from harness.paged_batches import PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 
@@ -62,7 +62,7 @@ def check(dtype, heads, kv_heads, kind, at_once, monkeypatch, **beyond):
 def test_profiling_without_metadata_gives_zero():
     layer = paged.PagedAttentionImpl(2, 16, 1.0)
     output = torch.full((3, 2, 16), torch.nan, device="npu")
-    assert layer.forward(None, output, output, output, PagedKV(output, output), None, output).abs().sum().item() == 0
+    assert layer.forward(None, output, output, output, KVCachePair(output, output), None, output).abs().sum().item() == 0
 
 
 @pytest.mark.parametrize("singles", [0, 3])
@@ -72,7 +72,7 @@ def test_attention_to_an_encoder_s_tokens(singles):
     keys, values = ([torch.randn(n, 2, size) for n in lengths] for _ in range(2))
     table = torch.arange(21, dtype=torch.int32).view(3, 7)
     slots = torch.cat([torch.arange(n) + 7 * BLOCK_SIZE * r for r, n in enumerate(lengths)])
-    cache = PagedKV(*torch.full((2, 21, BLOCK_SIZE, 2, size), torch.nan).npu())
+    cache = KVCachePair(*torch.full((2, 21, BLOCK_SIZE, 2, size), torch.nan).npu())
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     layer = paged.PagedAttentionImpl(heads, size, size**-0.5, 2, attn_type="encoder_decoder")
 
@@ -99,7 +99,7 @@ def test_attention_to_an_encoder_s_tokens(singles):
 
 
 def test_what_it_has_not_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="encoder_only attention"):
+    with pytest.raises(NotImplementedError, match="encoder-only attention"):
         paged.PagedAttentionImpl(2, 16, 1.0, attn_type="encoder_only")
 
 

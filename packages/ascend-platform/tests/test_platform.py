@@ -9,11 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import small_models
 import torch
 from ascend_platform import extension, host
 from ascend_platform.attention.selector import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, attention_for
 from ascend_platform.platform import NPUPlatform
+from harness.models import small as small_models
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -271,7 +271,7 @@ FUSED = {
             {},
             {"cap": 30.0},
             BUILT_IN_ATTENTION,
-            "built-in PyTorch (the fused one does not take this model: a logits soft cap not",
+            "built-in PyTorch (the fused one does not take this model: logits soft cap not",
         ),
     ],
 )

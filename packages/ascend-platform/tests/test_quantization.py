@@ -5,8 +5,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import quantize
-import small_models
 import torch
 from ascend_platform import extension, host, quantization
 from ascend_platform.platform import NPUPlatform
@@ -16,7 +14,9 @@ from ascend_platform.quantization.formats.compressed_tensors import reader
 from ascend_platform.quantization.methods import kv_cache
 from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod
 from ascend_platform.quantization.registry import SCHEMES
-from quantize import Spec
+from harness.models import quantize
+from harness.models import small as small_models
+from harness.models.quantize import Spec
 from vllm.engine.arg_utils import EngineArgs
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -82,7 +82,7 @@ def test_product_of_a_linear_layer(spec, dtype):
     assert set(packed) == set(scheme.packed)
     x = (torch.randn(5, IN) * 0.8).to(dtype)
     bias = torch.linspace(-1, 1, OUT).to(dtype)
-    actual = scheme.product(x.npu(), packed, None if spec.inputs == "static" else bias.npu())
+    actual = scheme.apply(x.npu(), packed, None if spec.inputs == "static" else bias.npu())
     assert actual.dtype == dtype
     values = quantized_inputs(x, spec, dtype)
     bound = torch.finfo(dtype).eps
@@ -148,7 +148,7 @@ def test_packed_words_of_compressed_tensors(spec):
     found = reader(spec.bits)({name: tensor.npu() for name, tensor in quantize.of_compressed(own, None, torch.float16).items()})
     assert torch.equal(found.weight.cpu(), own.values)
     assert torch.equal(found.scale.cpu(), own.scale)
-    assert spec.symmetric or torch.equal(found.zero.cpu(), own.zero)
+    assert spec.symmetric or torch.equal(found.zero_point.cpu(), own.zero)
 
 
 @pytest.fixture

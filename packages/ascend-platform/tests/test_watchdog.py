@@ -16,7 +16,7 @@ from ascend_platform.worker import watchdog
 rank, port = sys.argv[1:]
 torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
 if rank == "1":
-    watchdog.end_with_rank_0()
+    watchdog.exit_when_rank_0_exits()
 print("ready", flush=True)
 time.sleep(120)
 """
@@ -26,7 +26,7 @@ import multiprocessing, time
 from ascend_platform.worker import watchdog
 
 def child():
-    watchdog.end_with_parent()
+    watchdog.exit_when_parent_exits()
     print("ready", flush=True)
     time.sleep(120)
 

@@ -122,11 +122,11 @@ def _give_away(padding: int, query_ends: list[int], kv_lens: list[int]) -> None:
         query_ends[request] = (query_ends[request - 1] if request else 0) + kv_lens[request]
 
 
-class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetadata]):
-    """The computation, by the kernel; the constructor is ``extension.DenseImpl``'s."""
+class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttentionMetadata]):
+    """The computation, by the kernel; the constructor is ``extension.AttentionImplBase``'s."""
 
     title = TITLE
-    serves = frozenset({"a sliding window", "encoder_decoder attention"})
+    serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_DECODER})
     can_return_lse_for_decode = True
     supports_dcp = True
     int8_cache = True
@@ -220,7 +220,7 @@ class FusedAttentionImpl(extension.DenseImpl, AttentionImpl[FusedAttentionMetada
         return {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}
 
 
-class FusedAttentionBackend(extension.DenseBackend, AttentionBackend):
+class FusedAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
     """What vLLM asks about the fused attention (``vllm/v1/attention/backend.py``)."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]

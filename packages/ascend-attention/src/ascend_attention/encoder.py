@@ -69,11 +69,11 @@ class FusedEncoderAttentionMetadataBuilder(AttentionMetadataBuilder[FusedEncoder
         return FusedEncoderAttentionMetadata(common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist(), self.mask)
 
 
-class FusedEncoderAttentionImpl(extension.DenseImpl, AttentionImpl[FusedEncoderAttentionMetadata]):
+class FusedEncoderAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedEncoderAttentionMetadata]):
     """The computation. A sliding window is to both sides, as ``vllm/v1/attention/backends/flash_attn.py`` has it."""
 
     title = "the fused attention of encoders of ascend-attention"
-    serves = frozenset({"a sliding window", "encoder_only attention"})
+    serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_ONLY})
 
     def forward(
         self,
@@ -105,7 +105,7 @@ class FusedEncoderAttentionImpl(extension.DenseImpl, AttentionImpl[FusedEncoderA
         return output
 
 
-class FusedEncoderAttentionBackend(extension.DenseBackend, AttentionBackend):
+class FusedEncoderAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
     """What vLLM asks about the fused attention of encoders (``vllm/v1/attention/backend.py``)."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]

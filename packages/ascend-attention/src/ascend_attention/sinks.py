@@ -26,7 +26,7 @@ class SinkAttentionImpl(FusedAttentionImpl):
     """The computation, by the kernel's second version, whose arguments have names of their own."""
 
     title = "the fused attention with sinks of ascend-attention"
-    serves = FusedAttentionImpl.serves | {"sinks"}
+    serves = FusedAttentionImpl.serves | {extension.AttentionFeature.SINKS}
     supports_dcp = False
     int8_cache = False
 

@@ -15,6 +15,7 @@ import importlib.metadata
 import logging
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +24,22 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ascend_platform.attention.base import DenseBackend, DenseImpl, graph_task, host_lengths, is_captured
+from ascend_platform.attention.base import (
+    AttentionBackendBase,
+    AttentionFeature,
+    AttentionImplBase,
+    graph_task,
+    host_lengths,
+    is_captured,
+)
 from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
 
 __all__ = [
     "API_VERSION",
+    "AttentionBackendBase",
+    "AttentionFeature",
+    "AttentionImplBase",
     "Chip",
-    "DenseBackend",
-    "DenseImpl",
     "RefusedError",
     "allowed",
     "cache_parts",
@@ -77,6 +86,17 @@ VARIABLES = {
     "VLLM_ASCEND_KV_SECRET": "the secret of instances that pass KV cache to each other, where no file is named for it",
 }
 """Environment variables of all components, which the platform makes known to vLLM so that it does not warn of them."""
+
+
+_RENAMED = {"DenseBackend": "AttentionBackendBase", "DenseImpl": "AttentionImplBase"}
+"""Deprecated names of this interface, and what they are called now."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} is deprecated; use {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]
 
 
 class RefusedError(ValueError):
@@ -355,7 +375,7 @@ def cache_parts(kv_cache: Any) -> dict[str, Any]:
     """
     if not hasattr(kv_cache, "_asdict"):
         found = type(kv_cache).__name__
-        raise TypeError(f"a layer's KV cache is expected, as ascend_platform.attention.kv_cache.PagedKV, not {found}")
+        raise TypeError(f"a layer's KV cache is expected, as ascend_platform.attention.kv_cache.KVCachePair, not {found}")
     return kv_cache._asdict()
 
 

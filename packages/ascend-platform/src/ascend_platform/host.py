@@ -97,7 +97,7 @@ def through_torch_npu(error: BaseException) -> bool:
 
 
 @functools.cache
-def driver_says() -> dict[str, str]:
+def query_driver() -> dict[str, str]:
     """What the driver and CANN's runtime answer: ``npus`` and ``chip``; a value that begins with "?=" is why there is none."""
     command = [sys.executable, "-I", "-S", "-c", _QUESTIONS]
     try:
@@ -110,7 +110,7 @@ def driver_says() -> dict[str, str]:
 
 def npu_count() -> tuple[int, str]:
     """The number of NPUs, whatever ASCEND_RT_VISIBLE_DEVICES says, and why the driver did not tell it ("" if it did)."""
-    answer = driver_says()["npus"]
+    answer = query_driver()["npus"]
     if not answer.startswith("?="):
         return int(answer), ""
     return len([path for path in Path("/dev").glob("davinci*") if path.name[7:].isdigit()]), answer[2:]
@@ -168,7 +168,7 @@ def numa_nodes(devices: Path = PCI_DEVICES, listing: str | None = None) -> tuple
 
 def chip() -> str:
     """The chip's name, or "" if nothing tells it."""
-    return driver_says().get("chip", "?=").partition("?=")[0]
+    return query_driver().get("chip", "?=").partition("?=")[0]
 
 
 def cann_home() -> Path | None:

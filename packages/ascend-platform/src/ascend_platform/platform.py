@@ -41,7 +41,7 @@ def _pin(variable: str, value: str, why: str) -> None:
 # This module is imported in every process as vLLM resolves its platform, which is before vLLM reads these.
 _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "this version runs vLLM's V1 model runner, which needs no Triton")
 _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
-watchdog.end_with_parent()
+watchdog.exit_when_parent_exits()
 # vLLM warns of names it does not know (Platform.validate_environ)
 vllm_overrides.add(
     "vllm.envs:environment_variables", {name: functools.partial(os.environ.get, name) for name in extension.VARIABLES}

@@ -8,15 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from typing import Any, ClassVar
 
 
-class DenseBackend:
+class AttentionFeature(Enum):
+    """What an attention may serve beyond causal attention of a decoder; the value is the text for messages."""
+
+    ALIBI = "ALiBi"
+    SLIDING_WINDOW = "sliding window"
+    LOGITS_SOFT_CAP = "logits soft cap"
+    SINKS = "attention sinks"
+    ENCODER = "encoder attention"
+    ENCODER_ONLY = "encoder-only attention"
+    ENCODER_DECODER = "encoder-decoder attention"
+
+    @classmethod
+    def of_attn_type(cls, attn_type: Any) -> AttentionFeature | None:
+        """The feature that a vLLM AttentionType, or its value, needs; None for a decoder."""
+        name = getattr(attn_type, "value", attn_type)
+        return None if name == "decoder" else cls[name.upper()]
+
+
+class AttentionBackendBase:
     """Put before vLLM's AttentionBackend: its name, its classes, the layout of its cache, and, by what the implementation
     ``serves``, the answers to what vLLM asks.
 
     Attributes:
-        impl_cls, builder_cls: the implementation, which has DenseImpl among its bases, and the builder of its metadata.
+        impl_cls, builder_cls: the implementation, which has AttentionImplBase among its bases, and the builder of its metadata.
         block_sizes: tokens of a page that the kernel takes, as vLLM's ``get_supported_kernel_block_sizes`` has them.
         head_sizes: those that heads may have; any without it.
     """
@@ -45,17 +64,17 @@ class DenseBackend:
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Those of which ``serves`` has ``... attention``, and a decoder's, unless it is an encoder's, which has no cache."""
-        serves, kind = cls.get_impl_cls().serves, getattr(attn_type, "value", attn_type)
-        return f"{kind} attention" in serves or (kind == "decoder" and "encoder_only attention" not in serves)
+        """Types whose feature is in ``serves``, and decoders unless the attention is an encoder's, which has no cache."""
+        serves, feature = cls.get_impl_cls().serves, AttentionFeature.of_attn_type(attn_type)
+        return AttentionFeature.ENCODER_ONLY not in serves if feature is None else feature in serves
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        return "a sliding window" in cls.get_impl_cls().serves
+        return AttentionFeature.SLIDING_WINDOW in cls.get_impl_cls().serves
 
     @classmethod
     def supports_sink(cls) -> bool:
-        return "sinks" in cls.get_impl_cls().serves
+        return AttentionFeature.SINKS in cls.get_impl_cls().serves
 
     @staticmethod
     def get_name() -> str:
@@ -74,7 +93,7 @@ class DenseBackend:
         return True
 
 
-class DenseImpl:
+class AttentionImplBase:
     """Put before vLLM's AttentionImpl: its constructor, which refuses what the attention does not say that it serves.
 
     ``forward`` gets the cache as keys ``[blocks, block_size, kv_heads, head_size]`` and values
@@ -82,8 +101,7 @@ class DenseImpl:
 
     Attributes:
         title: of the attention, for the line that refuses.
-        serves: of "ALiBi", "a sliding window", "a logits soft cap", "sinks", "encoder_only attention" and "encoder_decoder
-            attention" what the attention has, beyond causal attention of a decoder.
+        serves: what the attention serves beyond causal attention of a decoder.
         num_heads, num_kv_heads, head_size: of the query, of the cache, and of one key in elements.
         scale: factor of the scores.
         writes_cache: False where the layer reads another layer's cache.
@@ -91,7 +109,7 @@ class DenseImpl:
     """
 
     title: ClassVar[str] = "this attention"
-    serves: ClassVar[frozenset[str]] = frozenset()
+    serves: ClassVar[frozenset[AttentionFeature]] = frozenset()
 
     def __init__(
         self,
@@ -113,22 +131,24 @@ class DenseImpl:
             NotImplementedError: what is asked for is not among ``serves``, or not together with decode context parallelism.
         """
         spread = getattr(self, "dcp_world_size", 1) > 1
-        sinks, attn_type = extra.pop("sinks", None), getattr(attn_type, "value", attn_type)
+        sinks = extra.pop("sinks", None)
         asked = {
-            "ALiBi": alibi_slopes is not None,
-            "a sliding window": sliding_window is not None,
-            "a logits soft cap": bool(logits_soft_cap),
-            "sinks": sinks is not None,
-            f"{attn_type} attention": attn_type != "decoder",
+            AttentionFeature.ALIBI: alibi_slopes is not None,
+            AttentionFeature.SLIDING_WINDOW: sliding_window is not None,
+            AttentionFeature.LOGITS_SOFT_CAP: bool(logits_soft_cap),
+            AttentionFeature.SINKS: sinks is not None,
         }
-        refused = [name for name, wanted in asked.items() if wanted and name not in self.serves]
+        if of_type := AttentionFeature.of_attn_type(attn_type):
+            asked[of_type] = True
+        needed = [feature for feature, wanted in asked.items() if wanted]
+        refused = [feature.value for feature in needed if feature not in self.serves]
         refused += [name for name, value in extra.items() if value is not None]
         if spread and not getattr(self, "supports_dcp", False):
             refused.append("decode context parallelism")
-        elif spread and any(asked.values()):
-            refused.append(f"decode context parallelism with {', '.join(name for name, wanted in asked.items() if wanted)}")
+        elif spread and needed:
+            refused.append(f"decode context parallelism with {', '.join(feature.value for feature in needed)}")
         if refused:
-            has = ", ".join(["causal decoder attention", *sorted(self.serves)])
+            has = ", ".join(["causal decoder attention", *sorted(feature.value for feature in self.serves)])
             raise NotImplementedError(f"the model needs {', '.join(refused)}; {self.title} has {has}")
         self.alibi_slopes, self.sliding_window, self.sinks = alibi_slopes, sliding_window, sinks
         self.soft_cap = logits_soft_cap or None

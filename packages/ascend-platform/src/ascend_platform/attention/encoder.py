@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from ascend_platform.attention.base import DenseBackend
+from ascend_platform.attention.base import AttentionBackendBase, AttentionFeature
 from ascend_platform.attention.paged import ELEMENTS_AT_ONCE, PagedAttentionImpl
 
 
@@ -44,7 +44,7 @@ class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMet
     """The computation, in float32. A sliding window is to both sides, as ``vllm/v1/attention/backends/flash_attn.py`` has it."""
 
     title = "the built-in attention of encoders of ascend-platform"
-    serves = frozenset({"a sliding window", "encoder_only attention"})
+    serves = frozenset({AttentionFeature.SLIDING_WINDOW, AttentionFeature.ENCODER_ONLY})
 
     def forward(
         self,
@@ -79,7 +79,7 @@ class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMet
         return output
 
 
-class EncoderAttentionBackend(DenseBackend, AttentionBackend):
+class EncoderAttentionBackend(AttentionBackendBase, AttentionBackend):
     """What vLLM asks about the built-in attention of encoders (``vllm/v1/attention/backend.py``)."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]

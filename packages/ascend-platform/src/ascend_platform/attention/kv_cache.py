@@ -4,7 +4,7 @@ vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, b
 (``vllm/v1/worker/utils.py``, ``allocate_kv_cache``). In the layout LBNHC one layer is one contiguous region, so its
 first half can serve as keys and its second half as values: same bytes, same block numbers, another order inside.
 Whatever needs the address of a block (attention, copies of blocks, later connectors and offloading) starts from
-:class:`PagedKV`; a block of one layer is two contiguous runs, ``key[block]`` and ``value[block]``.
+:class:`KVCachePair`; a block of one layer is two contiguous runs, ``key[block]`` and ``value[block]``.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ LAYOUT = KVCacheLayout.LBNHC
 KINDS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec)
 
 
-class PagedKV(NamedTuple):
+class KVCachePair(NamedTuple):
     """Keys and values of one layer.
 
     key: ``[blocks, block_size, kv_heads, head_size]``, contiguous.
@@ -37,7 +37,7 @@ class PagedKV(NamedTuple):
     value: torch.Tensor
 
 
-def take_apart(cache: torch.Tensor, head_size: int) -> PagedKV:
+def split_kv_cache(cache: torch.Tensor, head_size: int) -> KVCachePair:
     """Reinterpret one layer's region as keys and values, without a copy.
 
     Args:
@@ -55,7 +55,7 @@ def take_apart(cache: torch.Tensor, head_size: int) -> PagedKV:
             f"unset VLLM_KV_CACHE_LAYOUT or set it to {LAYOUT.name}"
         )
     key, value = region.view(-1).split([blocks * block_size * heads * w for w in (head_size, width - head_size)])
-    return PagedKV(key.view(blocks, block_size, heads, head_size), value.view(blocks, block_size, heads, width - head_size))
+    return KVCachePair(key.view(blocks, block_size, heads, head_size), value.view(blocks, block_size, heads, width - head_size))
 
 
 def check(config: KVCacheConfig) -> None:

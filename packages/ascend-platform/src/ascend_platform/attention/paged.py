@@ -19,8 +19,8 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from ascend_platform.attention.base import DenseBackend, DenseImpl, host_lengths
-from ascend_platform.attention.kv_cache import PagedKV
+from ascend_platform.attention.base import AttentionBackendBase, AttentionFeature, AttentionImplBase, host_lengths
+from ascend_platform.attention.kv_cache import KVCachePair
 
 TITLE = "the built-in attention of ascend-platform"
 ELEMENTS_AT_ONCE = 1 << 24
@@ -77,11 +77,19 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         )
 
 
-class PagedAttentionImpl(DenseImpl, AttentionImpl[PagedAttentionMetadata]):
-    """The computation, in float32; the constructor is :class:`~ascend_platform.attention.base.DenseImpl`'s."""
+class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata]):
+    """The computation, in float32; the constructor is :class:`~ascend_platform.attention.base.AttentionImplBase`'s."""
 
     title = TITLE
-    serves = frozenset({"ALiBi", "a sliding window", "a logits soft cap", "sinks", "encoder_decoder attention"})
+    serves = frozenset(
+        {
+            AttentionFeature.ALIBI,
+            AttentionFeature.SLIDING_WINDOW,
+            AttentionFeature.LOGITS_SOFT_CAP,
+            AttentionFeature.SINKS,
+            AttentionFeature.ENCODER_DECODER,
+        }
+    )
 
     def forward(
         self,
@@ -89,7 +97,7 @@ class PagedAttentionImpl(DenseImpl, AttentionImpl[PagedAttentionMetadata]):
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
-        kv_cache: PagedKV,
+        kv_cache: KVCachePair,
         attn_metadata: PagedAttentionMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
@@ -114,7 +122,7 @@ class PagedAttentionImpl(DenseImpl, AttentionImpl[PagedAttentionMetadata]):
             self._prefill(request, query, kv_cache, meta, output)
         return output
 
-    def _decode(self, query: torch.Tensor, cache: PagedKV, meta: PagedAttentionMetadata, output: torch.Tensor) -> None:
+    def _decode(self, query: torch.Tensor, cache: KVCachePair, meta: PagedAttentionMetadata, output: torch.Tensor) -> None:
         """All requests of one token together, each padded to the longest; in groups when the pages are many."""
         blocks = meta.longest // cache.key.shape[1]
         group = max(1, ELEMENTS_AT_ONCE // max(1, meta.longest * cache.key.shape[2] * self.head_size))
@@ -131,7 +139,7 @@ class PagedAttentionImpl(DenseImpl, AttentionImpl[PagedAttentionMetadata]):
             output[rows] = attended.squeeze(1)
 
     def _prefill(
-        self, request: int, query: torch.Tensor, cache: PagedKV, meta: PagedAttentionMetadata, output: torch.Tensor
+        self, request: int, query: torch.Tensor, cache: KVCachePair, meta: PagedAttentionMetadata, output: torch.Tensor
     ) -> None:
         """One request of several tokens, in chunks of its tokens that keep the scores small."""
         start, end, length = meta.query_start[request], meta.query_start[request + 1], meta.kv_lens[request]
@@ -186,7 +194,7 @@ class PagedAttentionImpl(DenseImpl, AttentionImpl[PagedAttentionMetadata]):
         return attended.view(requests, heads, tokens, -1).transpose(1, 2).to(query.dtype)
 
 
-class PagedAttentionBackend(DenseBackend, AttentionBackend):
+class PagedAttentionBackend(AttentionBackendBase, AttentionBackend):
     """What vLLM asks about the built-in attention (``vllm/v1/attention/backend.py``)."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]

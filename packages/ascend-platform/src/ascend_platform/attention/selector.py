@@ -6,6 +6,7 @@ import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ascend_platform import extension
+from ascend_platform.attention.base import AttentionFeature
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,11 +44,12 @@ def _obstacles(path: str, config: "AttentionSelectorConfig", model: Any) -> list
     backend = resolve_obj_by_qualname(path)
     # vLLM tells the layer of these, and its selector nothing
     asked = {
-        "ALiBi": model is not None and model.uses_alibi,
-        "a logits soft cap": model is not None and bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
+        AttentionFeature.ALIBI: model is not None and model.uses_alibi,
+        AttentionFeature.LOGITS_SOFT_CAP: model is not None
+        and bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
     }
     serves = getattr(backend.get_impl_cls(), "serves", ())
-    found = [f"{name} not supported" for name, wanted in asked.items() if wanted and name not in serves]
+    found = [f"{feature.value} not supported" for feature, wanted in asked.items() if wanted and feature not in serves]
     return backend.validate_configuration(device_capability=None, **config._asdict()) + found
 
 

@@ -199,7 +199,7 @@ def hccl(options: argparse.Namespace) -> Iterator[Line]:
     yield from env_vars.interfaces()
 
 
-def room(options: argparse.Namespace) -> Iterator[Result]:
+def check_disk_and_memory(options: argparse.Namespace) -> Iterator[Result]:
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub").expanduser()
     there = next(path for path in (cache, *cache.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
@@ -247,7 +247,7 @@ CHECKS: dict[str, Check] = {
     "triton": triton,
     "environment": environment,
     "HCCL": hccl,
-    "disk and memory": room,
+    "disk and memory": check_disk_and_memory,
     "configuration": configuration,
 }
 

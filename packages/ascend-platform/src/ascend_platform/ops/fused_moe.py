@@ -196,7 +196,7 @@ class NPUExperts:
     supports_internal_mk = True  # dispatch and combine are called here, not by the runner around it
     moe: Any
 
-    def take_experts(self, layer: Any) -> None:
+    def setup_experts(self, layer: Any) -> None:
         """Take the range of this rank's experts.
 
         Raises:
@@ -212,7 +212,7 @@ class NPUExperts:
         here = range(self.moe.num_experts) if layer.expert_map is None else (layer.expert_map >= 0).nonzero().flatten().tolist()
         self.first, self.count = here[0], len(here)
 
-    def apply_chosen(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    def apply_routed(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """What a token's experts make of it, weighed and added: ``[tokens, hidden]``.
 
         With tensor parallelism, or experts of other ranks without an exchange of tokens, a part of the sum: the runner adds
@@ -220,7 +220,7 @@ class NPUExperts:
         """
         parallel = self.moe.moe_parallel_config
         if parallel.dp_size == 1 and not parallel.is_sequence_parallel:
-            return self._own_experts(experts, x, topk_weights, topk_ids)
+            return self.apply_local(experts, x, topk_weights, topk_ids)
         group = get_ep_group()
         manager = group.device_communicator.all2all_manager
         if parallel.use_ep and (exchange := getattr(manager, "apply_experts", None)):
@@ -228,9 +228,9 @@ class NPUExperts:
             if done is not None:
                 return done
         x, topk_weights, topk_ids = group.dispatch(x, topk_weights, topk_ids, parallel.is_sequence_parallel)
-        return group.combine(self._own_experts(experts, x, topk_weights, topk_ids), parallel.is_sequence_parallel)
+        return group.combine(self.apply_local(experts, x, topk_weights, topk_ids), parallel.is_sequence_parallel)
 
-    def _own_experts(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    def apply_local(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
             x,
             topk_ids,
@@ -258,7 +258,7 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
-        self.take_experts(layer)
+        self.setup_experts(layer)
 
     def forward_oot(
         self,
@@ -270,7 +270,7 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         experts = functools.partial(swiglu_experts, layer.w13_weight, layer.w2_weight)
-        return self.apply_chosen(experts, x, topk_weights, topk_ids)
+        return self.apply_routed(experts, x, topk_weights, topk_ids)
 
 
 def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -282,11 +282,11 @@ def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, coun
         rows: ``[rows, hidden]``.
         counts: int64 ``[experts]``, how many rows each expert has.
     """
-    inner = torch_npu.npu_swiglu(grouped_product(rows, w13.transpose(1, 2), counts))
-    return grouped_product(inner, w2.transpose(1, 2), counts)
+    inner = torch_npu.npu_swiglu(grouped_matmul(rows, w13.transpose(1, 2), counts))
+    return grouped_matmul(inner, w2.transpose(1, 2), counts)
 
 
-def grouped_product(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **options: Any) -> torch.Tensor:
+def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **options: Any) -> torch.Tensor:
     """Each expert's rows by its matrix: ``[rows, out]`` from rows ``[rows, in]`` and weight ``[experts, in, out]``.
 
     Args:

@@ -17,35 +17,35 @@ GROUP_STEP = 32
 
 
 class Quantized(NamedTuple):
-    """One matrix, or one of each expert (``...`` is nothing, or the experts). Its values are (weight - zero) * scale.
+    """One matrix, or one of each expert (``...`` is nothing, or the experts). Its values are (weight - zero_point) * scale.
 
     weight: int8 ``[..., out, in]``, of four-bit values too.
     scale: float32 ``[..., out, groups]``, each for in / groups neighbours of a row.
-    zero: float32, as the scale; None is 0 throughout.
+    zero_point: float32, as the scale; None is 0 throughout.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor
-    zero: torch.Tensor | None = None
+    zero_point: torch.Tensor | None = None
 
 
 class Stored(NamedTuple):
     """How a checkpoint stores one tensor of a matrix ``[out, in]``.
 
-    along: what its columns follow: ``in``, ``groups`` of inputs, ``one`` column; or ``none`` where it has rows alone, ``input``
+    layout: what its columns follow: ``in``, ``groups`` of inputs, ``one`` column; or ``none`` where it has rows alone, ``input``
         where it is one number for the inputs.
     rows, columns: how many of the matrix one of its rows or columns holds, packed.
     """
 
     dtype: torch.dtype
-    along: str = "in"
+    layout: str = "in"
     rows: int = 1
     columns: int = 1
 
     def shape(self, out: int, inputs: int, groups: int) -> tuple[int, ...]:
-        if self.along in ("none", "input"):
-            return (out // self.rows,) if self.along == "none" else (1,)
-        return (out // self.rows, {"in": inputs, "groups": groups, "one": 1}[self.along] // self.columns)
+        if self.layout in ("none", "input"):
+            return (out // self.rows,) if self.layout == "none" else (1,)
+        return (out // self.rows, {"in": inputs, "groups": groups, "one": 1}[self.layout] // self.columns)
 
 
 class Scheme:
@@ -56,7 +56,7 @@ class Scheme:
         bits: of a weight.
         experts: whether experts' matrices may be of this scheme.
         groups, expert_groups: whether a row may have several scales, in linear layers and in experts.
-        offsets: whether zero may be other than 0.
+        offsets: whether zero_point may be other than 0.
         packed: names of the tensors that ``pack`` makes.
     """
 
@@ -91,20 +91,20 @@ class Scheme:
         return self.pack(self.checked(self.read(given), layer), dtype)
 
     def checked(self, matrix: Quantized, layer: str) -> Quantized:
-        """The matrix, without a zero that is 0 throughout.
+        """The matrix, without a zero_point that is 0 throughout.
 
         Raises:
             RefusedError: the matrix is of a kind that the scheme does not have.
         """
         inputs, groups, several = matrix.weight.shape[-1], matrix.scale.shape[-1], matrix.weight.dim() > 2
         self.check_groups(inputs, groups, several, layer)
-        zero = matrix.zero if matrix.zero is not None and bool(matrix.zero.any()) else None
-        if zero is not None and not self.offsets:
+        zero_point = matrix.zero_point if matrix.zero_point is not None and bool(matrix.zero_point.any()) else None
+        if zero_point is not None and not self.offsets:
             raise extension.RefusedError(
                 f"{layer} is {self.name} with weights that are not symmetric (weight_offset is not 0); {self.name} is served "
                 "with symmetric weights, and W8A16 and W4A16 with both: quantize it again"
             )
-        return Quantized(matrix.weight, matrix.scale, zero)
+        return Quantized(matrix.weight, matrix.scale, zero_point)
 
     def check_groups(self, inputs: int, groups: int, experts: bool, layer: str) -> None:
         """Raise RefusedError unless this many groups of the inputs of a row can be served."""
@@ -125,12 +125,12 @@ class Scheme:
         """The tensors for the operators, by the names in ``packed``."""
         raise NotImplementedError
 
-    def product(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         """x by the matrix: ``[tokens, out]`` of x's dtype, float16 or bfloat16, from x ``[tokens, in]``."""
         raise NotImplementedError
 
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
-        """Each expert's rows by its matrix; see ``ascend_platform.ops.fused_moe.grouped_product``."""
+        """Each expert's rows by its matrix; see ``ascend_platform.ops.fused_moe.grouped_matmul``."""
         raise NotImplementedError
 
     def swiglu(self, first: Tensors, second: Tensors, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -138,26 +138,26 @@ class Scheme:
         return self.grouped(torch_npu.npu_swiglu(self.grouped(rows, first, counts)), second, counts)
 
 
-def unpacked(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
+def unpack_words(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
     """int8 values of those that int32 words hold, unsigned and the lowest bits first, less the middle of their range."""
     fields = torch.stack([(words >> shift) & (2**bits - 1) for shift in range(0, 32, bits)], dim % words.dim() + 1)
     return (fields.flatten(dim % words.dim(), dim % words.dim() + 1) - 2 ** (bits - 1)).to(torch.int8)
 
 
-def unpacked_rows(pairs: torch.Tensor) -> torch.Tensor:
+def unpack_int4_rows(pairs: torch.Tensor) -> torch.Tensor:
     """int8 ``[..., 2 rows, in]`` of the four-bit values that int8 ``[..., rows, in]`` holds, the lower half first."""
     low, high = ((pairs.int() & 15) ^ 8) - 8, pairs.int() >> 4
     return torch.stack((low, high), -2).flatten(-3, -2).to(torch.int8)
 
 
-def four_bit_words(weight: torch.Tensor) -> torch.Tensor:
+def pack_int4(weight: torch.Tensor) -> torch.Tensor:
     """int32 ``[..., in, out / 8]``, as operators take four-bit values, of int8 ``[..., out, in]``."""
     across = weight.transpose(-1, -2).int().contiguous()
     words = torch_npu.npu_convert_weight_to_int4pack(across.flatten(0, -2))
     return words.view(*across.shape[:-1], -1)
 
 
-def int8_across(weight: torch.Tensor) -> torch.Tensor:
+def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
     """int8 ``[..., in, out]`` of int8 ``[..., out, in]``.
 
     Not in FRACTAL_NZ: torch_npu keeps to the base format unless ``torch.npu.config.allow_internal_format`` is set.
@@ -165,6 +165,6 @@ def int8_across(weight: torch.Tensor) -> torch.Tensor:
     return weight.transpose(-1, -2).contiguous()
 
 
-def of_rows(parameter: torch.Tensor) -> torch.Tensor:
-    """``[..., out]`` of a scale or zero with one group, ``[..., groups, out]`` of one with several."""
+def per_row(parameter: torch.Tensor) -> torch.Tensor:
+    """``[..., out]`` of a scale or zero_point with one group, ``[..., groups, out]`` of one with several."""
     return parameter.squeeze(-1) if parameter.shape[-1] == 1 else parameter.transpose(-1, -2).contiguous()

@@ -79,8 +79,8 @@ class NPUModelRunner(CaptureMixin, GPUModelRunner):
         kv_cache_config: KVCacheConfig,
         kernel_block_sizes: list[int],
         kv_cache_allocation_context: AbstractContextManager | None = None,
-    ) -> dict[str, kv_cache.PagedKV]:
-        """Allocate as vLLM does, then give every layer its :class:`~ascend_platform.attention.kv_cache.PagedKV`.
+    ) -> dict[str, kv_cache.KVCachePair]:
+        """Allocate as vLLM does, then give every layer its :class:`~ascend_platform.attention.kv_cache.KVCachePair`.
 
         ``self.kv_caches``, from which the runner copies blocks (``copy_kv_cache_blocks_inplace``), holds the keys and
         the values of each layer as two caches, both addressed by vLLM's block numbers.
@@ -88,7 +88,7 @@ class NPUModelRunner(CaptureMixin, GPUModelRunner):
         kv_cache.check(kv_cache_config)
         caches = super().initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes, kv_cache_allocation_context)
         layers = self.compilation_config.static_forward_context
-        pages = {name: kv_cache.take_apart(layers[name].kv_cache, layers[name].head_size) for name in caches}
+        pages = {name: kv_cache.split_kv_cache(layers[name].kv_cache, layers[name].head_size) for name in caches}
         for name, layer_pages in pages.items():
             layers[name].bind_kv_cache(layer_pages)
         every = [tensor for layer_pages in pages.values() for tensor in layer_pages]

@@ -38,7 +38,7 @@ class _Storage(NamedTuple):
         storage.resize_(0)
         return cls(storage, size, kept)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         self.storage.resize_(self.size)
         room = _bytes_of(self.storage)
         room.zero_() if self.kept is None else room.copy_(self.kept, non_blocking=True)
@@ -58,7 +58,7 @@ class _Formatted(NamedTuple):
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return asleep
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         like = {"dtype": self.tensor.dtype, "device": self.tensor.device}
         plain = torch.zeros(self.shape, **like) if self.kept is None else self.kept.to(**like)
         self.tensor.data = torch_npu.npu_format_cast(plain, self.format)
@@ -101,7 +101,7 @@ class StorageBackend(SleepModeBackend):
         for tag in _checked(tags or TAGS):
             asleep = self._asleep.get(tag, [])
             while asleep:
-                asleep[-1].give_back()
+                asleep[-1].restore()
                 asleep.pop()
             self._asleep.pop(tag, None)
         torch.npu.synchronize()
@@ -110,7 +110,7 @@ class StorageBackend(SleepModeBackend):
             return
         self._worker.model_runner.capture_model()
         self._state = "RUNNING"
-        tell_awake(True)
+        notify_awake(True)
 
     @classmethod
     def preserves_communicators(cls) -> bool:
@@ -119,7 +119,7 @@ class StorageBackend(SleepModeBackend):
     def _take(self, tag: str, keep: bool) -> None:
         if tag in self._asleep:
             return
-        tell_awake(False)
+        notify_awake(False)
         torch.npu.synchronize()
         self._worker.model_runner.drop_graphs()
         found: dict[int, torch.Tensor] = {}
@@ -141,7 +141,7 @@ class StorageBackend(SleepModeBackend):
                 yield from (value for name, value in vars(module).items() if name != "kv_cache" and torch.is_tensor(value))
 
 
-def tell_awake(state: bool) -> None:
+def notify_awake(state: bool) -> None:
     """Tell the component that offers ``worker.awake`` that the weights are there and graphs captured, or soon are not."""
     if offered := extension.offered("worker.awake"):
         resolve_obj_by_qualname(offered)(state)

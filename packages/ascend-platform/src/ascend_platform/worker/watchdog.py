@@ -16,7 +16,7 @@ GRACE = 10.0  # seconds to end by SIGTERM, which a process that waits in C++ can
 STARTED_BY_VLLM = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordinator")  # as vLLM names its processes
 
 
-def end_with_parent() -> None:
+def exit_when_parent_exits() -> None:
     """Watch the process that has started this one, if vLLM did so by multiprocessing. Called as the platform is imported."""
     if multiprocessing.current_process().name.startswith(STARTED_BY_VLLM):
         threading.Thread(target=_watch_parent, args=(os.getppid(),), name="ascend-parent", daemon=True).start()
@@ -28,7 +28,7 @@ def _watch_parent(parent: int) -> None:
     _end("the process %d that has started this one is gone; this one ends", parent)
 
 
-def end_with_rank_0() -> None:
+def exit_when_rank_0_exits() -> None:
     """Watch the process that has torch.distributed's TCP store, which is rank 0's, by a connection of our own.
 
     Called once the process groups are there. It does nothing where the store is no TCP store.

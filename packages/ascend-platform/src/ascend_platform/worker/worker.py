@@ -29,7 +29,7 @@ from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
 from ascend_platform.worker import watchdog
 from ascend_platform.worker.model_runner import NPUModelRunner
-from ascend_platform.worker.sleep_mode import StorageBackend, tell_awake
+from ascend_platform.worker.sleep_mode import StorageBackend, notify_awake
 
 
 class NPUWorker(Worker):
@@ -77,7 +77,7 @@ class NPUWorker(Worker):
         )
         elsewhere = parallel.node_rank > 0 or parallel.data_parallel_index >= parallel.data_parallel_size_local
         if elsewhere and torch.distributed.get_rank() and parallel.distributed_executor_backend in ("mp", "uni"):
-            watchdog.end_with_rank_0()
+            watchdog.exit_when_rank_0_exits()
         atexit.register(_leave_groups)
         compat.set_random_seed(self.model_config.seed)
         gc.collect()
@@ -139,7 +139,7 @@ class NPUWorker(Worker):
         compat.set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
-        tell_awake(True)
+        notify_awake(True)
         end_metrics = metrics.report(self.vllm_config, self.rank, self.device.index)
         weakref.finalize(self, end_metrics)  # at the latest before Python takes apart what the thread uses
         return CompilationTimes(language_model=0.0, encoder=0.0)

@@ -26,7 +26,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from ascend_platform import extension
-from ascend_platform.quantization.base import GROUP_STEP, Quantized, Scheme, Stored, Tensors, unpacked
+from ascend_platform.quantization.base import GROUP_STEP, Quantized, Scheme, Stored, Tensors, unpack_words
 from ascend_platform.quantization.common import check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts
 from ascend_platform.quantization.methods.linear import apply, replace
@@ -134,9 +134,9 @@ def tensors_of(weights: QuantizationArgs, form: str) -> dict[str, Stored]:
 
 def reader(bits: int) -> Callable[[Tensors], Quantized]:
     def read(given: Tensors) -> Quantized:
-        weight = given["weight"] if "weight" in given else unpacked(given["weight_packed"], bits)
+        weight = given["weight"] if "weight" in given else unpack_words(given["weight_packed"], bits)
         zero = given.get("weight_zero_point")
-        return Quantized(weight, given["weight_scale"].float(), None if zero is None else unpacked(zero, bits, -2).float())
+        return Quantized(weight, given["weight_scale"].float(), None if zero is None else unpack_words(zero, bits, -2).float())
 
     return read
 

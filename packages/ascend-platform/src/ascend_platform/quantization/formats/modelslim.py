@@ -120,7 +120,7 @@ class ModelSlimConfig(QuantizationConfig):
             scheme = SCHEMES[kind]
             group_size = int(self.description.get("group_size") or 0) if scheme.expert_groups else 0
             stored = scheme.stored(self.description, parts[0])
-            if not any(tensor.along == "groups" for tensor in stored.values()):
+            if not any(tensor.layout == "groups" for tensor in stored.values()):
                 group_size = 0
             return QuantizedExperts(layer.moe_config, scheme, stored, scheme.read, group_size, prefix)
         if isinstance(layer, LinearBase | VocabParallelEmbedding):

@@ -64,7 +64,7 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
                 made = torch.nn.Parameter(
                     torch.zeros(num_experts, *stored.shape(out, inputs, groups), dtype=stored.dtype), requires_grad=False
                 )
-                several = stored.along == "groups" and groups > 1
+                several = stored.layout == "groups" and groups > 1
                 kind = FusedMoeWeightScaleSupported.GROUP if several else FusedMoeWeightScaleSupported.CHANNEL
                 layer.register_parameter(prefix + name, made)
                 set_weight_attrs(made, extra_weight_attrs | {"quant_method": kind.value})
@@ -74,7 +74,7 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
             given = {name: getattr(layer, prefix + name).data for name in self.stored}
             matrix = self.scheme.checked(self.read(given), self.name)
             replace(layer, self.stored, self.scheme.pack(matrix, self.dtype), prefix)
-        self.take_experts(layer)
+        self.setup_experts(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """vLLM's own kernels, which would want one, are not used."""
@@ -89,4 +89,4 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         first, second = ({n: getattr(layer, p + n) for n in self.scheme.packed} for p in ("w13_", "w2_"))
-        return self.apply_chosen(functools.partial(self.scheme.swiglu, first, second), x, topk_weights, topk_ids)
+        return self.apply_routed(functools.partial(self.scheme.swiglu, first, second), x, topk_weights, topk_ids)

@@ -69,12 +69,12 @@ def parameter(stored: Stored, rows: int, inputs: int, matrices: int, loader: Cal
         loader(own, loaded, *arguments, **named)
 
     options: dict[str, Any] = {"weight_loader": load}
-    if stored.along == "input":
+    if stored.layout == "input":
         return PerTensorScaleParameter(data=torch.zeros(matrices, dtype=stored.dtype), **options)
     data = torch.zeros(stored.shape(rows, inputs, 1), dtype=stored.dtype)
-    if stored.along in ("one", "none"):
+    if stored.layout in ("one", "none"):
         return ChannelQuantScaleParameter(data=data, output_dim=0, **options)
-    if stored.along == "groups":
+    if stored.layout == "groups":
         return ScaleParameter(data=data, output_dim=0, input_dim=1, **options)
     if stored.rows == stored.columns == 1:
         return ModelWeightParameter(data=data, output_dim=0, input_dim=1, **options)
@@ -95,7 +95,7 @@ def replace(layer: torch.nn.Module, loaded: Any, packed: dict[str, torch.Tensor]
 def apply(scheme: Scheme, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x ``[..., in]`` by the layer's matrix: ``[..., out]``."""
     own = {name: getattr(layer, name) for name in scheme.packed}
-    product = scheme.product(x.reshape(-1, x.shape[-1]), own, bias)
+    product = scheme.apply(x.reshape(-1, x.shape[-1]), own, bias)
     return product.view(*x.shape[:-1], product.shape[-1])
 
 

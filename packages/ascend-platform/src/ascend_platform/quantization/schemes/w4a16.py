@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ascend_platform.quantization.base import Quantized, Stored, Tensors, four_bit_words, unpacked
+from ascend_platform.quantization.base import Quantized, Stored, Tensors, pack_int4, unpack_words
 from ascend_platform.quantization.schemes.weight_only import WeightOnly
 
 
@@ -26,8 +26,8 @@ class W4A16(WeightOnly):
 
     def read(self, given: Tensors) -> Quantized:
         if "weight_packed" in given:
-            return Quantized(unpacked(given["weight_packed"], self.bits), given["weight_scale"].float())
+            return Quantized(unpack_words(given["weight_packed"], self.bits), given["weight_scale"].float())
         return super().read(given)
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        return four_bit_words(weight)
+        return pack_int4(weight)

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 import torch_npu
 
-from ascend_platform.ops.fused_moe import grouped_product
+from ascend_platform.ops.fused_moe import grouped_matmul
 from ascend_platform.quantization.base import (
     Quantized,
     Scheme,
     Stored,
     Tensors,
-    four_bit_words,
-    unpacked_rows,
+    pack_int4,
+    unpack_int4_rows,
 )
 
 
@@ -49,7 +49,7 @@ class W4A8Dynamic(Scheme):
             scale, zero = scale * given["weight_scale_second"], second + zero
         weight = given["weight"]
         # packed weights have half as many rows as scales
-        return Quantized(unpacked_rows(weight) if weight.shape[-2] < scale.shape[-2] else weight, scale, zero)
+        return Quantized(unpack_int4_rows(weight) if weight.shape[-2] < scale.shape[-2] else weight, scale, zero)
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         weight, scale = matrix.weight, matrix.scale.transpose(-1, -2).contiguous()  # [..., groups, out]
@@ -57,19 +57,19 @@ class W4A8Dynamic(Scheme):
             weight, scale = weight.unsqueeze(0), scale.unsqueeze(0)
         sums = weight.unflatten(-1, (scale.shape[1], -1)).sum(-1, dtype=torch.float32).transpose(1, 2)
         return {
-            "weight": four_bit_words(weight),
+            "weight": pack_int4(weight),
             "weight_scale": scale.view(torch.int32).long(),  # a float's bits in the lower half of a word
             "scale_bias": 8 * (sums * scale).sum(1),
         }
 
-    def product(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         counts = torch.full((1,), len(x), dtype=torch.int64, device=x.device)
         product = self.grouped(x, own, counts)
         return product if bias is None else product.add_(bias)
 
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
         values, scale = torch_npu.npu_dynamic_quant(rows)
-        return grouped_product(
+        return grouped_matmul(
             values,
             own["weight"],
             counts,

@@ -9,7 +9,7 @@ import torch
 import torch_npu
 
 from ascend_platform import extension
-from ascend_platform.quantization.base import Scheme, Stored, Tensors, int8_across
+from ascend_platform.quantization.base import Scheme, Stored, Tensors, transpose_int8
 
 
 class W8A8(Scheme):
@@ -45,14 +45,14 @@ class W8A8(Scheme):
             scale, offset: float32 ``[1]``, of the inputs.
         """
         return {
-            "weight": int8_across(weight),
+            "weight": transpose_int8(weight),
             "deq_scale": factor.float().contiguous(),
             "quant_bias": bias.contiguous(),
             "input_factor": 1 / scale,
             "input_offset": offset,
         }
 
-    def product(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         values = torch_npu.npu_quantize(x, own["input_factor"], own["input_offset"], torch.qint8, -1, False)
         product = torch_npu.npu_quant_matmul(
             values, own["weight"], own["deq_scale"], bias=own["quant_bias"], output_dtype=x.dtype

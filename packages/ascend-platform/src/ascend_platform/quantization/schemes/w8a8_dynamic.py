@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch_npu
 
-from ascend_platform.ops.fused_moe import grouped_product
-from ascend_platform.quantization.base import Quantized, Scheme, Tensors, int8_across, of_rows
+from ascend_platform.ops.fused_moe import grouped_matmul
+from ascend_platform.quantization.base import Quantized, Scheme, Tensors, per_row, transpose_int8
 
 FUSED_STEP, FUSED_MOST = 64, 10496
 """Inner sizes that npu_dequant_swiglu_quant takes with groups: multiples of the one up to the other (its documentation)."""
@@ -16,9 +16,9 @@ class W8A8Dynamic(Scheme):
     name = "W8A8_DYNAMIC"
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        return {"weight": int8_across(matrix.weight), "weight_scale": of_rows(matrix.scale)}
+        return {"weight": transpose_int8(matrix.weight), "weight_scale": per_row(matrix.scale)}
 
-    def product(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         values, scale = torch_npu.npu_dynamic_quant(x)
         return torch_npu.npu_quant_matmul(
             values, own["weight"], own["weight_scale"], pertoken_scale=scale, bias=bias, output_dtype=x.dtype
@@ -33,7 +33,7 @@ class W8A8Dynamic(Scheme):
         if inner % FUSED_STEP or inner > FUSED_MOST:
             return super().swiglu(first, second, rows, counts)
         values, scale = torch_npu.npu_dynamic_quant(rows)
-        sums = grouped_product(values, first["weight"], counts, output_dtype=torch.int32)
+        sums = grouped_matmul(values, first["weight"], counts, output_dtype=torch.int32)
         values, scale = torch_npu.npu_dequant_swiglu_quant(
             sums,
             weight_scale=first["weight_scale"],
@@ -49,4 +49,4 @@ class W8A8Dynamic(Scheme):
     ) -> torch.Tensor:
         # to bfloat16 the operator takes scales in bfloat16 alone
         factor = own["weight_scale"].to(dtype) if dtype == torch.bfloat16 else own["weight_scale"]
-        return grouped_product(values, own["weight"], counts, scale=factor, per_token_scale=scale, output_dtype=dtype)
+        return grouped_matmul(values, own["weight"], counts, scale=factor, per_token_scale=scale, output_dtype=dtype)

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 import torch_npu
 
-from ascend_platform.ops.fused_moe import grouped_product
-from ascend_platform.quantization.base import Quantized, Scheme, Tensors, of_rows
+from ascend_platform.ops.fused_moe import grouped_matmul
+from ascend_platform.quantization.base import Quantized, Scheme, Tensors, per_row
 
 
 class WeightOnly(Scheme):
@@ -18,15 +18,15 @@ class WeightOnly(Scheme):
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         # the operators add the offset; those of experts want it
-        offset = torch.zeros_like(matrix.scale) if matrix.zero is None else -matrix.zero
+        offset = torch.zeros_like(matrix.scale) if matrix.zero_point is None else -matrix.zero_point
         weight = self.pack_weight(matrix.weight)
-        return {"weight": weight, "weight_scale": of_rows(matrix.scale.to(dtype)), "weight_offset": of_rows(offset.to(dtype))}
+        return {"weight": weight, "weight_scale": per_row(matrix.scale.to(dtype)), "weight_offset": per_row(offset.to(dtype))}
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """``[..., in, out]`` as operators take it, of int8 ``[..., out, in]``."""
         raise NotImplementedError
 
-    def product(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         scale = own["weight_scale"]
         return torch_npu.npu_weight_quant_batchmatmul(
             x,
@@ -38,6 +38,6 @@ class WeightOnly(Scheme):
         )
 
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
-        return grouped_product(
+        return grouped_matmul(
             rows, own["weight"], counts, antiquant_scale=own["weight_scale"], antiquant_offset=own["weight_offset"]
         )
