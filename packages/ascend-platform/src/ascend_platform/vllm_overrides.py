@@ -244,7 +244,7 @@ OVERRIDES: tuple[Override, ...] = (
         "it prepares the communicators of CUDA and XPU; HCCL's collectives are captured without",
         _HOOK,
         {"0.31": "91b3eceb44f5", "0.33": "4312d0671379"},
-        replaced_in=("vllm.v1.worker.gpu_model_runner",),
+        replaced_in=("vllm.distributed.parallel_state", "vllm.distributed", "vllm.v1.worker.gpu_model_runner"),
         kept_in=("vllm.v1.worker.gpu", "vllm.benchmarks"),
     ),
     Override(
