@@ -61,7 +61,6 @@ def serve(model: Path, **engine: Any) -> tuple[str, int]:
     """Load by vLLM's default loader and serve: the digest, and the port."""
     made, _ = load(str(model), 0, {"strategies": ["default"], "serve_weights": True, "port": 0}, **engine)
     server.awake(True)
-    assert server._published is not None
     return digest(made), server._published.port
 
 
@@ -90,19 +89,17 @@ def sharded(model: Path) -> dict[str, Any]:
 
 
 def main(directory: Path, case: dict[str, Any]) -> None:
-    plain = directory / "plain"
-    result: dict[str, Any] = {}
+    plain, result = directory / "plain", {}
     result["default"], port = serve(plain)
     size = sum(path.stat().st_size for path in plain.glob("*.safetensors"))
-    ways: dict[str, dict[str, Any]] = {
+    for name, extra in {
         "threads": {"strategies": ["stream"], "stream": "multithread"},
         "threads, pinned": {"strategies": ["stream"], "stream": "multithread", "stream_pinned": True},
         "runai_streamer": {"strategies": ["stream"], "stream": "runai_streamer"},
         "runai_streamer, pinned": {"strategies": ["stream"], "stream": "runai_streamer", "stream_pinned": True},
         "peer": at(port),
         "no peer": at(9, "default"),
-    }
-    for name, extra in ways.items():
+    }.items():
         result[name] = attempt(plain, extra)
     for tenth in range(10):
         with Cut(port, size * tenth // 10) as cut:
@@ -112,7 +109,6 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     result["other weights"] = attempt(directory / "other", at(port))
     result["other dtype"] = attempt(plain, at(port), dtype="float16")
     result["quantized default"], quantized = serve(directory / "quantized")
-    assert server._published is not None
     result["quantized kept"] = len(server._published._tensors)
     result["quantized"] = attempt(directory / "quantized", at(quantized))
     result["other quantization"] = attempt(plain, at(quantized))
@@ -126,7 +122,6 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     engine = LLM(case["model"], model_loader_extra_config=at(port) | {"serve_weights": True, "port": 0}, **options)
     result["answers"] = [[each] for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()]
     result["engine said"] = said()
-    assert server._published is not None
     port = server._published.port
     result["from the engine"] = attempt(Path(case["model"]), at(port))
     engine.sleep(level=1)

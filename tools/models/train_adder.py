@@ -26,14 +26,13 @@ import math
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = {character: index for index, character in enumerate(["<pad>", ";", *"0123456789", "+", "="])}
-SPECIAL: dict[str, Any] = {"eos_token_id": VOCAB[";"], "pad_token_id": VOCAB["<pad>"]}
+SPECIAL = {"eos_token_id": VOCAB[";"], "pad_token_id": VOCAB["<pad>"]}
 CONTEXT, IGNORE = 1024, -100
 
 STEPS = 1600
@@ -165,8 +164,7 @@ def train(model: Qwen3ForCausalLM, rng: random.Random) -> None:
             logits = model(input_ids=batch[:, 0], use_cache=False).logits[:, :-1]
             labels = batch[:, 1, 1:].flatten()
             losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORE))
-        loss: Any = sum(losses) / len(losses)
-        loss.backward()
+        (sum(losses) / len(losses)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -229,7 +227,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     torch.manual_seed(arguments.seed)
-    model: Any = make_model()
+    model = make_model()
     train(model, random.Random(arguments.seed))
     # Weights that are exactly bfloat16, so that every dtype serves the same numbers.
     model.to(torch.bfloat16).save_pretrained(arguments.out)

@@ -66,8 +66,7 @@ class FaultyPool:
     where = "memory that fails"
 
     def __init__(self) -> None:
-        self.faults, self.dead = PoolFaults(), False
-        self.held: dict[str, bytes] = {}
+        self.faults, self.held, self.dead = PoolFaults(), {}, False
         self.outcomes: Counter[str] = Counter()
 
     def buffer(self, size: int) -> memoryview:
@@ -168,7 +167,7 @@ class Endurance:
     """
 
     def __init__(self, make: Callable[[], Any], count: int, deaths: int = 3, seed: int = 11) -> None:
-        rates: dict[str, Any] = {
+        rates = {
             "fail": 0.01,
             "corrupt": 0.02,
             "delay": 0.03,
