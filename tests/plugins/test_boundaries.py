@@ -1,10 +1,11 @@
-"""Which module may import which: the packages meet in ascend_platform.extension alone, and none knows the emulator."""
+"""Import rules: packages meet in ascend_platform.extension alone, product code does not know the emulator, tools/ and tests/ do
+not import each other, and no modules import each other in a circle."""
 
 import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,82 @@ def test_packages_meet_in_the_extension_module_alone(path: Path) -> None:
 )
 def test_product_code_does_not_know_the_emulator(path: Path) -> None:
     assert "ascend_emulator" not in path.read_text().lower()
+
+
+TESTS, TOOLS = checkout.ROOT / "tests", checkout.TOOLS
+PARTS = ("programs", "e2e", "plugins", "project")
+COMMANDS = [path for path in TOOLS.iterdir() if path.is_file() and path.read_bytes().startswith(b"#!/usr/bin/env python3")]
+
+
+def modules(top: Path, package: str = "") -> dict[str, Path]:
+    """The files of a folder by the names that they are imported under, commands without a suffix included."""
+    found = {}
+    for path in [*top.rglob("*.py"), *(path for path in COMMANDS if path.parent == top)]:
+        parts = path.relative_to(top).with_suffix("").parts
+        found[".".join(filter(None, (package, *(part for part in parts if part != "__init__"))))] = path
+    return found
+
+
+def imported_modules(path: Path, known: Collection[str]) -> set[str]:
+    """Those of the known modules that a file imports, also inside functions and under TYPE_CHECKING."""
+    names = set(imported(path))
+    return {name for name in names | {name.rpartition(".")[0] for name in names - {*known}} if name in known}
+
+
+def circles(known: dict[str, Path]) -> list[list[str]]:
+    """Groups of modules each of which imports all others of its group, directly or by way of them."""
+    graph = {name: imported_modules(path, known) - {name} for name, path in known.items()}
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        waiting, reached[start] = [start], set()
+        while waiting:
+            fresh = graph[waiting.pop()] - reached[start]
+            reached[start] |= fresh
+            waiting += fresh
+    groups = {tuple(sorted(name for name in reached[one] if one in reached[name])) for one in graph if one in reached[one]}
+    return [list(group) for group in sorted(groups)]
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("from p import two\n")
+    (tmp_path / "two.py").write_text("def f():\n    from p.three import x\n")
+    (tmp_path / "three.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.one import y\n")
+    (tmp_path / "four.py").write_text("from p import one, two\n")
+    assert circles(modules(tmp_path, "p")) == [["p.one", "p.three", "p.two"]]
+
+
+FOLDERS = {path.name: (path, path.name) for path in sorted(PACKAGES.glob("*/src/*")) if path.is_dir()}
+FOLDERS |= {"harness": (TESTS / "harness", "harness"), "programs": (TESTS / "programs", ""), "tools": (TOOLS, "")}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_no_modules_import_each_other(name: str) -> None:
+    assert circles(modules(*FOLDERS[name])) == []
+
+
+def tops(paths: Iterable[Path]) -> set[str]:
+    """The first part of the names of all that the files import."""
+    return {name.partition(".")[0] for path in paths for name in imported(path)}
+
+
+def test_tools_import_nothing_of_the_tests() -> None:
+    files = modules(TOOLS).values()
+    assert len(files) > len(COMMANDS) > 5
+    assert tops(files) & {"conftest", "harness", *PARTS, *modules(TESTS / "programs")} == set()
+
+
+def test_tests_import_nothing_of_the_tools() -> None:
+    own = {path.stem for path in TOOLS.iterdir() if path.is_dir() and any(path.glob("*.py"))} | {path.name for path in COMMANDS}
+    assert {"environment", "versions", "docs-tables"} <= own
+    assert tops([*TESTS.rglob("*.py"), *PACKAGES.glob("*/tests/*.py")]) & own == set()
+
+
+@pytest.mark.parametrize("part", ["harness", *PARTS, "packages"])
+def test_tests_import_of_each_other_the_harness_alone(part: str) -> None:
+    files = [*PACKAGES.glob("*/tests/*.py")] if part == "packages" else [*(TESTS / part).rglob("*.py")]
+    assert files
+    others = {*PARTS, "conftest"} | {path.stem for other in PARTS if other != part for path in (TESTS / other).glob("*.py")}
+    assert tops(files) & others == set()
 
 
 SIBLINGS = sorted(OURS - {"ascend_platform", "ascend_emulator"})

@@ -51,7 +51,7 @@ def test_way_between_two_npus(played: dict[str, Any], name: str, asked: str, dty
         torch.testing.assert_close(torch.tensor(made, dtype=torch.float64), exact, rtol=bound, atol=bound)
 
 
-A2, A3, DUO = "Ascend910B1", "Ascend910_9392", "Ascend310P3"
+A2, A3, DUO = (extension.Chip(name, 0, 0, 0) for name in ("Ascend910B1", "Ascend910_9392", "Ascend310P3"))
 HALF, WIDE = torch.bfloat16, torch.float32
 
 
@@ -75,7 +75,9 @@ HALF, WIDE = torch.bfloat16, torch.float32
         (DUO, [4] * 4, 64, 2, 4096, torch.float16, "allgather"),
     ],
 )
-def test_rule(chip: str, sizes: list[int], experts: int, choices: int, hidden: int, dtype: torch.dtype, taken: str) -> None:
+def test_rule(
+    chip: extension.Chip, sizes: list[int], experts: int, choices: int, hidden: int, dtype: torch.dtype, taken: str
+) -> None:
     assert way("auto", chip, sizes, experts, choices, hidden, dtype) == taken
     assert way("allgather", chip, sizes, experts, choices, hidden, dtype) == "allgather"
     assert way("alltoall", chip, sizes, experts, choices, hidden, dtype) == "alltoall"

@@ -15,11 +15,6 @@ def test_graphs_of_28_layers(mode: str, graphs: int) -> None:
     assert capture_sizes.graphs_for(CUDAGraphMode[mode], SIZES, 29, 256) == graphs
 
 
-@pytest.mark.parametrize(("chip", "streams"), [("Ascend910B1", 1984), ("Ascend910_9391", 1984), ("Ascend310P3", 1024)])
-def test_streams(chip: str, streams: int) -> None:
-    assert capture_sizes.streams_of(chip) == streams
-
-
 @pytest.mark.parametrize(("most", "each"), [(1800, 1), (1800, 2), (840, 1), (840, 3)])
 def test_as_many_sizes_as_fit(most: int, each: int) -> None:
     def streams(sizes: list[int]) -> int:

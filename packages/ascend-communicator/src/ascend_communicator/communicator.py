@@ -51,6 +51,7 @@ class HCCLCommunicator(DeviceCommunicatorBase):
                     f"--all2all-backend {self.all2all_backend} is not for Ascend NPUs; leave it out and choose with "
                     "ascend.communicator.all2all in --additional-config"
                 )
+            assert self.device_group is not None
             self.all2all_manager = ExpertManager(self.cpu_group, self.device_group)
 
     def _take_options(self) -> None:
@@ -58,7 +59,8 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         groups = cast(Mapping[str, Mapping[str, int]], extension.config("communicator").get("groups", {}))
         given = groups.get(self.unique_name.partition(":")[0], {})
         if given:
-            options = self.device_group._get_backend(self.device).options
+            group: Any = self.device_group
+            options = group._get_backend(self.device).options
             options.hccl_config = {**options.hccl_config, **{GROUP_OPTIONS[key][0]: value for key, value in given.items()}}
 
     def all_gatherv(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from vllm.config import ParallelConfig
 from vllm.distributed.utils import StatelessProcessGroup
-from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, VLLMWeightSyncClient, WeightSource
+from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClient, WeightSource
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerInitInfo,
@@ -78,7 +78,8 @@ class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
         for group in buffers(meta, self.packed_buffer_size_bytes if self.packed else 0):
             buffer = torch.empty(sum(map(nbytes, group)), dtype=torch.uint8, device=self.device)
             self.model_update_group.broadcast(buffer, 0)
-            self.model.load_weights([(each.name, part) for each, part in zip(group, parts(buffer, group), strict=True)])
+            model: Any = self.model  # each of vLLM's models has load_weights, torch's Module does not
+            model.load_weights([(each.name, part) for each, part in zip(group, parts(buffer, group), strict=True)])
 
 
 def rank_of_worker(parallel: ParallelConfig) -> int:
@@ -106,7 +107,8 @@ class HCCLTrainerInitInfo(NCCLTrainerInitInfo):
 class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
     """The trainer's side: ``trainer_init``, then ``send_weights`` after each step."""
 
-    init_info_cls: type[TrainerInitInfo] = HCCLTrainerInitInfo
+    init_info_cls = HCCLTrainerInitInfo
+    model_update_group: Any  # PyHcclCommunicator, which has the methods of vLLM's PyNcclCommunicator
 
     @classmethod
     def trainer_init(
@@ -119,10 +121,10 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
         """
         if source is None:
             raise ValueError("weights are sent from a source, such as vLLM's ModuleSource(model)")
-        wire = {"packed": init_info.packed, "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes}
+        wire: dict[str, Any] = {"packed": init_info.packed, "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes}
         engine = cls(client=client, source=source, is_sender=init_info.is_sender, **wire)
         if engine.is_sender:
-            where = {"master_address": init_info.master_address, "master_port": init_info.master_port}
+            where: dict[str, Any] = {"master_address": init_info.master_address, "master_port": init_info.master_port}
             theirs = NCCLWeightTransferInitInfo(rank_offset=1, world_size=init_info.world_size, **where, **wire)
             with ThreadPoolExecutor(max_workers=1) as thread:  # the workers wait in the call for this rank
                 told = thread.submit(client.init_weight_transfer_engine, worker_init_payload(theirs))

@@ -24,6 +24,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ascend_platform import chips
 from ascend_platform.attention.base import (
     AttentionBackendBase,
     AttentionFeature,
@@ -114,6 +115,11 @@ class Chip:
     memory: int
     cube_cores: int
     vector_cores: int
+
+    @property
+    def family(self) -> chips.ChipFamily:
+        """Capabilities of the chip's family; see ``ascend_platform/chips.py``."""
+        return chips.family_of(self.name)
 
 
 _states: dict[str, str] = {}

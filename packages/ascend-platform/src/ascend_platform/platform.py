@@ -177,7 +177,7 @@ class NPUPlatform(Platform):
             )
         from vllm.config import get_current_vllm_config
 
-        return selector.attention_for(attn_selector_config, get_current_vllm_config().model_config)[0]
+        return selector.select_backend(attn_selector_config, get_current_vllm_config().model_config)[0]
 
     @classmethod
     def get_punica_wrapper(cls) -> str:

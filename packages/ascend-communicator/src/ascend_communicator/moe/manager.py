@@ -22,7 +22,7 @@ class ExpertManager(AgRsAll2AllManager):
         super().__init__(cpu_group)
         self.device_group = device_group
         self.asked = str(extension.config("communicator").get("all2all", "auto"))
-        self.chip = torch.npu.get_device_name()
+        self.chip = extension.chip()
         self.taken: set[str] = set()  # the ways that steps took so far
 
     def apply_experts(

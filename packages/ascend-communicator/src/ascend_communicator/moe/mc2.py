@@ -1,44 +1,24 @@
 """Dispatch and combine by ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``, and their limits."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch_npu
+from ascend_platform import extension
 
 from ascend_communicator.moe import Experts
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What mc2 takes on a chip by the documentation of its operators: ranks, tokens of a rank at most, elements of a token."""
-
-    ranks: frozenset[int]
-    tokens: int
-    hidden: range
-
-
-MC2 = {
-    "Ascend910B": Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32)),
-    "Ascend910_93": Limits(frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
-}
-"""By the beginning of the chip's name; alltoall serves the same chips."""
 
 MC2_CHOICES, MC2_EXPERTS = 16, 1024
 
 
-def limits_of(chip: str) -> Limits | None:
-    return next((limits for name, limits in MC2.items() if chip.startswith(name)), None)
-
-
-def obstacle_to_mc2(chip: str, ranks: int, experts: int, choices: int, hidden: int, dtype: torch.dtype) -> str:
+def obstacle_to_mc2(chip: extension.Chip, ranks: int, experts: int, choices: int, hidden: int, dtype: torch.dtype) -> str:
     """Why mc2 cannot serve a model here, whatever the number of tokens; "" if it can."""
-    limits = limits_of(chip)
+    limits = chip.family.mc2
     if limits is None:
-        return f"{chip} does not have it"
+        return f"{chip.name} does not have it"
     if ranks not in limits.ranks:
-        return f"{chip} does not take {ranks} ranks"
+        return f"{chip.name} does not take {ranks} ranks"
     if experts % ranks or experts > MC2_EXPERTS:
         return f"{experts} experts are more than {MC2_EXPERTS} or do not divide into {ranks} ranks"
     if choices > MC2_CHOICES:

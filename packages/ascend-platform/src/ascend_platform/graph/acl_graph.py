@@ -27,13 +27,13 @@ def view(module: ModuleType, **replaced: object) -> ModuleType:
     return seen
 
 
-class NPUGraph(torch.npu.NPUGraph):
+class NPUGraph(torch_npu.npu.NPUGraph):
     """A graph whose attention gets this step's lengths when it is replayed.
 
     They are the attribute ``lengths`` of the attention's metadata in vLLM's forward context.
     """
 
-    _read: ClassVar[torch.npu.Event | None] = None
+    _read: ClassVar[torch_npu.npu.Event | None] = None
     """Recorded behind the last replay: a graph still reads the lengths it was given until then."""
 
     def replay(self) -> None:
@@ -56,14 +56,14 @@ class NPUGraph(torch.npu.NPUGraph):
 
 def _lengths() -> dict[str, Any]:
     """Of all layers: groups of KV caches have their own metadata, with the same lengths, and kernels their own names for them."""
-    metadata = get_forward_context().attn_metadata
+    metadata: Any = get_forward_context().attn_metadata
     found: dict[str, Any] = {}
     for each in {id(each): each for each in metadata.values()}.values():
         found |= each.lengths
     return found
 
 
-class _Capture(torch.npu.graph):
+class _Capture(torch_npu.npu.graph):
     """``torch.npu.graph``; a task in it is one that ``dense.graph_task`` finds."""
 
     def __enter__(self) -> None:

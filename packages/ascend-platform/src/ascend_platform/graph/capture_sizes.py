@@ -5,7 +5,7 @@ for each piece between two attentions, so that sizes times layers meets the limi
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
@@ -17,10 +17,10 @@ from vllm.platforms import current_platform
 from ascend_platform import extension
 from ascend_platform.vllm_overrides import require
 
-STREAMS = 1984
-"""Of an NPU of Atlas A2 and A3; on Atlas inference series 1024 (CANN's API reference, ``aclrtCreateStream``)."""
-
-STREAMS_OF = {"Ascend310P": 1024}
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
+else:
+    Runner = object  # a mixin: the runner that it is mixed into names vLLM's
 
 RESERVED = 184
 """Streams left to torch_npu's pools, HCCL and whoever else uses the NPU."""
@@ -37,7 +37,7 @@ class OutOfStreams(RuntimeError):
     """A capture failed on some rank for want of streams."""
 
 
-class CaptureMixin:
+class CaptureMixin(Runner):
     """Put before vLLM's GPUModelRunner."""
 
     def _check_and_update_cudagraph_mode(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -47,8 +47,8 @@ class CaptureMixin:
         if self._graph_mode == CUDAGraphMode.NONE:
             return
         asked = self.compilation_config.cudagraph_capture_sizes
-        name = extension.chip().name
-        limit = streams_of(name)
+        chip = extension.chip()
+        limit = chip.family.streams
         count = _least(fitting(asked, limit - RESERVED, self._streams_for))
         if count < len(asked):
             self._take_sizes(spread(asked, count))
@@ -60,7 +60,7 @@ class CaptureMixin:
                 len(asked),
                 ", ".join(map(str, self.compilation_config.cudagraph_capture_sizes)),
                 self._streams_for(asked),
-                name,
+                chip.name,
                 limit,
                 RESERVED,
             )
@@ -125,11 +125,6 @@ class CaptureMixin:
         each = 1 + sum(group.world_size > 1 for group in groups)
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
         return each * graphs_for(self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs)
-
-
-def streams_of(chip: str) -> int:
-    """How many streams an NPU has, by its name."""
-    return next((count for name, count in STREAMS_OF.items() if chip.startswith(name)), STREAMS)
 
 
 def graphs_for(mode: CUDAGraphMode, sizes: list[int], pieces: int, decoded: int) -> int:

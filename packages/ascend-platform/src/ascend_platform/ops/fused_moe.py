@@ -222,12 +222,12 @@ class NPUExperts:
         if parallel.dp_size == 1 and not parallel.is_sequence_parallel:
             return self.apply_local(experts, x, topk_weights, topk_ids)
         group = get_ep_group()
-        manager = group.device_communicator.all2all_manager
+        manager = getattr(group.device_communicator, "all2all_manager", None)
         if parallel.use_ep and (exchange := getattr(manager, "apply_experts", None)):
             done = exchange(x, topk_weights, topk_ids, self.moe.num_experts, experts)
             if done is not None:
                 return done
-        x, topk_weights, topk_ids = group.dispatch(x, topk_weights, topk_ids, parallel.is_sequence_parallel)
+        x, topk_weights, topk_ids = group.dispatch(x, topk_weights, topk_ids, parallel.is_sequence_parallel)[:3]
         return group.combine(self.apply_local(experts, x, topk_weights, topk_ids), parallel.is_sequence_parallel)
 
     def apply_local(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch_npu
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
-from ascend_platform import extension, host
+from ascend_platform import extension
 from ascend_platform.vllm_overrides import override
 
 MOST_K = 1024
@@ -95,7 +95,7 @@ def _restrict(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | No
 
 def install(runner: Any) -> None:
     """Give a model runner this sampler, and its rejection sampler the operator, where the chip has the operators."""
-    if not extension.chip().name.startswith(host.ATLAS_A2_A3):  # which have both operators
+    if not extension.chip().family.top_k_top_p:
         return
     sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(runner.sampler.topk_topp_sampler, runner)
     if (rejection := getattr(runner, "rejection_sampler", None)) is not None:

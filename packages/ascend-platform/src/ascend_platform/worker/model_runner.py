@@ -104,4 +104,5 @@ class NPUModelRunner(CaptureMixin, GPUModelRunner):
         for places in (slot_mappings or {}).values():
             if first < len(places):
                 places[first:].copy_(null_slots(len(places), self.cache_config.block_size, places.device)[first:])
-        return super()._build_attention_metadata(num_tokens, *args, slot_mappings=slot_mappings, **kwargs)
+        kwargs["slot_mappings"] = slot_mappings
+        return super()._build_attention_metadata(num_tokens, *args, **kwargs)

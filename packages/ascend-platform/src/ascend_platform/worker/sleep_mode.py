@@ -59,7 +59,7 @@ class _Formatted(NamedTuple):
         return asleep
 
     def restore(self) -> None:
-        like = {"dtype": self.tensor.dtype, "device": self.tensor.device}
+        like: dict[str, Any] = {"dtype": self.tensor.dtype, "device": self.tensor.device}
         plain = torch.zeros(self.shape, **like) if self.kept is None else self.kept.to(**like)
         self.tensor.data = torch_npu.npu_format_cast(plain, self.format)
 

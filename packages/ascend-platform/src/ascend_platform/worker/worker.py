@@ -140,6 +140,7 @@ class NPUWorker(Worker):
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
         notify_awake(True)
+        assert self.device is not None
         end_metrics = metrics.report(self.vllm_config, self.rank, self.device.index)
         weakref.finalize(self, end_metrics)  # at the latest before Python takes apart what the thread uses
         return CompilationTimes(language_model=0.0, encoder=0.0)
