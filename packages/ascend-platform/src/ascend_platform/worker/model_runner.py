@@ -19,7 +19,7 @@ from ascend_platform import extension
 from ascend_platform.attention import kv_cache
 from ascend_platform.graph import acl_graph
 from ascend_platform.graph.acl_graph import view
-from ascend_platform.graph.capture_sizes import CaptureMixin
+from ascend_platform.graph.capture_sizes import GraphSizeMixin
 from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
@@ -52,7 +52,7 @@ def take_vision_attention() -> None:
         MMEncoderAttention.register_oot(resolve_obj_by_qualname(path))
 
 
-class NPUModelRunner(CaptureMixin, GPUModelRunner):
+class NPUModelRunner(GraphSizeMixin, GPUModelRunner):
     """GPUModelRunner with as many graphs as fit, and with keys and values in tensors of their own."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:

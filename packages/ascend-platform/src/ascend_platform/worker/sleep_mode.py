@@ -121,7 +121,7 @@ class StorageBackend(SleepModeBackend):
             return
         notify_awake(False)
         torch.npu.synchronize()
-        self._worker.model_runner.drop_graphs()
+        self._worker.model_runner.free_graphs()
         found: dict[int, torch.Tensor] = {}
         for tensor in self._tensors(tag):
             if tensor.device.type == "npu" and tensor.untyped_storage().nbytes():
