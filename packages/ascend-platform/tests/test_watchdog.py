@@ -49,7 +49,7 @@ def test_engine_core_ends_with_the_process_that_started_it(tmp_path: Path) -> No
     engine, other = map(psutil.Process, map(int, sorted(lines)[0].split()))
     parent.kill()
     try:
-        assert f"the process {parent.pid} that has started this one is gone" in parent.stdout.readline()
+        assert f"the parent process {parent.pid} has exited" in parent.stdout.readline()
         psutil.wait_procs([engine], timeout=10)
         assert not engine.is_running()
         assert other.is_running()  # not one of vLLM's
