@@ -77,7 +77,7 @@ def test_worker_ends_with_rank_0() -> None:
         ranks[0].kill()
         said = ranks[1].communicate(timeout=20)[0]
         assert ranks[1].returncode == -15
-        assert f"the connection to rank 0 (127.0.0.1 port {port}) has ended" in said
+        assert f"lost the connection to rank 0 (127.0.0.1 port {port})" in said
     finally:
         for rank in ranks:
             rank.kill()
