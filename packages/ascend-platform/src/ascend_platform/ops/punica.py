@@ -72,7 +72,7 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Add ``x[slice] B`` to the slices of y from column ``offset_start``; y ``[tokens, ...]``, x ``[slices, tokens, rank]``."""
+        """Add ``x[slice] B`` to each slice of y ``[tokens, ...]`` from ``offset_start`` on; x is ``[slices, tokens, rank]``."""
         if self.no_lora:
             return
         x = torch.stack(tuple(x), 1).to(lora_b_stacked[0].dtype)
