@@ -83,7 +83,7 @@ def test_tags(worker):
     backend.resume(["weights"])
     assert backend.state() == "RUNNING"
     torch.testing.assert_close(values(model), before, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="no tag 'kv'; known: weights, kv_cache"):
+    with pytest.raises(ValueError, match="unknown sleep mode tag 'kv'; supported: weights, kv_cache"):
         backend.resume(["kv"])
 
 
