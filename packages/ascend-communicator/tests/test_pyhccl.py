@@ -33,8 +33,8 @@ EXPECTED: dict[str, list[Any]] = {
     "both ways": Y[::-1],
 }
 REFUSED = {
-    "dtype": "ValueError: HCCL does not support complex64; supported: int8, int16, int32, float16, float32, int64, uint64, uint8, "
-    "uint16, uint32, float64, bfloat16, bool",
+    "dtype": "ValueError: HCCL does not support complex64; supported: int8, int16, int32, float16, float32, int64, uint64, "
+    "uint8, uint16, uint32, float64, bfloat16, bool",
     "another dtype": "ValueError: expected 48 elements of torch.float32; found 48 of torch.int32",
     "operation": "ValueError: HCCL does not support reduction by RedOpType.BAND; supported: SUM, PRODUCT, MAX, MIN",
     "strides": "ValueError: HCCL needs contiguous tensors; [6, 4] has strides (1, 6)",

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from time import monotonic, sleep
+from typing import Any, Protocol
 
 import torch
 from ascend_kv_connector.cache import Heads, PagedCache, heads_of, table_of
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.keys import Keys
-from ascend_kv_connector.memory import MemoryNetwork
 from ascend_kv_connector.producer import Producer
 from ascend_kv_connector.transfers import Done, Failed, Source
 from ascend_kv_connector.worker import on_stream
@@ -29,6 +29,12 @@ def values(request: str, layer: int, part: str, tokens: range, heads: Heads) -> 
     return (seed + 131 * token + 7919 * head) % 32749 + 1
 
 
+class Network(Protocol):
+    """What gives each rank its transport."""
+
+    def end(self) -> Any: ...
+
+
 class Instance:
     """The ranks of one instance: caches ``[blocks, block_size, heads, size]`` of int16, for each rank its layers and heads.
 
@@ -37,7 +43,7 @@ class Instance:
 
     def __init__(
         self,
-        network: MemoryNetwork,
+        network: Network,
         name: str,
         tp: int = 1,
         pp: int = 1,

@@ -13,15 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 import torch_npu
-from vllm.compilation import cuda_graph
 from vllm.distributed.parallel_state import GraphCaptureContext
 from vllm.forward_context import get_forward_context
-from vllm.utils import torch_utils
 
 from ascend_platform.attention import base
+from ascend_platform.vllm_overrides import override
 
 
-def view(module: ModuleType, **replaced: object) -> ModuleType:
+def module_with_overrides(module: ModuleType, **replaced: object) -> ModuleType:
     """Copy a module with some names replaced. Names that are added to the original later are found too."""
     copy = ModuleType(module.__name__)
     copy.__dict__.update(module.__dict__, __getattr__=lambda name: getattr(module, name), **replaced)
@@ -90,5 +89,8 @@ def _weak_ref_tensor(tensor: Any) -> Any:
     return torch_npu._C._weak_ref_tensor(tensor) if isinstance(tensor, torch.Tensor) and tensor.numel() else tensor
 
 
-cuda_graph.torch = view(torch, cuda=view(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture))
-torch_utils.weak_ref_tensor = _weak_ref_tensor
+override(
+    "vllm.compilation.cuda_graph:torch",
+    module_with_overrides(torch, cuda=module_with_overrides(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture)),
+)
+override("vllm.utils.torch_utils:weak_ref_tensor", _weak_ref_tensor)

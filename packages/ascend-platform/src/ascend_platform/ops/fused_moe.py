@@ -13,8 +13,10 @@ import torch
 import torch_npu
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.router import base_router, grouped_topk_router
+from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from ascend_platform.vllm_overrides import override, require
 
 SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
 MAX_SCORE, TOP2_SUM = 0, 1  # its group_select_mode
@@ -71,6 +73,7 @@ def topk_sigmoid(
 
 
 for _function in (topk_softmax, topk_sigmoid):
+    require(f"vllm._custom_ops:{_function.__name__}")  # the caller of the operator
     _moe_library.impl(_function.__name__, _function, "PrivateUse1")
 
 
@@ -154,7 +157,7 @@ def grouped_topk(
 
 
 # the router has no hook for it: grouped_topk_router.py (_compute_routing) calls the function of its own module
-grouped_topk_router.grouped_topk = grouped_topk
+override("vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk", grouped_topk)
 
 
 def eplb_map_to_physical(
@@ -181,7 +184,7 @@ def eplb_map_to_physical(
 
 
 # vLLM's is a Triton kernel for three device types; on others it returns the ids unmapped (base_router.py)
-base_router.eplb_map_to_physical_and_record = eplb_map_to_physical
+override("vllm.model_executor.layers.fused_moe.router.base_router:eplb_map_to_physical_and_record", eplb_map_to_physical)
 
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

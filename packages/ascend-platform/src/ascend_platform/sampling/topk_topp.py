@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch_npu
-from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 from ascend_platform import extension
+from ascend_platform.vllm_overrides import override
 
 MAX_TOP_K = 1024
 """The operator ignores a larger k."""
@@ -87,8 +87,25 @@ def _top_k_top_p_sample(logits: torch.Tensor, k: torch.Tensor | None, p: torch.T
     return torch_npu.npu_top_k_top_p_sample(logits, k.int(), p, **options)
 
 
+_active: NPUTopKTopPSampler | None = None
+"""The sampler of the engine whose rejection sampler ran last; a process may have several engines."""
+
+
+def _mask_logits(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+    """Replacement of vLLM's ``apply_top_k_top_p`` for the rejection sampler."""
+    return apply_top_k_top_p(logits, k, p) if _active is None else _active.mask_logits(logits, k, p)
+
+
 def install(runner: Any) -> None:
-    """Give a model runner this sampler, where the chip has the operators."""
-    if extension.chip().family.top_k_top_p:
-        sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(runner.sampler.topk_topp_sampler, runner)
-        rejection_sampler.apply_top_k_top_p = sampler.mask_logits
+    """Use the fused operators in a model runner's sampler and rejection sampler, on chips that have them."""
+    if not extension.chip().family.top_k_top_p:
+        return
+    sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(runner.sampler.topk_topp_sampler, runner)
+    if (rejection := getattr(runner, "rejection_sampler", None)) is not None:
+        override("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", _mask_logits)
+
+        def activate(*_: object) -> None:
+            global _active
+            _active = sampler
+
+        rejection.register_forward_pre_hook(activate)

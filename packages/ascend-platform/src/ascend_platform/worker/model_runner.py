@@ -5,34 +5,35 @@ from typing import Any
 
 import torch
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.distributed import parallel_state
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.ops.fused_moe  # noqa: F401  (before a model's layers are made)
 from ascend_platform import extension
 from ascend_platform.attention import kv_cache
 from ascend_platform.graph import acl_graph
-from ascend_platform.graph.acl_graph import view
+from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.graph.capture_sizes import GraphSizeMixin
 from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
+from ascend_platform.vllm_overrides import override
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
 
 # The V1 runner calls torch.cuda.Stream, Event, stream and current_stream directly, in __init__ and in every step
 # (gpu_model_runner.py:276-298, 745-753). Only these modules get torch.npu's; torch.cuda itself is unchanged.
-_torch = view(torch, cuda=view(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES}))
-gpu_model_runner.torch = _torch
-parallel_state.torch = _torch
-gpu_model_runner.graph_capture = acl_graph.graph_capture
+_torch = module_with_overrides(
+    torch, cuda=module_with_overrides(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES})
+)
+override("vllm.v1.worker.gpu_model_runner:torch", _torch)
+override("vllm.distributed.parallel_state:torch", _torch)
+override("vllm.distributed.parallel_state:graph_capture", acl_graph.graph_capture)
 
 
 class NPUEplbState(EplbState):
@@ -43,7 +44,7 @@ class NPUEplbState(EplbState):
         self.device_index = device.index
 
 
-gpu_model_runner.EplbState = NPUEplbState  # type: ignore[misc]  # load_model makes one by this name
+override("vllm.distributed.eplb.eplb_state:EplbState", NPUEplbState)  # load_model makes one by this name
 
 
 def register_vision_attention() -> None:
