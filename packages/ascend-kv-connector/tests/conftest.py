@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ascend_kv_connector.memory import Faults, MemoryNetwork
+from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork
 from harness.kv.instances import Instance
 
 
 @pytest.fixture
-def network() -> MemoryNetwork:
-    return MemoryNetwork(Faults())
+def network() -> InMemoryNetwork:
+    return InMemoryNetwork(Faults())
 
 
 @pytest.fixture
-def instances(network: MemoryNetwork) -> Iterator[type]:
+def instances(network: InMemoryNetwork) -> Iterator[type]:
     """A function that makes an instance in the network; all are closed at the end."""
     made: list[Instance] = []
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from ascend_kv_connector.memory import MemoryNetwork
+from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done
 from harness.kv.transfer_faults import Endurance
 
@@ -19,7 +19,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_request_ends_rightly_or_with_its_cause(
-    case: str, instances: Callable, network: MemoryNetwork, record_property: Callable
+    case: str, instances: Callable, network: InMemoryNetwork, record_property: Callable
 ) -> None:
     one, other, layerwise = CASES[case]
     result = Endurance(instances, network, REQUESTS, one, other, layerwise).run()
@@ -38,4 +38,4 @@ def test_done_is_done_once(instances: Callable) -> None:
     source, _ = producer.fill("r", 8)
     consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
     assert isinstance(consumer.wait()[0][0], Done)
-    assert consumer.consumers[0].take() == []
+    assert consumer.consumers[0].get_finished() == []

@@ -10,17 +10,20 @@ from harness import npus
 
 
 def test_bytes_come_and_errors_do_in_time() -> None:
-    done = npus.run(2, sys.executable, str(Path(__file__).parent / "hccl_cases.py"), VLLM_PLUGINS="", timeout=120)
+    done = npus.run(2, sys.executable, str(Path(__file__).parent / "run_hccl_reads.py"), VLLM_PLUGINS="", timeout=120)
     found = npus.by_name(done)
     right = {"some": 4, "after a refusal": 1, "after nothing was sent": 1, "after it was stopped": 1}
     assert found["read"]["right"] == {name: [True] * count for name, count in right.items()}
-    assert (found["not registered here"]["cause"], found["not registered here"]["rest"]) == ("memory that is not registered", "0")
-    assert (found["not registered there"]["kind"], found["not registered there"]["rest"]) == ("transport", "0")
+    assert (found["not registered here"]["cause"], found["not registered here"]["quarantine"]) == (
+        "memory that is not registered",
+        "0",
+    )
+    assert (found["not registered there"]["kind"], found["not registered there"]["quarantine"]) == ("transport", "0")
     assert "bytes were asked for that are in no buffer there" in found["not registered there"]["cause"]
     assert found["another secret"]["cause"].startswith("it does not take this instance's secret")
     assert found["another secret"]["seconds"] < 5
     assert found["nothing is sent"]["cause"] == "HCCL has not received 4194304 bytes in time"
-    assert found["nothing is sent"]["rest"] == "60.0"
+    assert found["nothing is sent"]["quarantine"] == "60.0"
     assert found["stopped"]["cause"].startswith("no answer in ")
     for name in ("nothing is sent", "stopped"):
         assert 0.4 < found[name]["seconds"] < 5

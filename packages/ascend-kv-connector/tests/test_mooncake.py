@@ -17,7 +17,7 @@ from ascend_kv_connector.mooncake import MooncakeTransport
 class Loopback:
     """What conftest.Instance asks a network for."""
 
-    def end(self) -> MooncakeTransport:
+    def make_transport(self) -> MooncakeTransport:
         return MooncakeTransport("127.0.0.1", "tcp")
 
 

@@ -11,9 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 
 def test_defaults_and_values() -> None:
-    assert Options.take({}) == Options()
-    assert Options.take({"lease": 3, "verify": True, "prefill": {"tp_size": 2}}) == Options(lease=3, verify=True)
-    assert Options.take({"chunk_mib": 2}).chunk_bytes == 2 << 20
+    assert Options.from_config({}) == Options()
+    assert Options.from_config({"lease": 3, "verify": True, "prefill": {"tp_size": 2}}) == Options(lease=3, verify=True)
+    assert Options.from_config({"chunk_mib": 2}).chunk_bytes == 2 << 20
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,12 @@ def test_defaults_and_values() -> None:
 )
 def test_others_are_refused(given: dict, said: str) -> None:
     with pytest.raises(extension.RefusedError, match=said):
-        Options.take(given)
+        Options.from_config(given)
 
 
 def test_which_caches_are_refused() -> None:
     import torch
-    from ascend_kv_connector.config import windows_of
+    from ascend_kv_connector.config import sliding_windows
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -49,12 +49,12 @@ def test_which_caches_are_refused() -> None:
     shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
     full = KVCacheGroupSpec(["a"], FullAttentionSpec(**shape))
     window = KVCacheGroupSpec(["b"], SlidingWindowSpec(**shape, sliding_window=32))
-    assert windows_of("X", [full, window, full]) == (0, 32, 0)
+    assert sliding_windows("X", [full, window, full]) == (0, 32, 0)
     chunks = KVCacheGroupSpec(["c"], ChunkedLocalAttentionSpec(**shape, attention_chunk_size=32))
     larger = KVCacheGroupSpec(["d"], FullAttentionSpec(**shape | {"block_size": 32}))
     for groups, what in (([full, chunks], "ChunkedLocalAttentionSpec"), ([full, larger], "blocks of 16, 32 tokens")):
         with pytest.raises(ValueError, match=f"X serves KV caches of full attention and of windows.*{what}"):
-            windows_of("X", groups)
+            sliding_windows("X", groups)
 
 
 def test_entry_point_registers_all_names_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from ascend_kv_connector.connector import AscendP2PConnector
-from ascend_kv_connector.scheduler import Endpoint, Growing, Load, P2PScheduler
+from ascend_kv_connector.scheduler import Endpoint, LayerwisePrefill, Load, P2PScheduler
 from ascend_kv_connector.transfers import Source
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
@@ -36,7 +36,7 @@ def request(tokens: int = 21, params: dict[str, Any] | None = None, name: str = 
 
 def scheduler(produces: bool = True, consumes: bool = True) -> P2PScheduler:
     made = P2PScheduler("d", 4, produces, consumes)
-    made.take_endpoints({(1, 0): Endpoint("h", 3, 23), (0, 1): Endpoint("h", 2, 22), (0, 0): Endpoint("h", 1, 21)})
+    made.set_endpoints({(1, 0): Endpoint("h", 3, 23), (0, 1): Endpoint("h", 2, 22), (0, 0): Endpoint("h", 1, 21)})
     return made
 
 
@@ -60,7 +60,7 @@ def test_prompt_that_is_elsewhere_is_loaded_behind_the_local_prefix() -> None:
 
 def of_windows() -> P2PScheduler:
     made = P2PScheduler("d", 4, True, True, windows=(0, 6))
-    made.take_endpoints({(0, 0): Endpoint("h", 1, 21)})
+    made.set_endpoints({(0, 0): Endpoint("h", 1, 21)})
     return made
 
 
@@ -95,8 +95,8 @@ def test_windows_are_not_read_layer_by_layer() -> None:
     made.update_state_after_alloc(far, blocks(*range(1, 7)), 0)
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 22
     made.request_finished(far, [1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 7, 8])
-    ((growing, cause),) = made.build_connector_meta(NOTHING).dropped
-    assert growing.reader == "d-1"
+    ((prefill, cause),) = made.build_connector_meta(NOTHING).cancelled
+    assert prefill.reader == "d-1"
     assert "not read layer by layer" in cause
 
 
@@ -182,7 +182,7 @@ def step(new: list[NewRequestData], tokens: dict[str, int], preempted: tuple[str
 def test_prompt_is_computed_for_a_reader_that_waits() -> None:
     decode = scheduler()
     asked: list[tuple] = []
-    decode._rendezvous.ask = lambda *arguments: asked.append(arguments)
+    decode._metaserver_client.post = lambda *arguments: asked.append(arguments)
     near = request(params={"do_remote_prefill": True, "metaserver": "http://router/v1/metaserver"}, name="cmpl-7-0-12345678")
     assert decode.get_num_new_matched_tokens(near, 8) == (13, True)
     decode.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), 13)
@@ -196,15 +196,15 @@ def test_prompt_is_computed_for_a_reader_that_waits() -> None:
     prefill.update_state_after_alloc(far, blocks(7, 8), 0)
     new = NewRequestData("far", None, [], None, None, ([7, 8],), 4, None)
     places = (("h", 21), ("h", 22), ("h", 23))
-    first = prefill.build_connector_meta(step([new], {"far": 4})).growing["far"]
-    assert first == Growing(near.request_id, places, 21, [7, 8], 8, announced=False)
-    second = prefill.build_connector_meta(step([], {"far": 8}, far=([9, 10], 8, False))).growing["far"]
+    first = prefill.build_connector_meta(step([new], {"far": 4})).layerwise["far"]
+    assert first == LayerwisePrefill(near.request_id, places, 21, [7, 8], 8, announced=False)
+    second = prefill.build_connector_meta(step([], {"far": 8}, far=([9, 10], 8, False))).layerwise["far"]
     assert (second.blocks, second.tokens, second.announced) == ([7, 8, 9, 10], 16, True)
     taken = prefill.build_connector_meta(step([], {}, preempted=("far",)))
-    assert (taken.withdrawn, taken.growing) == ({"far": ""}, {})
-    again = prefill.build_connector_meta(step([], {"far": 21}, far=([3, 4, 5, 6, 7, 8], 0, True))).growing["far"]
+    assert (taken.revoked, taken.layerwise) == ({"far": ""}, {})
+    again = prefill.build_connector_meta(step([], {"far": 21}, far=([3, 4, 5, 6, 7, 8], 0, True))).layerwise["far"]
     assert (again.blocks, again.tokens) == ([3, 4, 5, 6, 7, 8], 21)
-    assert prefill.build_connector_meta(step([], {"far": 1}, far=([], 21, False))).growing == {}
+    assert prefill.build_connector_meta(step([], {"far": 1}, far=([], 21, False))).layerwise == {}
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
     assert prefill.request_finished(far, [3, 4, 5, 6, 7, 8])[0]
     assert prefill.build_connector_meta(NOTHING).leases == {"far": ([3, 4, 5, 6, 7, 8], 21)}
@@ -212,7 +212,7 @@ def test_prompt_is_computed_for_a_reader_that_waits() -> None:
 
 def test_mode_push_asks_the_configured_metaserver_for_requests_that_name_no_way() -> None:
     decode, asked = scheduler(), []
-    decode._rendezvous.ask = lambda name, url, wanted: asked.append((name, url))
+    decode._metaserver_client.post = lambda name, url, wanted: asked.append((name, url))
     plain, own = request(params={"do_remote_prefill": True}), {"do_remote_prefill": True, "metaserver": "http://own"}
     assert decode.get_num_new_matched_tokens(plain, 0) == (0, False)  # of mode pull: it is computed here
     decode._metaserver = "http://configured"
@@ -236,13 +236,13 @@ def test_prompt_whose_request_ends_before_it_is_computed_is_taken_from_its_reade
     far.status = RequestStatus.FINISHED_ABORTED
     assert prefill.request_finished(far, [7, 8]) == (False, None)
     meta = prefill.build_connector_meta(NOTHING)
-    assert "FINISHED_ABORTED" in meta.withdrawn["far"]
-    ((waited, how),) = meta.dropped
-    assert (waited.reader, waited.places, how) == ("near", (("h", 1),), meta.withdrawn["far"])
+    assert "FINISHED_ABORTED" in meta.revoked["far"]
+    ((waited, how),) = meta.cancelled
+    assert (waited.reader, waited.reader_ranks, how) == ("near", (("h", 1),), meta.revoked["far"])
     never = request(params=params, name="never")  # which was never scheduled
     never.status = RequestStatus.FINISHED_ABORTED
     assert prefill.request_finished(never, []) == (False, None)
-    assert len(prefill.build_connector_meta(NOTHING).dropped) == 1
+    assert len(prefill.build_connector_meta(NOTHING).cancelled) == 1
 
 
 def test_load_whose_client_leaves_is_ended() -> None:
@@ -250,11 +250,11 @@ def test_load_whose_client_leaves_is_ended() -> None:
     made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 21)
     near.status = RequestStatus.FINISHED_ABORTED
     assert made.request_finished(near, [50]) == (False, None)
-    assert made.build_connector_meta(NOTHING).ended == ["near"]
+    assert made.build_connector_meta(NOTHING).aborted == ["near"]
     made.update_state_after_alloc(second := request(params=dict(ANSWER), name="second"), blocks(50, 51, 52, 53, 54, 55, 56), 21)
-    made.take_finished({"second"})
+    made.update_finished_loads({"second"})
     assert made.request_finished(second, [50]) == (False, None)
-    assert made.build_connector_meta(NOTHING).ended == []
+    assert made.build_connector_meta(NOTHING).aborted == []
 
 
 def test_the_connector_answers_what_vllm_asks_in_the_way_it_asks() -> None:

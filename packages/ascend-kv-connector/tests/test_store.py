@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ascend_kv_connector.store.chunk_format import FOOTER_BYTES, is_intact, read_footer, write_footer
 from ascend_kv_connector.store.disk import DiskPool
 from ascend_kv_connector.store.options import StoreOptions
 from ascend_kv_connector.store.pool import PoolError
-from ascend_kv_connector.store.records import PAGE, is_whole, seal, sealed
 from ascend_kv_connector.testing import BLOCK, Engine, one_rank, prompts  # noqa: F401
 from ascend_platform.extension import RefusedError
 from harness.kv import store_faults
@@ -122,7 +122,7 @@ def test_a_full_disk_is_a_smaller_pool(engine: Callable[..., Engine], monkeypatc
     write = os.write
 
     def full(file: int, data: Any) -> int:
-        if isinstance(data, memoryview) and len(data) > PAGE:
+        if isinstance(data, memoryview) and len(data) > FOOTER_BYTES:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(file, data)
 
@@ -162,7 +162,7 @@ def test_after_a_reset_nothing_old_is_loaded(engine: Callable[..., Engine]) -> N
 
 
 def test_every_outcome_is_counted(engine: Callable[..., Engine]) -> None:
-    from ascend_kv_connector.store.tier import CHUNKS
+    from ascend_kv_connector.store.tier import CHUNKS_METRIC
 
     made, counted = engine(), {}
     for name, prompt in LONG.items():
@@ -170,10 +170,12 @@ def test_every_outcome_is_counted(engine: Callable[..., Engine]) -> None:
     while made.scheduler.has_unfinished_requests() or made.scheduler.connector.has_pending_push_work():
         made.step()
         if stats := made.scheduler.connector.get_kv_connector_stats():
-            for (tier, outcome), count in stats.data["data"].get(CHUNKS, {}).items():
+            for (tier, outcome), count in stats.data["data"].get(CHUNKS_METRIC, {}).items():
                 counted[tier, outcome] = counted.get((tier, outcome), 0) + count
     assert set(counted) <= {("ascend_disk", outcome) for outcome in ("stored", "present", "not found")}
-    assert CHUNKS in type(made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]).build_metric_definitions({})
+    assert CHUNKS_METRIC in type(
+        made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
+    ).build_metric_definitions({})
 
 
 def test_requests_under_faults(engine: Callable[..., Engine]) -> None:
@@ -227,8 +229,8 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     pool = DiskPool(str(tmp_path))
     size, name = 1 << 20, "m/abc"
     buffer = pool.buffer(size)
-    buffer[:] = os.urandom(size - PAGE) + bytes(PAGE)
-    seal(name, buffer)
+    buffer[:] = os.urandom(size - FOOTER_BYTES) + bytes(FOOTER_BYTES)
+    write_footer(name, buffer)
     read, ended, seen = pool.buffer(size), threading.Event(), set()
 
     def watch() -> None:
@@ -242,8 +244,8 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     ended.set()
     thread.join()
     assert seen <= {"missing", "loaded"}
-    assert is_whole(name, read[:-PAGE], sealed(read))
-    assert not is_whole("m/abd", read[:-PAGE], sealed(read))
+    assert is_intact(name, read[:-FOOTER_BYTES], read_footer(read))
+    assert not is_intact("m/abd", read[:-FOOTER_BYTES], read_footer(read))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ def test_mooncake_says_what_became_of_each_chunk(one_rank: None) -> None:  # noq
     with mooncake_pool.mooncake_pool(mib=32) as processes:
         pool = MooncakePool(MooncakeConfig.read(str(processes.config)))
         buffer = pool.buffer(3 * size)
-        one, other, small = buffer[:size], buffer[size : 2 * size], buffer[2 * size : 2 * size + PAGE]
+        one, other, small = buffer[:size], buffer[size : 2 * size], buffer[2 * size : 2 * size + FOOTER_BYTES]
         one[:] = os.urandom(size)
         assert pool.put(["m/a", "m/b"], [one, small]) == ["stored", "stored"]
         assert pool.put(["m/a"], [one]) == ["stored"]  # it is there already

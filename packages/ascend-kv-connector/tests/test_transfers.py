@@ -6,8 +6,8 @@ from time import monotonic, sleep
 
 import pytest
 import torch
-from ascend_kv_connector.memory import MemoryNetwork
-from ascend_kv_connector.protocol import Fetch, Refused, decode_answer
+from ascend_kv_connector.protocol import Fetch, Refused, decode_reply
+from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed, Source
 
 SHAPES = {
@@ -57,7 +57,7 @@ def test_tokens_arrive_and_blocks_are_freed(shape: str, instances: Callable) -> 
         untouched.add(0)  # the null block
     caches = [cache.view(-1, consumer.block_size, *cache.shape[2:]) for rank in consumer.caches for cache in rank.caches]
     assert all(bool((cache[list(untouched)] == -1).all()) for cache in caches)
-    assert sum(rank.lent for rank in producer.producers) == 0
+    assert sum(rank.buffers_in_use for rank in producer.producers) == 0
 
 
 def fails(instances: Callable, act: Callable, tokens: int = 17, **options: object) -> tuple[Failed, float]:
@@ -73,11 +73,11 @@ def fails(instances: Callable, act: Callable, tokens: int = 17, **options: objec
     assert isinstance(outcome, Failed)
     assert set(outcome.blocks) <= set(blocks)
     sleep(0.1)
-    assert consumer.consumers[0].take() == []
+    assert consumer.consumers[0].get_finished() == []
     return outcome, took
 
 
-def test_failure_names_all_that_is_known(instances: Callable, network: MemoryNetwork) -> None:
+def test_failure_names_all_that_is_known(instances: Callable, network: InMemoryNetwork) -> None:
     network.faults.fail = 1.0
     outcome, _ = fails(instances, lambda producer, consumer: None)
     line = str(outcome)
@@ -103,7 +103,7 @@ def test_peer_that_has_no_address(instances: Callable) -> None:
     assert isinstance(consumer.wait()[0][0], Done)
 
 
-def test_peer_that_goes_while_it_is_read(instances: Callable, network: MemoryNetwork) -> None:
+def test_peer_that_goes_while_it_is_read(instances: Callable, network: InMemoryNetwork) -> None:
     producer, consumer = instances("p").produce(), instances("d", answer_timeout=30.0, transfer_timeout=30.0).consume()
     network.faults.delay, network.faults.seconds = 1.0, 0.1
     source, _ = producer.fill("r", 40)
@@ -119,14 +119,14 @@ def test_peer_that_goes_while_it_is_read(instances: Callable, network: MemoryNet
 
 def test_peer_that_does_not_answer(instances: Callable) -> None:
     def hold(producer: object, consumer: object) -> None:
-        producer.producers[0].server._answer = lambda question: sleep(1.0)  # type: ignore[attr-defined]
+        producer.producers[0].server._handler = lambda question: sleep(1.0)  # type: ignore[attr-defined]
 
     outcome, took = fails(instances, hold, answer_timeout=0.4)
     assert (outcome.kind, outcome.cause) == ("peer", "no answer in 0.4 s")
     assert took < 0.8
 
 
-def test_peer_that_comes_back_is_found_again(instances: Callable, network: MemoryNetwork) -> None:
+def test_peer_that_comes_back_is_found_again(instances: Callable, network: InMemoryNetwork) -> None:
     producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
     for name in ("r", "s"):
         source, _ = producer.fill(name, 17)
@@ -138,18 +138,18 @@ def test_peer_that_comes_back_is_found_again(instances: Callable, network: Memor
         sleep(0.3)  # zmq connects anew
 
 
-def test_session_that_is_gone(instances: Callable, network: MemoryNetwork) -> None:
+def test_session_that_is_gone(instances: Callable, network: InMemoryNetwork) -> None:
     outcome, _ = fails(instances, lambda producer, consumer: network.killed.add("memory-0"))
     assert outcome.kind == "transport"
 
 
-def test_link_that_is_cut_ends_at_the_deadline(instances: Callable, network: MemoryNetwork) -> None:
+def test_link_that_is_cut_ends_at_the_deadline(instances: Callable, network: InMemoryNetwork) -> None:
     outcome, took = fails(instances, lambda *both: network.cut.add(frozenset(("memory-0", "memory-1"))), transfer_timeout=0.5)
     assert outcome.kind in ("deadline", "transport")
     assert 0.4 < took < 1.0
 
 
-def test_read_that_hangs_ends_at_the_deadline_and_others_go_on(instances: Callable, network: MemoryNetwork) -> None:
+def test_read_that_hangs_ends_at_the_deadline_and_others_go_on(instances: Callable, network: InMemoryNetwork) -> None:
     producer, consumer = instances("p").produce(), instances("d", transfer_timeout=0.5, lanes=1).consume()
     network.faults.hang = 1.0
     source, _ = producer.fill("r", 17)
@@ -168,7 +168,7 @@ def test_read_that_hangs_ends_at_the_deadline_and_others_go_on(instances: Callab
     assert consumer.holds("s", blocks, 0, 17)
 
 
-def test_bytes_that_come_late_are_not_in_the_cache(instances: Callable, network: MemoryNetwork) -> None:
+def test_bytes_that_come_late_are_not_in_the_cache(instances: Callable, network: InMemoryNetwork) -> None:
     producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
     blocks = consumer.take(17)
     network.faults.late, network.faults.seconds = 1.0, 0.1
@@ -187,14 +187,14 @@ def test_bytes_that_come_late_are_not_in_the_cache(instances: Callable, network:
         producer.free = list(range(64))
 
 
-def test_corruption_is_found_by_checksums(instances: Callable, network: MemoryNetwork) -> None:
+def test_corruption_is_found_by_checksums(instances: Callable, network: InMemoryNetwork) -> None:
     network.faults.corrupt = 1.0
     outcome, _ = fails(instances, lambda producer, consumer: None, verify=True)
     assert outcome.kind == "verify"
     assert outcome.size == 0
 
 
-def test_blocks_before_the_failure_count_as_loaded(instances: Callable, network: MemoryNetwork) -> None:
+def test_blocks_before_the_failure_count_as_loaded(instances: Callable, network: InMemoryNetwork) -> None:
     producer, consumer = instances("p").produce(), instances("d", chunk_bytes=640, lanes=1).consume()  # four tokens a piece
     reads = iter([0.0, 0.0, 1.0])
 
@@ -214,7 +214,7 @@ def test_blocks_before_the_failure_count_as_loaded(instances: Callable, network:
     assert consumer.holds("r", blocks, 0, loaded)
 
 
-def test_of_windows_nothing_counts_before_all_is_there(instances: Callable, network: MemoryNetwork) -> None:
+def test_of_windows_nothing_counts_before_all_is_there(instances: Callable, network: InMemoryNetwork) -> None:
     shape = {"windows": (0, 6), "chunk_bytes": 200}
     producer, consumer = instances("p", **shape).produce(), instances("d", **shape).consume()
     source, _ = producer.fill("r", 30)
@@ -257,15 +257,15 @@ def test_lease_that_has_expired(instances: Callable) -> None:
     assert "the lease of 0.05 s has expired" in outcome.cause
 
 
-def test_lease_is_kept_while_somebody_reads(instances: Callable, network: MemoryNetwork) -> None:
+def test_lease_is_kept_while_somebody_reads(instances: Callable, network: InMemoryNetwork) -> None:
     producer, consumer = instances("p", lease=0.3).produce(), instances("d").consume()
     network.faults.delay, network.faults.seconds = 1.0, 0.1
     source, _ = producer.fill("r", 30)
     blocks = consumer.take(30)
     consumer.consumers[0].start("r", source, blocks, 0, 30)
     until = monotonic() + 0.8
-    while monotonic() < until and not (ended := consumer.consumers[0].take()):
-        assert producer.producers[0].leases.ended() == {}
+    while monotonic() < until and not (ended := consumer.consumers[0].get_finished()):
+        assert producer.producers[0].leases.pop_ended() == {}
         sleep(0.01)
     ended = ended or consumer.wait()[0]
     assert isinstance(ended[0], Done)
@@ -277,7 +277,7 @@ def test_declined_blocks_are_freed(instances: Callable) -> None:
     source, _ = producer.fill("r", 17)
     consumer.consumers[0].decline(source)
     sleep(0.1)
-    assert producer.producers[0].leases.ended() == {}
+    assert producer.producers[0].leases.pop_ended() == {}
     consumer.consumers[1].decline(source)
     assert producer.all_free("r")
 
@@ -346,7 +346,7 @@ def test_garbage_is_refused_and_the_server_goes_on(instances: Callable) -> None:
         socket.send_multipart([draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 5))])
     socket.send_multipart([b"1", b"\x81\xa4type\xa5Hello"])
     assert socket.poll(2000)
-    assert isinstance(decode_answer(socket.recv_multipart()[-1]), Refused)
+    assert isinstance(decode_reply(socket.recv_multipart()[-1]), Refused)
     context.destroy(linger=0)
     source, _ = producer.fill("r", 8)
     consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)

@@ -14,7 +14,7 @@ import torch
 from ascend_kv_connector.transport import Transport
 
 
-def allocate(transport: Transport, size: int, device: torch.device) -> torch.Tensor:
+def allocate_buffer(transport: Transport, size: int, device: torch.device) -> torch.Tensor:
     """``size`` bytes, uint8, registered: on the device if the transport reaches its memory, else on the host and pinned."""
     where = device if transport.on_device else torch.device("cpu")
     buffer = torch.empty(size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type)
@@ -35,36 +35,36 @@ class Loan(NamedTuple):
     ticket: int
 
 
-class Slots:
+class SendBuffers:
     """The buffers that a rank sends from: lent to a reader for a while, and taken back when it says so or the while is over."""
 
     def __init__(self, buffers: list[torch.Tensor], clock: Callable[[], float] = monotonic) -> None:
         self.buffers = buffers
         self._clock = clock
         self._lock = threading.Lock()
-        self._lent: dict[int, Loan] = {}
+        self._loans: dict[int, Loan] = {}
         self._tickets = itertools.count()
 
-    def take(self, request: str, reader: str, seconds: float) -> tuple[int, torch.Tensor] | None:
+    def acquire(self, request: str, reader: str, seconds: float) -> tuple[int, torch.Tensor] | None:
         """A ticket and the buffer that is now this reader's, or None while all are lent."""
         with self._lock:
             now = self._clock()
             for index, buffer in enumerate(self.buffers):
-                if index not in self._lent or self._lent[index].until <= now:
-                    loan = self._lent[index] = Loan((request, reader), now + seconds, next(self._tickets))
+                if index not in self._loans or self._loans[index].until <= now:
+                    loan = self._loans[index] = Loan((request, reader), now + seconds, next(self._tickets))
                     return loan.ticket, buffer
         return None
 
-    def give_back(self, request: str, reader: str, tickets: list[int] | None = None) -> None:
+    def release(self, request: str, reader: str, tickets: list[int] | None = None) -> None:
         """Take back what this reader has by these tickets, or all that it has of the request."""
         with self._lock:
-            for index, loan in list(self._lent.items()):
+            for index, loan in list(self._loans.items()):
                 if loan.owner == (request, reader) and (tickets is None or loan.ticket in tickets):
-                    del self._lent[index]
+                    del self._loans[index]
 
     @property
-    def lent(self) -> int:
+    def in_use(self) -> int:
         """How many readers have."""
         with self._lock:
             now = self._clock()
-            return sum(loan.until > now for loan in self._lent.values())
+            return sum(loan.until > now for loan in self._loans.values())

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from ascend_platform import extension
 
-IGNORED = ("prefill", "decode", "use_ascend_direct")
-"""Keys of vllm-ascend's connectors that say what ranks of this one tell each other; they are left unread."""
+IGNORED_KEYS = ("prefill", "decode", "use_ascend_direct")
+"""CurveKeys of vllm-ascend's connectors that say what ranks of this one tell each other; they are left unread."""
 
 Kind = TypeVar("Kind")
 
@@ -41,13 +41,13 @@ class Options:
         return self.chunk_mib << 20
 
     @classmethod
-    def take(cls, given: Mapping[str, object]) -> Options:
+    def from_config(cls, given: Mapping[str, object]) -> Options:
         """Check what the user gave.
 
         Raises:
             RefusedError: an unknown key, with the nearest known one, or a value that cannot be, in one line.
         """
-        options = take(cls, given, IGNORED)
+        options = parse_options(cls, given, IGNORED_KEYS)
         if options.mode not in MODES:
             raise extension.RefusedError(f"kv_connector_extra_config.mode is {options.mode!r}; it can be {' or '.join(MODES)}")
         if options.metaserver and options.mode != "push":
@@ -57,7 +57,7 @@ class Options:
         return options
 
 
-def take(kind: type[Kind], given: Mapping[str, object], ignored: Collection[str], title: str = "") -> Kind:
+def parse_options(kind: type[Kind], given: Mapping[str, object], ignored: Collection[str], title: str = "") -> Kind:
     """A dataclass of options, of what the user gave; ``title`` begins the line that refuses.
 
     Raises:
@@ -70,12 +70,12 @@ def take(kind: type[Kind], given: Mapping[str, object], ignored: Collection[str]
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise extension.RefusedError(f"{title}kv_connector_extra_config has no key {key!r}; {hint}")
-        if wanted := _unfit(value, known[key]):
+        if wanted := _expected(value, known[key]):
             raise extension.RefusedError(f"{title}kv_connector_extra_config.{key} is {value!r}; it can be {wanted}")
     return kind(**values)
 
 
-def _unfit(value: object, kind: str) -> str:
+def _expected(value: object, kind: str) -> str:
     """What it should be, or nothing if it is of this annotated kind."""
     if kind.startswith("bool"):
         return "" if isinstance(value, bool) else "true or false"
@@ -89,7 +89,7 @@ def _unfit(value: object, kind: str) -> str:
     return "" if isinstance(value, str) else "a string"
 
 
-def windows_of(name: str, groups: list[Any]) -> tuple[int, ...]:
+def sliding_windows(name: str, groups: list[Any]) -> tuple[int, ...]:
     """Of each group of layers, a KVCacheGroupSpec of vLLM's, how many tokens it keeps; 0 for all.
 
     Raises:

@@ -20,7 +20,7 @@ HINTS: dict[Kind, str] = {
 }
 
 
-REST = 60.0
+QUARANTINE_SECONDS = 60.0
 """Seconds that a buffer is left alone after a read into it failed: a transport may still write there."""
 
 
@@ -28,8 +28,8 @@ class TransferError(Exception):
     """A transfer cannot go on. ``kind`` is for counting, the message for people; ``rest`` is of a read that has failed, the
     seconds for which its buffer may still change: 0 if it was not begun."""
 
-    def __init__(self, kind: Kind, cause: str, hint: str = "", rest: float = REST) -> None:
+    def __init__(self, kind: Kind, cause: str, hint: str = "", quarantine: float = QUARANTINE_SECONDS) -> None:
         super().__init__(cause)
         self.kind: Kind = kind
-        self.rest = rest
+        self.quarantine = quarantine
         self.hint = hint or HINTS[kind]

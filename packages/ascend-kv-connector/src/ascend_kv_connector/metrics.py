@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from ascend_kv_connector.errors import KINDS
 from ascend_kv_connector.transfers import Done, Failed
 
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 @dataclass
@@ -59,7 +59,7 @@ class TransferMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         name = "vllm:ascend_kv_"
         self._seconds = metric_types[Histogram](
-            name=f"{name}transfer_seconds", documentation="KV transfers that were done", buckets=SECONDS, labelnames=labelnames
+            name=f"{name}transfer_seconds", documentation="KV transfers that were done", buckets=BUCKETS, labelnames=labelnames
         )
         self._bytes = metric_types[Counter](
             name=f"{name}transfer_bytes", documentation="Bytes of KV cache received", labelnames=labelnames

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from ascend_platform import extension
 
+from ascend_kv_connector.auth import CurveKeys
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.keys import Keys
 
 WHEELS = ("mooncake-transfer-engine-npu", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 """They have the same modules; which one fits depends on the machine, so that this wheel requires none."""
 
-GIVES_UP = "MC_TRANSFER_TIMEOUT"
+TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 """Seconds after which Mooncake ends a read by itself; it reads this as an engine is made, 30 without it, and takes at least 5
 (Mooncake, ``mooncake-integration/transfer_engine/transfer_engine_py.cpp``)."""
 
@@ -34,7 +34,7 @@ def check() -> None:
         )
 
 
-def load(module: str, title: str) -> Any:
+def import_mooncake(module: str, title: str) -> Any:
     """A module of Mooncake's; ``title`` begins the line that refuses.
 
     Raises:
@@ -55,14 +55,14 @@ class MooncakeTransport:
     Peers find each other by host and port, without a metadata server (``P2PHANDSHAKE``).
     """
 
-    def __init__(self, host: str, protocol: str, keys: Keys | None = None) -> None:
+    def __init__(self, host: str, protocol: str, keys: CurveKeys | None = None) -> None:
         """Start an engine; it has no use for keys.
 
         Raises:
             RefusedError: Mooncake is not installed, lacks a library, or does not start.
         """
-        engine = load("mooncake.engine", "transport mooncake: Mooncake's transfer engine")
-        os.environ.setdefault(GIVES_UP, "30")
+        engine = import_mooncake("mooncake.engine", "transport mooncake: Mooncake's transfer engine")
+        os.environ.setdefault(TIMEOUT_VARIABLE, "30")
         self.name = f"mooncake ({protocol})"
         self.on_device = protocol == "ascend"
         self._engine = engine.TransferEngine()

@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from ascend_kv_connector.config import windows_of
+from ascend_kv_connector.config import sliding_windows
 
 SPECS = {"CPUOffloadingSpec": "HostSpec", "TieringOffloadingSpec": "TieredSpec"}
 """By vLLM's name of a spec the one here that takes its place."""
@@ -44,7 +44,7 @@ for _name, _place in TIERS.items():
     if _name not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(_name, *_place)
 
-MAPPED = 0x2
+HOST_REGISTER_MAPPED = 0x2
 """ACL_HOST_REG_MAPPED, of aclrtHostRegisterV2's flags; torch_npu's ``test/npu/test_npurt.py`` has it."""
 
 
@@ -65,7 +65,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
                 "TieringOffloadingSpec"
             )
         if SPECS.get(spec, spec) == "TieredSpec":
-            check_one_host("OffloadingConnector", vllm_config)
+            check_single_host("OffloadingConnector", vllm_config)
         if vllm_config.cache_config.kv_offloading_size is None and not given.get("cpu_bytes_to_use"):
             raise extension.RefusedError(
                 "OffloadingConnector: kv_connector_extra_config has no cpu_bytes_to_use, the bytes of host memory for all ranks"
@@ -76,7 +76,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         return None  # attention's own; keys and values are taken apart in it
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        windows_of(type(self).__name__, kv_cache_config.kv_cache_groups)
+        sliding_windows(type(self).__name__, kv_cache_config.kv_cache_groups)
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         spec = given.get("spec_name", "CPUOffloadingSpec")
         given.update(spec_name=SPECS.get(spec, spec), spec_module_path=__name__)
@@ -84,6 +84,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Layers of several groups may have the same memory, which is copied once: a block is one group's at a time."""
+        assert self.connector_worker is not None
         tensors: dict[int, CanonicalKVCacheTensor] = {}
         refs = []
         for group in self.connector_worker.kv_cache_config.kv_cache_groups:
@@ -99,6 +100,8 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
 class HostSpec(CPUOffloadingSpec):
     """vLLM's bookkeeping of host memory, with :class:`HostWorker` for the copies."""
 
+    _worker: Any  # vLLM declares a worker for CUDA
+
     def get_worker(self, kv_caches: CanonicalKVCaches) -> HostWorker:
         if not self._worker:
             shape = self.num_chunks, self.blocks_per_chunk
@@ -109,6 +112,8 @@ class HostSpec(CPUOffloadingSpec):
 
 class TieredSpec(TieringOffloadingSpec):
     """vLLM's host memory with tiers behind it, which is one file in /dev/shm that all ranks and the scheduler map."""
+
+    _worker: Any  # vLLM declares a worker for CUDA
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -147,7 +152,7 @@ def _unlink(region: SharedOffloadRegion) -> None:
             os.unlink(path)
 
 
-def check_one_host(name: str, vllm_config: Any) -> None:
+def check_single_host(name: str, vllm_config: Any) -> None:
     """Look whether all ranks can map the same memory.
 
     Raises:
@@ -161,7 +166,7 @@ def check_one_host(name: str, vllm_config: Any) -> None:
 
 
 @dataclass
-class Copies:
+class CopyJob:
     """What one job has enqueued."""
 
     job: int
@@ -171,7 +176,7 @@ class Copies:
 
 
 class HostWorker(OffloadingWorker):
-    """Copies blocks between the NPU and pinned host memory, in the order of the jobs, on a stream of its own.
+    """CopyJob blocks between the NPU and pinned host memory, in the order of the jobs, on a stream of its own.
 
     ``pages[i]`` is ``[blocks, bytes]`` on the NPU, ``host[i]`` ``[chunks, blocks_per_chunk, bytes]``; ``groups`` has for each
     group of layers which of them are its.
@@ -183,7 +188,7 @@ class HostWorker(OffloadingWorker):
         self.groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
         self.blocks_per_chunk = self.host[0].shape[1]
         self._stream = torch.npu.Stream(self.pages[0].device)
-        self._jobs: deque[Copies] = deque()
+        self._jobs: deque[CopyJob] = deque()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._enqueue(job_id, src_spec, dst_spec, store=True)
@@ -228,7 +233,7 @@ class HostWorker(OffloadingWorker):
                         to.copy_(origin, non_blocking=True)
                         size += page.numel()
             ended.record()
-        self._jobs.append(Copies(job, began, ended, size))
+        self._jobs.append(CopyJob(job, began, ended, size))
         return True
 
 
@@ -239,7 +244,7 @@ class RegionWorker(HostWorker):
         super().__init__(kv_caches, host)
         self._region: SharedOffloadRegion | None = region
         self._address = region._base.data_ptr()
-        if code := torch.npu.npurt().npuHostRegister(self._address, region.total_size_bytes, MAPPED):
+        if code := torch.npu.npurt().npuHostRegister(self._address, region.total_size_bytes, HOST_REGISTER_MAPPED):
             extension.logger.warning(
                 "aclrtHostRegister fails with code %d for %d bytes of host memory; copies of KV cache will hold up steps",
                 code,

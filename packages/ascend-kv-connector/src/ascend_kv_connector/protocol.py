@@ -1,7 +1,7 @@
 """What the ranks of two instances say to each other: msgpack over zmq, each message of one of these types, nothing else.
 
-A consumer's rank asks, a producer's rank answers each message with one. A producer asks :class:`Announce`
-and :class:`Dropped`. No message holds an address of a KV cache: a producer packs what it is asked for into a buffer of its own,
+A consumer's rank asks, a producer's rank answers each message with one. A producer asks :class:`PrefillStarted`
+and :class:`PrefillCancelled`. No message holds an address of a KV cache: a producer packs what it is asked for into a buffer of its own,
 and tells its address.
 """
 
@@ -20,14 +20,14 @@ class Message(msgspec.Struct, tag=True, frozen=True):
     """The base of all of them; ``tag`` names the type in each message."""
 
 
-class Hello(Message, frozen=True):
-    """Who are you? Answered by :class:`Cache`, or :class:`Refused` where ``engine`` is another."""
+class Handshake(Message, frozen=True, tag="Hello"):
+    """Who are you? Answered by :class:`CacheInfo`, or :class:`Refused` where ``engine`` is another."""
 
     version: int
     engine: str
 
 
-class Region(msgspec.Struct, frozen=True):
+class CacheRegion(msgspec.Struct, frozen=True):
     """One tensor of one layer: ``part`` is ``key`` or ``value``, ``size`` the elements of a head's row."""
 
     layer: str
@@ -35,7 +35,7 @@ class Region(msgspec.Struct, frozen=True):
     size: int
 
 
-class Cache(Message, frozen=True):
+class CacheInfo(Message, frozen=True, tag="Cache"):
     """What a rank holds: of each region the heads ``first_head`` to ``first_head + heads`` of the model's ``total_heads``."""
 
     version: int
@@ -48,11 +48,11 @@ class Cache(Message, frozen=True):
     first_head: int
     heads: int
     chunk_bytes: int
-    regions: list[Region]
+    regions: list[CacheRegion]
 
 
-class Fetch(Message, frozen=True):
-    """Pack tokens ``start`` to ``stop`` of a request: of each of ``regions`` (indices into Cache's) the heads ``first_head`` to
+class Fetch(Message, frozen=True, rename={"allow_partial": "growing"}):
+    """Pack tokens ``start`` to ``stop`` of a request: of each of ``regions`` (indices into CacheInfo's) the heads ``first_head`` to
     ``first_head + heads``. ``read`` has the tickets of what the reader is done with. With ``growing`` it may be fewer tokens,
     those that are computed. Answered by :class:`Chunk` or :class:`Refused`."""
 
@@ -65,7 +65,7 @@ class Fetch(Message, frozen=True):
     heads: int
     read: list[int] = []
     verify: bool = False
-    growing: bool = False
+    allow_partial: bool = False
 
 
 class Chunk(Message, frozen=True):
@@ -85,16 +85,16 @@ class Chunk(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """This reader, one of ``readers``, wants nothing more of the request. Answered by :class:`Noted`, also when repeated."""
+    """This reader, one of ``readers``, wants nothing more of the request. Answered by :class:`Ack`, also when repeated."""
 
     request: str
     reader: str
     readers: int
 
 
-class Announce(Message, frozen=True):
+class PrefillStarted(Message, frozen=True, tag="Announce"):
     """A producer has begun to compute the prompt that the asked instance waits for under the name ``request``: engine
-    ``source_engine`` does so as ``source_request``, and its ranks answer at ``ranks``. Answered by :class:`Noted`."""
+    ``source_engine`` does so as ``source_request``, and its ranks answer at ``ranks``. Answered by :class:`Ack`."""
 
     request: str
     source_engine: str
@@ -102,20 +102,20 @@ class Announce(Message, frozen=True):
     ranks: list[tuple[str, int]]
 
 
-class Dropped(Message, frozen=True):
-    """No producer will compute the prompt that the asked instance waits for as ``request``. Answered by :class:`Noted`."""
+class PrefillCancelled(Message, frozen=True, tag="Dropped"):
+    """No producer will compute the prompt that the asked instance waits for as ``request``. Answered by :class:`Ack`."""
 
     request: str
     cause: str
 
 
-class Meet(Message, frozen=True):
-    """By transport hccl, on a port of its own: connect with ``reader``, a pair's name. Answered by :class:`Meeting`."""
+class Connect(Message, frozen=True, tag="Meet"):
+    """By transport hccl, on a port of its own: connect with ``reader``, a pair's name. Answered by :class:`RootInfo`."""
 
     reader: str
 
 
-class Meeting(Message, frozen=True):
+class RootInfo(Message, frozen=True, tag="Meeting"):
     """HCCL's root information, of which the asked one is rank 0 and the reader rank 1."""
 
     info: bytes
@@ -123,7 +123,7 @@ class Meeting(Message, frozen=True):
 
 class Send(Message, frozen=True):
     """Send these bytes of a registered buffer to ``reader``, which receives them next, for ``seconds`` at most. Answered by
-    :class:`Noted`."""
+    :class:`Ack`."""
 
     reader: str
     address: int
@@ -131,13 +131,13 @@ class Send(Message, frozen=True):
     seconds: float
 
 
-class Part(Message, frozen=True):
-    """``reader`` receives nothing more. Answered by :class:`Noted`."""
+class Disconnect(Message, frozen=True, tag="Part"):
+    """``reader`` receives nothing more. Answered by :class:`Ack`."""
 
     reader: str
 
 
-class Noted(Message, frozen=True):
+class Ack(Message, frozen=True, tag="Noted"):
     pass
 
 
@@ -149,9 +149,9 @@ class Refused(Message, frozen=True):
     again: bool = False
 
 
-Question = Hello | Fetch | Release | Announce | Dropped | Meet | Send | Part
-Answer = Cache | Chunk | Noted | Refused | Meeting
+Query = Handshake | Fetch | Release | PrefillStarted | PrefillCancelled | Connect | Send | Disconnect
+Reply = CacheInfo | Chunk | Ack | Refused | RootInfo
 
 encode = msgspec.msgpack.Encoder().encode
-decode_question = msgspec.msgpack.Decoder(Question).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_query = msgspec.msgpack.Decoder(Query).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode

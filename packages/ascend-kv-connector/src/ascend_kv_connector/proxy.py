@@ -28,9 +28,9 @@ METASERVER = "/v1/metaserver"
 
 def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = "") -> web.Application:
     """The router over base URLs such as ``http://10.0.0.1:8100``; ``layerwise`` is its own, if prompts go over layer by layer."""
-    turns = [itertools.cycle(url.rstrip("/") for url in urls) for urls in (prefill, decode)]
+    instances = [itertools.cycle(url.rstrip("/") for url in urls) for urls in (prefill, decode)]
     app = web.Application(client_max_size=64 << 20)
-    asked_for: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {}
+    waiting: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {}
 
     async def session(app: web.Application) -> Any:
         app[SESSION] = ClientSession(timeout=ClientTimeout(total=None, sock_connect=10))
@@ -39,8 +39,8 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
 
     async def complete(request: web.Request) -> web.StreamResponse:
         try:
-            asked = json.loads(await request.text())
-            assert isinstance(asked, dict)
+            body = json.loads(await request.text())
+            assert isinstance(body, dict)
         except (ValueError, AssertionError):
             return _error(400, "the body is not a JSON object")
         headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
@@ -48,13 +48,13 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
         if layerwise:
             params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": layerwise.rstrip("/") + METASERVER}
             name = PATHS[request.path].format(headers["X-Request-Id"])
-            asked_for[name] = request.path, asked, headers
+            waiting[name] = request.path, body, headers
             try:
-                return await to_decode(request, asked, headers, params)
+                return await send_to_decode(request, body, headers, params)
             finally:
-                asked_for.pop(name, None)
-        first = _first(asked, {"do_remote_decode": True})
-        where = next(turns[0]) + request.path
+                waiting.pop(name, None)
+        first = _prefill_body(body, {"do_remote_decode": True})
+        where = next(instances[0]) + request.path
         try:
             async with request.app[SESSION].post(where, json=first, headers=headers) as answer:
                 text = await answer.text()
@@ -67,28 +67,28 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
             return _error(
                 502, f"{where} answers without kv_transfer_params; start it with --kv-transfer-config and kv_role kv_producer"
             )
-        return await to_decode(request, asked, headers, params)
+        return await send_to_decode(request, body, headers, params)
 
-    async def meet(request: web.Request) -> web.StreamResponse:
+    async def metaserver(request: web.Request) -> web.StreamResponse:
         """A decode instance has blocks for a request and asks for its prefill."""
         params = json.loads(await request.text())
-        if params.get("request_id") not in asked_for:
+        if params.get("request_id") not in waiting:
             return _error(404, f"no request {params.get('request_id')!r} is waiting here")
-        path, asked, headers = asked_for[params["request_id"]]
-        where = next(turns[0]) + path
+        path, body, headers = waiting[params["request_id"]]
+        where = next(instances[0]) + path
         try:
-            async with request.app[SESSION].post(where, json=_first(asked, params), headers=headers) as answer:
+            async with request.app[SESSION].post(where, json=_prefill_body(body, params), headers=headers) as answer:
                 return web.Response(status=answer.status, text=await answer.text(), content_type="application/json")
         except (ClientError, TimeoutError) as error:
             return _error(502, f"the prefill instance at {where} has failed: {type(error).__name__}: {error}")
 
-    async def to_decode(
-        request: web.Request, asked: dict[str, Any], headers: dict[str, str], params: dict[str, Any]
+    async def send_to_decode(
+        request: web.Request, body: dict[str, Any], headers: dict[str, str], params: dict[str, Any]
     ) -> web.StreamResponse:
-        where = next(turns[1]) + request.path
+        where = next(instances[1]) + request.path
         response = None
         try:
-            async with request.app[SESSION].post(where, json=asked | {"kv_transfer_params": params}, headers=headers) as answer:
+            async with request.app[SESSION].post(where, json=body | {"kv_transfer_params": params}, headers=headers) as answer:
                 response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]})
                 await response.prepare(request)
                 async for data in answer.content.iter_any():
@@ -102,13 +102,13 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
     app.cleanup_ctx.append(session)
     for path in PATHS:
         app.router.add_post(path, complete)
-    app.router.add_post(METASERVER, meet)
+    app.router.add_post(METASERVER, metaserver)
     return app
 
 
-def _first(asked: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+def _prefill_body(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
     """What a prefill instance is sent: the same for one token."""
-    first = {key: value for key, value in asked.items() if key not in ("stream", "stream_options", "max_completion_tokens")}
+    first = {key: value for key, value in body.items() if key not in ("stream", "stream_options", "max_completion_tokens")}
     return first | {"max_tokens": 1, "kv_transfer_params": params}
 
 

@@ -19,6 +19,7 @@ import random
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -135,7 +136,7 @@ class ConnectorTests:
                 kv_transfer_config=json.loads(json.dumps(transfer)),
             ).create_engine_config()
 
-    def check(self, engine: Engine, given: dict[str, list[int]], length: int, left: set[str] = frozenset()) -> None:
+    def check(self, engine: Engine, given: dict[str, list[int]], length: int, left: AbstractSet[str] = frozenset()) -> None:
         assert engine.wrong == [], f"the KV cache differs, first at (request, token, layer) {engine.wrong[0]}"
         for name, prompt in given.items():
             reason, tokens, _ = engine.ended[name]
@@ -195,7 +196,7 @@ class ConnectorTests:
 
     def test_requests_that_are_preempted(self, engine: Callable[..., Engine]) -> None:
         made, given = engine(blocks=30), prompts(12, 3)
-        preempted = []
+        preempted: list[str] = []
         schedule = made.scheduler.schedule
 
         def watch(*arguments: Any, **more: Any) -> Any:
@@ -203,7 +204,7 @@ class ConnectorTests:
             preempted.extend(out.preempted_req_ids or ())
             return out
 
-        made.scheduler.schedule = watch
+        made.scheduler.schedule = watch  # type: ignore[method-assign]
         for name, prompt in given.items():
             made.add(name, prompt, 40)
         made.run()
@@ -217,6 +218,7 @@ class ConnectorTests:
             pytest.skip("it has no stats")
         stats = pickle.loads(pickle.dumps(stats))
         again = kind.build_kv_connector_stats(data=stats.data)
+        assert again is not None
         assert again.aggregate(stats).is_empty()
         assert isinstance(again.reduce(), dict)
 

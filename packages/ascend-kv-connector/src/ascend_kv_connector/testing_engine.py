@@ -71,7 +71,7 @@ class Engine:
         hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self.hasher = get_request_block_hasher(BLOCK, hashing)
-        shape = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.float32}
+        shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.float32}
         spec = FullAttentionSpec(**shape)
         self.layers = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
         size = blocks * spec.page_size_bytes
@@ -92,6 +92,7 @@ class Engine:
         self.worker.register_kv_caches(self.caches)
         if (handshake := self.worker.get_handshake_metadata()) is not None:
             told = pickle.loads(pickle.dumps(handshake))
+            assert self.scheduler.connector is not None
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
         self.tables: dict[str, list[list[int]]] = {}
         self.wrong: list[tuple[str, int, str]] = []
@@ -171,6 +172,7 @@ class Engine:
 
     def close(self) -> None:
         self.worker.shutdown()
+        assert self.scheduler.connector is not None
         self.scheduler.connector.shutdown()
 
     def _take_tables(self, out: Any) -> None:

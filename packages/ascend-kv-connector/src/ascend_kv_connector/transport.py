@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from ascend_platform import extension
 
-from ascend_kv_connector.keys import Keys
+from ascend_kv_connector.auth import CurveKeys
 
 TRANSPORTS = {
     "mooncake": "ascend_kv_connector.mooncake.MooncakeTransport",
@@ -37,7 +37,7 @@ class Transport(Protocol):
     def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
         """Copy ``size`` bytes from a peer's address to a registered one here; returns when they are there.
 
-        ``seconds`` is for transports that can stop by themselves. One that cannot may return late: the caller does not wait for
+        ``seconds`` is for transports that can stop by themselves. One that cannot may return late: the client does not wait for
         it, and does not use the bytes.
 
         Raises:
@@ -57,7 +57,7 @@ def check(name: str) -> None:
     _module(name).check()
 
 
-def make(name: str, host: str, protocol: str, keys: Keys | None = None) -> Transport:
+def make_transport(name: str, host: str, protocol: str, keys: CurveKeys | None = None) -> Transport:
     """The transport of this name.
 
     Raises:

@@ -21,7 +21,7 @@ class AscendStoreConnector(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         options = StoreOptions.take(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._loads, self._stores = options.roles(vllm_config.kv_transfer_config)
-        super().__init__(options.translated(vllm_config), role, kv_cache_config)
+        super().__init__(options.to_offloading_config(vllm_config), role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
@@ -34,4 +34,4 @@ class AscendStoreConnector(OffloadingConnector):
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *more: Any) -> Any:
         options = StoreOptions.take(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        return super().build_prom_metrics(options.translated(vllm_config), *more)
+        return super().build_prom_metrics(options.to_offloading_config(vllm_config), *more)

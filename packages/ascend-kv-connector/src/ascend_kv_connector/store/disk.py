@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT, probe_o_direct
 from ascend_kv_connector.store.pool import LOADED, STORED
 from ascend_kv_connector.store.tier import PoolTier
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskPool:
@@ -37,7 +37,7 @@ class DiskPool:
             probe.unlink()
         except OSError as error:
             raise extension.RefusedError(f"disk_path {path} cannot be written to ({error}); name a directory that can") from None
-        self.where = f"disk {path}"
+        self.description = f"disk {path}"
         self._direct = O_DIRECT if probe_o_direct(path) else 0
 
     def buffer(self, size: int) -> memoryview:
@@ -79,7 +79,7 @@ class DiskPool:
         except OSError as error:
             with suppress(OSError):
                 part.unlink()
-            return "full" if error.errno in FULL else "failed"
+            return "full" if error.errno in NO_SPACE else "failed"
         return STORED
 
     def _read(self, path: Path, record: memoryview) -> str:

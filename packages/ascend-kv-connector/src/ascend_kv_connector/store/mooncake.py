@@ -15,11 +15,11 @@ from typing import Any
 
 from ascend_platform import extension
 
-from ascend_kv_connector.mooncake import WHEELS, check, load
+from ascend_kv_connector.mooncake import WHEELS, check, import_mooncake
 from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier
 
-PATH = "MOONCAKE_CONFIG_PATH"
+CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
 """The environment variable that Mooncake, vLLM and vllm-ascend have for the path of the configuration."""
 
 FULL, MISSING = (-200,), (-704,)
@@ -54,15 +54,15 @@ class MooncakeConfig:
         Raises:
             RefusedError: there is none, or it cannot be read, in one line.
         """
-        if not (path := path or os.environ.get(PATH, "")):
+        if not (path := path or os.environ.get(CONFIG_ENV, "")):
             raise extension.RefusedError(
-                f'backend mooncake: set {PATH} to the path of a file with {{"master_server_address": "HOST:PORT"}}, or '
+                f'backend mooncake: set {CONFIG_ENV} to the path of a file with {{"master_server_address": "HOST:PORT"}}, or '
                 "mooncake_config_path in kv_connector_extra_config"
             )
         try:
             given = json.loads(Path(path).read_text())
             known = {name: given[name] for name in cls.__dataclass_fields__ if given.get(name) is not None}
-            return cls(**cls._sized(known | cls._of_environment()))
+            return cls(**cls._parse_sizes(known | cls._from_environment()))
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise extension.RefusedError(
                 f"backend mooncake: {path} is not a configuration of Mooncake's ({type(error).__name__}: {error}); it is a JSON "
@@ -70,12 +70,12 @@ class MooncakeConfig:
             ) from None
 
     @staticmethod
-    def _of_environment() -> dict[str, str]:
+    def _from_environment() -> dict[str, str]:
         named = {"master_server_address": "MOONCAKE_MASTER", "global_segment_size": "MOONCAKE_GLOBAL_SEGMENT_SIZE"}
         return {name: os.environ[variable] for name, variable in named.items() if os.environ.get(variable)}
 
     @staticmethod
-    def _sized(given: Mapping[str, Any]) -> dict[str, Any]:
+    def _parse_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
         out = dict(given)
         for name in ("global_segment_size", "local_buffer_size"):
             if isinstance(value := out.get(name), str):
@@ -112,12 +112,12 @@ class MooncakePool:
             RefusedError: Mooncake is not installed, lacks a library, or does not start.
         """
         config.check()
-        store = load("mooncake.store", "backend mooncake: Mooncake's store")
+        store = import_mooncake("mooncake.store", "backend mooncake: Mooncake's store")
         from vllm.utils.network_utils import get_ip
 
-        self.where = f"Mooncake's store of master {config.master_server_address} ({config.protocol})"
+        self.description = f"Mooncake's store of master {config.master_server_address} ({config.protocol})"
         self._store: Any = store.MooncakeDistributedStore()
-        asked = {
+        setup = {
             "local_hostname": config.local_hostname or get_ip(),
             "metadata_server": config.metadata_server,
             "global_segment_size": config.global_segment_size,
@@ -127,9 +127,9 @@ class MooncakePool:
             "master_server_addr": config.master_server_address,
             "tenant_id": config.tenant_id,
         }
-        if code := self._store.setup(asked):
+        if code := self._store.setup(setup):
             raise extension.RefusedError(
-                f"backend mooncake: {self.where} cannot be joined from {asked['local_hostname']} (code {code}); protocol can be "
+                f"backend mooncake: {self.description} cannot be joined from {setup['local_hostname']} (code {code}); protocol can be "
                 f"tcp, or ascend with {WHEELS[0]}, and local_hostname is this machine's address for the others"
             )
         self._buffers: list[mmap.mmap] = []
@@ -142,26 +142,26 @@ class MooncakePool:
         return memoryview(memory)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        return [code > 0 for code in self._answered(self._store.batch_is_exist(list(names)))]
+        return [code > 0 for code in self._check_reachable(self._store.batch_is_exist(list(names)))]
 
     def put(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        codes = self._store.batch_put_from(list(names), *_places(records))
-        return [_outcome(code, STORED) for code in self._answered(codes)]
+        codes = self._store.batch_put_from(list(names), *_addresses_and_sizes(records))
+        return [_outcome(code, STORED) for code in self._check_reachable(codes)]
 
     def get(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        codes = self._answered(self._store.batch_get_into(list(names), *_places(records)))
+        codes = self._check_reachable(self._store.batch_get_into(list(names), *_addresses_and_sizes(records)))
         cut = [0 <= code < len(record) for code, record in zip(codes, records, strict=True)]
         return ["cut" if short else _outcome(code, LOADED) for code, short in zip(codes, cut, strict=True)]
 
     def remove(self, names: Sequence[str]) -> None:
-        self._answered(self._store.batch_remove(list(names), True))
+        self._check_reachable(self._store.batch_remove(list(names), True))
 
     def close(self) -> None:
         store, self._store = self._store, None
         if store is not None:
             store.close()
 
-    def _answered(self, codes: list[int]) -> list[int]:
+    def _check_reachable(self, codes: list[int]) -> list[int]:
         if codes and all(code in UNREACHABLE for code in codes):
             raise PoolError(f"the master does not answer (code {codes[0]})")
         return codes
@@ -173,7 +173,7 @@ def _outcome(code: int, good: str) -> str:
     return "full" if code in FULL else "missing" if code in MISSING else f"failed ({code})"
 
 
-def _places(records: Sequence[memoryview]) -> tuple[list[int], list[int]]:
+def _addresses_and_sizes(records: Sequence[memoryview]) -> tuple[list[int], list[int]]:
     return [_address(record) for record in records], [len(record) for record in records]
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from ascend_platform import extension
 
-from ascend_kv_connector.config import take
+from ascend_kv_connector.config import parse_options
 
 NAME = "AscendStoreConnector"
-SHARED = "/dev/shm"
+SHM = "/dev/shm"
 BACKENDS = {"mooncake": "ascend_mooncake", "disk": "ascend_disk"}
 """By name the tier."""
 
-IGNORED = (
+IGNORED_KEYS = (
     "lookup_rpc_port",
     "mooncake_rpc_port",
     "load_async",
@@ -29,13 +29,13 @@ IGNORED = (
     "register_buffer",
     "use_layerwise",
 )
-"""Keys of vllm-ascend's connectors that say how its processes find each other, or what ranks of this one know; left unread."""
+"""CurveKeys of vllm-ascend's connectors that say how its processes find each other, or what ranks of this one know; left unread."""
 
-PLACES = {"_name_or_path", "transformers_version"}
+HOST_SPECIFIC_KEYS = {"_name_or_path", "transformers_version"}
 """Of a model's configuration what differs from machine to machine."""
 
-PASSED = ("block_size", "blocks_per_chunk", "eviction_policy", "offload_prompt_only")
-"""Keys of vLLM's OffloadingConnector that mean here what they mean there."""
+PASSED_THROUGH = ("block_size", "blocks_per_chunk", "eviction_policy", "offload_prompt_only")
+"""CurveKeys of vLLM's OffloadingConnector that mean here what they mean there."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StoreOptions:
     offload_prompt_only: bool | None = None
 
     @classmethod
-    def take(cls, given: Mapping[str, object]) -> StoreOptions:
+    def from_config(cls, given: Mapping[str, object]) -> StoreOptions:
         """Check what the user gave.
 
         Raises:
@@ -70,7 +70,7 @@ class StoreOptions:
             raise extension.RefusedError(
                 f"{NAME}: use_layerwise is true; here chunks are stored beside the computation as they are finished; leave it out"
             )
-        options = take(cls, given, IGNORED, f"{NAME}: ")
+        options = parse_options(cls, given, IGNORED_KEYS, f"{NAME}: ")
         for backend in options.backends:
             if backend not in BACKENDS:
                 raise extension.RefusedError(
@@ -91,14 +91,14 @@ class StoreOptions:
         Raises:
             RefusedError: they cannot, in one line.
         """
-        from ascend_kv_connector.offloading import check_one_host
+        from ascend_kv_connector.offloading import check_single_host
         from ascend_kv_connector.store.mooncake import MooncakeConfig
 
-        check_one_host(NAME, vllm_config)
-        if (free := shutil.disk_usage(SHARED).free) < self.cpu_bytes_to_use:
+        check_single_host(NAME, vllm_config)
+        if (free := shutil.disk_usage(SHM).free) < self.cpu_bytes_to_use:
             raise extension.RefusedError(
-                f"{NAME}: cpu_bytes_to_use is {self.cpu_bytes_to_use}, and {SHARED} has {free} bytes left; give it less, or "
-                f"{SHARED} more (of a container: --shm-size)"
+                f"{NAME}: cpu_bytes_to_use is {self.cpu_bytes_to_use}, and {SHM} has {free} bytes left; give it less, or "
+                f"{SHM} more (of a container: --shm-size)"
             )
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         if self.backends and algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
@@ -115,7 +115,7 @@ class StoreOptions:
             return self.enable_lookup and self.consumer_is_to_load, self.consumer_is_to_put
         return self.enable_lookup, True
 
-    def translated(self, vllm_config: Any) -> Any:
+    def to_offloading_config(self, vllm_config: Any) -> Any:
         """A VllmConfig in which all this is said with the keys of vLLM's OffloadingConnector."""
         config, transfer = copy.copy(vllm_config), copy.copy(vllm_config.kv_transfer_config)
         common = {name: getattr(self, name) for name in ("answer_timeout", "transfer_timeout", "rest", "threads")}
@@ -125,7 +125,7 @@ class StoreOptions:
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": self.cpu_bytes_to_use,
             "secondary_tiers": [{"type": BACKENDS[name]} | own[name] | common for name in self.backends],
-        } | {name: value for name in PASSED if (value := getattr(self, name)) is not None}
+        } | {name: value for name in PASSED_THROUGH if (value := getattr(self, name)) is not None}
         transfer.engine_id = f"{transfer.engine_id}-store"  # of MultiConnector's others each has host memory of its own
         config.kv_transfer_config = transfer
         return config
@@ -134,7 +134,7 @@ class StoreOptions:
         """What may change the KV cache of a prefix, in addition to what vLLM's own file tier tells apart."""
         model = vllm_config.model_config
         known = model.hf_config.to_dict()
-        described = json.dumps({key: known[key] for key in known.keys() - PLACES}, sort_keys=True, default=str)
+        described = json.dumps({key: known[key] for key in known.keys() - HOST_SPECIFIC_KEYS}, sort_keys=True, default=str)
         return {
             "namespace": self.namespace,
             "revision": model.revision,

@@ -21,7 +21,7 @@ class Pool(Protocol):
         PoolError: each of them but ``close``.
     """
 
-    where: str
+    description: str
     """For people: which pool it is."""
 
     def buffer(self, size: int) -> memoryview:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.protocol import Cache, Region
+from ascend_kv_connector.protocol import CacheInfo, CacheRegion
 
-DIRECT = 32 << 10
+MIN_RUN_BYTES = 32 << 10
 """Bytes on average from which tokens that follow each other are copied between device and host without a gather."""
 
 
@@ -19,15 +19,15 @@ class Heads(NamedTuple):
     """``number`` of the model's heads from ``first`` on."""
 
     first: int
-    number: int
+    num: int
 
-    def common(self, other: Heads) -> Heads:
+    def intersection(self, other: Heads) -> Heads:
         first, stop = max(self.first, other.first), min(sum(self), sum(other))
         return Heads(first, max(0, stop - first))
 
 
-def heads_of(rank: int, ranks: int, total: int) -> Heads:
-    """The KV heads of a tensor-parallel rank, as vLLM shares them out (``vllm/model_executor/layers/linear.py``,
+def kv_heads_of_rank(rank: int, ranks: int, total: int) -> Heads:
+    """The KV heads of a tensor-parallel rank, as vLLM shards them (``vllm/model_executor/layers/linear.py``,
     QKVParallelLinear): evenly, or, of fewer heads than ranks, each to several ranks."""
     return Heads(rank * total // ranks, max(1, total // ranks))
 
@@ -58,9 +58,9 @@ class PagedCache:
             ValueError: regions whose block size, dtype or number of heads differ.
         """
         self.caches = [cache for _, _, cache in regions]
-        self.regions = [Region(layer, part, cache.shape[3]) for layer, part, cache in regions]
+        self.regions = [CacheRegion(layer, part, cache.shape[3]) for layer, part, cache in regions]
         self.heads, self.total_heads = heads, total_heads
-        self.groups = [(groups or {}).get(layer, 0) for layer, _, _ in regions]
+        self.region_groups = [(groups or {}).get(layer, 0) for layer, _, _ in regions]
         self.windows = tuple(windows)
         kinds = {(cache.shape[1], cache.shape[2], cache.dtype) for cache in self.caches}
         if len(kinds) != 1:
@@ -69,8 +69,8 @@ class PagedCache:
         self.block_size = block_size
         if block_size % tokens:
             raise ValueError(f"the scheduler's blocks of {block_size} tokens are not made of the cache's, of {tokens}")
-        if held != heads.number:
-            raise ValueError(f"the KV caches have {held} heads, this rank's part of {total_heads} is {heads.number}")
+        if held != heads.num:
+            raise ValueError(f"the KV caches have {held} heads, this rank's part of {total_heads} is {heads.num}")
 
     @property
     def device(self) -> torch.device:
@@ -81,93 +81,93 @@ class PagedCache:
         return sum(self.regions[index].size for index in regions) * heads * self.dtype.itemsize
 
     @property
-    def windowed(self) -> bool:
+    def is_hybrid(self) -> bool:
         """Whether there is more than one table, or a window."""
         return self.windows != (0,)
 
-    def kept_from(self, start: int, stop: int, group: int) -> int:
+    def first_needed_token(self, start: int, stop: int, group: int) -> int:
         """The first of tokens ``start`` to ``stop`` that is needed to compute those from ``stop`` on."""
         window = self.windows[group]
         return max(start, stop + 1 - window) if window else start
 
-    def rows(self, blocks: Sequence[int], start: int, stop: int, group: int = 0) -> torch.Tensor:
+    def slot_mapping(self, blocks: Sequence[int], start: int, stop: int, group: int = 0) -> torch.Tensor:
         """int64 ``[stop - start]`` on the host: where the request's tokens are in ``[blocks * block_size]``.
 
         Raises:
             TransferError: of kind ``lease``; they have left the group's window.
         """
-        places = torch.arange(start, stop)
-        table = torch.tensor(table_of(blocks, group, len(self.windows)), dtype=torch.int64)
-        if self.windows[group] and not bool(table[places // self.block_size].all()):
+        tokens = torch.arange(start, stop)
+        table = torch.tensor(group_block_table(blocks, group, len(self.windows)), dtype=torch.int64)
+        if self.windows[group] and not bool(table[tokens // self.block_size].all()):
             raise TransferError("lease", f"of tokens {start} to {stop} some have left a window of {self.windows[group]}")
-        return table[places // self.block_size] * self.block_size + places % self.block_size
+        return table[tokens // self.block_size] * self.block_size + tokens % self.block_size
 
-    def pack(self, rows: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor) -> int:
+    def pack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor) -> int:
         """Copy tokens to the beginning of a buffer, uint8 ``[bytes]``, as :class:`~ascend_kv_connector.protocol.Chunk` has them;
         returns how many bytes that is. What the device does for it is enqueued on the current stream."""
-        size = len(rows) * self.token_bytes(regions, heads.number)
+        size = len(slots) * self.token_bytes(regions, heads.num)
         values = buffer[:size].view(self.dtype)
-        if runs := self._runs(rows, heads):
-            for index, part in self._parts(values, regions, len(rows), heads):
+        if runs := self._contiguous_runs(slots, heads):
+            for index, part in self._region_views(values, regions, len(slots), heads):
                 for at, first, count in runs:
-                    part[at : at + count].copy_(self._flat(index)[first : first + count], non_blocking=True)
+                    part[at : at + count].copy_(self._token_rows(index)[first : first + count], non_blocking=True)
             return size
-        gathered, rows = torch.empty(len(values), dtype=self.dtype, device=self.device), rows.to(self.device)
-        for index, part in self._parts(gathered, regions, len(rows), heads):
-            part.copy_(self._flat(index)[:, self._mine(heads)].index_select(0, rows))
+        gathered, slots = torch.empty(len(values), dtype=self.dtype, device=self.device), slots.to(self.device)
+        for index, part in self._region_views(gathered, regions, len(slots), heads):
+            part.copy_(self._token_rows(index)[:, self._head_slice(heads)].index_select(0, slots))
         values.copy_(gathered, non_blocking=True)
         return size
 
-    def unpack(self, rows: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor) -> None:
+    def unpack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor) -> None:
         """The inverse of :meth:`pack`: uint8 ``[bytes]`` into the cache, of this rank's heads those given."""
-        if runs := self._runs(rows, heads):
-            for index, part in self._parts(data.view(self.dtype), regions, len(rows), heads):
+        if runs := self._contiguous_runs(slots, heads):
+            for index, part in self._region_views(data.view(self.dtype), regions, len(slots), heads):
                 for at, first, count in runs:
-                    self._flat(index)[first : first + count].copy_(part[at : at + count], non_blocking=True)
+                    self._token_rows(index)[first : first + count].copy_(part[at : at + count], non_blocking=True)
             return
-        values, rows = data.to(self.device, non_blocking=True).view(self.dtype), rows.to(self.device)
-        for index, part in self._parts(values, regions, len(rows), heads):
-            if heads.number == self.heads.number:
-                self._flat(index).index_copy_(0, rows, part)
+        values, slots = data.to(self.device, non_blocking=True).view(self.dtype), slots.to(self.device)
+        for index, part in self._region_views(values, regions, len(slots), heads):
+            if heads.num == self.heads.num:
+                self._token_rows(index).index_copy_(0, slots, part)
             else:
-                self._flat(index)[rows, self._mine(heads)] = part
+                self._token_rows(index)[slots, self._head_slice(heads)] = part
 
-    def _mine(self, heads: Heads) -> slice:
-        return slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.number)
+    def _head_slice(self, heads: Heads) -> slice:
+        return slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.num)
 
-    def _runs(self, rows: torch.Tensor, heads: Heads) -> list[tuple[int, int, int]]:
+    def _contiguous_runs(self, slots: torch.Tensor, heads: Heads) -> list[tuple[int, int, int]]:
         """Tokens that follow each other also in the cache, as (token, row, number), if they are long enough to be copied as they
         are, without a gather on the device."""
-        if heads.number != self.heads.number:
+        if heads.num != self.heads.num:
             return []
-        cuts = [0, *(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), len(rows)]
-        token = min(region.size for region in self.regions) * heads.number * self.dtype.itemsize
-        if len(rows) * token < DIRECT * (len(cuts) - 1):
+        cuts = [0, *(torch.nonzero(slots.diff() != 1).flatten() + 1).tolist(), len(slots)]
+        token = min(region.size for region in self.regions) * heads.num * self.dtype.itemsize
+        if len(slots) * token < MIN_RUN_BYTES * (len(cuts) - 1):
             return []
-        return [(at, int(rows[at]), stop - at) for at, stop in pairwise(cuts)]
+        return [(at, int(slots[at]), stop - at) for at, stop in pairwise(cuts)]
 
-    def _parts(
+    def _region_views(
         self, values: torch.Tensor, regions: Sequence[int], tokens: int, heads: Heads
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Of each region its tokens in a buffer of values, ``[tokens, heads, size]``."""
         at = 0
         for index in regions:
             size = self.regions[index].size
-            count = tokens * heads.number * size
-            yield index, values[at : at + count].view(tokens, heads.number, size)
+            count = tokens * heads.num * size
+            yield index, values[at : at + count].view(tokens, heads.num, size)
             at += count
 
-    def _flat(self, index: int) -> torch.Tensor:
+    def _token_rows(self, index: int) -> torch.Tensor:
         return self.caches[index].flatten(0, 1)
 
 
-def table_of(blocks: Sequence[int], group: int, groups: int) -> Sequence[int]:
+def group_block_table(blocks: Sequence[int], group: int, groups: int) -> Sequence[int]:
     """A group's part of the tables that are one behind the other."""
     each = len(blocks) // groups
     return blocks[group * each : (group + 1) * each]
 
 
-class Share(NamedTuple):
+class FetchPlan(NamedTuple):
     """What to fetch from one rank: regions of one group by the producer's indices and by one's own, pairwise, and which heads."""
 
     rank: int
@@ -177,7 +177,7 @@ class Share(NamedTuple):
     group: int = 0
 
 
-def plan(own: PagedCache, peers: Sequence[Cache], rank: int) -> list[Share]:
+def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list[FetchPlan]:
     """From which of the producer's ranks this rank, number ``rank`` of its instance, fetches what.
 
     Where several hold the same heads the ranks of a consumer take different ones.
@@ -193,25 +193,25 @@ def plan(own: PagedCache, peers: Sequence[Cache], rank: int) -> list[Share]:
                 "mismatch",
                 f"its KV cache is {peer.dtype} of {peer.total_heads} heads, the one here {dtype} of {own.total_heads}",
             )
-    shares: list[Share] = []
+    plans: list[FetchPlan] = []
     missing = {(index, head) for index in wanted.values() for head in range(own.heads.first, sum(own.heads))}
-    turned = [(rank + offset) % len(peers) for offset in range(len(peers))]
-    for number in turned:
+    rank_order = [(rank + offset) % len(peers) for offset in range(len(peers))]
+    for number in rank_order:
         peer = peers[number]
-        common = own.heads.common(Heads(peer.first_head, peer.heads))
-        parts: dict[int, Share] = {}
-        for theirs, region in enumerate(peer.regions):
-            mine = wanted.get((region.layer, region.part))
-            if mine is None or (mine, common.first) not in missing or not common.number:
+        common = own.heads.intersection(Heads(peer.first_head, peer.heads))
+        by_group: dict[int, FetchPlan] = {}
+        for remote, region in enumerate(peer.regions):
+            local = wanted.get((region.layer, region.part))
+            if local is None or (local, common.first) not in missing or not common.num:
                 continue
-            if region.size != own.regions[mine].size:
+            if region.size != own.regions[local].size:
                 raise TransferError("mismatch", f"{region.part} of {region.layer} is {region.size} wide there")
-            part = parts.setdefault(own.groups[mine], Share(number, [], [], common, own.groups[mine]))
-            part.remote.append(theirs)
-            part.local.append(mine)
-            missing -= {(mine, head) for head in range(common.first, sum(common))}
-        shares += parts.values()
+            plan = by_group.setdefault(own.region_groups[local], FetchPlan(number, [], [], common, own.region_groups[local]))
+            plan.remote.append(remote)
+            plan.local.append(local)
+            missing -= {(local, head) for head in range(common.first, sum(common))}
+        plans += by_group.values()
     if missing:
         layer = own.regions[min(missing)[0]].layer
         raise TransferError("mismatch", f"none of its {len(peers)} ranks has all of {layer}")
-    return shares
+    return plans

@@ -6,44 +6,44 @@ from time import monotonic
 
 import pytest
 import zmq
-from ascend_kv_connector.control import Caller, ControlServer
+from ascend_kv_connector.auth import SECRET_ENV, CurveKeys, is_loopback, read_secret
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.keys import VARIABLE, Keys, is_loopback, secret
-from ascend_kv_connector.protocol import Noted, Release
+from ascend_kv_connector.protocol import Ack, Release
+from ascend_kv_connector.rpc import RpcClient, RpcServer
 from ascend_kv_connector.transfers import Done
 from ascend_platform import extension
 
-OURS, OTHERS = Keys(b"sixteen bytes or more"), Keys(b"sixteen bytes, or more")
+OURS, OTHERS = CurveKeys(b"sixteen bytes or more"), CurveKeys(b"sixteen bytes, or more")
 
 
 @pytest.mark.parametrize("ours", [OURS, None], ids=["secret", "none"])
 @pytest.mark.parametrize("theirs", [OURS, OTHERS, None], ids=["secret", "another", "none"])
-def test_who_has_another_secret_is_not_answered(ours: Keys | None, theirs: Keys | None) -> None:
+def test_who_has_another_secret_is_not_answered(ours: CurveKeys | None, theirs: CurveKeys | None) -> None:
     asked = []
-    server = ControlServer(lambda question: asked.append(question) or Noted(), "127.0.0.1", keys=theirs)
+    server = RpcServer(lambda question: asked.append(question) or Ack(), "127.0.0.1", keys=theirs)
     context = zmq.Context()
-    caller = Caller(context, "127.0.0.1", server.port, 5.0, ours)
+    client = RpcClient(context, "127.0.0.1", server.port, 5.0, ours)
     began = monotonic()
     try:
         if ours is theirs:
-            assert caller.ask(Release("r", "d/0", 1), began + 5) == Noted()
+            assert client.call(Release("r", "d/0", 1), began + 5) == Ack()
         else:
             with pytest.raises(TransferError, match="it does not take this instance's secret, or only one of the two has one"):
-                caller.ask(Release("r", "d/0", 1), began + 5)
+                client.call(Release("r", "d/0", 1), began + 5)
             assert asked == []
         assert monotonic() - began < 2
     finally:
-        caller.close()
+        client.close()
         context.destroy(linger=0)
         server.close()
 
 
 def test_who_knows_the_public_keys_alone_is_not_answered() -> None:
-    server = ControlServer(lambda question: Noted(), "127.0.0.1", keys=OURS)
+    server = RpcServer(lambda question: Ack(), "127.0.0.1", keys=OURS)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    socket.curve_serverkey = OURS._answers[0]
+    socket.curve_serverkey = OURS._server_keys[0]
     socket.connect(f"tcp://127.0.0.1:{server.port}")
     socket.send_multipart([b"1", b""])
     assert not socket.poll(300)
@@ -62,22 +62,22 @@ def test_tokens_arrive(instances: Callable) -> None:
 
 
 def test_where_it_is_read_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert secret("") == b""
+    monkeypatch.delenv(SECRET_ENV, raising=False)
+    assert read_secret("") == b""
     file = tmp_path / "secret"
     file.write_text("of the file, in a line\n")
-    assert secret(str(file)) == b"of the file, in a line"
-    monkeypatch.setenv(VARIABLE, "of the environment")
-    assert secret("") == b"of the environment"
-    assert secret(str(file)) == b"of the file, in a line"
-    monkeypatch.setenv(VARIABLE, "short")
-    with pytest.raises(extension.RefusedError, match=f"{VARIABLE} has a secret of 5 bytes; it needs at least 16"):
-        secret("")
+    assert read_secret(str(file)) == b"of the file, in a line"
+    monkeypatch.setenv(SECRET_ENV, "of the environment")
+    assert read_secret("") == b"of the environment"
+    assert read_secret(str(file)) == b"of the file, in a line"
+    monkeypatch.setenv(SECRET_ENV, "short")
+    with pytest.raises(extension.RefusedError, match=f"{SECRET_ENV} has a secret of 5 bytes; it needs at least 16"):
+        read_secret("")
     file.write_text("")
     with pytest.raises(extension.RefusedError, match="secret has a secret of 0 bytes"):
-        secret(str(file))
+        read_secret(str(file))
     with pytest.raises(extension.RefusedError, match=r"secret_file .*none cannot be read: No such file"):
-        secret(str(tmp_path / "none"))
+        read_secret(str(tmp_path / "none"))
 
 
 def test_hosts_of_this_machine_alone() -> None:

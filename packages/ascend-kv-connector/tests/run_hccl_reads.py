@@ -34,11 +34,11 @@ def peer(pipe: Connection) -> None:
 def end(secret: bytes = b"") -> tuple[Any, Any]:
     import ascend_communicator
     import torch
+    from ascend_kv_connector.auth import CurveKeys
     from ascend_kv_connector.hccl import HcclTransport
-    from ascend_kv_connector.keys import Keys
 
     ascend_communicator.register()
-    transport = HcclTransport("127.0.0.1", keys=Keys(secret) if secret else None)
+    transport = HcclTransport("127.0.0.1", keys=CurveKeys(secret) if secret else None)
     buffer = torch.zeros(SIZE, dtype=torch.uint8, device="npu")
     torch.npu.synchronize()
     transport.register(buffer)
@@ -46,16 +46,16 @@ def end(secret: bytes = b"") -> tuple[Any, Any]:
 
 
 class Deaf:
-    """A caller whose peer agrees to send, and whose NPU sends nothing."""
+    """A client whose peer agrees to send, and whose NPU sends nothing."""
 
-    def __init__(self, caller: Any) -> None:
-        self.caller = caller
+    def __init__(self, client: Any) -> None:
+        self.client = client
 
-    def ask(self, *arguments: Any) -> None:
+    def call(self, *arguments: Any) -> None:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.caller, name)
+        return getattr(self.client, name)
 
 
 def failure(act: Callable[[], None]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def failure(act: Callable[[], None]) -> dict[str, Any]:
     try:
         act()
     except Exception as error:
-        return {"kind": error.kind, "cause": str(error), "rest": str(error.rest), "seconds": time.monotonic() - began}
+        return {"kind": error.kind, "cause": str(error), "quarantine": str(error.quarantine), "seconds": time.monotonic() - began}
     return {"kind": "none", "seconds": time.monotonic() - began}
 
 
@@ -94,8 +94,8 @@ def main() -> None:
         return torch.equal(buffer.cpu(), expected)
 
     def deafen() -> None:
-        pair = transport._reading[session]
-        pair.caller = Deaf(pair.caller)
+        reader = transport._readers[session]
+        reader.client = Deaf(reader.client)
 
     right = {"some": [read(1), read(2, 12345, 100_000), read(3, SIZE - 1, 1), read(4)]}
     results = {"not registered here": failure(lambda: transport.read(session, address, here + 1, SIZE, 5))}

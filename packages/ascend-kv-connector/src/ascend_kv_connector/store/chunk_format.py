@@ -9,29 +9,29 @@ import struct
 import zlib
 from typing import Any
 
-PAGE = 4096
+FOOTER_BYTES = 4096
 """Bytes behind a chunk's, which are a multiple of it: so a record is one as well, as reads past the page cache want it."""
 
-_SEAL = struct.Struct("<8sQI")
+_FOOTER = struct.Struct("<8sQI")
 _MAGIC = b"ascendkv"
 _FORMAT = "keys, then values, of each layer; [tokens, heads, size]; ranks one behind the other; 1"
 
 
-def seal(name: str, record: memoryview) -> None:
-    """Write behind a chunk what it can be checked by; uint8 ``[chunk + PAGE]``."""
-    size = len(record) - PAGE
-    record[size:] = bytes(PAGE)
-    _SEAL.pack_into(record, size, _MAGIC, size, _checksum(name, record[:size]))
+def write_footer(name: str, record: memoryview) -> None:
+    """Write behind a chunk what it can be checked by; uint8 ``[chunk + FOOTER_BYTES]``."""
+    size = len(record) - FOOTER_BYTES
+    record[size:] = bytes(FOOTER_BYTES)
+    _FOOTER.pack_into(record, size, _MAGIC, size, _checksum(name, record[:size]))
 
 
-def sealed(record: memoryview) -> bytes:
+def read_footer(record: memoryview) -> bytes:
     """What was written behind its chunk."""
-    return bytes(record[-PAGE : _SEAL.size - PAGE])
+    return bytes(record[-FOOTER_BYTES : _FOOTER.size - FOOTER_BYTES])
 
 
-def is_whole(name: str, chunk: memoryview, seal: bytes) -> bool:
+def is_intact(name: str, chunk: memoryview, footer: bytes) -> bool:
     """Whether these bytes, uint8 ``[chunk]``, are those that were sealed under this name."""
-    magic, size, checksum = _SEAL.unpack(seal)
+    magic, size, checksum = _FOOTER.unpack(footer)
     return magic == _MAGIC and size == len(chunk) and checksum == _checksum(name, chunk)
 
 
@@ -39,8 +39,8 @@ def _checksum(name: str, chunk: memoryview) -> int:
     return zlib.crc32(chunk, zlib.crc32(name.encode()))
 
 
-class Names:
-    """Names of chunks. Two instances have the same for a prefix only if their KV cache of it has the same bytes.
+class ChunkNames:
+    """ChunkNames of chunks. Two instances have the same for a prefix only if their KV cache of it has the same bytes.
 
     In a name are vLLM's hash of the prefix, and a digest of what vLLM's own file tier tells apart (``FileMapper``: model, dtype,
     block sizes, layers, parallel sizes), of this wheel's format, of the hashes' seed, and of ``identity``, what the connector
@@ -61,17 +61,17 @@ class Names:
             "identity": identity,
         }
         self._model = mapper.fields["model_name"].rstrip("/").rpartition("/")[2]
-        self._set()
+        self._update()
 
-    def renew(self) -> None:
+    def rotate(self) -> None:
         """Have names that nobody has had."""
         self._known["reset"] = secrets.token_hex(8)
-        self._set()
+        self._update()
 
-    def _set(self) -> None:
+    def _update(self) -> None:
         known = json.dumps(self._known, sort_keys=True, default=str)
-        self.space = f"{self._model}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
+        self.prefix = f"{self._model}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
 
     def __call__(self, key: bytes) -> str:
         """Of one of vLLM's offload keys, a hash and a group."""
-        return f"{self.space}/{key.hex()}"
+        return f"{self.prefix}/{key.hex()}"

@@ -44,46 +44,46 @@ class Faults:
         return chosen
 
 
-class MemoryNetwork:
+class InMemoryNetwork:
     """The sessions that can reach each other. ``killed`` ones answer nobody, ``cut`` pairs do not reach each other."""
 
     def __init__(self, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
         self.killed: set[str] = set()
         self.cut: set[frozenset[str]] = set()
-        self.ends: dict[str, MemoryTransport] = {}
+        self.transports: dict[str, InMemoryTransport] = {}
         self._numbers = itertools.count()
 
-    def end(self) -> MemoryTransport:
-        transport = MemoryTransport(self, f"memory-{next(self._numbers)}")
-        self.ends[transport.session] = transport
+    def make_transport(self) -> InMemoryTransport:
+        transport = InMemoryTransport(self, f"memory-{next(self._numbers)}")
+        self.transports[transport.session] = transport
         return transport
 
 
-class MemoryTransport:
+class InMemoryTransport:
     """See :class:`~ascend_kv_connector.transport.Transport`. It checks that both addresses are of registered memory."""
 
     name = "memory"
     on_device = False
 
-    def __init__(self, network: MemoryNetwork, session: str) -> None:
+    def __init__(self, network: InMemoryNetwork, session: str) -> None:
         self._network, self.session = network, session
         self._memory: list[range] = []
 
     def register(self, buffer: torch.Tensor) -> None:
         self._memory.append(range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel()))
 
-    def has(self, address: int, size: int) -> bool:
+    def is_registered(self, address: int, size: int) -> bool:
         return any(address in region and address + size <= region.stop for region in self._memory)
 
     def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
-        network, peer = self._network, self._network.ends.get(session)
+        network, peer = self._network, self._network.transports.get(session)
         if peer is None or session in network.killed:
             raise TransferError("transport", f"session {session} is gone")
         if frozenset((session, self.session)) in network.cut:
             sleep(seconds)
             raise TransferError("transport", f"nothing from session {session} in {seconds:g} s")
-        if not (peer.has(remote, size) and self.has(local, size)):
+        if not (peer.is_registered(remote, size) and self.is_registered(local, size)):
             raise TransferError("transport", "memory that is not registered")
         fault = network.faults.choose()
         if fault == "hang":
@@ -91,7 +91,7 @@ class MemoryTransport:
         if fault == "delay":
             sleep(network.faults.seconds)
         if fault == "late":
-            threading.Timer(network.faults.seconds, _garble, (local, size)).start()
+            threading.Timer(network.faults.seconds, _overwrite, (local, size)).start()
         if fault in ("fail", "late"):
             ctypes.memmove(local, remote, size // 2)
             raise TransferError("transport", f"session {session} has closed the connection")
@@ -101,8 +101,8 @@ class MemoryTransport:
             ctypes.c_ubyte.from_address(place).value ^= 1
 
     def close(self) -> None:
-        self._network.ends.pop(self.session, None)
+        self._network.transports.pop(self.session, None)
 
 
-def _garble(address: int, size: int) -> None:
+def _overwrite(address: int, size: int) -> None:
     ctypes.memset(address, 0x5A, size)

@@ -10,30 +10,30 @@ from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
-SUFFIX = 9
+REQUEST_ID_SUFFIX_LENGTH = 9
 """Characters that vLLM appends to a request's name, a hyphen and eight random ones, which the router does not know
 (``vllm/v1/engine/input_processor.py``, ``assign_request_id``)."""
 
 
-def routers_name(request: str) -> str:
+def external_request_id(request: str) -> str:
     """The name that a request has outside of this engine."""
     kept = os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") not in ("", "0")
-    return request if kept else request[:-SUFFIX]
+    return request if kept else request[:-REQUEST_ID_SUFFIX_LENGTH]
 
 
-class Rendezvous:
+class MetaserverClient:
     """Posts in a thread of its own, begun with the first. A router may answer only when the prompt is computed."""
 
-    def __init__(self, seconds: float, failed: Callable[[str, str], None]) -> None:
+    def __init__(self, seconds: float, on_failure: Callable[[str, str], None]) -> None:
         """``failed(request, cause)`` is called, in that thread, for each that a router does not take in ``seconds``."""
-        self._seconds, self._failed = seconds, failed
+        self._seconds, self._on_failure = seconds, on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def ask(self, request: str, url: str, message: dict[str, Any]) -> None:
+    def post(self, request: str, url: str, message: dict[str, Any]) -> None:
         """Post what a prefill instance needs to know of this request."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="kv-rendezvous", daemon=True).start()
+            threading.Thread(target=self._loop.run_forever, name="kv-client", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._post(request, url, message), self._loop)
 
     def close(self) -> None:
@@ -47,6 +47,6 @@ class Rendezvous:
                 session.post(url, json=message) as answer,
             ):
                 if answer.status >= 400:
-                    self._failed(request, f"the router at {url} answers {answer.status}: {(await answer.text())[:200]}")
+                    self._on_failure(request, f"the router at {url} answers {answer.status}: {(await answer.text())[:200]}")
         except (ClientError, OSError, TimeoutError, ValueError) as error:
-            self._failed(request, f"the router at {url} cannot be asked: {type(error).__name__}: {error}")
+            self._on_failure(request, f"the router at {url} cannot be asked: {type(error).__name__}: {error}")

@@ -16,27 +16,27 @@ from ascend_platform import extension
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-VARIABLE = "VLLM_ASCEND_KV_SECRET"
-LEAST = 16
+SECRET_ENV = "VLLM_ASCEND_KV_SECRET"
+MIN_SECRET_BYTES = 16
 """Bytes of a secret."""
 
 
-def secret(secret_file: str) -> bytes:
+def read_secret(secret_file: str) -> bytes:
     """The content of the file, else of the environment variable; empty if there is neither.
 
     Raises:
         RefusedError: the file cannot be read, or the secret is shorter than 16 bytes, in one line.
     """
-    where, found = VARIABLE, os.environ.get(VARIABLE, "").encode()
+    source, found = SECRET_ENV, os.environ.get(SECRET_ENV, "").encode()
     if secret_file:
-        where = f"kv_connector_extra_config.secret_file {secret_file}"
+        source = f"kv_connector_extra_config.secret_file {secret_file}"
         try:
             found = Path(secret_file).read_bytes()
         except OSError as error:
-            raise extension.RefusedError(f"{where} cannot be read: {error.strerror}") from None
+            raise extension.RefusedError(f"{source} cannot be read: {error.strerror}") from None
     found = found.strip()
-    if len(found) < LEAST and (found or secret_file):
-        raise extension.RefusedError(f"{where} has a secret of {len(found)} bytes; it needs at least {LEAST}")
+    if len(found) < MIN_SECRET_BYTES and (found or secret_file):
+        raise extension.RefusedError(f"{source} has a secret of {len(found)} bytes; it needs at least {MIN_SECRET_BYTES}")
     return found
 
 
@@ -48,31 +48,31 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Keys:
+class CurveKeys:
     """All who have the secret make the same two pairs of keys of it: one for who asks, one for who answers."""
 
     def __init__(self, secret: bytes) -> None:
-        self._asks, self._answers = _pair(secret, b"asks"), _pair(secret, b"answers")
+        self._client_keys, self._server_keys = _derive_keypair(secret, b"asks"), _derive_keypair(secret, b"answers")
 
-    def ask(self, socket: zmq.Socket) -> None:
+    def configure_client(self, socket: zmq.Socket) -> None:
         """Before it connects."""
-        socket.curve_publickey, socket.curve_secretkey = self._asks
-        socket.curve_serverkey = self._answers[0]
+        socket.curve_publickey, socket.curve_secretkey = self._client_keys
+        socket.curve_serverkey = self._server_keys[0]
 
-    def answer(self, socket: zmq.Socket) -> ThreadAuthenticator:
+    def configure_server(self, socket: zmq.Socket) -> ThreadAuthenticator:
         """Before it is bound; the result is to be stopped before its context ends."""
-        guard = ThreadAuthenticator(socket.context)
-        guard.start()
-        guard.configure_curve_callback("*", self)
-        socket.curve_publickey, socket.curve_secretkey = self._answers
+        authenticator = ThreadAuthenticator(socket.context)
+        authenticator.start()
+        authenticator.configure_curve_callback("*", self)
+        socket.curve_publickey, socket.curve_secretkey = self._server_keys
         socket.curve_server = True
-        return guard
+        return authenticator
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Asked by pyzmq for each connection: whether this public key, in Z85, may ask."""
-        return hmac.compare_digest(key, self._asks[0])
+        return hmac.compare_digest(key, self._client_keys[0])
 
 
-def _pair(secret: bytes, use: bytes) -> tuple[bytes, bytes]:
+def _derive_keypair(secret: bytes, use: bytes) -> tuple[bytes, bytes]:
     private = z85.encode(hmac.digest(secret, b"ascend-kv-connector " + use, "sha256"))
     return zmq.curve_public(private), private
