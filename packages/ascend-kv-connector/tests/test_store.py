@@ -261,11 +261,11 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
 )
 def test_options_that_cannot_be(given: dict[str, Any], said: str) -> None:
     with pytest.raises(RefusedError, match=said.replace("?", r"\?")):
-        StoreOptions.take(given)
+        StoreOptions.from_config(given)
 
 
 def test_options_of_vllm_ascend_are_known() -> None:
-    options = StoreOptions.take({"backend": "mooncake", "lookup_rpc_port": "0", "load_async": True, "use_layerwise": False})
+    options = StoreOptions.from_config({"backend": "mooncake", "lookup_rpc_port": "0", "load_async": True, "use_layerwise": False})
     assert options.backends == ["mooncake"]
     assert options.roles(SimpleNamespace(kv_role="kv_producer")) == (True, True)
     assert options.roles(SimpleNamespace(kv_role="kv_consumer")) == (True, False)
@@ -279,15 +279,15 @@ def test_what_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
     with pytest.raises(RefusedError, match="differ from process to process"):
-        StoreOptions.take({"backend": "disk", "disk_path": str(tmp_path)}).check(config)
+        StoreOptions.from_config({"backend": "disk", "disk_path": str(tmp_path)}).check(config)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     with pytest.raises(RefusedError, match="set MOONCAKE_CONFIG_PATH"):
-        StoreOptions.take({}).check(config)
+        StoreOptions.from_config({}).check(config)
     with pytest.raises(RefusedError, match=r"/dev/shm has \d+ bytes left"):
-        StoreOptions.take({"backend": [], "cpu_bytes_to_use": 1 << 50}).check(config)
+        StoreOptions.from_config({"backend": [], "cpu_bytes_to_use": 1 << 50}).check(config)
     config.parallel_config.nnodes_within_dp = 2
     with pytest.raises(RefusedError, match="on 2 machines"):
-        StoreOptions.take({"backend": []}).check(config)
+        StoreOptions.from_config({"backend": []}).check(config)
 
 
 def test_mooncake_says_what_became_of_each_chunk(one_rank: None) -> None:  # noqa: F811

@@ -205,7 +205,7 @@ class HcclTransport:
             return Refused("transport", "it has not met this NPU yet", again=True)
         source = self.registered_slice(message.address, message.size)
         if source is None:
-            return Refused("transport", f"{message.size} bytes were message for that are in no buffer there")
+            return Refused("transport", f"{message.size} bytes were asked for that are in no buffer there")
         sending.work.put((source, message.seconds))
         return Ack()
 

@@ -16,10 +16,10 @@ class AscendStoreConnector(OffloadingConnector):
 
     @classmethod
     def check_config(cls, vllm_config: Any) -> None:
-        StoreOptions.take(vllm_config.kv_transfer_config.kv_connector_extra_config).check(vllm_config)
+        StoreOptions.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config).check(vllm_config)
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        options = StoreOptions.take(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        options = StoreOptions.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._loads, self._stores = options.roles(vllm_config.kv_transfer_config)
         super().__init__(options.to_offloading_config(vllm_config), role, kv_cache_config)
 
@@ -33,5 +33,5 @@ class AscendStoreConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *more: Any) -> Any:
-        options = StoreOptions.take(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        options = StoreOptions.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return super().build_prom_metrics(options.to_offloading_config(vllm_config), *more)
