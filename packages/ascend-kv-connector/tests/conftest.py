@@ -1,4 +1,4 @@
-"""Two instances of made-up caches that reach each other by the in-memory transport; no NPU and no engine."""
+"""Fixtures: instances with synthetic KV caches on the in-memory transport, without an NPU or an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def network() -> InMemoryNetwork:
 
 @pytest.fixture
 def instances(network: InMemoryNetwork) -> Iterator[type]:
-    """A function that makes an instance in the network; all are closed at the end."""
+    """Factory of instances in the network; all are closed at the end."""
     made: list[Instance] = []
 
     def make(name: str, **shape: object) -> Instance:

@@ -1,4 +1,4 @@
-"""Run by test_hccl.py on two emulated NPUs, each process with one of them: a peer's registered memory over HCCL.
+"""Program of test_hccl.py on two emulated NPUs, one per process: reads of a peer's registered memory over HCCL.
 
 Prints lines `RESULT {json}`.
 """
@@ -17,7 +17,7 @@ SIZE = 4 << 20
 
 
 def peer(pipe: Connection) -> None:
-    """Registers a buffer, and changes its bytes when it is told to."""
+    """Register a buffer, and fill it with the values received over the pipe."""
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1"
     transport, buffer = end()
     pipe.send((transport.session, buffer.data_ptr()))
@@ -46,7 +46,7 @@ def end(secret: bytes = b"") -> tuple[Any, Any]:
 
 
 class Deaf:
-    """A client whose peer agrees to send, and whose NPU sends nothing."""
+    """RPC client whose peer accepts a Send query, but whose NPU sends nothing."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -82,7 +82,7 @@ def main() -> None:
     here = buffer.data_ptr()
 
     def read(value: int, at: int = 0, size: int = SIZE) -> bool:
-        """Whether the peer's bytes are here after a read of some, and those around them are as before."""
+        """Read a range from the peer; whether its bytes arrived and those around it are unchanged."""
         pipe.send(value)
         pipe.recv()
         buffer.zero_()
@@ -104,7 +104,7 @@ def main() -> None:
     right["after a refusal"] = [read(5)]
     deafen()
     results["nothing is sent"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
-    torch.npu.synchronize()  # nothing waits for what was not sent
+    torch.npu.synchronize()  # must not block on the missing send
     right["after nothing was sent"] = [read(6)]
     os.kill(process.pid, signal.SIGSTOP)
     results["stopped"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))

@@ -1,4 +1,4 @@
-"""A shared secret: who has it is answered, who has another or none is told so at once."""
+"""Shared secret: clients with another secret or none are refused at once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ OURS, OTHERS = CurveKeys(b"sixteen bytes or more"), CurveKeys(b"sixteen bytes, o
 
 @pytest.mark.parametrize("ours", [OURS, None], ids=["secret", "none"])
 @pytest.mark.parametrize("theirs", [OURS, OTHERS, None], ids=["secret", "another", "none"])
-def test_who_has_another_secret_is_not_answered(ours: CurveKeys | None, theirs: CurveKeys | None) -> None:
+def test_client_with_a_different_secret_is_refused(ours: CurveKeys | None, theirs: CurveKeys | None) -> None:
     asked = []
     server = RpcServer(lambda question: asked.append(question) or Ack(), "127.0.0.1", keys=theirs)
     context = zmq.Context()
@@ -28,7 +28,7 @@ def test_who_has_another_secret_is_not_answered(ours: CurveKeys | None, theirs: 
         if ours is theirs:
             assert client.call(Release("r", "d/0", 1), began + 5) == Ack()
         else:
-            with pytest.raises(TransferError, match="it does not take this instance's secret, or only one of the two has one"):
+            with pytest.raises(TransferError, match="authentication failed: the secrets differ or only one instance has one"):
                 client.call(Release("r", "d/0", 1), began + 5)
             assert asked == []
         assert monotonic() - began < 2
@@ -38,7 +38,7 @@ def test_who_has_another_secret_is_not_answered(ours: CurveKeys | None, theirs: 
         server.close()
 
 
-def test_who_knows_the_public_keys_alone_is_not_answered() -> None:
+def test_client_with_only_the_public_keys_is_refused() -> None:
     server = RpcServer(lambda question: Ack(), "127.0.0.1", keys=OURS)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -51,7 +51,7 @@ def test_who_knows_the_public_keys_alone_is_not_answered() -> None:
     server.close()
 
 
-def test_tokens_arrive(instances: Callable) -> None:
+def test_tokens_are_transferred(instances: Callable) -> None:
     producer, consumer = instances("p", keys=OURS).produce(), instances("d", keys=OURS).consume()
     source, _ = producer.fill("r", 17)
     blocks = consumer.take(17)
@@ -61,7 +61,7 @@ def test_tokens_arrive(instances: Callable) -> None:
     assert producer.all_free("r")
 
 
-def test_where_it_is_read_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_file_takes_precedence_over_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_ENV, raising=False)
     assert read_secret("") == b""
     file = tmp_path / "secret"
@@ -80,7 +80,7 @@ def test_where_it_is_read_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         read_secret(str(tmp_path / "none"))
 
 
-def test_hosts_of_this_machine_alone() -> None:
+def test_is_loopback() -> None:
     assert is_loopback("127.0.0.1")
     assert is_loopback("localhost")
     assert is_loopback("::1")

@@ -1,4 +1,4 @@
-"""Prompts that are read layer by layer while they are computed, over the in-memory transport."""
+"""Layer-by-layer transfers during prefill, over the in-memory transport."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ LAYERS = ["layers.0", "layers.1"]
 
 
 class Prompt:
-    """A prompt that an instance computes for the reader ``name``; each layer's tokens when the test says so."""
+    """Prompt that an instance prefills for the reader ``name``; the test controls when each layer's tokens are computed."""
 
     def __init__(self, producer: Any, name: str, tokens: int) -> None:
         self.producer, self.name, self.tokens, self.progress = producer, name, tokens, PrefillProgress()
@@ -61,7 +61,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     ids=["1 to 1", "2 to 1", "1 to 2", "to a pipeline"],
 )
 @pytest.mark.parametrize("announced", ["before", "after"])
-def test_layers_go_over_while_others_are_computed(one: dict, other: dict, announced: str, instances: Callable) -> None:
+def test_layers_are_transferred_during_prefill(one: dict, other: dict, announced: str, instances: Callable) -> None:
     producer, consumer = instances("p", **one).produce(), instances("d", verify=True, **other).consume()
     prompt = Prompt(producer, "r", 40)
     blocks = consumer.take(36)
@@ -82,14 +82,14 @@ def test_layers_go_over_while_others_are_computed(one: dict, other: dict, announ
     prompt.compute(40, LAYERS[1])
     assert all(isinstance(outcome, Done) for (outcome,) in consumer.wait())
     assert consumer.holds("r", blocks, 4, 40)
-    # the readers are done before the request is, whose blocks are its own until then
+    # the readers finish before the request, which owns its blocks until then
     assert all(rank.leases.pop_ended() == {} for rank in producer.producers)
     prompt.finish()
     assert producer.all_free("r-far")
 
 
 def part_of_a_prompt(instances: Callable) -> tuple[Any, Any, list[int]]:
-    """The two instances, and the reader's blocks, once 8 of a prompt's 20 tokens are over."""
+    """Both instances and the reader's blocks, once 8 of a prompt's 20 tokens were transferred."""
     producer, consumer = instances("p").produce(), instances("d").consume()
     prompt = Prompt(producer, "r", 20)
     blocks = consumer.take(20)
@@ -101,7 +101,7 @@ def part_of_a_prompt(instances: Callable) -> tuple[Any, Any, list[int]]:
     return producer, consumer, blocks
 
 
-def test_preempted_prompt_goes_on_in_other_blocks(instances: Callable) -> None:
+def test_preempted_prompt_continues_in_new_blocks(instances: Callable) -> None:
     producer, consumer, blocks = part_of_a_prompt(instances)
     producer.producers[0].leases.revoke("r-far", 1.0)
     for cache in producer.caches[0].caches:
@@ -113,7 +113,7 @@ def test_preempted_prompt_goes_on_in_other_blocks(instances: Callable) -> None:
     assert consumer.holds("r", blocks, 0, 20)
 
 
-def test_withdrawal_waits_for_readers() -> None:
+def test_revoke_waits_for_readers() -> None:
     leases = Leases()
     leases.track("r", [1], 4, PrefillProgress())
     with leases.use("r"):
@@ -124,10 +124,10 @@ def test_withdrawal_waits_for_readers() -> None:
     leases.revoke("r", 5.0, "it is over")
     with pytest.raises(TransferError, match="it is over"), leases.use("r"):
         pass
-    assert leases.pop_ended() == {}  # whose blocks are nobody's to free
+    assert leases.pop_ended() == {}  # revoked blocks belong to the scheduler
 
 
-def test_prompt_that_is_given_up_there_fails_here_at_once(instances: Callable) -> None:
+def test_aborted_prefill_fails_the_transfer_at_once(instances: Callable) -> None:
     producer, consumer, blocks = part_of_a_prompt(instances)
     producer.producers[0].leases.revoke("r-far", 1.0, "the request has ended there")
     ((failed,),) = consumer.wait()
@@ -136,21 +136,21 @@ def test_prompt_that_is_given_up_there_fails_here_at_once(instances: Callable) -
     assert consumer.holds("r", blocks, 0, 8)
 
 
-def test_nobody_announces_himself(instances: Callable) -> None:
+def test_transfer_without_a_producer_times_out(instances: Callable) -> None:
     producer, consumer = instances("p").produce(), instances("d", transfer_timeout=0.2).consume()
     rank, blocks = consumer.consumers[0], consumer.take(8)
     rank.start("r", None, blocks, 0, 8)
     ((failed,),) = consumer.wait()
     assert (failed.kind, failed.blocks) == ("peer", tuple(blocks))
-    assert "no prefill instance has announced itself in 0.2 s" in str(failed)
+    assert "no prefill instance started the prompt in 0.2 s" in str(failed)
     prompt = Prompt(producer, "r", 8)
-    prompt.announce(consumer)  # too late: its blocks are not wanted
+    prompt.announce(consumer)  # too late: its blocks are released
     assert wait_for(lambda: bool(producer.producers[0].leases._live["r-far"].readers))
     prompt.finish()
     assert producer.all_free("r-far")
 
 
-def test_router_that_takes_no_request_ends_it(instances: Callable) -> None:
+def test_rejected_prefill_request_fails_the_transfer(instances: Callable) -> None:
     producer, consumer = instances("p").produce(), instances("d").consume()
     rank = consumer.consumers[0]
     rank.start("r", None, consumer.take(8), 0, 8)
@@ -162,15 +162,15 @@ def test_router_that_takes_no_request_ends_it(instances: Callable) -> None:
     rank.start("t", None, consumer.take(8), 0, 8)
     rank.answer(PrefillCancelled("t", "it has ended"))
     ((failed,),) = consumer.wait()
-    assert (failed.kind, failed.cause) == ("peer", "its prefill instance says: it has ended")
+    assert (failed.kind, failed.cause) == ("peer", "the prefill instance cancelled it: it has ended")
     rank.start("s", None, blocks, 0, 8)
     prompt.announce(consumer)
-    rank.cancel_unstarted("s", "the router answers 503")  # which it does although an instance computes it
+    rank.cancel_unstarted("s", "the router answers 503")  # although an instance runs the prefill
     prompt.compute(8)
     assert isinstance(consumer.wait()[0][0], Done)
 
 
-def test_load_that_is_ended_leaves_the_blocks_alone(instances: Callable, network: InMemoryNetwork) -> None:
+def test_cancelled_load_does_not_write_blocks(instances: Callable, network: InMemoryNetwork) -> None:
     producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
     network.faults.delay, network.faults.seconds = 1.0, 0.2
     source, _ = producer.fill("r", 8)
@@ -184,7 +184,7 @@ def test_load_that_is_ended_leaves_the_blocks_alone(instances: Callable, network
     assert all(bool((cache == -1).all()) for cache in consumer.caches[0].caches)
 
 
-def test_announcement_reaches_all_ranks(instances: Callable) -> None:
+def test_notification_reaches_all_ranks(instances: Callable) -> None:
     consumer = instances("d", tp=2).consume()
     producer = instances("p").produce()
     prompt = Prompt(producer, "r", 8)
@@ -192,14 +192,14 @@ def test_announcement_reaches_all_ranks(instances: Callable) -> None:
     for rank in consumer.consumers:
         rank.start("r", None, blocks, 0, 8)
     notifier = PrefillNotifier(1.0)
-    notifier.notify((("127.0.0.1", 1),), prompt.announcement())  # where nobody listens
+    notifier.notify((("127.0.0.1", 1),), prompt.announcement())  # nothing listens there
     notifier.notify(tuple((rank.server.host, rank.server.port) for rank in consumer.consumers), prompt.announcement())
     prompt.compute(8)
     assert all(isinstance(outcome, Done) for (outcome,) in consumer.wait())
     notifier.close()
 
 
-def test_router_is_asked_and_its_refusals_are_told() -> None:
+def test_metaserver_client_posts_and_reports_failures() -> None:
     asked: list[dict] = []
     failed: dict[str, str] = {}
 
@@ -230,10 +230,10 @@ def test_router_is_asked_and_its_refusals_are_told() -> None:
     asyncio.run(run())
     assert [each["request_id"] for each in asked] == ["a", "b"]
     assert set(failed) == {"b", "c", "d"}
-    assert "answers 404: not here" in failed["b"]
+    assert "replied 404: not here" in failed["b"]
 
 
-def test_name_of_a_request_outside_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", raising=False)
     assert external_request_id("cmpl-7-0-1a2b3c4d") == "cmpl-7-0"
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")

@@ -1,4 +1,4 @@
-"""Tokens packed out of a KV cache and unpacked into another, gathered on the device and copied as they lie."""
+"""Packing and unpacking of tokens, gathered on the device and as contiguous runs."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from ascend_kv_connector.paged_cache import Heads
 @pytest.mark.parametrize("direct", [0, 1 << 30], ids=["as they lie", "gathered"])
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize("blocks", [[3, 4, 5, 9], [9, 2, 3, 0]])
-def test_what_is_packed_is_unpacked_elsewhere(
+def test_pack_and_unpack_round_trip(
     blocks: list[int], device: str, direct: int, instances: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MIN_RUN_BYTES", direct)

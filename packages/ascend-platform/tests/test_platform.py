@@ -127,7 +127,7 @@ def test_host_memory_and_several_connectors_are_served_by_those_for_npus(model, 
     connectors()
     config = engine_config(model(), kv_offloading_size=1).kv_transfer_config
     assert (config.kv_connector, config.kv_connector_module_path) == ("OffloadingConnector", ours)
-    with pytest.raises(ValueError, match="has no cpu_bytes_to_use"):
+    with pytest.raises(ValueError, match="set cpu_bytes_to_use"):
         engine_config(model(), **transfer("OffloadingConnector"))
     host = {
         "kv_connector": "OffloadingConnector",

@@ -1,6 +1,6 @@
-"""A secret that instances share, as keys of zmq's CURVE.
+"""Authentication of ZMQ connections: CURVE keys derived from a secret that instances share.
 
-Who does not have it can neither ask nor answer, and what is said is encrypted (https://rfc.zeromq.org/spec/26).
+Peers without the secret can neither send queries nor reply, and messages are encrypted (https://rfc.zeromq.org/spec/26).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from zmq.utils import z85
 
 SECRET_ENV = "VLLM_ASCEND_KV_SECRET"
 MIN_SECRET_BYTES = 16
-"""Bytes of a secret."""
+"""Minimum length of the secret."""
 
 
 def read_secret(secret_file: str) -> bytes:
-    """The content of the file, else of the environment variable; empty if there is neither.
+    """The secret from the file, otherwise from the environment variable; empty if neither is set.
 
     Raises:
         RefusedError: the file cannot be read, or the secret is shorter than 16 bytes, in one line.
@@ -41,7 +41,7 @@ def read_secret(secret_file: str) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host by its name or address."""
+    """Whether a host name or address is reachable from this machine only."""
     try:
         return all(ipaddress.ip_address(each[4][0]).is_loopback for each in socket.getaddrinfo(host, None))
     except (OSError, ValueError):
@@ -49,18 +49,18 @@ def is_loopback(host: str) -> bool:
 
 
 class CurveKeys:
-    """All who have the secret make the same two pairs of keys of it: one for who asks, one for who answers."""
+    """Key pairs derived from the secret: one for clients, one for servers."""
 
     def __init__(self, secret: bytes) -> None:
         self._client_keys, self._server_keys = _derive_keypair(secret, b"asks"), _derive_keypair(secret, b"answers")
 
     def configure_client(self, socket: zmq.Socket) -> None:
-        """Before it connects."""
+        """Set the keys of a client socket, before it connects."""
         socket.curve_publickey, socket.curve_secretkey = self._client_keys
         socket.curve_serverkey = self._server_keys[0]
 
     def configure_server(self, socket: zmq.Socket) -> ThreadAuthenticator:
-        """Before it is bound; the result is to be stopped before its context ends."""
+        """Set the keys of a server socket, before it binds; stop the returned authenticator before closing the context."""
         authenticator = ThreadAuthenticator(socket.context)
         authenticator.start()
         authenticator.configure_curve_callback("*", self)
@@ -69,7 +69,7 @@ class CurveKeys:
         return authenticator
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Asked by pyzmq for each connection: whether this public key, in Z85, may ask."""
+        """Whether a client's public key, in Z85, is accepted; pyzmq calls it for each connection."""
         return hmac.compare_digest(key, self._client_keys[0])
 
 

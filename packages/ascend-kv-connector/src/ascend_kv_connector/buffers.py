@@ -1,4 +1,4 @@
-"""Buffers that a transport can reach: a rank packs into them, and reads into them. The KV cache itself is never registered."""
+"""Staging buffers: registered memory that a rank packs KV cache into and reads into. The KV cache itself is never registered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ascend_kv_connector.transport import Transport
 
 
 def allocate_buffer(transport: Transport, size: int, device: torch.device) -> torch.Tensor:
-    """``size`` bytes, uint8, registered: on the device if the transport reaches its memory, else on the host and pinned."""
+    """Allocate and register ``size`` bytes, uint8: on the device if the transport reads device memory, otherwise pinned on the
+    host."""
     where = device if transport.on_device else torch.device("cpu")
     buffer = torch.empty(size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type)
     transport.register(buffer)
@@ -23,12 +24,12 @@ def allocate_buffer(transport: Transport, size: int, device: torch.device) -> to
 
 
 def checksum(data: torch.Tensor) -> int:
-    """CRC-32 of uint8 ``[bytes]``; of device memory by a copy to the host."""
+    """CRC-32 of uint8 ``[bytes]``; device memory is copied to the host."""
     return zlib.crc32(data.cpu().numpy().data)
 
 
 class Loan(NamedTuple):
-    """A buffer that is a reader's, of one request, until ``until``. ``ticket`` tells it from earlier loans of the same buffer."""
+    """A buffer lent to a reader of a request until ``until``. ``ticket`` distinguishes it from earlier loans of the buffer."""
 
     owner: tuple[str, str]
     until: float
@@ -36,7 +37,7 @@ class Loan(NamedTuple):
 
 
 class SendBuffers:
-    """The buffers that a rank sends from: lent to a reader for a while, and taken back when it says so or the while is over."""
+    """Buffers that a rank sends from: lent to a reader for a limited time, until it releases them."""
 
     def __init__(self, buffers: list[torch.Tensor], clock: Callable[[], float] = monotonic) -> None:
         self.buffers = buffers
@@ -46,7 +47,7 @@ class SendBuffers:
         self._tickets = itertools.count()
 
     def acquire(self, request: str, reader: str, seconds: float) -> tuple[int, torch.Tensor] | None:
-        """A ticket and the buffer that is now this reader's, or None while all are lent."""
+        """Lend a buffer to this reader: ticket and buffer, or None if all are in use."""
         with self._lock:
             now = self._clock()
             for index, buffer in enumerate(self.buffers):
@@ -56,7 +57,7 @@ class SendBuffers:
         return None
 
     def release(self, request: str, reader: str, tickets: list[int] | None = None) -> None:
-        """Take back what this reader has by these tickets, or all that it has of the request."""
+        """Take back the buffers of these tickets, or all that the reader has of the request."""
         with self._lock:
             for index, loan in list(self._loans.items()):
                 if loan.owner == (request, reader) and (tickets is None or loan.ticket in tickets):
@@ -64,7 +65,7 @@ class SendBuffers:
 
     @property
     def in_use(self) -> int:
-        """How many readers have."""
+        """Number of buffers lent to readers."""
         with self._lock:
             now = self._clock()
             return sum(loan.until > now for loan in self._loans.values())

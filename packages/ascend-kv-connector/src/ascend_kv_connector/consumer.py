@@ -1,4 +1,4 @@
-"""A consumer's rank: threads that fetch requests' tokens from a producer's ranks and put them into the blocks that wait."""
+"""Consumer side of a rank: threads that fetch tokens of requests from a producer's ranks and unpack them into local blocks."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from ascend_kv_connector.transfers import Done, Failed, Source, Transfer
 from ascend_kv_connector.transport import Transport
 
 MAX_LAYERWISE_POLL = 0.005
-"""The longest pause, in seconds, before a prompt that is being computed is asked for anew."""
+"""Longest pause in seconds between fetches of a prompt that is being computed."""
 
 MAX_REMEMBERED = 4096
-"""Announcements that came before the request they are for, and requests that ended before their announcement."""
+"""Notifications received before their request, and requests that ended before their notification."""
 
 WHOLE_TRANSFER = -1
-"""Among the places of what has written_until: the transfer itself, where nothing counts before all is there."""
+"""Key in ``written_until`` for the transfer as a whole, where partial results do not count."""
 
 MAX_STUCK_THREADS = 16
-"""Threads that may wait for reads that do not return; with more of them no transfer is taken any more."""
+"""Threads that may be stuck in reads; beyond that, stuck threads are not replaced."""
 
 
 class Consumer:
-    """One rank, number ``rank`` of ``ranks`` of its instance.
+    """Rank ``rank`` of ``ranks`` of a consumer instance.
 
-    ``queue()`` is entered around all work on the device, in the fetching threads; at its end that work is done.
+    ``stream_context()`` is entered around all device work, in the fetch threads; on exit that work has completed.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Consumer:
         self.server = RpcServer(self.answer, host, port, keys)
 
     def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int) -> None:
-        """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`take` tells how it ends.
+        """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`get_finished` reports the outcome.
 
-        Without a source it begins when a producer announces that it computes this prompt, and follows it layer by layer.
+        Without a source the transfer starts when a producer sends PrefillStarted, and proceeds layer by layer.
         """
         transfer = Transfer(request, source, blocks, start, stop, self.options.transfer_timeout)
         with self._lock:
@@ -98,17 +98,17 @@ class Consumer:
             self.work_queue.put(transfer)
 
     def answer(self, query: Query) -> Reply:
-        """What this rank says to a producer's query."""
+        """Reply to a producer's query."""
         if isinstance(query, PrefillCancelled):
-            self.cancel_unstarted(query.request, f"its prefill instance says: {query.cause}")
+            self.cancel_unstarted(query.request, f"the prefill instance cancelled it: {query.cause}")
             return Ack()
         if not isinstance(query, PrefillStarted):
-            return Refused("mismatch", "this rank takes prompts from others and computes none for them")
+            return Refused("mismatch", "this rank is a consumer only")
         source = Source(query.source_engine, query.source_request, tuple((host, port) for host, port in query.ranks))
         with self._lock:
             transfer = self._transfers.get(query.request)
             if query.request in self._unannounced:
-                self.work_queue.put(source)  # it is not wanted any more
+                self.work_queue.put(source)  # no longer needed: release it
             elif transfer is None:
                 _remember(self._announced, query.request, source)
             elif transfer.source is None:
@@ -117,21 +117,21 @@ class Consumer:
         return Ack()
 
     def cancel(self, request: str, error: TransferError) -> None:
-        """Give a transfer up, unless it has ended; :meth:`take` tells of it, and nothing is written any more."""
+        """Fail a transfer, unless it has ended; :meth:`get_finished` reports it, and nothing more is written."""
         if transfer := self._transfers.get(request):
             transfer.fail(error, self.transport.name, self.cache.block_size)
 
     def cancel_unstarted(self, request: str, cause: str) -> None:
-        """Give a transfer up that no producer will take, unless one has."""
+        """Fail a transfer that has no producer yet."""
         if (transfer := self._transfers.get(request)) and transfer.source is None:
-            self.cancel(request, TransferError("peer", cause, "see the router's log, and that of the prefill instance"))
+            self.cancel(request, TransferError("peer", cause, "check the logs of the router and the prefill instance"))
 
     def decline(self, source: Source) -> None:
-        """Tell the producer that this request's blocks are not wanted."""
+        """Tell the producer that this request's blocks are not needed."""
         self.work_queue.put(source)
 
     def get_finished(self) -> list[Done | Failed]:
-        """The transfers that have ended since the last call, each once. Ends those whose deadline has passed."""
+        """Transfers that ended since the last call. Fails those whose deadline has passed."""
         now = monotonic()
         self._stuck = [worker for worker in self._stuck if worker.thread.is_alive()]
         for transfer in list(self._transfers.values()):
@@ -152,10 +152,10 @@ class Consumer:
         for worker in self._threads:
             worker.thread.join(2)
         if not any(worker.thread.is_alive() for worker in [*self._threads, *self._stuck]):
-            self.context.destroy(linger=0)  # a thread that is still at work uses it
+            self.context.destroy(linger=0)  # a running thread still uses it
 
     def get_buffer(self) -> torch.Tensor:
-        """A registered buffer: one that has rested, or a new one."""
+        """A registered buffer: one whose quarantine is over, or a new one."""
         with self._lock:
             for index, (until, buffer) in enumerate(self._quarantined):
                 if until <= monotonic():
@@ -168,12 +168,12 @@ class Consumer:
             self._quarantined.append((monotonic() + seconds, buffer))
 
     def _expire(self, transfer: Transfer) -> None:
-        error = TransferError("deadline", f"its deadline of {transfer.seconds:g} s has passed")
+        error = TransferError("deadline", f"the deadline of {transfer.seconds:g} s has passed")
         if transfer.source is None:
-            error = TransferError("peer", f"no prefill instance has announced itself in {transfer.seconds:g} s")
+            error = TransferError("peer", f"no prefill instance started the prompt in {transfer.seconds:g} s")
         transfer.fail(error, self.transport.name, self.cache.block_size)
         if transfer.source is not None:
-            self.decline(transfer.source)  # the thread that works on it may not come back to say so
+            self.decline(transfer.source)  # its thread may be stuck and not release it
         for index, worker in enumerate(self._threads):
             if worker.transfer is transfer and len(self._stuck) < MAX_STUCK_THREADS:
                 worker.stop = True
@@ -182,7 +182,7 @@ class Consumer:
 
 
 class FetchThread:
-    """A thread, its connections to producers' ranks, and two buffers: another thread unpacks one while the other is read into."""
+    """Thread with connections to producers' ranks and two buffers: one is read into while another thread unpacks the other."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
@@ -218,9 +218,9 @@ class FetchThread:
             self._fetch(transfer)
             transfer.succeed()
         except Exception as error:
-            with suppress(Exception):  # what was read before it counts, and cannot fail it once more
+            with suppress(Exception):  # chunks read before the error count; a second error is ignored
                 self._wait_unpacked()
-            if not isinstance(error, TransferError):  # after a TransferEndedError it has ended, and this changes nothing
+            if not isinstance(error, TransferError):  # after a TransferEndedError, fail() below has no effect
                 error = TransferError("internal", f"{type(error).__name__}: {error}")
             transfer.fail(error, transport, block_size)
         self._release(transfer.source)
@@ -241,7 +241,7 @@ class FetchThread:
             self._fetch_layerwise(transfer, plans, peers)
             return
         transfer.written_until = dict.fromkeys(range(len(plans)), transfer.start)
-        if cache.is_hybrid:  # it fails as a whole: vLLM takes no single blocks of several tables back
+        if cache.is_hybrid:  # fails as a whole: vLLM does not accept single invalid blocks with several KV cache groups
             transfer.written_until[WHOLE_TRANSFER] = transfer.start
         read: dict[int, list[int]] = {}
         for part, (first, plan) in enumerate(zip(firsts, plans, strict=True)):
@@ -252,9 +252,9 @@ class FetchThread:
     def _fetch_from_rank(
         self, transfer: Transfer, part: int, begin: int, plan: FetchPlan, peer: CacheInfo, read: list[int]
     ) -> list[int]:
-        """All tokens from ``begin`` on of one rank's plan, the next fetch asked for while one is read.
+        """Fetch all tokens from ``begin`` on according to a plan; the next chunk is requested while one is read.
 
-        ``read`` has the tickets of that rank that are read and not yet given back; so has what it returns.
+        ``read`` and the return value are tickets of that rank's chunks that are read but not released.
         """
         assert transfer.source is not None
         client = self._client_of(transfer.source.ranks[plan.rank])
@@ -265,7 +265,7 @@ class FetchThread:
         number = client.send(replace(fetches[0], read=read))
         for index, fetch in enumerate(fetches):
             transfer.remaining()
-            # asked anew, it names what has been read meanwhile: readers that all keep one buffer would wait for each other
+            # a retry releases what was read meanwhile; otherwise readers that each hold a buffer could deadlock
             chunk = _expect_chunk(client.await_reply(number, replace(fetch, read=read), transfer.deadline))
             until = asked + chunk.seconds
             if index + 1 < len(fetches):
@@ -276,7 +276,7 @@ class FetchThread:
         return read
 
     def _fetch_layerwise(self, transfer: Transfer, plans: list[FetchPlan], peers: list[CacheInfo]) -> None:
-        """Fetch a prompt that is being computed: of one layer after another what is there of it, until all of it is."""
+        """Fetch a prompt during its prefill: the tokens that are ready, layer after layer, until all are fetched."""
         consumer, source = self._consumer, transfer.source
         assert source is not None
         regions = consumer.cache.regions
@@ -310,11 +310,9 @@ class FetchThread:
                 client.await_reply(number, again, transfer.deadline, retry_seconds=left, max_pause=MAX_LAYERWISE_POLL)
             )
             if not fetch.start < chunk.stop <= fetch.stop:
-                raise TransferError("mismatch", f"tokens up to {chunk.stop} came for {fetch.start} to {fetch.stop}")
+                raise TransferError("mismatch", f"the peer sent tokens up to {chunk.stop} for {fetch.start} to {fetch.stop}")
             if chunk.stop < transfer.stop:
-                (pending.appendleft if chunk.stop == fetch.stop else pending.append)(
-                    part
-                )  # a full fetch: there may be more of it
+                (pending.appendleft if chunk.stop == fetch.stop else pending.append)(part)  # full chunk: more may be ready
             at[part] = chunk.stop
             if pending:
                 asked = ask(pending[0])
@@ -327,7 +325,7 @@ class FetchThread:
         chunk_bytes = min(peer.chunk_bytes, self._consumer.options.chunk_bytes)
         each = chunk_bytes // self._consumer.cache.token_bytes(plan.local, plan.heads.num)
         if not each:
-            raise TransferError("mismatch", "one token is larger than a fetch", "raise chunk_mib on both instances")
+            raise TransferError("mismatch", "one token is larger than a chunk", "raise chunk_mib on both instances")
         return each
 
     def _make_fetch(self, transfer: Transfer, plan: FetchPlan, first: int, each: int) -> Fetch:
@@ -347,11 +345,11 @@ class FetchThread:
     def _read_chunk(
         self, transfer: Transfer, part: int, plan: FetchPlan, fetch: Fetch, chunk: Chunk, session: str, until: float
     ) -> None:
-        """Read a fetch, which is unpacked while the next one is read, and then counts as written_until at this place."""
+        """Read a chunk; it is unpacked while the next one is read, and then counts as written."""
         consumer, cache = self._consumer, self._consumer.cache
         expected = (fetch.stop - fetch.start) * cache.token_bytes(plan.local, fetch.heads)
         if chunk.size != expected:
-            raise TransferError("mismatch", f"a fetch of {chunk.size} bytes came instead of {expected}")
+            raise TransferError("mismatch", f"the peer sent a chunk of {chunk.size} bytes instead of {expected}")
         seconds = max(0.0, min(transfer.remaining(), until - monotonic()))
         while len(self._buffers) < 2:
             self._buffers.append(consumer.get_buffer())
@@ -366,7 +364,7 @@ class FetchThread:
             raise
         self._buffers.append(buffer)
         if monotonic() >= until:
-            raise TransferError("lease", f"a fetch took longer than the {chunk.seconds:g} s for which it was kept")
+            raise TransferError("lease", f"reading a chunk took longer than the {chunk.seconds:g} s for which the peer kept it")
         self._wait_unpacked()
         self._unpacking = self._unpacker.submit(self._unpack_chunk, transfer, part, plan, fetch, chunk, buffer[: chunk.size])
 
@@ -375,7 +373,7 @@ class FetchThread:
     ) -> None:
         cache = self._consumer.cache
         if fetch.verify and checksum(data) != chunk.checksum:
-            raise TransferError("verify", f"{chunk.size} bytes came with another checksum than they were sent with")
+            raise TransferError("verify", f"a chunk of {chunk.size} bytes failed its checksum")
         with transfer.writing(), self._consumer.stream_context():
             slots = cache.slot_mapping(transfer.blocks, fetch.start - transfer.start, fetch.stop - transfer.start, plan.group)
             cache.unpack(slots, plan.local, plan.heads, data)
@@ -383,10 +381,10 @@ class FetchThread:
         transfer.written_until[part] = fetch.stop
 
     def _wait_unpacked(self) -> None:
-        """Wait for the fetch that is being unpacked, if there is one.
+        """Wait for the chunk that is being unpacked, if any.
 
         Raises:
-            TransferError: it was not what was sent.
+            TransferError: its checksum was wrong.
             TransferEndedError: the transfer has ended.
         """
         unpacking, self._unpacking = self._unpacking, None
@@ -394,7 +392,7 @@ class FetchThread:
             unpacking.result()
 
     def _handshake(self, transfer: Transfer, rank: int) -> CacheInfo:
-        """What a rank of the producer holds, asked once for each connection."""
+        """CacheInfo of a producer's rank, requested once per connection."""
         assert transfer.source is not None
         transfer.remaining()
         address = transfer.source.ranks[rank]
@@ -404,10 +402,10 @@ class FetchThread:
         if known is None or known.engine != transfer.source.engine or connection != client.connection_count():
             answer = client.call(Handshake(protocol.VERSION, transfer.source.engine), transfer.deadline)
             if not isinstance(answer, CacheInfo):
-                raise TransferError("mismatch", f"{type(answer).__name__} is no answer to Hello")
+                raise TransferError("mismatch", f"unexpected reply to Handshake: {type(answer).__name__}")
             if answer.model != self._consumer.model or answer.transport != self._consumer.transport.name:
                 here = f"{self._consumer.model} by {self._consumer.transport.name}"
-                raise TransferError("mismatch", f"it serves {answer.model} by {answer.transport}, this instance {here}")
+                raise TransferError("mismatch", f"the peer serves {answer.model} by {answer.transport}, this instance {here}")
             known = answer
             self._caches[address] = known, client.connection_count()
         return known
@@ -419,18 +417,19 @@ class FetchThread:
                     self._consumer.context, *address, self._consumer.options.answer_timeout, self._consumer.keys
                 )
             except zmq.ZMQError as error:
-                raise TransferError("peer", f"{address[0]}:{address[1]} is no address ({error})") from None
+                raise TransferError("peer", f"{address[0]}:{address[1]} is not a valid address ({error})") from None
         return self._clients[address]
 
     def _disconnect(self, source: Source) -> None:
-        """Drop the connections to a producer and what is known of it: it may be another one by the next time."""
+        """Drop the connections to a producer and its CacheInfo: another process may use the address next time."""
         for address in source.ranks:
             self._caches.pop(address, None)
             if client := self._clients.pop(address, None):
                 client.close()
 
     def _release(self, source: Source) -> None:
-        """Tell all ranks of the producer without a wait; one that does not hear it keeps the blocks until the lease ends."""
+        """Send Release to all ranks of the producer without waiting; a rank that does not receive it keeps the blocks until the
+        lease expires."""
         for address in source.ranks:
             with suppress(TransferError):
                 self._client_of(address).send(Release(source.request, self._consumer.reader, self._consumer.ranks))
@@ -438,7 +437,7 @@ class FetchThread:
 
 def _expect_chunk(answer: Reply) -> Chunk:
     if not isinstance(answer, Chunk):
-        raise TransferError("mismatch", f"{type(answer).__name__} is no answer to Fetch")
+        raise TransferError("mismatch", f"unexpected reply to Fetch: {type(answer).__name__}")
     return answer
 
 

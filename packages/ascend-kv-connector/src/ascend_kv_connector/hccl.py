@@ -1,9 +1,9 @@
-"""HCCL as a transport: a read becomes a send on the peer's NPU and a receive on this one.
+"""HCCL as a transport: a read is a send on the peer's NPU and a receive on this one.
 
-HCCL has no reads of a peer's memory (Huawei's API reference "HCCL": HcclSend and HcclRecv are paired). So each end listens on a
-port of its own, where a reader says what it wants to have sent; whoever asks gets bytes of registered buffers only. The link of
-the two is ascend-communicator's: the peer is rank 0, the reader rank 1. It has a stream of its own and ends with all that is on
-it, so that nothing on this NPU waits for a peer that is gone.
+HCCL has no one-sided reads (Huawei's API reference "HCCL": HcclSend and HcclRecv are paired). So each rank listens on a port of
+its own, where readers request sends; only bytes of registered buffers are sent. A pair of ranks uses ascend-communicator's
+point-to-point link: the peer is rank 0, the reader rank 1. The link has a private stream and is destroyed with all work on it, so
+that nothing on this NPU waits for a lost peer.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from ascend_kv_connector.protocol import Ack, Connect, Disconnect, Query, Refuse
 from ascend_kv_connector.rpc import RpcClient, RpcServer
 
 CONNECT_SECONDS = 60.0
-"""Seconds that two NPUs may take to find each other, with the first read between them."""
+"""Timeout for two NPUs to connect, in the first read between them."""
 
 REPLY_SECONDS = 10.0
-"""Seconds that a peer may take to answer one message."""
+"""Timeout for a peer's reply to one message."""
 
 POLL_SECONDS = 0.05
-"""Seconds between two looks whether the peer is still there, while HCCL receives from it."""
+"""Interval of checks that the peer is alive while HCCL receives from it."""
 
 HCCL_LINK_SLOT = "hccl.link"
 
 
 def check() -> None:
-    """Look whether ascend-communicator is there.
+    """Check that ascend-communicator is active.
 
     Raises:
-        RefusedError: it is not, or it is filtered out.
+        RefusedError: it is not installed, or is filtered out.
     """
     if extension.offered(HCCL_LINK_SLOT) is None:
         raise extension.RefusedError(
-            "transport hccl: HCCL between engines comes with ascend-communicator, which is not active; run: pip install "
-            "ascend-communicator, and have ascend_communicator in VLLM_PLUGINS where that is set"
+            "transport hccl needs ascend-communicator, which is not active; run: pip install "
+            "ascend-communicator, and add ascend_communicator to VLLM_PLUGINS if that is set"
         )
 
 
 @dataclass
 class HcclSender:
-    """The peer's end of a reader, which a thread of its own has: ``ready`` once the two have met, or ``failed``.
+    """Peer's side of a link, in a thread of its own: ``ready`` once connected, or ``failed``.
 
-    ``work`` is what to send and for how many seconds that may last, and None to end it.
+    ``work`` has tensors to send with their timeouts in seconds; None ends the thread.
     """
 
     ready: bool = False
@@ -64,7 +64,7 @@ class HcclSender:
     work: queue.SimpleQueue[tuple[torch.Tensor, float] | None] = field(default_factory=queue.SimpleQueue)
 
     def run(self, make: Callable[[], Any]) -> None:
-        """Connect the reader, and send until it is closed or has failed."""
+        """Connect to the reader, and send until closed or failed."""
         link = None
         try:
             link = make()
@@ -73,7 +73,7 @@ class HcclSender:
                 self._send(link, *work)
         except Exception as error:
             self.failed = _one_line(error)
-        with suppress(Exception):  # of an NPU that has failed
+        with suppress(Exception):  # the NPU may have failed
             if link is not None:
                 link.destroy()
 
@@ -82,7 +82,7 @@ class HcclSender:
         link.send(source)
         while not link.wait(POLL_SECONDS):
             if self.closed or monotonic() >= until:
-                raise TransferError("transport", f"the reader has not taken {source.numel()} bytes in {seconds:.3g} s")
+                raise TransferError("transport", f"the reader did not receive {source.numel()} bytes in {seconds:.3g} s")
 
     def end(self) -> None:
         self.closed = True
@@ -90,7 +90,7 @@ class HcclSender:
 
 
 class HcclTransport:
-    """See :class:`~ascend_kv_connector.transport.Transport`; the buffers are on the NPU."""
+    """See :class:`~ascend_kv_connector.transport.Transport`; buffers are on the NPU."""
 
     name = "hccl"
     on_device = True
@@ -99,7 +99,7 @@ class HcclTransport:
         """Listen on a free port of ``host``.
 
         Raises:
-            RefusedError: ascend-communicator is missing, or there is no port to be had.
+            RefusedError: ascend-communicator is missing, or no port is available.
         """
         check()
         from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -124,26 +124,26 @@ class HcclTransport:
         until = monotonic() + seconds
         target = self.registered_slice(local, size)
         if target is None:
-            raise TransferError("transport", "memory that is not registered", quarantine=0)
+            raise TransferError("transport", "the memory is not registered", quarantine=0)
         with self._lock:
             if session not in self._readers:
                 self._readers[session] = HcclReader(self, session, f"{self.session}/{uuid4().hex}")
             reader = self._readers[session]
         if not reader.lock.acquire(timeout=seconds):
-            raise TransferError("transport", f"other reads from this NPU took {seconds:.3g} s", quarantine=0)
+            raise TransferError("transport", f"waited {seconds:.3g} s for other reads from this NPU", quarantine=0)
         try:
             reader.read(remote, target, until)
         finally:
             reader.lock.release()
 
     def forget(self, session: str, reader: HcclReader) -> None:
-        """The next read from there makes another reader."""
+        """Drop a reader; the next read from the session creates a new one."""
         with self._lock:
             if self._readers.get(session) is reader:
                 del self._readers[session]
 
     def registered_slice(self, address: int, size: int) -> torch.Tensor | None:
-        """These bytes of a registered buffer; None if they are not of one."""
+        """These bytes of a registered buffer; None if they are outside of all buffers."""
         for buffer in self._buffers:
             at = address - buffer.data_ptr()
             if at >= 0 and size > 0 and at + size <= buffer.numel():
@@ -158,11 +158,11 @@ class HcclTransport:
             sending.end()
         for thread in self._threads:
             thread.join(1)
-        if not self._readers:  # otherwise a thread still uses it
+        if not self._readers:  # otherwise a thread may still use it
             self.context.destroy(linger=0)
 
     def set_device(self) -> None:
-        """Let this thread use the NPU that the buffers are on."""
+        """Set this thread's NPU to that of the buffers."""
         torch.npu.set_device(self._buffers[0].device)
 
     def _answer(self, query: Query) -> Reply:
@@ -174,15 +174,15 @@ class HcclTransport:
             case Disconnect(reader=reader):
                 self._disconnect(reader)
                 return Ack()
-        return Refused("mismatch", "this port is for HCCL between two NPUs")
+        return Refused("mismatch", "this port is for transport hccl only")
 
     def _accept_reader(self, reader: str) -> Reply:
         if not self._buffers:
-            return Refused("transport", "nothing is registered there")
+            return Refused("transport", "the peer has no registered memory")
         self.set_device()
         try:
             for name in [name for name in self._senders if name.partition("/")[0] == reader.partition("/")[0]]:
-                self._senders.pop(name).end()  # of a reader that this reader has given up
+                self._senders.pop(name).end()  # a link that this reader discarded
             info = self.link.root_info()
         except Exception as error:
             return Refused("transport", _one_line(error))
@@ -200,12 +200,12 @@ class HcclTransport:
     def _send(self, message: Send) -> Reply:
         sending = self._senders.get(message.reader)
         if sending is None or sending.failed:
-            return Refused("transport", sending.failed if sending else "these two have not met")
+            return Refused("transport", sending.failed if sending else "the link is not connected")
         if not sending.ready:
-            return Refused("transport", "it has not met this NPU yet", again=True)
+            return Refused("transport", "the link is still connecting", again=True)
         source = self.registered_slice(message.address, message.size)
         if source is None:
-            return Refused("transport", f"{message.size} bytes were asked for that are in no buffer there")
+            return Refused("transport", f"{message.size} bytes were requested outside of the peer's registered memory")
         sending.work.put((source, message.seconds))
         return Ack()
 
@@ -215,7 +215,7 @@ class HcclTransport:
 
 
 class HcclReader:
-    """A reader's end: its link with one peer, for one read after another. After one that has failed it is not used again."""
+    """Reader's side of a link with one peer, for successive reads. It is discarded after a failure."""
 
     def __init__(self, transport: HcclTransport, session: str, name: str) -> None:
         self._transport, self._session, self._name = transport, session, name
@@ -225,15 +225,15 @@ class HcclReader:
         self.client: RpcClient | None = None
 
     def read(self, remote: int, target: torch.Tensor, until: float) -> None:
-        """Receive what is at the peer's address.
+        """Receive the bytes at the peer's address.
 
         Raises:
-            TransferError: and the reader is given up.
+            TransferError: and the link is discarded.
         """
         started = False
         try:
-            if self.closed:  # by a read that this one has waited for
-                raise TransferError("transport", f"HCCL with {self._session} was given up meanwhile")
+            if self.closed:  # by the previous read
+                raise TransferError("transport", f"the HCCL link with {self._session} failed in another read")
             self._transport.set_device()
             if self.link is None:
                 self._open(until)
@@ -244,21 +244,21 @@ class HcclReader:
             self.link.recv(target)
             while not self.link.wait(min(POLL_SECONDS, until - monotonic())):
                 if monotonic() >= until:
-                    raise TransferError("transport", f"HCCL has not received {target.numel()} bytes in time")
+                    raise TransferError("transport", f"HCCL did not receive {target.numel()} bytes in time")
                 if self.client.connection_count() != connection:
-                    raise TransferError("peer", "it has closed the connection while HCCL received from it")
+                    raise TransferError("peer", "the peer closed the connection during an HCCL receive")
         except Exception as error:
             self._abandon()
             kind = error.kind if isinstance(error, TransferError) else "transport"
             raise TransferError(kind, _one_line(error), quarantine=QUARANTINE_SECONDS if started else 0) from None
 
     def disconnect(self) -> None:
-        """Let the peer end its side, and end this one."""
+        """Tell the peer to close its side, and close this one."""
         if self.lock.acquire(timeout=2):
             with suppress(TransferError):
                 if self.client is not None:
                     self.client.call(Disconnect(self._name), monotonic() + 2)
-            with suppress(Exception):  # of an NPU that has failed
+            with suppress(Exception):  # the NPU may have failed
                 self._abandon()
             self.lock.release()
 
@@ -277,14 +277,14 @@ class HcclReader:
         self.client = RpcClient(self._transport.context, host, int(port), REPLY_SECONDS, self._transport.keys)
         root = self.client.call(Connect(self._name), until)
         if not isinstance(root, RootInfo):
-            raise TransferError("mismatch", f"{type(root).__name__} is no answer to Connect")
+            raise TransferError("mismatch", f"unexpected reply to Connect: {type(root).__name__}")
         made: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def connect() -> None:
             try:
                 self._transport.set_device()
                 made.put(link := self._transport.link(1, root.info))
-                if self.closed:  # it comes too late
+                if self.closed:  # connected too late
                     link.destroy()
             except Exception as error:
                 made.put(error)
@@ -294,7 +294,7 @@ class HcclReader:
         try:
             self.link = made.get(timeout=seconds)
         except queue.Empty:
-            raise TransferError("transport", f"HCCL has not connected the two NPUs in {seconds:.3g} s") from None
+            raise TransferError("transport", f"HCCL did not connect the two NPUs in {seconds:.3g} s") from None
         if isinstance(self.link, Exception):
             error, self.link = self.link, None
             raise TransferError("transport", f"HCCL cannot connect the two NPUs: {_one_line(error)}")

@@ -1,4 +1,4 @@
-"""Which requests' blocks a producer keeps for readers, until when, and who is done with them."""
+"""Leases: which requests' blocks a producer keeps for readers, until when, and which readers have released them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from time import monotonic
 from ascend_kv_connector.errors import TransferError
 
 MAX_REMEMBERED = 4096
-"""Requests that have ended and whose end can still be told to a reader that comes late."""
+"""Ended requests whose end can still be reported to a late reader."""
 
 
 class NotReadyError(Exception):
-    """The request's blocks are not to be had yet, and may be soon."""
+    """The request's blocks are not available yet, but may be soon."""
 
 
 class PrefillProgress:
-    """How far a prompt is computed, by layer: a layer's tokens are there when what was enqueued for them is done."""
+    """Computed tokens of a prompt by layer; a layer's tokens are ready when the device has executed its work."""
 
     def __init__(self) -> None:
         self._ready: dict[str, int] = {}
         self._pending: dict[str, deque[tuple[int, Callable[[], bool]]]] = {}
 
     def record(self, layer: str, tokens: int, ready: Callable[[], bool]) -> None:
-        """The layer's first ``tokens`` are there once ``ready`` says so, unless it has been marked with as many."""
+        """The layer's first ``tokens`` are ready once ``ready()`` is true; ignored if as many were recorded before."""
         marks = self._pending.setdefault(layer, deque())
         if tokens > (marks[-1][0] if marks else self._ready.get(layer, 0)):
             marks.append((tokens, ready))
 
     def ready_tokens(self, layers: Iterable[str]) -> int:
-        """How many tokens are there in all of these layers."""
+        """Number of tokens that are ready in all of these layers."""
         for layer in (names := list(layers)):
             marks = self._pending.get(layer)
             while marks and marks[0][1]():
@@ -43,9 +43,9 @@ class PrefillProgress:
 
 @dataclass
 class Lease:
-    """``blocks`` of one request of ``tokens``; ``there`` says how many of them the device has written, of some layers.
+    """``blocks`` of a request of ``tokens`` tokens; ``ready_tokens(layers)`` is how many of them the device has written.
 
-    ``finished`` is False while the prompt is being computed: its blocks are the request's own, and it does not expire.
+    ``finished`` is False during prefill: the blocks belong to the running request and the lease does not expire.
     """
 
     blocks: list[int]
@@ -60,7 +60,7 @@ class Lease:
 
 
 class Leases:
-    """The bookkeeping of one rank. Threads may share it; ``clock`` is in seconds and never goes back."""
+    """Leases of one rank; thread-safe. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -76,22 +76,22 @@ class Leases:
     def grant(
         self, request: str, blocks: list[int], tokens: int, seconds: float, ready: Callable[[], bool] = lambda: True
     ) -> None:
-        """Keep a finished request's blocks from now on, for ``seconds`` without a reader."""
+        """Keep a finished request's blocks, for ``seconds`` after the last use."""
         with self._lock:
             lease = self._update(request, blocks, tokens, lambda layers: tokens if ready() else 0)
             lease.finished, lease.seconds, lease.expires = True, seconds, self._clock() + seconds
             if lease.readers and len(lease.readers) >= lease.expected:
-                self._end(request, "all readers have released them")
+                self._end(request, "all readers have released it")
 
     def track(self, request: str, blocks: list[int], tokens: int, progress: PrefillProgress) -> None:
-        """The blocks so far of a request whose prompt, of ``tokens``, is being computed; readers may have what is there."""
+        """Update the blocks of a request during prefill; readers may fetch the tokens that are ready."""
         with self._lock:
             self._update(request, blocks, tokens, progress.ready_tokens)
 
     def revoke(self, request: str, seconds: float, reason: str = "") -> None:
-        """Take a growing request's blocks back, after readers that use them just now, for which it waits up to ``seconds``.
+        """Withdraw the blocks of a request during prefill, after waiting up to ``seconds`` for current readers.
 
-        Without ``how`` it has been preempted: readers are told to come again, as :meth:`grow` gives it blocks anew.
+        Without a reason the request was preempted: readers are told to retry, as :meth:`track` will give it new blocks.
         """
         with self._lock:
             lease = self._live.get(request)
@@ -108,18 +108,18 @@ class Leases:
 
     @contextmanager
     def use(self, request: str) -> Iterator[Lease]:
-        """The lease of a request, which does not end within; its time begins anew.
+        """Use a request's lease; it is renewed, and does not end within the context.
 
         Raises:
             NotReadyError: the request is not known yet.
-            TransferError: the lease has ended, and how.
+            TransferError: the lease has ended, with the reason.
         """
         with self._lock:
             lease = self._live.get(request)
             if lease is None:
                 if request in self._ended:
-                    raise TransferError("lease", f"its blocks are no longer kept: {self._ended[request]}")
-                raise NotReadyError("its blocks have not been announced")
+                    raise TransferError("lease", f"the request's blocks were freed: {self._ended[request]}")
+                raise NotReadyError("the request's blocks are not available yet")
             lease.in_use += 1
             lease.expires = self._clock() + lease.seconds
         try:
@@ -130,21 +130,21 @@ class Leases:
                 self._lock.notify_all()
 
     def release(self, request: str, reader: str, readers: int) -> None:
-        """One of so many readers is done; after the last the lease ends."""
+        """One of ``readers`` readers has finished; the lease ends with the last."""
         with self._lock:
             lease = self._live.get(request)
             if lease is None:
-                if request not in self._ended:  # a reader that has given up before the blocks were announced here
+                if request not in self._ended:  # a reader gave up before the lease was granted
                     self._early_releases.setdefault(request, (set(), readers))[0].add(reader)
                     _keep_last(self._early_releases)
                 return
             lease.readers.add(reader)
             lease.expected = readers
             if len(lease.readers) >= readers and lease.finished:
-                self._end(request, "all readers have released them")
+                self._end(request, "all readers have released it")
 
     def pop_ended(self) -> dict[str, str]:
-        """The requests whose lease has ended since the last call, each once, and how: their blocks are free."""
+        """Requests whose lease ended since the last call, with the reason; their blocks are free."""
         with self._lock:
             now = self._clock()
             expired = [name for name, lease in self._live.items() if lease.finished and lease.expires <= now and not lease.in_use]
@@ -154,7 +154,7 @@ class Leases:
         return ended
 
     def _update(self, request: str, blocks: list[int], tokens: int, ready_tokens: Callable[[Iterable[str]], int]) -> Lease:
-        self._ended.pop(request, None)  # a name may come again
+        self._ended.pop(request, None)  # request ids may be reused
         lease = self._live.setdefault(request, Lease([], 0, 0.0, 0.0, ready_tokens))
         lease.blocks, lease.tokens, lease.ready_tokens = list(blocks), tokens, ready_tokens
         if request in self._early_releases:

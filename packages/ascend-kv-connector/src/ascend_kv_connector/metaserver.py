@@ -1,4 +1,4 @@
-"""Asking the router for a prefill instance: a decode instance that has blocks for a prompt posts to the router's address."""
+"""Metaserver client: a decode instance that has allocated blocks for a prompt posts a prefill request to the router."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from typing import Any
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
 REQUEST_ID_SUFFIX_LENGTH = 9
-"""Characters that vLLM appends to a request's name, a hyphen and eight random ones, which the router does not know
+"""vLLM appends a hyphen and eight random characters to a request id, which the router does not know
 (``vllm/v1/engine/input_processor.py``, ``assign_request_id``)."""
 
 
 def external_request_id(request: str) -> str:
-    """The name that a request has outside of this engine."""
+    """The request id as the router knows it."""
     kept = os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") not in ("", "0")
     return request if kept else request[:-REQUEST_ID_SUFFIX_LENGTH]
 
 
 class MetaserverClient:
-    """Posts in a thread of its own, begun with the first. A router may answer only when the prompt is computed."""
+    """Posts from a background thread, started with the first post. A router may reply only after the prefill."""
 
     def __init__(self, seconds: float, on_failure: Callable[[str, str], None]) -> None:
-        """``failed(request, cause)`` is called, in that thread, for each that a router does not take in ``seconds``."""
+        """``on_failure(request, cause)`` is called in that thread for each post that the router rejects or does not accept in
+        ``seconds``."""
         self._seconds, self._on_failure = seconds, on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def post(self, request: str, url: str, message: dict[str, Any]) -> None:
-        """Post what a prefill instance needs to know of this request."""
+        """Post the prefill request for a request."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="kv-client", daemon=True).start()
@@ -47,6 +48,6 @@ class MetaserverClient:
                 session.post(url, json=message) as answer,
             ):
                 if answer.status >= 400:
-                    self._on_failure(request, f"the router at {url} answers {answer.status}: {(await answer.text())[:200]}")
+                    self._on_failure(request, f"the router at {url} replied {answer.status}: {(await answer.text())[:200]}")
         except (ClientError, OSError, TimeoutError, ValueError) as error:
-            self._on_failure(request, f"the router at {url} cannot be asked: {type(error).__name__}: {error}")
+            self._on_failure(request, f"cannot reach the router at {url}: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""A rank's KV cache as a list of regions, and the tokens of a request packed out of it and unpacked into it."""
+"""Paged KV cache of a rank as a list of regions; packs tokens of a request into a buffer and unpacks them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.protocol import CacheInfo, CacheRegion
 
 MIN_RUN_BYTES = 32 << 10
-"""Bytes on average from which tokens that follow each other are copied between device and host without a gather."""
+"""Average bytes per contiguous run above which runs are copied directly instead of gathered on the device."""
 
 
 class Heads(NamedTuple):
-    """``number`` of the model's heads from ``first`` on."""
+    """``num`` KV heads of the model from ``first`` on."""
 
     first: int
     num: int
@@ -27,20 +27,20 @@ class Heads(NamedTuple):
 
 
 def kv_heads_of_rank(rank: int, ranks: int, total: int) -> Heads:
-    """The KV heads of a tensor-parallel rank, as vLLM shards them (``vllm/model_executor/layers/linear.py``,
-    QKVParallelLinear): evenly, or, of fewer heads than ranks, each to several ranks."""
+    """KV heads of a tensor-parallel rank, as vLLM shards them (``vllm/model_executor/layers/linear.py``, QKVParallelLinear):
+    evenly, or replicated if there are fewer heads than ranks."""
     return Heads(rank * total // ranks, max(1, total // ranks))
 
 
 class PagedCache:
-    """The regions of one rank: ``caches[i]`` of ``regions[i]`` is ``[blocks, tokens of a block, heads, size]``.
+    """Regions of one rank: ``caches[i]`` of ``regions[i]`` is ``[blocks, block_size, heads, size]``.
 
-    ``block_size`` is the scheduler's. An attention may have its blocks cut into several for its kernel, which are then one behind
-    the other (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``), so that a token's row is the same.
+    ``block_size`` is the scheduler's. An attention backend may split blocks into several kernel blocks, which are contiguous
+    (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``), so that a token's slot is the same.
 
-    Layers whose attention looks back differently far have block tables of their own: ``windows`` has for each such group how many
-    tokens its layers keep, 0 for all, ``groups`` the group of each layer. A request's ``blocks`` are the tables of all groups,
-    equally long, one behind the other; in a table of a window block 0, vLLM's null block, stands for what is not kept.
+    KV cache groups have block tables of their own: ``windows`` has the tokens that each group retains, 0 meaning all, and
+    ``groups`` the group of each layer. A request's ``blocks`` are the tables of all groups concatenated, equally long; in a
+    sliding-window table block 0, vLLM's null block, stands for blocks that are not retained.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PagedCache:
         """Take (layer, part, cache) of each region.
 
         Raises:
-            ValueError: regions whose block size, dtype or number of heads differ.
+            ValueError: block size, dtype or number of heads differ between regions.
         """
         self.caches = [cache for _, _, cache in regions]
         self.regions = [CacheRegion(layer, part, cache.shape[3]) for layer, part, cache in regions]
@@ -68,9 +68,9 @@ class PagedCache:
         ((tokens, held, self.dtype),) = kinds
         self.block_size = block_size
         if block_size % tokens:
-            raise ValueError(f"the scheduler's blocks of {block_size} tokens are not made of the cache's, of {tokens}")
+            raise ValueError(f"the scheduler's block size {block_size} is not a multiple of the cache's, {tokens}")
         if held != heads.num:
-            raise ValueError(f"the KV caches have {held} heads, this rank's part of {total_heads} is {heads.num}")
+            raise ValueError(f"the KV caches have {held} heads; this rank should have {heads.num} of {total_heads}")
 
     @property
     def device(self) -> torch.device:
@@ -82,29 +82,32 @@ class PagedCache:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there is more than one table, or a window."""
+        """Whether there are several KV cache groups, or a sliding window."""
         return self.windows != (0,)
 
     def first_needed_token(self, start: int, stop: int, group: int) -> int:
-        """The first of tokens ``start`` to ``stop`` that is needed to compute those from ``stop`` on."""
+        """First of tokens ``start`` to ``stop`` that the group needs to compute tokens from ``stop`` on."""
         window = self.windows[group]
         return max(start, stop + 1 - window) if window else start
 
     def slot_mapping(self, blocks: Sequence[int], start: int, stop: int, group: int = 0) -> torch.Tensor:
-        """int64 ``[stop - start]`` on the host: where the request's tokens are in ``[blocks * block_size]``.
+        """int64 ``[stop - start]`` on the host: the tokens' slots, indices into ``[blocks * block_size]``.
 
         Raises:
-            TransferError: of kind ``lease``; they have left the group's window.
+            TransferError: of kind ``lease``; a token has left the group's window.
         """
         tokens = torch.arange(start, stop)
         table = torch.tensor(group_block_table(blocks, group, len(self.windows)), dtype=torch.int64)
         if self.windows[group] and not bool(table[tokens // self.block_size].all()):
-            raise TransferError("lease", f"of tokens {start} to {stop} some have left a window of {self.windows[group]}")
+            raise TransferError("lease", f"some of tokens {start} to {stop} have left the window of {self.windows[group]}")
         return table[tokens // self.block_size] * self.block_size + tokens % self.block_size
 
     def pack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor) -> int:
-        """Copy tokens to the beginning of a buffer, uint8 ``[bytes]``, as :class:`~ascend_kv_connector.protocol.Chunk` has them;
-        returns how many bytes that is. What the device does for it is enqueued on the current stream."""
+        """Copy tokens to the beginning of a buffer, uint8 ``[bytes]``, in the layout of
+        :class:`~ascend_kv_connector.protocol.Chunk`.
+
+        Device work is enqueued on the current stream. Returns the number of bytes.
+        """
         size = len(slots) * self.token_bytes(regions, heads.num)
         values = buffer[:size].view(self.dtype)
         if runs := self._contiguous_runs(slots, heads):
@@ -119,7 +122,7 @@ class PagedCache:
         return size
 
     def unpack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor) -> None:
-        """The inverse of :meth:`pack`: uint8 ``[bytes]`` into the cache, of this rank's heads those given."""
+        """Inverse of :meth:`pack`: copy uint8 ``[bytes]`` to the given heads of the cache."""
         if runs := self._contiguous_runs(slots, heads):
             for index, part in self._region_views(data.view(self.dtype), regions, len(slots), heads):
                 for at, first, count in runs:
@@ -136,8 +139,8 @@ class PagedCache:
         return slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.num)
 
     def _contiguous_runs(self, slots: torch.Tensor, heads: Heads) -> list[tuple[int, int, int]]:
-        """Tokens that follow each other also in the cache, as (token, row, number), if they are long enough to be copied as they
-        are, without a gather on the device."""
+        """Runs of tokens with contiguous slots as (token, slot, length); empty if they are too short to be copied without a
+        gather."""
         if heads.num != self.heads.num:
             return []
         cuts = [0, *(torch.nonzero(slots.diff() != 1).flatten() + 1).tolist(), len(slots)]
@@ -149,7 +152,7 @@ class PagedCache:
     def _region_views(
         self, values: torch.Tensor, regions: Sequence[int], tokens: int, heads: Heads
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Of each region its tokens in a buffer of values, ``[tokens, heads, size]``."""
+        """Each region's part of a packed buffer, ``[tokens, heads, size]``."""
         at = 0
         for index in regions:
             size = self.regions[index].size
@@ -162,13 +165,13 @@ class PagedCache:
 
 
 def group_block_table(blocks: Sequence[int], group: int, groups: int) -> Sequence[int]:
-    """A group's part of the tables that are one behind the other."""
+    """A group's part of concatenated block tables."""
     each = len(blocks) // groups
     return blocks[group * each : (group + 1) * each]
 
 
 class FetchPlan(NamedTuple):
-    """What to fetch from one rank: regions of one group by the producer's indices and by one's own, pairwise, and which heads."""
+    """What to fetch from one rank: regions of one group, as pairs of remote and local indices, and heads."""
 
     rank: int
     remote: list[int]
@@ -178,12 +181,12 @@ class FetchPlan(NamedTuple):
 
 
 def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list[FetchPlan]:
-    """From which of the producer's ranks this rank, number ``rank`` of its instance, fetches what.
+    """Plan which of the producer's ranks this rank, number ``rank`` of its instance, fetches from.
 
-    Where several hold the same heads the ranks of a consumer take different ones.
+    If several ranks hold the same heads, the consumer's ranks choose different ones.
 
     Raises:
-        TransferError: of kind ``mismatch``; together they do not have what this rank needs.
+        TransferError: of kind ``mismatch``; the producer does not have all that this rank needs.
     """
     wanted = {(region.layer, region.part): index for index, region in enumerate(own.regions)}
     dtype = str(own.dtype).removeprefix("torch.")
@@ -191,7 +194,7 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
         if (peer.dtype, peer.total_heads) != (dtype, own.total_heads):
             raise TransferError(
                 "mismatch",
-                f"its KV cache is {peer.dtype} of {peer.total_heads} heads, the one here {dtype} of {own.total_heads}",
+                f"the peer's KV cache is {peer.dtype} with {peer.total_heads} heads, this one {dtype} with {own.total_heads}",
             )
     plans: list[FetchPlan] = []
     missing = {(index, head) for index in wanted.values() for head in range(own.heads.first, sum(own.heads))}
@@ -205,7 +208,7 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
             if local is None or (local, common.first) not in missing or not common.num:
                 continue
             if region.size != own.regions[local].size:
-                raise TransferError("mismatch", f"{region.part} of {region.layer} is {region.size} wide there")
+                raise TransferError("mismatch", f"the head size of {region.layer}'s {region.part} is {region.size} on the peer")
             plan = by_group.setdefault(own.region_groups[local], FetchPlan(number, [], [], common, own.region_groups[local]))
             plan.remote.append(remote)
             plan.local.append(local)
@@ -213,5 +216,5 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
         plans += by_group.values()
     if missing:
         layer = own.regions[min(missing)[0]].layer
-        raise TransferError("mismatch", f"none of its {len(peers)} ranks has all of {layer}")
+        raise TransferError("mismatch", f"none of the peer's {len(peers)} ranks has all of {layer}")
     return plans

@@ -1,4 +1,4 @@
-"""Telling decode instances that the prompts they wait for are being computed here."""
+"""Notifications from a prefill instance to the decode instances that wait for its prompts (layer-by-layer transfers)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
 from ascend_kv_connector.rpc import RpcClient
 
 THREAD_COUNT = 4
-"""So that an instance which does not answer holds up few others."""
+"""Several, so that an unresponsive instance delays few others."""
 
 
 class PrefillNotifier:
-    """Sends message there is to say to all ranks of its instance, and waits for their answers; message fails is a line in the log."""
+    """Sends messages to all ranks of a decode instance and awaits their replies; failures are logged."""
 
     def __init__(self, answer_timeout: float, keys: CurveKeys | None = None) -> None:
         self._timeout, self._keys = answer_timeout, keys
@@ -50,7 +50,7 @@ class PrefillNotifier:
                         clients[rank] = RpcClient(self._context, *rank, self._timeout, self._keys)
                     clients[rank].call(message, monotonic() + self._timeout)
                 except (TransferError, zmq.ZMQError) as error:
-                    said = "KV transfer of %s: the instance at %s:%d, which waits for it, cannot be told: %s"
+                    said = "KV transfer of %s: cannot notify the decode instance at %s:%d: %s"
                     extension.logger.warning(said, message.request, *rank, error)
                     if client := clients.pop(rank, None):
                         client.close()

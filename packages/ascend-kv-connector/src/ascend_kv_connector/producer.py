@@ -1,4 +1,4 @@
-"""A producer's rank: keeps finished prompts' blocks, packs what readers fetch for, and knows when the blocks are free."""
+"""Producer side of a rank: keeps the blocks of finished prompts, packs the tokens that readers fetch, and frees the blocks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ascend_kv_connector.transport import Transport
 
 
 class Producer:
-    """One rank that others read from; ``leases`` is its bookkeeping, ``server`` where it answers.
+    """One rank that others read from; ``leases`` is its bookkeeping, ``server`` receives queries.
 
-    ``stream_context()`` is entered around all work on the device, in the answering thread; at its end that work is done.
+    ``stream_context()`` is entered around all device work, in the server's thread; on exit that work has completed.
     """
 
     def __init__(
@@ -55,22 +55,22 @@ class Producer:
 
     @property
     def buffers_in_use(self) -> int:
-        """Buffers that readers have."""
+        """Number of buffers lent to readers."""
         return self._buffers.in_use
 
     def answer(self, query: Query) -> Reply:
-        """What this rank says to a query.
+        """Reply to a query.
 
         Raises:
-            TransferError: it will not be answered, and why.
+            TransferError: the query is invalid or failed.
         """
         match query:
             case Handshake(version=version, engine=engine):
                 if version != protocol.VERSION:
-                    found = f"protocol {protocol.VERSION} there and {version} here"
+                    found = f"the peer has protocol {protocol.VERSION}, this instance {version}"
                     return Refused("mismatch", f"{found}; install the same ascend-kv-connector on both sides")
                 if engine != self._cache_info.engine:
-                    return Refused("peer", f"engine {self._cache_info.engine} is at this address and engine {engine} is not")
+                    return Refused("peer", f"engine {self._cache_info.engine} listens at this address instead of engine {engine}")
                 return self._cache_info
             case Fetch():
                 return self._fetch(query)
@@ -78,7 +78,7 @@ class Producer:
                 self._buffers.release(request, reader)
                 self.leases.release(request, reader, readers)
             case _:
-                return Refused("mismatch", "this rank computes prompts for others and takes none")
+                return Refused("mismatch", "this rank is a producer only")
         return Ack()
 
     def close(self) -> None:
@@ -91,12 +91,12 @@ class Producer:
                 self._check(fetch, lease.tokens)
                 ready = lease.ready_tokens({self.cache.regions[index].layer for index in fetch.regions})
                 if ready <= fetch.start or (ready < fetch.stop and not fetch.allow_partial):
-                    raise NotReadyError("its blocks are still being written")
+                    raise NotReadyError("the request's blocks are still being written")
                 stop = min(fetch.stop, ready)
                 seconds = 3 * self.options.answer_timeout
                 loan = self._buffers.acquire(fetch.request, fetch.reader, seconds)
                 if loan is None:
-                    return Refused("deadline", f"all {len(self._buffers.buffers)} buffers there are in use", again=True)
+                    return Refused("deadline", f"all {len(self._buffers.buffers)} send buffers are in use", again=True)
                 ticket, buffer = loan
                 with self._stream_context():
                     slots = self.cache.slot_mapping(lease.blocks, fetch.start, stop, self.cache.region_groups[fetch.regions[0]])
@@ -107,22 +107,22 @@ class Producer:
         return Chunk(ticket, buffer.data_ptr(), size, stop, seconds, crc)
 
     def _check(self, fetch: Fetch, tokens: int) -> None:
-        """Refuse what is not in the lease or in the cache, whoever asks."""
+        """Reject a query outside the lease or the cache, whoever sends it."""
         if not 0 <= fetch.start < fetch.stop <= tokens:
-            raise TransferError("mismatch", f"tokens {fetch.start} to {fetch.stop} of a prompt of {tokens} were asked for")
+            raise TransferError("mismatch", f"invalid fetch: tokens {fetch.start} to {fetch.stop} of a prompt of {tokens}")
         if not fetch.regions or not all(0 <= index < len(self.cache.regions) for index in fetch.regions):
-            raise TransferError("mismatch", f"regions {fetch.regions} of {len(self.cache.regions)} were asked for")
+            raise TransferError("mismatch", f"invalid fetch: regions {fetch.regions} of {len(self.cache.regions)}")
         if self.cache.is_hybrid and (
             fetch.allow_partial or len({self.cache.region_groups[index] for index in fetch.regions}) > 1
         ):
             raise TransferError(
                 "mismatch",
-                "its layers have several KV caches, which are read one by one, when the prompt is computed; give both instances "
-                "--disable-hybrid-kv-cache-manager, or none of them (mode push needs it)",
+                "the prefill instance has several KV cache groups, which are read separately after the prefill; give both "
+                "instances --disable-hybrid-kv-cache-manager or neither (mode push needs it)",
             )
         wanted = Heads(fetch.first_head, fetch.heads)
         if fetch.heads < 1 or self.cache.heads.intersection(wanted) != wanted:
-            raise TransferError("mismatch", f"heads {wanted} of {self.cache.heads} were asked for")
+            raise TransferError("mismatch", f"invalid fetch: heads {wanted} of {self.cache.heads}")
         size = (fetch.stop - fetch.start) * self.cache.token_bytes(fetch.regions, fetch.heads)
         if size > self.options.chunk_bytes:
-            raise TransferError("mismatch", f"{size} bytes at once were asked for; a piece has {self.options.chunk_bytes}")
+            raise TransferError("mismatch", f"invalid fetch: {size} bytes; a chunk has {self.options.chunk_bytes}")

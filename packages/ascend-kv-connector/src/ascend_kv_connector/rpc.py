@@ -1,4 +1,4 @@
-"""Questions and answers of protocol.py over zmq: a thread that answers on the producer's side, a client on the consumer's."""
+"""Request/reply over ZMQ for the messages of protocol.py: a server thread per rank, and clients."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ascend_kv_connector.errors import KINDS, TransferError
 from ascend_kv_connector.protocol import Query, Refused, Reply
 
 MAX_CONNECT_ATTEMPTS = 5
-"""To connect, a tenth of a second apart, before a peer counts as not there."""
+"""Connection attempts, 0.1 s apart, before a peer counts as unreachable."""
 
-AUTH_FAILED = "it does not take this instance's secret, or only one of the two has one; give both the same secret_file"
+AUTH_FAILED = "authentication failed: the secrets differ or only one instance has one; give both the same secret_file"
 
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 POLL_MS = 100
-"""Milliseconds after which a wait looks whether it should end."""
+"""Milliseconds between checks of whether a wait should end."""
 
 
 def endpoint_url(host: str, port: int) -> str:
@@ -32,13 +32,13 @@ def endpoint_url(host: str, port: int) -> str:
 
 
 class RpcServer:
-    """Answers each query by ``answer``, one after another, in a thread of its own."""
+    """Answers queries one after another by ``handler``, in a thread of its own."""
 
     def __init__(self, handler: Callable[[Query], Reply], host: str, port: int = 0, keys: CurveKeys | None = None) -> None:
-        """Listen on a port, on any free one if it is 0; with keys to those who have them.
+        """Listen on a port, or on any free one if it is 0; with keys only authenticated clients are accepted.
 
         Raises:
-            RefusedError: the port or the address cannot be had.
+            RefusedError: the port or address is not available.
         """
         self._handler, self.host = handler, host
         self._context = zmq.Context()
@@ -52,8 +52,7 @@ class RpcServer:
         except zmq.ZMQError as error:
             self._close()
             raise extension.RefusedError(
-                f"KV connector: cannot listen on {host}:{port} ({error}); give another kv_port, or another host in "
-                "kv_connector_extra_config"
+                f"KV connector: cannot listen on {host}:{port} ({error}); change kv_port, or host in kv_connector_extra_config"
             ) from None
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._stop = threading.Event()
@@ -81,23 +80,23 @@ class RpcServer:
             except (ValueError, msgspec.MsgspecError) as error:
                 if len(frames) != 3:
                     continue
-                reply = Refused("mismatch", f"a message that it does not understand: {error}")
+                reply = Refused("mismatch", f"the peer received an invalid message: {error}")
             except TransferError as error:
                 reply = Refused(error.kind, str(error))
             except Exception as error:
-                extension.logger.warning("KV connector: cannot answer a peer: %s: %s", type(error).__name__, error)
+                extension.logger.warning("KV connector: error while answering a peer: %s: %s", type(error).__name__, error)
                 reply = Refused("internal", f"{type(error).__name__}: {error}")
             self._socket.send_multipart([sender, request_id, protocol.encode(reply)])
 
 
 class RpcClient:
-    """One thread's questions to one rank, of which the last is the one whose reply is waited for."""
+    """Client of one rank for one thread; only the latest query's reply is awaited."""
 
     def __init__(self, context: zmq.Context, host: str, port: int, answer_timeout: float, keys: CurveKeys | None = None) -> None:
         self.peer = f"{host}:{port}"
         self._timeout = answer_timeout
         self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 2000)  # a last Release still goes out, in the background
+        self._socket.setsockopt(zmq.LINGER, 2000)  # lets a final Release be sent in the background
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.LONGEST_MESSAGE)
         if keys:
@@ -111,7 +110,7 @@ class RpcClient:
         self._request_id = self._attempts = self._disconnects = self._handshake_failures = 0
 
     def send(self, query: Query) -> int:
-        """Ask, and drop the answers to earlier questions; the request_id is for :meth:`receive`."""
+        """Send a query and discard replies to earlier ones; returns a request id for :meth:`receive`."""
         while self._socket.poll(0):
             self._socket.recv_multipart()
         self.connection_count()
@@ -121,10 +120,10 @@ class RpcClient:
         return self._request_id
 
     def receive(self, request_id: int, deadline: float) -> Reply:
-        """The reply to that query; those to earlier ones are dropped. ``deadline`` is monotonic time.
+        """The reply to this query; replies to earlier ones are discarded. ``deadline`` is monotonic time.
 
         Raises:
-            TransferError: no reply in time, or one that is not understood.
+            TransferError: no reply in time, or an invalid one.
         """
         began = monotonic()
         until = min(deadline, began + self._timeout)
@@ -137,24 +136,24 @@ class RpcClient:
                 try:
                     return protocol.decode_reply(frames[1])
                 except msgspec.MsgspecError as error:
-                    raise TransferError("mismatch", f"an answer that is not understood: {error}") from None
+                    raise TransferError("mismatch", f"invalid reply: {error}") from None
         raise TransferError("peer", f"no answer in {monotonic() - began:.2g} s")
 
     def connection_count(self) -> int:
-        """Another request_id after each time that the connection was lost: it may be another peer that is there now."""
+        """Number of times the connection was lost; if it changed, another process may be listening at the address."""
         while self._monitor.poll(0):
             self._disconnects += recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
         return self._disconnects
 
     def _check_connection(self) -> None:
-        """zmq itself goes on trying to connect for ever.
+        """Detect lost connections; ZMQ itself reconnects forever.
 
         Raises:
-            TransferError: nobody listens there, or the connection has ended since the query was sent.
+            TransferError: nothing listens at the address, or the connection was closed after the query was sent.
         """
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
-            if event & HANDSHAKE_FAILED:  # one without detail is also what a peer leaves that ends meanwhile
+            if event & HANDSHAKE_FAILED:  # one without detail may also be a peer that is exiting
                 self._handshake_failures += 1
                 if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or self._handshake_failures > 1:
                     raise TransferError("peer", AUTH_FAILED)
@@ -162,24 +161,26 @@ class RpcClient:
             if event == zmq.EVENT_DISCONNECTED:
                 self._disconnects += 1
                 if not self._handshake_failures:
-                    raise TransferError("peer", "it has closed the connection")
+                    raise TransferError("peer", "the peer closed the connection")
             self._attempts = self._attempts + 1 if event == zmq.EVENT_CONNECT_RETRIED else 0
             if self._attempts >= MAX_CONNECT_ATTEMPTS:
-                raise TransferError("peer", f"it does not listen ({MAX_CONNECT_ATTEMPTS} attempts)")
+                raise TransferError("peer", f"nothing listens at its address ({MAX_CONNECT_ATTEMPTS} attempts)")
 
     def call(self, query: Query, deadline: float) -> Reply:
-        """Ask, and ask anew while the peer says so.
+        """Send a query and await its reply, retrying while the peer asks for it.
 
         Raises:
-            TransferError: as :meth:`receive`, and what the peer refuses.
+            TransferError: as :meth:`receive`, or the peer refused.
         """
         return self.await_reply(self.send(query), query, deadline)
 
     def await_reply(
         self, request_id: int, query: Query, deadline: float, retry_seconds: float | None = None, max_pause: float = 0.1
     ) -> Reply:
-        """Like :meth:`ask`, for a query that has been sent. It is asked anew for ``retry_seconds`` seconds, else for as long as an
-        reply may take."""
+        """Await the reply to a query that was sent, as :meth:`call` does.
+
+        Refused replies with ``again`` are retried for ``retry_seconds`` seconds, by default the answer timeout.
+        """
         pause, first = 0.002, monotonic()
         retry_seconds = self._timeout if retry_seconds is None else retry_seconds
         while True:
@@ -187,7 +188,7 @@ class RpcClient:
             if not isinstance(reply, Refused):
                 return reply
             if not reply.again or monotonic() - first > retry_seconds or monotonic() + pause > deadline:
-                waited = f" ({monotonic() - first:.2g} s long)" if reply.again else ""
+                waited = f" (for {monotonic() - first:.2g} s)" if reply.again else ""
                 raise TransferError(reply.kind if reply.kind in KINDS else "internal", f"{reply.cause}{waited}")
             threading.Event().wait(pause)
             pause = min(2 * pause, max_pause)

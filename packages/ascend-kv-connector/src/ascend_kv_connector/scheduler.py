@@ -1,4 +1,4 @@
-"""The connector's part in vLLM's scheduler: which requests are read from elsewhere, and whose blocks are kept for others."""
+"""Scheduler side of AscendP2PConnector: which requests to load from a producer, and whose blocks to keep for consumers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ascend_kv_connector.transfers import Source
 
 @dataclass
 class Endpoint(KVConnectorHandshakeMetadata):
-    """Where a worker answers, which it tells the scheduler once: ``port`` as producer, ``consumer_port`` as consumer; 0 if not."""
+    """Handshake metadata of a worker: ``port`` of its producer, ``consumer_port`` of its consumer; 0 if it has none."""
 
     host: str
     port: int
@@ -27,8 +27,10 @@ class Endpoint(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Load:
-    """Tokens ``start`` to ``stop`` are to come into ``blocks``, of which the first holds token ``start``; from a source that
-    announces itself, if it is None."""
+    """Load of tokens ``start`` to ``stop`` into ``blocks``, of which the first holds token ``start``.
+
+    ``source`` is None for a layer-by-layer load, whose producer sends PrefillStarted.
+    """
 
     source: Source | None
     blocks: list[int]
@@ -38,8 +40,10 @@ class Load:
 
 @dataclass
 class LayerwisePrefill:
-    """A prompt of ``total`` tokens that is computed for a reader which waits at ``places``, under the name ``reader``; after this
-    step its first ``tokens`` are in ``blocks``."""
+    """Prefill of a prompt of ``total`` tokens for a consumer whose request is ``reader`` and whose ranks are ``reader_ranks``.
+
+    After this step its first ``tokens`` are in ``blocks``.
+    """
 
     reader: str
     reader_ranks: tuple[tuple[str, int], ...]
@@ -51,10 +55,14 @@ class LayerwisePrefill:
 
 @dataclass
 class P2PMetadata(KVConnectorMetadata):
-    """What one step's scheduling means for the workers: by request loads to start, blocks to keep with the tokens they hold,
-    sources whose blocks are not wanted, prompts that this step computes for readers, those whose blocks are taken back (with the
-    cause, or "" for a preemption), loads whose request has ended, those that no prefill instance will take, with the cause,
-    prompts that are not computed although a reader waits for them, and where all ranks answer."""
+    """Connector metadata of one step for the workers.
+
+    ``loads``: loads to start, by request. ``leases``: blocks to keep and their number of tokens, by request. ``declined``:
+    sources whose blocks are not needed. ``layerwise``: prefills of this step with a waiting consumer. ``revoked``: prefills whose
+    blocks are taken back, with the reason, "" for a preemption. ``aborted``: loads whose request ended. ``failed_loads``: loads
+    that no prefill instance will serve, with the cause. ``cancelled``: prefills with a waiting consumer that will not run.
+    ``ranks``: (host, port) of this instance's producers.
+    """
 
     loads: dict[str, Load] = field(default_factory=dict)
     leases: dict[str, tuple[list[int], int]] = field(default_factory=dict)
@@ -68,13 +76,13 @@ class P2PMetadata(KVConnectorMetadata):
 
 
 class P2PScheduler:
-    """See the methods of the same names in ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``.
+    """Implements the scheduler methods of ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``.
 
-    The keys of ``kv_transfer_params`` are vLLM's own connectors': a prefill instance gets ``do_remote_decode`` and answers with
-    ``do_remote_prefill``, which a decode instance gets. A decode instance that gets ``do_remote_prefill`` with ``metaserver``
-    instead, a router's URL, takes blocks first and posts there; what it posts a prefill instance gets as its
-    ``kv_transfer_params``, and the prompt is read layer by layer while it is computed. For a request that names neither a source
-    nor a router ``metaserver`` is asked, if there is one.
+    The keys of ``kv_transfer_params`` are those of vLLM's own connectors: a prefill instance gets ``do_remote_decode`` and
+    returns ``do_remote_prefill`` for the decode instance. A decode instance that gets ``do_remote_prefill`` with ``metaserver``,
+    a router's URL, allocates blocks first and posts there; a prefill instance gets that post as its ``kv_transfer_params``, and
+    the prompt is read layer by layer during its prefill. For a request that names neither a source nor a router, the configured
+    ``metaserver`` is used, if any.
     """
 
     def __init__(
@@ -99,7 +107,7 @@ class P2PScheduler:
         self._metaserver_client = MetaserverClient(seconds, lambda request, cause: self._failed_loads.put((request, cause)))
 
     def set_endpoints(self, endpoints: dict[tuple[int, int], Endpoint]) -> None:
-        """Endpoints by (pipeline rank, tensor rank)."""
+        """Set the workers' endpoints, by (pipeline rank, tensor rank)."""
         ordered = [endpoints[rank] for rank in sorted(endpoints)]
         self._ranks = [(each.host, each.port) for each in ordered]
         self._consumer_ranks = [(each.host, each.consumer_port) for each in ordered]
@@ -115,7 +123,7 @@ class P2PScheduler:
             return
         params, name = request.kv_transfer_params, request.request_id
         source = None if "metaserver" in params else _source(params)
-        params["do_remote_prefill"] = False  # once: after a preemption it is computed here
+        params["do_remote_prefill"] = False  # only once: after a preemption the prompt is computed here
         if not num_external_tokens:
             if source is not None:
                 self._metadata.declined.append(source)
@@ -129,7 +137,7 @@ class P2PScheduler:
             self._metaserver_client.post(name, params["metaserver"], self._prefill_params(name, start))
 
     def build_connector_meta(self, scheduled: Any) -> P2PMetadata:
-        """``scheduled`` is vLLM's SchedulerOutput of the step."""
+        """Metadata of a step; ``scheduled`` is vLLM's SchedulerOutput."""
         self._update_progress(scheduled)
         while not self._failed_loads.empty():
             request, cause = self._failed_loads.get()
@@ -138,14 +146,14 @@ class P2PScheduler:
         return built
 
     def update_finished_loads(self, requests: Iterable[str]) -> None:
-        """These requests' loads have ended in all ranks."""
+        """Loads of these requests have ended in all ranks."""
         self._loading.difference_update(requests)
 
     def close(self) -> None:
         self._metaserver_client.close()
 
     def _prefill_params(self, name: str, start: int) -> dict[str, Any]:
-        """What a prefill instance gets; the keys are vllm-ascend's, but for remote_ranks and remote_reader."""
+        """``kv_transfer_params`` for the prefill instance; keys as vllm-ascend's, except remote_ranks and remote_reader."""
         host, port = self._consumer_ranks[0]
         return {
             "request_id": external_request_id(name),
@@ -160,24 +168,24 @@ class P2PScheduler:
         }
 
     def _track_prefill(self, request: Any) -> None:
-        """A prompt that a reader waits for begins to be computed here, perhaps anew."""
+        """Track a prompt that a consumer waits for, when its prefill starts or restarts."""
         name = request.request_id
         if not self._is_hybrid and name not in self._layerwise and (layerwise := self._waiting_reader(request)):
             self._layerwise[name] = layerwise
 
     def _waiting_reader(self, request: Any) -> LayerwisePrefill | None:
-        """What is to be known of the reader that waits for a prompt; None if there is none."""
+        """The prefill that a consumer waits for; None if no consumer waits."""
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or "remote_reader" not in params or not self._is_producer:
             return None
         if wrong := _invalid_params(params, {"remote_reader": str, "remote_ranks": list}):
-            extension.logger.warning("request %s: do_remote_decode %s; nobody reads it", request.request_id, wrong)
+            extension.logger.warning("request %s: do_remote_decode %s; its blocks are not sent", request.request_id, wrong)
             return None
         reader_ranks = tuple((host, port) for host, port in params["remote_ranks"])
         return LayerwisePrefill(params["remote_reader"], reader_ranks, request.num_prompt_tokens)
 
     def _update_progress(self, scheduled: Any) -> None:
-        """Note which tokens of layerwise prompts this step computes, and where."""
+        """Record tokens and blocks of this step's layer-by-layer prefills."""
         if not self._layerwise:
             return
         for name in scheduled.preempted_req_ids or ():
@@ -200,18 +208,18 @@ class P2PScheduler:
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         params, name = request.kv_transfer_params or {}, request.request_id
-        if self._remote_tokens(request) is not None:  # it never got blocks here, for example because the client has left
+        if self._remote_tokens(request) is not None:  # it was never scheduled, for example because its client disconnected
             if "metaserver" not in params:
                 self._metadata.declined.append(_source(params))
             params["do_remote_prefill"] = False
             return False, None
-        if name in self._loading:  # its client has left meanwhile
+        if name in self._loading:  # its client disconnected
             self._loading.discard(name)
             self._metadata.aborted.append(name)
         ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         prefill = self._layerwise.pop(name, None)
         if not params.get("do_remote_decode") or not ended or not block_ids:
-            reason = f"the request has ended there before its prompt was computed ({request.status.name})"
+            reason = f"the request ended before its prefill ({request.status.name})"
             if prefill is not None:
                 self._metadata.revoked[name] = reason
             if (waited := prefill or self._waiting_reader(request)) and not waited.announced:
@@ -241,8 +249,8 @@ class P2PScheduler:
         }
 
     def _remote_tokens(self, request: Any) -> int | None:
-        """How many of the prompt's tokens another instance has computed for this request, as far as they are wanted; None if
-        there is no such instance, or if it is told wrongly."""
+        """Number of prompt tokens that a producer has for this request, as far as needed; None without a producer or with invalid
+        parameters."""
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return None
@@ -250,21 +258,21 @@ class P2PScheduler:
             params["metaserver"] = self._metaserver
         wrong = _invalid_params(params, {"metaserver": str} if "metaserver" in params else REMOTE_PARAMS)
         if self._is_hybrid and "metaserver" in params:
-            wrong = f"comes with metaserver: {NO_LAYERWISE_WINDOWS}"
+            wrong = f"has metaserver: {NO_LAYERWISE_WINDOWS}"
         if not self._is_consumer:
             wrong = "needs kv_role kv_consumer or kv_both"
         if wrong:
             extension.logger.warning("request %s: do_remote_prefill %s; its prompt is computed here", request.request_id, wrong)
             params["do_remote_prefill"] = False
             return None
-        # The last token of a prompt is computed here, and looks a window back: vLLM keeps that only if it is not among the read.
+        # The prompt's last token is computed here and needs a full window, which vLLM retains only if that token is not loaded.
         most = request.num_prompt_tokens - self._is_hybrid
         return min(params.get("remote_num_tokens", most), most)
 
     def _windows_complete(self, blocks: list[int], tokens: int) -> bool:
-        """Whether the windows hold what a reader needs, who computes the last token.
+        """Whether the sliding windows still hold what a consumer needs to compute the last token.
 
-        vLLM has given back what the token after it does not see, which is a block more wherever one ends there.
+        vLLM has freed blocks outside of the window of the next token, which is one more if the window starts a block there.
         """
         tables = [group_block_table(blocks, group, len(self._windows)) for group in range(len(self._windows))]
         return all(
@@ -273,22 +281,22 @@ class P2PScheduler:
         )
 
 
-NO_LAYERWISE_WINDOWS = "of a model with windows a prompt is not read layer by layer; --disable-hybrid-kv-cache-manager allows it"
+NO_LAYERWISE_WINDOWS = "layer-by-layer transfers do not support sliding windows; use --disable-hybrid-kv-cache-manager"
 
 REMOTE_PARAMS = {"remote_engine_id": str, "remote_request_id": str, "remote_num_tokens": int, "remote_ranks": list}
-"""What a decode instance needs to know of a prompt that has been computed elsewhere."""
+"""Parameters that a decode instance needs for a prompt with a remote prefill, and their types."""
 
 
 def _invalid_params(params: dict[str, Any], forms: dict[str, type]) -> str:
-    """What is missing from a router's parameters, or is not of its form; "" if nothing."""
+    """Which of a router's parameters is missing or has the wrong type; "" if none."""
     for key, form in forms.items():
         if not isinstance(params.get(key), form):
-            return f"comes with {key} {params.get(key)!r}, which is not what AscendP2PConnector answers with"
+            return f"has {key} {params.get(key)!r}, which is not from AscendP2PConnector"
     if "remote_ranks" not in forms:
         return ""
     ranks = params["remote_ranks"]
     if not ranks or not all(isinstance(rank, (list, tuple)) and list(map(type, rank)) == [str, int] for rank in ranks):
-        return f"comes with remote_ranks {ranks!r}, which are no hosts and ports"
+        return f"has remote_ranks {ranks!r}, which are not hosts and ports"
     return ""
 
 

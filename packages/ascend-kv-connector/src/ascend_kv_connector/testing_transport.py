@@ -1,4 +1,4 @@
-"""A transport within one process, for tests: it copies memory, and does to it what networks do."""
+"""In-memory transport within one process, for tests, with fault injection."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ascend_kv_connector.errors import TransferError
 
 @dataclass
 class Faults:
-    """What goes wrong, drawn by ``draw`` for each read with these probabilities; ``hung`` holds reads until it is set.
+    """Fault probabilities per read, drawn by ``draw``; ``hung`` releases hanging reads.
 
-    fail: the read fails at once, after a part of the bytes. corrupt: one bit is another. delay: it takes ``seconds`` more.
-    late: it fails, and the bytes come all the same ``seconds`` later. hang: it does not return before ``hung`` is set.
+    fail: the read fails after a part of the bytes. corrupt: one bit is flipped. delay: it takes ``seconds`` longer. late: it
+    fails, and the bytes arrive ``seconds`` later. hang: it does not return until ``hung`` is set.
     """
 
     draw: random.Random = field(default_factory=lambda: random.Random(0))
@@ -45,7 +45,7 @@ class Faults:
 
 
 class InMemoryNetwork:
-    """The sessions that can reach each other. ``killed`` ones answer nobody, ``cut`` pairs do not reach each other."""
+    """Sessions that can read from each other. ``killed`` sessions do not respond; ``cut`` pairs cannot reach each other."""
 
     def __init__(self, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
@@ -61,7 +61,7 @@ class InMemoryNetwork:
 
 
 class InMemoryTransport:
-    """See :class:`~ascend_kv_connector.transport.Transport`. It checks that both addresses are of registered memory."""
+    """See :class:`~ascend_kv_connector.transport.Transport`. It checks that both addresses are in registered memory."""
 
     name = "memory"
     on_device = False
@@ -79,12 +79,12 @@ class InMemoryTransport:
     def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
         network, peer = self._network, self._network.transports.get(session)
         if peer is None or session in network.killed:
-            raise TransferError("transport", f"session {session} is gone")
+            raise TransferError("transport", f"session {session} does not exist")
         if frozenset((session, self.session)) in network.cut:
             sleep(seconds)
-            raise TransferError("transport", f"nothing from session {session} in {seconds:g} s")
+            raise TransferError("transport", f"no data from session {session} in {seconds:g} s")
         if not (peer.is_registered(remote, size) and self.is_registered(local, size)):
-            raise TransferError("transport", "memory that is not registered")
+            raise TransferError("transport", "the memory is not registered")
         fault = network.faults.choose()
         if fault == "hang":
             network.faults.hung.wait(60)
@@ -94,7 +94,7 @@ class InMemoryTransport:
             threading.Timer(network.faults.seconds, _overwrite, (local, size)).start()
         if fault in ("fail", "late"):
             ctypes.memmove(local, remote, size // 2)
-            raise TransferError("transport", f"session {session} has closed the connection")
+            raise TransferError("transport", f"session {session} closed the connection")
         ctypes.memmove(local, remote, size)
         if fault == "corrupt":
             place = local + network.faults.draw.randrange(size)

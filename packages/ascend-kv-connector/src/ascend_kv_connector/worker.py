@@ -1,4 +1,4 @@
-"""The connector's part in a worker: the rank as producer, as consumer or as both, on the NPU."""
+"""Worker side of AscendP2PConnector: the rank as producer, consumer or both."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from ascend_kv_connector.transfers import Failed
 from ascend_kv_connector.transport import Transport, make_transport
 
 DEFAULT_KV_PORT = 14579
-"""vLLM's default of ``kv_port``, which says that nobody has chosen one (``vllm/config/kv_transfer.py``)."""
+"""vLLM's default of ``kv_port``: the user has chosen none (``vllm/config/kv_transfer.py``)."""
 
 
 class P2PWorker:
-    """See the methods of the same names in ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``."""
+    """Implements the worker methods of ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``."""
 
     def __init__(self, vllm_config: Any, groups: list[Any], options: Options, transport: Transport | None = None) -> None:
         """``groups`` are the KVCacheGroupSpecs of vLLM's KVCacheConfig."""
@@ -49,10 +49,10 @@ class P2PWorker:
         self._step_tokens: dict[str, int] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Make the buffers and start to answer, and to ask.
+        """Allocate buffers and start the producer's and the consumer's threads.
 
         Raises:
-            RefusedError: the transport cannot serve, or the port is taken.
+            RefusedError: the transport is not available, or the port is in use.
         """
         groups = {layer: number for number, group in enumerate(self._groups) for layer in group.layer_names}
         regions = [
@@ -67,7 +67,7 @@ class P2PWorker:
         host = self._options.host or get_ip()
         shared = read_secret(self._options.secret_file)
         if rank == 0 and not shared and not is_loopback(host):
-            said = "KV connector: whoever reaches %s can ask for prompts' KV cache: no secret_file is given, and %s is not set"
+            said = "KV connector: anyone who can reach %s can fetch KV cache; fix: set secret_file or %s"
             extension.logger.warning(said, host, SECRET_ENV)
         keys = CurveKeys(shared) if shared else None
         transport = self._transport = self._transport or make_transport(
@@ -91,7 +91,7 @@ class P2PWorker:
         return Endpoint(self._options.host or get_ip(), *ports) if any(ports) else None
 
     def begin_step(self, metadata: P2PMetadata) -> None:
-        """Before the model runs: blocks that are no longer a prompt's are taken from its readers, new ones are given to them."""
+        """Before the forward pass: revoke and update blocks of layer-by-layer prefills, and notify their consumers."""
         if self._producer is None:
             return
         leases = self._producer.leases
@@ -111,11 +111,11 @@ class P2PWorker:
                 self._notifier.notify(layerwise.reader_ranks, what)
 
     def save_kv_layer(self, layer: str) -> None:
-        """This step's tokens of a layer will be in their blocks when the current stream has come here."""
+        """Record that this step's tokens of a layer are ready once the current stream reaches this point."""
         self._record_progress([layer])
 
     def end_step(self) -> None:
-        """As :meth:`save_kv_layer` for all layers: in a graph nobody calls that."""
+        """:meth:`save_kv_layer` for all layers: vLLM does not call it in graphs."""
         if self._producer is not None:
             self._record_progress(dict.fromkeys(region.layer for region in self._producer.cache.regions))
         self._step_tokens = {}
@@ -129,7 +129,7 @@ class P2PWorker:
                     self._progress[request].record(layer, tokens, event.query)
 
     def start_transfers(self, metadata: P2PMetadata) -> None:
-        """Take this step's orders, once the step's own work is enqueued on the current stream."""
+        """Apply this step's metadata, after the step's work was enqueued on the current stream."""
         if metadata.leases or metadata.loads:
             self._written = torch.npu.Event()
             self._written.record()
@@ -155,7 +155,7 @@ class P2PWorker:
             for request, reason in ended.items():
                 if "expired" in reason:
                     self._stats.data["expired"] += 1
-                    extension.logger.warning("KV blocks of %s are freed unread: %s", request, reason)
+                    extension.logger.warning("KV blocks of %s were freed unread: %s", request, reason)
         if self._consumer:
             for outcome in self._consumer.get_finished():
                 self._stats.add(outcome)
@@ -197,7 +197,7 @@ _streams = threading.local()
 
 @contextmanager
 def private_stream(device: torch.device, behind: Any) -> Iterator[None]:
-    """Work on a stream that is this thread's own, behind an event, if there is one; at the end it is done."""
+    """Run work on this thread's private stream after an event, if given; synchronize on exit."""
     torch.npu.set_device(device)
     if not hasattr(_streams, "own"):
         _streams.own = torch.npu.Stream(device)
@@ -209,7 +209,7 @@ def private_stream(device: torch.device, behind: Any) -> Iterator[None]:
 
 
 def model_fingerprint(model: Any) -> str:
-    """The architecture and a digest of the model's configuration: instances must agree in it. It does not see the weights."""
+    """Architecture and a digest of the model's configuration, which must be equal in both instances. Weights are not included."""
     values = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith(("_", "transformers"))}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return f"{'+'.join(model.hf_config.architectures or ['?'])}/{digest}"

@@ -1,4 +1,4 @@
-"""What a pool holds: under a name that says whose KV cache it is, a chunk's bytes and what they can be checked by."""
+"""Format of a pool's records: chunk bytes with a checksum footer, under a name that identifies the KV cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zlib
 from typing import Any
 
 FOOTER_BYTES = 4096
-"""Bytes behind a chunk's, which are a multiple of it: so a record is one as well, as reads past the page cache want it."""
+"""Size of the footer. Chunks are multiples of it, hence records too, as O_DIRECT requires."""
 
 _FOOTER = struct.Struct("<8sQI")
 _MAGIC = b"ascendkv"
@@ -18,19 +18,19 @@ _FORMAT = "keys, then values, of each layer; [tokens, heads, size]; ranks one be
 
 
 def write_footer(name: str, record: memoryview) -> None:
-    """Write behind a chunk what it can be checked by; uint8 ``[chunk + FOOTER_BYTES]``."""
+    """Write the footer of a record, uint8 ``[chunk + FOOTER_BYTES]``."""
     size = len(record) - FOOTER_BYTES
     record[size:] = bytes(FOOTER_BYTES)
     _FOOTER.pack_into(record, size, _MAGIC, size, _checksum(name, record[:size]))
 
 
 def read_footer(record: memoryview) -> bytes:
-    """What was written behind its chunk."""
+    """Footer of a record."""
     return bytes(record[-FOOTER_BYTES : _FOOTER.size - FOOTER_BYTES])
 
 
 def is_intact(name: str, chunk: memoryview, footer: bytes) -> bool:
-    """Whether these bytes, uint8 ``[chunk]``, are those that were sealed under this name."""
+    """Whether a chunk, uint8 ``[chunk]``, matches the footer that was written for it under this name."""
     magic, size, checksum = _FOOTER.unpack(footer)
     return magic == _MAGIC and size == len(chunk) and checksum == _checksum(name, chunk)
 
@@ -40,11 +40,10 @@ def _checksum(name: str, chunk: memoryview) -> int:
 
 
 class ChunkNames:
-    """ChunkNames of chunks. Two instances have the same for a prefix only if their KV cache of it has the same bytes.
+    """Names of chunks; equal in two instances only if their KV cache of the prefix has the same bytes.
 
-    In a name are vLLM's hash of the prefix, and a digest of what vLLM's own file tier tells apart (``FileMapper``: model, dtype,
-    block sizes, layers, parallel sizes), of this wheel's format, of the hashes' seed, and of ``identity``, what the connector
-    knows besides.
+    A name has vLLM's hash of the prefix and a digest of: what vLLM's own file tier distinguishes (``FileMapper``: model, dtype,
+    block sizes, layers, parallel sizes), this wheel's format, the hash seed, and the connector's ``identity``.
     """
 
     def __init__(self, spec: Any, identity: dict[str, Any]) -> None:
@@ -64,7 +63,7 @@ class ChunkNames:
         self._update()
 
     def rotate(self) -> None:
-        """Have names that nobody has had."""
+        """Switch to names that were never used."""
         self._known["reset"] = secrets.token_hex(8)
         self._update()
 
@@ -73,5 +72,5 @@ class ChunkNames:
         self.prefix = f"{self._model}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
 
     def __call__(self, key: bytes) -> str:
-        """Of one of vLLM's offload keys, a hash and a group."""
+        """Name for a vLLM offload key (a hash and a group)."""
         return f"{self.prefix}/{key.hex()}"

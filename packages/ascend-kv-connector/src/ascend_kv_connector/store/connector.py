@@ -1,4 +1,4 @@
-"""``AscendStoreConnector``: vLLM's tiered offloading with a pool behind host memory, and vllm-ascend's name and keys for it."""
+"""``AscendStoreConnector``: vLLM's tiered offloading with a shared pool, under vllm-ascend's name and options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ascend_kv_connector.store.options import StoreOptions
 
 
 class AscendStoreConnector(OffloadingConnector):
-    """Prefixes that any instance has computed are loaded from the pool by all that share it.
+    """Loads prefixes that any instance has computed from a shared pool.
 
     ``kv_both`` and ``kv_producer`` load and store, ``kv_consumer`` loads.
     """

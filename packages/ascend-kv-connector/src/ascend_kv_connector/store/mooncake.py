@@ -1,4 +1,4 @@
-"""Mooncake's store (``mooncake.store``) as a pool: a master that knows where chunks are, and processes that lend it memory."""
+"""Mooncake's store (``mooncake.store``) as a pool: a master that locates chunks, and processes that contribute memory."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier
 
 CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
-"""The environment variable that Mooncake, vLLM and vllm-ascend have for the path of the configuration."""
+"""Environment variable that Mooncake, vLLM and vllm-ascend use for the path of the configuration."""
 
 FULL, MISSING = (-200,), (-704,)
 """Mooncake's codes (``mooncake-store/include/types.h``): no space; no such object, or none of its replicas."""
 
 UNREACHABLE = (-900, -901)
-"""The master has not answered."""
+"""Codes for a master that does not respond."""
 
 UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 
 
 @dataclass(frozen=True)
 class MooncakeConfig:
-    """What is read of Mooncake's configuration; sizes are in bytes, or strings as "4GB" in the file.
+    """Mooncake's configuration, as far as used; sizes are in bytes, or strings such as "4GB" in the file.
 
-    ``global_segment_size`` is the memory that this instance lends to the pool, with which what is in it goes when it ends.
+    ``global_segment_size`` is the memory that this instance contributes to the pool; its content is lost when the instance ends.
     """
 
     master_server_address: str
@@ -49,10 +49,11 @@ class MooncakeConfig:
 
     @classmethod
     def read(cls, path: str) -> MooncakeConfig:
-        """Of the file, or of ``MOONCAKE_CONFIG_PATH``'s; ``MOONCAKE_MASTER`` and ``MOONCAKE_GLOBAL_SEGMENT_SIZE`` go before it.
+        """Read the file, by default that of ``MOONCAKE_CONFIG_PATH``; ``MOONCAKE_MASTER`` and ``MOONCAKE_GLOBAL_SEGMENT_SIZE``
+        override it.
 
         Raises:
-            RefusedError: there is none, or it cannot be read, in one line.
+            RefusedError: it is missing or invalid, in one line.
         """
         if not (path := path or os.environ.get(CONFIG_ENV, "")):
             raise extension.RefusedError(
@@ -65,7 +66,7 @@ class MooncakeConfig:
             return cls(**cls._parse_sizes(known | cls._from_environment()))
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise extension.RefusedError(
-                f"backend mooncake: {path} is not a configuration of Mooncake's ({type(error).__name__}: {error}); it is a JSON "
+                f"backend mooncake: {path} is not a Mooncake configuration ({type(error).__name__}: {error}); it must be a JSON "
                 'object with at least "master_server_address"'
             ) from None
 
@@ -85,10 +86,10 @@ class MooncakeConfig:
         return out
 
     def check(self, seconds: float = 3.0) -> None:
-        """Look whether Mooncake is installed and the master is there.
+        """Check that Mooncake is installed and the master is reachable.
 
         Raises:
-            RefusedError: one of them is not, in one line.
+            RefusedError: it is not, in one line.
         """
         check()
         host, _, port = self.master_server_address.rpartition(":")
@@ -96,14 +97,14 @@ class MooncakeConfig:
             socket.create_connection((host.strip("[]"), int(port)), seconds).close()
         except (OSError, ValueError) as error:
             raise extension.RefusedError(
-                f"backend mooncake: no master answers at master_server_address {self.master_server_address!r} ({error}); start "
+                f"backend mooncake: no master at master_server_address {self.master_server_address!r} ({error}); start "
                 "one with mooncake_master --port PORT, or correct the address"
             ) from None
 
 
 class MooncakePool:
-    """See :class:`~ascend_kv_connector.store.pool.Pool`. Mooncake's calls let other threads run, and end by
-    themselves after 30 s, or after what ``MC_RPC_TIMEOUT_MS`` and others say."""
+    """See :class:`~ascend_kv_connector.store.pool.Pool`. Mooncake's calls release the GIL and time out after 30 s, or as
+    ``MC_RPC_TIMEOUT_MS`` and others say."""
 
     def __init__(self, config: MooncakeConfig) -> None:
         """Join the pool.
@@ -129,8 +130,8 @@ class MooncakePool:
         }
         if code := self._store.setup(setup):
             raise extension.RefusedError(
-                f"backend mooncake: {self.description} cannot be joined from {setup['local_hostname']} (code {code}); protocol can be "
-                f"tcp, or ascend with {WHEELS[0]}, and local_hostname is this machine's address for the others"
+                f"backend mooncake: cannot join {self.description} from {setup['local_hostname']} (code {code}); protocol is "
+                f"tcp, or ascend with {WHEELS[0]}, and local_hostname this machine's address"
             )
         self._buffers: list[mmap.mmap] = []
 
@@ -138,7 +139,7 @@ class MooncakePool:
         memory = mmap.mmap(-1, size)
         if code := self._store.register_buffer(_address(memory), size):
             raise PoolError(f"{size} bytes of host memory cannot be registered (code {code})")
-        self._buffers.append(memory)  # as long as Mooncake knows it
+        self._buffers.append(memory)  # must outlive its registration
         return memoryview(memory)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -163,7 +164,7 @@ class MooncakePool:
 
     def _check_reachable(self, codes: list[int]) -> list[int]:
         if codes and all(code in UNREACHABLE for code in codes):
-            raise PoolError(f"the master does not answer (code {codes[0]})")
+            raise PoolError(f"the master does not respond (code {codes[0]})")
         return codes
 
 
@@ -182,7 +183,7 @@ def _address(memory: Any) -> int:
 
 
 class MooncakeTier(PoolTier):
-    """``config_path``: the path of Mooncake's configuration, if the environment does not have it."""
+    """Tier over a MooncakePool. ``config_path``: path of Mooncake's configuration, overriding the environment."""
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, config_path: str = "", **more: Any

@@ -1,8 +1,8 @@
-"""A pool as a tier behind host memory (``vllm/v1/kv_offload/tiering``): who moves chunks, how long it may take, what came of it.
+"""Secondary tier over a pool (``vllm/v1/kv_offload/tiering``): jobs, deadlines, verification and outcomes.
 
-vLLM's manager, in the scheduler's process, asks a tier whether it has a chunk, and lends it rows of host memory to copy from or
-into. Whatever a pool does, each of these ends before its deadline, and a chunk counts as loaded only if its bytes are those that
-were stored: threads copy by way of buffers of their own, and touch a lent row only while their job is open.
+vLLM's manager, in the scheduler's process, looks up chunks in a tier and lends it rows of host memory to copy from or to. Each of
+these operations ends before its deadline whatever the pool does, and a chunk counts as loaded only if its checksum matches:
+threads copy through private buffers, and access a lent row only while its job is open.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ascend_kv_connector.store.chunk_format import FOOTER_BYTES, ChunkNames, is_
 from ascend_kv_connector.store.pool import LOADED, STORED, Pool, PoolError
 
 CHUNKS_METRIC = "vllm:ascend_store_chunks"
-"""The metric: chunks by tier and outcome."""
+"""Metric: chunks by tier and outcome."""
 
 BATCH_BYTES = 16 << 20
-"""Bytes that a thread moves at once, if they are more than one chunk."""
+"""Bytes that a thread transfers at once, unless one chunk is larger."""
 
 BROKEN = ("cut", "corrupt")
 NO_REPLY = object()
@@ -40,7 +40,7 @@ NO_REPLY = object()
 
 @dataclass
 class Job:
-    """One of vLLM's: ``rows[i]`` of host memory is the chunk of ``keys[i]``. Times are of ``monotonic``, in seconds."""
+    """A job of vLLM's: ``rows[i]`` of host memory is the chunk of ``keys[i]``. Times are ``monotonic`` seconds."""
 
     keys: list[OffloadKey]
     names: list[str]
@@ -53,7 +53,7 @@ class Job:
 
 
 class PoolLookups(AsyncLookupManager):
-    """vLLM's thread that asks, so that the scheduler does not wait."""
+    """vLLM's lookup thread, which keeps the scheduler from waiting."""
 
     def __init__(self, tier: PoolTier) -> None:
         self._tier = tier
@@ -64,11 +64,11 @@ class PoolLookups(AsyncLookupManager):
 
 
 class PoolTier(SecondaryTierManager):
-    """A tier over a pool.
+    """Secondary tier over a pool.
 
-    ``answer_timeout``: seconds for an answer whether chunks are there. ``transfer_timeout``: seconds for a job of vLLM's, the
-    chunks of a request. ``rest``: seconds for which a pool that did not answer is left alone; prompts are computed meanwhile.
-    ``threads``: that load, and as many that store. ``identity``: see :class:`~ascend_kv_connector.store.chunk_format.ChunkNames`.
+    ``answer_timeout``: seconds for a lookup. ``transfer_timeout``: seconds for a job, the chunks of a request. ``rest``: seconds
+    of backoff from a pool that did not respond, in which prompts are computed. ``threads``: number of load threads, and of store
+    threads. ``identity``: see :class:`~ascend_kv_connector.store.chunk_format.ChunkNames`.
     """
 
     medium: ClassVar[Medium | None] = None
@@ -102,15 +102,15 @@ class PoolTier(SecondaryTierManager):
         self._counting = threading.Lock()
         self._lookups = PoolLookups(self)
         extension.logger.info(
-            "%s holds KV cache as %s; instances with the same name share it", pool.description, self.names.prefix
+            "%s stores KV cache under %s; instances with the same name share it", pool.description, self.names.prefix
         )
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        text = "Chunks of KV cache by what came of storing, finding or loading them in a pool."
+        text = "KV cache chunks in a pool by outcome of lookup, load or store."
         return {CHUNKS_METRIC: OffloadingCounterMetadata(documentation=text, labelnames=("tier", "outcome"))}
 
-    # Asked by vLLM's manager, in the scheduler's thread
+    # Called by vLLM's manager, in the scheduler's thread
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -139,16 +139,16 @@ class PoolTier(SecondaryTierManager):
         return ended
 
     def drain_jobs(self) -> None:
-        """End all jobs, at most in their time; then have other names.
+        """Finish all jobs, in their time at most; then switch to new names.
 
-        vLLM asks for this when KV cache that there is shall not be used any more, as after new weights (``reset_cache``).
+        vLLM calls this when existing KV cache must not be used any more, such as after a weight update (``reset_cache``).
         """
         while self._jobs:
             self._collect()
             sleep(0.001)
         self.names.rotate()
         extension.logger.info(
-            "the KV cache was reset; what is stored from now on is %s in %s", self.names.prefix, self._pool.description
+            "the KV cache was reset; it is now stored under %s in %s", self.names.prefix, self._pool.description
         )
 
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -170,12 +170,10 @@ class PoolTier(SecondaryTierManager):
         asking = [*self._threads._threads, *([self._lookup_thread] if self._lookup_thread else [])]
         for thread in asking:
             thread.join(max(0.0, until - monotonic()))
-        if not any(
-            thread.is_alive() for thread in asking
-        ):  # a client must not go while it is asked; then it ends with the process
+        if not any(thread.is_alive() for thread in asking):  # a thread may still use the client; it ends with the process
             self._pool.close()
 
-    # A pool that does not answer
+    # Backoff
 
     @property
     def is_backing_off(self) -> bool:
@@ -187,14 +185,14 @@ class PoolTier(SecondaryTierManager):
                 return
             self._backoff_until = monotonic() + self._backoff
         extension.logger.warning(
-            "KV cache in %s: %s; it is left alone for %g s, prompts are computed; see whether it is alive and can be reached",
+            "KV cache in %s: %s; not used for %g s, prompts are computed; check that it is alive and reachable",
             self._pool.description,
             why,
             self._backoff,
         )
 
     def lookup_keys(self, keys: list[OffloadKey]) -> list[bool]:
-        """Which chunks there are, in the time for it; none of a pool that does not answer."""
+        """Which chunks exist, within the timeout; none if the pool does not respond."""
         if self.is_backing_off:
             self._count("not asked", len(keys))
             return [False] * len(keys)
@@ -204,11 +202,11 @@ class PoolTier(SecondaryTierManager):
         def ask() -> None:
             try:
                 answer.put(self._pool.exists(names))
-            except Exception as error:  # whatever the pool's client raises; it is said below
+            except Exception as error:  # of any type; logged below
                 answer.put(error)
 
         found: Any = NO_REPLY
-        if self._lookup_thread is None or not self._lookup_thread.is_alive():  # not one more behind one that hangs
+        if self._lookup_thread is None or not self._lookup_thread.is_alive():  # at most one lookup, even if it hangs
             self._lookup_thread = threading.Thread(target=ask, daemon=True, name="kv_ask")
             self._lookup_thread.start()
             with suppress(queue.Empty):
@@ -243,11 +241,11 @@ class PoolTier(SecondaryTierManager):
                 self._end(number, job, seconds)
         now = monotonic()
         for number, job in [each for each in self._jobs.items() if each[1].deadline < now]:
-            with job.lock:  # from here on nobody touches its rows
+            with job.lock:  # its rows are not accessed any more
                 job.open = False
             del self._jobs[number]
             self._count("late to load" if job.load else "late to store", len(job.keys) - len(job.done))
-            self._back_off(f"{len(job.keys)} chunks have not gone over in {self._transfer_timeout:g} s")
+            self._back_off(f"{len(job.keys)} chunks were not transferred in {self._transfer_timeout:g} s")
             self._end(number, job)
 
     def _end(self, number: int, job: Job, seconds: float | None = None) -> None:
@@ -258,7 +256,7 @@ class PoolTier(SecondaryTierManager):
         size = len(job.done) * self.block_size_bytes
         self._ended.append(JobResult(number, not failed, (tuple(job.done) or None) if failed else None, seconds, size))
 
-    # In the threads
+    # In the pool's threads
 
     def _move(self, move: Callable[[Job, slice], None], job: Job, part: slice) -> None:
         try:
@@ -266,7 +264,7 @@ class PoolTier(SecondaryTierManager):
         except PoolError as error:
             self._back_off(str(error))
             self._count("failed to load" if job.load else "failed to store", len(job.keys[part]))
-        except Exception as error:  # of a pool's client; a chunk less, and not an engine
+        except Exception as error:  # an error of the pool's client must not stop the engine
             self._count("failed to load" if job.load else "failed to store", len(job.keys[part]))
             extension.logger.warning("KV cache in %s: %s: %s", self._pool.description, type(error).__name__, error)
 
@@ -305,7 +303,7 @@ class PoolTier(SecondaryTierManager):
                     continue
                 chunk, written = host[row].view(np.uint8), read_footer(record)
                 chunk[:] = record[:-FOOTER_BYTES]
-                # The row is looked at, not the buffer: into that a read which was given up may still write.
+                # Check the row, not the buffer: a timed-out read may still write to the buffer.
                 if is_intact(names[place], memoryview(chunk), written):
                     job.done.append(key)
                 else:
@@ -313,13 +311,13 @@ class PoolTier(SecondaryTierManager):
         for outcome in outcomes:
             self._count(outcome if outcome == LOADED else f"{outcome}, not loaded")
         if broken := [name for name, outcome in zip(names, outcomes, strict=True) if outcome in BROKEN]:
-            self._pool.remove(broken)  # so that the chunk is stored anew
+            self._pool.remove(broken)  # so that the chunk is stored again
             extension.logger.warning(
-                "KV cache in %s: %d chunks are cut or corrupt, and are removed", self._pool.description, len(broken)
+                "KV cache in %s: removed %d truncated or corrupt chunks", self._pool.description, len(broken)
             )
 
     def _record_buffers(self, count: int) -> list[memoryview]:
-        """This thread's buffer, cut into records; what was in it is no longer needed."""
+        """This thread's buffer as ``count`` records; earlier content is overwritten."""
         if not hasattr(self._local, "buffer"):
             self._local.buffer = self._pool.buffer(self._batch * self._size)
         return [self._local.buffer[place * self._size : (place + 1) * self._size] for place in range(count)]
