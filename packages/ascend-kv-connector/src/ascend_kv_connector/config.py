@@ -20,7 +20,7 @@ MODES = ("pull", "push")
 
 @dataclass(frozen=True)
 class Options:
-    """Options and their defaults, documented in the README. Times are in seconds."""
+    """Options and their defaults, documented in docs/kv-connector.md. Times are in seconds."""
 
     transport: str = "mooncake"
     protocol: str = "tcp"

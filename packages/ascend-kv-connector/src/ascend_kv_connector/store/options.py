@@ -40,7 +40,7 @@ PASSED_THROUGH = ("block_size", "blocks_per_chunk", "eviction_policy", "offload_
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Options and their defaults, documented in the README. Times are in seconds."""
+    """Options and their defaults, documented in docs/kv-connector.md. Times are in seconds."""
 
     backend: str | list[str] = "mooncake"
     cpu_bytes_to_use: int = 4 << 30
