@@ -25,7 +25,7 @@ LENGTHS = [20, 20, 12, 40, 5, 30, 9, 70, 3, 10, 25]  # of the answers: some cros
 
 def serve(trace: Path | None = None, **case: Any) -> dict[str, Any]:
     asked = {"prompts": PROMPTS, "lengths": LENGTHS} | case
-    variables = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace or "")}
+    variables: dict[str, Any] = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace or "")}
     done = npus.run(case["ranks"], sys.executable, str(PROGRAM), json.dumps(asked), memory="2GiB", **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (result,) = npus.results(done.stdout)

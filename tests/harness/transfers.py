@@ -48,7 +48,7 @@ def engines(chosen: list[str], requests: int) -> list[str]:
         path = qwen3(Path(directory))
         for name in chosen or SHAPES:
             prefill, decode, more = SHAPES[name]
-            case = {
+            case: dict[str, Any] = {
                 "model": path,
                 "prefill": prefill,
                 "decode": decode,
@@ -120,7 +120,8 @@ def faults(requests: int) -> list[str]:
     """Run each case under faults, and print a table; returns what is wrong."""
     wrong, results = [], {}
     for name, (one, other, layerwise) in CASES.items():
-        network, made = InMemoryNetwork(), []
+        network = InMemoryNetwork()
+        made: list[Any] = []
 
         def make(name: str, network: InMemoryNetwork = network, made: list[Any] = made, **shape: Any) -> Any:
             made.append(Instance(network, name, **shape))

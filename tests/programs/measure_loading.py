@@ -42,7 +42,12 @@ class Loader(PeerModelLoader):
 
 def load(model: str, device: int, extra: dict[str, Any], **engine: Any) -> tuple[Any, BaseModelLoader]:
     """The model, and the loader that has loaded it, in this process and without an engine."""
-    options = {"load_format": "ascend_peer", "dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True} | engine
+    options: dict[str, Any] = {
+        "load_format": "ascend_peer",
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+    } | engine
     config = EngineArgs(model, model_loader_extra_config=extra, use_tqdm_on_load=False, **options).create_engine_config()
     config.device_config.device = torch.device("npu", device)
     with set_current_vllm_config(config):
@@ -71,12 +76,12 @@ def copy_to(port: int, size: int, device: str) -> float:
         connection.sendall(bytes([number]))
         mine = target[number * part : (number + 1) * part]
         if device == "cpu":
-            receive(connection, memoryview(mine.numpy()))
+            receive(connection, mine.numpy().data)
             return
         buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
         torch.npu.set_device(device)
         for chunk in mine.split(CHUNK_BYTES):
-            receive(connection, memoryview(buffer.numpy())[: len(chunk)])
+            receive(connection, buffer.numpy().data[: len(chunk)])
             chunk.copy_(buffer[: len(chunk)])
 
     begin = time.perf_counter()
@@ -103,13 +108,13 @@ def copy_from(listening: socket.socket, size: int, device: str) -> None:
         number = connection.recv(1)[0]
         mine = source[number * part : (number + 1) * part]
         if device == "cpu":
-            connection.sendall(memoryview(mine.numpy()))
+            connection.sendall(mine.numpy().data)
         else:
             torch.npu.set_device(device)
             buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
             for chunk in mine.split(CHUNK_BYTES):
                 buffer[: len(chunk)].copy_(chunk)
-                connection.sendall(memoryview(buffer.numpy())[: len(chunk)])
+                connection.sendall(buffer.numpy().data[: len(chunk)])
         connection.close()
 
     while True:
@@ -125,6 +130,7 @@ def serve(model: str, pipe: Connection) -> None:
         listening = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=copy_from, args=[listening, size, device], daemon=True).start()
         plain[device] = listening.getsockname()[1]
+    assert server._published is not None
     pipe.send((server._published.port, plain, size, loader.report.table()))
     pipe.recv()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from time import monotonic, sleep
+from typing import Any, Protocol
 
 import torch
 from ascend_kv_connector.auth import CurveKeys
@@ -15,7 +16,6 @@ from ascend_kv_connector.config import Options
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.paged_cache import Heads, PagedCache, group_block_table, kv_heads_of_rank
 from ascend_kv_connector.producer import Producer
-from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed, Source
 from ascend_kv_connector.worker import private_stream
 
@@ -29,6 +29,12 @@ def values(request: str, layer: int, part: str, tokens: range, heads: Heads) -> 
     return (seed + 131 * token + 7919 * head) % 32749 + 1
 
 
+class Network(Protocol):
+    """What gives each rank its transport."""
+
+    def make_transport(self) -> Any: ...
+
+
 class Instance:
     """The ranks of one instance: caches ``[blocks, block_size, heads, size]`` of int16, for each rank its layers and heads.
 
@@ -37,7 +43,7 @@ class Instance:
 
     def __init__(
         self,
-        network: InMemoryNetwork,
+        network: Network,
         name: str,
         tp: int = 1,
         pp: int = 1,

@@ -66,7 +66,8 @@ class FaultyPool:
     description = "memory that fails"
 
     def __init__(self) -> None:
-        self.faults, self.held, self.dead = PoolFaults(), {}, False
+        self.faults, self.dead = PoolFaults(), False
+        self.held: dict[str, bytes] = {}
         self.outcomes: Counter[str] = Counter()
 
     def buffer(self, size: int) -> memoryview:
@@ -167,7 +168,7 @@ class Endurance:
     """
 
     def __init__(self, make: Callable[[], Any], count: int, deaths: int = 3, seed: int = 11) -> None:
-        rates = {
+        rates: dict[str, Any] = {
             "fail": 0.01,
             "corrupt": 0.02,
             "delay": 0.03,

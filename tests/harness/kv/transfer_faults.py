@@ -78,7 +78,7 @@ class Endurance:
         self.draw = random.Random(seed)
         self.make, self.network, self.count, self.shape, self.layerwise = make, network, count, one, layerwise
         corrupt = 0.02 if other.get("verify", True) else 0.0
-        rates: dict[str, float] = {"fail": 0.02, "corrupt": corrupt, "delay": 0.03, "late": 0.02, "hang": 0.004}
+        rates: dict[str, Any] = {"fail": 0.02, "corrupt": corrupt, "delay": 0.03, "late": 0.02, "hang": 0.004}
         if layerwise:  # as many per request, which has more reads
             rates = {name: rate / 4 for name, rate in rates.items()}
         network.faults = Faults(draw=random.Random(seed + 1), seconds=0.02, **rates)

@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch_npu
-from vllm.compilation import cuda_graph
 from vllm.distributed.parallel_state import GraphCaptureContext
 from vllm.forward_context import get_forward_context
-from vllm.utils import torch_utils
 
 from ascend_platform.attention import base
+from ascend_platform.vllm_overrides import override
 
 
 def view(module: ModuleType, **replaced: object) -> ModuleType:
@@ -93,5 +92,5 @@ def _weak_ref_tensor(tensor: Any) -> Any:
     return torch_npu._C._weak_ref_tensor(tensor) if isinstance(tensor, torch.Tensor) and tensor.numel() else tensor
 
 
-cuda_graph.torch = view(torch, cuda=view(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture))
-torch_utils.weak_ref_tensor = _weak_ref_tensor
+override("vllm.compilation.cuda_graph:torch", view(torch, cuda=view(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture)))
+override("vllm.utils.torch_utils:weak_ref_tensor", _weak_ref_tensor)

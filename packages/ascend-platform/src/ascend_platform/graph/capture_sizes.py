@@ -15,6 +15,7 @@ from vllm.distributed.parallel_state import get_world_group, is_global_first_ran
 from vllm.platforms import current_platform
 
 from ascend_platform import extension
+from ascend_platform.vllm_overrides import require
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
@@ -26,6 +27,10 @@ RESERVED = 184
 
 NO_STREAMS = ("207008", "207005")
 """CANN's codes when the streams run out (vllm-project/vllm-ascend, issues 9564 and 9691)."""
+
+
+require("vllm.platforms.interface:Platform._global_graph_pool")
+require("vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances")
 
 
 class OutOfStreams(RuntimeError):

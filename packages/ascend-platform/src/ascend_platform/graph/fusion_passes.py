@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch_npu  # noqa: F401  (its operators)
 from torch import fx
-from vllm.compilation import backends
 from vllm.compilation.compiler_interface import EagerAdaptor
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+
+from ascend_platform.vllm_overrides import override
 
 logger = init_logger(__name__)
 
@@ -53,7 +54,7 @@ class CompilerWithPasses(EagerAdaptor):
         return super().compile(graph, example_inputs, compiler_config, *args, **kwargs)
 
 
-backends.EagerAdaptor = CompilerWithPasses  # type: ignore[misc]
+override("vllm.compilation.compiler_interface:EagerAdaptor", CompilerWithPasses)
 
 
 def fuse_norm_quant(graph: fx.Graph) -> int:

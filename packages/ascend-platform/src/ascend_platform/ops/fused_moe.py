@@ -13,8 +13,10 @@ import torch
 import torch_npu
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.router import base_router, grouped_topk_router
+from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from ascend_platform.vllm_overrides import override, require
 
 SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
 BEST, SUM_OF_BEST_TWO = 0, 1  # its group_select_mode
@@ -69,6 +71,7 @@ def topk_sigmoid(
 
 
 for _function in (topk_softmax, topk_sigmoid):
+    require(f"vllm._custom_ops:{_function.__name__}")  # which calls it
     _definitions.impl(_function.__name__, _function, "PrivateUse1")
 
 
@@ -149,7 +152,7 @@ def grouped_topk(
 
 
 # the router has no hook for it: it takes the function from its own module (grouped_topk_router.py, _compute_routing)
-grouped_topk_router.grouped_topk = grouped_topk
+override("vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk", grouped_topk)
 
 
 def map_to_physical(
@@ -176,7 +179,7 @@ def map_to_physical(
 
 
 # vLLM's own is a Triton kernel for three devices, and on others leaves the ids as they are (base_router.py)
-base_router.eplb_map_to_physical_and_record = map_to_physical
+override("vllm.model_executor.layers.fused_moe.router.base_router:eplb_map_to_physical_and_record", map_to_physical)
 
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -156,11 +156,11 @@ def sample_recovered(
     output.copy_(scores.argmax(-1).view_as(output))
 
 
-_PREFIX = "vllm.v1.sample.rejection_sampler."
+_PREFIX = "vllm.v1.sample.rejection_sampler:"
 OVERRIDES = {
     _PREFIX + "expand_kernel": expand,
     _PREFIX + "rejection_greedy_sample_kernel": rejection_greedy,
     _PREFIX + "rejection_random_sample_kernel": rejection_random,
     _PREFIX + "sample_recovered_tokens_kernel": sample_recovered,
 }
-"""Kernel name to replacement, as ``vllm.triton_utils.dispatcher.register_kernels`` takes them."""
+"""vLLM's kernels, as in ``vllm_overrides.OVERRIDES``, and the functions that take their arguments."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch_npu
-from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 from ascend_platform import extension
+from ascend_platform.vllm_overrides import override
 
 MOST_K = 1024
 """The operator takes a larger k as none at all."""
@@ -84,8 +84,25 @@ def _operator(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | No
     return torch_npu.npu_top_k_top_p_sample(logits, k.int(), p, **options)
 
 
+_active: NPUTopKTopPSampler | None = None
+"""The sampler of the engine whose rejection sampler ran last; a process may have several engines."""
+
+
+def _restrict(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+    """The rejection sampler's top-k and top-p: ``apply_top_k_top_p`` of vLLM."""
+    return apply_top_k_top_p(logits, k, p) if _active is None else _active.restrict(logits, k, p)
+
+
 def install(runner: Any) -> None:
-    """Give a model runner this sampler, where the chip has the operators."""
-    if extension.chip().family.top_k_top_p:
-        sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(runner.sampler.topk_topp_sampler, runner)
-        rejection_sampler.apply_top_k_top_p = sampler.restrict
+    """Give a model runner this sampler, and its rejection sampler the operator, where the chip has the operators."""
+    if not extension.chip().family.top_k_top_p:
+        return
+    sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(runner.sampler.topk_topp_sampler, runner)
+    if (rejection := getattr(runner, "rejection_sampler", None)) is not None:
+        override("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", _restrict)
+
+        def activate(*_: object) -> None:
+            global _active
+            _active = sampler
+
+        rejection.register_forward_pre_hook(activate)

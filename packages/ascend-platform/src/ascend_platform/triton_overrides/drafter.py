@@ -14,6 +14,7 @@ import torch
 from ascend_platform.sampling import rejection
 from ascend_platform.triton_overrides import register
 from ascend_platform.triton_overrides.slot_mapping import null_slots
+from ascend_platform.vllm_overrides import override
 
 
 def step(
@@ -146,14 +147,14 @@ def expand_inputs(
         out_mapping[:total] = given + torch.bucketize(given, starts[1:], right=True) * added
 
 
-_PREFIX = "vllm.v1.spec_decode.utils."
+_PREFIX = "vllm.v1.spec_decode.utils:"
 OVERRIDES = {
     _PREFIX + "eagle_step_slot_mapping_metadata_kernel": step,
     _PREFIX + "eagle_prepare_inputs_padded_kernel": prepare_inputs,
     _PREFIX + "eagle_prepare_next_token_padded_kernel": prepare_next_tokens,
     _PREFIX + "copy_and_expand_eagle_inputs_kernel": expand_inputs,
 }
-"""Kernel name to replacement, as ``vllm.triton_utils.dispatcher.register_kernels`` takes them."""
+"""vLLM's kernels, as in ``vllm_overrides.OVERRIDES``, and the functions that take their arguments."""
 
 
 def install() -> None:
@@ -167,8 +168,6 @@ def install() -> None:
 
     build = SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata
     extend = llm_base_proposer.extend_all_queries_by_N
-    if hasattr(build, "__wrapped__"):
-        return
     register({**OVERRIDES, **rejection.OVERRIDES})
 
     @functools.wraps(build)
@@ -186,5 +185,7 @@ def install() -> None:
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound
         return extended.replace(seq_lens_cpu_upper_bound=lengths + N)
 
-    SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata = build_with_lengths
-    llm_base_proposer.extend_all_queries_by_N = extend_with_lengths
+    override(
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata", build_with_lengths
+    )
+    override("vllm.v1.spec_decode.utils:extend_all_queries_by_N", extend_with_lengths)

@@ -74,5 +74,5 @@ def null_slots(length: int, block_size: int, device: torch.device) -> torch.Tens
     return _null_slots(-(-length // 4096) * 4096, block_size, device)[:length]
 
 
-OVERRIDES = {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": slot_mapping_kernel(compute_slot_mapping)}
-"""Kernel name to replacement, as ``vllm.triton_utils.dispatcher.register_kernels`` takes them."""
+OVERRIDES = {"vllm.v1.worker.block_table:ComputeSlotMappingKernel.kernel": slot_mapping_kernel(compute_slot_mapping)}
+"""vLLM's kernel, as in ``vllm_overrides.OVERRIDES``, and the function that takes its arguments."""

@@ -5,13 +5,11 @@ from typing import Any
 
 import torch
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.distributed import parallel_state
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.ops.fused_moe  # noqa: F401  (before a model's layers are made)
@@ -23,6 +21,7 @@ from ascend_platform.graph.capture_sizes import CaptureMixin
 from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
+from ascend_platform.vllm_overrides import override
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -30,9 +29,9 @@ STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream",
 # The V1 runner writes torch.cuda.Stream, Event, stream and current_stream in its own text, in __init__ and in every
 # step (gpu_model_runner.py:276-298, 745-753). torch.cuda itself stays as it is: only these modules see torch.npu's.
 _torch = view(torch, cuda=view(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES}))
-gpu_model_runner.torch = _torch
-parallel_state.torch = _torch
-gpu_model_runner.graph_capture = acl_graph.graph_capture
+override("vllm.v1.worker.gpu_model_runner:torch", _torch)
+override("vllm.distributed.parallel_state:torch", _torch)
+override("vllm.distributed.parallel_state:graph_capture", acl_graph.graph_capture)
 
 
 class NPUEplbState(EplbState):
@@ -43,7 +42,7 @@ class NPUEplbState(EplbState):
         self.device_index = device.index
 
 
-gpu_model_runner.EplbState = NPUEplbState  # type: ignore[misc]  # load_model makes one by this name
+override("vllm.distributed.eplb.eplb_state:EplbState", NPUEplbState)  # load_model makes one by this name
 
 
 def take_vision_attention() -> None:
