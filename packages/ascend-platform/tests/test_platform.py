@@ -116,7 +116,7 @@ def test_connector_looks_at_its_own_options_before_anything_starts(model, connec
     connectors()
     with pytest.raises(ValueError, match=r"kv_connector_extra_config has no key 'leese'; did you mean 'lease'?"):
         engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"leese": 1}))
-    with pytest.raises(ValueError, match="transport is 'carrier pigeon'; it can be mooncake"):
+    with pytest.raises(ValueError, match="transport is 'carrier pigeon'; supported: mooncake"):
         engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"transport": "carrier pigeon"}))
 
 
