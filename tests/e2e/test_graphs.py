@@ -34,5 +34,5 @@ def test_graphs_fit_into_the_streams_there_are() -> None:
     """Prefills and decodes in full graphs, with streams for fewer sizes than are asked for."""
     result = serve(mode="FULL", ranks=1, streams=40)
     assert result["captured"] == {"PIECEWISE": [], "FULL": [1, 8, 32]}
-    assert "graphs of 3 of 7 sizes are captured (1, 8, 32 tokens): " in result["log"]
+    assert "capturing graphs of 3 of 7 sizes (1, 8, 32 tokens): " in result["log"]
     check(result)

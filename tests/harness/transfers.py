@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ascend_kv_connector.memory import MemoryNetwork
+from ascend_kv_connector.testing_transport import InMemoryNetwork
 
 from harness import checkout, npus, quantized
 from harness.kv import store_checks, throughput
@@ -120,10 +120,10 @@ def faults(requests: int) -> list[str]:
     """Run each case under faults, and print a table; returns what is wrong."""
     wrong, results = [], {}
     for name, (one, other, layerwise) in CASES.items():
-        network = MemoryNetwork()
+        network = InMemoryNetwork()
         made: list[Any] = []
 
-        def make(name: str, network: MemoryNetwork = network, made: list[Any] = made, **shape: Any) -> Any:
+        def make(name: str, network: InMemoryNetwork = network, made: list[Any] = made, **shape: Any) -> Any:
             made.append(Instance(network, name, **shape))
             return made[-1]
 

@@ -25,7 +25,7 @@ from harness.weights.peers import IDENTITY, SECRET, Cut, Serving, as_bytes, room
 
 TRANSPORTS = ("hccl", "mooncake")
 NPU = torch.device("npu", 0)
-extension.offer("hccl.link", "ascend_communicator.p2p_link.Link")
+extension.offer("hccl.link", "ascend_communicator.p2p_link.P2PLink")
 
 
 def serve(pipe: Connection) -> None:
