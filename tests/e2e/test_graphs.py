@@ -40,5 +40,5 @@ def test_fewer_sizes_are_captured_when_streams_are_short(served: list[dict[str, 
     """Prefills and decodes in full graphs, with streams for fewer sizes than are asked for."""
     result = served[1]
     assert result["captured"] == {"PIECEWISE": [], "FULL": [1, 8, 32]}
-    assert "graphs of 3 of 7 sizes are captured (1, 8, 32 tokens): " in result["log"]
+    assert "capturing graphs of 3 of 7 sizes (1, 8, 32 tokens): " in result["log"]
     check(result)

@@ -38,7 +38,7 @@ def test_answers_are_those_of_transformers(name: str, cases: dict[str, Any], ser
     assert found["kinds"] == kinds.KINDS[name].served_by[0]
     told = kinds.compare(name, cases[name], found["results"])
     print(f"{name}: {told}")
-    assert told.count == numbers
+    assert told.compared == numbers
     assert told.mean < bound
     assert told.regret < 2 * told.most  # greedy: what was chosen is the best up to the difference
 

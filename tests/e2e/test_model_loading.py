@@ -61,32 +61,32 @@ def test_every_strategy_gives_the_same_weights(result: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", ["peer", "quantized"])
 def test_peer_is_named(result: dict[str, Any], case: str) -> None:
-    assert result[case]["said"][0].rpartition(":")[0] == "weights taken from 127.0.0.1"
+    assert result[case]["said"][0].rpartition(":")[0] == "weights loaded from peer 127.0.0.1"
 
 
 @pytest.mark.parametrize("case", DIES)
 def test_peer_that_dies_leaves_the_weights_of_the_next_strategy(result: dict[str, Any], case: str) -> None:
     assert result[case]["digest"] == result["default"]
-    (line,) = [each for each in result[case]["said"] if "not loaded" in each]
-    assert line.startswith("weights are not loaded by peer: 127.0.0.1:")
+    (line,) = [each for each in result[case]["said"] if "cannot load" in each]
+    assert line.startswith("cannot load weights by peer: 127.0.0.1:")
     assert line.endswith("; all weights are loaded anew by: default")
     assert "the peer" in line
 
 
 def test_peer_that_dies_without_another_strategy_is_a_clear_error(result: dict[str, Any]) -> None:
     error = result["dies, and no other strategy"]["error"]
-    assert error.startswith("no strategy has loaded the weights of ")
+    assert error.startswith("no strategy could load the weights of ")
     assert "peer: 127.0.0.1:" in error
 
 
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("other weights", "its weights are others: checkpoint: the peer has "),
-        ("other dtype", "its weights are others: dtype: the peer has bfloat16, this engine float16"),
+        ("other weights", "its weights differ: checkpoint: the peer has "),
+        ("other dtype", "its weights differ: dtype: the peer has bfloat16, this engine float16"),
         ("other quantization", "quantization: the peer has ascend, this engine None"),
         ("quantized sharded state", "--load-format sharded_state is served with weights that are not quantized: "),
-        ("asleep", "it answers: the engine is asleep or does not serve yet"),
+        ("asleep", "the peer refused: the engine is asleep or not ready"),
     ],
 )
 def test_peer_that_cannot_serve_is_refused(result: dict[str, Any], case: str, said: str) -> None:
@@ -95,7 +95,7 @@ def test_peer_that_cannot_serve_is_refused(result: dict[str, Any], case: str, sa
 
 def test_tokens_of_an_engine_from_a_peer_are_those_of_transformers(result: dict[str, Any]) -> None:
     assert layouts.compare(layouts.ADDER, "bfloat16", result["answers"])[:2] == (33, 0)
-    assert any(line.startswith("weights taken from") for line in result["engine said"])
+    assert any(line.startswith("weights loaded from peer") for line in result["engine said"])
     assert any(line.startswith("serving 0.0") for line in result["engine said"])
 
 
@@ -116,4 +116,4 @@ def test_weights_are_taken_from_the_same_layout_alone(tmp_path: Path) -> None:
             assert mine[name] != other[name]
             for peer in names:
                 found = mine[f"{name} from {peer}"]
-                assert found == mine[name] if name == peer else "its weights are others: " in found
+                assert found == mine[name] if name == peer else "its weights differ: " in found

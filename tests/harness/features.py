@@ -405,7 +405,7 @@ def _lora_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[An
 def _sampling_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[Any], bool]]:
     model, rows = small_models.target(directory), []
     draft = {"method": "draft_model", "model": str(small_models.target(directory, seed=9, size=0.3)), "num_speculative_tokens": 2}
-    grammar = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+    grammar: dict[str, Any] = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
     kinds: dict[str, dict[str, Any]] = {"": {}, "with a draft model: ": {"speculative_config": draft}}
     asked = {name: sampled(options.answers, 2 if not kind else 5, bool(kind)) for name, kind in kinds.items()}
     steps = {name: [["generate", requests], ["generate", structured()]] for name, requests in asked.items()}

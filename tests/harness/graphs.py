@@ -26,7 +26,7 @@ LENGTHS = [20, 20, 12, 40, 5, 30, 9, 70, 3, 10, 25]  # of the answers: some cros
 def serve(trace: Path, *cases: dict[str, Any]) -> list[dict[str, Any]]:
     """What serve_graphs.py prints of each case, and all that it logs."""
     asked = [{"prompts": PROMPTS, "lengths": LENGTHS} | case for case in cases]
-    variables = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace)}
+    variables: dict[str, Any] = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace)}
     ranks = max(case["ranks"] for case in cases)
     done = npus.run(ranks, sys.executable, str(PROGRAM), json.dumps(asked), memory="2GiB", **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

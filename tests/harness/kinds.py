@@ -20,7 +20,7 @@ PROGRAM = checkout.PROGRAMS / "serve_kinds.py"
 SMALL = {"skip_tokenizer_init": True, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512}
 POOLING = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, "runner": "pooling"}
 IMAGES = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 256, "limit_mm_per_prompt": {"image": 2}}
-SOUNDS = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 100}
+SOUNDS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 100}
 SOUNDS |= {"limit_mm_per_prompt": {"audio": 1}}
 QUESTIONS = ["2+2=", "what is it"], ["4", "a thing that is"]
 
@@ -83,6 +83,7 @@ def make(name: str, directory: Path) -> Path:
 def case(name: str, directory: Path, ranks: int, dtype: str, engine: dict[str, Any] | None = None) -> dict[str, Any]:
     """What serve_kinds.py is given."""
     kind = KINDS[name]
+    asked: list[Any]
     asked, lengths = kind_models.prompts()
     if kind.media == "image":
         asked, lengths = ["what is <image>?", "<image><image>: how many", "1+1="], [6, 5, 4]
@@ -160,13 +161,13 @@ def pooled(name: str, case: dict[str, Any]) -> list[list[float]]:
 class Found(NamedTuple):
     """What a comparison found.
 
-    count: tokens, or numbers.
+    compared: tokens, or numbers.
     others: tokens that are not Hugging Face's choice.
     regret: how far its log-probability of such a token is below that of its choice, at most.
     most, mean: how far log-probabilities, or numbers, are from Hugging Face's.
     """
 
-    count: int
+    compared: int
     others: int
     regret: float
     most: float
@@ -240,6 +241,6 @@ def _row(name: str, case: dict[str, Any], found: dict[str, Any]) -> str:
     told = compare(name, case, found["results"])
     assert found["alike"], f"{name}: the ranks have other answers"
     by = ", ".join(kind.removesuffix("Impl") for kind in found["kinds"])
-    cells = [name, by, case["ranks"], found["graphs"], told.count, told.others, f"{told.regret:.3f}"]
+    cells = [name, by, case["ranks"], found["graphs"], told.compared, told.others, f"{told.regret:.3f}"]
     cells += [f"{told.most:.4f}", f"{told.mean:.4f}", f"{found['seconds']:.0f}"]
     return f"| {' | '.join(map(str, cells))} |"

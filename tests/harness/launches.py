@@ -52,7 +52,11 @@ CASES: dict[str, dict[str, Any]] = {
 def run(names: list[str], directory: Path) -> dict[str, Any]:
     """The counts of these cases, with a trace in this directory."""
     cases = [{"name": name, "requests": REQUESTS, "prompt": PROMPT} | CASES[name] for name in names]
-    variables = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(directory / "trace.json")}
+    variables: dict[str, Any] = {
+        "VLLM_PLUGINS": "",
+        "OMP_NUM_THREADS": "1",
+        "ASCEND_EMULATOR_TRACE": str(directory / "trace.json"),
+    }
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", **variables)
     found = {result["name"]: per_layer(result) for result in npus.results(done.stdout)}
     if done.returncode or list(found) != names:

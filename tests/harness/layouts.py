@@ -117,7 +117,7 @@ def prompts(vocabulary: int) -> tuple[list[list[int]], list[int]]:
 def case(name: str, model: Path, engine: dict[str, Any], *, mp: bool = False, dtype: str = "bfloat16") -> dict[str, Any]:
     """What serve_layout.py is given: a layout under the external launcher, or under the multiprocessing executor."""
     asked, lengths = prompts(json.loads((model / "config.json").read_text())["vocab_size"])
-    made = {"name": name, "model": str(model), "prompts": asked, "lengths": lengths}
+    made: dict[str, Any] = {"name": name, "model": str(model), "prompts": asked, "lengths": lengths}
     made["engine"] = SMALL | {"dtype": dtype} | engine
     return made if mp else made | {"ranks": ranks(engine)}
 

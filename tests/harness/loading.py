@@ -6,6 +6,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from harness import checkout, layouts, npus
 
@@ -30,7 +31,7 @@ def checkpoint(directory: Path, layers: int = 10) -> Path:
     )
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = transformers.Qwen3ForCausalLM(config)
+        model: Any = transformers.Qwen3ForCausalLM(config)
     model = model.to(torch.bfloat16).to_empty(device="cpu")
     for weight in model.parameters():
         torch.nn.init.uniform_(weight, -0.05, 0.05)

@@ -107,7 +107,7 @@ def float_model(kind: str, layers: int, directory: Path) -> Path:
     torch.manual_seed(0)
     path = directory / f"{kind}-{layers}"
     if kind == "dense":
-        config = transformers.Qwen2Config(**COMMON, intermediate_size=512, num_hidden_layers=layers)
+        config: Any = transformers.Qwen2Config(**COMMON, intermediate_size=512, num_hidden_layers=layers)
         model: Any = transformers.Qwen2ForCausalLM(config)
         for layer in model.model.layers:
             for part in "qkv":
@@ -204,8 +204,8 @@ class Reference:
         for name, own in of.made.matrices.items():
             self.put(name, own)
         for name, module in self.model.named_modules():
-            own = of.made.matrices.get(name)
-            if quantized and own is not None and own.spec.inputs != "none":
+            made = of.made.matrices.get(name)
+            if quantized and made is not None and made.spec.inputs != "none":
                 module.register_forward_pre_hook(lambda _, given, name=name: (self.inputs(name, given[0]),))
             if name.endswith(".experts"):
                 module.forward = functools.partial(self.experts, name, module)

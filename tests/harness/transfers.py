@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ascend_kv_connector.memory import MemoryNetwork
+from ascend_kv_connector.testing_transport import InMemoryNetwork
 
 from harness import checkout, npus, quantized
 from harness.kv import store_checks, throughput
@@ -48,7 +48,7 @@ def engines(chosen: list[str], requests: int) -> list[str]:
         path = qwen3(Path(directory))
         for name in chosen or SHAPES:
             prefill, decode, more = SHAPES[name]
-            case = {
+            case: dict[str, Any] = {
                 "model": path,
                 "prefill": prefill,
                 "decode": decode,
@@ -120,9 +120,10 @@ def faults(requests: int) -> list[str]:
     """Run each case under faults, and print a table; returns what is wrong."""
     wrong, results = [], {}
     for name, (one, other, layerwise) in CASES.items():
-        network, made = MemoryNetwork(), []
+        network = InMemoryNetwork()
+        made: list[Any] = []
 
-        def make(name: str, network: MemoryNetwork = network, made: list[Any] = made, **shape: Any) -> Any:
+        def make(name: str, network: InMemoryNetwork = network, made: list[Any] = made, **shape: Any) -> Any:
             made.append(Instance(network, name, **shape))
             return made[-1]
 

@@ -10,13 +10,14 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 
 import harness.engine_imports  # noqa: F401
 import torch
 from safetensors.torch import load_file
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, TokensPrompt
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True)
 
@@ -35,14 +36,13 @@ def main(model: str, directory: Path) -> None:
     )
 
     def tokens() -> list:
-        return [
-            list(one.outputs[0].token_ids) for one in engine.generate([{"prompt_token_ids": [3, 4, 5]}], SAMPLING, use_tqdm=False)
-        ]
+        served = engine.generate([TokensPrompt(prompt_token_ids=[3, 4, 5])], SAMPLING, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in served]
 
-    def ask(method: str, *args: object) -> object:
+    def ask(method: str, *args: object) -> Any:
         return engine.collective_rpc(method, args=args)[0]
 
-    result = {"tokens": tokens()}
+    result: dict[str, Any] = {"tokens": tokens()}
     for session in ("first", "second"):
         engine.start_profile(session)
         tokens()

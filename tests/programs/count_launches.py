@@ -22,7 +22,13 @@ from harness import launcher, trace
 from transformers import AutoConfig
 from vllm import LLM, SamplingParams
 
-COMMON = {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "seed": 0, "max_model_len": 1024}
+COMMON: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "seed": 0,
+    "max_model_len": 1024,
+}
 COMMON |= {"gpu_memory_utilization": 0.3, "max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
 COMMON |= {"disable_log_stats": True, "async_scheduling": False, "distributed_executor_backend": "external_launcher"}
 COMMON |= {"enforce_eager": True}  # which counts what a graph would hold

@@ -62,6 +62,7 @@ def serve(model: Path, **engine: Any) -> tuple[str, int]:
     """Load by vLLM's default loader and serve: the digest, and the port."""
     made, _ = load(str(model), 0, {"strategies": ["default"], "serve_weights": True, "port": 0}, **engine)
     server.awake(True)
+    assert server._published is not None
     return digest(made), server._published.port
 
 
@@ -90,17 +91,19 @@ def sharded(model: Path) -> dict[str, Any]:
 
 
 def main(directory: Path, case: dict[str, Any]) -> None:
-    plain, result = directory / "plain", {}
+    plain = directory / "plain"
+    result: dict[str, Any] = {}
     result["default"], port = serve(plain)
     size = sum(path.stat().st_size for path in plain.glob("*.safetensors"))
-    for name, extra in {
+    ways: dict[str, dict[str, Any]] = {
         "threads": {"strategies": ["stream"], "stream": "multithread"},
         "threads, pinned": {"strategies": ["stream"], "stream": "multithread", "stream_pinned": True},
         "runai_streamer": {"strategies": ["stream"], "stream": "runai_streamer"},
         "runai_streamer, pinned": {"strategies": ["stream"], "stream": "runai_streamer", "stream_pinned": True},
         "peer": at(port),
         "no peer": at(9, "default"),
-    }.items():
+    }
+    for name, extra in ways.items():
         result[name] = attempt(plain, extra)
     for tenth in range(10):
         with Cut(port, size * tenth // 10) as cut:
@@ -110,6 +113,7 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     result["other weights"] = attempt(directory / "other", at(port))
     result["other dtype"] = attempt(plain, at(port), dtype="float16")
     result["quantized default"], quantized = serve(directory / "quantized")
+    assert server._published is not None
     result["quantized kept"] = len(server._published._tensors)
     result["quantized"] = attempt(directory / "quantized", at(quantized))
     result["other quantization"] = attempt(plain, at(quantized))
@@ -123,6 +127,7 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     engine = LLM(case["model"], model_loader_extra_config=at(port) | {"serve_weights": True, "port": 0}, **options)
     result["answers"] = [[each] for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()]
     result["engine said"] = said()
+    assert server._published is not None
     port = server._published.port
     result["from the engine"] = attempt(Path(case["model"]), at(port))
     engine.sleep(level=1)

@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import register_model_loader
 
 LAYOUTS = ("TP2", "PP2", "TP2 EP2", "DP2")
-OPTIONS = {"load_format": "ascend_peer", "dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
+OPTIONS: dict[str, Any] = {"load_format": "ascend_peer", "dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
 
 
 class Layout:

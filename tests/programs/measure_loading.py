@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from ascend_model_loader import FORMATS, server
+from ascend_model_loader.chunks import CHUNK_BYTES
 from ascend_model_loader.loader import PeerModelLoader
-from ascend_model_loader.state import PIECE
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
@@ -42,7 +42,12 @@ class Loader(PeerModelLoader):
 
 def load(model: str, device: int, extra: dict[str, Any], **engine: Any) -> tuple[Any, BaseModelLoader]:
     """The model, and the loader that has loaded it, in this process and without an engine."""
-    options = {"load_format": "ascend_peer", "dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True} | engine
+    options: dict[str, Any] = {
+        "load_format": "ascend_peer",
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+    } | engine
     config = EngineArgs(model, model_loader_extra_config=extra, use_tqdm_on_load=False, **options).create_engine_config()
     config.device_config.device = torch.device("npu", device)
     with set_current_vllm_config(config):
@@ -71,13 +76,13 @@ def copy_to(port: int, size: int, device: str) -> float:
         connection.sendall(bytes([number]))
         mine = target[number * part : (number + 1) * part]
         if device == "cpu":
-            receive(connection, memoryview(mine.numpy()))
+            receive(connection, mine.numpy().data)
             return
-        buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
         torch.npu.set_device(device)
-        for piece in mine.split(PIECE):
-            receive(connection, memoryview(buffer.numpy())[: len(piece)])
-            piece.copy_(buffer[: len(piece)])
+        for chunk in mine.split(CHUNK_BYTES):
+            receive(connection, buffer.numpy().data[: len(chunk)])
+            chunk.copy_(buffer[: len(chunk)])
 
     begin = time.perf_counter()
     threads = [threading.Thread(target=take, args=[number]) for number in range(CONNECTIONS)]
@@ -103,13 +108,13 @@ def copy_from(listening: socket.socket, size: int, device: str) -> None:
         number = connection.recv(1)[0]
         mine = source[number * part : (number + 1) * part]
         if device == "cpu":
-            connection.sendall(memoryview(mine.numpy()))
+            connection.sendall(mine.numpy().data)
         else:
             torch.npu.set_device(device)
-            buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-            for piece in mine.split(PIECE):
-                buffer[: len(piece)].copy_(piece)
-                connection.sendall(memoryview(buffer.numpy())[: len(piece)])
+            buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+            for chunk in mine.split(CHUNK_BYTES):
+                buffer[: len(chunk)].copy_(chunk)
+                connection.sendall(buffer.numpy().data[: len(chunk)])
         connection.close()
 
     while True:
@@ -125,6 +130,7 @@ def serve(model: str, pipe: Connection) -> None:
         listening = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=copy_from, args=[listening, size, device], daemon=True).start()
         plain[device] = listening.getsockname()[1]
+    assert server._published is not None
     pipe.send((server._published.port, plain, size, loader.report.table()))
     pipe.recv()
 

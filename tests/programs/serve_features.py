@@ -9,9 +9,11 @@ under vLLM's external launcher, with so many ranks forked, so that torch and vLL
 Prints one line `RESULT {json}` a case: what each step gave on rank 0, and the counts of drafts and of accepted ones.
 """
 
+import functools
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import harness.engine_imports  # noqa: F401
@@ -22,7 +24,13 @@ from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-COMMON = {"max_model_len": 512, "seed": 0, "gpu_memory_utilization": 0.3, "max_num_seqs": 32, "max_num_batched_tokens": 256}
+COMMON: dict[str, Any] = {
+    "max_model_len": 512,
+    "seed": 0,
+    "gpu_memory_utilization": 0.3,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 256,
+}
 COUNTS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 
 
@@ -72,9 +80,8 @@ def perform(engine: LLM, step: list[Any]) -> Any:
     try:
         if do == "list":
             return sorted(core.list_loras())
-        return {"add": core.add_lora, "remove": core.remove_lora, "pin": core.pin_lora}[do](
-            LoRARequest(*arguments) if do == "add" else arguments[0]
-        )
+        calls: dict[str, Callable[[Any], bool]] = {"add": core.add_lora, "remove": core.remove_lora, "pin": core.pin_lora}
+        return calls[do](LoRARequest(*arguments) if do == "add" else arguments[0])
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -97,6 +104,6 @@ def options(case: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     for each in json.loads(sys.argv[1]):
         AsyncEngineArgs(each["model"]).create_model_config()  # vLLM looks at the model's class in a process, once
-        ranks = launcher.run_ranks(each["name"], each["ranks"], lambda rank, port, case=each: serve(case, rank, port))
+        ranks = launcher.run_ranks(each["name"], each["ranks"], functools.partial(serve, each))
         alike = all(rank["steps"] == ranks[0]["steps"] for rank in ranks)
         print("RESULT", json.dumps({"name": each["name"], "alike": alike, **ranks[0]}), flush=True)

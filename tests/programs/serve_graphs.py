@@ -24,14 +24,26 @@ import torch
 from harness import launcher
 from serve_prompts import compare
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, TokensPrompt
 
-COMMON = {"skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0, "max_model_len": 1024, "gpu_memory_utilization": 0.3}
+COMMON: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "bfloat16",
+    "seed": 0,
+    "max_model_len": 1024,
+    "gpu_memory_utilization": 0.3,
+}
 COMMON |= {"max_num_seqs": 16, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
 COMMON |= {"distributed_executor_backend": "external_launcher"}
 
 
-SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048}
 SHAPE |= {"initializer_range": 0.1}  # choices with clear margins
 
@@ -54,11 +66,11 @@ def take_streams(count: int) -> list[Any]:
 
 def serve(case: dict[str, Any]) -> dict[str, Any]:
     taken = take_streams(1984 - case["streams"]) if "streams" in case else []
-    options = {"compilation_config": {"cudagraph_mode": case["mode"]}} if case["mode"] else {}
+    options: dict[str, Any] = {"compilation_config": {"cudagraph_mode": case["mode"]}} if case["mode"] else {}
     engine = LLM(case["model"], tensor_parallel_size=case["ranks"], **COMMON, **options)
-    greedy = {"temperature": 0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+    greedy: dict[str, Any] = {"temperature": 0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
     asked = [SamplingParams(max_tokens=length, **greedy) for length in case["lengths"]]
-    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in case["prompts"]], asked, use_tqdm=False)
+    outputs = engine.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in case["prompts"]], asked, use_tqdm=False)
     launched = []
     if "streams" not in case:
         inner = engine.llm_engine

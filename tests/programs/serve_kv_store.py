@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -183,10 +184,15 @@ def damage(pool: Any, disk: str) -> None:
             file.write_bytes(data)
 
 
-HARMS = {
+def start_master(pool: Any, _: Any) -> None:
+    pool.start_master()
+    time.sleep(2)
+
+
+HARMS: dict[str, Callable[[Any, Any], object]] = {
     "damaged": damage,
     "master killed": lambda pool, disk: pool.signal("master", signal.SIGKILL),
-    "master is back": lambda pool, disk: (pool.start_master(), time.sleep(2)),
+    "master is back": start_master,
     "master stopped": lambda pool, disk: pool.signal("master", signal.SIGSTOP),
     "master goes on": lambda pool, disk: pool.signal("master", signal.SIGCONT),
     "owner killed": lambda pool, disk: pool.signal("owner", signal.SIGKILL),

@@ -54,6 +54,8 @@ def serve(
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = devices
     from vllm import LLM
 
+    options: dict[str, Any] = {"max_num_batched_tokens": 256, "dtype": "float32"} | engine  # long prompts take several steps
+
     llm = LLM(
         model,
         skip_tokenizer_init=True,
@@ -61,7 +63,7 @@ def serve(
         seed=0,
         gpu_memory_utilization=0.3,
         kv_transfer_config=transfer,
-        **({"max_num_batched_tokens": 256, "dtype": "float32"} | engine),  # long prompts are computed in several steps
+        **options,
     )
     known = {"reset": lambda llm: llm.reset_prefix_cache()} | (answers or {})
     pipe.send("ready")
@@ -275,6 +277,7 @@ class Pair:
     def judge(self, items: list[dict[str, Any]], first: dict[str, Any], second: dict[str, Any], began: float) -> dict[str, Any]:
         ended: collections.Counter[str] = collections.Counter()
         different, recomputed, weighed = [], [], Weighed()
+        left: tuple[Any, ...]
         for item in items:
             name = item["name"]
             left = (None, "left" if name in first else "left there", None, 0, [])

@@ -19,11 +19,11 @@ from typing import Any
 import harness.engine_imports  # noqa: F401
 import torch
 from harness import launcher
-from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm import LLM, AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.distributed import parallel_state
 from vllm.v1.engine.async_llm import AsyncLLM
 
-COMMON = {"skip_tokenizer_init": True, "max_model_len": 1024, "seed": 0, "disable_log_stats": True}
+COMMON: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 1024, "seed": 0, "disable_log_stats": True}
 
 
 def sampling(length: int) -> SamplingParams:
@@ -47,9 +47,8 @@ def attention_and_experts(engine: LLM) -> list[str]:
 
 def answers(engine: LLM, case: dict[str, Any], part: range) -> dict[int, dict[str, Any]]:
     """The engine's answers to this part of the case's prompts, by number."""
-    served = engine.generate(
-        [{"prompt_token_ids": case["prompts"][i]} for i in part], [sampling(case["lengths"][i]) for i in part], use_tqdm=False
-    )
+    asked = [TokensPrompt(prompt_token_ids=case["prompts"][i]) for i in part]
+    served = engine.generate(asked, [sampling(case["lengths"][i]) for i in part], use_tqdm=False)
     return {i: answer(output.outputs[0]) for i, output in zip(part, served, strict=True)}
 
 

@@ -17,7 +17,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 import harness.engine_imports  # noqa: F401
 import torch
 from transformers import AutoModelForCausalLM
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed import cleanup_dist_env_and_memory
 
 
@@ -54,7 +54,7 @@ def run(case: dict) -> dict:
         SamplingParams(temperature=0, max_tokens=length, logprobs=0, detokenize=False, ignore_eos=True)
         for length in case["lengths"]
     ]
-    requests = [{"prompt_token_ids": prompt} for prompt in case["prompts"]]
+    requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in case["prompts"]]
     results = []
     for _ in range(2):
         for prompt, served in zip(case["prompts"], engine.generate(requests, sampling, use_tqdm=False), strict=True):

@@ -8,18 +8,19 @@ Prints `RESULT {json}`; bytes are the device's own account (`mem_get_info`), not
 import json
 import os
 import sys
+from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function for the workers of tensor parallelism
 
 import harness.engine_imports  # noqa: F401
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, TokensPrompt
 
-PROMPTS = [{"prompt_token_ids": [3 + (7 * i + j) % 500 for j in range(5 + 20 * i)]} for i in range(4)]
+PROMPTS = [TokensPrompt(prompt_token_ids=[3 + (7 * i + j) % 500 for j in range(5 + 20 * i)]) for i in range(4)]
 
 
-def measure(worker) -> dict:
+def measure(worker: Any) -> dict:
     """Bytes: used on the worker's NPU, and of the storages of weights and KV cache."""
     torch.npu.synchronize()
     free, total = torch.npu.mem_get_info()

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,11 +45,16 @@ def serve(case: dict[str, Any], pipe: Connection) -> None:
     )
     options = serve_layout.COMMON | case["engine"] | {"load_format": "dummy", "weight_transfer_config": {"backend": "hccl"}}
     engine = LLM(case["model"], **options)
-    calls = {
+
+    def finish() -> None:
+        engine.finish_weight_update()
+        engine.reset_prefix_cache()
+
+    calls: dict[str, Callable[..., Any]] = {
         "init_weight_transfer_engine": lambda info: engine.init_weight_transfer_engine({"init_info": info}),
         "start_weight_update": engine.start_weight_update,
         "update_weights": lambda info: engine.update_weights({"update_info": info}),
-        "finish_weight_update": lambda: (engine.finish_weight_update(), engine.reset_prefix_cache()),
+        "finish_weight_update": finish,
         "answers": lambda: [[each] for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()],
     }
     while (asked := pipe.recv()) is not None:
@@ -62,10 +68,11 @@ def train(case: dict[str, Any], pipe: Connection, port: int) -> list[Any]:
     from vllm.distributed.weight_transfer.base import ModuleSource
 
     torch.npu.set_device(TRAINER)
-    model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.bfloat16).npu()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.bfloat16)
+    model = loaded.npu()
     client, world_size = Client(pipe), 1 + case["engine"].get("tensor_parallel_size", 1)
     found = [client.answers()]
-    where = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
+    where: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
     given = HCCLTrainerInitInfo(rank=0, packed=case["packed"], packed_buffer_size_bytes=100_000, **where)
     trainer = HCCLTrainerWeightTransferEngine.trainer_init(given, client=client, source=ModuleSource(model))
     for factor in (1, -1, -1):

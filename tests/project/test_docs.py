@@ -116,6 +116,18 @@ def test_links_of_the_readmes_lead_to_files() -> None:
         assert [target for target in targets if not target.exists()] == [], readme
 
 
+def test_every_path_on_a_page_exists() -> None:
+    """Paths of this repository, of a folder in it, or of a test file; not those with a part in capitals to be filled in."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=checkout.ROOT, capture_output=True, text=True)
+    there = {str(each) for line in listed.stdout.splitlines() for each in (Path(line), *Path(line).parents)}
+    ends = {"/".join(Path(each).parts[-count:]) for each in there for count in range(1, len(Path(each).parts) + 1)}
+    pages = [*DOCS.glob("*.md"), checkout.ROOT / "README.md", *checkout.ROOT.glob("packages/*/README.md")]
+    named = re.compile(r"`((?:tests|tools|packages|docs|csrc|ascend_\w+)/[\w./-]+|test_\w+\.py)[ `]")
+    found = [(page.name, path) for page in pages for path in named.findall(page.read_text()) if not re.search("[A-Z]{3}", path)]
+    assert len(found) > 50
+    assert [(page, path) for page, path in found if path.rstrip("/.") not in ends] == []
+
+
 def test_every_combination_of_the_components_is_on_its_page() -> None:
     """As tools/check wheels found it; the names are made here a second time."""
     siblings = ["attention", "communicator", "kv-connector", "model-loader", "patches"]

@@ -435,7 +435,22 @@ def test_job_that_may_publish_builds_nothing() -> None:
 
 def test_continuous_integration_runs_the_command_of_the_readme() -> None:
     assert "\ntools/test  " in (checkout.ROOT / "README.md").read_text()
-    assert "tools/test" in scripts(workflow("ci")["jobs"]["test"])
+    assert scripts(workflow("ci")["jobs"]["test"]) == [".ci/run"]
+    assert '\nrun tools/test "$@"\n' in (checkout.ROOT / ".ci" / "run").read_text()
+
+
+def test_continuous_integration_covers_the_versions_that_the_wheels_are_for() -> None:
+    jobs = workflow("ci")["jobs"]
+    minors = tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_text())
+    assert jobs["vllm"]["strategy"]["matrix"]["vllm"] == [*minors]
+    of_tests = next(
+        step["with"]["python-version"] for step in jobs["test"]["steps"] if "with" in step and "python-version" in step["with"]
+    )
+    project = tomllib.loads((checkout.ROOT / "packages" / PLATFORM / "pyproject.toml").read_text())["project"]
+    pythons = [of_tests, *jobs["python"]["strategy"]["matrix"]["python"]]
+    assert [f"Programming Language :: Python :: {each}" for each in pythons] == [
+        each for each in project["classifiers"] if re.fullmatch(r".*Python :: \d\.\d+", each)
+    ]
 
 
 @pytest.mark.parametrize("name", [ATTENTION, META])

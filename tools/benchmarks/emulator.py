@@ -77,7 +77,8 @@ def measure(arguments: argparse.Namespace) -> None:
                 call(*values)
 
             with torch.inference_mode():
-                on_npu(), on_cpu()
+                on_npu()
+                on_cpu()
                 rounds = [(median(on_cpu, arguments.repeat), median(on_npu, arguments.repeat)) for _ in range(3)]
             cpu, npu = (statistics.median(side) for side in zip(*rounds, strict=True))
             print(f"{name:<14}{tokens:>7}{cpu * 1e6:>10.0f}{npu * 1e6:>13.0f}{npu / cpu:>7.2f}", flush=True)

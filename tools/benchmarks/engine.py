@@ -37,7 +37,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     begin = time.monotonic()
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(
         load_format="dummy",
@@ -54,7 +54,7 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         batch, length = question["batch"], question["prompt"]
-        prompts = [{"prompt_token_ids": chance.choices(range(vocabulary), k=length)} for _ in range(batch)]
+        prompts = [TokensPrompt(prompt_token_ids=chance.choices(range(vocabulary), k=length)) for _ in range(batch)]
         sampling = SamplingParams(temperature=0, max_tokens=question["output"], ignore_eos=True, detokenize=False)
         steps_taken.clear()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -63,7 +63,7 @@ def main() -> None:
             raise RuntimeError(f"asked for {question['output']} tokens per request, got {sorted(counts)}")
         # Engine core's clock. All tokens of one step have one timestamp; requests that come late start in a later step,
         # and those that run already have a token more by each of these.
-        stats = [output.metrics for output in outputs]
+        stats: list[Any] = [output.metrics for output in outputs]
         steps = sorted({stat.first_token_ts for stat in stats})
         later = sum(question["output"] - len(steps) + steps.index(stat.first_token_ts) for stat in stats)
         answer = {"prefill": batch * length / (steps[-1] - min(stat.queued_ts for stat in stats))}

@@ -26,13 +26,14 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = {character: index for index, character in enumerate(["<pad>", ";", *"0123456789", "+", "="])}
-SPECIAL = {"eos_token_id": VOCAB[";"], "pad_token_id": VOCAB["<pad>"]}
+SPECIAL: dict[str, Any] = {"eos_token_id": VOCAB[";"], "pad_token_id": VOCAB["<pad>"]}
 CONTEXT, IGNORE = 1024, -100
 
 STEPS = 1600
@@ -164,7 +165,8 @@ def train(model: Qwen3ForCausalLM, rng: random.Random) -> None:
             logits = model(input_ids=batch[:, 0], use_cache=False).logits[:, :-1]
             labels = batch[:, 1, 1:].flatten()
             losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORE))
-        (sum(losses) / len(losses)).backward()
+        loss: Any = sum(losses) / len(losses)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -227,7 +229,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     torch.manual_seed(arguments.seed)
-    model = make_model()
+    model: Any = make_model()
     train(model, random.Random(arguments.seed))
     # Weights that are exactly bfloat16, so that every dtype serves the same numbers.
     model.to(torch.bfloat16).save_pretrained(arguments.out)

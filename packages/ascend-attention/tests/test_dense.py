@@ -66,11 +66,11 @@ def test_attention_to_an_encoder_s_tokens():
     for new in (slots, slots[:0]):
         meta = FusedAttentionMetadata(
             lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
-            tokens=ends[-1],
+            num_tokens=ends[-1],
             block_table=torch.arange(9, dtype=torch.int32).view(3, 3).npu(),
             slot_mapping=new.npu(),
             mask=torch.ones(2048, 2048, dtype=torch.int8).triu_(1).npu(),
-            log_sums=torch.empty(1, device="npu"),
+            softmax_lse=torch.empty(1, device="npu"),
             causal=False,
         )
         queries = torch.randn(ends[-1], heads, size, dtype=dtype)
@@ -124,11 +124,11 @@ def test_attention_over_int8_pages(dtype, symmetric, kind):
     new_slots = [slot for own, (_, before) in zip(slots, requests, strict=True) for slot in own[before:]]
     meta = FusedAttentionMetadata(
         lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
-        tokens=ends[-1],
+        num_tokens=ends[-1],
         block_table=torch.tensor(table, dtype=torch.int32).npu(),
         slot_mapping=torch.tensor(new_slots).npu(),
         mask=torch.ones(2048, 2048, dtype=torch.int8).triu_(1).npu(),
-        log_sums=torch.empty(1, device="npu"),
+        softmax_lse=torch.empty(1, device="npu"),
     )
     names = ("k_cache_scale", "v_cache_scale", "k_cache_offset", "v_cache_offset")
     values = [x.npu() for x in scales] + [None if symmetric else x.npu() for x in offsets]
@@ -176,7 +176,7 @@ def test_attention_to_an_encoder_is_in_no_graph(kind):
 
 def test_windows_over_int8_pages_are_refused():
     spec = SlidingWindowSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.int8, sliding_window=64)
-    with pytest.raises(NotImplementedError, match="int8 is not served with sliding windows"):
+    with pytest.raises(NotImplementedError, match="int8 KV cache is not supported with sliding windows"):
         dense.FusedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
 
 

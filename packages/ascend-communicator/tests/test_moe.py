@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from ascend_communicator import OPTIONS, _take_options
-from ascend_communicator.moe.mc2 import obstacle_to_mc2
-from ascend_communicator.moe.select import way
+from ascend_communicator.moe.mc2 import unsupported_reason
+from ascend_communicator.moe.select import select_backend
 from ascend_platform import extension
 
 FACTORS = torch.tensor([0.5, -1.0, 2.0, -0.5]).double()
@@ -38,8 +38,8 @@ def test_way_between_two_npus(played: dict[str, Any], name: str, asked: str, dty
         *taken, made = played["ways"][rank][f"{name} {asked} {kind}"]
         if (asked, dtype) == ("mc2", "float32"):
             assert made == (
-                "ascend.communicator.all2all is mc2, which cannot serve: float32 is not float16 or bfloat16; set auto or "
-                "allgather or alltoall"
+                "ascend.communicator.all2all is mc2, which is not supported here: float32 is not float16 or bfloat16; "
+                "set auto or allgather or alltoall"
             )
             continue
         assert taken == [TAKEN.get((name, asked, dtype), "alltoall" if asked == "alltoall" else "allgather")]
@@ -51,7 +51,7 @@ def test_way_between_two_npus(played: dict[str, Any], name: str, asked: str, dty
         torch.testing.assert_close(torch.tensor(made, dtype=torch.float64), exact, rtol=bound, atol=bound)
 
 
-A2, A3, DUO = "Ascend910B1", "Ascend910_9392", "Ascend310P3"
+A2, A3, DUO = (extension.Chip(name, 0, 0, 0) for name in ("Ascend910B1", "Ascend910_9392", "Ascend310P3"))
 HALF, WIDE = torch.bfloat16, torch.float32
 
 
@@ -75,20 +75,22 @@ HALF, WIDE = torch.bfloat16, torch.float32
         (DUO, [4] * 4, 64, 2, 4096, torch.float16, "allgather"),
     ],
 )
-def test_rule(chip: str, sizes: list[int], experts: int, choices: int, hidden: int, dtype: torch.dtype, taken: str) -> None:
-    assert way("auto", chip, sizes, experts, choices, hidden, dtype) == taken
-    assert way("allgather", chip, sizes, experts, choices, hidden, dtype) == "allgather"
-    assert way("alltoall", chip, sizes, experts, choices, hidden, dtype) == "alltoall"
+def test_rule(
+    chip: extension.Chip, sizes: list[int], experts: int, choices: int, hidden: int, dtype: torch.dtype, taken: str
+) -> None:
+    assert select_backend("auto", chip, sizes, experts, choices, hidden, dtype) == taken
+    assert select_backend("allgather", chip, sizes, experts, choices, hidden, dtype) == "allgather"
+    assert select_backend("alltoall", chip, sizes, experts, choices, hidden, dtype) == "alltoall"
     if taken == "mc2":
-        assert way("mc2", chip, sizes, experts, choices, hidden, dtype) == "mc2"
-    elif obstacle_to_mc2(chip, len(sizes), experts, choices, hidden, dtype):
-        with pytest.raises(ValueError, match="is mc2, which cannot serve: "):
-            way("mc2", chip, sizes, experts, choices, hidden, dtype)
+        assert select_backend("mc2", chip, sizes, experts, choices, hidden, dtype) == "mc2"
+    elif unsupported_reason(chip, len(sizes), experts, choices, hidden, dtype):
+        with pytest.raises(ValueError, match="is mc2, which is not supported here: "):
+            select_backend("mc2", chip, sizes, experts, choices, hidden, dtype)
     else:
-        assert way("mc2", chip, sizes, experts, choices, hidden, dtype) == "alltoall"
+        assert select_backend("mc2", chip, sizes, experts, choices, hidden, dtype) == "alltoall"
 
 
 def test_unknown_way_is_refused() -> None:
     _take_options(OPTIONS | {"all2all": "mc2"})
-    with pytest.raises(extension.RefusedError, match=r"all2all is 'nccl'; it can be auto, allgather, alltoall, mc2"):
+    with pytest.raises(extension.RefusedError, match=r"all2all is 'nccl'; supported: auto, allgather, alltoall, mc2"):
         _take_options(OPTIONS | {"all2all": "nccl"})

@@ -12,27 +12,22 @@ SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]  # vLLM's own, for 25
     [("FULL", 51), ("FULL_DECODE_ONLY", 35), ("PIECEWISE", 29 * 51), ("FULL_AND_PIECEWISE", 29 * 51 + 35)],
 )
 def test_graphs_of_28_layers(mode: str, graphs: int) -> None:
-    assert capture_sizes.graphs_for(CUDAGraphMode[mode], SIZES, 29, 256) == graphs
-
-
-@pytest.mark.parametrize(("chip", "streams"), [("Ascend910B1", 1984), ("Ascend910_9391", 1984), ("Ascend310P3", 1024)])
-def test_streams(chip: str, streams: int) -> None:
-    assert capture_sizes.streams_of(chip) == streams
+    assert capture_sizes.num_graphs(CUDAGraphMode[mode], SIZES, 29, 256) == graphs
 
 
 @pytest.mark.parametrize(("most", "each"), [(1800, 1), (1800, 2), (840, 1), (840, 3)])
 def test_as_many_sizes_as_fit(most: int, each: int) -> None:
     def streams(sizes: list[int]) -> int:
-        return each * capture_sizes.graphs_for(CUDAGraphMode.FULL_AND_PIECEWISE, sizes, 29, 256)
+        return each * capture_sizes.num_graphs(CUDAGraphMode.FULL_AND_PIECEWISE, sizes, 29, 256)
 
-    count = capture_sizes.fitting(SIZES, most, streams)
-    kept = capture_sizes.spread(SIZES, count)
+    count = capture_sizes.max_sizes_that_fit(SIZES, most, streams)
+    kept = capture_sizes.subsample_sizes(SIZES, count)
     assert len(set(kept)) == count
     assert (kept[0], kept[-1]) == (1, 512)
     assert streams(kept) <= most
-    assert count == len(SIZES) or streams(capture_sizes.spread(SIZES, count + 1)) > most
+    assert count == len(SIZES) or streams(capture_sizes.subsample_sizes(SIZES, count + 1)) > most
 
 
 def test_one_size_is_tried_in_any_case() -> None:
-    assert capture_sizes.fitting(SIZES, 10, lambda sizes: 2000 * len(sizes)) == 1
-    assert capture_sizes.spread(SIZES, 1) == [512]
+    assert capture_sizes.max_sizes_that_fit(SIZES, 10, lambda sizes: 2000 * len(sizes)) == 1
+    assert capture_sizes.subsample_sizes(SIZES, 1) == [512]

@@ -79,7 +79,7 @@ def method(first, count):
     made = moe.NPUFusedMoEMethod.__new__(moe.NPUFusedMoEMethod)
     parallel = SimpleNamespace(dp_size=1, is_sequence_parallel=False, use_ep=count < EXPERTS)
     made.moe = SimpleNamespace(num_experts=EXPERTS, has_bias=False, moe_parallel_config=parallel)
-    made.first, made.count = first, count
+    made.first_expert, made.num_local_experts = first, count
     return made
 
 
@@ -127,8 +127,8 @@ def test_rows_of_no_expert_are_not_read(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"activation": MoEActivation.GELU}, "the activation gelu"),
-        ({"apply_router_weight_on_input": True}, "weights applied to the experts' input"),
+        ({"activation": MoEActivation.GELU}, "activation gelu"),
+        ({"apply_router_weight_on_input": True}, "router weights on the experts' input"),
         ({"bias": True}, "biases"),
     ],
 )
@@ -138,7 +138,7 @@ def test_experts_of_another_kind_are_refused_by_name(monkeypatch, changes, named
     ours.moe.has_bias = changes.pop("bias", False)
     plain = {"activation": MoEActivation.SILU, "apply_router_weight_on_input": False, "expert_map": None}
     layer = SimpleNamespace(**plain | changes)
-    with pytest.raises(ValueError, match=f"experts with {named} are not served"):
+    with pytest.raises(ValueError, match=f"experts with {named} are not supported"):
         ours.process_weights_after_loading(layer)
 
 
@@ -156,7 +156,7 @@ def test_copies_of_an_expert_take_tokens_in_turn_and_are_counted(recorded, unpad
             counts[place] += 1
     on_npu = load.npu()
     number = None if unpadded is None else torch.tensor(unpadded, dtype=torch.int32).npu()
-    found = moe.map_to_physical(ids.npu(), on_npu, places.npu(), copies.npu(), torch.tensor(recorded).npu(), number)
+    found = moe.eplb_map_to_physical(ids.npu(), on_npu, places.npu(), copies.npu(), torch.tensor(recorded).npu(), number)
     assert (found.dtype, found.tolist()) == (ids.dtype, expected)
     assert on_npu.tolist() == counts
     assert [expected[0], expected[5]] == [[0, 2], [5, 4]]  # the same experts, other copies

@@ -82,7 +82,7 @@ def test_groups_that_cut_a_block_alike_are_taken_and_others_are_refused():
     kv_cache.check(groups(wider))
     with pytest.raises(NotImplementedError, match=r"blocks of different shapes.*--disable-hybrid-kv-cache-manager"):
         kv_cache.check(groups(window, wider))
-    with pytest.raises(NotImplementedError, match="of kind ChunkedLocalAttentionSpec are not served"):
+    with pytest.raises(NotImplementedError, match="KV cache spec ChunkedLocalAttentionSpec is not supported"):
         kv_cache.check(groups(spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)))
 
 

@@ -23,9 +23,9 @@ def current_config():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (4, 1)])
 @pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
-@pytest.mark.parametrize("at_once", [1 << 24, 1 << 11])  # the second cuts the work in many pieces
-def test_attention_over_pages(dtype, heads, kv_heads, kind, at_once, monkeypatch):
-    check(dtype, heads, kv_heads, kind, at_once, monkeypatch)
+@pytest.mark.parametrize("max_elements", [1 << 24, 1 << 11])  # the second cuts the work in many pieces
+def test_attention_over_pages(dtype, heads, kv_heads, kind, max_elements, monkeypatch):
+    check(dtype, heads, kv_heads, kind, max_elements, monkeypatch)
 
 
 BEYOND = {
@@ -39,15 +39,15 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
-@pytest.mark.parametrize("at_once", [1 << 24, 1 << 11])
+@pytest.mark.parametrize("max_elements", [1 << 24, 1 << 11])
 @pytest.mark.parametrize("beyond", BEYOND)
-def test_what_is_beyond_causal_attention(kind, at_once, beyond, monkeypatch):
-    check(torch.float32, 4, 2, kind, at_once, monkeypatch, **BEYOND[beyond])
+def test_what_is_beyond_causal_attention(kind, max_elements, beyond, monkeypatch):
+    check(torch.float32, 4, 2, kind, max_elements, monkeypatch, **BEYOND[beyond])
 
 
-def check(dtype, heads, kv_heads, kind, at_once, monkeypatch, **beyond):
-    monkeypatch.setattr(paged, "ELEMENTS_AT_ONCE", at_once)
-    rng = random.Random(f"{heads}{kind}{at_once}")
+def check(dtype, heads, kv_heads, kind, max_elements, monkeypatch, **beyond):
+    monkeypatch.setattr(paged, "MAX_ELEMENTS", max_elements)
+    rng = random.Random(f"{heads}{kind}{max_elements}")
     requests = pairs(kind, rng, rng.randint(1, 6), 150)
     if rng.random() < 0.5:  # vLLM puts requests of one token first, but nothing may depend on it
         requests.sort(key=lambda pair: pair[0] > 1)
@@ -65,10 +65,10 @@ def test_profiling_without_metadata_gives_zero():
     assert layer.forward(None, output, output, output, KVCachePair(output, output), None, output).abs().sum().item() == 0
 
 
-@pytest.mark.parametrize("singles", [0, 3])
-def test_attention_to_an_encoder_s_tokens(singles):
+@pytest.mark.parametrize("num_decodes", [0, 3])
+def test_attention_to_an_encoder_s_tokens(num_decodes):
     """Every token sees all of its request's keys; a request's are written once, a later step brings none."""
-    heads, size, lengths, counts = 4, 32, [40, 7, 100], [1, 1, 1] if singles else [1, 5, 3]
+    heads, size, lengths, counts = 4, 32, [40, 7, 100], [1, 1, 1] if num_decodes else [1, 5, 3]
     keys, values = ([torch.randn(n, 2, size) for n in lengths] for _ in range(2))
     table = torch.arange(21, dtype=torch.int32).view(3, 7)
     slots = torch.cat([torch.arange(n) + 7 * BLOCK_SIZE * r for r, n in enumerate(lengths)])
@@ -78,13 +78,13 @@ def test_attention_to_an_encoder_s_tokens(singles):
 
     def attend(meta_slots, key, value):
         meta = paged.PagedAttentionMetadata(
-            query_start=starts,
-            kv_lens=lengths,
+            query_start_loc=starts,
+            seq_lens=lengths,
             block_table=table.npu(),
             slot_mapping=meta_slots,
-            singles=singles,
-            ends=torch.tensor(lengths[:singles], dtype=torch.int32).npu(),
-            longest=112 if singles else 0,
+            num_decodes=num_decodes,
+            decode_seq_lens=torch.tensor(lengths[:num_decodes], dtype=torch.int32).npu(),
+            max_decode_tokens=112 if num_decodes else 0,
             causal=False,
         )
         output = torch.empty(starts[-1], heads, size, device="npu")

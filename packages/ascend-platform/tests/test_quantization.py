@@ -202,7 +202,7 @@ def test_other_chips_and_dtypes_are_refused(model, monkeypatch):
     with pytest.raises(ValueError, match="float32 is not supported for quantization method ascend"):
         engine_config(model({WEIGHT: "W8A8"}), dtype="float32")
     monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
-    with pytest.raises(ValueError, match="W4A16, W8A8, which are served on Ascend910B and Ascend910_93; this NPU is Ascend310P3"):
+    with pytest.raises(ValueError, match="W4A16, W8A8, which are served on Atlas A2 and Atlas A3; this NPU is Ascend310P3"):
         engine_config(model({WEIGHT: "W8A8", "x.weight": "W4A16"}))
     engine_config(model({WEIGHT: "FLOAT"}))
 

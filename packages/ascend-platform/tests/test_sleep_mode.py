@@ -30,7 +30,7 @@ def worker():
     cache = torch.ones(1 << 20, device="npu")
     graphs = []
     runner = SimpleNamespace(get_model=lambda: model, kv_caches=list(cache.split(1 << 19)), graphs=graphs)
-    runner.drop_graphs = lambda: graphs.append(("dropped", model.first.weight.untyped_storage().nbytes() > 0))
+    runner.free_graphs = lambda: graphs.append(("dropped", model.first.weight.untyped_storage().nbytes() > 0))
     runner.capture_model = lambda: graphs.append(("captured", runner.kv_caches[0].untyped_storage().nbytes() > 0))
     return SimpleNamespace(model_runner=runner, get_draft_model=lambda: None)
 
@@ -83,7 +83,7 @@ def test_tags(worker):
     backend.resume(["weights"])
     assert backend.state() == "RUNNING"
     torch.testing.assert_close(values(model), before, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="no tag 'kv'; known: weights, kv_cache"):
+    with pytest.raises(ValueError, match="unknown sleep mode tag 'kv'; supported: weights, kv_cache"):
         backend.resume(["kv"])
 
 

@@ -66,7 +66,7 @@ def test_greedy_rejection(seed, all_greedy, synthetic):
         accepted = [u < rates[p] and d >= 0 for u, p, d in zip(uniform, places, drafts, strict=True)]
         tokens = [d if a else c for d, a, c in zip(drafts, accepted, choice, strict=True)]
     out = npu([[-1] * 5 for _ in counts])
-    rejection.rejection_greedy(
+    rejection.rejection_greedy_sample(
         out,
         npu(sums),
         npu(drafts),
@@ -98,7 +98,7 @@ def test_random_rejection(seed, with_probs):
     ]
     tokens = [d if a else r for d, a, r in zip(drafts, accepted, recovered, strict=True)]
     out = npu([[-1] * 5 for _ in counts])
-    rejection.rejection_random(
+    rejection.rejection_random_sample(
         out,
         npu(sums),
         npu(drafts),
@@ -134,7 +134,7 @@ def test_recovered_tokens(seed, with_probs):
             left[drafts[i]] = 0
         expected.append(int((left * noise[owner]).argmax()))
     out = torch.full((total,), -7, dtype=torch.int32, device="npu")
-    rejection.sample_recovered(
+    rejection.sample_recovered_tokens(
         out,
         npu(sums),
         npu(drafts),
@@ -158,7 +158,9 @@ def test_step(seed):
     table = [[rng.randint(1, 99) for _ in range(blocks)] for _ in range(requests)]
     out_positions, out_slots, seq_lens = npu([0] * 7, torch.int64), npu([5] * padded, torch.int64), npu(lengths)
     given = npu(positions, torch.int64)
-    drafter.step(given, npu(table), blocks, seq_lens, out_positions[:requests], out_slots, size, longest, blocks, -1, requests)
+    drafter.eagle_step(
+        given, npu(table), blocks, seq_lens, out_positions[:requests], out_slots, size, longest, blocks, -1, requests
+    )
     following = [position + 1 if position + 1 < longest else 0 for position in positions]
     past = [position + 1 >= longest for position in positions]
     assert out_positions.tolist()[:requests] == following
@@ -173,7 +175,7 @@ def test_inputs_with_rejected_tokens(seed):
     valid = [rng.randint(1, count + 1) for count in counts]
     ends = [sum(count + 1 for count in counts[: i + 1]) for i in range(len(counts))]
     last, rejected = npu([0] * len(counts)), npu([0] * len(counts))
-    drafter.prepare_inputs(npu(sums), npu(valid), npu([0, *ends]), last, rejected, len(counts))
+    drafter.eagle_prepare_inputs(npu(sums), npu(valid), npu([0, *ends]), last, rejected, len(counts))
     expected = [count + 1 - v if count else 0 for count, v in zip(counts, valid, strict=True)]
     assert rejected.tolist() == expected
     assert last.tolist() == [end - 1 - r for end, r in zip(ends, expected, strict=True)]
@@ -186,7 +188,7 @@ def test_next_tokens(seed):
     rows = [[rng.choice([-1, 5, 99, 3, 100]) for _ in range(width)] for _ in range(requests)]
     discarded, backup = [rng.random() < 0.3 for _ in rows], [rng.randint(200, 300) for _ in rows]
     following, counts = npu([0] * requests), npu([0] * requests)
-    drafter.prepare_next_tokens(
+    drafter.eagle_prepare_next_token(
         npu(rows), npu(discarded, torch.bool), npu(backup), following, counts, 100, width, requests, width, 4
     )
     good = [[] if d else [token for token in row if token not in (-1, 100)] for row, d in zip(rows, discarded, strict=True)]
@@ -225,7 +227,7 @@ def test_a_drafter_s_input(seed, slots, shift):
     found = [npu([-5] * (room + 2)), npu([-5] * (room + 2), torch.int64), *(npu([-5] * (room + 2)) for _ in range(2))]
     found_new, found_mapping = npu([-5] * len(new)), npu([-5] * total)
     ends = [begin + length - 1 - r for begin, length, r in zip(begins, lengths, rejected, strict=False)]
-    drafter.expand_inputs(
+    drafter.expand_eagle_inputs(
         npu(tokens),
         npu(positions, torch.int64),
         npu(following),

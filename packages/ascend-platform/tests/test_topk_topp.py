@@ -39,10 +39,10 @@ def test_what_is_left_in_is_what_vllm_s_own_implementation_leaves_in(sampler, ks
     """Whichever of the two serves: the operator takes no k between 1024 and the vocabulary's size."""
     logits, k, p = inputs(ks, [1.0, 0.7, 0.9, 0.5])
     made = sampler(ks)
-    assert made.takes(k) == (1500 not in ks)
+    assert made.supports(k) == (1500 not in ks)
     for arguments in ((k, p), (k, None), (None, p), (None, None)):
         expected = apply_top_k_top_p_pytorch(logits.clone(), *arguments)
-        found = made.restrict(logits.to("npu"), *(each if each is None else each.to("npu") for each in arguments))
+        found = made.mask_logits(logits.to("npu"), *(each if each is None else each.to("npu") for each in arguments))
         assert torch.equal(found.cpu(), expected)
 
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from time import monotonic, sleep
+from typing import Any, Protocol
 
 import torch
-from ascend_kv_connector.cache import Heads, PagedCache, heads_of, table_of
+from ascend_kv_connector.auth import CurveKeys
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.consumer import Consumer
-from ascend_kv_connector.keys import Keys
-from ascend_kv_connector.memory import MemoryNetwork
+from ascend_kv_connector.paged_cache import Heads, PagedCache, group_block_table, kv_heads_of_rank
 from ascend_kv_connector.producer import Producer
 from ascend_kv_connector.transfers import Done, Failed, Source
-from ascend_kv_connector.worker import on_stream
+from ascend_kv_connector.worker import private_stream
 
 TOTAL_HEADS, SIZES = 4, {"key": 6, "value": 4}
 
@@ -29,6 +29,12 @@ def values(request: str, layer: int, part: str, tokens: range, heads: Heads) -> 
     return (seed + 131 * token + 7919 * head) % 32749 + 1
 
 
+class Network(Protocol):
+    """What gives each rank its transport."""
+
+    def make_transport(self) -> Any: ...
+
+
 class Instance:
     """The ranks of one instance: caches ``[blocks, block_size, heads, size]`` of int16, for each rank its layers and heads.
 
@@ -37,7 +43,7 @@ class Instance:
 
     def __init__(
         self,
-        network: MemoryNetwork,
+        network: Network,
         name: str,
         tp: int = 1,
         pp: int = 1,
@@ -49,7 +55,7 @@ class Instance:
         device: str = "cpu",
         sizes: dict[str, int] | None = None,
         cut: int = 1,
-        keys: Keys | None = None,
+        keys: CurveKeys | None = None,
         windows: tuple[int, ...] = (0,),
         **options: object,
     ) -> None:
@@ -63,26 +69,28 @@ class Instance:
         random.Random(name).shuffle(self.free)
         for stage in range(pp):
             for rank in range(tp):
-                heads = heads_of(rank, tp, total_heads)
+                heads = kv_heads_of_rank(rank, tp, total_heads)
                 own = range(stage * layers // pp, (stage + 1) * layers // pp)
                 regions = [
                     (
                         f"layers.{layer}",
                         part,
-                        torch.full((blocks * cut, block_size // cut, heads.number, size), -1).to(device, dtype),
+                        torch.full((blocks * cut, block_size // cut, heads.num, size), -1).to(device, dtype),
                     )
                     for layer in own
                     for part, size in (sizes or SIZES).items()
                 ]
                 groups = {f"layers.{layer}": layer % len(windows) for layer in own}
                 self.caches.append(PagedCache(regions, block_size, heads, total_heads, groups, windows))
-        self.queue = nullcontext if device == "cpu" else partial(on_stream, torch.device(device, 0), None)
+        self.queue = nullcontext if device == "cpu" else partial(private_stream, torch.device(device, 0), None)
         self.producers: list[Producer] = []
         self.consumers: list[Consumer] = []
 
     def produce(self, model: str = "m", port: int = 0) -> Instance:
         self.producers = [
-            Producer(cache, self.network.end(), self.options, self.name, model, "127.0.0.1", port, self.queue, self.keys)
+            Producer(
+                cache, self.network.make_transport(), self.options, self.name, model, "127.0.0.1", port, self.queue, self.keys
+            )
             for cache in self.caches
         ]
         self.freed: list[set[str]] = [set() for _ in self.producers]
@@ -91,7 +99,9 @@ class Instance:
     def consume(self, model: str = "m") -> Instance:
         count = len(self.caches)
         self.consumers = [
-            Consumer(cache, self.network.end(), self.options, self.name, model, rank, count, self.queue, keys=self.keys)
+            Consumer(
+                cache, self.network.make_transport(), self.options, self.name, model, rank, count, self.queue, keys=self.keys
+            )
             for rank, cache in enumerate(self.caches)
         ]
         return self
@@ -100,7 +110,7 @@ class Instance:
         """Blocks for so many tokens, of each group; of windows none for what has left them."""
         count, taken = -(-tokens // self.block_size), []
         for group in range(len(self.windows)):
-            gone = self.caches[0].kept_from(0, tokens, group) // self.block_size
+            gone = self.caches[0].first_needed_token(0, tokens, group) // self.block_size
             taken += [0] * gone + self.free[: count - gone]
             self.free = self.free[count - gone :]
         return taken
@@ -111,9 +121,9 @@ class Instance:
         """Of each region all rows, those of the tokens, and what belongs there; ``blocks`` begin with token ``start``."""
         device = self.caches[0].device
         for cache in self.caches:
-            for region, group, tensor in zip(cache.regions, cache.groups, cache.caches, strict=True):
-                first = cache.kept_from(start, stop, group)
-                table = torch.tensor(table_of(blocks, group, len(self.windows)), dtype=torch.int64)
+            for region, group, tensor in zip(cache.regions, cache.region_groups, cache.caches, strict=True):
+                first = cache.first_needed_token(start, stop, group)
+                table = torch.tensor(group_block_table(blocks, group, len(self.windows)), dtype=torch.int64)
                 tokens = torch.arange(first - start, stop - start)
                 rows = table[tokens // self.block_size] * self.block_size + tokens % self.block_size
                 layer = int(region.layer.split(".")[1])
@@ -153,7 +163,7 @@ class Instance:
         while any(len(each) < requests for each in ended):
             assert monotonic() < until, f"still open after {seconds} s: {ended}"
             for rank, consumer in enumerate(self.consumers):
-                ended[rank] += consumer.take()
+                ended[rank] += consumer.get_finished()
             sleep(0.002)
         return ended
 
@@ -162,7 +172,7 @@ class Instance:
         until = monotonic() + seconds
         while not all(request in freed for freed in self.freed) and monotonic() < until:
             for freed, producer in zip(self.freed, self.producers, strict=True):
-                freed.update(producer.leases.ended())
+                freed.update(producer.leases.pop_ended())
             sleep(0.002)
         return all(request in freed for freed in self.freed)
 

@@ -20,7 +20,13 @@ class Suite(ConnectorTests):
     def make(self, transfer: dict[str, Any], blocks: int = 200, **more: Any) -> Engine:
         from vllm.engine.arg_utils import EngineArgs
 
-        shape = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK, "dtype": "float32"}
+        shape: dict[str, Any] = {
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "block_size": BLOCK,
+            "dtype": "float32",
+        }
         arguments = EngineArgs(
             model=str(self.directory),
             skip_tokenizer_init=True,

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector.memory import Faults
 from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier
+from ascend_kv_connector.testing_transport import Faults
 
-ANSWER, TRANSFER, REST, DEAD = 0.3, 0.6, 0.1, 0.3
+ANSWER, TRANSFER, QUARANTINE_SECONDS, DEAD = 0.3, 0.6, 0.1, 0.3
 LATE = 4.0
 """Seconds more than the first two that a request may take on this machine, however busy, as some wait for blocks of others."""
 
@@ -34,7 +34,7 @@ TRANSFER_CONFIG = {
                 "module_path": __name__,
                 "answer_timeout": ANSWER,
                 "transfer_timeout": TRANSFER,
-                "rest": REST,
+                "rest": QUARANTINE_SECONDS,
             }
         ],
     },
@@ -63,10 +63,11 @@ class PoolFaults(Faults):
 class FaultyPool:
     """See :class:`~ascend_kv_connector.store.pool.Pool`: a dictionary. While it is ``dead`` nothing answers."""
 
-    where = "memory that fails"
+    description = "memory that fails"
 
     def __init__(self) -> None:
-        self.faults, self.held, self.dead = PoolFaults(), {}, False
+        self.faults, self.dead = PoolFaults(), False
+        self.held: dict[str, bytes] = {}
         self.outcomes: Counter[str] = Counter()
 
     def buffer(self, size: int) -> memoryview:
@@ -167,7 +168,7 @@ class Endurance:
     """
 
     def __init__(self, make: Callable[[], Any], count: int, deaths: int = 3, seed: int = 11) -> None:
-        rates = {
+        rates: dict[str, Any] = {
             "fail": 0.01,
             "corrupt": 0.02,
             "delay": 0.03,
@@ -237,7 +238,7 @@ class Endurance:
             self.result.ended["left there"] += 1
             engine.abort(name)
             del began[name]
-        until = monotonic() + ANSWER + TRANSFER + LATE + REST
+        until = monotonic() + ANSWER + TRANSFER + LATE + QUARANTINE_SECONDS
         while engine.held and monotonic() < until:
             engine.step()
             sleep(0.001)

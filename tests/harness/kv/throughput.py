@@ -21,7 +21,7 @@ AIM = 0.85
 class Loopback:
     """What an instance asks a network for."""
 
-    def end(self) -> Any:
+    def make_transport(self) -> Any:
         from ascend_kv_connector.mooncake import MooncakeTransport
 
         return MooncakeTransport("127.0.0.1", "tcp")
@@ -56,7 +56,7 @@ def serve(pipe: Connection, device: str) -> None:
     import torch
 
     producer = instance("p", device).produce()
-    transport = Loopback().end()
+    transport = Loopback().make_transport()
     buffer = torch.ones(producer.options.chunk_bytes, dtype=torch.uint8)
     transport.register(buffer)
     pipe.send((transport.session, buffer.data_ptr()))
@@ -126,7 +126,7 @@ def bare_reader(session: str, address: int, total: int) -> Callable[[], None]:
     """Reads of as many bytes in pieces of the same size, as many at once as the connector has lanes."""
     import torch
 
-    transport = Loopback().end()
+    transport = Loopback().make_transport()
     buffers = [torch.zeros(PIECE, dtype=torch.uint8) for _ in range(LANES)]
     for buffer in buffers:
         transport.register(buffer)

@@ -10,9 +10,9 @@ from time import monotonic, sleep
 from typing import Any
 
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.leases import Growth
-from ascend_kv_connector.memory import Faults, MemoryNetwork
-from ascend_kv_connector.protocol import Announce
+from ascend_kv_connector.leases import PrefillProgress
+from ascend_kv_connector.protocol import PrefillStarted
+from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed
 
 TIMEOUT = 1.0
@@ -42,7 +42,7 @@ class Prompt:
     name: str
     tokens: int
     blocks: list[int]
-    growth: Growth = field(default_factory=Growth)
+    progress: PrefillProgress = field(default_factory=PrefillProgress)
     computed: int = 0
     finished: bool = False
 
@@ -67,7 +67,7 @@ class Endurance:
     def __init__(
         self,
         make: Callable[..., Any],
-        network: MemoryNetwork,
+        network: InMemoryNetwork,
         count: int,
         one: dict[str, Any],
         other: dict[str, Any],
@@ -78,7 +78,7 @@ class Endurance:
         self.draw = random.Random(seed)
         self.make, self.network, self.count, self.shape, self.layerwise = make, network, count, one, layerwise
         corrupt = 0.02 if other.get("verify", True) else 0.0
-        rates: dict[str, float] = {"fail": 0.02, "corrupt": corrupt, "delay": 0.03, "late": 0.02, "hang": 0.004}
+        rates: dict[str, Any] = {"fail": 0.02, "corrupt": corrupt, "delay": 0.03, "late": 0.02, "hang": 0.004}
         if layerwise:  # as many per request, which has more reads
             rates = {name: rate / 4 for name, rate in rates.items()}
         network.faults = Faults(draw=random.Random(seed + 1), seconds=0.02, **rates)
@@ -114,10 +114,12 @@ class Endurance:
         self.result.faults = dict(self.network.faults.counts)
         ranks = self.producer.producers
         until = monotonic() + 2.0
-        while any(len(rank.leases) or rank.lent for rank in ranks) and monotonic() < until:
+        while any(len(rank.leases) or rank.buffers_in_use for rank in ranks) and monotonic() < until:
             sleep(0.005)
         self.result.leaked += [
-            f"{len(rank.leases)} leases, {rank.lent} buffers" for rank in ranks if len(rank.leases) or rank.lent
+            f"{len(rank.leases)} leases, {rank.buffers_in_use} buffers"
+            for rank in ranks
+            if len(rank.leases) or rank.buffers_in_use
         ]
         for name, instance in (("producer", self.producer), ("consumer", self.consumer)):
             if len(set(instance.free)) != BLOCKS:
@@ -153,7 +155,7 @@ class Endurance:
         if self.layerwise:
             self.prompts[name] = prompt = Prompt(name, tokens, instance.take(tokens))
             source = None
-            announcement = Announce(name, instance.name, name, list(instance.source(name).ranks))
+            announcement = PrefillStarted(name, instance.name, name, list(instance.source(name).ranks))
             self.grow(prompt)
         else:
             seconds = 0.001 if self.draw.random() < 0.02 else 3.0
@@ -171,11 +173,11 @@ class Endurance:
                 rank.answer(announcement)
             rank.start(name, source, self.loads[name].blocks, start, tokens)
             if leaves:
-                rank.end(name, TransferError("aborted", "the request has ended"))
+                rank.cancel(name, TransferError("aborted", "the request has ended"))
 
     def grow(self, prompt: Prompt) -> None:
         for rank in self.producer.producers:
-            rank.leases.grow(prompt.name, prompt.blocks, prompt.tokens, prompt.growth)
+            rank.leases.track(prompt.name, prompt.blocks, prompt.tokens, prompt.progress)
 
     def compute(self) -> None:
         """A step of the model for the prompts that are being computed; some are preempted, some given up."""
@@ -184,12 +186,12 @@ class Endurance:
             if chance < 0.01:
                 how = "" if chance < 0.007 else "given up there"
                 for rank in self.producer.producers:
-                    rank.leases.withdraw(prompt.name, 1.0, how)
+                    rank.leases.revoke(prompt.name, 1.0, how)
                 self.producer.free += prompt.blocks
                 if how:
                     del self.prompts[prompt.name]
                     continue
-                prompt.blocks, prompt.computed, prompt.growth = self.producer.take(prompt.tokens), 0, Growth()
+                prompt.blocks, prompt.computed, prompt.progress = self.producer.take(prompt.tokens), 0, PrefillProgress()
                 self.grow(prompt)
             prompt.computed = min(prompt.tokens, prompt.computed + self.draw.choice((1, 4, 9, 20)))
             instance = self.producer
@@ -199,7 +201,7 @@ class Endurance:
                 for region, (cache, rows, expected) in zip(regions, places, strict=True):
                     if region.layer == layer:
                         cache[rows] = expected
-                prompt.growth.mark(layer, prompt.computed, lambda: True)
+                prompt.progress.record(layer, prompt.computed, lambda: True)
             if prompt.computed == prompt.tokens:
                 prompt.finished = True
                 for rank in self.producer.producers:
@@ -208,7 +210,7 @@ class Endurance:
     def collect(self) -> None:
         """Take what has ended, on both sides."""
         for rank in self.consumer.consumers:
-            for outcome in rank.take():
+            for outcome in rank.get_finished():
                 self.loads[outcome.request].outcomes.append(outcome)
         for name, load in list(self.loads.items()):
             if len(load.outcomes) < len(self.consumer.consumers):
@@ -225,7 +227,7 @@ class Endurance:
                 self.result.wrong.append((name, load.outcomes))
             self.consumer.free += load.blocks
         for rank, freed in zip(self.producer.producers, self.producer.freed, strict=True):
-            freed.update(rank.leases.ended())
+            freed.update(rank.leases.pop_ended())
         for name, prompt in list(self.prompts.items()):
             if prompt.finished and all(name in freed for freed in self.producer.freed):
                 self.producer.free += self.prompts.pop(name).blocks

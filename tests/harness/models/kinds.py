@@ -88,7 +88,7 @@ def classifier(path: Path, name: str) -> None:
     import transformers
 
     labels = 1 if name == "bert cross-encoder" else 3
-    config = transformers.BertConfig(**ENCODER, num_labels=labels)
+    config = transformers.BertConfig(**{**ENCODER, "num_labels": labels})
     transformers.BertForSequenceClassification(config).save_pretrained(path)
     tokenizer().save_pretrained(path)
 
@@ -142,15 +142,16 @@ def whisper(path: Path, _: str) -> None:
     import transformers
 
     special = {"decoder_start_token_id": 3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    parts = ("encoder", "decoder")
     sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 256}
+    named: dict[str, Any] = {f"{part}_{name}": size for part in parts for name, size in sizes.items()} | special
     config = transformers.WhisperConfig(
         vocab_size=VOCABULARY,
         d_model=128,
         max_source_positions=SECONDS * 50,
         max_target_positions=128,
         init_std=0.1,
-        **{f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()},
-        **special,
+        **named,
     )
     transformers.WhisperForConditionalGeneration(config).save_pretrained(path)
     extractor = transformers.WhisperFeatureExtractor(chunk_length=SECONDS)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 CHARACTERS = ["<pad>", "<eos>", *map(chr, range(32, 127))]
 VOCABULARY, HIDDEN = 128, 128
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
     "intermediate_size": 256,
@@ -215,5 +215,5 @@ def adapter(model: Path, directory: Path, name: str) -> Path:
         for key, weight in made.named_parameters():
             if "lora_" in key:
                 torch.nn.init.normal_(weight, std=0.15 if "embedding" not in key else 0.05)
-        made.save_pretrained(path, save_embedding_layers=False)
+        made.save_pretrained(str(path), save_embedding_layers=False)
     return path

@@ -46,10 +46,10 @@ def value(draw: random.Random, depth: int = 0) -> Any:
 def header(draw: random.Random) -> bytes:
     """A header: right but for its values, or without sense, or cut and changed."""
     kind = draw.choice(KINDS)
-    fields = {name: value(draw) for name in kind.__struct_fields__ if draw.random() < 0.95}
+    fields = {name: value(draw) for name in kind.__struct_encode_fields__ if draw.random() < 0.95}
     made = draw.choice(
         [
-            lambda: msgspec.msgpack.encode({"type": kind.__name__} | fields),
+            lambda: msgspec.msgpack.encode({"type": kind.__struct_config__.tag} | fields),
             lambda: msgspec.msgpack.encode(value(draw)),
             lambda: draw.randbytes(draw.randrange(200)),
             lambda: b"\x91" * draw.randrange(4096),
@@ -67,11 +67,11 @@ def header(draw: random.Random) -> bytes:
 def frame(draw: random.Random, channel: wire.Channel) -> bytes:
     """A frame whose lengths, MAC and magic are mostly, but not always, what belongs to its header."""
     content = header(draw)
-    odd = [0, 1, wire.SMALL, wire.SMALL + 1, wire.LARGE + 1, 2**31, 2**32 - 1]
+    odd = [0, 1, wire.MAX_HEADER_BYTES, wire.MAX_HEADER_BYTES + 1, wire.MAX_MANIFEST_BYTES + 1, 2**31, 2**32 - 1]
     length = len(content) if draw.random() < 0.8 else draw.choice(odd)
     payload = 0 if draw.random() < 0.7 else draw.choice([1, 4 << 20, 2**40, 2**64 - 1])
     prefix = wire.PREFIX.pack(wire.MAGIC if draw.random() < 0.9 else draw.randbytes(4), length, payload)
-    mac = channel._mac(channel._side, channel._sent, prefix, content)
+    mac = channel._mac(channel._is_server, channel._sent, prefix, content)
     channel._sent += 1
     if mac and draw.random() < 0.2:
         mac = draw.randbytes(len(mac))
@@ -93,11 +93,11 @@ def to_server(draw: random.Random, port: int) -> str:
                 channel.receive(wire.Challenge)
                 connection.sendall(frame(draw, channel))
             elif kind == "gone":
-                channel.prove(SECRET)
-                channel.send(wire.Get(0, 5))
+                channel.authenticate_as_client(SECRET)
+                channel.send(wire.GetChunks(0, 5))
                 return kind
             else:
-                channel.prove(SECRET)
+                channel.authenticate_as_client(SECRET)
                 for _ in range(draw.randrange(1, 4)):
                     connection.sendall(frame(draw, channel))
             connection.shutdown(socket.SHUT_WR)
@@ -112,7 +112,7 @@ def to_server(draw: random.Random, port: int) -> str:
 class BadServer:
     """Accepts connections and plays a server up to a point that the seed says, and then does not."""
 
-    def __init__(self, draw: random.Random, tensors: dict[str, torch.Tensor], honest: wire.Described) -> None:
+    def __init__(self, draw: random.Random, tensors: dict[str, torch.Tensor], honest: wire.Manifest) -> None:
         self._draw, self._tensors, self._honest = draw, tensors, honest
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
@@ -135,32 +135,32 @@ class BadServer:
             if draw.random() < 0.2:
                 connection.sendall(draw.choice([draw.randbytes(draw.randrange(1, 2000)), frame(draw, channel)]))
                 return
-            channel.demand(SECRET)
-            channel.receive(wire.Ask)
+            channel.authenticate_as_server(SECRET)
+            channel.receive(wire.GetManifest)
             if draw.random() < 0.4:
                 channel.send(self._manifest(draw))
-                channel.receive(wire.Get)
+                channel.receive(wire.GetChunks)
             elif draw.random() < 0.5:
                 connection.sendall(frame(draw, channel))
                 return
             else:
                 channel.send(self._honest)
-                channel.receive(wire.Get)
+                channel.receive(wire.GetChunks)
             connection.sendall(frame(draw, channel))
             if draw.random() < 0.5:
-                channel.send(wire.Piece(0), memoryview(draw.randbytes(draw.choice([1, 1000, 4 << 20]))))
+                channel.send(wire.Chunk(0), memoryview(draw.randbytes(draw.choice([1, 1000, 4 << 20]))))
 
-    def _manifest(self, draw: random.Random) -> wire.Described:
+    def _manifest(self, draw: random.Random) -> wire.Manifest:
         fields = msgspec.structs.asdict(self._honest)
         key = draw.choice(sorted(fields))
         changed: dict[str, Callable[[], Any]] = {
             "identity": lambda: fields["identity"] | {draw.choice(sorted(fields["identity"])): "\x1b[31m\n" * 300},
             "tensors": lambda: draw.sample(fields["tensors"], draw.randrange(len(fields["tensors"]))),
-            "piece": lambda: draw.choice([0, -1, 1, 2**63 - 1]),
+            "chunk_bytes": lambda: draw.choice([0, -1, 1, 2**63 - 1]),
             "checksum": lambda: draw.choice(["", "none", "__import__('os')"]),
             "digests": lambda: [draw.randbytes(16) for _ in range(draw.choice([0, 1, 10_000, len(fields["digests"])]))],
         }
-        return wire.Described(**fields | {key: changed[key]()})
+        return wire.Manifest(**fields | {key: changed[key]()})
 
 
 def fuzz(seconds: float, seed: int, say: Callable[[str], None] = lambda line: None) -> Counter[str]:

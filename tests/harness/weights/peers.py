@@ -9,17 +9,17 @@ from typing import Any, Self
 
 import torch
 from ascend_model_loader import peer
+from ascend_model_loader.chunks import chunk_digests
 from ascend_model_loader.options import Options
 from ascend_model_loader.report import Report
 from ascend_model_loader.server import WeightServer
-from ascend_model_loader.state import digests
 
 SECRET = b"0123456789abcdef"
 IDENTITY = {"name": "m@main", "checkpoint": "c0ffee", "config": "c", "dtype": "bfloat16", "tensor parallelism": "rank 0 of 1"}
 
 
 def weights(device: str = "cpu") -> dict[str, torch.Tensor]:
-    """39 MB, in tensors that are smaller and larger than a piece, empty, of no dimension and of odd sizes."""
+    """39 MB, in tensors that are smaller and larger than a chunk, empty, of no dimension and of odd sizes."""
     return {name: each.clone().to(device) for name, each in _weights().items()}
 
 
@@ -62,7 +62,7 @@ class Serving:
         self.tensors = weights(device=device) if tensors is None else tensors
         self.options = Options(port=0, serve_weights=True, **{"timeout": 5.0, "deadline": 30.0} | options)
         self.device = torch.device(device)
-        made = digests(self.tensors, self.options.checksum, self.device)
+        made = chunk_digests(self.tensors, self.options.checksum, self.device)
         self.server = WeightServer(self.tensors, made, IDENTITY, self.options, SECRET, self.device)
         self.server.start()
 

@@ -1,12 +1,12 @@
-"""Attention backends for vLLM on CANN's fused kernels."""
+"""Attention backends for vLLM on CANN's fused attention kernels."""
 
 from ascend_platform import extension
 
 
 def register() -> None:
-    """Offer the fused attention to ascend-platform; never raises.
+    """Offer the fused attention backends to ascend-platform; never raises.
 
-    The entry point of group ``vllm.general_plugins``: vLLM calls it in every process, perhaps more than once.
+    Entry point of the group ``vllm.general_plugins``. vLLM calls it in every process, possibly more than once.
     """
     extension.join("ascend-attention", "ascend_attention", _offer, api="1.4")
 

@@ -1,9 +1,9 @@
-"""Decode context parallelism: a request's keys and values are spread over the ranks of vLLM's group for it, token by token.
+"""Decode context parallelism: the tokens of a request are distributed over the KV caches of vLLM's DCP ranks.
 
-Each rank attends from all query heads of the group to the tokens that it has of earlier steps, and from its own heads to the
-step's new tokens, which all ranks have. The parts travel to the rank of their head, where npu_attention_update weighs them by
-their log-sums of exponentials (``torch_npu/_op_plugin_docs.py``). ``vllm/v1/attention/backends/flash_attn.py`` does the same
-with kernels that do not exist here.
+Each rank computes attention from the query heads of all ranks to the context in its own KV cache, and from its own heads to the
+step's new tokens, whose keys and values are on all ranks. An all-to-all sends the partial outputs to the rank of their head,
+where npu_attention_update merges them by their softmax_lse (``torch_npu/_op_plugin_docs.py``).
+``vllm/v1/attention/backends/flash_attn.py`` is the reference.
 """
 
 from typing import Any
@@ -14,68 +14,75 @@ import torch_npu
 from vllm.distributed import get_dcp_group
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
-from ascend_attention.metadata import FusedAttentionMetadata, Spread
+from ascend_attention.metadata import DCPMetadata, FusedAttentionMetadata
 
 
-def spread(query_ends: list[int], kv_lens: list[int], slot_mapping: torch.Tensor, interleave: int) -> Spread:
-    """Lay out one step on the host, without waiting for the device.
+def build_metadata(cu_query_lens: list[int], seq_lens: list[int], slot_mapping: torch.Tensor, interleave: int) -> DCPMetadata:
+    """Build this rank's share of a step on the host, without synchronizing with the device.
 
     Args:
-        query_ends: where each request's tokens end among the step's.
-        kv_lens: tokens of each request once this step's are written, on all ranks together.
-        slot_mapping: int64 ``[tokens]``, of this rank; other ranks' tokens have none.
-        interleave: so many tokens stand on a rank before the next one has its turn (``cp_kv_cache_interleave_size``).
+        cu_query_lens: cumulative query length of each request.
+        seq_lens: sequence length of each request over all ranks, after this step's tokens are written.
+        slot_mapping: int64 ``[tokens]`` of this rank; only the slots of its own tokens are valid.
+        interleave: consecutive tokens per rank (``cp_kv_cache_interleave_size``).
     """
     group = get_dcp_group()
-    ends = torch.tensor(query_ends)
-    lengths = ends.diff(prepend=ends.new_zeros(1))
-    before = torch.tensor(kv_lens) - lengths
-    positions = torch.arange(query_ends[-1]) + (before + lengths - ends).repeat_interleave(lengths)
-    mine = (positions // interleave % group.world_size == group.rank_in_group).nonzero().squeeze(1)
-    mine = mine.pin_memory().to(slot_mapping.device, non_blocking=True)
-    cached = get_dcp_local_seq_lens(before, group.world_size, group.rank_in_group, interleave).tolist() if before.any() else None
-    return Spread(cached, mine, slot_mapping[mine])
+    ends = torch.tensor(cu_query_lens)
+    query_lens = ends.diff(prepend=ends.new_zeros(1))
+    context_lens = torch.tensor(seq_lens) - query_lens
+    positions = torch.arange(cu_query_lens[-1]) + (context_lens + query_lens - ends).repeat_interleave(query_lens)
+    local = (positions // interleave % group.world_size == group.rank_in_group).nonzero().squeeze(1)
+    local = local.pin_memory().to(slot_mapping.device, non_blocking=True)
+    cached_lens = None
+    if context_lens.any():
+        cached_lens = get_dcp_local_seq_lens(context_lens, group.world_size, group.rank_in_group, interleave).tolist()
+    return DCPMetadata(cached_lens, local, slot_mapping[local])
 
 
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    kv_cache: tuple[torch.Tensor, torch.Tensor],
     meta: FusedAttentionMetadata,
-    heads: dict[str, Any],
+    head_args: dict[str, Any],
     output: torch.Tensor,
 ) -> None:
-    """Attention of a step's tokens to each other and to what the group's ranks have of earlier ones.
+    """Compute attention of a step's tokens to each other and to the context in the KV caches of all DCP ranks.
 
     Args:
-        query: ``[tokens, heads, head_size]`` of this rank; output has its shape and is written.
+        query: ``[tokens, heads, head_size]`` of this rank; output has the same shape and is written.
         key, value: ``[tokens, kv_heads, head_size]``.
-        cache: keys and values, each ``[blocks, block_size, kv_heads, head_size]``.
-        meta: with ``spread``.
-        heads: of this rank, the kernel's ``num_heads``, ``num_key_value_heads`` and ``scale``.
+        kv_cache: keys and values, each ``[blocks, block_size, kv_heads, head_size]``.
+        meta: metadata with ``dcp``.
+        head_args: the kernel's ``num_heads``, ``num_key_value_heads`` and ``scale`` for this rank.
     """
-    ends = meta.lengths["actual_seq_lengths"]
-    common = heads | {"input_layout": "TND", "actual_seq_lengths": ends, "softmax_lse_flag": True}
+    assert meta.dcp is not None
+    cu_query_lens = meta.lengths["actual_seq_lengths"]
+    common = head_args | {"input_layout": "TND", "actual_seq_lengths": cu_query_lens, "softmax_lse_flag": True}
     fused = torch_npu.npu_fused_infer_attention_score
-    own = {"atten_mask": meta.mask, "sparse_mode": 3, "actual_seq_lengths_kv": ends}
-    out, log_sum = fused(query.contiguous(), key.contiguous(), value.contiguous(), **common | own)
-    if meta.spread.cached is not None:
+    causal = {"atten_mask": meta.mask, "sparse_mode": 3, "actual_seq_lengths_kv": cu_query_lens}
+    out, softmax_lse = fused(query.contiguous(), key.contiguous(), value.contiguous(), **common | causal)
+    if meta.dcp.cached_lens is not None:
         group = get_dcp_group()
-        everyone = group.all_gather(query.contiguous(), dim=1)
-        paged = {"block_table": meta.block_table, "block_size": cache[0].shape[1], "actual_seq_lengths_kv": meta.spread.cached}
-        paged["num_heads"] = heads["num_heads"] * group.world_size
-        parts, log_sums = fused(everyone, *(pages.flatten(2) for pages in cache), **common | paged)
-        log_sums.masked_fill_(log_sums == torch.inf, -torch.inf)  # where a request has nothing here
-        parts, log_sums = (_to_the_heads_rank(each, group) for each in (parts, log_sums))
+        all_heads = group.all_gather(query.contiguous(), dim=1)
+        paged = {
+            "block_table": meta.block_table,
+            "block_size": kv_cache[0].shape[1],
+            "actual_seq_lengths_kv": meta.dcp.cached_lens,
+            "num_heads": head_args["num_heads"] * group.world_size,
+        }
+        parts, lse_parts = fused(all_heads, *(cache.flatten(2) for cache in kv_cache), **common | paged)
+        lse_parts.masked_fill_(lse_parts == torch.inf, -torch.inf)  # requests without context on this rank
+        parts, lse_parts = (_exchange_heads(each, group) for each in (parts, lse_parts))
         out, _ = torch_npu.npu_attention_update(
-            [*log_sums.flatten(1), log_sum.flatten()], [*parts.flatten(1, 2), out.flatten(0, 1)], 0
+            [*lse_parts.flatten(1), softmax_lse.flatten()], [*parts.flatten(1, 2), out.flatten(0, 1)], 0
         )
     output.copy_(out.view_as(output))
 
 
-def _to_the_heads_rank(part: torch.Tensor, group: Any) -> torch.Tensor:
-    """From ``[tokens, heads of the group, width]`` to ``[ranks, tokens, heads of this rank, width]``, a part of each rank."""
+def _exchange_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """All-to-all from ``[tokens, heads of all ranks, width]`` to ``[ranks, tokens, heads of this rank, width]``."""
     sent = part.unflatten(1, (group.world_size, -1)).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group.device_group)

@@ -1,6 +1,6 @@
-"""Dense attention of decoders by npu_fused_infer_attention_score over the paged cache: causal, windowed, or to an encoder.
+"""Dense decoder attention with npu_fused_infer_attention_score over the paged KV cache: causal, sliding-window or cross.
 
-Its arguments, dtypes and limits are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel; the cache is
+Arguments, dtypes and limits of the kernel are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel. The KV cache is
 written by npu_scatter_pa_kv_cache, documented there for Atlas A2 and A3.
 """
 
@@ -20,112 +20,110 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from ascend_attention import dcp, int8
-from ascend_attention.metadata import FusedAttentionMetadata
+from ascend_attention.metadata import FusedAttentionMetadata, upper_triangle
 
-TITLE = "the fused attention of ascend-attention"
 BLOCK_SIZE = 128
-"""Tokens per page: what the kernel takes for prefill and decode alike, and the size its documentation recommends."""
-
-CAUSAL_MASK_SIZE = 2048
-"""Edge of the one mask that sparse_mode 3 wants for lengths of any size."""
+"""Tokens per block: supported by the kernel for prefill and decode, and recommended by its documentation."""
 
 
 class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-    names: ClassVar[tuple[str, str]] = ("actual_seq_lengths", "actual_seq_lengths_kv")
-    """What the kernel calls the lengths."""
+    length_args: ClassVar[tuple[str, str]] = ("actual_seq_lengths", "actual_seq_lengths_kv")
+    """The kernel's argument names for the cumulative query lengths and the sequence lengths."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        ones = torch.ones(CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE, dtype=torch.int8)
-        self.mask = ones.triu_(1).to(device)
-        self.log_sums = torch.empty(1, dtype=torch.float32, device=device)
+        self.mask = upper_triangle(torch.int8, device)
+        self.softmax_lse = torch.empty(1, dtype=torch.float32, device=device)
         parallel = vllm_config.parallel_config
         self.interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
-        self.longer_table: torch.Tensor | None = None
-        self.small = kv_cache_spec.dtype == torch.int8
-        if self.small and self.interleave:
-            raise NotImplementedError("a KV cache in int8 is not served with decode context parallelism; leave one of them out")
-        if self.small and getattr(kv_cache_spec, "sliding_window", None):
-            raise NotImplementedError("a KV cache in int8 is not served with sliding windows; quantize without kv_cache_type")
-        if self.small:
-            self._init_reorder_batch_threshold(1)  # int8.py wants requests of one token first
+        self.padded_block_table: torch.Tensor | None = None
+        self.int8_cache = kv_cache_spec.dtype == torch.int8
+        if self.int8_cache and self.interleave:
+            raise NotImplementedError("an int8 KV cache is not supported with decode context parallelism; disable one of them")
+        if self.int8_cache and getattr(kv_cache_spec, "sliding_window", None):
+            raise NotImplementedError("an int8 KV cache is not supported with sliding windows; quantize without kv_cache_type")
+        if self.int8_cache:
+            self._init_reorder_batch_threshold(1)  # int8.py needs the decodes first
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """None where each step has calls of its own: under decode context parallelism, with a cache in int8, to an encoder."""
-        own = vllm_config.parallel_config.decode_context_parallel_size > 1 or kv_cache_spec.dtype == torch.int8
-        return AttentionCGSupport.NEVER if own or isinstance(kv_cache_spec, CrossAttentionSpec) else cls._cudagraph_support
+        """NEVER for decode context parallelism, int8 KV caches and cross attention, whose kernel calls differ between steps."""
+        is_dynamic = vllm_config.parallel_config.decode_context_parallel_size > 1 or kv_cache_spec.dtype == torch.int8
+        return AttentionCGSupport.NEVER if is_dynamic or isinstance(kv_cache_spec, CrossAttentionSpec) else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FusedAttentionMetadata:
-        """Lay out one step, on the host, without waiting for the device.
+        """Build the metadata of one step on the host, without synchronizing with the device.
 
-        A full graph has a number of tokens and of requests of its own: vLLM pads both, with requests that have no tokens.
+        For a full graph vLLM pads the tokens, and pads the requests with dummy requests that have no tokens.
         """
-        common, kv_lens = common_attn_metadata, extension.host_lengths(common_attn_metadata, TITLE)
-        query_ends = common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist()
-        tokens, table = common.num_actual_tokens, common.block_table_tensor
-        part = None
+        common, seq_lens = common_attn_metadata, extension.host_lengths(common_attn_metadata, FusedAttentionImpl.title)
+        cu_query_lens = common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist()
+        num_tokens, block_table = common.num_actual_tokens, common.block_table_tensor
+        share = None
         if self.interleave:
-            part = dcp.spread(query_ends, kv_lens, common.slot_mapping[:tokens], self.interleave)
-        if common.num_reqs < tokens <= self._largest_mixed_graph():
-            table = self._with_another_row(table)
-            query_ends.append(query_ends[-1])
-            kv_lens.append(0)
-        if padding := tokens - query_ends[-1]:
-            _give_away(padding, query_ends, kv_lens)
-        convert = list if self.small else _converted  # int8.py looks at them
+            share = dcp.build_metadata(cu_query_lens, seq_lens, common.slot_mapping[:num_tokens], self.interleave)
+        if common.num_reqs < num_tokens <= self._max_mixed_graph_tokens():
+            block_table = self._append_dummy_request(block_table)
+            cu_query_lens.append(cu_query_lens[-1])
+            seq_lens.append(0)
+        if padding := num_tokens - cu_query_lens[-1]:
+            _assign_padding(padding, cu_query_lens, seq_lens)
+        convert = list if self.int8_cache else _to_script_list  # int8.py slices the lists
         return FusedAttentionMetadata(
-            lengths=dict(zip(self.names, (convert(query_ends), convert(kv_lens)), strict=True)),
-            tokens=tokens,
-            block_table=table,
-            slot_mapping=common.slot_mapping[:tokens],
+            lengths=dict(zip(self.length_args, (convert(cu_query_lens), convert(seq_lens)), strict=True)),
+            num_tokens=num_tokens,
+            block_table=block_table,
+            slot_mapping=common.slot_mapping[:num_tokens],
             mask=self.mask,
-            log_sums=self.log_sums,
+            softmax_lse=self.softmax_lse,
             causal=bool(common.causal),
-            spread=part,
+            dcp=share,
         )
 
-    def _largest_mixed_graph(self) -> int:
-        """Tokens of the largest full graph for prefill and decode together; 0 without them."""
+    def _max_mixed_graph_tokens(self) -> int:
+        """Tokens of the largest full graph for mixed prefill-decode batches; 0 without such graphs."""
         compilation = self.vllm_config.compilation_config
         mixed = compilation.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
         return compilation.max_cudagraph_capture_size if mixed else 0
 
-    def _with_another_row(self, table: torch.Tensor) -> torch.Tensor:
-        """The block table and a row of null blocks, at one address: all of a mixed batch's requests can be real ones."""
-        if self.longer_table is None:
-            requests = self.vllm_config.scheduler_config.max_num_seqs
-            self.longer_table = table.new_zeros(requests + 1, table.shape[1])
-        longer = self.longer_table[: len(table) + 1]
-        longer[:-1].copy_(table)
-        longer[-1].zero_()
-        return longer
+    def _append_dummy_request(self, block_table: torch.Tensor) -> torch.Tensor:
+        """Copy the block table into a buffer at a fixed address and append a row of null blocks.
+
+        A mixed batch may have no dummy request to which padding tokens can be assigned.
+        """
+        if self.padded_block_table is None:
+            max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
+            self.padded_block_table = block_table.new_zeros(max_num_seqs + 1, block_table.shape[1])
+        padded = self.padded_block_table[: len(block_table) + 1]
+        padded[:-1].copy_(block_table)
+        padded[-1].zero_()
+        return padded
 
 
-def _converted(lengths: list[int]) -> Any:
-    """A list as operators take it, converted once and not by each layer: most of what a call with 256 requests takes."""
+def _to_script_list(lengths: list[int]) -> Any:
+    """Convert a list for operator calls once instead of in each layer, where it dominates a call with 256 requests."""
     return torch._C.ScriptList(lengths)
 
 
-def _give_away(padding: int, query_ends: list[int], kv_lens: list[int]) -> None:
-    """Give a graph's tokens of no request to the requests that there are not, which come last and have no tokens.
+def _assign_padding(padding: int, cu_query_lens: list[int], seq_lens: list[int]) -> None:
+    """Assign padding tokens to the dummy requests at the end of a padded batch.
 
-    The kernel wants every token to be some request's, and no request to have more tokens than its cache.
+    The kernel requires every token to belong to a request, and no request to have more query tokens than its sequence length.
     """
-    free = kv_lens.index(0)
-    each, more = divmod(padding, len(kv_lens) - free)
-    for request in range(free, len(kv_lens)):
-        kv_lens[request] = each + (request - free < more)
-        query_ends[request] = (query_ends[request - 1] if request else 0) + kv_lens[request]
+    first_dummy = seq_lens.index(0)
+    share, remainder = divmod(padding, len(seq_lens) - first_dummy)
+    for request in range(first_dummy, len(seq_lens)):
+        seq_lens[request] = share + (request - first_dummy < remainder)
+        cu_query_lens[request] = (cu_query_lens[request - 1] if request else 0) + seq_lens[request]
 
 
 class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttentionMetadata]):
-    """The computation, by the kernel; the constructor is ``extension.AttentionImplBase``'s."""
+    """Fused attention; see ``extension.AttentionImplBase`` for the constructor."""
 
-    title = TITLE
+    title = "the fused attention of ascend-attention"
     serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_DECODER})
     can_return_lse_for_decode = True
     supports_dcp = True
@@ -143,26 +141,28 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write this step's keys and values into their pages and attend.
+        """Write this step's keys and values into the KV cache and compute attention.
 
         Args:
-            query: ``[tokens, heads, head_size]``; output has its shape and is written.
-            key, value: ``[tokens, kv_heads, head_size]``; of an encoder, its new tokens, or None.
+            query: ``[tokens, heads, head_size]``; output has the same shape and is written.
+            key, value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens, or None.
             kv_cache: keys and values, each ``[blocks, 128, kv_heads, head_size]``, contiguous.
-            attn_metadata: None while vLLM profiles memory, when there is no cache; the output is then zero.
+            attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the output is then zero.
         """
         if attn_metadata is None:
             return output.zero_()
-        meta, (keys, values) = attn_metadata, kv_cache
-        tokens, small = meta.tokens, keys.dtype == torch.int8
+        meta, (key_cache, value_cache) = attn_metadata, kv_cache
+        tokens = slice(meta.num_tokens)
         if self.writes_cache and key is not None and value is not None:
-            self._write(layer, key, value, keys, values, meta)
-        if small:
-            int8.attend(self, layer, query, keys, values, meta, output)
-        elif meta.spread:
-            dcp.attend(query[:tokens], key[:tokens], value[:tokens], kv_cache, meta, self._heads(), output[:tokens])
+            self._write(layer, key, value, key_cache, value_cache, meta)
+        if key_cache.dtype == torch.int8:
+            int8.attend(self, layer, query, key_cache, value_cache, meta, output)
+        elif meta.dcp:
+            assert key is not None
+            assert value is not None
+            dcp.attend(query[tokens], key[tokens], value[tokens], kv_cache, meta, self._head_args(), output[tokens])
         else:
-            self.attend(query[:tokens], keys, values, meta.lengths, meta.block_table, meta, output[:tokens])
+            self.attend(query[tokens], key_cache, value_cache, meta.lengths, meta.block_table, meta, output[tokens])
         return output
 
     def _write(
@@ -170,58 +170,58 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
         layer: Any,
         key: torch.Tensor,
         value: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
         meta: FusedAttentionMetadata,
     ) -> None:
-        slots = meta.spread.slots if meta.spread else meta.slot_mapping
-        kept = meta.spread.mine if meta.spread else slice(len(slots))
-        if keys.dtype == torch.int8:
-            int8.write(layer, key[kept], value[kept], keys, values, slots)
+        slots = meta.dcp.slot_mapping if meta.dcp else meta.slot_mapping
+        tokens = meta.dcp.local_token_indices if meta.dcp else slice(len(slots))
+        if key_cache.dtype == torch.int8:
+            int8.write(layer, key[tokens], value[tokens], key_cache, value_cache, slots)
         elif len(slots):
-            # vLLM cuts value out of the joint projection of query, key and value; the kernel wants it contiguous
-            new = key[kept].contiguous(), value[kept].contiguous()
-            torch_npu.npu_scatter_pa_kv_cache(*new, keys, values, slots, cache_mode="Norm")
+            # value is a slice of the fused QKV projection; the kernel needs it contiguous
+            new = key[tokens].contiguous(), value[tokens].contiguous()
+            torch_npu.npu_scatter_pa_kv_cache(*new, key_cache, value_cache, slots, cache_mode="Norm")
 
     def attend(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
         lengths: dict[str, Any],
         block_table: torch.Tensor,
         meta: FusedAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
-        """Write attention's output for these requests; keys and values are pages of the query's dtype."""
+        """Write the attention output of these requests; the caches have the query's dtype."""
         attend = {
             "block_table": block_table,
-            "block_size": keys.shape[1],
+            "block_size": key_cache.shape[1],
             "input_layout": "TND",
-            **self._seen(meta),
-            **self._heads(),
+            **self._mask_args(meta),
+            **self._head_args(),
             **lengths,
         }
-        tensors = query.contiguous(), keys.view(*keys.shape[:2], -1), values.view(*values.shape[:2], -1)
-        if extension.is_captured():  # what the kernel takes for the longest lengths: a graph's memory stays as it is
+        tensors = query.contiguous(), key_cache.flatten(2), value_cache.flatten(2)
+        if extension.is_captured():  # workspace for the longest sequences, so that a graph's memory does not change
             attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **attend)
         with extension.graph_task():
-            torch_npu.npu_fused_infer_attention_score.out(*tensors, **attend, out=[output, meta.log_sums])
+            torch_npu.npu_fused_infer_attention_score.out(*tensors, **attend, out=[output, meta.softmax_lse])
 
-    def _seen(self, meta: FusedAttentionMetadata) -> dict[str, Any]:
-        """Which keys a token sees: all of an encoder's, or those up to it, or so many of these."""
+    def _mask_args(self, meta: FusedAttentionMetadata) -> dict[str, Any]:
+        """The kernel's mask arguments: none for cross attention, causal, or causal with a sliding window."""
         if not meta.causal:
             return {"sparse_mode": 0}
         if self.sliding_window:
             return {"atten_mask": meta.mask, "sparse_mode": 4, "pre_tokens": self.sliding_window - 1, "next_tokens": 0}
         return {"atten_mask": meta.mask, "sparse_mode": 3}
 
-    def _heads(self) -> dict[str, Any]:
+    def _head_args(self) -> dict[str, Any]:
         return {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}
 
 
 class FusedAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
-    """What vLLM asks about the fused attention (``vllm/v1/attention/backend.py``)."""
+    """Fused attention backend (``vllm/v1/attention/backend.py``)."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
     impl_cls, builder_cls = FusedAttentionImpl, FusedAttentionMetadataBuilder

@@ -18,11 +18,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ascend_platform import chips
 from ascend_platform.attention.base import (
     AttentionBackendBase,
     AttentionFeature,
@@ -54,6 +56,7 @@ __all__ = [
     "module_source",
     "offer",
     "offered",
+    "overrides",
     "state",
     "tree_version",
     "unmet",
@@ -79,6 +82,7 @@ COMPONENTS = {
 VARIABLES = {
     "VLLM_VERSION": "the version of vLLM that requirements and patches are compared with, in place of the installed one",
     "VLLM_ASCEND_DISABLE_PATCHES": "names of patches to leave out, with commas between",
+    "VLLM_ASCEND_ACCEPT_OVERRIDES": "names of overrides to apply to a vLLM whose source differs, with commas between",
     "VLLM_ASCEND_WEIGHTS_SECRET": "the secret of engines that take weights from each other, where no file is named for it",
     "VLLM_ASCEND_KV_SECRET": "the secret of instances that pass KV cache to each other, where no file is named for it",
 }
@@ -111,6 +115,11 @@ class Chip:
     memory: int
     cube_cores: int
     vector_cores: int
+
+    @property
+    def family(self) -> chips.ChipFamily:
+        """Capabilities of the chip's family; see ``ascend_platform/chips.py``."""
+        return chips.family_of(self.name)
 
 
 _states: dict[str, str] = {}
@@ -335,6 +344,21 @@ def configure(additional_config: object) -> None:
 def config(namespace: str) -> dict[str, object]:
     """The options of a component, given ones over defaults. ``namespace`` is its name without ``ascend-``."""
     return _options.get(namespace, {}) | _given.get(namespace, {})
+
+
+def overrides(tree: Path | None = None) -> list[dict[str, str]]:
+    """The names of vLLM that ascend-platform overrides, compared with a vLLM.
+
+    Args:
+        tree: a checkout or a site-packages that contains vLLM; the installed one without.
+
+    Returns:
+        For each its ``name``, ``target``, ``action``, ``vllm`` (the versions whose source is known), ``why``, ``remove_when`` and
+        ``problem``, "" where vLLM's source is as supported.
+    """
+    from ascend_platform import vllm_overrides
+
+    return [each.row(tree) for each in vllm_overrides.OVERRIDES]
 
 
 def chip() -> Chip:

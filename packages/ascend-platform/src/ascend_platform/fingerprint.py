@@ -6,6 +6,7 @@ Patches (ascend-patches) and overrides (``vllm_overrides.py``) compare vLLM's so
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import re
@@ -16,12 +17,31 @@ from pathlib import Path
 def fingerprint(source: str, qualname: str) -> str:
     """A hash of a function, method, class or assigned name in a module's source; "" if it is not there.
 
-    Comments, formatting and docstrings do not count, nor does the version of Python that parses it.
+    Comments, formatting and docstrings do not count, nor does the version of Python that parses it. ``torch.cuda.*`` stands for
+    the set of attributes of ``torch.cuda`` that the module uses.
     """
-    nodes: list[ast.AST] = [ast.parse(source)]
-    for name in qualname.split("."):
-        nodes = [found for node in nodes for found in _named(node, name)]
-    return hashlib.sha256("\n".join(map(_shape, nodes)).encode()).hexdigest()[:12] if nodes else ""
+    nodes: list[ast.AST] = [parsed(source)]
+    if qualname.endswith(".*"):
+        shapes = sorted(_attributes(nodes[0], qualname.removesuffix("*")))
+    else:
+        for name in qualname.split("."):
+            nodes = [found for node in nodes for found in _named(node, name)]
+        shapes = [_shape(node) for node in nodes]
+    return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:12] if shapes else ""
+
+
+@functools.lru_cache(maxsize=1)
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of the last source; tens of megabytes for a large module, so that users clear the cache."""
+    return ast.parse(source)
+
+
+def _attributes(tree: ast.AST, prefix: str) -> set[str]:
+    """The dotted names that are one attribute longer than ``prefix``, which ends with a dot."""
+    owner = prefix.removesuffix(".")
+    last = owner.rpartition(".")[2]
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {ast.unparse(node) for node in found if getattr(node.value, "attr", "") == last and ast.unparse(node.value) == owner}
 
 
 def module_source(module: str, tree: Path | None = None) -> str | None:
@@ -43,7 +63,7 @@ def drift(target: str, supported: Iterable[str], source: str | None) -> str:
         return f"target {target} is missing: no module {module}"
     if not (found := fingerprint(source, qualname)):
         return f"target {target} is missing: {module} does not define {qualname}"
-    supported = tuple(supported)
+    supported = tuple(dict.fromkeys(supported))
     return "" if found in supported else f"target {target} has changed: found {found}, expected {' or '.join(supported)}"
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 DRIVER = Path("/usr/local/Ascend/driver")
 VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
 """The variable that lists the NPUs which a process may use."""
-ATLAS_A2_A3 = ("Ascend910B", "Ascend910_93")
-"""Beginnings of these chips' names, which have operators that others lack."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 # In a process of its own: loading CANN starts threads, and what is broken may end the process. None of it opens a device.
 _QUESTIONS = """

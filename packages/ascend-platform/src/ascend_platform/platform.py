@@ -5,11 +5,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm import envs
 from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from ascend_platform import extension, host, quantization
+from ascend_platform import extension, host, quantization, vllm_overrides
 from ascend_platform.attention import selector
 from ascend_platform.config import (
     compilation,
@@ -44,8 +43,9 @@ _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "this version runs vLLM's V1 model runner,
 _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
 watchdog.exit_when_parent_exits()
 # vLLM warns of names it does not know (Platform.validate_environ)
-for _variable in extension.VARIABLES:
-    envs.environment_variables.setdefault(_variable, functools.partial(os.environ.get, _variable))
+vllm_overrides.add(
+    "vllm.envs:environment_variables", {name: functools.partial(os.environ.get, name) for name in extension.VARIABLES}
+)
 
 
 class NPUPlatform(Platform):
@@ -177,7 +177,7 @@ class NPUPlatform(Platform):
             )
         from vllm.config import get_current_vllm_config
 
-        return selector.attention_for(attn_selector_config, get_current_vllm_config().model_config)[0]
+        return selector.select_backend(attn_selector_config, get_current_vllm_config().model_config)[0]
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
@@ -214,6 +214,7 @@ class NPUPlatform(Platform):
         Raises:
             RefusedError: everything asked for that is not supported, in one line.
         """
+        vllm_overrides.check()
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"

@@ -1,51 +1,31 @@
 """Dispatch and combine by ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``, and their limits."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch_npu
+from ascend_platform import extension
 
 from ascend_communicator.moe import Experts
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What mc2 takes on a chip by the documentation of its operators: ranks, tokens of a rank at most, elements of a token."""
-
-    ranks: frozenset[int]
-    tokens: int
-    hidden: range
+MAX_TOP_K, MAX_EXPERTS = 16, 1024
 
 
-MC2 = {
-    "Ascend910B": Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32)),
-    "Ascend910_93": Limits(frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
-}
-"""By the beginning of the chip's name; alltoall serves the same chips."""
-
-MC2_CHOICES, MC2_EXPERTS = 16, 1024
-
-
-def limits_of(chip: str) -> Limits | None:
-    return next((limits for name, limits in MC2.items() if chip.startswith(name)), None)
-
-
-def obstacle_to_mc2(chip: str, ranks: int, experts: int, choices: int, hidden: int, dtype: torch.dtype) -> str:
-    """Why mc2 cannot serve a model here, whatever the number of tokens; "" if it can."""
-    limits = limits_of(chip)
+def unsupported_reason(chip: extension.Chip, ranks: int, experts: int, top_k: int, hidden: int, dtype: torch.dtype) -> str:
+    """Reason why mc2 does not support a model on this chip, for any number of tokens; "" if it does."""
+    limits = chip.family.mc2
     if limits is None:
-        return f"{chip} does not have it"
+        return f"{chip.name} lacks the operators"
     if ranks not in limits.ranks:
-        return f"{chip} does not take {ranks} ranks"
-    if experts % ranks or experts > MC2_EXPERTS:
-        return f"{experts} experts are more than {MC2_EXPERTS} or do not divide into {ranks} ranks"
-    if choices > MC2_CHOICES:
-        return f"{choices} experts for each token are more than {MC2_CHOICES}"
+        return f"{ranks} ranks are not supported on {chip.name}"
+    if experts % ranks or experts > MAX_EXPERTS:
+        return f"{experts} experts exceed {MAX_EXPERTS} or are not divisible by {ranks} ranks"
+    if top_k > MAX_TOP_K:
+        return f"{top_k} experts per token exceed {MAX_TOP_K}"
     if hidden not in limits.hidden:
         step = f" in steps of {limits.hidden.step}" if limits.hidden.step > 1 else ""
-        return f"{hidden} elements of a token are not {limits.hidden.start} to {limits.hidden.stop - 1}{step}"
+        return f"hidden size {hidden} is not within {limits.hidden.start} to {limits.hidden.stop - 1}{step}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{str(dtype).removeprefix('torch.')} is not float16 or bfloat16"
     return ""
@@ -58,28 +38,28 @@ def dispatch_and_combine(
     topk_ids: torch.Tensor,
     num_experts: int,
     experts: Experts,
-    most: int,
+    max_tokens: int,
 ) -> torch.Tensor:
-    """Apply the experts of all ranks to this rank's tokens ``[tokens, hidden]``; see ``ExpertManager.apply_experts``.
+    """Apply the experts of all ranks to this rank's tokens ``[tokens, hidden]``; see ``HCCLAll2AllManager.apply_experts``.
 
     Args:
-        most: tokens of the rank that has the most.
+        max_tokens: the largest number of tokens of a rank.
     """
     common: dict[str, Any] = {
         "group_ep": group._get_backend(x.device).get_hccl_comm_name(group.rank()),
         "ep_world_size": group.size(),
         "ep_rank_id": group.rank(),
         "moe_expert_num": num_experts,
-        "global_bs": most * group.size(),
+        "global_bs": max_tokens * group.size(),
     }
-    rows, _, origins, counts, received, *_ = torch_npu.npu_moe_distribute_dispatch_v2(
+    rows, _, assist_info, counts, recv_counts, *_ = torch_npu.npu_moe_distribute_dispatch_v2(
         x=x, expert_ids=topk_ids, expert_token_nums_type=1, **common
     )
     return torch_npu.npu_moe_distribute_combine_v2(
         expand_x=experts(rows, counts),
         expert_ids=topk_ids,
-        assist_info_for_combine=origins,
-        ep_send_counts=received,
+        assist_info_for_combine=assist_info,
+        ep_send_counts=recv_counts,
         expert_scales=topk_weights.float(),
         **common,
     )

@@ -1,37 +1,39 @@
-"""Which way a step's tokens take to their experts; the same on all ranks."""
+"""Selection of the all2all backend of a step."""
 
 import torch
+from ascend_platform import extension
 
-from ascend_communicator import WAYS
-from ascend_communicator.moe.mc2 import limits_of, obstacle_to_mc2
+from ascend_communicator import ALL2ALL_BACKENDS
+from ascend_communicator.moe import mc2
 
 
-def way(asked: str, chip: str, sizes: list[int], experts: int, choices: int, hidden: int, dtype: torch.dtype) -> str:
-    """The way for a step, the same on all ranks since all that it looks at is.
+def select_backend(
+    requested: str, chip: extension.Chip, sizes: list[int], num_experts: int, top_k: int, hidden: int, dtype: torch.dtype
+) -> str:
+    """Select the backend of a step. The result is the same on all ranks, because the arguments are.
 
-    mc2 where it serves: it is the one way in which the host does not wait and only chosen copies travel. Else alltoall where less
-    travels than with allgather: ``choices`` copies of a token each way, against one to each of the ranks. Else allgather.
+    mc2 where it is supported, as it sends only routed copies and does not synchronize with the host. Else alltoall where it sends
+    less than allgather: ``top_k`` copies of a token each way, against one per rank. Else allgather.
 
     Args:
-        asked: ``auto``, or the way to take; ``mc2`` for steps of more tokens than it takes is ``alltoall``.
-        chip: name of the NPU.
+        requested: ``auto`` or a backend. Steps with more tokens than ``mc2`` supports use ``alltoall`` instead.
+        chip: the NPU.
         sizes: tokens of each rank.
-        experts, choices: experts of all ranks, and how many each token chooses.
-        hidden, dtype: of a token.
+        num_experts, top_k: experts of all ranks, and experts per token.
+        hidden, dtype: elements of a token, and their dtype.
 
     Raises:
-        ValueError: mc2 was asked for and cannot serve this model here.
+        ValueError: mc2 is requested and not supported for this model on this chip.
     """
     ranks = len(sizes)
-    obstacle = obstacle_to_mc2(chip, ranks, experts, choices, hidden, dtype)
-    if asked == "mc2" and obstacle:
-        raise ValueError(
-            f"ascend.communicator.all2all is mc2, which cannot serve: {obstacle}; set auto or {' or '.join(WAYS[:2])}"
-        )
-    limits = limits_of(chip)
-    if asked in ("auto", "mc2") and limits and not obstacle and min(sizes) >= 1 and max(sizes) <= limits.tokens:
+    reason = mc2.unsupported_reason(chip, ranks, num_experts, top_k, hidden, dtype)
+    if requested == "mc2" and reason:
+        supported = " or ".join(ALL2ALL_BACKENDS[:2])
+        raise ValueError(f"ascend.communicator.all2all is mc2, which is not supported here: {reason}; set auto or {supported}")
+    limits = chip.family.mc2
+    if requested in ("auto", "mc2") and limits and not reason and min(sizes) >= 1 and max(sizes) <= limits.tokens:
         return "mc2"
-    if asked == "auto":
-        exchangeable = limits is not None and experts % ranks == 0
-        return "alltoall" if exchangeable and choices < ranks else "allgather"
-    return "alltoall" if asked == "mc2" else asked
+    if requested == "auto":
+        has_alltoall = chip.family.moe_routing and num_experts % ranks == 0
+        return "alltoall" if has_alltoall and top_k < ranks else "allgather"
+    return "alltoall" if requested == "mc2" else requested

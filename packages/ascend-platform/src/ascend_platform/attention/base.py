@@ -1,7 +1,7 @@
-"""What attentions of the slots ``attention.*`` have in common, whichever wheel they come from.
+"""Base classes of the attention backends of the slots ``attention.*``, in all wheels.
 
-Neither class imports torch or vLLM, so that ``ascend_platform.extension``, which siblings take them from, stays light. Each
-stands first among the bases, before vLLM's own class (``vllm/v1/attention/backend.py``).
+This module imports neither torch nor vLLM, because ``ascend_platform.extension`` exports it. The base classes are mixins: list
+them before vLLM's own class (``vllm/v1/attention/backend.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 
 class AttentionFeature(Enum):
-    """What an attention may serve beyond causal attention of a decoder; the value is the text for messages."""
+    """Optional features of an attention implementation, beyond causal decoder attention. The values are texts for messages."""
 
     ALIBI = "ALiBi"
     SLIDING_WINDOW = "sliding window"
@@ -25,19 +25,21 @@ class AttentionFeature(Enum):
 
     @classmethod
     def of_attn_type(cls, attn_type: Any) -> AttentionFeature | None:
-        """The feature that a vLLM AttentionType, or its value, needs; None for a decoder."""
+        """The feature required by a vLLM ``AttentionType`` or its value; None for decoders."""
         name = getattr(attn_type, "value", attn_type)
         return None if name == "decoder" else cls[name.upper()]
 
 
 class AttentionBackendBase:
-    """Put before vLLM's AttentionBackend: its name, its classes, the layout of its cache, and, by what the implementation
-    ``serves``, the answers to what vLLM asks.
+    """Mixin for vLLM's ``AttentionBackend``: name, classes, KV cache layout and capability queries.
+
+    The queries about sliding windows, sinks and attention types are answered from ``serves`` of the implementation.
 
     Attributes:
-        impl_cls, builder_cls: the implementation, which has AttentionImplBase among its bases, and the builder of its metadata.
-        block_sizes: tokens of a page that the kernel takes, as vLLM's ``get_supported_kernel_block_sizes`` has them.
-        head_sizes: those that heads may have; any without it.
+        impl_cls: the implementation, a subclass of AttentionImplBase.
+        builder_cls: the metadata builder.
+        block_sizes: supported block sizes in tokens, as returned by vLLM's ``get_supported_kernel_block_sizes``.
+        head_sizes: supported head sizes in elements; empty means any.
     """
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
@@ -64,7 +66,7 @@ class AttentionBackendBase:
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Types whose feature is in ``serves``, and decoders unless the attention is an encoder's, which has no cache."""
+        """Whether ``serves`` has the type's feature. Encoder-only attention has no KV cache and does not serve decoders."""
         serves, feature = cls.get_impl_cls().serves, AttentionFeature.of_attn_type(attn_type)
         return AttentionFeature.ENCODER_ONLY not in serves if feature is None else feature in serves
 
@@ -78,12 +80,12 @@ class AttentionBackendBase:
 
     @staticmethod
     def get_name() -> str:
-        """CUSTOM, a member of AttentionBackendEnum, which Attention.__init__ looks the name up in."""
+        """CUSTOM: ``Attention.__init__`` looks the name up in AttentionBackendEnum, whose members are fixed."""
         return "CUSTOM"
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """The layout in which the platform takes keys and values apart; see ``ascend_platform/attention/kv_cache.py``."""
+        """The layout from which keys and values are split (``ascend_platform/attention/kv_cache.py``)."""
         from ascend_platform.attention.kv_cache import LAYOUT
 
         return (LAYOUT,)
@@ -94,18 +96,19 @@ class AttentionBackendBase:
 
 
 class AttentionImplBase:
-    """Put before vLLM's AttentionImpl: its constructor, which refuses what the attention does not say that it serves.
+    """Mixin for vLLM's ``AttentionImpl``: a constructor that raises for features that are not in ``serves``.
 
-    ``forward`` gets the cache as keys ``[blocks, block_size, kv_heads, head_size]`` and values
-    ``[blocks, block_size, kv_heads, head_size_v]``, each contiguous, and metadata None while vLLM profiles memory.
+    ``forward`` receives the KV cache as a pair of contiguous tensors, keys ``[blocks, block_size, kv_heads, head_size]`` and
+    values ``[blocks, block_size, kv_heads, head_size_v]``. Its metadata is None during vLLM's memory profiling run.
 
     Attributes:
-        title: of the attention, for the line that refuses.
-        serves: what the attention serves beyond causal attention of a decoder.
-        num_heads, num_kv_heads, head_size: of the query, of the cache, and of one key in elements.
+        title: name of the attention in error messages.
+        serves: features beyond causal decoder attention.
+        num_heads, num_kv_heads: heads of the query and of the KV cache on this rank.
+        head_size: elements of one key.
         scale: factor of the scores.
-        writes_cache: False where the layer reads another layer's cache.
-        alibi_slopes, sliding_window, soft_cap, sinks: as the layer has them, or None; a window counts the token itself.
+        writes_cache: False for layers that share another layer's KV cache.
+        alibi_slopes, sliding_window, soft_cap, sinks: the layer's, or None. A window includes the token itself.
     """
 
     title: ClassVar[str] = "this attention"
@@ -125,31 +128,31 @@ class AttentionImplBase:
         kv_sharing_target_layer_name: str | None = None,
         **extra: Any,
     ) -> None:
-        """See AttentionImpl for the arguments.
+        """Take the arguments of vLLM's ``AttentionImpl``.
 
         Raises:
-            NotImplementedError: what is asked for is not among ``serves``, or not together with decode context parallelism.
+            NotImplementedError: a feature is not in ``serves``, or not supported with decode context parallelism.
         """
-        spread = getattr(self, "dcp_world_size", 1) > 1
+        uses_dcp = getattr(self, "dcp_world_size", 1) > 1
         sinks = extra.pop("sinks", None)
-        asked = {
+        requested = {
             AttentionFeature.ALIBI: alibi_slopes is not None,
             AttentionFeature.SLIDING_WINDOW: sliding_window is not None,
             AttentionFeature.LOGITS_SOFT_CAP: bool(logits_soft_cap),
             AttentionFeature.SINKS: sinks is not None,
         }
         if of_type := AttentionFeature.of_attn_type(attn_type):
-            asked[of_type] = True
-        needed = [feature for feature, wanted in asked.items() if wanted]
+            requested[of_type] = True
+        needed = [feature for feature, is_requested in requested.items() if is_requested]
         refused = [feature.value for feature in needed if feature not in self.serves]
         refused += [name for name, value in extra.items() if value is not None]
-        if spread and not getattr(self, "supports_dcp", False):
+        if uses_dcp and not getattr(self, "supports_dcp", False):
             refused.append("decode context parallelism")
-        elif spread and needed:
+        elif uses_dcp and needed:
             refused.append(f"decode context parallelism with {', '.join(feature.value for feature in needed)}")
         if refused:
-            has = ", ".join(["causal decoder attention", *sorted(feature.value for feature in self.serves)])
-            raise NotImplementedError(f"the model needs {', '.join(refused)}; {self.title} has {has}")
+            supported = ", ".join(["causal decoder attention", *sorted(feature.value for feature in self.serves)])
+            raise NotImplementedError(f"the model needs {', '.join(refused)}; {self.title} supports {supported}")
         self.alibi_slopes, self.sliding_window, self.sinks = alibi_slopes, sliding_window, sinks
         self.soft_cap = logits_soft_cap or None
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -159,34 +162,39 @@ class AttentionImplBase:
 
 
 def host_lengths(common: Any, title: str) -> list[int]:
-    """Tokens of each request in the cache once the step's are written, from a CommonAttentionMetadata, without a wait.
+    """Sequence lengths of a step as a host list, without synchronizing with the device.
 
-    ``seq_lens_cpu_upper_bound`` is exact wherever no draft tokens are in flight (CommonAttentionMetadata's own note); with
-    speculative decoding the platform sees to it (``config/spec_decode.py``, ``triton_overrides/drafter.py``).
+    A length counts the tokens in the KV cache after this step's are written. ``seq_lens_cpu_upper_bound`` is exact unless draft
+    tokens are in flight (see CommonAttentionMetadata). For speculative decoding, ``config/spec_decode.py`` and
+    ``triton_overrides/drafter.py`` keep it exact.
+
+    Args:
+        common: vLLM's CommonAttentionMetadata.
+        title: name of the attention in the error message.
 
     Raises:
-        NotImplementedError: attention that is causal for some requests only, or lengths that the host does not have.
+        NotImplementedError: causality differs between requests, or the lengths are not on the host.
     """
-    lengths = common.seq_lens_cpu_upper_bound
-    if not isinstance(common.causal, bool) or lengths is None:
-        raise NotImplementedError(f"{title} is causal for all requests or for none, with lengths on the host")
-    return lengths[: common.num_reqs].tolist()
+    seq_lens = common.seq_lens_cpu_upper_bound
+    if not isinstance(common.causal, bool) or seq_lens is None:
+        raise NotImplementedError(f"{title} supports batches that are causal as a whole or not at all, with seq_lens on the host")
+    return seq_lens[: common.num_reqs].tolist()
 
 
 capturing: AbstractContextManager[Any] | None = None
-"""Set by ``ascend_platform.graph.acl_graph`` while it captures: torch_npu's mode in which calls become task groups."""
+"""torch_npu's graph dispatch mode while ``ascend_platform.graph.acl_graph`` captures: kernel calls in it become task groups."""
 
 
 def graph_task() -> AbstractContextManager[Any]:
-    """What to call a kernel in whose lengths are on the host, so that a graph with it gets new lengths for each replay.
+    """Context manager for a kernel call whose sequence lengths are updated at each graph replay.
 
-    They are the metadata's attribute ``lengths``, a dictionary of the kernel's keyword arguments. The kernel is one that
-    torch_npu has a handler for (``torch_npu/npu/_npugraph_handlers``), with ``workspace`` given. Outside a capture nothing
-    happens.
+    The new lengths are the attribute ``lengths`` of the attention metadata, a dictionary of the kernel's keyword arguments. The
+    kernel needs a handler in torch_npu (``torch_npu/npu/_npugraph_handlers``) and an explicit ``workspace``. A no-op outside of
+    graph capture.
     """
     return capturing or nullcontext()
 
 
 def is_captured() -> bool:
-    """Whether a graph is being captured, attention included."""
+    """Whether a graph that contains attention is being captured."""
     return capturing is not None

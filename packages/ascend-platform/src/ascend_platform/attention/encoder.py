@@ -1,6 +1,6 @@
-"""The built-in attention of encoders (BERT and its kin): plain PyTorch, each request's tokens to all of its others.
+"""Built-in encoder-only attention (BERT and others): PyTorch, bidirectional within each request.
 
-There is no cache, and vLLM schedules an encoder's requests whole
+There is no KV cache, and vLLM schedules an encoder's prompts without chunking
 (``vllm/model_executor/layers/attention/encoder_only_attention.py``).
 """
 
@@ -19,17 +19,18 @@ from vllm.v1.attention.backend import (
 )
 
 from ascend_platform.attention.base import AttentionBackendBase, AttentionFeature
-from ascend_platform.attention.paged import ELEMENTS_AT_ONCE, PagedAttentionImpl
+from ascend_platform.attention.paged import MAX_ELEMENTS, PagedAttentionImpl
 
 
 @dataclass
 class EncoderAttentionMetadata(AttentionMetadata):
-    """query_start: where each request's tokens begin, on the host, one entry more than requests."""
+    """Metadata of one step: ``query_start_loc``, the start of each request's tokens on the host, ``requests + 1`` entries."""
 
-    query_start: list[int]
+    query_start_loc: list[int]
 
 
 class EncoderAttentionMetadataBuilder(AttentionMetadataBuilder[EncoderAttentionMetadata]):
+    # vLLM's constructor is abstract
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -41,9 +42,9 @@ class EncoderAttentionMetadataBuilder(AttentionMetadataBuilder[EncoderAttentionM
 
 
 class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMetadata]):
-    """The computation, in float32. A sliding window is to both sides, as ``vllm/v1/attention/backends/flash_attn.py`` has it."""
+    """Built-in encoder-only attention. A sliding window extends to both sides (``vllm/v1/attention/backends/flash_attn.py``)."""
 
-    title = "the built-in attention of encoders of ascend-platform"
+    title = "the built-in encoder-only attention of ascend-platform"
     serves = frozenset({AttentionFeature.SLIDING_WINDOW, AttentionFeature.ENCODER_ONLY})
 
     def forward(
@@ -58,29 +59,29 @@ class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMet
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
-            query: ``[tokens, heads, head_size]``; output has its shape and is written.
+            query: ``[tokens, heads, head_size]``; output has the same shape and is written.
             key, value: ``[tokens, kv_heads, head_size]``.
-            attn_metadata: None while vLLM profiles memory; the output is then zero.
+            attn_metadata: None during vLLM's memory profiling run; the output is then zero.
         """
         if attn_metadata is None:
             return output.zero_()
-        for start, end in pairwise(attn_metadata.query_start):
-            places = torch.arange(end - start, device=query.device)
+        for start, end in pairwise(attn_metadata.query_start_loc):
+            positions = torch.arange(end - start, device=query.device)
             keys, values = key[None, start:end], value[None, start:end]
-            chunk = max(1, ELEMENTS_AT_ONCE // max(1, (end - start) * self.num_heads))
+            chunk = max(1, MAX_ELEMENTS // max(1, (end - start) * self.num_heads))
             for first in range(start, end, chunk):
                 rows = slice(first, min(first + chunk, end))
-                after = places - places[rows.start - start : rows.stop - start].unsqueeze(1)
-                hidden = after.abs() >= (self.sliding_window or end - start)
-                output[rows] = self._attend(query[rows][None], keys, values, hidden[None], after[None])[0]
+                distance = positions - positions[rows.start - start : rows.stop - start].unsqueeze(1)
+                mask = distance.abs() >= (self.sliding_window or end - start)
+                output[rows] = self._attend(query[rows][None], keys, values, mask[None], distance[None])[0]
         return output
 
 
 class EncoderAttentionBackend(AttentionBackendBase, AttentionBackend):
-    """What vLLM asks about the built-in attention of encoders (``vllm/v1/attention/backend.py``)."""
+    """Built-in encoder-only attention backend (``vllm/v1/attention/backend.py``)."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
     impl_cls, builder_cls = EncoderAttentionImpl, EncoderAttentionMetadataBuilder

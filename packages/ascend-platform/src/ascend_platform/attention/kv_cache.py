@@ -1,10 +1,10 @@
-"""The paged KV cache as CANN's kernels want it: keys and values in two contiguous tensors per layer.
+"""Paged KV cache in the layout of CANN's kernels: one contiguous key tensor and one contiguous value tensor per layer.
 
-vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, block_size, K|V]``
-(``vllm/v1/worker/utils.py``, ``allocate_kv_cache``). In the layout LBNHC one layer is one contiguous region, so its
-first half can serve as keys and its second half as values: same bytes, same block numbers, another order inside.
-Whatever needs the address of a block (attention, copies of blocks, later connectors and offloading) starts from
-:class:`KVCachePair`; a block of one layer is two contiguous runs, ``key[block]`` and ``value[block]``.
+vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, block_size, K|V]`` (``vllm/v1/worker/utils.py``,
+``allocate_kv_cache``). In the layout LBNHC a layer is one contiguous region, whose first part becomes the keys and whose second
+part becomes the values: same bytes, same block numbers, different order within the region. Code that needs the address of a
+block (attention, block copies, KV connectors, offloading) starts from :class:`KVCachePair`: a block of one layer is the two
+contiguous runs ``key[block]`` and ``value[block]``.
 """
 
 from typing import NamedTuple
@@ -21,16 +21,17 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 LAYOUT = KVCacheLayout.LBNHC
-"""The layout in which a layer is contiguous; the attention backends ask vLLM for it."""
+"""vLLM's KV cache layout in which a layer is contiguous; our attention backends request it."""
 
-KINDS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec)
+SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec)
 
 
 class KVCachePair(NamedTuple):
     """Keys and values of one layer.
 
-    key: ``[blocks, block_size, kv_heads, head_size]``, contiguous.
-    value: ``[blocks, block_size, kv_heads, head_size_v]``, contiguous.
+    Attributes:
+        key: ``[blocks, block_size, kv_heads, head_size]``, contiguous.
+        value: ``[blocks, block_size, kv_heads, head_size_v]``, contiguous.
     """
 
     key: torch.Tensor
@@ -38,14 +39,14 @@ class KVCachePair(NamedTuple):
 
 
 def split_kv_cache(cache: torch.Tensor, head_size: int) -> KVCachePair:
-    """Reinterpret one layer's region as keys and values, without a copy.
+    """Split one layer's region into keys and values, as views.
 
     Args:
         cache: vLLM's view ``[blocks, kv_heads, block_size, head_size + head_size_v]`` in layout LBNHC.
         head_size: elements of a key per head.
 
     Raises:
-        ValueError: the region is not contiguous (another layout, or padded pages).
+        ValueError: the region is not contiguous (another layout, or padded blocks).
     """
     blocks, heads, block_size, width = cache.shape
     region = cache.transpose(1, 2)
@@ -59,24 +60,24 @@ def split_kv_cache(cache: torch.Tensor, head_size: int) -> KVCachePair:
 
 
 def check(config: KVCacheConfig) -> None:
-    """Refuse the caches that cannot be taken apart.
+    """Raise for KV caches that cannot be split.
 
-    Groups overlay each other in memory, and a block belongs to one group at a time; with keys and values apart that
-    holds while all groups cut a block's bytes the same way.
+    KV cache groups share memory, and a block belongs to one group at a time. With keys and values in separate tensors this holds
+    only if all groups divide a block's bytes in the same way.
 
     Raises:
-        NotImplementedError: a state cache, a compressed cache, chunks, or groups whose blocks have different shapes.
+        NotImplementedError: a state cache, a compressed cache, chunked attention, or groups with different block shapes.
     """
-    # vLLM's runner adds a group for layers of an encoder, which have no cache
+    # vLLM's runner adds a group for encoder-only layers, which have no cache
     groups = [group for group in config.kv_cache_groups if not isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec)]
     specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
-    if others := sorted({type(spec).__name__ for spec in specs if type(spec) not in KINDS}):
+    if others := sorted({type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS}):
         raise NotImplementedError(
-            f"KV caches of kind {', '.join(others)} are not served; {', '.join(kind.__name__ for kind in KINDS)} are"
+            f"KV cache spec {', '.join(others)} is not supported; {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)} are"
         )
     shapes = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype)) for spec in specs}
     if len(groups) > 1 and len(shapes) > 1:
         raise NotImplementedError(
-            f"the model's groups of KV caches share memory and have blocks of different shapes, {sorted(shapes)}; "
-            "--disable-hybrid-kv-cache-manager makes one group of them"
+            f"the model's KV cache groups share memory but have blocks of different shapes {sorted(shapes)}; "
+            "fix: --disable-hybrid-kv-cache-manager"
         )

@@ -1,4 +1,4 @@
-"""Which attention serves a layer: the one that a component offers, or else the built-in one."""
+"""Attention backend selection: the backend offered by a component, or the built-in one as a fallback."""
 
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,45 +16,47 @@ BUILT_IN_ATTENTION = "ascend_platform.attention.paged.PagedAttentionBackend"
 BUILT_IN_ENCODER = "ascend_platform.attention.encoder.EncoderAttentionBackend"
 
 
-def attention_for(config: "AttentionSelectorConfig", model: Any) -> tuple[str, str]:
-    """The attention for a layer: its qualified name, and which it is and why, for people.
+def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, str]:
+    """Select the attention backend of a layer.
 
-    The one offered for the layer's kind if it takes the layer, else the built-in one.
+    The backend that is offered for the layer's slot is used if it supports the layer, otherwise the built-in one.
+
+    Returns:
+        The backend's qualified name, and a description with the reason of a fallback.
 
     Raises:
-        RefusedError: neither takes the layer.
+        RefusedError: neither backend supports the layer.
     """
-    kind = "encoder" if config.attn_type == "encoder_only" else "sinks" if config.has_sink else "dense"
-    built_in = BUILT_IN_ENCODER if kind == "encoder" else BUILT_IN_ATTENTION
+    slot = "encoder" if config.attn_type == "encoder_only" else "sinks" if config.has_sink else "dense"
+    built_in = BUILT_IN_ENCODER if slot == "encoder" else BUILT_IN_ATTENTION
     reason = f"ascend-attention is {extension.state('ascend-attention')}"
-    if path := extension.offered(f"attention.{kind}"):
-        obstacles = _obstacles(path, config, model)
-        if not obstacles:
+    if path := extension.offered(f"attention.{slot}"):
+        reasons = _unsupported_reasons(path, config, model)
+        if not reasons:
             return path, f"fused (ascend-attention {extension.version('ascend-attention')})"
-        reason = f"the fused one does not take this model: {', '.join(obstacles)}"
-    if obstacles := _obstacles(built_in, config, model):
-        raise extension.RefusedError(
-            f"ascend-platform {extension.version('ascend-platform')} serves dense attention; the model needs another: "
-            f"{', '.join(obstacles)}"
-        )
+        reason = f"fused attention disabled: {', '.join(reasons)}"
+    if reasons := _unsupported_reasons(built_in, config, model):
+        own = f"ascend-platform {extension.version('ascend-platform')}"
+        raise extension.RefusedError(f"no attention backend of {own} supports the model: {', '.join(reasons)}")
     return built_in, f"built-in PyTorch ({reason})"
 
 
-def _obstacles(path: str, config: "AttentionSelectorConfig", model: Any) -> list[str]:
+def _unsupported_reasons(path: str, config: "AttentionSelectorConfig", model: Any) -> list[str]:
     backend = resolve_obj_by_qualname(path)
-    # vLLM tells the layer of these, and its selector nothing
-    asked = {
+    # vLLM passes these to the layer only; AttentionSelectorConfig lacks them
+    requested = {
         AttentionFeature.ALIBI: model is not None and model.uses_alibi,
         AttentionFeature.LOGITS_SOFT_CAP: model is not None
         and bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
     }
     serves = getattr(backend.get_impl_cls(), "serves", ())
-    found = [f"{feature.value} not supported" for feature, wanted in asked.items() if wanted and feature not in serves]
-    return backend.validate_configuration(device_capability=None, **config._asdict()) + found
+    missing = [feature for feature, is_requested in requested.items() if is_requested and feature not in serves]
+    reasons = backend.validate_configuration(device_capability=None, **config._asdict())
+    return reasons + [f"{feature.value} not supported" for feature in missing]
 
 
-def attention_of(vllm_config: "VllmConfig") -> str:
-    """Which attention serves the model, and why, for people."""
+def describe_backend(vllm_config: "VllmConfig") -> str:
+    """Describe the model's attention backend for the log: ``fused (...)``, ``built-in PyTorch (reason)`` or ``none (error)``."""
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -64,6 +66,6 @@ def attention_of(vllm_config: "VllmConfig") -> str:
         config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size)
         if model.attn_type == "encoder_only":
             config = config._replace(attn_type="encoder_only")
-        return attention_for(config, model)[1]
+        return select_backend(config, model)[1]
     except extension.RefusedError as error:
         return f"none ({error})"

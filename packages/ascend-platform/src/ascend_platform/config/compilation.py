@@ -39,7 +39,7 @@ def check(vllm_config: "VllmConfig") -> None:
 
     if vllm_config.model_config is None or vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL:
         return
-    if (attention := selector.attention_of(vllm_config)).startswith("built-in"):
+    if (attention := selector.describe_backend(vllm_config)).startswith("built-in"):
         raise extension.RefusedError(
             f"cudagraph_mode FULL needs attention that a graph can hold, and this model's is {attention}; "
             "PIECEWISE and NONE remain"

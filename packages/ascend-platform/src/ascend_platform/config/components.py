@@ -19,7 +19,7 @@ def announce(vllm_config: "VllmConfig") -> None:
     extension.join("ascend-platform", "ascend", api=extension.API_VERSION)
     extension.configure(vllm_config.additional_config)
     if vllm_config.model_config is not None:
-        _log_once(extension.summary(selector.attention_of(vllm_config)))
+        _log_once(extension.summary(selector.describe_backend(vllm_config)))
 
 
 @functools.cache

@@ -41,7 +41,7 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
     """What comes in later versions, and whether it is asked for."""
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
     offload, passes = vllm_config.offload_config, vllm_config.compilation_config.pass_config
-    features = {
+    features: dict[str, Any] = {
         "encoder-cache connectors": vllm_config.ec_transfer_config,
         "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
@@ -58,7 +58,7 @@ def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
         ),
     }
     if model is not None:
-        targets = vllm_config.lora_config and vllm_config.lora_config.target_modules
+        targets = vllm_config.lora_config.target_modules if vllm_config.lora_config else None
         features |= {
             "LoRA on experts (--lora-target-modules without experts serves the other layers)": vllm_config.lora_config
             and model.is_moe

@@ -1,9 +1,9 @@
-"""Graphs: vLLM's wrapper for CUDA graphs on ``torch.npu``'s, whose attention gets its lengths anew for each replay.
+"""ACL graphs: vLLM's CUDAGraphWrapper on ``torch.npu``, with attention lengths updated at each replay.
 
-vLLM's CUDAGraphWrapper and ``graph_capture`` write ``torch.cuda`` in their own text; their modules are given a view of torch in
-which the names that they use are ``torch.npu``'s. CANN's attention takes the sequence lengths as lists on the host, which a
-replay would repeat as they were when they were captured. torch_npu captures such a call as a task group behind an external
-event, and replaces the group's arguments from another stream before the event is recorded (``torch_npu/npu/graphs.py``).
+vLLM's CUDAGraphWrapper and ``graph_capture`` call ``torch.cuda`` directly. Their modules get a ``torch`` in which the names that
+they use are those of ``torch.npu``. CANN's attention kernels take sequence lengths as host lists, which a replay would repeat as
+captured. torch_npu captures such a call as a task group that waits for an external event, and updates the group's arguments from
+another stream before it records the event (``torch_npu/npu/graphs.py``).
 """
 
 import contextlib
@@ -13,59 +13,55 @@ from typing import Any, ClassVar
 
 import torch
 import torch_npu
-from vllm.compilation import cuda_graph
 from vllm.distributed.parallel_state import GraphCaptureContext
 from vllm.forward_context import get_forward_context
-from vllm.utils import torch_utils
 
 from ascend_platform.attention import base
+from ascend_platform.vllm_overrides import override
 
 
-def view(module: ModuleType, **replaced: object) -> ModuleType:
-    """A module with the contents of another, some names replaced; names that appear there later are found too."""
-    seen = ModuleType(module.__name__)
-    seen.__dict__.update(module.__dict__, __getattr__=lambda name: getattr(module, name), **replaced)
-    return seen
+def module_with_overrides(module: ModuleType, **replaced: object) -> ModuleType:
+    """Copy a module with some names replaced. Names that are added to the original later are found too."""
+    copy = ModuleType(module.__name__)
+    copy.__dict__.update(module.__dict__, __getattr__=lambda name: getattr(module, name), **replaced)
+    return copy
 
 
-class NPUGraph(torch.npu.NPUGraph):
-    """A graph whose attention gets this step's lengths when it is replayed.
+class NPUGraph(torch_npu.npu.NPUGraph):
+    """A graph that is replayed with this step's attention lengths, from ``lengths`` of the metadata in the forward context."""
 
-    They are the attribute ``lengths`` of the attention's metadata in vLLM's forward context.
-    """
-
-    _read: ClassVar[torch.npu.Event | None] = None
-    """Recorded behind the last replay: a graph still reads the lengths it was given until then."""
+    _lengths_read: ClassVar[torch_npu.npu.Event | None] = None
+    """Recorded after the last replay: until then a graph may still read its lengths."""
 
     def replay(self) -> None:
         tasks = self.graph_dispatch_mode.graph_dispatch_records
         if not tasks:
             super().replay()
             return
-        stream, updates = torch.npu.current_stream(), self.graph_dispatch_mode.update_stream
-        if NPUGraph._read is not None:
-            updates.wait_event(NPUGraph._read)
+        stream, update_stream = torch.npu.current_stream(), self.graph_dispatch_mode.update_stream
+        if NPUGraph._lengths_read is not None:
+            update_stream.wait_event(NPUGraph._lengths_read)
         super().replay()
         try:
-            self.graph_dispatch_mode.update_capture_record([_lengths()])
+            self.graph_dispatch_mode.update_capture_record([_host_lengths()])
         except BaseException:
-            for task in tasks:  # nothing must wait for events that no longer come
-                task.event.record(updates)
+            for task in tasks:  # release the graph, which waits for these events
+                task.event.record(update_stream)
             raise
-        NPUGraph._read = stream.record_event(NPUGraph._read)
+        NPUGraph._lengths_read = stream.record_event(NPUGraph._lengths_read)
 
 
-def _lengths() -> dict[str, Any]:
-    """Of all layers: groups of KV caches have their own metadata, with the same lengths, and kernels their own names for them."""
-    metadata = get_forward_context().attn_metadata
-    found: dict[str, Any] = {}
-    for each in {id(each): each for each in metadata.values()}.values():
-        found |= each.lengths
-    return found
+def _host_lengths() -> dict[str, Any]:
+    """Merge ``lengths`` of all KV cache groups' metadata: the values are the same, the argument names differ by kernel."""
+    attn_metadata: Any = get_forward_context().attn_metadata
+    lengths: dict[str, Any] = {}
+    for metadata in {id(metadata): metadata for metadata in attn_metadata.values()}.values():
+        lengths |= metadata.lengths
+    return lengths
 
 
-class _Capture(torch.npu.graph):
-    """``torch.npu.graph``; a task in it is one that ``dense.graph_task`` finds."""
+class _Capture(torch_npu.npu.graph):
+    """``torch.npu.graph`` that sets the dispatch mode of ``attention.base.graph_task``."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -78,9 +74,9 @@ class _Capture(torch.npu.graph):
 
 @contextlib.contextmanager
 def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """A stream to capture on, in place of ``vllm.distributed.parallel_state.graph_capture``.
+    """Provide the capture stream; replaces ``vllm.distributed.parallel_state.graph_capture``.
 
-    That one also prepares the communicators of CUDA and XPU; HCCL's collectives are captured like other work.
+    vLLM's also prepares the communicators of CUDA and XPU. HCCL collectives are captured like other operators.
     """
     stream = torch.npu.Stream(device)
     stream.wait_stream(torch.npu.current_stream(device))
@@ -89,9 +85,12 @@ def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
 
 
 def _weak_ref_tensor(tensor: Any) -> Any:
-    """A tensor of the same memory that does not keep it; vLLM's own calls a CUDA operator."""
+    """Return a tensor that does not own its memory; vLLM's version calls a CUDA operator."""
     return torch_npu._C._weak_ref_tensor(tensor) if isinstance(tensor, torch.Tensor) and tensor.numel() else tensor
 
 
-cuda_graph.torch = view(torch, cuda=view(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture))
-torch_utils.weak_ref_tensor = _weak_ref_tensor
+override(
+    "vllm.compilation.cuda_graph:torch",
+    module_with_overrides(torch, cuda=module_with_overrides(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture)),
+)
+override("vllm.utils.torch_utils:weak_ref_tensor", _weak_ref_tensor)

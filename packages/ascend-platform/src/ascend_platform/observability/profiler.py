@@ -7,6 +7,8 @@ import torch_npu
 from vllm.config import ProfilerConfig
 from vllm.profiler import wrapper
 
+from ascend_platform.vllm_overrides import add
+
 ACTIVITIES = {
     "CPU": torch_npu.profiler.ProfilerActivity.CPU,
     "PrivateUse1": torch_npu.profiler.ProfilerActivity.NPU,
@@ -14,9 +16,9 @@ ACTIVITIES = {
 """vLLM's names of what is recorded, and torch_npu's."""
 
 # vLLM asks these tables, by device type, whether a configuration can be served (validate_worker_profiler_config).
-wrapper._SUPPORTED_PROFILER_KINDS["npu"] = frozenset({"torch"})
-wrapper._DEFAULT_TORCH_PROFILER_ACTIVITIES["npu"] = tuple(ACTIVITIES)
-wrapper._SUPPORTED_TORCH_PROFILER_ACTIVITIES["npu"] = frozenset(ACTIVITIES)
+add("vllm.profiler.wrapper:_SUPPORTED_PROFILER_KINDS", {"npu": frozenset({"torch"})})
+add("vllm.profiler.wrapper:_DEFAULT_TORCH_PROFILER_ACTIVITIES", {"npu": tuple(ACTIVITIES)})
+add("vllm.profiler.wrapper:_SUPPORTED_TORCH_PROFILER_ACTIVITIES", {"npu": frozenset(ACTIVITIES)})
 
 
 class NPUProfiler(wrapper.WorkerProfiler):

@@ -1,8 +1,8 @@
-"""Mixture of experts on CANN's operators: choice of experts, their grouped matrix products, and the sum of what they made.
+"""Fused MoE on CANN's operators: top-k routing, grouped matrix products and the weighted sum of expert outputs.
 
-vLLM's routers call ``torch.ops._moe_C`` for the choice (``vllm/model_executor/layers/fused_moe/router/fused_topk_router.py``),
-which on the NPU is defined here; experts without quantization are ``UnquantizedFusedMoEMethod``, a CustomOp, replaced by
-``register_oot``. The operators' shapes, dtypes and limits are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+vLLM's routers call ``torch.ops._moe_C`` (``vllm/model_executor/layers/fused_moe/router/fused_topk_router.py``), whose operators
+are defined here for the NPU. Unquantized experts are the CustomOp ``UnquantizedFusedMoEMethod``, replaced by ``register_oot``.
+Shapes, dtypes and limits of the NPU operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
 
 import functools
@@ -13,17 +13,19 @@ import torch
 import torch_npu
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.router import base_router, grouped_topk_router
+from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
-BEST, SUM_OF_BEST_TWO = 0, 1  # its group_select_mode
+from ascend_platform.vllm_overrides import override, require
 
-_definitions = torch.library.Library("_moe_C", "FRAGMENT")
-_WRITTEN = "Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) rows"
-_definitions.define(f"topk_softmax({_WRITTEN}, Tensor logits, bool renormalize, Tensor? bias, Tensor? padding) -> ()")
-_definitions.define(
-    f"topk_sigmoid({_WRITTEN}, Tensor logits, bool renormalize, Tensor? bias, float factor, Tensor? padding) -> ()"
+SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
+MAX_SCORE, TOP2_SUM = 0, 1  # its group_select_mode
+
+_moe_library = torch.library.Library("_moe_C", "FRAGMENT")
+_OUTPUTS = "Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) rows"
+_moe_library.define(f"topk_softmax({_OUTPUTS}, Tensor logits, bool renormalize, Tensor? bias, Tensor? padding) -> ()")
+_moe_library.define(
+    f"topk_sigmoid({_OUTPUTS}, Tensor logits, bool renormalize, Tensor? bias, float factor, Tensor? padding) -> ()"
 )
 
 
@@ -36,20 +38,22 @@ def topk_softmax(
     bias: torch.Tensor | None,
     padding: torch.Tensor | None,
 ) -> None:
-    """The k best of the experts' softmax; weights float32 and ids int32 ``[tokens, k]`` are written, ``rows`` is not.
+    """Select the top-k experts by softmax; writes weights float32 and ids int32 ``[tokens, k]``, but not ``rows``.
 
     Args:
         logits: ``[tokens, experts]`` of float32, float16 or bfloat16.
-        renormalize: let the weights of a token add up to 1.
-        bias: ``[experts]``, added for the choice alone.
-        padding: not looked at: rows of padding choose as others do, and nobody reads what comes of them.
+        renormalize: scale the weights of a token to a sum of 1.
+        bias: ``[experts]``, added for the selection only.
+        padding: ignored; the results of padding tokens are not used.
     """
     if bias is None:
-        chosen, experts, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(logits.float(), k=ids.shape[1], renorm=int(renormalize))
+        topk_weights, topk_ids, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
+            logits.float(), k=ids.shape[1], renorm=int(renormalize)
+        )
     else:
-        chosen, experts = gate(logits, ids.shape[1], SOFTMAX, renormalize, bias)
-    weights.copy_(chosen)
-    ids.copy_(experts)
+        topk_weights, topk_ids = gating_top_k(logits, ids.shape[1], SOFTMAX, renormalize, bias)
+    weights.copy_(topk_weights)
+    ids.copy_(topk_ids)
 
 
 def topk_sigmoid(
@@ -62,17 +66,18 @@ def topk_sigmoid(
     factor: float,
     padding: torch.Tensor | None,
 ) -> None:
-    """As :func:`topk_softmax`, of the experts' sigmoids; the weights are multiplied by ``factor``."""
-    chosen, experts = gate(logits, ids.shape[1], SIGMOID, renormalize, bias, factor)
-    weights.copy_(chosen)
-    ids.copy_(experts)
+    """As :func:`topk_softmax` with sigmoid scores; the weights are multiplied by ``factor``."""
+    topk_weights, topk_ids = gating_top_k(logits, ids.shape[1], SIGMOID, renormalize, bias, factor)
+    weights.copy_(topk_weights)
+    ids.copy_(topk_ids)
 
 
 for _function in (topk_softmax, topk_sigmoid):
-    _definitions.impl(_function.__name__, _function, "PrivateUse1")
+    require(f"vllm._custom_ops:{_function.__name__}")  # the caller of the operator
+    _moe_library.impl(_function.__name__, _function, "PrivateUse1")
 
 
-def gate(
+def gating_top_k(
     logits: torch.Tensor,
     k: int,
     norm: int,
@@ -80,38 +85,41 @@ def gate(
     bias: torch.Tensor | None = None,
     factor: float = 1.0,
     groups: int = 1,
-    best_groups: int = 1,
+    topk_groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best experts of each token by npu_moe_gating_top_k: weights float32 and ids int32, both ``[tokens, k]``.
+    """Select the top-k experts of each token with npu_moe_gating_top_k.
 
     Args:
         logits: ``[tokens, experts]``.
         norm: SOFTMAX or SIGMOID, over a token's logits.
-        renormalize: let the weights of a token add up to 1, before ``factor``.
-        bias: ``[experts]``, added for the choice alone.
-        groups, best_groups: experts are chosen from this many groups of neighbours, the best by their best expert, or with
-            a bias by their best two together.
+        renormalize: scale the weights of a token to a sum of 1, before ``factor``.
+        bias: ``[experts]``, added for the selection only.
+        groups: number of expert groups; experts are selected from the best ``topk_groups`` of them. A group's score is that of
+            its best expert, or with a bias the sum of its best two.
+
+    Returns:
+        Weights float32 and ids int32, both ``[tokens, k]``.
     """
-    select = BEST if bias is None else SUM_OF_BEST_TWO
-    # the operator lets sigmoids add up to 1 and leaves softmax as it is; the other two are done here
-    inside = renormalize == (norm == SIGMOID)
-    weights, ids, normed = torch_npu.npu_moe_gating_top_k(
+    select = MAX_SCORE if bias is None else TOP2_SUM
+    # the operator renormalizes sigmoid scores and never softmax scores; the other two cases are computed here
+    in_operator = renormalize == (norm == SIGMOID)
+    weights, ids, scores = torch_npu.npu_moe_gating_top_k(
         logits.float(),
         k,
         bias=None if bias is None else bias.float(),
-        k_group=best_groups,
+        k_group=topk_groups,
         group_count=groups,
         group_select_mode=select,
         renorm=0,
         norm_type=norm,
-        out_flag=not inside and norm == SIGMOID,
-        routed_scaling_factor=factor if inside else 1.0,
+        out_flag=not in_operator and norm == SIGMOID,
+        routed_scaling_factor=factor if in_operator else 1.0,
     )
-    if inside:
+    if in_operator:
         return weights, ids
     if renormalize:
         return weights * (factor / weights.sum(-1, keepdim=True)), ids
-    return normed.gather(1, ids.long()) * factor, ids
+    return scores.gather(1, ids.long()) * factor, ids
 
 
 _native_grouped_topk = grouped_topk_router.grouped_topk
@@ -129,7 +137,7 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's function of this name in one operator, where the groups are those that it takes: of more than two experts."""
+    """vLLM's grouped_topk as one operator; groups of one or two experts fall back to vLLM's implementation."""
     experts = gating_output.shape[-1]
     if scoring_func not in ("softmax", "sigmoid") or (num_expert_group > 1 and experts // num_expert_group <= 2):
         return _native_grouped_topk(
@@ -145,14 +153,14 @@ def grouped_topk(
         )
     norm = SIGMOID if scoring_func == "sigmoid" else SOFTMAX
     bias, factor = e_score_correction_bias, routed_scaling_factor
-    return gate(gating_output, topk, norm, renormalize, bias, factor, num_expert_group, topk_group)
+    return gating_top_k(gating_output, topk, norm, renormalize, bias, factor, num_expert_group, topk_group)
 
 
-# the router has no hook for it: it takes the function from its own module (grouped_topk_router.py, _compute_routing)
-grouped_topk_router.grouped_topk = grouped_topk
+# the router has no hook for it: grouped_topk_router.py (_compute_routing) calls the function of its own module
+override("vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk", grouped_topk)
 
 
-def map_to_physical(
+def eplb_map_to_physical(
     topk_ids: torch.Tensor,
     expert_load_view: torch.Tensor,
     logical_to_physical_map: torch.Tensor,
@@ -160,12 +168,12 @@ def map_to_physical(
     record_enabled: torch.Tensor,
     num_unpadded_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The copies of the chosen experts that take each token, in turn: integers ``[tokens, k]`` as ``topk_ids``.
+    """Map logical expert ids to physical ones for EPLB, with replicas in round-robin order; ``[tokens, k]`` as ``topk_ids``.
 
     Args:
-        expert_load_view: ``[physical experts]``, counts; written where ``record_enabled``, a scalar bool, says so.
-        logical_to_physical_map: ``[experts, most copies]``, of which expert i has ``logical_replica_count[i]``.
-        num_unpadded_tokens: a scalar; tokens from there on do not count. All count without it.
+        expert_load_view: ``[physical experts]``, token counts; updated if ``record_enabled``, a scalar bool, is True.
+        logical_to_physical_map: ``[experts, max replicas]``; expert i has ``logical_replica_count[i]`` replicas.
+        num_unpadded_tokens: scalar; later tokens are padding and not counted. Without it all tokens are counted.
     """
     ids = topk_ids.long()
     token = torch.arange(len(ids), device=ids.device).unsqueeze(1)
@@ -175,83 +183,83 @@ def map_to_physical(
     return physical.to(topk_ids.dtype)
 
 
-# vLLM's own is a Triton kernel for three devices, and on others leaves the ids as they are (base_router.py)
-base_router.eplb_map_to_physical_and_record = map_to_physical
+# vLLM's is a Triton kernel for three device types; on others it returns the ids unmapped (base_router.py)
+override("vllm.model_executor.layers.fused_moe.router.base_router:eplb_map_to_physical_and_record", eplb_map_to_physical)
 
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class NPUExperts:
-    """Put before a FusedMoEMethodBase of vLLM: experts applied by grouped matrix products, wherever their tokens are.
+    """Mixin for vLLM's FusedMoEMethodBase that applies experts by grouped matrix products.
 
-    Where tokens are spread over ranks (data parallelism, sequence parallelism), the manager of vLLM's group of experts
-    carries them: its ``apply_experts`` where it has one, else its dispatch and combine.
+    With data or sequence parallelism the tokens are exchanged by the all2all manager of vLLM's expert parallel group: by its
+    ``apply_experts`` if it has that method, else by dispatch and combine.
     """
 
-    is_monolithic = False  # the router chooses first
-    supports_internal_mk = True  # dispatch and combine are called here, not by the runner around it
+    is_monolithic = False  # routing is a separate step
+    supports_internal_mk = True  # dispatch and combine are called here, not by vLLM's MoE runner
     moe: Any
 
     def setup_experts(self, layer: Any) -> None:
-        """Take the range of this rank's experts.
+        """Store the range of this rank's experts.
 
         Raises:
-            ValueError: experts of a kind that is not served, by name.
+            ValueError: unsupported experts, with the reasons.
         """
-        unserved = {
-            f"the activation {layer.activation.value}": layer.activation is not MoEActivation.SILU,
+        unsupported = {
+            f"activation {layer.activation.value}": layer.activation is not MoEActivation.SILU,
             "biases": self.moe.has_bias,
-            "weights applied to the experts' input": layer.apply_router_weight_on_input,
+            "router weights on the experts' input": layer.apply_router_weight_on_input,
         }
-        if named := [what for what, asked in unserved.items() if asked]:
-            raise ValueError(f"experts with {', '.join(named)} are not served; plain SwiGLU experts are")
-        here = range(self.moe.num_experts) if layer.expert_map is None else (layer.expert_map >= 0).nonzero().flatten().tolist()
-        self.first, self.count = here[0], len(here)
+        if reasons := [reason for reason, is_used in unsupported.items() if is_used]:
+            raise ValueError(f"MoE experts with {', '.join(reasons)} are not supported; SwiGLU experts without biases are")
+        local = range(self.moe.num_experts) if layer.expert_map is None else (layer.expert_map >= 0).nonzero().flatten().tolist()
+        self.first_expert, self.num_local_experts = local[0], len(local)
 
     def apply_routed(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        """What a token's experts make of it, weighed and added: ``[tokens, hidden]``.
+        """Compute the weighted sum of the outputs of each token's experts, ``[tokens, hidden]``.
 
-        With tensor parallelism, or experts of other ranks without an exchange of tokens, a part of the sum: the runner adds
-        it up. Shared experts are the runner's, too.
+        With tensor parallelism, or expert parallelism without token exchange, it is a partial sum that vLLM's MoE runner
+        reduces. The runner applies shared experts, too.
         """
         parallel = self.moe.moe_parallel_config
         if parallel.dp_size == 1 and not parallel.is_sequence_parallel:
             return self.apply_local(experts, x, topk_weights, topk_ids)
         group = get_ep_group()
-        manager = group.device_communicator.all2all_manager
-        if parallel.use_ep and (exchange := getattr(manager, "apply_experts", None)):
-            done = exchange(x, topk_weights, topk_ids, self.moe.num_experts, experts)
-            if done is not None:
-                return done
-        x, topk_weights, topk_ids = group.dispatch(x, topk_weights, topk_ids, parallel.is_sequence_parallel)
+        manager = getattr(group.device_communicator, "all2all_manager", None)
+        if parallel.use_ep and (apply_experts := getattr(manager, "apply_experts", None)):
+            output = apply_experts(x, topk_weights, topk_ids, self.moe.num_experts, experts)
+            if output is not None:
+                return output
+        x, topk_weights, topk_ids = group.dispatch(x, topk_weights, topk_ids, parallel.is_sequence_parallel)[:3]
         return group.combine(self.apply_local(experts, x, topk_weights, topk_ids), parallel.is_sequence_parallel)
 
     def apply_local(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
+        rows, row_idx, counts, _ = torch_npu.npu_moe_init_routing_v2(
             x,
             topk_ids,
             active_num=topk_ids.numel(),
             expert_num=self.moe.num_experts,
             expert_tokens_num_type=1,
             expert_tokens_num_flag=True,
-            active_expert_range=[self.first, self.first + self.count],
+            active_expert_range=[self.first_expert, self.first_expert + self.num_local_experts],
             quant_mode=-1,
         )
-        made = experts(rows, counts)
-        weights = topk_weights.to(made.dtype)
-        if self.count < self.moe.num_experts:
-            # Choices of other ranks' experts have place -1. They read row 0 with weight 0, which is not written if no
-            # token has chosen an expert of this rank.
-            weights = weights * (places >= 0).view(weights.shape)
-            places = places.clamp_min(0)
-            made[:1].masked_fill_(counts.sum() == 0, 0)
-        return torch_npu.npu_moe_finalize_routing(made, None, None, None, weights, places, None, drop_pad_mode=2)
+        expert_out = experts(rows, counts)
+        weights = topk_weights.to(expert_out.dtype)
+        if self.num_local_experts < self.moe.num_experts:
+            # Experts of other ranks have row index -1. They read row 0 with weight 0, and row 0 is not written if no
+            # token is routed to this rank.
+            weights = weights * (row_idx >= 0).view(weights.shape)
+            row_idx = row_idx.clamp_min(0)
+            expert_out[:1].masked_fill_(counts.sum() == 0, 0)
+        return torch_npu.npu_moe_finalize_routing(expert_out, None, None, None, weights, row_idx, None, drop_pad_mode=2)
 
 
 @UnquantizedFusedMoEMethod.register_oot
 class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
-    """Experts' weights as vLLM has them (``w13_weight [experts, 2 * inner, hidden]``, ``w2_weight [experts, hidden, inner]``)."""
+    """Unquantized experts: ``w13_weight [experts, 2 * inner, hidden]`` and ``w2_weight [experts, hidden, inner]``, as in vLLM."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
@@ -271,27 +279,27 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
 
 
 def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Each expert applied to its rows, which are in the experts' order; rows behind the last are undefined.
+    """Apply SwiGLU experts to rows sorted by expert; output rows after the last expert's are undefined.
 
     Args:
-        w13: ``[experts, 2 * inner, hidden]``, gate and up.
-        w2: ``[experts, hidden, inner]``.
+        w13: ``[experts, 2 * inner, hidden]``, gate and up projections.
+        w2: ``[experts, hidden, inner]``, down projection.
         rows: ``[rows, hidden]``.
-        counts: int64 ``[experts]``, how many rows each expert has.
+        counts: int64 ``[experts]``, rows per expert.
     """
     inner = torch_npu.npu_swiglu(grouped_matmul(rows, w13.transpose(1, 2), counts))
     return grouped_matmul(inner, w2.transpose(1, 2), counts)
 
 
 def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Each expert's rows by its matrix: ``[rows, out]`` from rows ``[rows, in]`` and weight ``[experts, in, out]``.
+    """Multiply each expert's rows by its matrix; rows ``[rows, in]``, weight ``[experts, in, out]``, result ``[rows, out]``.
 
     Args:
-        counts: int64 ``[experts]``, how many rows each expert has.
-        options: of npu_grouped_matmul; the tensors among them are put into lists.
+        counts: int64 ``[experts]``, rows per expert.
+        options: arguments of npu_grouped_matmul; tensors are wrapped in lists.
     """
-    kind = 0 if len(counts) == 1 else 1  # one group is taken only as a running sum, which a single count is, too
+    list_type = 0 if len(counts) == 1 else 1  # a single group is supported as a cumulative sum only, which equals its count
     lists = {name: [value] if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     return torch_npu.npu_grouped_matmul(
-        [rows], [weight], split_item=2, group_type=0, group_list=counts, group_list_type=kind, **lists
+        [rows], [weight], split_item=2, group_type=0, group_list=counts, group_list_type=list_type, **lists
     )[0]

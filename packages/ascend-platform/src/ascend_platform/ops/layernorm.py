@@ -8,13 +8,13 @@ import torch_npu
 from vllm import ir
 
 
-def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
-    """npu_rms_norm needs a weight of the input's dtype and normalizes over the whole last dimension."""
+def _is_supported(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
+    """Whether npu_rms_norm supports the arguments: a weight of the input's dtype, and the whole last dimension."""
     return weight is not None and weight.dtype == x.dtype and variance_size is None
 
 
 @ir.ops.rms_norm.register_impl(
-    "npu", supports_args=lambda x, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
+    "npu", supports_args=lambda x, weight, epsilon, variance_size=None: _is_supported(x, weight, variance_size)
 )
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; x ``[..., hidden]``, weight ``[hidden]``."""
@@ -22,7 +22,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, varia
 
 
 @ir.ops.fused_add_rms_norm.register_impl(
-    "npu", supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
+    "npu", supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: _is_supported(x, weight, variance_size)
 )
 def fused_add_rms_norm(
     x: torch.Tensor,

@@ -13,16 +13,16 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 
 class NPURotaryMixin:
-    """Rotary embedding of query and key in one npu_mrope, which reads the cosines and sines by position itself.
+    """Mixin that rotates query and key with one npu_mrope, which indexes the cosine and sine cache by position.
 
-    npu_mrope takes both rotation styles and a rotary dimension smaller than the head, in multiples of 64 bytes' worth
-    of elements (32 for 16-bit types, 16 for float32); other sizes go to vLLM's PyTorch implementation.
+    npu_mrope supports both rotation styles and partial rotary dimensions in multiples of 64 bytes (32 elements of 16-bit types,
+    16 of float32). Other sizes fall back to vLLM's PyTorch implementation.
     """
 
     def forward_oot(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """positions ``[tokens]``; query and key ``[tokens, heads * head_size]``; returns both rotated."""
+        """Rotate query and key ``[tokens, heads * head_size]`` by positions ``[tokens]``."""
         if key is None or self.rotary_dim * query.element_size() % 64:
             return self.forward_native(positions, query, key)
         tokens = positions.numel()
@@ -39,9 +39,9 @@ class NPURotaryMixin:
 
 
 def _plain_rotary_classes() -> Iterator[type[RotaryEmbedding]]:
-    """RotaryEmbedding and those of its variants that only fill the cache differently.
+    """RotaryEmbedding and its subclasses that differ only in the contents of the cosine and sine cache.
 
-    vLLM replaces a class by its exact name (``CustomOp.__new__``), so each needs its own registration.
+    vLLM looks replacements up by the class's name (``CustomOp.__new__``), so that each subclass needs a registration.
     """
     for cls in vars(rotary_embedding).values():
         if isinstance(cls, type) and issubclass(cls, RotaryEmbedding):

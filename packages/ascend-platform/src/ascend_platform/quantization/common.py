@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ascend_platform import extension, host
+from ascend_platform import chips, extension, host
 
 NAME = "ascend"
 """What ``--quantization`` calls ModelSlim's checkpoints."""
@@ -15,10 +15,10 @@ METHODS = (NAME, "compressed-tensors")
 
 def check_chip(schemes: Iterable[str]) -> None:
     """Raise RefusedError where the NPU's operators do not take these schemes, by torch_npu's documentation."""
-    found, served = host.chip(), host.ATLAS_A2_A3
-    names = sorted(set(schemes))
-    if found and names and not found.startswith(served):
+    found, names = host.chip(), sorted(set(schemes))
+    if found and names and not chips.family_of(found).quantization:
+        served = " and ".join(family.name for family in chips.FAMILIES if family.quantization)
         raise extension.RefusedError(
-            f"the model has weights of {', '.join(names)}, which are served on {' and '.join(served)}; this NPU is {found}: "
+            f"the model has weights of {', '.join(names)}, which are served on {served}; this NPU is {found}: "
             "serve the model unquantized here"
         )

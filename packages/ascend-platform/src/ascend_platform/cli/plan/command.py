@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from ascend_platform import host
+from ascend_platform import chips, host
 from ascend_platform.cli.plan import estimate as reckon
 from ascend_platform.cli.plan.model import BITS, load
 
@@ -32,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a directory, or a name on the Hugging Face Hub; only its config.json is read"
     )
-    parser.add_argument("--soc", help=f"chip, by default this machine's: {', '.join(reckon.chips())}")
+    parser.add_argument("--soc", help=f"chip, by default this machine's: {', '.join(chips.FIGURES)}")
     parser.add_argument("--npus", type=int, help="how many; by default this machine's")
     parser.add_argument("--quantization", choices=[*BITS], help="of the linear layers; by default what the configuration says")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "int8"], default="auto", help="auto: 16 bits")
@@ -57,9 +57,9 @@ def run(options: argparse.Namespace) -> int:
     if not 0 < options.gpu_memory_utilization <= 1:
         raise ValueError("--gpu-memory-utilization is a part: more than 0, at most 1")
     soc = options.soc or host.chip()
-    chip = reckon.chips().get(soc) or next((chip for chip in reckon.chips().values() if soc.startswith(chip.name)), None)
+    chip = chips.figures_of(soc)
     if chip is None:
-        raise ValueError(f"chip {soc!r} is not known; give --soc, one of: {', '.join(reckon.chips())}")
+        raise ValueError(f"chip {soc!r} is not known; give --soc, one of: {', '.join(chips.FIGURES)}")
     npus = options.npus or host.npu_count()[0]
     if npus < 1:
         raise ValueError("no NPU was found here; say how many with --npus")

@@ -6,12 +6,10 @@ results published for real NPUs.
 
 from __future__ import annotations
 
-import functools
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import resources
 
+from ascend_platform.chips import ChipFigures
 from ascend_platform.cli.plan.model import BITS, Model
 
 GIB = 1 << 30
@@ -23,35 +21,6 @@ HOST_MS = 4.0
 """Time of the host in each step that nothing on the NPU hides; an assumption."""
 SPARE_GIB = 3.0
 """Memory of a worker for activations, graphs and HCCL's buffers; an assumption."""
-
-
-@dataclass(frozen=True)
-class Chip:
-    """One NPU; the fields are explained in chips.toml."""
-
-    name: str
-    series: str
-    memory_gib: float
-    bandwidth_gbs: float
-    tflops: float
-    node: int
-    network_gbs: float
-    collective_us: float
-    link_gbs: float = 0.0
-    injection_gbs: float = 0.0
-
-    def sent_gbs(self, ranks: int) -> float:
-        """What an NPU can send to ``ranks`` - 1 others at once, in GB/s."""
-        if ranks > self.node:
-            return self.network_gbs
-        return self.injection_gbs or self.link_gbs * (ranks - 1)
-
-
-@functools.cache
-def chips() -> dict[str, Chip]:
-    """By name, the chips that can be planned for."""
-    data = tomllib.loads((resources.files("ascend_platform.cli.plan") / "chips.toml").read_text())
-    return {name: Chip(name, **fields) for name, fields in data.items()}
 
 
 @dataclass(frozen=True)
@@ -117,7 +86,7 @@ def layouts(model: Model, npus: int) -> Iterator[Layout]:
                 yield Layout(tensor, pipeline, data, True)
 
 
-def estimate(model: Model, chip: Chip, layout: Layout, load: Load) -> Estimate:
+def estimate(model: Model, chip: ChipFigures, layout: Layout, load: Load) -> Estimate:
     """What a layout needs and does."""
     return _Reckoning(model, chip, layout, load).estimate()
 
@@ -125,7 +94,7 @@ def estimate(model: Model, chip: Chip, layout: Layout, load: Load) -> Estimate:
 class _Reckoning:
     """One layout's figures. Times are in seconds, sizes in bytes."""
 
-    def __init__(self, model: Model, chip: Chip, layout: Layout, load: Load) -> None:
+    def __init__(self, model: Model, chip: ChipFigures, layout: Layout, load: Load) -> None:
         self.model, self.chip, self.layout, self.load = model, chip, layout, load
         self.element = BITS[load.quantization] / 8
         fast = 2 if load.quantization.endswith("a8") else 1
@@ -151,7 +120,7 @@ class _Reckoning:
 
     def exchange(self, sent: float, ranks: int) -> float:
         """Time of a collective in which each of the ranks sends so many bytes."""
-        return self.chip.collective_us / 1e6 + sent / (self.chip.sent_gbs(ranks) * 1e9) if ranks > 1 else 0.0
+        return self.chip.collective_us / 1e6 + sent / (self.chip.send_gbs(ranks) * 1e9) if ranks > 1 else 0.0
 
     def sent(self, tokens: float) -> tuple[float, float]:
         """Bytes that an NPU sends, and time for it, for a stage's layers and so many tokens of its replica."""

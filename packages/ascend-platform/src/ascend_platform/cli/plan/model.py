@@ -71,7 +71,10 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
     """
     text = {**config, **(config.get("text_config") or config.get("llm_config") or {})}
     kind = text.get("model_type", "")
-    get = lambda *fields: next((value for field in fields if (value := text.get(field)) is not None), 0)  # noqa: E731
+
+    def get(*fields: str) -> Any:
+        return next((value for field in fields if (value := text.get(field)) is not None), 0)
+
     types = list(get("layer_types") or [])
     if odd := sorted(UNPLANNED.intersection(types)) or (["an encoder"] if get("is_encoder_decoder") else []):
         raise ValueError(f"{kind}: models with {odd[0]} are not planned for; those with attention in each layer are")

@@ -71,11 +71,11 @@ def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: 
 class NPUCompressedTensorsConfig(CompressedTensorsConfig):
     """vLLM's, with experts on grouped matrix products."""
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:  # type: ignore[override]  # vLLM's has no self
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:  # vLLM's has no self
         return [torch.bfloat16, torch.float16]
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> NPUCompressedTensorsConfig:
+    def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
         """As vLLM's.
 
         Raises:
@@ -163,6 +163,7 @@ class NPUInt8Kernel(Int8ScaledMMLinearKernel):
             scale = scale.flatten().repeat_interleave(widths)
         scale = scale.view(-1, 1)
         if self.config.is_static_input_scheme:
+            assert input_scale is not None
             self.scheme: Scheme = SCHEMES[STATIC]
             offset = torch.zeros_like(input_scale.data) if zero is None else zero.data.to(input_scale.dtype)
             bias = (-offset * weight.data.sum(1, dtype=torch.float32)).round().to(torch.int32)

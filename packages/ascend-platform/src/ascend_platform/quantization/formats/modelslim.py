@@ -101,7 +101,7 @@ class ModelSlimConfig(QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.description = hf_to_vllm_mapper.apply_dict(self.description)
 
-    def get_cache_scale_mapper(self) -> WeightsMapper:  # type: ignore[override]  # vLLM's is static, and called on the object
+    def get_cache_scale_mapper(self) -> WeightsMapper:  # vLLM's is static, and called on the object
         return WeightsMapper(orig_to_new_suffix=CACHE_NAMES) | QuantizationConfig.get_cache_scale_mapper()
 
     @staticmethod
@@ -167,5 +167,5 @@ def _is_weight(name: str) -> bool:
     return name.endswith((".weight", ".weight_packed"))
 
 
-def _names_of_parts(layer: RoutedExperts) -> tuple[str, str, str]:
+def _names_of_parts(layer: RoutedExperts) -> tuple[str | None, ...]:
     return layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name

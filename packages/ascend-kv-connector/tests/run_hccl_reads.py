@@ -1,4 +1,4 @@
-"""Run by test_hccl.py on two emulated NPUs, each process with one of them: a peer's registered memory over HCCL.
+"""Program of test_hccl.py on two emulated NPUs, one per process: reads of a peer's registered memory over HCCL.
 
 Prints lines `RESULT {json}`.
 """
@@ -17,7 +17,7 @@ SIZE = 4 << 20
 
 
 def peer(pipe: Connection) -> None:
-    """Registers a buffer, and changes its bytes when it is told to."""
+    """Register a buffer, and fill it with the values received over the pipe."""
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1"
     transport, buffer = end()
     pipe.send((transport.session, buffer.data_ptr()))
@@ -34,11 +34,11 @@ def peer(pipe: Connection) -> None:
 def end(secret: bytes = b"") -> tuple[Any, Any]:
     import ascend_communicator
     import torch
+    from ascend_kv_connector.auth import CurveKeys
     from ascend_kv_connector.hccl import HcclTransport
-    from ascend_kv_connector.keys import Keys
 
     ascend_communicator.register()
-    transport = HcclTransport("127.0.0.1", keys=Keys(secret) if secret else None)
+    transport = HcclTransport("127.0.0.1", keys=CurveKeys(secret) if secret else None)
     buffer = torch.zeros(SIZE, dtype=torch.uint8, device="npu")
     torch.npu.synchronize()
     transport.register(buffer)
@@ -46,16 +46,16 @@ def end(secret: bytes = b"") -> tuple[Any, Any]:
 
 
 class Deaf:
-    """A caller whose peer agrees to send, and whose NPU sends nothing."""
+    """RPC client whose peer accepts a Send query, but whose NPU sends nothing."""
 
-    def __init__(self, caller: Any) -> None:
-        self.caller = caller
+    def __init__(self, client: Any) -> None:
+        self.client = client
 
-    def ask(self, *arguments: Any) -> None:
+    def call(self, *arguments: Any) -> None:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.caller, name)
+        return getattr(self.client, name)
 
 
 def failure(act: Callable[[], None]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def failure(act: Callable[[], None]) -> dict[str, Any]:
     try:
         act()
     except Exception as error:
-        return {"kind": error.kind, "cause": str(error), "rest": str(error.rest), "seconds": time.monotonic() - began}
+        return {"kind": error.kind, "cause": str(error), "quarantine": str(error.quarantine), "seconds": time.monotonic() - began}
     return {"kind": "none", "seconds": time.monotonic() - began}
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     here = buffer.data_ptr()
 
     def read(value: int, at: int = 0, size: int = SIZE) -> bool:
-        """Whether the peer's bytes are here after a read of some, and those around them are as before."""
+        """Read a range from the peer; whether its bytes arrived and those around it are unchanged."""
         pipe.send(value)
         pipe.recv()
         buffer.zero_()
@@ -94,8 +94,8 @@ def main() -> None:
         return torch.equal(buffer.cpu(), expected)
 
     def deafen() -> None:
-        pair = transport._reading[session]
-        pair.caller = Deaf(pair.caller)
+        reader = transport._readers[session]
+        reader.client = Deaf(reader.client)
 
     right = {"some": [read(1), read(2, 12345, 100_000), read(3, SIZE - 1, 1), read(4)]}
     results = {"not registered here": failure(lambda: transport.read(session, address, here + 1, SIZE, 5))}
@@ -104,7 +104,7 @@ def main() -> None:
     right["after a refusal"] = [read(5)]
     deafen()
     results["nothing is sent"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
-    torch.npu.synchronize()  # nothing waits for what was not sent
+    torch.npu.synchronize()  # must not block on the missing send
     right["after nothing was sent"] = [read(6)]
     os.kill(process.pid, signal.SIGSTOP)
     results["stopped"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))

@@ -1,23 +1,19 @@
-"""Run by test_transports.py on two NPUs: pieces over HCCL and Mooncake from a server in another process.
+"""Program of test_transports.py on two NPUs: chunks over HCCL and Mooncake from a server in another process.
 
-    python transport_cases.py
+    python run_transports.py
 
-Prints `RESULT {json}`: for each transport what became of each case.
+Prints `RESULT {json}`: the outcome of each case for each transport.
 """
 
 import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
 
 import numpy as np
 import torch
@@ -29,12 +25,12 @@ from harness.weights.peers import IDENTITY, SECRET, Cut, Serving, as_bytes, room
 
 TRANSPORTS = ("hccl", "mooncake")
 NPU = torch.device("npu", 0)
-extension.offer("hccl.link", "ascend_communicator.p2p_link.Link")
+extension.offer("hccl.link", "ascend_communicator.p2p_link.P2PLink")
 
 
 def serve(pipe: Connection) -> None:
-    """A server on the second NPU, which does as it is told: a change of the weights, or a signal to itself between a piece's
-    header and its bytes, once each transport has got that far."""
+    """Server on the second NPU, controlled over a pipe: it changes a weight, or sends itself a signal between a chunk's header
+    and its payload once each transport has reached that chunk."""
     torch.npu.set_device(0)
     served = Serving(device="npu:0", transport=TRANSPORTS, timeout=5.0)
     pipe.send(served.server.port)
@@ -42,7 +38,7 @@ def serve(pipe: Connection) -> None:
 
     def send_and_end(channel: wire.Channel, message: wire.Message, payload: memoryview | None = None) -> None:
         send(channel, message, payload)
-        if isinstance(message, wire.Piece) and message.index == 5:
+        if isinstance(message, wire.Chunk) and message.index == 5:
             if together.wait() == 0:
                 os.kill(os.getpid(), number)
             time.sleep(0.5)
@@ -50,8 +46,8 @@ def serve(pipe: Connection) -> None:
     while (told := pipe.recv()) is not None:
         until = time.monotonic() + 10
         while [each for each in threading.enumerate() if each.name == "weights"][1:] and time.monotonic() < until:
-            time.sleep(0.05)  # the connections end
-        torch.npu.synchronize()  # nothing of a client that has gone holds the NPU up
+            time.sleep(0.05)  # until the connections are closed
+        torch.npu.synchronize()  # a lost client must not block the NPU
         if isinstance(told, float):
             served.tensors["head.weight"][0] = told
             torch.npu.synchronize()
@@ -80,7 +76,7 @@ def compared(into: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 def tell(pipe: Connection, what: float | int) -> None:
     pipe.send(what)
-    assert pipe.poll(30), "the server does not answer: its NPU is held up"
+    assert pipe.poll(30), "the server does not answer: its NPU is blocked"
     pipe.recv()
 
 
@@ -93,7 +89,7 @@ def main() -> None:
     try:
         print("RESULT", json.dumps(play(process, pipe)), flush=True)
     finally:
-        process.kill()  # it may be stopped
+        process.kill()  # SIGKILL, as it may be stopped
 
 
 def play(process: Any, pipe: Connection) -> dict[str, dict[str, Any]]:
@@ -106,7 +102,7 @@ def play(process: Any, pipe: Connection) -> dict[str, dict[str, Any]]:
     for name, mine in found.items():
         into = room("npu:0")
         mine["whole"] = take(port, into, name) | compared(into)
-        with Cut(port, 5650 if name == "hccl" else 1500) as cut:  # some pieces on; HCCL's information is 4 KiB
+        with Cut(port, 5650 if name == "hccl" else 1500) as cut:  # after some chunks; HCCL's root info has 4 KiB
             mine["the control ends"] = take(cut.port, room("npu:0"), name)
         mine["and again"] = take(port, room("npu:0"), name)
         tell(pipe, 0.5 if first != 0.5 else 0.25)
@@ -117,7 +113,7 @@ def play(process: Any, pipe: Connection) -> dict[str, dict[str, Any]]:
         with ThreadPoolExecutor() as pool:
             rooms = {name: room("npu:0") for name in TRANSPORTS}
             under_way = {name: pool.submit(take, port, rooms[name], name, timeout=1) for name in TRANSPORTS}
-        torch.npu.synchronize()  # what has not come holds this NPU up neither
+        torch.npu.synchronize()  # a receive that never completes must not block this NPU
         for name, mine in found.items():
             mine[case] = under_way[name].result() | compared(rooms[name])
         if number == signal.SIGSTOP:

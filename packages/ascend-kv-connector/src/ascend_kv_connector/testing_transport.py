@@ -1,4 +1,4 @@
-"""A transport within one process, for tests: it copies memory, and does to it what networks do."""
+"""In-memory transport within one process, for tests, with fault injection."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ascend_kv_connector.errors import TransferError
 
 @dataclass
 class Faults:
-    """What goes wrong, drawn by ``draw`` for each read with these probabilities; ``hung`` holds reads until it is set.
+    """Fault probabilities per read, drawn by ``draw``; ``hung`` releases hanging reads.
 
-    fail: the read fails at once, after a part of the bytes. corrupt: one bit is another. delay: it takes ``seconds`` more.
-    late: it fails, and the bytes come all the same ``seconds`` later. hang: it does not return before ``hung`` is set.
+    fail: the read fails after a part of the bytes. corrupt: one bit is flipped. delay: it takes ``seconds`` longer. late: it
+    fails, and the bytes arrive ``seconds`` later. hang: it does not return until ``hung`` is set.
     """
 
     draw: random.Random = field(default_factory=lambda: random.Random(0))
@@ -44,65 +44,65 @@ class Faults:
         return chosen
 
 
-class MemoryNetwork:
-    """The sessions that can reach each other. ``killed`` ones answer nobody, ``cut`` pairs do not reach each other."""
+class InMemoryNetwork:
+    """Sessions that can read from each other. ``killed`` sessions do not respond; ``cut`` pairs cannot reach each other."""
 
     def __init__(self, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
         self.killed: set[str] = set()
         self.cut: set[frozenset[str]] = set()
-        self.ends: dict[str, MemoryTransport] = {}
+        self.transports: dict[str, InMemoryTransport] = {}
         self._numbers = itertools.count()
 
-    def end(self) -> MemoryTransport:
-        transport = MemoryTransport(self, f"memory-{next(self._numbers)}")
-        self.ends[transport.session] = transport
+    def make_transport(self) -> InMemoryTransport:
+        transport = InMemoryTransport(self, f"memory-{next(self._numbers)}")
+        self.transports[transport.session] = transport
         return transport
 
 
-class MemoryTransport:
-    """See :class:`~ascend_kv_connector.transport.Transport`. It checks that both addresses are of registered memory."""
+class InMemoryTransport:
+    """See :class:`~ascend_kv_connector.transport.Transport`. It checks that both addresses are in registered memory."""
 
     name = "memory"
     on_device = False
 
-    def __init__(self, network: MemoryNetwork, session: str) -> None:
+    def __init__(self, network: InMemoryNetwork, session: str) -> None:
         self._network, self.session = network, session
         self._memory: list[range] = []
 
     def register(self, buffer: torch.Tensor) -> None:
         self._memory.append(range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel()))
 
-    def has(self, address: int, size: int) -> bool:
+    def is_registered(self, address: int, size: int) -> bool:
         return any(address in region and address + size <= region.stop for region in self._memory)
 
     def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
-        network, peer = self._network, self._network.ends.get(session)
+        network, peer = self._network, self._network.transports.get(session)
         if peer is None or session in network.killed:
-            raise TransferError("transport", f"session {session} is gone")
+            raise TransferError("transport", f"session {session} does not exist")
         if frozenset((session, self.session)) in network.cut:
             sleep(seconds)
-            raise TransferError("transport", f"nothing from session {session} in {seconds:g} s")
-        if not (peer.has(remote, size) and self.has(local, size)):
-            raise TransferError("transport", "memory that is not registered")
+            raise TransferError("transport", f"no data from session {session} in {seconds:g} s")
+        if not (peer.is_registered(remote, size) and self.is_registered(local, size)):
+            raise TransferError("transport", "the memory is not registered")
         fault = network.faults.choose()
         if fault == "hang":
             network.faults.hung.wait(60)
         if fault == "delay":
             sleep(network.faults.seconds)
         if fault == "late":
-            threading.Timer(network.faults.seconds, _garble, (local, size)).start()
+            threading.Timer(network.faults.seconds, _overwrite, (local, size)).start()
         if fault in ("fail", "late"):
             ctypes.memmove(local, remote, size // 2)
-            raise TransferError("transport", f"session {session} has closed the connection")
+            raise TransferError("transport", f"session {session} closed the connection")
         ctypes.memmove(local, remote, size)
         if fault == "corrupt":
             place = local + network.faults.draw.randrange(size)
             ctypes.c_ubyte.from_address(place).value ^= 1
 
     def close(self) -> None:
-        self._network.ends.pop(self.session, None)
+        self._network.transports.pop(self.session, None)
 
 
-def _garble(address: int, size: int) -> None:
+def _overwrite(address: int, size: int) -> None:
     ctypes.memset(address, 0x5A, size)
