@@ -11,6 +11,7 @@ for graphs. `streams` leaves the engine that many of each NPU's streams: graphs 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import sys
@@ -114,7 +115,7 @@ def main(cases: list[dict[str, Any]]) -> None:
         Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(directory)
         for case in cases:
             given = case | {"model": directory}
-            ranks = launcher.run_ranks("graphs", case["ranks"], lambda rank, port, given=given: play(given, rank, port))
+            ranks = launcher.run_ranks("graphs", case["ranks"], functools.partial(play, given))
             print("RESULT", json.dumps(ranks[0]), flush=True)
 
 
