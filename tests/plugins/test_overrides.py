@@ -80,3 +80,15 @@ def test_every_entry_of_the_table_is_used_and_every_use_is_an_entry() -> None:
             used += [(prefix[1] if prefix else "") + name for name in re.findall(r'"([^"]+)": ', table[1])]
     used += ["vllm._custom_ops:topk_softmax", "vllm._custom_ops:topk_sigmoid"]  # in a loop of fused_moe.py
     assert sorted(used) == sorted(each.target for each in OVERRIDES)
+
+
+def test_readmes_say_the_number() -> None:
+    patches = sum(
+        path.read_text().count("\n@patch(") for path in PACKAGES.glob("ascend-patches/src/ascend_patches/patches/patch_*.py")
+    )
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"| {patches}: " in text
+    assert f"the {len(OVERRIDES)} guarded overrides of ascend-platform" in text
+    text = " ".join((PACKAGES / "ascend-patches" / "README.md").read_text().split())
+    assert f"This version has {patches} patches of its own" in text
+    assert f"the {len(OVERRIDES)} overrides of ascend-platform" in text

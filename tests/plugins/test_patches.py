@@ -87,7 +87,7 @@ def test_each_scope_is_patched_in_its_process(tmp_path: Path) -> None:
         "init EngineCore",
         "worker EngineCore",  # one worker: it runs in the engine core's process
     ]
-    assert "patch traces.busy stands aside: target vllm.v1.engine.core:EngineCoreProc.run_busy_loop has changed" in said
+    assert "patch traces.busy disabled: target vllm.v1.engine.core:EngineCoreProc.run_busy_loop has changed" in said
     assert "expected 000000000000" in said
-    assert "patch traces.renamed stands aside: target vllm.v1.engine.core:EngineCoreProc.run_loop is missing" in said
+    assert "patch traces.renamed disabled: target vllm.v1.engine.core:EngineCoreProc.run_loop is missing" in said
     assert "Unknown vLLM environment variable" not in said

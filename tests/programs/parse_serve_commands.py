@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -21,7 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 def load_classes(architectures: list[str]) -> None:
     """Import models' classes here. vLLM would start a process for each, to ask the class what the model needs."""
     for architecture in architectures:
-        registered = ModelRegistry.models.get(architecture)
+        registered: Any = ModelRegistry.models.get(architecture)
         if hasattr(registered, "load_model_cls"):
             ModelRegistry.register_model(architecture, registered.load_model_cls())
 

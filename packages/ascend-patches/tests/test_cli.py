@@ -25,11 +25,16 @@ def test_list_says_what_applies_and_why_not(world, command):
     assert "is outside its range <0.1" in lines[1]
     assert "victim.m does not define c" in lines[2]
     applied = sum(each.in_range(extension.version("vllm")) for each in discover())
-    assert out.splitlines()[-1].startswith(f"{1 + applied} of {3 + len(discover())} patches apply to vLLM ")
+    count = len(extension.overrides())
+    last = out.splitlines()[-1]
+    assert last.startswith(f"{1 + applied} of {3 + len(discover())} patches apply to vLLM ")
+    assert last.endswith(f", and {count} of {count} overrides")
+    grouped = next(line for line in out.splitlines() if line.startswith("grouped_topk_router.grouped_topk: "))
+    assert grouped.startswith("grouped_topk_router.grouped_topk: applies (replaced, vLLM 0.31, vllm.model_executor.")
     world.variables["VLLM_ASCEND_DISABLE_PATCHES"] = "p.a"
-    assert "p.a: stands aside" in command("list")[1]
+    assert "p.a: disabled" in command("list")[1]
     (first,) = (each for each in json.loads(command("list", "--json")[1]) if each["name"] == "p.a")
-    assert (first["state"], first["why"]) == ("stands aside", "disabled by VLLM_ASCEND_DISABLE_PATCHES")
+    assert (first["state"], first["why"]) == ("disabled", "disabled by VLLM_ASCEND_DISABLE_PATCHES")
 
 
 def test_check_reads_a_given_vllm_and_fails_when_it_has_drifted(world, command, tmp_path):
@@ -44,10 +49,12 @@ def test_check_reads_a_given_vllm_and_fails_when_it_has_drifted(world, command, 
     (tree / "vllm-0.40.0.dist-info").mkdir()
     status, out, _ = command("check", "--vllm", str(tree))
     assert status == 1
-    assert "p.loop: drifted" in out
-    assert out.splitlines()[-1] == f"1 of {1 + len(discover())} patches have drifted against vLLM 0.40.0"
+    assert "p.loop: differs" in out
+    count = len(extension.overrides())  # whose modules the tree does not have
+    last = f"1 of {1 + len(discover())} patches and {count} of {count} overrides differ from vLLM 0.40.0"
+    assert out.splitlines()[-1] == last
     world.variables["VLLM_VERSION"] = "0.31"
-    assert "p.loop: not for it" in command("check", "--vllm", str(tree))[1]
+    assert "p.loop: out of range" in command("check", "--vllm", str(tree))[1]
     status, _, said = command("check", "--vllm", str(tmp_path / "nothing"))
     assert (status, "has no directory vllm" in said) == (2, True)
 

@@ -33,4 +33,4 @@ def test_doctor_names_a_patch_whose_target_was_renamed(world):
     assert "target victim.engine:step is missing" in said
     assert fix.endswith("export VLLM_ASCEND_DISABLE_PATCHES=p.step")
     world.variables["VLLM_ASCEND_DISABLE_PATCHES"] = "p.step"
-    assert lines(world)["p.step"] == ("ok", "switched off", "")
+    assert lines(world)["p.step"] == ("ok", "disabled", "")

@@ -77,7 +77,7 @@ def test_weights_are_as_many_as_transformers_makes(name):
 
 
 def rows() -> list[list[str]]:
-    table = PAGE.read_text().partition("## How far from real NPUs")[2]
+    table = PAGE.read_text().partition("## Accuracy")[2]
     return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line.startswith("| Qwen")]
 
 

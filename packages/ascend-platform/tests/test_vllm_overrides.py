@@ -4,47 +4,21 @@ import ast
 import importlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import vllm
-from ascend_platform import extension, fingerprint, vllm_overrides
+from ascend_platform import extension, vllm_overrides
 from ascend_platform.vllm_overrides import OVERRIDES, Override
+from harness import vllm_copy
 
-VLLM = Path(next(iter(vllm.__path__)))
 ADDER = Path(__file__).parents[3] / "tools" / "models" / "adder"
 FUNCTIONS = [
     each for each in OVERRIDES if each.action == "replaced" and each.qualname.isidentifier() and each.qualname != "torch"
 ]
 GROUPED = "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk"
-
-
-def edited(target: str, renamed: bool) -> tuple[str, str]:
-    """The file of a target below site-packages, and its text with the target renamed or with another body."""
-    module, _, qualname = target.partition(":")
-    path = VLLM.parent.joinpath(*module.split(".")).with_suffix(".py")
-    text = path.read_text()
-    if qualname.endswith(".*"):
-        prefix = qualname.removesuffix("*")
-        text = text.replace(prefix, "torch.accelerator.") if renamed else f"{text}\n\ndef another():\n    {prefix}another()\n"
-        return str(path.relative_to(VLLM.parent)), text
-    nodes: list[ast.AST] = [ast.parse(text)]
-    for name in qualname.split("."):
-        nodes = [found for node in nodes for found in fingerprint._named(node, name)]
-    lines = text.splitlines(keepends=True)
-    for node in sorted(nodes, key=lambda node: node.lineno, reverse=True):
-        if not renamed and hasattr(node, "body"):
-            last = node.body[-1]
-            lines.insert(last.lineno - 1, f"{' ' * last.col_offset}changed = True\n")
-            continue
-        before, after = (name, f"{name}_renamed") if renamed else ("= ", "= None or ")
-        assert before in lines[node.lineno - 1]
-        lines[node.lineno - 1] = lines[node.lineno - 1].replace(before, after, 1)
-    return str(path.relative_to(VLLM.parent)), "".join(lines)
 
 
 WALK = """
@@ -71,10 +45,7 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module")
 def vllm_tree(tmp_path_factory) -> Path:
-    """A copy of the installed vLLM, whose files are links to its files until they are edited."""
-    tree = tmp_path_factory.mktemp("tree")
-    shutil.copytree(VLLM, tree / "vllm", copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
-    return tree
+    return vllm_copy.make(tmp_path_factory.mktemp("tree"))
 
 
 def walk(tree: Path, cases: list[tuple[str, str]]) -> list[str]:
@@ -89,8 +60,9 @@ def walk(tree: Path, cases: list[tuple[str, str]]) -> list[str]:
 
 def test_renamed_target_is_refused_by_name(vllm_tree: Path) -> None:
     targets = [each.compared if each.compared.endswith(".*") else each.target for each in OVERRIDES]
-    for each, said in zip(OVERRIDES, walk(vllm_tree, [edited(target, renamed=True) for target in targets]), strict=True):
-        # of tables whose users are compared, the first names the renamed one
+    for each, said in zip(
+        OVERRIDES, walk(vllm_tree, [vllm_copy.edited(target, renamed=True) for target in targets]), strict=True
+    ):
         assert f"override {each.name}: target " in said, each.name
         assert " is missing: " in said
         assert vllm_overrides.ACCEPT not in said
@@ -99,7 +71,9 @@ def test_renamed_target_is_refused_by_name(vllm_tree: Path) -> None:
 
 def test_changed_target_is_refused_with_both_fingerprints(vllm_tree: Path) -> None:
     targets = [each.compared or each.target for each in OVERRIDES]
-    for each, said in zip(OVERRIDES, walk(vllm_tree, [edited(target, renamed=False) for target in targets]), strict=True):
+    for each, said in zip(
+        OVERRIDES, walk(vllm_tree, [vllm_copy.edited(target, renamed=False) for target in targets]), strict=True
+    ):
         compared = each.compared or each.target
         first = next(other for other in OVERRIDES if (other.compared or other.target) == compared)  # several may depend on it
         assert f"override {first.name}: target {compared} has changed: found " in said, each.name
@@ -109,7 +83,7 @@ def test_changed_target_is_refused_with_both_fingerprints(vllm_tree: Path) -> No
 
 def test_unchanged_vllm_of_another_version_is_taken(vllm_tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_VERSION", "0.99.0")
-    assert walk(vllm_tree, [edited(GROUPED, renamed=True), ("vllm/__init__.py", "")]) == [
+    assert walk(vllm_tree, [vllm_copy.edited(GROUPED, renamed=True), ("vllm/__init__.py", "")]) == [
         "vLLM 0.99.0 is not as ascend-platform 0.1.0 supports it: override grouped_topk_router.grouped_topk: target "
         f"{GROUPED} is missing: {GROUPED.partition(':')[0]} does not define grouped_topk; run: pip install --upgrade "
         f"ascend-platform, or install an unedited release of {vllm_overrides._supported()}",
@@ -132,11 +106,11 @@ def test_importer_that_the_table_does_not_name_is_refused(entry: Override, monke
 @pytest.mark.parametrize("entry", FUNCTIONS, ids=lambda entry: entry.name)
 def test_table_names_every_importer(entry: Override) -> None:
     named = {entry.module, *entry.replaced_in}
-    for path in VLLM.rglob("*.py"):
+    for path in vllm_copy.INSTALLED.rglob("*.py"):
         text = path.read_text()
         if entry.qualname not in text and f"{entry.module.rpartition('.')[2]} import *" not in text:
             continue
-        parts = path.relative_to(VLLM.parent).with_suffix("").parts
+        parts = path.relative_to(vllm_copy.INSTALLED.parent).with_suffix("").parts
         module = ".".join(parts).removesuffix(".__init__")
         for node in ast.walk(ast.parse(text)):
             if not isinstance(node, ast.ImportFrom) or node.col_offset:  # one in a function is later, and gets the replacement
@@ -218,10 +192,9 @@ def test_more_than_one_difference_is_counted(plain: ModuleType) -> None:
 @pytest.mark.slow
 def test_serve_with_a_renamed_function_ends_with_one_line(vllm_tree: Path) -> None:
     entry = next(each for each in OVERRIDES if each.name.endswith("eplb_map_to_physical_and_record"))
-    file, text = edited(entry.target, renamed=True)
+    file, text = vllm_copy.edited(entry.target, renamed=True)
     before = (vllm_tree / file).read_text()
-    (vllm_tree / file).unlink()
-    (vllm_tree / file).write_text(text.replace("return eplb_map_to_physical_and_record(", "return moved("))
+    vllm_copy.write(vllm_tree, file, text)
     path = os.pathsep.join(filter(None, [str(vllm_tree), os.environ.get("PYTHONPATH")]))
     removed = ("VLLM_PLUGINS", "VLLM_VERSION", "VLLM_LOGGING_LEVEL", vllm_overrides.ACCEPT)
     environment = {name: value for name, value in os.environ.items() if name not in removed}
@@ -232,7 +205,7 @@ def test_serve_with_a_renamed_function_ends_with_one_line(vllm_tree: Path) -> No
         text=True,
         timeout=400,
     )
-    (vllm_tree / file).write_text(before)
+    vllm_copy.write(vllm_tree, file, before)
     lines = done.stderr.splitlines()
     assert done.returncode == 1
     assert [line for line in lines if "Traceback" in line] == []

@@ -172,7 +172,7 @@ class PyHcclCommunicator:
         stream: Stream = None,
     ) -> torch.Tensor:
         """Reduce ``in_tensor`` of all ranks into ``out_tensor``, which may be ``in_tensor``; into a new tensor if None."""
-        out = torch.empty_check_match(in_tensor) if out_tensor is None else out_tensor
+        out = torch.empty_like(in_tensor) if out_tensor is None else out_tensor
         self._check_match(in_tensor, out, in_tensor.numel())
         self._run("HcclAllReduce", stream, in_tensor, out, in_tensor.numel(), *self._reduction(in_tensor, op))
         return out

@@ -1,4 +1,4 @@
-"""The command ``vllm-ascend patches``: what applies here and why, what has drifted, and the scaffold of a new patch."""
+"""The command ``vllm-ascend patches``: list and check patches of vLLM and overrides, and begin a new patch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def {function}(original: Callable[..., Any]) -> Callable[..., Any]:
 
     return replacement
 '''
-TEST = '''"""What {target} does wrong, and that the patch {name} mends it."""
+TEST = '''"""The fault of {target}, and its correction by the patch {name}."""
 
 import subprocess
 import sys
@@ -48,13 +48,13 @@ import sys
 import pytest
 
 NAME = "{name}"
-# In a process of its own, since a patch is for a process: prints "right" when the behaviour is as it should be.
+# In a process of its own, as patches are per process; prints "right" if the behaviour is right.
 SCRIPT = """
 import sys
 from ascend_patches import enter
 enter("{scope}")
 from {module} import {top}
-raise SystemExit("TODO: use {qualname}, and print 'right' if it does what it should")
+raise SystemExit("TODO: use {qualname}, and print 'right' if it behaves")
 """
 
 
@@ -68,16 +68,16 @@ LEDGER = "PATCHES.md"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """List the patches of vLLM, check them against a version of vLLM, or begin a new one."""
+    """List patches of vLLM and ascend-platform's overrides, compare them with a version of vLLM, or begin a new patch."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    lister = actions.add_parser("list", help="what would be applied here, and why or why not")
+    lister = actions.add_parser("list", help="which patches and overrides apply here, and why or why not")
     lister.set_defaults(run=_list)
-    checker = actions.add_parser("check", help="what has drifted; exit status 1 if anything has")
-    checker.add_argument("--vllm", type=Path, metavar="DIR", help="a checkout or site-packages, read and not imported")
+    checker = actions.add_parser("check", help="compare them with vLLM's source; exit status 1 where something differs")
+    checker.add_argument("--vllm", type=Path, metavar="DIR", help="a checkout or site-packages, which is not imported")
     checker.set_defaults(run=_check)
     for each in (lister, checker):
-        each.add_argument("--json", action="store_true", help="for machines")
-    maker = actions.add_parser("new", help="make the patch's file, its test and its line in the ledger")
+        each.add_argument("--json", action="store_true", help="print JSON")
+    maker = actions.add_parser("new", help="create the patch's file, its test and its line in the ledger")
     maker.add_argument("target", help="package.module:qualified.name")
     maker.add_argument("--scope", choices=SCOPES, required=True)
     maker.add_argument("--package", type=Path, default=Path(), metavar="DIR", help="directory with src/ and tests/ (here)")
@@ -85,19 +85,22 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def examine(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
-    """What ``vllm-ascend doctor`` says of patches: title, state, what was found and its cure.
+    """The doctor's lines about patches and overrides: title, state, finding and fix.
 
-    The entry point of group ``vllm_ascend.checks``. A patch that is for another vLLM, or switched off, is as it should be.
+    The entry point of group ``vllm_ascend.checks``. A patch that is for another vLLM, or disabled by the user, is ok.
     """
     disabled, version = environment_disabled(), extension.version("vllm")
     for each in discover():
         if each.name in disabled or not each.in_range(version):
-            yield each.name, "ok", "switched off" if each.name in disabled else f"not for vLLM {version or '(not installed)'}", ""
+            yield each.name, "ok", "disabled" if each.name in disabled else f"not for vLLM {version or '(not installed)'}", ""
         elif why := each.obstacle(version, extension.module_source(each.module)):
             without = f"export {DISABLE}={','.join(sorted({*disabled, each.name}))}"
-            yield each.name, "fail", f"stands aside: {why}", f"upgrade the wheel that it is in, or do without it: {without}"
+            yield each.name, "fail", f"disabled: {why}", f"upgrade the wheel that it is in, or disable it: {without}"
         else:
             yield each.name, "ok", f"fits vLLM {version}", ""
+    for row in extension.overrides():
+        if problem := row["problem"]:
+            yield row["name"], "fail", problem, "pip install --upgrade ascend-platform, or install an unedited release of vLLM"
 
 
 def _list(given: argparse.Namespace) -> int:
@@ -113,8 +116,11 @@ def _list(given: argparse.Namespace) -> int:
             why = f"target {each.target} is patched by {other.name} already"
         if not why:
             taken.append(each)
-        rows.append(_row(each, "stands aside" if why else "applies", why or each.reason))
-    return _show(rows, given.json, f"{len(taken)} of {len(rows)} patches apply to vLLM {version or '(not installed)'}")
+        rows.append(_row(each, "disabled" if why else "applies", why or each.reason))
+    overrides = [_override_row(row, "applies") for row in extension.overrides()]
+    fitting = sum(row["state"] == "applies" for row in overrides)
+    counts = f"{len(taken)} of {len(rows)} patches apply to vLLM {version or '(not installed)'}"
+    return _show([*rows, *overrides], given.json, f"{counts}, and {fitting} of {len(overrides)} overrides")
 
 
 def _check(given: argparse.Namespace) -> int:
@@ -128,17 +134,24 @@ def _check(given: argparse.Namespace) -> int:
     for each in discover():
         drift = each.drift(extension.module_source(each.module, tree))
         if not each.in_range(version):
-            rows.append(_row(each, "not for it", each.obstacle(version, None)))
+            rows.append(_row(each, "out of range", each.obstacle(version, None)))
         else:
-            rows.append(_row(each, "drifted" if drift else "as known", drift))
-    drifted = sum(row["state"] == "drifted" for row in rows)
-    _show(rows, given.json, f"{drifted} of {len(rows)} patches have drifted against vLLM {version or 'of unknown version'}")
-    return int(bool(drifted))
+            rows.append(_row(each, "differs" if drift else "fits", drift))
+    overrides = [_override_row(row, "fits") for row in extension.overrides(tree)]
+    patches_differ, overrides_differ = (sum(row["state"] == "differs" for row in each) for each in (rows, overrides))
+    last = f"{patches_differ} of {len(rows)} patches and {overrides_differ} of {len(overrides)} overrides differ from vLLM "
+    _show([*rows, *overrides], given.json, last + (version or "of unknown version"))
+    return int(bool(patches_differ or overrides_differ))
 
 
 def _row(patch: Patch, state: str, why: str) -> dict[str, object]:
     fields = {field.name: getattr(patch, field.name) for field in dataclasses.fields(patch) if field.name != "make"}
-    return fields | {"state": state, "why": why}
+    return {"kind": "patch"} | fields | {"state": state, "why": why}
+
+
+def _override_row(row: dict[str, str], fits: str) -> dict[str, object]:
+    reason = row["why"] if fits == "applies" else ""
+    return {"kind": "override"} | row | {"state": "differs" if row["problem"] else fits, "why": row["problem"] or reason}
 
 
 def _show(rows: Sequence[dict[str, object]], as_json: bool, last: str) -> int:
@@ -147,7 +160,8 @@ def _show(rows: Sequence[dict[str, object]], as_json: bool, last: str) -> int:
     else:
         for row in rows:
             print(
-                f"{row['name']}: {row['state']} ({row['scope']}, vLLM {row['vllm']}, {row['target']}): {row['why']}".rstrip(": ")
+                f"{row['name']}: {row['state']} ({row.get('scope', row.get('action'))}, vLLM {row['vllm']}, {row['target']}): "
+                f"{row['why']}".rstrip(": ")
             )
         print(last)
     return 0
@@ -201,11 +215,12 @@ def _of_directory(directory: Path) -> list[Patch]:
 
 
 def ledger(patches: Iterable[Patch]) -> str:
-    """The text of PATCHES.md: every patch of a package, from the declarations."""
-    lines = ["# Ledger of patches", "", "Written from the declarations by `vllm-ascend patches new`.", ""]
-    rows = [
-        f"| {each.name} | `{each.target}` | {each.scope} | `{each.vllm}` | {each.reason} | {each.upstream} | {each.remove_when} |"
-        for each in patches
-    ]
-    head = ["| patch | target | scope | vLLM | why | upstream | remove when |", "|---|---|---|---|---|---|---|"]
+    """The text of PATCHES.md: the patches of a package, by their declarations."""
+    lines = ["# Patches", "", "Generated from the declarations by `vllm-ascend patches new`.", ""]
+    rows = []
+    for each in patches:
+        known = ", ".join(f"`{one}`" for one in each.fingerprints)
+        first = (each.name, f"`{each.target}`", each.scope, f"`{each.vllm}`: {known}")
+        rows.append(f"| {' | '.join((*first, each.reason, each.upstream, each.remove_when))} |")
+    head = ["| patch | target | scope | vLLM, and the target's fingerprints | why | upstream | remove when |", "|---" * 7 + "|"]
     return "\n".join([*lines, *(head + rows if rows else ["No patches."]), ""])

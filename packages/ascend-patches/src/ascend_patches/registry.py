@@ -1,4 +1,4 @@
-"""How a patch is declared, where declarations are found, and whether one applies to a version of vLLM."""
+"""The declaration of patches, their discovery by entry point, and their comparison with a version of vLLM."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Patch:
         return self.target.partition(":")[2]
 
     def overlaps(self, other: Patch) -> bool:
-        """Whether both replace the same thing, or one replaces what contains the other's target."""
+        """Whether both have the same target, or one's target contains the other's."""
         a, b = f"{self.target}.", f"{other.target}."
         return a.startswith(b) or b.startswith(a)
 
     def obstacle(self, version: str, text: str | None) -> str:
-        """Why it does not apply to this version of vLLM and this source of the target's module; "" if it does.
+        """The reason why it does not apply to this version of vLLM and this source of the target's module; "" if it does.
 
         Args:
-            version: vLLM's; "" leaves the range unchecked.
+            version: of vLLM; "" skips the check of the range.
             text: the source of the target's module; None when there is no such module.
         """
         return self.drift(text) if self.in_range(version) else f"vLLM {version} is outside its range {self.vllm}"
@@ -58,7 +58,7 @@ class Patch:
         return not version or SpecifierSet(self.vllm).contains(version, prereleases=True)
 
     def drift(self, text: str | None) -> str:
-        """How the target differs from what the patch was written against; "" if it does not."""
+        """The difference between the target and the source that the patch is for; "" if there is none."""
         if not (found := extension.drift(self.target, self.fingerprints, text)):
             return ""
         return f"{found}; compare the patch with the new source, or narrow its range {self.vllm}"
@@ -67,18 +67,18 @@ class Patch:
 def patch(
     *, target: str, scope: str, vllm: str, reason: str, upstream: str, remove_when: str, fingerprint: str | Iterable[str]
 ) -> Callable[[Callable[[Any], Any]], Patch]:
-    """Declare the decorated function as a patch. It takes the original and returns what replaces it.
+    """Declare a patch. The decorated function takes the original and returns the replacement.
 
-    The patch's name is the decorated function's module's last part, without ``patch_``, and the function's own name. A file
-    of patches is read in every process, so it imports vLLM inside functions only. The original of a static or class method
-    is the function underneath, and the replacement becomes a method of the same kind.
+    The patch's name is the file's without ``patch_``, a dot, and the function's. Every process imports the files of patches, so
+    they import vLLM inside functions only. For a static or class method the original is the underlying function, and the
+    replacement becomes a method of the same kind.
 
     Args:
         target: ``package.module:qualified.name``, where the module itself defines the name.
         scope: ``platform`` (the main process, as early as plugins load), ``engine`` (the engine core, before its object is
             made) or ``worker`` (before the worker's class is imported).
-        vllm: the versions it is for, a PEP 440 specifier.
-        reason, upstream, remove_when: for people: why, a reference, and the condition under which it is to be deleted.
+        vllm: the versions that it is for, a PEP 440 specifier.
+        reason, upstream, remove_when: for the ledger: what fails without it, a reference, and the condition for its removal.
         fingerprint: of the target's source, as ``vllm-ascend patches new`` or ``check`` prints it; several if it differs
             between the versions of the range.
 
@@ -100,7 +100,7 @@ def patch(
 
 
 def discover() -> list[Patch]:
-    """All patches of installed packages that VLLM_PLUGINS lets in, by name. A file that cannot be read gives one line."""
+    """All patches of installed packages that VLLM_PLUGINS allows, by name. A file that cannot be imported is logged."""
     found: dict[str, Patch] = {}
     for point in importlib.metadata.entry_points(group=GROUP):
         if not extension.allowed(point.name):
@@ -109,15 +109,15 @@ def discover() -> list[Patch]:
             package = point.load()
             names = [each.name for each in pkgutil.iter_modules(package.__path__) if each.name.startswith("patch_")]
         except Exception as error:
-            extension.logger.warning("patches of %s are left out: %s: %s", point.value, type(error).__name__, error)
+            extension.logger.warning("patches of %s disabled: %s: %s", point.value, type(error).__name__, error)
             continue
         for name in sorted(names):
             try:
                 for each in collect(importlib.import_module(f"{package.__name__}.{name}")):
                     if found.setdefault(each.name, each) is not each:
-                        extension.logger.warning("a second patch called %s, of %s, is left out", each.name, package.__name__)
+                        extension.logger.warning("a second patch called %s, of %s, is disabled", each.name, package.__name__)
             except Exception as error:
-                extension.logger.warning("patches of %s are left out: %s: %s", name, type(error).__name__, error)
+                extension.logger.warning("patches of %s disabled: %s: %s", name, type(error).__name__, error)
     return [found[name] for name in sorted(found)]
 
 

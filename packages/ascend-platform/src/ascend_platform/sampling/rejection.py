@@ -6,6 +6,7 @@ depends on which tokens are accepted. ``cu_num_draft_tokens`` is int32 ``[reques
 tensors of shape ``[tokens]`` hold the draft tokens of all requests one after another.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ def sample_recovered_tokens(
 
 
 _PREFIX = "vllm.v1.sample.rejection_sampler:"
-OVERRIDES = {
+OVERRIDES: dict[str, Callable[..., Any]] = {
     _PREFIX + "expand_kernel": expand,
     _PREFIX + "rejection_greedy_sample_kernel": rejection_greedy_sample,
     _PREFIX + "rejection_random_sample_kernel": rejection_random_sample,

@@ -6,6 +6,7 @@ on which tokens are accepted.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ def expand_eagle_inputs(
 
 
 _PREFIX = "vllm.v1.spec_decode.utils:"
-OVERRIDES = {
+OVERRIDES: dict[str, Callable[..., Any]] = {
     _PREFIX + "eagle_step_slot_mapping_metadata_kernel": eagle_step,
     _PREFIX + "eagle_prepare_inputs_padded_kernel": eagle_prepare_inputs,
     _PREFIX + "eagle_prepare_next_token_padded_kernel": eagle_prepare_next_token,
