@@ -1,4 +1,4 @@
-"""Adapters, drafts, sampling and grammars of an engine on emulated NPUs against references, for tools/check features and tests.
+"""LoRA, speculative decoding, sampling and structured output on emulated NPUs, compared with references.
 
 References: transformers and PEFT in float32 on the CPU, under the engine's own tokens; the distribution that a token is sampled
 from, computed from their logits in float64.

@@ -1,4 +1,4 @@
-"""Models by kind of attention and task, and the comparison with Hugging Face: `tools/check kinds` and e2e/test_model_kinds.py."""
+"""Models by kind of attention and task, compared with Hugging Face: `tools/check kinds` and e2e/test_model_kinds.py."""
 
 from __future__ import annotations
 

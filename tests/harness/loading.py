@@ -1,4 +1,4 @@
-"""What tools/check loading does."""
+"""Loading of weights from peers: speed, engines and malformed frames, for `tools/check loading`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""For tests that need more NPUs than the one that the test session has."""
+"""Run programs on several NPUs, which are emulated if the test session's are, and read their results."""
 
 import json
 import os
@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+
+def path() -> str:
+    """PYTHONPATH with this package."""
+    return os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
 
 
 def run(
@@ -17,7 +22,7 @@ def run(
     each emulated one has; a variable with the value "" is taken out. The command can import this package.
     """
     environ = {name: value for name, value in (os.environ | variables).items() if value}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), environ.get("PYTHONPATH", "")]))
+    environ["PYTHONPATH"] = path()
     if "ASCEND_EMULATOR_NPUS" in environ:
         options = ["--npus", str(npus), "--soc", environ["ASCEND_EMULATOR_SOC"], "--memory", memory]
         command = (sys.executable, "-m", "ascend_emulator.cli", "run", *options, "--", *command)

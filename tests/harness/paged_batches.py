@@ -1,4 +1,4 @@
-"""Random batches over a paged KV cache, and what attention makes of them in float64: for the attentions' tests."""
+"""Random batches over a paged KV cache, and their attention in float64."""
 
 from __future__ import annotations
 

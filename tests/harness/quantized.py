@@ -1,4 +1,4 @@
-"""Quantized models on emulated NPUs against transformers: for tools/check quantized and tests/e2e/test_quantization.py."""
+"""Quantized models on emulated NPUs, compared with transformers: `tools/check quantized` and e2e/test_quantization.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the emulator's trace (ASCEND_EMULATOR_TRACE) says of this process's steps: launches, bytes moved and sent, host waits."""
+"""Launches, bytes and host waits of this process's steps, from the emulator's trace (ASCEND_EMULATOR_TRACE)."""
 
 from __future__ import annotations
 

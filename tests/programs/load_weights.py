@@ -1,4 +1,4 @@
-"""Run by test_model_loading.py: loads models by every strategy and from every kind of peer, and an engine from one.
+"""Run by test_model_loading.py: load models by every strategy and from every kind of peer, and an engine from a peer.
 
     python tests/programs/load_weights.py DIRECTORY CASE
 
@@ -16,6 +16,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 
+import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 from ascend_model_loader import server

@@ -1,4 +1,4 @@
-"""Run by tools/check loading on emulated NPUs: loads a checkpoint by each strategy, and copies as many bytes over plain TCP.
+"""Run by `tools/check loading`: load a checkpoint by each strategy, and copy as many bytes over plain TCP.
 
     python tests/programs/measure_loading.py MODEL ROUNDS
 

@@ -22,6 +22,9 @@ from typing import Any
 
 import serve_kv_transfer
 
+if __name__ == "__mp_main__":  # in an instance, and in its engine core
+    import harness.engine_imports  # noqa: F401
+
 CHUNK = 128
 """Tokens of a block of the engine, and so of a chunk."""
 

@@ -21,6 +21,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from typing import Any
 
+if __name__ == "__mp_main__":  # in an instance, and in its engine core
+    import harness.engine_imports  # noqa: F401
+
 VOCABULARY = 512
 TIMEOUT = 20.0
 """Seconds that a transfer may take; one that has not ended a little later is a defect."""

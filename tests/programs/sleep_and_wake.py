@@ -1,4 +1,4 @@
-"""Run by test_sleep.py in a process of its own: an engine that sleeps and wakes, level by level, and what it frees.
+"""Run by test_sleep.py: put an engine to sleep and wake it, at each level, and measure the memory it frees.
 
     python tests/programs/sleep_and_wake.py MODEL CYCLES TENSOR_PARALLEL_SIZE
 
@@ -13,6 +13,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function for the workers of tensor parallelism
 
+import harness.engine_imports  # noqa: F401
 import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 

@@ -1,4 +1,4 @@
-"""Run by test_multi_node.py: start servers on one or several "machines", ask them, kill a part, and print what came of it.
+"""Run by test_multi_node.py: start servers on one or several simulated machines, send requests, and kill a part.
 
     python tests/programs/start_servers.py '[{"name": ..., "machines": [{"command": [...]}], "prompts": [[1, 2]], …}]'
 

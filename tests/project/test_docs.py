@@ -1,4 +1,4 @@
-"""The documentation: its tables are those of the code, its links lead somewhere, and it builds."""
+"""The documentation: generated tables are up to date, links resolve, and the site builds."""
 
 import itertools
 import json

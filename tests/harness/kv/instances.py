@@ -1,4 +1,4 @@
-"""Ranks with made-up KV caches that reach each other without an engine."""
+"""Prefill and decode instances with synthetic KV caches, connected without an engine."""
 
 from __future__ import annotations
 

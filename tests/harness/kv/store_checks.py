@@ -1,4 +1,4 @@
-"""A pool filled by an engine that is killed, used by the next one, and requests under faults: for tools/check transfers."""
+"""A pool of KV cache: filled by an engine that is killed, loaded by the next one, and requests under faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hundreds of requests with a pool that fails on purpose, for test_store.py and tools/check transfers: how each ended.
+"""Fault injection for pools of KV cache: hundreds of requests, and the outcome of each.
 
 The engine is that of ``ascend_kv_connector.testing``: vLLM's scheduler, no model, and every token of every block compared.
 """

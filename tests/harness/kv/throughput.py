@@ -1,4 +1,4 @@
-"""Throughput of KV cache from one rank to another over Mooncake, against as many bytes by Mooncake alone."""
+"""Throughput of KV cache transfers between two ranks over Mooncake, relative to Mooncake alone."""
 
 from __future__ import annotations
 

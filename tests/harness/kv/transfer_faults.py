@@ -1,4 +1,4 @@
-"""Hundreds of requests under transfer faults: how each ended, and what must not have happened."""
+"""Fault injection for KV transfers: hundreds of requests, the outcome of each, and what must not have happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models with random weights of the kinds of attention and of tasks that are served, and what they are asked."""
+"""Small models with random weights, one for each kind of attention and task, and their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models whose next token is nearly always known, drafters that know it too, and adapters: for tests and tools.
+"""Small models with predictable tokens, draft models for them, and LoRA adapters.
 
 A token is a character. After each comes, with a margin, the one that a fixed permutation of the vocabulary says, as far as the
 layers, whose weights are random and small, do not change it. A drafter that has the permutation is right nearly always, and one

@@ -1,4 +1,4 @@
-"""Malformed frames to a server of weights and to a client, from a seed."""
+"""Fuzzing of the weight transfer protocol, server and client, from a seed."""
 
 import contextlib
 import random

@@ -1,4 +1,4 @@
-"""A server of weights in this process, for tests of ascend-model-loader and for tools/check loading."""
+"""A weight server in this process, for the tests of ascend-model-loader."""
 
 import contextlib
 import functools
