@@ -71,7 +71,7 @@ def engines(chosen: list[str], requests: int) -> list[str]:
 
 
 def faults(requests: int) -> list[str]:
-    """Requests with a pool that fails on purpose, and what came of them and of the chunks; returns what is wrong."""
+    """Run requests with fault injection in the pool, and print outcomes of requests and chunks; returns what is wrong."""
     ranks = one_rank.__wrapped__()
     next(ranks)
     with tempfile.TemporaryDirectory() as directory:
