@@ -59,7 +59,7 @@ class Clone:
         self.git("commit", "--quiet", "--allow-empty", "--message", "the state that a test needs")
 
     def state(self) -> tuple[str, ...]:
-        """All that a failed release might have changed."""
+        """The state that a refused release must leave unchanged."""
         return tuple(self.git(*command.split()) for command in ("show-ref --head", "status --porcelain", "worktree list"))
 
     @property
