@@ -73,7 +73,7 @@ def engines(ranks: int) -> None:
     done = npus.run(2 * ranks, sys.executable, str(program), json.dumps(case), str(ranks), timeout=900)
     if done.returncode:
         sys.exit(done.stdout[-3000:] + done.stderr[-6000:])
-    print("\n".join(line for line in done.stdout.splitlines() if "weights taken" in line or "serving" in line))
+    print("\n".join(line for line in done.stdout.splitlines() if "weights loaded from peer" in line or "serving" in line))
     first, second = npus.results(done.stdout)
     for name, answers in {"from the checkpoint": first, "from the peer": second}.items():
         count, others, most, mean = layouts.compare(layouts.ADDER, "bfloat16", answers)
