@@ -64,7 +64,7 @@ auto created(const char* name, Make&& make) -> decltype(make()) {
   return object;
 }
 
-// Tensors of host memory that no device can reach, each with the reason. ATB's operators read lengths from them (ops/atb.h); as an argument
+// Tensors of host memory that no device can reach, each with the reason. ATB's operators read lengths from them (ops/atb/atb.h); as an argument
 // of anything else they are refused.
 std::mutex host_mutex;
 std::unordered_map<const void*, std::string> host_tensors;
@@ -123,7 +123,7 @@ CREATE(aclTensor, aclCreateTensor,
          c10::InferenceMode off(false);
          const auto dtype = emu::to_scalar_type(type);
          const auto sizes = at::IntArrayRef(dims, rank);
-         // See ops/format.cpp: values of an NZ tensor lie as its strides say, but for these, whose layout torch_npu made on the host.
+         // See ops/tensor/format_cast.cpp: values of an NZ tensor lie as its strides say, but for these, whose layout torch_npu made on the host.
          emu::check(format != emu::kFractalNZ || dtype != at::kInt || storage_rank < 4 || storage_dims[storage_rank - 1] != 8, emu::kOpParam,
                     "packed int4 in FRACTAL_NZ is not emulated");
          char* base = nullptr;

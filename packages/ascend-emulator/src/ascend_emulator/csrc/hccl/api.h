@@ -1,7 +1,7 @@
 // What the files with HCCL's entry points share.
 #ifndef ASCEND_EMULATOR_HCCL_API_H
 #define ASCEND_EMULATOR_HCCL_API_H
-#include "../core/registry.h"
+#include "core/registry.h"
 #include "communicator.h"
 
 namespace emu::hccl {

@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#include "../core/device.h"
+#include "core/device.h"
 
 namespace emu::hccl {
 namespace {

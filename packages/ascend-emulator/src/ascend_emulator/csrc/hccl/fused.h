@@ -4,8 +4,8 @@
 #define ASCEND_EMULATOR_HCCL_FUSED_H
 #include <initializer_list>
 
-#include "../core/communicates.h"
-#include "../core/op.h"
+#include "core/communicates.h"
+#include "core/op.h"
 #include "collectives.h"
 
 namespace emu::hccl {

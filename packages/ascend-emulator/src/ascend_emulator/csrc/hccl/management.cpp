@@ -11,7 +11,7 @@
 #include <regex>
 #include <thread>
 
-#include "../core/device.h"
+#include "core/device.h"
 #include "api.h"
 #include "fused.h"
 #include "ranktable.h"

@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "../core/device.h"
-#include "../core/observe.h"
-#include "../core/stream.h"
+#include "core/device.h"
+#include "core/observe.h"
+#include "core/stream.h"
 #include "api.h"
 #include "collectives.h"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../core/stream.h"
+#include "core/stream.h"
 #include "types.h"
 
 namespace emu::hccl {

@@ -2,7 +2,7 @@
 
 #include <map>
 
-#include "../core/checks.h"
+#include "core/checks.h"
 
 namespace emu::hccl {
 namespace {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "../core/status.h"
+#include "core/status.h"
 
 namespace emu::hccl {
 

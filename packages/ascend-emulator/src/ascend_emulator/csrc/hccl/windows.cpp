@@ -3,7 +3,7 @@
 // torch_npu/csrc/core/npu/interface/HcclInterface.cpp (Ascend/pytorch, BSD).
 #include <map>
 
-#include "../core/device.h"
+#include "core/device.h"
 #include "api.h"
 
 using namespace emu;

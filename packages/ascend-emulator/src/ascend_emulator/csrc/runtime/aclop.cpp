@@ -6,8 +6,8 @@
 #include <cstring>
 #include <vector>
 
-#include "../core/device.h"
-#include "../core/op.h"
+#include "core/device.h"
+#include "core/op.h"
 
 using namespace emu;
 

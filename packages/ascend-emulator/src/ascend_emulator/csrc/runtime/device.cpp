@@ -1,6 +1,6 @@
 // aclInit and the device, context and version calls. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp and
 // NPUFunctions.cpp (Ascend/pytorch, BSD), CANN's public API reference "AscendCL".
-#include "../core/device.h"
+#include "core/device.h"
 
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -10,8 +10,8 @@
 #include <iterator>
 #include <regex>
 
-#include "../core/registry.h"
-#include "../core/stream.h"
+#include "core/registry.h"
+#include "core/stream.h"
 
 using namespace emu;
 

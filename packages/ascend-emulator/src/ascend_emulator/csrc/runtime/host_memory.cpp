@@ -1,9 +1,9 @@
 // Page-locked and registered host memory, and what an address is. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp
 // (Ascend/pytorch, BSD); structures and values: CANN's public API reference, pages of the same names.
-#include "../core/host_memory.h"
+#include "core/host_memory.h"
 
-#include "../core/device.h"
-#include "../core/registry.h"
+#include "core/device.h"
+#include "core/registry.h"
 #include "memory_types.h"
 
 using namespace emu;

@@ -5,10 +5,10 @@
 #include <cinttypes>
 #include <cstdio>
 
-#include "../core/arena.h"
-#include "../core/registry.h"
-#include "../core/stream.h"
-#include "../core/virtual_memory.h"
+#include "core/arena.h"
+#include "core/registry.h"
+#include "core/stream.h"
+#include "core/virtual_memory.h"
 
 using namespace emu;
 

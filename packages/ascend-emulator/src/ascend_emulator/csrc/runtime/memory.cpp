@@ -3,10 +3,10 @@
 #include <cstring>
 #include <utility>
 
-#include "../core/device.h"
-#include "../core/observe.h"
-#include "../core/registry.h"
-#include "../core/stream.h"
+#include "core/device.h"
+#include "core/observe.h"
+#include "core/registry.h"
+#include "core/stream.h"
 #include "memory_types.h"
 
 using namespace emu;

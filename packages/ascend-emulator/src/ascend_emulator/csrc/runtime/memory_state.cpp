@@ -1,7 +1,7 @@
 // How much memory is used, and which of it is faulty. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch,
 // BSD); structures: memory_types.h.
-#include "../core/device.h"
-#include "../core/registry.h"
+#include "core/device.h"
+#include "core/registry.h"
 #include "memory_types.h"
 
 using namespace emu;

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "../core/registry.h"
+#include "core/registry.h"
 
 using emu::Error, emu::kInvalidParam, emu::kRepeatInit, emu::nothing;
 

@@ -1,14 +1,14 @@
 // Streams, events, synchronisation and callbacks. Signatures: see device.cpp; behaviour: CANN's public API reference ("Stream Management", "Event
 // Management", "Synchronization") and torch_npu's NPUEvent.cpp, AsyncTaskQueueInterface.cpp and Graph.cpp.
-#include "../core/stream.h"
+#include "core/stream.h"
 
 #include <cstring>
 
 #include <map>
 
-#include "../core/graph.h"
-#include "../core/observe.h"
-#include "../core/registry.h"
+#include "core/graph.h"
+#include "core/observe.h"
+#include "core/registry.h"
 
 using namespace emu;
 

@@ -1,11 +1,11 @@
 // Address ranges, physical memory, and mapping one into the other, in this process and between processes. Signatures:
 // torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference, pages of the same names.
-#include "../core/virtual_memory.h"
+#include "core/virtual_memory.h"
 
 #include <memory>
 
-#include "../core/arena.h"
-#include "../core/registry.h"
+#include "core/arena.h"
+#include "core/registry.h"
 #include "memory_types.h"
 
 using namespace emu;

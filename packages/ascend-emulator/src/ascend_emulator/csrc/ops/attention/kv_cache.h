@@ -1,0 +1,48 @@
+// Rows of a paged cache by their slots, for aclnn's operators and ATB's.
+#ifndef ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
+#define ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
+#include "core/account.h"
+#include "core/op.h"
+
+namespace emu {
+
+// A cache as [blocks, block_size, ...row], a view of either layout: "Norm" [blocks, block_size, heads, D], "PA_NZ" [blocks, H / c, block_size, c].
+inline Tensor by_slot(const Tensor& cache, bool fractal) { return fractal ? cache.transpose(1, 2) : cache; }
+
+// slot = block * block_size + place. Negative ones are left out by ATB and outside the documented range of aclnn's operators.
+enum class Negative { kLeftOut, kRefused };
+
+struct Slots {
+  Tensor rows, where;  // which rows, undefined if all, and where they go
+  Slots(const Tensor& slots, int64_t limit, Negative negative) : where(slots.to(at::kLong).contiguous()) {
+    const auto* slot = where.const_data_ptr<int64_t>();
+    bool skips = false;
+    for (int64_t i = 0; i < where.numel(); ++i) {
+      check(slot[i] < limit && (slot[i] >= 0 || negative == Negative::kLeftOut), kOpParam, "slot ", slot[i], " is outside the cache of ", limit);
+      skips = skips || slot[i] < 0;
+    }
+    if (!skips) return;
+    rows = (where >= 0).nonzero().squeeze(-1);
+    where = where.index_select(0, rows);
+  }
+  void put(const Tensor& cache, const Tensor& values, bool fractal) const {
+    const auto chosen = rows.defined() ? values.index_select(0, rows) : values;
+    account::touches(cache, chosen);
+    if (!fractal && cache.is_contiguous()) {
+      cache.view({cache.size(0) * cache.size(1), cache.size(2), cache.size(3)}).index_copy_(0, where, chosen);
+      return;
+    }
+    const auto view = by_slot(cache, fractal);
+    view.index_put_({at::floor_divide(where, view.size(1)), where.remainder(view.size(1))}, chosen.reshape({chosen.size(0), view.size(2), view.size(3)}));
+  }
+};
+
+void check_cache(const char* name, const Tensor& cache, const char* rows_name, const Tensor& rows, bool fractal);
+
+// The tokens of each request, from block seq_offset / block_size of its row of the table on, one request after the other. What a table does
+// not name, or names wrongly, is read as zeros.
+std::function<void()> gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative);
+
+}  // namespace emu
+
+#endif  // ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
