@@ -2,6 +2,7 @@
 #include <ATen/ScalarOps.h>
 
 #include "core/shapes.h"
+#include "ops/wide.h"
 
 namespace {
 // A scalar that takes part in type promotion as a Python number does.
@@ -155,3 +156,16 @@ SHAPED(aclnnLerps, (Tensor self, Tensor end, Scalar weight, Tensor out), BROADCA
 SHAPED(aclnnSWhere, (Tensor condition, Tensor self, Tensor other, Tensor out), BROADCAST(out, condition, self, other), {
   at::where_out(out, condition, self, other);
 })
+
+OP(aclnnComplex, (Tensor real, Tensor imaginary, Tensor out), { out.copy_(at::complex(real, imaginary)); })
+OP(aclnnPolar, (Tensor length, Tensor angle, Tensor out), { out.copy_(at::polar(length, angle)); })
+OP(aclnnGcd, (Tensor self, Tensor other, Tensor out), { out.copy_(at::gcd(self, other)); })
+OP(aclnnLogAddExp, (Tensor self, Tensor other, Tensor out), { out.copy_(at::logaddexp(wide(self), wide(other))); })
+OP(aclnnLogAddExp2, (Tensor self, Tensor other, Tensor out), { out.copy_(at::logaddexp2(wide(self), wide(other))); })
+OP(aclnnXLogYTensor, (Tensor self, Tensor other, Tensor out), { out.copy_(at::xlogy(wide(self), wide(other))); })
+OP(aclnnXLogYScalarOther, (Tensor self, Scalar other, Tensor out), { out.copy_(at::xlogy(wide(self), other)); })
+OP(aclnnXLogYScalarSelf, (Scalar self, Tensor other, Tensor out), { out.copy_(at::xlogy(self, wide(other))); })
+OP(aclnnInplaceXLogYScalarOther, (Tensor self, Scalar other), { self.copy_(at::xlogy(wide(self), other)); })
+OP(aclnnMaskedScale, (Tensor self, Tensor mask, double scale, Tensor out), { out.copy_(wide(self) * mask * scale); })
+OP(aclnnIsInTensorScalar, (Tensor elements, Scalar tested, bool unique, bool invert, Tensor out), { out.copy_(at::isin(elements, tested, unique, invert)); })
+OP(aclnnIsInScalarTensor, (Scalar element, Tensor tested, bool unique, bool invert, Tensor out), { out.copy_(at::isin(element, tested, unique, invert)); })

@@ -1,5 +1,6 @@
 // Operators that reduce or scan over dimensions.
 #include "core/shapes.h"
+#include "ops/wide.h"
 
 namespace {
 // ATen rounds each product of halves.
@@ -39,24 +40,16 @@ SHAPED(aclnnArgMin, (Tensor self, int64_t dim, bool keepdim, Tensor out), REDUCE
 
 // The NPU may hold the indices as int32.
 SHAPED(aclnnMaxDim, (Tensor self, int64_t dim, bool keepdim, Tensor values, Tensor indices), (REDUCED(values, self, dim, keepdim), SAME(indices, values)), {
-  const auto [value, index] = at::max(self, dim, keepdim);
-  values.copy_(value);
-  indices.copy_(index);
+  copy_both(at::max(self, dim, keepdim), values, indices);
 })
 SHAPED(aclnnMinDim, (Tensor self, int64_t dim, bool keepdim, Tensor values, Tensor indices), (REDUCED(values, self, dim, keepdim), SAME(indices, values)), {
-  const auto [value, index] = at::min(self, dim, keepdim);
-  values.copy_(value);
-  indices.copy_(index);
+  copy_both(at::min(self, dim, keepdim), values, indices);
 })
 SHAPED(aclnnCummax, (Tensor self, int64_t dim, Tensor values, Tensor indices), (ALONG(values, self, dim), SAME(indices, self)), {
-  const auto [value, index] = at::cummax(self, dim);
-  values.copy_(value);
-  indices.copy_(index);
+  copy_both(at::cummax(self, dim), values, indices);
 })
 SHAPED(aclnnCummin, (Tensor self, int64_t dim, Tensor values, Tensor indices), (ALONG(values, self, dim), SAME(indices, self)), {
-  const auto [value, index] = at::cummin(self, dim);
-  values.copy_(value);
-  indices.copy_(index);
+  copy_both(at::cummin(self, dim), values, indices);
 })
 SHAPED(aclnnAminmax, (Tensor self, Ints dims, bool keepdim, Tensor min, Tensor max), (REDUCED(min, self, dims, keepdim), SAME(max, min)), {
   at::amin_out(min, self, dims, keepdim);
@@ -73,17 +66,13 @@ SHAPED(aclnnVarCorrection, (Tensor self, Ints dims, int64_t correction, bool kee
   at::var_out(out, self, at::OptionalIntArrayRef(dims), Scalar(correction), keepdim);
 })
 SHAPED(aclnnVarMean, (Tensor self, Ints dims, int64_t correction, bool keepdim, Tensor var, Tensor mean), (REDUCED(var, self, dims, keepdim), SAME(mean, var)), {
-  const auto [v, m] = at::var_mean(self, at::OptionalIntArrayRef(dims), Scalar(correction), keepdim);
-  var.copy_(v);
-  mean.copy_(m);
+  copy_both(at::var_mean(self, at::OptionalIntArrayRef(dims), Scalar(correction), keepdim), var, mean);
 })
 SHAPED(aclnnStd, (Tensor self, Ints dims, int64_t correction, bool keepdim, Tensor out), REDUCED(out, self, dims, keepdim), {
   at::std_out(out, self, at::OptionalIntArrayRef(dims), Scalar(correction), keepdim);
 })
 SHAPED(aclnnStdMeanCorrection, (Tensor self, Ints dims, int64_t correction, bool keepdim, Tensor std, Tensor mean), (REDUCED(std, self, dims, keepdim), SAME(mean, std)), {
-  const auto [s, m] = at::std_mean(self, at::OptionalIntArrayRef(dims), Scalar(correction), keepdim);
-  std.copy_(s);
-  mean.copy_(m);
+  copy_both(at::std_mean(self, at::OptionalIntArrayRef(dims), Scalar(correction), keepdim), std, mean);
 })
 SHAPED(aclnnNorm, (Tensor self, Scalar p, Ints dims, bool keepdim, Tensor out), REDUCED(out, self, dims, keepdim), {
   at::norm_out(out, self, p, dims, keepdim);
@@ -94,3 +83,9 @@ SHAPED(aclnnLinalgVectorNorm, (Tensor self, Scalar order, Ints dims, bool keepdi
 SHAPED(aclnnLogSumExp, (Tensor self, Ints dims, bool keepdim, Tensor out), REDUCED(out, self, dims, keepdim), {
   at::logsumexp_out(out, self, dims, keepdim);
 })
+
+OP(aclnnMedianDim, (Tensor self, int64_t dim, bool keepdim, Tensor values, Tensor indices), { copy_both(at::median(self, dim, keepdim), values, indices); })
+OP(aclnnNanMedianDim, (Tensor self, int64_t dim, bool keepdim, Tensor values, Tensor indices), { copy_both(at::nanmedian(self, dim, keepdim), values, indices); })
+OP(aclnnNanMedian, (Tensor self, Tensor out), { out.copy_(at::nanmedian(self)); })
+OP(aclnnAminmaxAll, (Tensor self, Tensor min, Tensor max), { copy_both(at::aminmax(self), min, max); })
+OP(aclnnAminmaxDim, (Tensor self, int64_t dim, bool keepdim, Tensor min, Tensor max), { copy_both(at::aminmax(self, dim, keepdim), min, max); })

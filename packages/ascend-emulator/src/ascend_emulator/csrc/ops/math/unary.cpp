@@ -1,5 +1,6 @@
 // Pointwise operators of one tensor.
 #include "core/shapes.h"
+#include "ops/wide.h"
 
 #define UNARY(NAME, FUNCTION) SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self); })
 #define UNARY_BOTH(NAME, FUNCTION) \
@@ -54,4 +55,10 @@ OP(aclnnInplaceRoundDecimals, (Tensor self, int64_t decimals), { self.round_(dec
 OP(aclnnInplaceNanToNum, (Tensor self, float nan, float posinf, float neginf), { self.nan_to_num_(nan, posinf, neginf); })
 SHAPED(aclnnNanToNum, (Tensor self, float nan, float posinf, float neginf, Tensor out), SAME(out, self), {
   at::nan_to_num_out(out, self, nan, posinf, neginf);
+})
+
+OP(aclnnAngleV2, (Tensor self, Tensor out), { out.copy_(at::angle(wide(self))); })
+// A negative bound is none (op-plugin's LogitKernelNpuOpApi.cpp).
+OP(aclnnLogit, (Tensor self, double epsilon, Tensor out), {
+  out.copy_(at::logit(wide(self), epsilon < 0 ? std::nullopt : Opt<double>(epsilon)));
 })

@@ -1,5 +1,6 @@
 // Activations and softmax.
 #include "core/shapes.h"
+#include "ops/wide.h"
 
 #define ACTIVATION(NAME, FUNCTION) SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self); })
 
@@ -34,3 +35,26 @@ OP(aclnnInplaceLeakyRelu, (Tensor self, Scalar slope), { at::leaky_relu_(self, s
 SHAPED(aclnnLeakyRelu, (Tensor self, Scalar slope, Tensor out), SAME(out, self), { at::leaky_relu_out(out, self, slope); })
 SHAPED(aclnnSoftmax, (Tensor self, int64_t dim, Tensor out), ALONG(out, self, dim), { at::softmax_out(out, self, dim, out.scalar_type()); })
 SHAPED(aclnnLogSoftmax, (Tensor self, int64_t dim, Tensor out), ALONG(out, self, dim), { at::log_softmax_out(out, self, dim, out.scalar_type()); })
+
+OP(aclnnAddRelu, (Tensor self, Tensor other, Scalar alpha, Tensor out), { out.copy_(at::relu(at::add(wide(self), wide(other), alpha))); })
+OP(aclnnInplaceAddRelu, (Tensor self, Tensor other, Scalar alpha), { self.copy_(at::relu(at::add(wide(self), wide(other), alpha))); })
+OP(aclnnCelu, (Tensor self, Scalar alpha, Tensor out), { out.copy_(at::celu(wide(self), alpha)); })
+OP(aclnnInplaceCelu, (Tensor self, Scalar alpha), { self.copy_(at::celu(wide(self), alpha)); })
+OP(aclnnGlu, (Tensor self, int64_t dim, Tensor out), { out.copy_(at::glu(wide(self), dim)); })
+OP(aclnnHardshrink, (Tensor self, Scalar bound, Tensor out), { out.copy_(at::hardshrink(wide(self), bound)); })
+CHECKED(aclnnSoftshrink, (Tensor self, Scalar bound, Tensor out), {
+  check(bound.toDouble() >= 0, kOpParam, "lambd is ", bound.toDouble(), "; it must not be negative");
+  COMPUTE { out.copy_(at::softshrink(wide(self), bound)); };
+})
+OP(aclnnThreshold, (Tensor self, Scalar threshold, Scalar value, Tensor out), { out.copy_(at::threshold(self, threshold, value)); })
+OP(aclnnInplaceThreshold, (Tensor self, Scalar threshold, Scalar value), { at::threshold_(self, threshold, value); })
+OP(aclnnPrelu, (Tensor self, Tensor weight, Tensor out), {
+  auto slope = wide(weight);
+  if (slope.dim() == 1 && self.dim() > 1 && slope.numel() > 1) {
+    Ints shape(self.dim(), 1);
+    shape[1] = slope.numel();
+    slope = slope.view(shape);
+  }
+  const auto x = wide(self);
+  out.copy_(at::where(x > 0, x, x * slope));
+})

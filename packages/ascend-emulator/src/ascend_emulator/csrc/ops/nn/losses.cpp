@@ -68,31 +68,31 @@ OP(aclnnKlDivTargetBackward, (Tensor grad, Tensor self, Tensor target, int64_t r
 
 #define NLL(NAME, FUNCTION)                                                                                                                      \
   OP(aclnn##NAME, (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, Tensor out, Tensor total), {              \
-    const auto [loss, sum] = at::FUNCTION##_forward(wide(self), index(target), wide(weight), reduction, ignored);                                \
+    const auto [loss, sum] = at::FUNCTION##_forward(wide(self), to_int64(target), wide(weight), reduction, ignored);                                \
     out.copy_(loss);                                                                                                                             \
     total.copy_(sum);                                                                                                                            \
   })                                                                                                                                             \
   OP(aclnn##NAME##Backward, (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, Tensor total, Tensor out), { \
-    out.copy_(at::FUNCTION##_backward(wide(grad), wide(self), index(target), wide(weight), reduction, ignored, wide(total)));                    \
+    out.copy_(at::FUNCTION##_backward(wide(grad), wide(self), to_int64(target), wide(weight), reduction, ignored, wide(total)));                    \
   })
 NLL(NLLLoss, nll_loss)
 NLL(NLLLoss2d, nll_loss2d)
 
 OP(aclnnMultilabelMarginLoss, (Tensor self, Tensor target, int64_t reduction, Tensor out, Tensor is_target), {
-  const auto [loss, hit] = at::multilabel_margin_loss_forward(wide(self), index(target), reduction);
+  const auto [loss, hit] = at::multilabel_margin_loss_forward(wide(self), to_int64(target), reduction);
   out.copy_(loss);
   is_target.copy_(hit);
 })
 
 // log_alpha may be wider than 2 * longest target + 1: op-plugin rounds it up.
 OP(aclnnCtcLoss, (Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, int64_t blank, bool zero_infinity, Tensor out, Tensor log_alpha), {
-  const auto [loss, alpha] = at::_ctc_loss(wide(probabilities), index(targets), inputs, lengths, blank, zero_infinity);
+  const auto [loss, alpha] = at::_ctc_loss(wide(probabilities), to_int64(targets), inputs, lengths, blank, zero_infinity);
   out.copy_(loss);
   log_alpha.zero_().narrow(-1, 0, alpha.size(-1)).copy_(alpha);
 })
 OP(aclnnCtcLossBackward, (Tensor grad, Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, Tensor loss, Tensor log_alpha, int64_t blank,
                           bool zero_infinity, Tensor out), {
   const int64_t width = 2 * *std::max_element(lengths.begin(), lengths.end()) + 1;
-  out.copy_(at::_ctc_loss_backward(wide(grad), wide(probabilities), index(targets), inputs, lengths, wide(loss), wide(log_alpha).narrow(-1, 0, width), blank,
+  out.copy_(at::_ctc_loss_backward(wide(grad), wide(probabilities), to_int64(targets), inputs, lengths, wide(loss), wide(log_alpha).narrow(-1, 0, width), blank,
                                    zero_infinity));
 })

@@ -19,10 +19,10 @@ OP(aclnnAdaptiveAvgPool3dBackward, (Tensor grad, Tensor self, Tensor out), { out
 OP(aclnnAdaptiveMaxPool2d, (Tensor self, Ints size, Tensor out, Tensor indices), { store(at::adaptive_max_pool2d(wide(self), size), out, indices); })
 OP(aclnnAdaptiveMaxPool3d, (Tensor self, Ints size, Tensor out, Tensor indices), { store(at::adaptive_max_pool3d(wide(self), size), out, indices); })
 OP(aclnnAdaptiveMaxPool2dBackward, (Tensor grad, Tensor self, Tensor indices, Tensor out), {
-  out.copy_(at::adaptive_max_pool2d_backward(wide(grad), wide(self), index(indices)));
+  out.copy_(at::adaptive_max_pool2d_backward(wide(grad), wide(self), to_int64(indices)));
 })
 OP(aclnnAdaptiveMaxPool3dBackward, (Tensor grad, Tensor self, Tensor indices, Tensor out), {
-  out.copy_(at::adaptive_max_pool3d_backward(wide(grad), wide(self), index(indices)));
+  out.copy_(at::adaptive_max_pool3d_backward(wide(grad), wide(self), to_int64(indices)));
 })
 
 // The unnamed int8_t is the precision of the cube unit. A divisor of 0 is none.
@@ -43,7 +43,7 @@ OP(aclnnMaxPool3dWithArgmax, (Tensor self, Ints kernel, Ints stride, Ints paddin
   store(at::max_pool3d_with_indices(wide(self), kernel, stride, padding, dilation, ceil), out, indices);
 })
 OP(aclnnMaxPool3dWithArgmaxBackward, (Tensor grad, Tensor self, Tensor indices, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out), {
-  out.copy_(at::max_pool3d_with_indices_backward(wide(grad), wide(self), kernel, stride, padding, dilation, ceil, index(indices)));
+  out.copy_(at::max_pool3d_with_indices_backward(wide(grad), wide(self), kernel, stride, padding, dilation, ceil, to_int64(indices)));
 })
 // These two pass a mask in a layout of their own, which is not public: here it is empty, and the gradient finds the maxima again.
 OP(aclnnMaxPool2dWithMask, (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out, Tensor mask), {
@@ -54,7 +54,7 @@ OP(aclnnMaxPool2dWithMaskBackward, (Tensor grad, Tensor self, Tensor, Ints kerne
   const auto indices = std::get<1>(at::max_pool2d_with_indices(wide(self), kernel, stride, padding, dilation, ceil));
   out.copy_(at::max_pool2d_with_indices_backward(wide(grad), wide(self), kernel, stride, padding, dilation, ceil, indices));
 })
-OP(aclnnMaxUnpool2d, (Tensor self, Tensor indices, Ints size, Tensor out), { out.copy_(at::max_unpool2d(wide(self), index(indices), size)); })
+OP(aclnnMaxUnpool2d, (Tensor self, Tensor indices, Ints size, Tensor out), { out.copy_(at::max_unpool2d(wide(self), to_int64(indices), size)); })
 OP(aclnnMaxUnpool3d, (Tensor self, Tensor indices, Ints size, Ints stride, Ints padding, Tensor out), {
-  out.copy_(at::max_unpool3d(wide(self), index(indices), size, stride, padding));
+  out.copy_(at::max_unpool3d(wide(self), to_int64(indices), size, stride, padding));
 })

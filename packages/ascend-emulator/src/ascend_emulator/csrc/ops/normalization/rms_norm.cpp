@@ -1,7 +1,9 @@
-// Normalizations. Sums are taken in float32, as torch_npu's documentation of npu_rms_norm has it for half types.
+// RMSNorm, with an addition before it or not. Sums are taken in float32, as torch_npu's documentation of npu_rms_norm has it for half types.
+// Rules: torch_npu's documentation of npu_rms_norm, npu_add_rms_norm_cast and npu_gemma_rms_norm (torch_npu/_op_plugin_docs.py), and the golden
+// functions of op-plugin's tests; argument order: op-plugin's call sites.
 #include <ATen/Parallel.h>
 
-#include "core/op.h"
+#include "normalization.h"
 
 namespace {
 
@@ -34,7 +36,7 @@ void rms_norm_rows(const T* x, const T* gamma, T* y, float* rstd, int64_t rows, 
   });
 }
 
-void check_norm(const Tensor& x, const Tensor& gamma) {
+void check_rms_norm(const Tensor& x, const Tensor& gamma) {
   emu::one_of("x", x, emu::kFloating);
   emu::rank("x", x, 1, 8);
   emu::check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), emu::kOpParam, "gamma has shape ",
@@ -66,11 +68,11 @@ void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, c
 
 // torch_npu's documentation of npu_rms_norm: float16, bfloat16 and float32, gamma of the same dtype (or float32), usually the last dimension.
 CHECKED(aclnnRmsNorm, (Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd), {
-  check_norm(x, gamma);
+  check_rms_norm(x, gamma);
   COMPUTE { rms_norm(x, gamma, epsilon, y, rstd); };
 })
 CHECKED(aclnnAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor y, Tensor rstd, Tensor sum), {
-  check_norm(a, gamma);
+  check_rms_norm(a, gamma);
   same_dtype("gamma", gamma, "x1", a);
   same_dtype("x2", b, "x1", a);
   shape("x2", b, a.sizes());
@@ -79,9 +81,44 @@ CHECKED(aclnnAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tens
     rms_norm(sum, gamma, epsilon, y, rstd);
   };
 })
-OP(aclnnLayerNorm, (Tensor x, Ints shape, Opt<Tensor> weight, Opt<Tensor> bias, double epsilon, Tensor y, Opt<Tensor> mean, Opt<Tensor> rstd), {
-  const auto [out, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);
-  y.copy_(out);
-  if (mean) mean->copy_(m);
-  if (rstd) rstd->copy_(r);
+CHECKED(aclnnAddRmsNormCast, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor wide, Tensor y, Tensor rstd, Tensor sum), {
+  check_add_norm(a, b, gamma, kHalves);
+  COMPUTE {
+    sum.copy_(sum_of(a, b));
+    const auto normed = rms(sum.to(at::kFloat), gamma, epsilon);
+    y.copy_(normed.y);
+    wide.copy_(y);
+    copy_reshaped(rstd, normed.rstd);
+  };
+})
+CHECKED(aclnnInplaceAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor rstd), {
+  check_add_norm(a, b, gamma, kFloating);
+  COMPUTE {
+    b.copy_(sum_of(a, b));
+    const auto normed = rms(b.to(at::kFloat), gamma, epsilon);
+    a.copy_(normed.y);
+    copy_reshaped(rstd, normed.rstd);
+  };
+})
+// The weight is 1 + gamma.
+CHECKED(aclnnGemmaRmsNorm, (Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd), {
+  check_norm("input", x, gamma, kFloating);
+  same_dtype("gamma", gamma, "input", x);
+  COMPUTE {
+    const auto normed = rms(x.to(at::kFloat), gamma.to(at::kFloat) + 1, epsilon);
+    y.copy_(normed.y);
+    copy_reshaped(rstd, normed.rstd);
+  };
+})
+CHECKED(aclnnRmsNormGrad, (Tensor grad, Tensor x, Tensor rstd, Tensor gamma, Tensor x_grad, Tensor gamma_grad), {
+  check_norm("self", x, gamma, kFloating);
+  shape("dy", grad, x.sizes());
+  COMPUTE {
+    const auto dims = dims_of(x, gamma);
+    Ints like(x.dim(), 1);
+    for (int64_t i = 0; i < x.dim() - gamma.dim(); ++i) like[i] = x.size(i);
+    const auto g = grad.to(at::kFloat), inverse = rstd.to(at::kFloat).reshape(like), normed = x.to(at::kFloat) * inverse, scaled = g * gamma.to(at::kFloat);
+    x_grad.copy_(inverse * (scaled - normed * (scaled * normed).mean(dims, true)));
+    gamma_grad.copy_(at::sum_to(g * normed, gamma.sizes()));
+  };
 })

@@ -1,5 +1,6 @@
 // Operators that move values without computing on them.
 #include "core/shapes.h"
+#include "ops/wide.h"
 
 namespace {
 
@@ -71,4 +72,15 @@ OP(aclnnRepeatInterleaveInt, (Tensor self, int64_t repeats, int64_t size, Tensor
 })
 OP(aclnnRepeatInterleaveIntWithDim, (Tensor self, int64_t repeats, int64_t dim, int64_t size, Tensor out), {
   out.copy_(at::repeat_interleave(self, repeats, dim, size));
+})
+
+OP(aclnnChannelShuffle, (Tensor self, int64_t groups, Tensor out), { out.copy_(at::channel_shuffle(self, groups)); })
+OP(aclnnChunkCat, (Tensors tensors, int64_t dim, int64_t chunks, Tensor out), { out.copy_(at::_chunk_cat(tensors, dim, chunks)); })
+OP(aclnnRepeatInterleaveTensor, (Tensor repeats, int64_t total, Tensor out), { out.copy_(at::repeat_interleave(to_int64(repeats), Opt<int64_t>(total))); })
+OP(aclnnUnfoldGrad, (Tensor grad, Ints sizes, int64_t dim, int64_t size, int64_t step, Tensor out), {
+  out.copy_(at::unfold_backward(wide(grad), sizes, dim, size, step));
+})
+OP(aclnnRepeatInterleaveGrad, (Tensor grad, Tensor repeats, int64_t dim, Tensor out), {
+  const auto counts = repeats.numel() == 1 ? to_int64(repeats).expand({out.size(dim)}) : to_int64(repeats);
+  out.copy_(at::zeros_like(wide(out)).index_add(dim, at::repeat_interleave(counts), wide(grad)));
 })

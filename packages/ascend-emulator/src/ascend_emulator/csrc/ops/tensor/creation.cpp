@@ -41,3 +41,7 @@ OP(aclnnOneHot, (Tensor self, int64_t depth, Tensor on, Tensor off, int64_t axis
   const auto hot = at::one_hot(self.to(at::kLong), depth).to(at::kBool);
   out.copy_(at::where(axis < 0 ? hot : hot.movedim(-1, axis), on, off));
 })
+
+OP(aclnnLogSpace, (Scalar start, Scalar end, int64_t steps, double base, Tensor out), {
+  out.copy_(at::logspace(start, end, steps, base, out.is_floating_point() ? at::kDouble : out.scalar_type()));
+})

@@ -1,6 +1,7 @@
 // Operators that read or write at indices.
 #include "core/account.h"
 #include "core/shapes.h"
+#include "ops/wide.h"
 
 namespace {
 
@@ -17,17 +18,14 @@ std::optional<c10::List<std::optional<at::Tensor>>> index_list(const emu::Tensor
   return some ? std::optional(out) : std::nullopt;
 }
 
-// Index tensors may be int32 on the NPU where ATen wants int64.
-at::Tensor wide(const at::Tensor& index) { return index.scalar_type() == at::kInt ? index.to(at::kLong) : index; }
-
 // 0 none, 1 add, 2 multiply (op-plugin's ScatterKernelNpuOpApi.cpp).
 template <class Source>
 void scatter(at::Tensor& out, const at::Tensor& self, int64_t dim, const at::Tensor& index, const Source& source, int64_t reduction) {
   if (reduction == 0) {
-    at::scatter_out(out, self, dim, wide(index), source);
+    at::scatter_out(out, self, dim, emu::to_int64(index), source);
   } else {
     emu::check(reduction == 1 || reduction == 2, emu::kOpParam, "reduction ", reduction, "; 0 none, 1 add and 2 multiply are there");
-    at::scatter_out(out, self, dim, wide(index), source, reduction == 1 ? "add" : "multiply");
+    at::scatter_out(out, self, dim, emu::to_int64(index), source, reduction == 1 ? "add" : "multiply");
   }
 }
 
@@ -57,6 +55,13 @@ emu::Shape selected(const at::Tensor& self, int64_t dim, const at::Tensor& index
   return shape;
 }
 
+// torch_npu's order of reductions (op-plugin's ScatterReduceKernelNpuOpApi.cpp).
+const char* reduction_name(int64_t reduction) {
+  static const char* const names[] = {"none", "sum", "prod", "amax", "amin", "mean"};
+  emu::check(reduction > 0 && reduction < 6, emu::kOpParam, "reduction ", reduction, "; 1 sum, 2 prod, 3 amax, 4 amin and 5 mean are there");
+  return names[reduction];
+}
+
 }  // namespace
 
 SHAPED(aclnnEmbedding, (Tensor weight, Tensor indices, Tensor out), SHAPE(out, looked_up(weight, indices)), {
@@ -77,20 +82,20 @@ OP(aclnnIndexPutImpl, (Tensor self, Tensors indices, Tensor values, bool accumul
   if (const auto list = index_list(indices)) at::_index_put_impl_(self, *list, values, accumulate, false);
 })
 SHAPED(aclnnIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source, Tensor out), ALONG(out, self, dim), {
-  at::index_copy_out(out, self, dim, wide(index), source);
+  at::index_copy_out(out, self, dim, to_int64(index), source);
 })
 SHAPED(aclnnInplaceIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source), real_dim(dim, self.dim()), {
   account::touches(self, source);
-  self.index_copy_(dim, wide(index), source);
+  self.index_copy_(dim, to_int64(index), source);
 })
 SHAPED(aclnnIndexAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Scalar alpha, Tensor out), ALONG(out, self, dim), {
   at::index_add_out(out, self, dim, index, source, alpha);
 })
-SHAPED(aclnnIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value, Tensor out), ALONG(out, self, dim), { out.copy_(at::index_fill(self, dim, wide(index), value)); })
-SHAPED(aclnnInplaceIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value), real_dim(dim, self.dim()), { self.index_fill_(dim, wide(index), value); })
+SHAPED(aclnnIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value, Tensor out), ALONG(out, self, dim), { out.copy_(at::index_fill(self, dim, to_int64(index), value)); })
+SHAPED(aclnnInplaceIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value), real_dim(dim, self.dim()), { self.index_fill_(dim, to_int64(index), value); })
 SHAPED(aclnnGather, (Tensor self, int64_t dim, Tensor index, Tensor out), (inside("index", index, dim, self), SAME(out, index)), {
   account::touches(self, out);
-  at::gather_out(out, self, dim, wide(index));
+  at::gather_out(out, self, dim, to_int64(index));
 })
 SHAPED(aclnnScatter, (Tensor self, int64_t dim, Tensor index, Tensor source, int64_t reduction, Tensor out), (inside("index", index, dim, self), SAME(out, self)), {
   scatter(out, self, dim, index, source, reduction);
@@ -105,13 +110,13 @@ SHAPED(aclnnInplaceScatterValue, (Tensor self, int64_t dim, Tensor index, Scalar
   scatter(self, self, dim, index, value, reduction);
 })
 SHAPED(aclnnScatterAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Tensor out), (inside("index", index, dim, self), SAME(out, self)), {
-  at::scatter_add_out(out, self, dim, wide(index), source);
+  at::scatter_add_out(out, self, dim, to_int64(index), source);
 })
 // Rows of `indices` (its last dimension) address leading dimensions of self; `updates` holds one slice a row.
 OP(aclnnScatterNdUpdate, (Tensor self, Tensor indices, Tensor updates), {
   account::touches(self, updates);
   c10::List<std::optional<at::Tensor>> at_dims;
-  for (const auto& column : wide(indices).unbind(-1)) at_dims.push_back(column);
+  for (const auto& column : to_int64(indices).unbind(-1)) at_dims.push_back(column);
   self.index_put_(at_dims, updates);
 })
 
@@ -150,4 +155,30 @@ CHECKED(aclnnInplaceScatterUpdate, (Tensor self, Tensor indices, Tensor updates,
     account::touches(self, updates);
     for (int64_t i = 0; i < indices.numel(); ++i) self[i].narrow(dim - 1, indices[i].item<int64_t>(), updates.size(dim)).copy_(updates[i]);
   };
+})
+
+OP(aclnnTake, (Tensor self, Tensor indices, Tensor out), { out.copy_(at::take(self, to_int64(indices))); })
+OP(aclnnInplacePut, (Tensor self, Tensor indices, Tensor source, bool accumulate), { self.put_(to_int64(indices), source, accumulate); })
+// The unnamed parameter is a mode, 0 in torch_npu's calls.
+OP(aclnnIndexAddV2, (Tensor self, int64_t dim, Tensor indices, Tensor source, Scalar alpha, int64_t, Tensor out), {
+  out.copy_(at::index_add(wide(self), dim, to_int64(indices), wide(source), alpha));
+})
+OP(aclnnScatterReduce, (Tensor self, int64_t dim, Tensor indices, Tensor source, int64_t reduction, bool include_self, Tensor out), {
+  out.copy_(at::scatter_reduce(wide(self), dim, to_int64(indices), wide(source), reduction_name(reduction), include_self));
+})
+OP(aclnnInplaceScatterReduce, (Tensor self, int64_t dim, Tensor indices, Tensor source, int64_t reduction, bool include_self), {
+  self.copy_(at::scatter_reduce(wide(self), dim, to_int64(indices), wide(source), reduction_name(reduction), include_self));
+})
+OP(aclnnEmbeddingRenorm, (Tensor self, Tensor indices, double bound, double order), { at::embedding_renorm_(self, to_int64(indices), bound, order); })
+OP(aclnnEmbeddingBag, (Tensor weight, Tensor indices, Tensor offsets, bool scale, int64_t mode, bool sparse, Opt<Tensor> per_sample, bool last, int64_t padding,
+                       Tensor out, Tensor bags, Tensor sizes, Tensor maxima), {
+  const auto [value, bag, size, maximum] =
+      at::_embedding_bag(wide(weight), to_int64(indices), to_int64(offsets), scale, mode, sparse, wide(per_sample), last, padding);
+  out.copy_(value);
+  if (bags.numel() == bag.numel()) bags.copy_(bag);
+  if (sizes.numel() == size.numel()) sizes.copy_(size);
+  if (maxima.numel() == maximum.numel()) maxima.copy_(maximum);
+})
+OP(aclnnEmbeddingDenseBackward, (Tensor grad, Tensor indices, int64_t rows, int64_t padding, bool scale, Tensor out), {
+  out.copy_(at::embedding_dense_backward(wide(grad), to_int64(indices), rows, padding, scale));
 })

@@ -1,10 +1,40 @@
-// Gated activations, with quantization behind them or not. Semantics and limits: torch_npu's documentation of npu_swiglu_quant,
+// Gated activations, with quantization behind them or not. Semantics and limits: torch_npu's documentation of npu_swiglu, npu_swiglu_quant,
 // npu_dequant_swiglu_quant, npu_clipped_swiglu, npu_gelu_mul and npu_geglu (torch_npu/_op_plugin_docs.py, BSD) and op-plugin's tests of them.
+#include <ATen/Parallel.h>
+
 #include "ops/quantization/quantized.h"
 
 using namespace emu;
 
 namespace {
+
+template <class T>
+void swiglu_rows(const T* x, T* out, int64_t rows, int64_t half) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / half), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const T* gate = x + row * 2 * half;
+      const T* up = gate + half;
+      for (int64_t i = 0; i < half; ++i) {
+        const float g = gate[i];
+        out[row * half + i] = static_cast<T>(g / (1.0f + std::exp(-g)) * float(up[i]));
+      }
+    }
+  });
+}
+
+void swiglu(const Tensor& x, int64_t dim, Tensor& out) {
+  const int64_t at_dim = at::maybe_wrap_dim(dim, x.dim());
+  check(x.size(at_dim) % 2 == 0, kOpParam, "dimension ", dim, " has size ", x.size(at_dim), "; it must be even");
+  // The plain loop saves launches on few values; ATen's exponential is vectorized.
+  if (at_dim != x.dim() - 1 || !x.is_contiguous() || !out.is_contiguous() || x.numel() > 16384) {
+    const auto halves = x.to(at::kFloat).chunk(2, at_dim);
+    out.copy_(at::silu(halves[0]).mul_(halves[1]));
+    return;
+  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "swiglu", [&] {
+    swiglu_rows(x.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(), out.numel() / out.size(-1), out.size(-1));
+  });
+}
 
 void check_even(const Tensor& x, int64_t dim) {
   check(x.size(dim) % 2 == 0, kOpParam, "dimension ", dim, " of x has size ", x.size(dim), "; it must be even");
@@ -27,6 +57,8 @@ const char* gelu_kind(const Text& approximate) {
 }
 
 }  // namespace
+
+OP(aclnnSwiGlu, (Tensor x, int64_t dim, Tensor out), { swiglu(x, dim, out); })
 
 CHECKED(aclnnSwiGluQuantV2, (Tensor x, Opt<Tensor> smooth, Opt<Tensor> offsets, Opt<Tensor> group_index, bool left, Text mode, int64_t list_type, int32_t type, Tensor out, Tensor scale), {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});

@@ -1,4 +1,4 @@
-// Gradients of activations, softmax, normalizations and look-ups.
+// Gradients of activations and softmax.
 #include "ops/wide.h"
 
 using namespace emu;
@@ -69,38 +69,4 @@ OP(aclnnSoftmaxBackward, (Tensor grad, Tensor output, int64_t dim, Tensor out), 
 OP(aclnnLogSoftmaxBackward, (Tensor grad, Tensor output, int64_t dim, Tensor out), {
   const auto y = wide(output);
   out.copy_(at::_log_softmax_backward_data(wide(grad).to(y.scalar_type()), y, dim, y.scalar_type()));
-})
-
-OP(aclnnLayerNormBackward, (Tensor grad, Tensor input, Ints shape, Tensor mean, Tensor rstd, Opt<Tensor> weight, Opt<Tensor> bias, Bools mask,
-                            Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias), {
-  const auto [x, w, b] = at::native_layer_norm_backward(wide(grad), wide(input), shape, wide(mean), wide(rstd), wide(weight), wide(bias), {mask[0], mask[1], mask[2]});
-  give(grad_input, x);
-  give(grad_weight, w);
-  give(grad_bias, b);
-})
-OP(aclnnGroupNorm, (Tensor input, Opt<Tensor> weight, Opt<Tensor> bias, int64_t n, int64_t c, int64_t area, int64_t groups, double epsilon, Tensor out,
-                    Tensor mean, Tensor rstd), {
-  const auto [y, m, r] = at::native_group_norm(wide(input).contiguous(), wide(weight), wide(bias), n, c, area, groups, epsilon);
-  out.copy_(y);
-  mean.copy_(m);
-  rstd.copy_(r);
-})
-OP(aclnnGroupNormBackward, (Tensor grad, Tensor input, Tensor mean, Tensor rstd, Opt<Tensor> weight, int64_t n, int64_t c, int64_t area, int64_t groups,
-                            Bools mask, Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias), {
-  const auto [x, w, b] = at::native_group_norm_backward(wide(grad).contiguous(), wide(input).contiguous(), wide(mean), wide(rstd), wide(weight), n, c, area, groups,
-                                                        {mask[0], mask[1], mask[2]});
-  give(grad_input, x);
-  give(grad_weight, w);
-  give(grad_bias, b);
-})
-
-OP(aclnnEmbeddingDenseBackward, (Tensor grad, Tensor indices, int64_t rows, int64_t padding, bool scale, Tensor out), {
-  out.copy_(at::embedding_dense_backward(wide(grad), index(indices), rows, padding, scale));
-})
-OP(aclnnUnfoldGrad, (Tensor grad, Ints sizes, int64_t dim, int64_t size, int64_t step, Tensor out), {
-  out.copy_(at::unfold_backward(wide(grad), sizes, dim, size, step));
-})
-OP(aclnnRepeatInterleaveGrad, (Tensor grad, Tensor repeats, int64_t dim, Tensor out), {
-  const auto counts = repeats.numel() == 1 ? index(repeats).expand({out.size(dim)}) : index(repeats);
-  out.copy_(at::zeros_like(wide(out)).index_add(dim, at::repeat_interleave(counts), wide(grad)));
 })
