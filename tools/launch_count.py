@@ -19,7 +19,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import forks
 import torch
-from ascend_emulator import observe
+from ascend_emulator import tracing
 from transformers import AutoConfig
 from vllm import LLM, SamplingParams
 from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
@@ -34,8 +34,8 @@ HOST_COPIES = {"aclrtMemcpy", "aclrtMemcpyBatch"}
 
 def events() -> list[dict]:
     torch.npu.synchronize()
-    observe.flush()
-    return [event for event in observe.events(TRACE) if event["pid"] == os.getpid()]
+    tracing.flush()
+    return [event for event in tracing.events(TRACE) if event["pid"] == os.getpid()]
 
 
 def summary(step: list[dict]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(build.library_dir())
             return 0
         if options.action == "trace":
-            from ascend_emulator.observe import table
+            from ascend_emulator.tracing import table
 
             print(table(options.file))
             return 0

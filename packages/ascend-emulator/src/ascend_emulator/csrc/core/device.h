@@ -27,7 +27,7 @@ struct Chip {
   bool bfloat16 = true;  // whether operators take it
   int streams = 1984;
   int graph_nodes = 1 << 20;
-  // For the roofline model (observe.h): per second, seconds.
+  // For the roofline model (trace.h): per second, seconds.
   double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, cube_flops = 300e12, vector_flops = 10e12, launch = 5e-6, graph_launch = 1e-6;
 };
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "adversary.h"
-#include "observe.h"
+#include "trace.h"
 
 namespace emu {
 namespace {

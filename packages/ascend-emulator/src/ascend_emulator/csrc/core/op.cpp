@@ -5,7 +5,7 @@
 #include <set>
 
 #include "communicates.h"
-#include "observe.h"
+#include "trace.h"
 
 namespace emu {
 namespace {

@@ -9,7 +9,7 @@
 #include "adversary.h"
 #include "fault.h"
 #include "graph.h"
-#include "observe.h"
+#include "trace.h"
 
 namespace emu {
 namespace {

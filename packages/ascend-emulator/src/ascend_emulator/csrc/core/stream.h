@@ -31,7 +31,7 @@ struct Mark {
   uint64_t ticket = 0;  // reached when the stream has done this many tasks
   std::atomic<bool> stamped{false};
   Clock::time_point time{};  // when it was reached
-  double modelled = 0;       // seconds, by the roofline model (observe.h)
+  double modelled = 0;       // seconds, by the roofline model (trace.h)
 };
 
 enum class Kind : uint8_t { op, copy, record, wait, host, collective, graph };

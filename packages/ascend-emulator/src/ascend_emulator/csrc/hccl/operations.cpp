@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "core/device.h"
-#include "core/observe.h"
 #include "core/stream.h"
+#include "core/trace.h"
 #include "api.h"
 #include "collectives.h"
 

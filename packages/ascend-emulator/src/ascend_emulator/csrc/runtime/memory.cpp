@@ -4,9 +4,9 @@
 #include <utility>
 
 #include "core/device.h"
-#include "core/observe.h"
 #include "core/registry.h"
 #include "core/stream.h"
+#include "core/trace.h"
 #include "memory_types.h"
 
 using namespace emu;

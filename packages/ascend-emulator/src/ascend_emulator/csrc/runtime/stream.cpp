@@ -7,8 +7,8 @@
 #include <map>
 
 #include "core/graph.h"
-#include "core/observe.h"
 #include "core/registry.h"
+#include "core/trace.h"
 
 using namespace emu;
 

@@ -1,7 +1,7 @@
 // ATB's quantization to int8, by channel and behind RMSNorm. Rules: the golden functions of op-plugin's test_atb_quant_per_tensor.py and
 // test__npu_quant_rms_norm.py.
-#include "atb.h"
 #include "ops/transformer/kv_rms_norm_rope_cache.h"
+#include "atb.h"
 
 namespace atb::infer {
 

@@ -1,6 +1,6 @@
 // ATB's rotary embedding. Rules: the golden function of op-plugin's test_atb_rope.py.
-#include "atb.h"
 #include "ops/transformer/rotary_embedding.h"
+#include "atb.h"
 
 namespace atb::infer {
 

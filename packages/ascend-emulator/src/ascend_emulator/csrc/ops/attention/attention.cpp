@@ -47,7 +47,7 @@ Tensor left_out(const Sparse& sparse, int64_t request, int64_t queries, int64_t 
 void leave_out(Request& r, const Sparse& sparse, int64_t index) {
   // The kernels read of a compressed mask what lies before a request's keys.
   if (sparse.mode >= 2 && sparse.mask.defined())
-    account::touches(sparse.mask, static_cast<double>(r.query.size(1) * std::min(r.key.size(1), kMaskSide) * (r.query.size(1) > 1)));
+    cost::touches(sparse.mask, static_cast<double>(r.query.size(1) * std::min(r.key.size(1), kMaskSide) * (r.query.size(1) > 1)));
   r.causal = sparse.mode == 2 || (sparse.mode == 3 && r.query.size(1) == r.key.size(1));
   if (!r.causal) r.left_out = left_out(sparse, index, r.query.size(1), r.key.size(1));
 }
@@ -58,7 +58,7 @@ Tensor Request::mask() const { return causal ? attention::left_out({2}, 0, query
 void tell_operations(const Request& r) {
   const auto queries = static_cast<double>(r.query.size(1)), keys = static_cast<double>(r.key.size(1)), both = std::min(queries, keys);
   const double pairs = r.causal ? both * (both + 1) / 2 + (queries - both) * keys : queries * keys;
-  account::operates(2 * static_cast<double>(r.query.size(0)) * pairs * static_cast<double>(r.key.size(2) + r.value.size(2)), static_cast<int>(r.query.element_size()));
+  cost::operates(2 * static_cast<double>(r.query.size(0)) * pairs * static_cast<double>(r.key.size(2) + r.value.size(2)), static_cast<int>(r.query.element_size()));
 }
 
 // For what has a bias, a sink, or values of another size than keys.
@@ -158,7 +158,7 @@ Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t 
     else parts.push_back(page.narrow(2, 0, used).transpose(1, 2).flatten(2));
   }
   const auto found = parts.size() == 1 ? parts[0] : at::cat(parts, 1);
-  account::touches(cache, found);
+  cost::touches(cache, found);
   return found;
 }
 

@@ -1,7 +1,7 @@
 // What the attention operators share: masks, layouts, pages, and one request's softmax(scale * q k^T + bias) v.
 #ifndef ASCEND_EMULATOR_OPS_ATTENTION_ATTENTION_H
 #define ASCEND_EMULATOR_OPS_ATTENTION_ATTENTION_H
-#include "core/account.h"
+#include "core/cost.h"
 #include "core/op.h"
 
 namespace emu::attention {

@@ -317,9 +317,9 @@ struct Fused {
       if (!full && lse.defined()) lse.fill_(std::numeric_limits<float>::infinity());
     }
     // Requests side by side rather than each on all cores: one of a batch is small.
-    auto* const sheet = account::current();
+    auto* const sheet = cost::current();
     at::parallel_for(0, batch, 1, [&](int64_t first, int64_t last) {
-      const account::Open open(sheet);
+      const cost::Open open(sheet);
       at::AutoDispatchBelowADInplaceOrView kernels_only;
       for (int64_t i = first; i < last; ++i)
         if (spans[i].count) attend_to(i);

@@ -67,7 +67,7 @@ std::function<void()> gather_pages(Tensor key_cache, Tensor value_cache, Tensor 
             target.zero_();
             continue;
           }
-          account::touches(*in, target);
+          cost::touches(*in, target);
           target.copy_((*in)[block].narrow(0, 0, part).reshape({part, out->size(1), out->size(2)}));
         }
       }

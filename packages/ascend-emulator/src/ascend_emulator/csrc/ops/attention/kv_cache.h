@@ -1,7 +1,7 @@
 // Rows of a paged cache by their slots, for aclnn's operators and ATB's.
 #ifndef ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
 #define ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
-#include "core/account.h"
+#include "core/cost.h"
 #include "core/op.h"
 
 namespace emu {
@@ -27,7 +27,7 @@ struct Slots {
   }
   void put(const Tensor& cache, const Tensor& values, bool fractal) const {
     const auto chosen = rows.defined() ? values.index_select(0, rows) : values;
-    account::touches(cache, chosen);
+    cost::touches(cache, chosen);
     if (!fractal && cache.is_contiguous()) {
       cache.view({cache.size(0) * cache.size(1), cache.size(2), cache.size(3)}).index_copy_(0, where, chosen);
       return;

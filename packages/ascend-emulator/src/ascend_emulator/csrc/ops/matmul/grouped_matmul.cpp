@@ -1,6 +1,6 @@
 // Grouped matrix products. Semantics and limits: torch_npu's documentation of npu_grouped_matmul and npu_grouped_matmul_finalize_routing
 // (torch_npu/_op_plugin_docs.py, BSD), their shape functions, op-plugin's call sites and tests.
-#include "core/account.h"
+#include "core/cost.h"
 #include "ops/quantization/quantized.h"
 
 using namespace emu;
@@ -60,10 +60,10 @@ struct Grouped {
     const int64_t count = groups();
     const auto mine = stacked() ? weight[0][group] : weight[group];
     const auto matrix = words() ? unpack_matrix(mine) : mine;
-    account::touches(stacked() ? weight[0] : weight[group], mine);
+    cost::touches(stacked() ? weight[0] : weight[group], mine);
     const auto add = of_group(bias, group, count), factor = of_group(scale, group, count);
     const auto k = rows.size(-1);
-    account::operates(2.0 * static_cast<double>(rows.size(0) * k * matrix.size(1)), static_cast<int>(rows.element_size()));
+    cost::operates(2.0 * static_cast<double>(rows.size(0) * k * matrix.size(1)), static_cast<int>(rows.element_size()));
     check(k == matrix.size(0), kOpParam, "x has ", k, " columns and weight ", group, " ", matrix.size(0), " rows");
     if (rows.scalar_type() != at::kChar) {
       const auto anti = of_group(antiquant_scale, group, count), offset = of_group(antiquant_offset, group, count);

@@ -1,6 +1,6 @@
 // LayerNorm, with an addition before it (AddLayerNorm, DeepNorm) or not, and gradients. Argument order: op-plugin's call sites.
-#include "normalization.h"
 #include "ops/wide.h"
+#include "normalization.h"
 
 namespace {
 

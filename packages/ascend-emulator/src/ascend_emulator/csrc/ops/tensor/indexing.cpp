@@ -1,5 +1,5 @@
 // Operators that read or write at indices.
-#include "core/account.h"
+#include "core/cost.h"
 #include "core/shapes.h"
 #include "ops/wide.h"
 
@@ -65,27 +65,27 @@ const char* reduction_name(int64_t reduction) {
 }  // namespace
 
 SHAPED(aclnnEmbedding, (Tensor weight, Tensor indices, Tensor out), SHAPE(out, looked_up(weight, indices)), {
-  account::touches(weight, out);
+  cost::touches(weight, out);
   at::embedding_out(out, weight, indices);
 })
 SHAPED(aclnnIndexSelect, (Tensor self, int64_t dim, Tensor index, Tensor out), SHAPE(out, selected(self, dim, index)), {
-  account::touches(self, out);
+  cost::touches(self, out);
   at::index_select_out(out, self, dim, index);
 })
 OP(aclnnIndex, (Tensor self, Tensors indices, Tensor out), {
   if (!out.numel()) return;  // as of x[False], whose index is empty because it selects nothing
-  account::touches(self, out);
+  cost::touches(self, out);
   if (const auto list = index_list(indices)) at::index_out(out, self, *list);
 })
 OP(aclnnIndexPutImpl, (Tensor self, Tensors indices, Tensor values, bool accumulate, bool), {
-  account::touches(self, values);
+  cost::touches(self, values);
   if (const auto list = index_list(indices)) at::_index_put_impl_(self, *list, values, accumulate, false);
 })
 SHAPED(aclnnIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source, Tensor out), ALONG(out, self, dim), {
   at::index_copy_out(out, self, dim, to_int64(index), source);
 })
 SHAPED(aclnnInplaceIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source), real_dim(dim, self.dim()), {
-  account::touches(self, source);
+  cost::touches(self, source);
   self.index_copy_(dim, to_int64(index), source);
 })
 SHAPED(aclnnIndexAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Scalar alpha, Tensor out), ALONG(out, self, dim), {
@@ -94,7 +94,7 @@ SHAPED(aclnnIndexAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Sc
 SHAPED(aclnnIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value, Tensor out), ALONG(out, self, dim), { out.copy_(at::index_fill(self, dim, to_int64(index), value)); })
 SHAPED(aclnnInplaceIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value), real_dim(dim, self.dim()), { self.index_fill_(dim, to_int64(index), value); })
 SHAPED(aclnnGather, (Tensor self, int64_t dim, Tensor index, Tensor out), (inside("index", index, dim, self), SAME(out, index)), {
-  account::touches(self, out);
+  cost::touches(self, out);
   at::gather_out(out, self, dim, to_int64(index));
 })
 SHAPED(aclnnScatter, (Tensor self, int64_t dim, Tensor index, Tensor source, int64_t reduction, Tensor out), (inside("index", index, dim, self), SAME(out, self)), {
@@ -114,7 +114,7 @@ SHAPED(aclnnScatterAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, 
 })
 // Rows of `indices` (its last dimension) address leading dimensions of self; `updates` holds one slice a row.
 OP(aclnnScatterNdUpdate, (Tensor self, Tensor indices, Tensor updates), {
-  account::touches(self, updates);
+  cost::touches(self, updates);
   c10::List<std::optional<at::Tensor>> at_dims;
   for (const auto& column : to_int64(indices).unbind(-1)) at_dims.push_back(column);
   self.index_put_(at_dims, updates);
@@ -133,7 +133,7 @@ CHECKED(aclnnGatherV3, (Tensor self, int64_t dim, Tensor index, int64_t batch_di
   one_of("batch_dims", batch_dims, {int64_t{0}});
   one_of("index", index, kIndices);
   COMPUTE {
-    account::touches(self, out);
+    cost::touches(self, out);
     auto sizes = self.sizes().vec();
     sizes.erase(sizes.begin() + dim);
     sizes.insert(sizes.begin() + dim, index.sizes().begin(), index.sizes().end());
@@ -152,7 +152,7 @@ CHECKED(aclnnInplaceScatterUpdate, (Tensor self, Tensor indices, Tensor updates,
   check(dim > 0, kOpParam, "axis is 0, which the indices go along");
   shape("indices", indices, {updates.size(0)});
   COMPUTE {
-    account::touches(self, updates);
+    cost::touches(self, updates);
     for (int64_t i = 0; i < indices.numel(); ++i) self[i].narrow(dim - 1, indices[i].item<int64_t>(), updates.size(dim)).copy_(updates[i]);
   };
 })

@@ -1,6 +1,6 @@
 // Rotary embeddings. Semantics and limits: torch_npu's documentation of npu_rotary_mul, npu_mrope and npu_apply_rotary_pos_emb
 // (torch_npu/_op_plugin_docs.py), and the golden functions of op-plugin's tests; argument order: op-plugin's call sites.
-#include "core/account.h"
+#include "core/cost.h"
 #include "rotary_embedding.h"
 
 #include <ATen/Parallel.h>
@@ -82,7 +82,7 @@ std::function<void()> rope_with_cache(const Tensor& positions, const Tensor& que
   COMPUTE {
     auto where = positions.to(at::kLong).contiguous();
     auto table = cache.contiguous();
-    account::touches(cache, static_cast<double>(positions.numel() * cache.size(1) * cache.element_size()));
+    cost::touches(cache, static_cast<double>(positions.numel() * cache.size(1) * cache.element_size()));
     if (positions.dim() == 2) {
       table = merged(positions, table, *sections, cache_mode == 1).contiguous();
       where = at::arange(query.size(0));

@@ -1,4 +1,4 @@
-#include "observe.h"
+#include "trace.h"
 
 #include <fcntl.h>
 #include <sys/syscall.h>
@@ -144,7 +144,7 @@ void flush_trace() {
 
 }  // namespace emu
 
-// For ascend_emulator.observe: writes what the trace holds back.
+// For ascend_emulator.tracing: writes what the trace holds back.
 EXPORT void ascend_emulator_flush_trace() { emu::flush_trace(); }
 // Switches the model on, and reads it: seconds on the device's stream that is furthest on. Synchronize first.
 EXPORT void ascend_emulator_model(int on) { emu::modelling = on != 0; }

@@ -1,8 +1,8 @@
-#include "account.h"
+#include "cost.h"
 
 #include <algorithm>
 
-namespace emu::account {
+namespace emu::cost {
 namespace {
 
 thread_local Sheet* sheet = nullptr;
@@ -32,4 +32,4 @@ void operates(double flops, int item) {
   sheet->item = item;
 }
 
-}  // namespace emu::account
+}  // namespace emu::cost

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from ascend_emulator import chips, observe
+from ascend_emulator import chips, tracing
 from ascend_emulator.cli import main
 
 PROGRAM = """
@@ -30,7 +30,7 @@ def trace(run, tmp_path_factory):
 
 
 def test_a_trace_has_operators_copies_and_synchronizations(trace):
-    events = observe.events(trace)
+    events = tracing.events(trace)
     products = [event for event in events if event["name"] == "aclnnMatmul"]
     assert len(products) == 3
     for event in products:
@@ -69,9 +69,9 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys):
 def test_the_model_follows_the_roofline():
     chip = chips.chip("Ascend910B1")
     a, b = (torch.ones(1024, 1024, dtype=torch.bfloat16, device="npu") for _ in range(2))
-    with observe.estimate() as product:
+    with tracing.estimate() as product:
         a @ b
-    with observe.estimate() as sum_:
+    with tracing.estimate() as sum_:
         a + b
     assert product.seconds[0] == pytest.approx(chip.launch + 2 * 1024**3 / chip.cube_flops, rel=0.01)
     assert sum_.seconds[0] == pytest.approx(chip.launch + 3 * 1024 * 1024 * 2 / chip.bandwidth, rel=0.01)
@@ -82,7 +82,7 @@ def test_streams_overlap_in_the_model_as_events_allow():
     side, main_ = torch.npu.Stream(), torch.npu.current_stream()
 
     def both(ordered):
-        with observe.estimate() as result:
+        with tracing.estimate() as result:
             a @ a
             if ordered:
                 side.wait_stream(main_)
@@ -90,7 +90,7 @@ def test_streams_overlap_in_the_model_as_events_allow():
                 a @ a
         return result.seconds[0]
 
-    with observe.estimate() as one:
+    with tracing.estimate() as one:
         a @ a
     assert both(ordered=False) == pytest.approx(one.seconds[0], rel=0.01)
     assert both(ordered=True) == pytest.approx(2 * one.seconds[0], rel=0.01)
@@ -130,7 +130,7 @@ torch.npu.synchronize()
     path = tmp_path / "trace.json"
     done = run("run", "--trace", str(path), "--", sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
-    told = {event["name"]: event["args"] for event in observe.events(path) if event["cat"] == "operator"}
+    told = {event["name"]: event["args"] for event in tracing.events(path) if event["cat"] == "operator"}
     row = 2 * 64 * 2  # bytes of a token's keys
     assert told["aclnnScatterPaKvCache"]["bytes"] == 2 * 2 * 3 * row + 3 * 4
     (attention,) = [arguments for name, arguments in told.items() if "FusedInferAttention" in name]

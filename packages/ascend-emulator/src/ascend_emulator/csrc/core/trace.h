@@ -3,9 +3,9 @@
 // The model: an operator takes the longest of its floating-point operations over the throughput of its cores, its bytes over the memory's bandwidth and its
 // bytes over the link's, and a launch besides. Streams go on side by side; an event carries the time of its record to whoever waits for it. The
 // host is taken to be quick enough. The figures of a chip, with their sources, are in chips.toml. It is an estimate.
-#ifndef ASCEND_EMULATOR_CORE_OBSERVE_H
-#define ASCEND_EMULATOR_CORE_OBSERVE_H
-#include "account.h"
+#ifndef ASCEND_EMULATOR_CORE_TRACE_H
+#define ASCEND_EMULATOR_CORE_TRACE_H
+#include "cost.h"
 #include "stream.h"
 
 namespace emu {
@@ -22,8 +22,8 @@ class Observation {
   const bool on_;
   Stream& stream_;
   const Task& task_;
-  account::Sheet sheet_;
-  account::Open open_;
+  cost::Sheet sheet_;
+  cost::Open open_;
   Clock::time_point start_;
 };
 
@@ -45,4 +45,4 @@ void flush_trace();
 
 }  // namespace emu
 
-#endif  // ASCEND_EMULATOR_CORE_OBSERVE_H
+#endif  // ASCEND_EMULATOR_CORE_TRACE_H

@@ -1,13 +1,13 @@
 // What an operator moves and computes, where the sizes of its arguments do not say: it touches a part of a cache, or multiplies matrices
-// inside. Operators tell while they compute; Observation (observe.h) adds it to their Work.
-#ifndef ASCEND_EMULATOR_CORE_ACCOUNT_H
-#define ASCEND_EMULATOR_CORE_ACCOUNT_H
+// inside. Operators tell while they compute; Observation (trace.h) adds it to their Work.
+#ifndef ASCEND_EMULATOR_CORE_COST_H
+#define ASCEND_EMULATOR_CORE_COST_H
 #include <ATen/core/Tensor.h>
 
 #include <mutex>
 #include <vector>
 
-namespace emu::account {
+namespace emu::cost {
 
 struct Sheet {  // of one run of an operator
   std::mutex mutex;
@@ -34,6 +34,6 @@ inline void touches(const at::Tensor& argument, const at::Tensor& part) { touche
 // Operations on elements of `item` bytes.
 void operates(double flops, int item);
 
-}  // namespace emu::account
+}  // namespace emu::cost
 
-#endif  // ASCEND_EMULATOR_CORE_ACCOUNT_H
+#endif  // ASCEND_EMULATOR_CORE_COST_H
