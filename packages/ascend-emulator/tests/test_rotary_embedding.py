@@ -1,9 +1,8 @@
-"""Fused pieces of a transformer layer, against their definitions in float64."""
+"""Rotary embeddings, against their definitions in float64."""
 
 import pytest
 import torch
 import torch_npu
-from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -11,20 +10,6 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 def close(actual, expected, ulps=3):
     bound = ulps * torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("shape", "dim"), [((7, 64), -1), ((3, 5, 128), -1), ((2, 6, 10), 1), ((8, 3), 0), ((0, 16), -1)])
-def test_swiglu(shape, dim, dtype):
-    x = torch.randn(shape).to(dtype)
-    gate, up = x.double().chunk(2, dim)
-    close(torch_npu.npu_swiglu(x.npu(), dim=dim), F.silu(gate) * up)
-
-
-def test_swiglu_of_strided_rows():
-    x = torch.randn(5, 3, 32)
-    gate, up = x[:, 1].double().chunk(2, -1)
-    close(torch_npu.npu_swiglu(x.npu()[:, 1]), F.silu(gate) * up)
 
 
 def rotated(x, interleaved):
