@@ -10,18 +10,21 @@ import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
+
+from ascend_emulator import limits
 
 CORE = "ascend_emulator"
 CANN_VERSION = "9.1.0"  # the interface that torch_npu 2.13 was released against; aclsysGetVersionStr answers the same
@@ -42,8 +45,6 @@ SONAMES = (
 )
 FLAGS = (
     "-std=c++20",
-    "-O2",
-    "-ftree-vectorize",
     "-fno-math-errno",
     "-fopenmp",
     "-fPIC",
@@ -52,6 +53,10 @@ FLAGS = (
     "-Wno-unused-function",
     f'-DCANN_VERSION="{CANN_VERSION}"',
 )
+# Most operators are calls of ATen, which better optimization makes no faster; these have loops of their own.
+LOOPS = ("ops/matmul", "ops/normalization", "ops/transformer")
+UNIT_BYTES = 60_000  # of source in one translation unit: ATen's headers are most of the work, and are read once for each
+COMPILER_BYTES = 900 << 20  # of memory that a compiler takes
 OPERATORS = ("aclnn", "Atb")  # how the names begin that stand for two functions, one of which asks for a workspace
 SOURCES = Path(__file__).parent / "csrc"
 # ASCEND_EMULATOR_SANITIZE: compiled with these sanitizers of the compiler, which `ascend-emulator run` then loads first. Neither
@@ -161,14 +166,25 @@ def _digest(*parts: str | bytes) -> str:
     return hasher.hexdigest()[:16]
 
 
-def _sources() -> list[Path]:
-    return sorted(SOURCES.rglob("*.cpp"))
+def units(directory: Path = SOURCES) -> dict[str, list[Path]]:
+    """The translation units: name to the source files that are compiled as one, those of a folder in parts of about UNIT_BYTES."""
+    folders: dict[str, list[Path]] = {}
+    for path in sorted(directory.rglob("*.cpp")):
+        folders.setdefault(path.parent.relative_to(directory).as_posix(), []).append(path)
+    found = {}
+    for folder, paths in folders.items():
+        sizes = [path.stat().st_size for path in paths]
+        parts = math.ceil(sum(sizes) / UNIT_BYTES)
+        for path, size, before in zip(paths, sizes, accumulate(sizes, initial=0), strict=False):
+            part = int((before + size / 2) * parts / sum(sizes)) + 1
+            found.setdefault(folder if parts == 1 else f"{folder} {part}", []).append(path)
+    return found
 
 
-def _with_headers(source: Path) -> list[Path]:
-    """The file and, in turn, the headers of ours that it includes; they are named from its directory or from SOURCES."""
-    found: dict[Path, None] = {source: None}
-    for path in (queue := [source]):
+def _with_headers(sources: list[Path]) -> list[Path]:
+    """The files and, in turn, the headers of ours that they include; they are named from their directory or from SOURCES."""
+    found: dict[Path, None] = dict.fromkeys(sources)
+    for path in (queue := [*sources]):
         for name in re.findall(r'^\s*#include "(.+?)"', path.read_text(), re.MULTILINE):
             header = next((place for place in ((path.parent / name).resolve(), SOURCES / name) if place.exists()), None)
             if header and header not in found:
@@ -212,8 +228,8 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _run(what: str, command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(what: str, command: list[str], text: str = "") -> None:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         first = next(
@@ -247,50 +263,40 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     return target
 
 
-@contextmanager
-def _precompiled(common: list[str], objects: Path, enough: bool) -> Iterator[list[str]]:
-    """Arguments that take in ATen's headers, compiled once for all files, as they are most of the work; 400 MB, so gone after."""
-    if not enough or "clang" in Path(common[0]).name:
-        yield []
-        return
-    with tempfile.TemporaryDirectory(dir=objects) as directory:
-        prefix = Path(directory) / "prefix.h"
-        prefix.write_text(f'#include "{SOURCES / "core" / "op.h"}"\n')
-        _run("compiling ATen's headers", [*common, "-x", "c++-header", "-o", f"{prefix}.gch", str(prefix)])
-        yield ["-include", str(prefix)]
-
-
 def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[str], None]) -> None:
     torch = torch_dir()
     objects = cache_root() / "objects"
     for directory in (target, objects):
         directory.mkdir(parents=True, exist_ok=True)
-    includes = [f"-I{SOURCES}", f"-isystem{torch / 'include'}", f"-isystem{torch / 'include/torch/csrc/api/include'}"]
     stubs = target / "stubs.cpp"
     stubs.write_text(_stubs(wheel_names()))
-    common = [
-        compiler,
-        *_flags(),
-        *includes,
-        f"-ffile-prefix-map={SOURCES}/=",
-    ]  # so that messages name the file within the project
-    # A header of ours counts for the files that include it alone.
-    contents = {source: [path.read_bytes() for path in _with_headers(source)] for source in [*_sources(), stubs]}
-    sources = {source: objects / f"{_digest(*base, *parts)}.o" for source, parts in contents.items()}
-    missing = sorted((source for source in sources if not sources[source].exists()), key=lambda path: -path.stat().st_size)
-    with _precompiled(common, objects, enough=len(missing) > 2) as prefix:
+    sources = {"stubs": [stubs], **units()}
+    # A header of ours counts for the units that include it alone.
+    contents = {name: [path.read_bytes() for path in _with_headers(paths)] for name, paths in sources.items()}
+    built = {name: objects / f"{_digest(*base, name, *parts)}.o" for name, parts in contents.items()}
 
-        def compile_one(source: Path) -> None:
-            partial = sources[source].with_suffix(f".{os.getpid()}")
-            _run(f"compiling {source.name}", [*common, *prefix, "-c", "-o", str(partial), str(source)])
-            if [path.read_bytes() for path in _with_headers(source)] != contents[source]:
-                partial.unlink()
-                raise BuildError(f"ascend-emulator: {source.name} or a header changed while it was compiled; start again")
-            partial.rename(sources[source])
-            say(f"ascend-emulator:   {source.relative_to(SOURCES) if source != stubs else source.name}")
+    def compile_one(name: str) -> None:
+        text = "".join(f'#include "{path}"\n' for path in sources[name])
+        partial = built[name].with_suffix(f".{os.getpid()}")
+        command = [
+            compiler,
+            *_flags(),
+            "-O2" if name.startswith(LOOPS) else "-O1",
+            f"-I{SOURCES}",
+            f"-isystem{torch / 'include'}",
+            f"-ffile-prefix-map={SOURCES}/=",  # so that messages name the file within the project
+            *("-x", "c++", "-c", "-o", str(partial), "-"),
+        ]
+        _run(f"compiling {name}", command, text)
+        if [path.read_bytes() for path in _with_headers(sources[name])] != contents[name]:
+            partial.unlink()
+            raise BuildError(f"ascend-emulator: a file of {name} changed while it was compiled; start again")
+        partial.rename(built[name])
+        say(f"ascend-emulator:   {name}")
 
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            list(pool.map(compile_one, missing))
+    missing = sorted((name for name in sources if not built[name].exists()), key=lambda name: -sum(map(len, contents[name])))
+    with ThreadPoolExecutor(max_workers=max(1, min(limits.cpus(), limits.memory() // COMPILER_BYTES))) as pool:
+        list(pool.map(compile_one, missing))
     core = target / f"lib{CORE}.so"
     # No run path: torch's own libraries are in the process before these are (activate), whichever environment they came from.
     _run(
@@ -302,7 +308,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
             f"-Wl,-soname,{core.name}",
             "-o",
             str(core),
-            *map(str, sources.values()),
+            *map(str, built.values()),
             f"-L{torch / 'lib'}",
             "-ltorch_cpu",
             "-lc10",

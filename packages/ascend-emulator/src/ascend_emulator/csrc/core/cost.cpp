@@ -1,6 +1,7 @@
 #include "cost.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace emu::cost {
 namespace {
@@ -14,13 +15,12 @@ Sheet* current() { return sheet; }
 Open::Open(Sheet* mine) : before_(std::exchange(sheet, mine)) {}
 Open::~Open() { sheet = before_; }
 
-void touches(const at::Tensor& argument, double bytes) {
+void touches(const void* argument, size_t size, double bytes) {
   if (!sheet) return;
   std::lock_guard lock(sheet->mutex);
-  const void* const place = argument.const_data_ptr();
-  if (std::find(sheet->parts.begin(), sheet->parts.end(), place) == sheet->parts.end()) {
-    sheet->parts.push_back(place);
-    sheet->bytes -= static_cast<double>(argument.nbytes());
+  if (std::find(sheet->parts.begin(), sheet->parts.end(), argument) == sheet->parts.end()) {
+    sheet->parts.push_back(argument);
+    sheet->bytes -= static_cast<double>(size);
   }
   sheet->bytes += bytes;
 }

@@ -2,8 +2,7 @@
 // inside. Operators tell while they compute; Observation (trace.h) adds it to their Work.
 #ifndef ASCEND_EMULATOR_CORE_COST_H
 #define ASCEND_EMULATOR_CORE_COST_H
-#include <ATen/core/Tensor.h>
-
+#include <cstddef>
 #include <mutex>
 #include <vector>
 
@@ -28,9 +27,8 @@ class Open {
   Sheet* before_;
 };
 
-// Of an argument, the operator touches so many bytes, not all; several calls add up.
-void touches(const at::Tensor& argument, double bytes);
-inline void touches(const at::Tensor& argument, const at::Tensor& part) { touches(argument, static_cast<double>(part.nbytes())); }
+// Of an argument of `size` bytes, the operator touches so many, not all; several calls add up.
+void touches(const void* argument, size_t size, double bytes);
 // Operations on elements of `item` bytes.
 void operates(double flops, int item);
 

@@ -58,6 +58,14 @@ bool removed(const char* name) {
   return !none && removals().count(name);
 }
 
+int intercepted(const char* name, c10::function_ref<void()> body) noexcept {
+  if (removed(name)) return refuse(name);
+  return guarded(name, [&] {
+    if (fault::armed()) [[unlikely]] fault::at(name);
+    body();
+  });
+}
+
 bool registered(const char* name) { return entries().count(name) != 0; }
 
 }  // namespace emu

@@ -32,14 +32,7 @@ bool removed(const char* name);
 bool registered(const char* name);
 
 // Runs the body of an entry point, unless it was taken out or is to fail.
-template <class Body>
-int intercepted(const char* name, Body&& body) noexcept {
-  if (removed(name)) return refuse(name);
-  return guarded(name, [&] {
-    if (fault::armed()) [[unlikely]] fault::at(name);
-    body();
-  });
-}
+int intercepted(const char* name, c10::function_ref<void()> body) noexcept;
 
 }  // namespace emu
 

@@ -17,6 +17,46 @@ int fail(Status status, const std::string& message) {
   return status;
 }
 
+std::string joined(std::initializer_list<Printable> parts) {
+  std::ostringstream out;
+  for (const auto& part : parts) out << part;
+  return out.str();
+}
+
+std::string listed(const std::vector<Printable>& values) {
+  std::ostringstream out;
+  const char* separator = "";
+  for (const auto& value : values) {
+    out << separator << value;
+    separator = ", ";
+  }
+  return out.str();
+}
+
+std::string hex(uint64_t value) {
+  char digits[17];
+  std::snprintf(digits, sizeof digits, "%llx", static_cast<unsigned long long>(value));
+  return digits;
+}
+
+void raise(Status status, std::initializer_list<Printable> parts) { throw Error(status, joined(parts)); }
+
+Error error_of(const std::exception& e) {
+  if (const auto* own = dynamic_cast<const Error*>(&e)) return *own;
+  const std::string what = e.what();
+  return {kOpFailed, what.substr(0, what.find("\nException raised from"))};
+}
+
+int guarded(const char* name, c10::function_ref<void()> body) noexcept {
+  try {
+    body();
+    return kOk;
+  } catch (const std::exception& e) {
+    const auto error = error_of(e);
+    return fail(error.status, text(name, ": ", error.what()));
+  }
+}
+
 namespace {
 bool of_atb(const char* name) { return std::strncmp(name, "Atb", 3) == 0; }
 }  // namespace

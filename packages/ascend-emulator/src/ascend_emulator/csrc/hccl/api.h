@@ -9,6 +9,9 @@ namespace emu::hccl {
 // The communicator of a handle; throws if there is none.
 std::shared_ptr<Communicator> communicator(void* handle);
 
+// The communicator that HcclGetCommName gives this name, on the current NPU.
+std::shared_ptr<Communicator> named(const char* argument, const std::string& name);
+
 // HCCL's own result for what an entry point threw.
 inline int result_of(int status) {
   switch (status) {

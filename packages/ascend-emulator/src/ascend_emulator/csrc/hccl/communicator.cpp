@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unistd.h>
 
 #include <cstring>
@@ -81,6 +82,8 @@ void Communicator::stop(Code result, const std::string& text) {
   message_ = text;
   error_ = result;
 }
+
+c10::intrusive_ptr<c10d::Store> Communicator::store() const { return store_; }
 
 std::string Communicator::message() {
   std::lock_guard lock(message_mutex_);

@@ -1,7 +1,7 @@
 // A communicator: a rank's connections to the others, its state, and how an operation runs on them.
 #ifndef ASCEND_EMULATOR_HCCL_COMMUNICATOR_H
 #define ASCEND_EMULATOR_HCCL_COMMUNICATOR_H
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <c10/util/intrusive_ptr.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -9,6 +9,10 @@
 #include <mutex>
 
 #include "transport.h"
+
+namespace c10d {
+class Store;
+}
 
 namespace emu::hccl {
 
@@ -54,7 +58,7 @@ class Communicator {
 
   const std::string name;
   const int rank, ranks, device;
-  c10::intrusive_ptr<c10d::Store> store() const { return store_; }
+  c10::intrusive_ptr<c10d::Store> store() const;
 
  private:
   void connect();

@@ -8,12 +8,10 @@
 #include <cstring>
 #include <map>
 #include <random>
-#include <regex>
 #include <thread>
 
 #include "core/device.h"
 #include "api.h"
-#include "fused.h"
 #include "ranktable.h"
 
 using namespace emu;
@@ -70,12 +68,37 @@ int config_timeout(const Config* config) {
   return set ? config->exec_timeout : exec_timeout();
 }
 
+bool is_word(std::string_view text, const char* besides = "") {
+  return !text.empty() && std::all_of(text.begin(), text.end(), [&](unsigned char c) { return std::isalnum(c) || c == '_' || std::strchr(besides, c); });
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts(1);
+  for (const char c : text) {
+    if (c == separator) parts.emplace_back();
+    else parts.back() += c;
+  }
+  return parts;
+}
+
+// Operations with "/" between them; each is levels with ";" between them, behind "name=" or not.
+bool is_algorithm(const std::string& text) {
+  for (std::string levels : split(text, '/')) {
+    if (const auto equals = levels.find('='); equals != std::string::npos) {
+      if (!is_word(levels.substr(0, equals))) return false;
+      levels = levels.substr(equals + 1);
+    }
+    for (const auto& level : split(levels, ';'))
+      if (level.rfind("level", 0) != 0 || level.size() < 8 || !std::isdigit(static_cast<unsigned char>(level[5])) || level[6] != ':' || !is_word(level.substr(7), "-")) return false;
+  }
+  return true;
+}
+
 // "level0:NA;level1:ring", or such for operations: "allreduce=level0:NA;level1:ring/allgather=…" (HCCL_ALGO). The choice changes no result here.
 void check_algorithm(const Config* config) {
   if (!config || config->size < offsetof(Config, algorithm) + sizeof config->algorithm) return;
   const std::string chosen(config->algorithm, strnlen(config->algorithm, sizeof config->algorithm));
-  static const std::regex form("(\\w+=)?level\\d:[\\w-]+(;level\\d:[\\w-]+)*(/(\\w+=)?level\\d:[\\w-]+(;level\\d:[\\w-]+)*)*");
-  if (!chosen.empty() && (chosen.size() > 400 || !std::regex_match(chosen, form))) {
+  if (!chosen.empty() && (chosen.size() > 400 || !is_algorithm(chosen))) {
     refuse_call(kParameter, "hcclAlgo is ", chosen.substr(0, 60), "; it has the form level0:NA;level1:ring, or operation=level0:NA;level1:ring/…");
   }
 }
@@ -138,7 +161,7 @@ HCCL_API(computed, HcclGetRootInfo, (char* root), {
   if (!root) refuse_call(kNullPointer, "rootInfo is null");
   static std::atomic<int> number{0};
   static const uint64_t process = std::random_device{}() * 0x100000001ull ^ static_cast<uint64_t>(getpid());
-  const auto line = text(kMark, " ", host_ip(), " ", root_store().getPort(), " ", std::hex, process, "_", std::dec, number++);
+  const auto line = text(kMark, " ", host_ip(), " ", root_store().getPort(), " ", hex(process), "_", number++);
   std::strcpy(root, line.c_str());
 })
 

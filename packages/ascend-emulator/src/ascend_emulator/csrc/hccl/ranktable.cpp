@@ -113,7 +113,7 @@ RankTable read_rank_table(const char* path) {
   for (const auto& [rank, address] : found) table.servers.push_back(address);
   uint64_t hash = 1469598103934665603ull;
   for (const unsigned char each : content) hash = (hash ^ each) * 1099511628211ull;
-  table.identity = emu::text(std::hex, hash);
+  table.identity = emu::hex(hash);
   return table;
 }
 

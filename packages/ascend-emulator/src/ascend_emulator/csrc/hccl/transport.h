@@ -34,7 +34,7 @@ class File {
 enum CallKind : uint8_t {
   kBarrier, kAllReduce, kAllGather, kAllGatherV, kReduceScatter, kReduceScatterV, kBroadcast, kReduce, kScatter, kAllToAll, kAllToAllV, kSend, kReceive,
   kFailed,
-  // Operators that compute and communicate (fused.h).
+  // Operators that compute and communicate (ops/mc2/mc2.h).
   kDispatch, kCombine, kMatmulAllReduce, kAllGatherMatmul, kMatmulReduceScatter, kDistributeBarrier, kAllToAllGrouped, kGroupedAllToAll, kAllToAllMatmul, kMatmulAllToAll
 };
 const char* kind_name(uint8_t kind);

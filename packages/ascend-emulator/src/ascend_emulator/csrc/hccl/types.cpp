@@ -1,8 +1,9 @@
 #include "types.h"
 
+#include <algorithm>
 #include <map>
 
-#include "core/checks.h"
+#include "core/device.h"
 
 namespace emu::hccl {
 namespace {

@@ -1,7 +1,7 @@
 // Half types computed in float32, as NPU kernels do: ATen's CPU kernels lack them for some operators, and round in between for others.
 #ifndef ASCEND_EMULATOR_OPS_WIDE_H
 #define ASCEND_EMULATOR_OPS_WIDE_H
-#include "core/op.h"
+#include "operator/op.h"
 
 namespace emu {
 

@@ -8,7 +8,6 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <regex>
 
 #include "core/registry.h"
 #include "core/stream.h"
@@ -24,8 +23,10 @@ ACL_API(keeps, aclInit, (const char* path), {
   if (!path) return;
   std::ifstream file(path);
   const std::string config{std::istreambuf_iterator<char>(file), {}};
-  std::smatch found;
-  if (std::regex_search(config, found, std::regex("\"default_device\"\\s*:\\s*\"(\\d+)\""))) set_default_device(std::stoi(found[1]));
+  const char* const key = "\"default_device\"";
+  int number = 0;
+  const auto place = config.find(key);
+  if (place != std::string::npos && std::sscanf(config.c_str() + place + std::strlen(key), " : \"%d\"", &number) == 1) set_default_device(number);
 })
 ACL_API(nothing("streams end and memory is released at the process's exit"), aclFinalize, (), {})
 ACL_API(answers, aclrtGetDeviceCount, (uint32_t* count), { *count = device_count(); })

@@ -30,7 +30,7 @@ struct Opened {
   arena::Import import;
   int times;
 };
-std::mutex mutex;
+std::mutex ipc_mutex;
 std::map<uint64_t, Opened> opened;  // by the key in the arena
 
 void synchronize_all(int npu) {
@@ -56,7 +56,7 @@ ACL_API(computed, aclrtIpcMemSetImportPid, (const char* key, const int32_t* proc
 ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uint64_t flags), {
   check(address != nullptr && flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0 or 1");
   const auto key = parse(text);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(ipc_mutex);
   auto found = opened.find(key.part);
   if (found == opened.end()) {
     const int npu = current_device();
@@ -72,7 +72,7 @@ ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uin
 // In the process that exported it, no other can import it afterwards; in one that imported it, its address is gone.
 ACL_API(computed, aclrtIpcMemClose, (const char* text), {
   const auto key = parse(text);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(ipc_mutex);
   const auto found = opened.find(key.part);
   if (found == opened.end()) {
     check(key.own(), kInvalidParam, "the key was not imported by this process");

@@ -19,7 +19,7 @@ struct Physical {
   std::optional<arena::Import> import;  // of another process
   int mapped = 0;
 };
-std::mutex mutex;
+std::mutex mapping_mutex;
 std::map<void*, std::unique_ptr<Physical>>& physical() {  // never destroyed: torch_npu frees memory during exit
   static auto* all = new std::map<void*, std::unique_ptr<Physical>>;
   return *all;
@@ -81,11 +81,11 @@ ACL_API(computed, aclrtMallocPhysical, (void** handle, size_t bytes, const Physi
   no_flags(flags);
   const bool on_npu = properties->location.type == kDevice;
   const uint64_t offset = allocate(bytes, *properties);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   *handle = keep({bytes, offset, on_npu ? static_cast<int>(properties->location.id) : kNoNpu, {}, {}});
 })
 ACL_API(computed, aclrtFreePhysical, (void* handle), {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   auto& memory = find(handle);
   check(memory.mapped == 0, kInvalidParam, "the physical memory is still mapped at ", memory.mapped, " addresses");
   if (memory.import) {
@@ -103,7 +103,7 @@ ACL_API(computed, aclrtFreePhysical, (void* handle), {
 
 ACL_API(computed, aclrtMapMem, (void* address, size_t bytes, size_t offset, void* handle, uint64_t flags), {
   no_flags(flags);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   auto& memory = find(handle);
   check(offset == 0 && bytes == memory.bytes, kInvalidParam, bytes, " bytes from offset ", offset, "; physical memory is mapped as a whole, which is ",
         memory.bytes, " bytes");
@@ -112,7 +112,7 @@ ACL_API(computed, aclrtMapMem, (void* address, size_t bytes, size_t offset, void
   ++memory.mapped;
 })
 ACL_API(computed, aclrtUnmapMem, (void* address), {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   virtual_memory::unmap(address);
   --mappings().at(address)->mapped;
   mappings().erase(address);
@@ -121,7 +121,7 @@ ACL_API(computed, aclrtUnmapMem, (void* address), {
 // Flag 1 lets every process import it; without, those of aclrtMemSetPidToShareableHandle may.
 ACL_API(computed, aclrtMemExportToShareableHandle, (void* handle, int32_t type, uint64_t flags, uint64_t* shareable), {
   check(type == 0 && flags <= 1, kInvalidParam, "handle type ", type, ", flags ", flags, "; allowed: 0, and 0 or 1");
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   auto& memory = find(handle);
   check(!memory.import && memory.npu != kNoNpu, kInvalidParam, "only an NPU's memory that this process allocated can be exported");
   if (!memory.shared) memory.shared = arena::publish(memory.offset, memory.bytes);
@@ -135,6 +135,6 @@ ACL_API(computed, aclrtMemSetPidToShareableHandle, (uint64_t shareable, const in
 ACL_API(computed, aclrtMemImportFromShareableHandle, (uint64_t shareable, int32_t id, void** handle), {
   device(id);
   const auto import = arena::open(shareable);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   *handle = keep({import.bytes, import.offset, id, {}, import});
 })

@@ -82,13 +82,13 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
       for (const auto& tensor : pack.in) {
         in.push_back(emu::transformer::view(tensor, true));
         made->tensors.push_back(in.back().value);
-        emu::check_dtypes(made->tensors, made->tensors.size() - 1, 0, inputs_, static_cast<int>(in.size()) - 1);
+        emu::check_dtypes(made->tensors, made->tensors.size() - 1, made->tensors.size(), 0, inputs_, static_cast<int>(in.size()) - 1);
       }
       for (const auto& tensor : pack.out) {
         out.push_back(emu::transformer::view(tensor, false));
         made->tensors.push_back(out.back().value);
       }
-      made->compute = [prepared = prepare_(in, out)] { auto fresh = prepared; fresh(); };
+      made->compute = prepare_(in, out);
       if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
       hold(made.release(), context->stream);
     } catch (const std::exception& e) {

@@ -11,7 +11,7 @@
 #include <mutex>
 #include <thread>
 
-#include "core/op.h"
+#include "operator/op.h"
 
 #define ATB_EXPORT __attribute__((visibility("default")))
 
@@ -58,14 +58,14 @@ struct Given {
   int32_t format;
 };
 using Arguments = std::vector<Given>;
-using Prepare = std::function<std::function<void()>(const Arguments& in, const Arguments& out)>;
+using Prepare = std::function<Computation(const Arguments& in, const Arguments& out)>;
 
 // Lengths, which callers hold in the memory of the host or of a device. What is on the host is read when the operator is called.
 struct Lengths {
   Tensor value;
   Ints operator()() const;  // in the computation
 };
-Tensor host_values(const aclTensor* tensor);  // a copy if it is the host's memory (core/tensor.cpp)
+Tensor host_values(const aclTensor* tensor);  // a copy if it is the host's memory (operator/tensor.cpp)
 
 }  // namespace emu::transformer
 
@@ -114,7 +114,7 @@ struct Arg<transformer::Lengths> {
 
 template <auto Body, class Name>
 struct AtbOperator;
-template <class... Params, std::function<void()> (*Body)(Params...), class Name>
+template <class... Params, Computation (*Body)(Params...), class Name>
 struct AtbOperator<Body, Name> {
   static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, atb::Operation** operation, atb::Context* context) {
     aclOpExecutor* executor = nullptr;
@@ -127,13 +127,13 @@ struct AtbOperator<Body, Name> {
 
 }  // namespace emu
 
-// One of the operators with C functions, written as CHECKED in core/op.h.
+// One of the operators with C functions, written as CHECKED in operator/op.h.
 #define ATB_OPERATOR(NAME, PARAMS, ...)                                                                      \
   namespace emu::ops {                                                                                       \
   struct name_##NAME {                                                                                       \
     static constexpr const char *text = #NAME, *parameters = #PARAMS;                                        \
   };                                                                                                         \
-  static std::function<void()> body_##NAME PARAMS __VA_ARGS__                                                \
+  static Computation body_##NAME PARAMS __VA_ARGS__                                                \
   static const Registration registration_##NAME{#NAME, computed, __FILE__};                                  \
   }                                                                                                          \
   extern "C" {                                                                                               \

@@ -35,7 +35,7 @@ struct Attention {
 
   // [blocks, block_size, groups, D] or [blocks, block_size, H], or fractal [blocks, H / c, block_size, c], as attention::pages() takes it.
   Tensor cache(const char* name, const Given& given) const;
-  std::function<void()> prepared();
+  Computation prepared();
 
  private:
   void checked();

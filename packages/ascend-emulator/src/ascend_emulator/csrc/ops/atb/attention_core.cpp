@@ -141,7 +141,7 @@ void Attention::run() const {
   }
 }
 
-std::function<void()> Attention::prepared() {
+Computation Attention::prepared() {
   checked();
   return [self = *this] { self.run(); };
 }

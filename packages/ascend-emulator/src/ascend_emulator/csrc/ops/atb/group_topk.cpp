@@ -35,7 +35,7 @@ void check_groups(const Tensor& x, int64_t groups, int64_t kept, int64_t summed)
 
 // Experts of all but the highest groups become zero, in place.
 Prepare group_topk(const atb::infer::GroupTopkParam& p) {
-  return [p](const Arguments& in, const Arguments& out) -> std::function<void()> {
+  return [p](const Arguments& in, const Arguments& out) -> Computation {
     const auto x = in[0].value, y = out.at(0).value;
     one_of<int>("the kind of group score", p.by_sum, {0, 1});
     const int64_t summed = p.by_sum ? p.summed : 1;

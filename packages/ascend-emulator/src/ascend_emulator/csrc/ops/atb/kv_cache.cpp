@@ -18,7 +18,7 @@ enum CacheConfig : int32_t { kBoth = 0, kKeyAlone = 1, kBothFractal = 2 };
 
 // Inputs: key, value, their caches, slots; or key, its cache, slots. The caches are the outputs too.
 Prepare reshape_and_cache(const atb::infer::ReshapeAndCacheParam& p) {
-  return [p](const Arguments& in, const Arguments& out) -> std::function<void()> {
+  return [p](const Arguments& in, const Arguments& out) -> Computation {
     check(p.compress_type == 0, kOpParam, "compress_type ", p.compress_type, " is not emulated");
     one_of<int32_t>("kv_cache_cfg", p.config, {kBoth, kKeyAlone, kBothFractal});
     const size_t caches = p.config == kKeyAlone ? 1 : 2;
@@ -57,12 +57,12 @@ ATB_OPERATOR(AtbPagedCacheLoad,
   rank("block_table", table, 2);
   check(!has_starts || starts, kOpParam, "seq_starts is missing");
   const auto ends = cumulative && lengths.size(0) == table.size(0) ? at::empty({lengths.size(0) + 1}, lengths.options()) : lengths;
-  const auto gather = gather_pages(key_cache, value_cache, table, ends, key, value, has_starts ? starts : std::nullopt, config == 0, cumulative);
+  const auto gather = std::make_shared<Computation>(gather_pages(key_cache, value_cache, table, ends, key, value, has_starts ? starts : std::nullopt, config == 0, cumulative));
   COMPUTE {
     if (!ends.is_same(lengths)) {
       ends.narrow(0, 0, 1).zero_();
       ends.narrow(0, 1, lengths.size(0)).copy_(lengths);
     }
-    gather();
+    (*gather)();
   };
 })

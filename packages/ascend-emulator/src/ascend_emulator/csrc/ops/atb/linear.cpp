@@ -18,7 +18,7 @@ using namespace emu::transformer;
 
 // C += x^T weight, in float32.
 Prepare linear(const atb::infer::LinearParam& p) {
-  return [p](const Arguments& in, const Arguments& out) -> std::function<void()> {
+  return [p](const Arguments& in, const Arguments& out) -> Computation {
     check(p.accumulates && !p.has_bias, kOpParam, "only a product that is added to its output is emulated");
     const auto turned = [](const Tensor& x, bool turn) { return turn ? x.t() : x; };
     rank("x", in[0].value, 2);

@@ -27,7 +27,7 @@ void store_bytes(const Tensor& values, Tensor out) { out.copy_(values.round().cl
 constexpr int32_t kQuantPerChannel = 17;
 
 Prepare elementwise(const atb::infer::ElewiseParam& p) {
-  return [p](const Arguments& in, const Arguments& out) -> std::function<void()> {
+  return [p](const Arguments& in, const Arguments& out) -> Computation {
     one_of<int32_t>("the elementwise operation (17 quantizes)", p.type, {kQuantPerChannel});
     const auto x = in[0].value, scale = in[1].value, offset = in[2].value, y = out.at(0).value;
     one_of("x", x, kHalves);
@@ -48,7 +48,7 @@ Prepare elementwise(const atb::infer::ElewiseParam& p) {
 }
 
 Prepare rms_norm(const atb::infer::RmsNormParam& p) {
-  return [p](const Arguments& in, const Arguments& out) -> std::function<void()> {
+  return [p](const Arguments& in, const Arguments& out) -> Computation {
     one_of<int32_t>("the kind of norm", p.layer_type, {1});
     one_of<int32_t>("the kind of quantization (2 int8)", p.quant_type, {2});
     const auto x = in[0].value, gamma = in[1].value, beta = in[2].value, scale = in[3].value, offset = in[4].value, y = out.at(0).value;

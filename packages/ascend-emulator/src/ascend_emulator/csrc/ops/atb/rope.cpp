@@ -17,7 +17,7 @@ using namespace emu::transformer;
 
 // query and key [tokens, heads * D] in any number of dimensions, cos and sin [tokens, D]; a coefficient of 2 turns halves, one of D neighbours.
 Prepare rope(const atb::infer::RopeParam& p) {
-  return [p](const Arguments& in, const Arguments& out) -> std::function<void()> {
+  return [p](const Arguments& in, const Arguments& out) -> Computation {
     const auto cos = in[2].value, sin = in[3].value;
     rank("cos", cos, 2);
     shape("sin", sin, cos.sizes());

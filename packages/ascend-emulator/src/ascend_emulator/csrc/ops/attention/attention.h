@@ -2,7 +2,7 @@
 #ifndef ASCEND_EMULATOR_OPS_ATTENTION_ATTENTION_H
 #define ASCEND_EMULATOR_OPS_ATTENTION_ATTENTION_H
 #include "core/cost.h"
-#include "core/op.h"
+#include "operator/op.h"
 
 namespace emu::attention {
 

@@ -1,13 +1,13 @@
 // Joining parts of an attention, and the products around it. Rules: torch_npu's documentation of npu_attention_update,
 // npu_ring_attention_update and npu_transpose_batchmatmul (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call sites.
-#include "core/op.h"
+#include "operator/op.h"
 
 namespace {
 
 using namespace emu;
 
 // A part that saw no keys says so by a log-sum-exp of infinity, as the fused attention gives it.
-std::function<void()> attention_update(const Tensors& lse, const Tensors& parts, int64_t type, Tensor out, const Opt<Tensor>& lse_out) {
+Computation attention_update(const Tensors& lse, const Tensors& parts, int64_t type, Tensor out, const Opt<Tensor>& lse_out) {
   check(!lse.empty() && lse.size() == parts.size(), kOpParam, "lists of ", lse.size(), " lse and ", parts.size(), " local_out; they must be as long");
   one_of<int64_t>("update_type", type, {0, 1});
   for (size_t i = 0; i < lse.size(); ++i) {
@@ -30,7 +30,7 @@ std::function<void()> attention_update(const Tensors& lse, const Tensors& parts,
   };
 }
 
-std::function<void()> transpose_batch_matmul(const Tensor& x, const Tensor& weight, const Opt<Tensor>& bias, const Opt<Tensor>& scale, const Ints& perm_x, const Ints& perm_weight,
+Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const Opt<Tensor>& bias, const Opt<Tensor>& scale, const Ints& perm_x, const Ints& perm_weight,
                                              const Ints& perm_y, int64_t split, Tensor out) {
   rank("input", x, 3);
   rank("weight", weight, 3);

@@ -219,12 +219,12 @@ struct Flash {
   }
 };
 
-std::function<void()> forward(Flash flash, const Tensor& out) {
+Computation forward(Flash flash, const Tensor& out) {
   flash.checked();
   return [flash = std::move(flash), out] { flash.forward(out); };
 }
 
-std::function<void()> backward(Flash flash, const Opt<Tensor>& out, const Tensor& grad, Flash::Gradients to) {
+Computation backward(Flash flash, const Opt<Tensor>& out, const Tensor& grad, Flash::Gradients to) {
   flash.checked();
   check(flash.most.defined() && flash.sum.defined() && out, kOpParam, "softmax_max, softmax_sum and attention_in of the forward pass are needed");
   same_dtype("dy", grad, "query", flash.query);

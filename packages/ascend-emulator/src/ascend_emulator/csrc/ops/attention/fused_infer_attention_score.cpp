@@ -334,7 +334,7 @@ Antiquant antiquant(const Opt<Tensor>& own_scale, const Opt<Tensor>& own_offset,
   return {scale->select(0, part), offset ? offset->select(0, part) : Tensor(), mode};
 }
 
-std::function<void()> computation(Fused fused) {
+Computation computation(Fused fused) {
   fused.checked();
   return [fused = std::move(fused)]() mutable { fused.run(); };
 }

@@ -36,7 +36,7 @@ void check_cache(const char* name, const Tensor& cache, const char* rows_name, c
   }
 }
 
-std::function<void()> gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative) {
+Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative) {
   one_of("block_tables", tables, kIndices);
   rank("block_tables", tables, 2);
   same_dtype("seq_lens", lengths, "block_tables", tables);

@@ -2,7 +2,7 @@
 #ifndef ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
 #define ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
 #include "core/cost.h"
-#include "core/op.h"
+#include "operator/op.h"
 
 namespace emu {
 
@@ -41,7 +41,7 @@ void check_cache(const char* name, const Tensor& cache, const char* rows_name, c
 
 // The tokens of each request, from block seq_offset / block_size of its row of the table on, one request after the other. What a table does
 // not name, or names wrongly, is read as zeros.
-std::function<void()> gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative);
+Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative);
 
 }  // namespace emu
 

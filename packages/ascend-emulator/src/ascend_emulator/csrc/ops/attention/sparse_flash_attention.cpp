@@ -164,7 +164,7 @@ struct SparseAttention {
 };
 
 template <class Operator>
-std::function<void()> run(Operator op) {
+Computation run(Operator op) {
   op.checked();
   return [op = std::move(op)]() mutable { op.run(); };
 }

@@ -1,7 +1,7 @@
 // Pointwise operators of two tensors, or of a tensor and a scalar.
 #include <ATen/ScalarOps.h>
 
-#include "core/shapes.h"
+#include "operator/shapes.h"
 #include "ops/wide.h"
 
 namespace {

@@ -1,5 +1,5 @@
 // Operators that reduce or scan over dimensions.
-#include "core/shapes.h"
+#include "operator/shapes.h"
 #include "ops/wide.h"
 
 namespace {

@@ -1,5 +1,5 @@
 // Pointwise operators of one tensor.
-#include "core/shapes.h"
+#include "operator/shapes.h"
 #include "ops/wide.h"
 
 #define UNARY(NAME, FUNCTION) SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self); })

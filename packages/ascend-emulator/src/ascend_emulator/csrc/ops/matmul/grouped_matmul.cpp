@@ -130,7 +130,7 @@ struct Grouped {
   }
 };
 
-std::function<void()> grouped_matmul(const Grouped& call, const Lists& offset) {
+Computation grouped_matmul(const Grouped& call, const Lists& offset) {
   call.check_arguments();
   check(empty(offset) || call.words(), kOpParam, "offset is given; only None is allowed");
   return [=] { call.run(); };
@@ -156,7 +156,7 @@ CHECKED(aclnnGroupedMatmul, (Tensors x, Tensors weight, Lists bias, Lists scale,
 namespace {
 
 // The rows of experts, weighed by logit and summed into the rows that row_index names, over the share of the tokens' common expert.
-std::function<void()> finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& scale, const Opt<Tensor>& bias, const Opt<Tensor>& pertoken, const Tensor& list,
+Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& scale, const Opt<Tensor>& bias, const Opt<Tensor>& pertoken, const Tensor& list,
                                const Opt<Tensor>& shared, const Opt<Tensor>& logit, const Opt<Tensor>& row_index, float shared_weight, int64_t shared_offset, int64_t list_kind, const Tensor& out) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   one_of("x", x, {at::kChar});
@@ -199,7 +199,7 @@ FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNzV2)
 
 namespace {
 
-std::function<void()> swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale, const Opt<Tensor>& assist, const Tensor& x_scale, const Tensor& list, int64_t list_kind,
+Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale, const Opt<Tensor>& assist, const Tensor& x_scale, const Tensor& list, int64_t list_kind,
                                    const Tensor& out, const Tensor& out_scale) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   one_of("x", x, {at::kChar});

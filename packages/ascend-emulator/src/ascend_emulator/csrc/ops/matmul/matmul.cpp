@@ -1,5 +1,5 @@
 // Matrix products. The last parameter, cubeMathType, allows the cube unit lower precision than the inputs'; computing in full is within it.
-#include "core/shapes.h"
+#include "operator/shapes.h"
 #include "skinny_matmul.h"
 
 SHAPED(aclnnMm, (Tensor self, Tensor other, Tensor out, int8_t), SHAPE(out, PRODUCT(self, other, 2, 2)), {

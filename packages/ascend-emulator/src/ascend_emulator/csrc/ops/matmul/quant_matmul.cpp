@@ -84,7 +84,7 @@ struct Quantized {
   }
 };
 
-std::function<void()> quant_matmul(const Quantized& product, const Opt<Tensor>& y_scale, bool t1, bool t2) {
+Computation quant_matmul(const Quantized& product, const Opt<Tensor>& y_scale, bool t1, bool t2) {
   check(absent(y_scale), kOpParam, "y_scale is for float8, on Ascend950; None is allowed");
   check(!t1 && !t2, kOpParam, "transposing flags are not emulated; torch_npu passes transposed views");
   product.check_arguments();
@@ -103,7 +103,7 @@ QUANT_MATMUL(aclnnQuantMatmulWeightNz)
 
 namespace {
 
-std::function<void()> weight_quant(const Tensor& x, const Tensor& weight, const Tensor& scale, const Opt<Tensor>& offset, const Opt<Tensor>& quant_scale, const Opt<Tensor>& quant_offset,
+Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& scale, const Opt<Tensor>& offset, const Opt<Tensor>& quant_scale, const Opt<Tensor>& quant_offset,
                                    const Opt<Tensor>& bias, int group, const Tensor& out) {
   one_of("x", x, kHalves);
   one_of("weight", weight, {at::kChar, at::kInt});

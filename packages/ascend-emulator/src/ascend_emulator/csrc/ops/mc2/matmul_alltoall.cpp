@@ -128,7 +128,7 @@ struct Grouped {
   }
 };
 
-std::function<void()> exchange_first(const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode, bool wanted,
+Computation exchange_first(const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode, bool wanted,
                                      const Opt<Tensor>& permuted) {
   const auto on = one.check_arguments(send_tensor, receive_tensor, comm_mode, true);
   check(!wanted || permuted, kOpParam, "permute_out is None; with permute_out_flag it is needed");
@@ -140,7 +140,7 @@ std::function<void()> exchange_first(const Grouped& one, const Opt<Tensor>& send
   };
 }
 
-std::function<void()> exchange_last(const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode) {
+Computation exchange_last(const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode) {
   const auto on = one.check_arguments(send_tensor, receive_tensor, comm_mode, false);
   return [=] {
     const auto rows = one.products(one.x, one.send).index_select(0, one.order(one.send, false));
@@ -211,7 +211,7 @@ Tensor transposed(hccl::Communicator& on, hccl::CallKind kind, const Tensor& par
   return result;
 }
 
-std::function<void()> all_to_all_first(const Dense& one, bool t1, bool t2, const Tensor& out, const Opt<Tensor>& permuted) {
+Computation all_to_all_first(const Dense& one, bool t1, bool t2, const Tensor& out, const Opt<Tensor>& permuted) {
   const auto on = one.check_arguments({-2, -1}, t1, t2);
   const int64_t ranks = on->ranks, rows = one.x1.size(0), hidden = one.x1.size(1);
   multiple("the rows of x1", rows, ranks);
@@ -224,7 +224,7 @@ std::function<void()> all_to_all_first(const Dense& one, bool t1, bool t2, const
   };
 }
 
-std::function<void()> all_to_all_last(const Dense& one, bool t1, bool t2, const Tensor& out) {
+Computation all_to_all_last(const Dense& one, bool t1, bool t2, const Tensor& out) {
   const auto on = one.check_arguments({-1, -2}, t1, t2);
   const int64_t ranks = on->ranks, rows = one.x1.size(0), columns = one.x2.size(1);
   multiple("the columns of x2", columns, ranks);

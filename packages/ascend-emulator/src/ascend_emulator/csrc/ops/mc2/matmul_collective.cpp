@@ -92,7 +92,7 @@ void check_common(const Text& reduce_op, int64_t comm_turn, const Text& comm_mod
   one_of("comm_mode", comm_mode, {Text("ai_cpu"), Text("aiv")});
 }
 
-std::function<void()> all_reduce(const Product& product, const Opt<Tensor>& x3, const Text& hcom, const Text& reduce_op, int64_t comm_turn, const Text& comm_mode,
+Computation all_reduce(const Product& product, const Opt<Tensor>& x3, const Text& hcom, const Text& reduce_op, int64_t comm_turn, const Text& comm_mode,
                                  const Tensor& out) {
   chips({"Ascend910B", "Ascend950"});
   check_common(reduce_op, comm_turn, comm_mode);
@@ -183,7 +183,7 @@ void check_zero(const Opt<Tensor>& bias) {
   check(absent(bias) || !at::any(*bias != 0).item<bool>(), kOpParam, "bias has values other than 0, which are not supported");
 }
 
-std::function<void()> gather_product(const Product& product, const Opt<Tensor>& x1_scale, const Text& hcom, int64_t gather_index, int64_t comm_turn, const Text& comm_mode,
+Computation gather_product(const Product& product, const Opt<Tensor>& x1_scale, const Text& hcom, int64_t gather_index, int64_t comm_turn, const Text& comm_mode,
                                      const Tensor& out, const Tensor& all) {
   check_common("sum", comm_turn, comm_mode);
   one_of("gather_index", gather_index, {int64_t{0}});
@@ -210,7 +210,7 @@ std::function<void()> gather_product(const Product& product, const Opt<Tensor>& 
   };
 }
 
-std::function<void()> product_scatter(const Product& product, const Text& hcom, const Text& reduce_op, int64_t comm_turn, const Text& comm_mode, const Tensor& out) {
+Computation product_scatter(const Product& product, const Text& hcom, const Text& reduce_op, int64_t comm_turn, const Text& comm_mode, const Tensor& out) {
   check_common(reduce_op, comm_turn, comm_mode);
   const auto on = sharded(product, hcom, out);
   multiple("m", product.x1.size(0), on->ranks);

@@ -2,7 +2,7 @@
 // npu_moe_distribute_combine[_v2] (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's test_moe_distribute_*.py.
 #ifndef ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H
 #define ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H
-#include "hccl/fused.h"
+#include "mc2.h"
 
 namespace emu::mc2 {
 

@@ -117,7 +117,7 @@ using namespace emu::mc2;
 
 namespace {
 
-std::function<void()> combine(const Combination& one, int64_t quant_mode, const Tensor& out) {
+Computation combine(const Combination& one, int64_t quant_mode, const Tensor& out) {
   one.check_arguments();
   check(quant_mode == 0, kOpParam, "comm_quant_mode is ", quant_mode, "; 0 is emulated: how communicated values are quantized is not documented");
   shape("out", out, {one.ids.size(0), one.expand_x.size(1)});

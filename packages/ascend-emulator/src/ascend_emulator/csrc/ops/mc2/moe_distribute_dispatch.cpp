@@ -168,7 +168,7 @@ struct Dispatch {
   }
 };
 
-std::function<void()> dispatch(const Dispatch& one) {
+Computation dispatch(const Dispatch& one) {
   one.check_arguments();
   return [=] { one.run(); };
 }

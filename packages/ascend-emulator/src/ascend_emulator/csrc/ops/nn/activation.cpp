@@ -1,5 +1,5 @@
 // Activations and softmax.
-#include "core/shapes.h"
+#include "operator/shapes.h"
 #include "ops/wide.h"
 
 #define ACTIVATION(NAME, FUNCTION) SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self); })

@@ -1,7 +1,7 @@
 // What the fused normalizations share: checks, and the norms in float32 by ATen's operators. `wide` is x in float32.
 #ifndef ASCEND_EMULATOR_OPS_NORMALIZATION_NORMALIZATION_H
 #define ASCEND_EMULATOR_OPS_NORMALIZATION_NORMALIZATION_H
-#include "core/op.h"
+#include "operator/op.h"
 
 namespace emu {
 

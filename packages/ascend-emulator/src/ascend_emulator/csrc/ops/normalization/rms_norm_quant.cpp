@@ -31,7 +31,7 @@ Tensor quantized(const Tensor& y, const Opt<Tensor>& scale, const Opt<Tensor>& o
   return offset ? out + spread(*offset) : out;
 }
 
-std::function<void()> add_rms_norm_quant(const Tensor& a, const Tensor& b, const Tensor& gamma, const Opt<Tensor>& scale1, const Opt<Tensor>& scale2, const Opt<Tensor>& zero1,
+Computation add_rms_norm_quant(const Tensor& a, const Tensor& b, const Tensor& gamma, const Opt<Tensor>& scale1, const Opt<Tensor>& scale2, const Opt<Tensor>& zero1,
                                          const Opt<Tensor>& zero2, const Opt<Tensor>& beta, int64_t axis, double epsilon, bool divides, Tensor y1, Tensor y2, Tensor sum,
                                          const Opt<Tensor>& normed) {
   check_add_norm(a, b, gamma, kHalves);
@@ -61,7 +61,7 @@ void put_dynamic(const Tensor& y, const Opt<Tensor>& smooth, Tensor out, Tensor 
   scale.copy_(largest.squeeze(-1));
 }
 
-std::function<void()> rms_norm_quant(const Tensor& x, const Tensor& gamma, const Tensor& scale, const Opt<Tensor>& offset, const Opt<Tensor>& beta, double epsilon, bool divides, Tensor y,
+Computation rms_norm_quant(const Tensor& x, const Tensor& gamma, const Tensor& scale, const Opt<Tensor>& offset, const Opt<Tensor>& beta, double epsilon, bool divides, Tensor y,
                                      const Opt<Tensor>& rstd) {
   one_of("x", x, kHalves);
   same_dtype("gamma", gamma, "x", x);

@@ -2,7 +2,7 @@
 // (torch.round, which torch_npu's documentation and op-plugin's tests use as "round").
 #ifndef ASCEND_EMULATOR_OPS_QUANTIZATION_QUANTIZED_H
 #define ASCEND_EMULATOR_OPS_QUANTIZATION_QUANTIZED_H
-#include "core/op.h"
+#include "operator/op.h"
 
 namespace emu {
 

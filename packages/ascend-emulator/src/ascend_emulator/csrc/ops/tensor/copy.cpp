@@ -1,5 +1,5 @@
 // Operators that move values without computing on them.
-#include "core/shapes.h"
+#include "operator/shapes.h"
 #include "ops/wide.h"
 
 namespace {

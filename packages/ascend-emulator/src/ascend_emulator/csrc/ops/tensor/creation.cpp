@@ -1,7 +1,7 @@
 // Operators that fill a tensor.
 #include <sys/mman.h>
 
-#include "core/shapes.h"
+#include "operator/shapes.h"
 
 namespace {
 

@@ -1,8 +1,8 @@
 // FRACTAL_NZ and back. torch_npu's npu_format_cast asks for the storage's shape, allocates it, and casts into it; a tensor keeps its own
 // shape and strides throughout (torch_npu/csrc/aten/common/FormatCastKernelNpu.cpp, BSD). Here the values stay in the order of those strides
 // within the larger storage, so that every operator reads an NZ tensor as any other. Only who reads such a storage as bytes could tell.
-// One does, and is refused at its next use (core/tensor.cpp): npu_convert_weight_to_int4pack of an NZ weight lays out words itself.
-#include "core/op.h"
+// One does, and is refused at its next use (operator/tensor.cpp): npu_convert_weight_to_int4pack of an NZ weight lays out words itself.
+#include "operator/op.h"
 
 using namespace emu;
 

@@ -1,6 +1,6 @@
 // Operators that read or write at indices.
 #include "core/cost.h"
-#include "core/shapes.h"
+#include "operator/shapes.h"
 #include "ops/wide.h"
 
 namespace {

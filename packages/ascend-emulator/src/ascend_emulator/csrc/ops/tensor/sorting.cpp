@@ -1,5 +1,5 @@
 // Operators that order or look up values.
-#include "core/shapes.h"
+#include "operator/shapes.h"
 #include "ops/wide.h"
 
 namespace {

@@ -68,7 +68,7 @@ void check_cache(const char* name, const Tensor& cache, const Tensor& like, cons
 }
 
 // kv [B, 1, S, ckv + 64]; the first part is normalized and the last 64 rotated. With v, all of kv is normalized, its first 64 rotated, and v written.
-std::function<void()> kv_rms_norm_rope(const Tensor& kv, const Tensor& gamma, const Tensor& cos, const Tensor& sin, const Tensor& index, Tensor k_cache, Tensor ckv_cache,
+Computation kv_rms_norm_rope(const Tensor& kv, const Tensor& gamma, const Tensor& cos, const Tensor& sin, const Tensor& index, Tensor k_cache, Tensor ckv_cache,
                                        const Opt<Tensor>& k_scale, const Opt<Tensor>& ckv_scale, const Opt<Tensor>& k_offset, const Opt<Tensor>& ckv_offset, const Opt<Tensor>& v,
                                        double epsilon, const Text& cache_mode, bool outputs, Tensor k_out, Tensor ckv_out) {
   one_of("kv", kv, kHalves);

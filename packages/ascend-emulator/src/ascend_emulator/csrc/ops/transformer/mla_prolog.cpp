@@ -104,7 +104,7 @@ struct Prolog {
   }
 };
 
-std::function<void()> prolog(Prolog p) {
+Computation prolog(Prolog p) {
   p.checked();
   return [p = std::move(p)]() mutable { p.run(); };
 }

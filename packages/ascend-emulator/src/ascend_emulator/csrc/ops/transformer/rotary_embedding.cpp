@@ -56,7 +56,7 @@ Tensor merged(const Tensor& positions, const Tensor& cache, const Ints& sections
   return rows.gather(0, owner.view({1, 1, 1, half}).expand({1, rows.size(1), 2, half})).reshape({-1, 2 * half});
 }
 
-std::function<void()> rope_with_cache(const Tensor& positions, const Tensor& query, const Tensor& key, const Tensor& cache, const Opt<Ints>& sections, int64_t head_size, bool neox,
+Computation rope_with_cache(const Tensor& positions, const Tensor& query, const Tensor& key, const Tensor& cache, const Opt<Ints>& sections, int64_t head_size, bool neox,
                                       int64_t cache_mode, Tensor query_out, Tensor key_out) {
   one_of("positions", positions, kIndices);
   rank("positions", positions, 1, 2);
@@ -161,7 +161,7 @@ CHECKED(aclnnRotaryPositionEmbeddingGrad, (Tensor grad, Tensor cos, Tensor sin, 
 namespace {
 using namespace emu;
 // On A2 and A3: layout BSND (1) or TND (4), head size 64 or 128, rotary mode half; in place.
-std::function<void()> apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin, int64_t layout, const Text& mode) {
+Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin, int64_t layout, const Text& mode) {
   one_of<int64_t>("layout (1 BSND, 4 TND)", layout, {1, 4});
   one_of<Text>("rotary_mode", mode, {"half"});
   one_of("query", query, kFloating);

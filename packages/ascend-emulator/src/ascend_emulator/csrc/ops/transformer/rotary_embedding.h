@@ -1,7 +1,7 @@
 // Rotations by given angles, in float32.
 #ifndef ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H
 #define ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H
-#include "core/op.h"
+#include "operator/op.h"
 
 namespace emu {
 

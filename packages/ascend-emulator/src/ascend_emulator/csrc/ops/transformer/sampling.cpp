@@ -2,7 +2,7 @@
 // functions of op-plugin's test_npu_top_k_top_p.py and test_top_k_top_p_sample.py; argument order: op-plugin's call sites.
 #include <ATen/CPUGeneratorImpl.h>
 
-#include "core/op.h"
+#include "operator/op.h"
 
 namespace {
 
@@ -76,7 +76,7 @@ struct Sampling {
   }
 };
 
-std::function<void()> sample(Sampling s) {
+Computation sample(Sampling s) {
   one_of("logits", s.logits, kFloating);
   rank("logits", s.logits, 2);
   check_rows("top_k", s.top_k, s.logits, {at::kInt});

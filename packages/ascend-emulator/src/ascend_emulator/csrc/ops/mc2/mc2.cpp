@@ -1,8 +1,9 @@
-#include "fused.h"
+#include "mc2.h"
 
 #include <cstring>
 
 #include "core/device.h"
+#include "hccl/api.h"
 
 namespace emu::hccl {
 namespace {

@@ -14,19 +14,42 @@
 // stream. The C parameter list follows from the C++ one (Arg below), so write the parameters in the order of the EXEC_NPU_CMD call sites in
 // Ascend/op-plugin (BSD). What a check throws, torch_npu raises at the call; what a computation throws, when the stream is synchronized.
 // Values of tensors are there in the computation alone. It may run again, in a replayed graph: from its arguments as they were.
-#ifndef ASCEND_EMULATOR_CORE_OP_H
-#define ASCEND_EMULATOR_CORE_OP_H
+#ifndef ASCEND_EMULATOR_OPERATOR_OP_H
+#define ASCEND_EMULATOR_OPERATOR_OP_H
 #include <ATen/ATen.h>
 
+#include <atomic>
+#include <memory>
 #include <optional>
 #include <tuple>
 
 #include "checks.h"
-#include "registry.h"
+#include "core/cost.h"
+#include "core/registry.h"
 #include "tensor.h"
 
+namespace emu {
+
+// What an operator computes on the stream: any callable. Each run calls a copy, as a computation may change what it holds, and a replayed graph
+// runs it again.
+class Computation {
+ public:
+  Computation() = default;
+  template <class Function, class = std::enable_if_t<!std::is_same_v<std::decay_t<Function>, Computation>>>
+  Computation(Function function)
+      : function_(new Function(std::move(function)), [](void* held) { delete static_cast<Function*>(held); }),
+        run_([](void* held) { Function copy(*static_cast<const Function*>(held)); copy(); }) {}
+  void operator()() const { run_(function_.get()); }
+
+ private:
+  std::unique_ptr<void, void (*)(void*)> function_{nullptr, [](void*) {}};
+  void (*run_)(void*) = [](void*) {};
+};
+
+}  // namespace emu
+
 struct aclOpExecutor {
-  std::function<void()> compute;
+  emu::Computation compute;
   std::vector<at::Tensor> tensors;  // its arguments in their order, outputs last
   bool reports_shape = false;       // the caller reads an output's shape as soon as the operator is launched
   bool hangs = false;               // a fault on demand
@@ -111,53 +134,71 @@ struct Arg<Result> {
   static Result get(C tensor) { return {const_cast<aclTensor*>(tensor)}; }
 };
 
-// The tensors among the arguments, for checks and observation.
-inline void collect(std::vector<Tensor>& into, const Tensor& value) { into.push_back(value); }
-inline void collect(std::vector<Tensor>& into, const Opt<Tensor>& value) { into.push_back(value.value_or(Tensor())); }
-inline void collect(std::vector<Tensor>& into, const Tensors& value) { into.insert(into.end(), value.begin(), value.end()); }
-inline void collect(std::vector<Tensor>& into, const Result& value) { if (value.tensor) into.push_back(value.tensor->value); }
-template <class T>
-void collect(std::vector<Tensor>&, const T&) {}
-
 // A set of dtypes, a bit each. What torch_npu's documentation allows an operator's first argument to be (dtypes.cpp), or none where it does not say.
 using DTypeSet = uint64_t;
 DTypeSet documented(const char* name);
-// Throws if the chip does not compute in the dtype of one of the tensors from `first` on, or it is none of `allowed`. `parameters` is their list as it
-// stands in the source, and `position` the place of theirs in it.
-void check_dtypes(const std::vector<Tensor>& tensors, size_t first, DTypeSet allowed, const char* parameters, int position);
+// Throws if the chip does not compute in the dtype of one of the tensors from `first` to before `last`, or it is none of `allowed`. `parameters` is
+// their list as it stands in the source, and `position` the place of theirs in it.
+void check_dtypes(const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed, const char* parameters, int position);
+// In a computation (core/cost.h): of an argument, so many bytes are touched, or as many as the part has.
+namespace cost {
+inline void touches(const Tensor& argument, double bytes) { touches(argument.const_data_ptr(), argument.nbytes(), bytes); }
+inline void touches(const Tensor& argument, const Tensor& part) { touches(argument, static_cast<double>(part.nbytes())); }
+}  // namespace cost
 // The nth name of a list as it stands in the source: "bias" is number 1 of "(Tensor self, Opt<Tensor> bias, Tensor out)".
 std::string nth(const char* list, int64_t n);
 
-// The two C entry points of one operator. Body computes, or it checks and returns what computes.
+struct OperatorInfo {
+  const char *name, *parameters;  // as in the source
+  bool reports_shape;
+  std::atomic<DTypeSet> allowed{~DTypeSet{0}};  // of the first argument, looked up at the first call
+};
+
+// Takes the arguments of a call over and checks their dtypes.
+class ArgumentReader {
+ public:
+  ArgumentReader(OperatorInfo& info, std::vector<Tensor>& tensors) : info_(info), tensors_(tensors) {}
+  template <class T>
+  T take(typename Arg<T>::C value) {
+    T taken = Arg<T>::get(value);
+    collect(taken);
+    ends_.push_back(tensors_.size());
+    return taken;
+  }
+  void check() const;
+
+ private:
+  void collect(const Tensor& value);
+  void collect(const Opt<Tensor>& value);
+  void collect(const Tensors& value);
+  void collect(const Result& value);
+  template <class T>
+  void collect(const T&) {}
+
+  OperatorInfo& info_;
+  std::vector<Tensor>& tensors_;
+  c10::SmallVector<size_t, 32> ends_;  // how many tensors there are up to each argument
+};
+
+// The part of a GetWorkspaceSize call that is the same for all operators. `take` reads the arguments and returns what is to be computed.
+int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take, uint64_t* bytes, aclOpExecutor** executor);
+
+// The GetWorkspaceSize function of one operator. Body computes, or it checks and returns what computes.
 template <auto Body, class Name>
 struct Operator;
 template <class R, class... Params, R (*Body)(Params...), class Name>
 struct Operator<Body, Name> {
   static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
-    *bytes = 0;
-    *executor = nullptr;
-    return operator_done(Name::text, intercepted(Name::text, [&] {
-      auto held = std::make_tuple(Arg<Params>::get(args)...);
-      auto made = std::make_unique<aclOpExecutor>();
-      static const DTypeSet allowed = documented(Name::text);
-      int position = 0;
-      const auto take = [&](const auto& each) {
-        const auto first = made->tensors.size();
-        collect(made->tensors, each);
-        check_dtypes(made->tensors, first, position ? 0 : allowed, Name::parameters, position);
-        ++position;
-      };
-      std::apply([&](const auto&... each) { (take(each), ...); }, held);
-      made->reports_shape = (std::is_same_v<Params, Result> || ...);
+    static constinit OperatorInfo info{Name::text, Name::parameters, (std::is_same_v<Params, Result> || ...)};
+    return prepare(info, [&](ArgumentReader& reader) -> Computation {
+      std::tuple<Params...> held{reader.take<Params>(args)...};
+      reader.check();
       if constexpr (std::is_void_v<R>) {
-        made->compute = [held = std::move(held)] { std::apply(Body, held); };
+        return [held = std::move(held)]() mutable { std::apply(Body, std::move(held)); };
       } else {
-        // A copy each time, as a computation may change what it holds.
-        made->compute = [prepared = std::apply(Body, std::move(held))] { auto fresh = prepared; fresh(); };
+        return std::apply(Body, std::move(held));
       }
-      if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
-      *executor = made.release();
-    }));
+    }, bytes, executor);
   }
 };
 
@@ -184,8 +225,8 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
     return emu::launch(#NAME, executor, stream);                                                       \
   }
 #define OP(NAME, PARAMS, ...) OPERATOR(void, NAME, PARAMS, __VA_ARGS__)
-#define CHECKED(NAME, PARAMS, ...) OPERATOR(std::function<void()>, NAME, PARAMS, __VA_ARGS__)
+#define CHECKED(NAME, PARAMS, ...) OPERATOR(Computation, NAME, PARAMS, __VA_ARGS__)
 #define COMPUTE return [=]() mutable
 #define SHAPED(NAME, PARAMS, CHECKS, ...) CHECKED(NAME, PARAMS, { CHECKS; COMPUTE __VA_ARGS__; })
 
-#endif  // ASCEND_EMULATOR_CORE_OP_H
+#endif  // ASCEND_EMULATOR_OPERATOR_OP_H

@@ -48,9 +48,9 @@ DTypeSet documented(const char* name) {
   return found == all.end() ? 0 : found->second;
 }
 
-void check_dtypes(const std::vector<Tensor>& tensors, size_t first, DTypeSet allowed, const char* parameters, int position) {
+void check_dtypes(const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed, const char* parameters, int position) {
   if (!allowed && chip().bfloat16) return;
-  for (; first < tensors.size(); ++first) {
+  for (; first < last; ++first) {
     if (!tensors[first].defined()) continue;
     const auto found = tensors[first].scalar_type();
     const auto refused = [&](const auto&... why) { throw Error(kOpParam, text(nth(parameters, position), " is ", found, "; ", why...)); };

@@ -1,6 +1,6 @@
 // Operators that wait for other ranks: their tasks may block, as collectives do (Task::blocks in stream.h).
-#ifndef ASCEND_EMULATOR_CORE_COMMUNICATES_H
-#define ASCEND_EMULATOR_CORE_COMMUNICATES_H
+#ifndef ASCEND_EMULATOR_OPERATOR_COMMUNICATES_H
+#define ASCEND_EMULATOR_OPERATOR_COMMUNICATES_H
 
 namespace emu {
 
@@ -9,4 +9,4 @@ bool communicates(const char* name, bool from_now_on);
 
 }  // namespace emu
 
-#endif  // ASCEND_EMULATOR_CORE_COMMUNICATES_H
+#endif  // ASCEND_EMULATOR_OPERATOR_COMMUNICATES_H

@@ -1,18 +1,16 @@
 // What operators that compute and communicate share (MC2: csrc/ops/mc2_*.cpp). Such an operator is one call on a communicator, as a collective is:
 // it fails as one does, the other ranks learn of it, and ranks that call something else meanwhile are told.
-#ifndef ASCEND_EMULATOR_HCCL_FUSED_H
-#define ASCEND_EMULATOR_HCCL_FUSED_H
+#ifndef ASCEND_EMULATOR_OPS_MC2_MC2_H
+#define ASCEND_EMULATOR_OPS_MC2_MC2_H
 #include <initializer_list>
 
-#include "core/communicates.h"
-#include "core/op.h"
-#include "collectives.h"
+#include "operator/communicates.h"
+#include "operator/op.h"
+#include "hccl/collectives.h"
 
 namespace emu::hccl {
 
-// The communicator that HcclGetCommName gives this name, on the current NPU.
-std::shared_ptr<Communicator> named(const char* argument, const std::string& name);
-// The same, for an operator that is called now: it has not failed yet and has as many ranks as the operator was told.
+// The communicator of this name (hccl/api.h), for an operator that is called now: it has not failed yet and has as many ranks as the operator was told.
 std::shared_ptr<Communicator> group(const char* argument, const std::string& name);
 void check_ranks(const char* argument, int64_t told, const Communicator& on);
 
@@ -43,4 +41,4 @@ at::Tensor gathered(Communicator& on, const Header& call, const at::Tensor& own)
   [[maybe_unused]] static const bool communicating_##NAME = emu::communicates(#NAME, true);    \
   }
 
-#endif  // ASCEND_EMULATOR_HCCL_FUSED_H
+#endif  // ASCEND_EMULATOR_OPS_MC2_MC2_H

@@ -1,7 +1,7 @@
 // Shape rules of plain operators, those of the torch functions that they serve: checked at the call, as CANN does. The macros add the arguments'
 // names, for the messages.
-#ifndef ASCEND_EMULATOR_CORE_SHAPES_H
-#define ASCEND_EMULATOR_CORE_SHAPES_H
+#ifndef ASCEND_EMULATOR_OPERATOR_SHAPES_H
+#define ASCEND_EMULATOR_OPERATOR_SHAPES_H
 #include <functional>
 
 #include "op.h"
@@ -38,4 +38,4 @@ Shape product(const char* names, const Tensor& self, const Tensor& other, int64_
 // The shape of a matrix product by the rules of torch.matmul, of two tensors that have `least` to `most` dimensions.
 #define PRODUCT(SELF, OTHER, LEAST, MOST) emu::product(#SELF "," #OTHER, SELF, OTHER, LEAST, MOST)
 
-#endif  // ASCEND_EMULATOR_CORE_SHAPES_H
+#endif  // ASCEND_EMULATOR_OPERATOR_SHAPES_H

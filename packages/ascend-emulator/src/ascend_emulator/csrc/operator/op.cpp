@@ -5,7 +5,7 @@
 #include <set>
 
 #include "communicates.h"
-#include "trace.h"
+#include "core/trace.h"
 
 namespace emu {
 namespace {
@@ -82,6 +82,35 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
     owned.reset();
     const auto ticket = on->submit(std::move(task));
     if (at_once) on->wait(ticket);
+  }));
+}
+
+void ArgumentReader::collect(const Tensor& value) { tensors_.push_back(value); }
+void ArgumentReader::collect(const Opt<Tensor>& value) { tensors_.push_back(value.value_or(Tensor())); }
+void ArgumentReader::collect(const Tensors& value) { tensors_.insert(tensors_.end(), value.begin(), value.end()); }
+void ArgumentReader::collect(const Result& value) {
+  if (value.tensor) tensors_.push_back(value.tensor->value);
+}
+
+void ArgumentReader::check() const {
+  if (info_.allowed == ~DTypeSet{0}) info_.allowed = documented(info_.name);
+  size_t first = 0;
+  for (size_t position = 0; position < ends_.size(); ++position) {
+    check_dtypes(tensors_, first, ends_[position], position ? 0 : info_.allowed.load(), info_.parameters, static_cast<int>(position));
+    first = ends_[position];
+  }
+}
+
+int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take, uint64_t* bytes, aclOpExecutor** executor) {
+  *bytes = 0;
+  *executor = nullptr;
+  return operator_done(info.name, intercepted(info.name, [&] {
+    auto made = std::make_unique<aclOpExecutor>();
+    ArgumentReader reader(info, made->tensors);
+    made->compute = take(reader);
+    made->reports_shape = info.reports_shape;
+    if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
+    *executor = made.release();
   }));
 }
 

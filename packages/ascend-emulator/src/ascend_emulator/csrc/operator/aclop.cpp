@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/device.h"
-#include "core/op.h"
+#include "op.h"
 
 using namespace emu;
 

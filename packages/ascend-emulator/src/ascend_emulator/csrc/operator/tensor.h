@@ -1,10 +1,10 @@
 // The argument objects of aclnn calls. They are opaque to torch_npu, so each simply holds its ATen value; tensors alias device memory
 // through the kernel mapping (device.h). Call forms: op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
-#ifndef ASCEND_EMULATOR_CORE_TENSOR_H
-#define ASCEND_EMULATOR_CORE_TENSOR_H
+#ifndef ASCEND_EMULATOR_OPERATOR_TENSOR_H
+#define ASCEND_EMULATOR_OPERATOR_TENSOR_H
 #include <ATen/ATen.h>
 
-#include "status.h"
+#include "core/status.h"
 
 struct aclTensor {
   at::Tensor value;
@@ -33,4 +33,4 @@ enum AclFormat : int32_t { kNCHW = 0, kND = 2, kFractalNZ = 29 };
 
 }  // namespace emu
 
-#endif  // ASCEND_EMULATOR_CORE_TENSOR_H
+#endif  // ASCEND_EMULATOR_OPERATOR_TENSOR_H

@@ -5,8 +5,8 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "device.h"
-#include "registry.h"
+#include "core/device.h"
+#include "core/registry.h"
 
 namespace emu {
 
