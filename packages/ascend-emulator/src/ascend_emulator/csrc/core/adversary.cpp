@@ -20,9 +20,9 @@ struct State {
   uint64_t seed = 0;
   std::vector<std::weak_ptr<Stream>> streams;  // in order of creation
   std::list<Wanted> demands;
-  std::set<const Stream*> busy;            // whose head runs
-  const Stream* turn = nullptr;            // whose head may run now
-  bool quiet = false;                      // nobody called for a while: all may run
+  std::set<const Stream*> busy;  // whose head runs
+  const Stream* turn = nullptr;  // whose head may run now
+  bool quiet = false;            // nobody called for a while: all may run
   Clock::time_point last_call = Clock::now();
   void called() {
     last_call = Clock::now();
@@ -41,8 +41,8 @@ State* state() {
   return instance;
 }
 
-// A number that follows from the seed and what it is for (splitmix64). Nothing is drawn from a sequence: two threads that ask in another order
-// would change what follows.
+// A number that follows from the seed and what it is for (splitmix64). Nothing is drawn from a sequence: two threads that ask in
+// another order would change what follows.
 uint64_t hash(uint64_t seed, std::initializer_list<uint64_t> parts) {
   for (uint64_t part : parts) {
     seed += 0x9e3779b97f4a7c15 + part;

@@ -1,10 +1,10 @@
-// The adversarial mode (ASCEND_EMULATOR_ADVERSARY=SEED): streams run as late and in as odd an order as events allow, and the same seed
-// gives the same order again, so that a missing wait fails reproducibly.
+// The adversarial mode (ASCEND_EMULATOR_ADVERSARY=SEED): streams run as late and in as odd an order as events allow, and the same
+// seed gives the same order again, so that a missing wait fails reproducibly.
 //
 // Nothing runs until the host demands it: by synchronizing. One task then runs at a time, of a stream
-// that the seed chooses among those whose head waits for nothing that is undone; in some demands only among those that the demanded point depends on.
-// So the order follows from the program's own calls, and not from when threads wake. What nobody demands runs after a fifth of a second
-// without any call, for a program that polls, or waits for another process.
+// that the seed chooses among those whose head waits for nothing that is undone; in some demands only among those that the
+// demanded point depends on. So the order follows from the program's own calls, and not from when threads wake. What nobody
+// demands runs after a fifth of a second without any call, for a program that polls, or waits for another process.
 #ifndef ASCEND_EMULATOR_CORE_ADVERSARY_H
 #define ASCEND_EMULATOR_CORE_ADVERSARY_H
 #include <memory>

@@ -76,7 +76,8 @@ int owner(uint64_t key) { return static_cast<int>(key >> 32); }
 
 Record& own(uint64_t key) {
   const auto number = key & 0xffffffff;
-  check(owner(key) == getpid() && number < kRecords && own_records()[number].bytes, kInvalidParam, "nothing was exported under ", key, " by this process");
+  check(owner(key) == getpid() && number < kRecords && own_records()[number].bytes, kInvalidParam, "nothing was exported under ",
+      key, " by this process");
   return own_records()[number];
 }
 
@@ -121,7 +122,8 @@ void write(uint64_t offset, const void* from, uint64_t bytes) {
 }
 
 void map(void* at, int file, uint64_t offset, uint64_t bytes) {
-  const void* done = mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, file, static_cast<off_t>(offset));
+  const void* done =
+      mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, file, static_cast<off_t>(offset));
   check(done != MAP_FAILED, kOutOfMemory, "cannot map ", bytes, " bytes: ", std::strerror(errno));
   madvise(at, bytes, MADV_HUGEPAGE);
 }
@@ -177,7 +179,7 @@ Import open(uint64_t key) {
     check(record.offered, kInvalidParam, "process ", owner(key), " does not share memory under ", key, " any more");
     const int32_t *first = record.process, *end = first + record.allowed;
     check(record.to_everybody || std::find(first, end, getpid()) != end, kNoPermission, "process ", getpid(),
-          " is not in the list of those that may use it");
+        " is not in the list of those that may use it");
     return {file_of(owner(key), kMemory), record.offset, record.bytes, key};
   } catch (...) {
     --record.holders;

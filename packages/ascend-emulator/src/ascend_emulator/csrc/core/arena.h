@@ -1,5 +1,5 @@
-// Memory of this process that others can map: one memory file, of which every physical allocation and every shared one takes a part that
-// is used once. The file is sparse and grows; the pages of a part that is given back are freed.
+// Memory of this process that others can map: one memory file, of which every physical allocation and every shared one takes a
+// part that is used once. The file is sparse and grows; the pages of a part that is given back are freed.
 #ifndef ASCEND_EMULATOR_CORE_ARENA_H
 #define ASCEND_EMULATOR_CORE_ARENA_H
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What an operator moves and computes, where the sizes of its arguments do not say: it touches a part of a cache, or multiplies matrices
-// inside. Operators tell while they compute; Observation (trace.h) adds it to their Work.
+// What an operator moves and computes, where the sizes of its arguments do not say: it touches a part of a cache, or multiplies
+// matrices inside. Operators tell while they compute; Observation (trace.h) adds it to their Work.
 #ifndef ASCEND_EMULATOR_CORE_COST_H
 #define ASCEND_EMULATOR_CORE_COST_H
 #include <cstddef>

@@ -17,7 +17,8 @@ namespace {
 
 constexpr uint64_t kGranule = 4096;          // a page, so that each allocation can be shared and given back on its own
 constexpr uint64_t kReturnPages = 1u << 20;  // freed blocks of at least this size give their pages back
-// Address space for virtual memory. torch_npu's expandable segments each reserve 9/8 of an NPU's memory, one for each stream and kind.
+// Address space for virtual memory. torch_npu's expandable segments each reserve 9/8 of an NPU's memory, one for each stream and
+// kind.
 constexpr uint64_t kVirtualPerMemory = 16, kVirtualMost = 16ull << 40;
 
 uint64_t number(const char* variable, uint64_t otherwise) {
@@ -52,19 +53,32 @@ struct Machine {
       const auto equals = field.find('=');
       const auto name = field.substr(0, equals);
       const double value = std::strtod(field.c_str() + equals + 1, nullptr);
-      if (name == "l2") chip.l2 = static_cast<int64_t>(value);
-      else if (name == "cube_cores") chip.cube_cores = static_cast<int>(value);
-      else if (name == "vector_cores") chip.vector_cores = static_cast<int>(value);
-      else if (name == "bfloat16") chip.bfloat16 = value != 0;
-      else if (name == "streams") chip.streams = static_cast<int>(value);
-      else if (name == "graph_nodes") chip.graph_nodes = static_cast<int>(value);
-      else if (name == "bandwidth") chip.bandwidth = value;
-      else if (name == "host_bandwidth") chip.host_bandwidth = value;
-      else if (name == "link_bandwidth") chip.link_bandwidth = value;
-      else if (name == "cube_flops") chip.cube_flops = value;
-      else if (name == "vector_flops") chip.vector_flops = value;
-      else if (name == "launch") chip.launch = value;
-      else if (name == "graph_launch") chip.graph_launch = value;
+      if (name == "l2")
+        chip.l2 = static_cast<int64_t>(value);
+      else if (name == "cube_cores")
+        chip.cube_cores = static_cast<int>(value);
+      else if (name == "vector_cores")
+        chip.vector_cores = static_cast<int>(value);
+      else if (name == "bfloat16")
+        chip.bfloat16 = value != 0;
+      else if (name == "streams")
+        chip.streams = static_cast<int>(value);
+      else if (name == "graph_nodes")
+        chip.graph_nodes = static_cast<int>(value);
+      else if (name == "bandwidth")
+        chip.bandwidth = value;
+      else if (name == "host_bandwidth")
+        chip.host_bandwidth = value;
+      else if (name == "link_bandwidth")
+        chip.link_bandwidth = value;
+      else if (name == "cube_flops")
+        chip.cube_flops = value;
+      else if (name == "vector_flops")
+        chip.vector_flops = value;
+      else if (name == "launch")
+        chip.launch = value;
+      else if (name == "graph_launch")
+        chip.graph_launch = value;
     }
   }
 
@@ -72,14 +86,14 @@ struct Machine {
     void* at = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) {
       fprintf(stderr, "ascend-emulator: cannot reserve %llu bytes of address space; use a smaller --memory\n",
-              static_cast<unsigned long long>(bytes));
+          static_cast<unsigned long long>(bytes));
       std::abort();
     }
     return reinterpret_cast<uintptr_t>(at);
   }
 
-  // ASCEND_RT_VISIBLE_DEVICES, as CANN documents it and torch_npu reads it (torch_npu/npu/__init__.py, device_count): a list of ids that the first
-  // invalid one ends. Ids that do not ascend leave no NPU.
+  // ASCEND_RT_VISIBLE_DEVICES, as CANN documents it and torch_npu reads it (torch_npu/npu/__init__.py, device_count): a list of
+  // ids that the first invalid one ends. Ids that do not ascend leave no NPU.
   int visible() const {
     const int npus = static_cast<int>(devices.size());
     const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
@@ -124,8 +138,8 @@ __attribute__((destructor)) void report_leaks() {
 }  // namespace
 
 void Device::count(uint64_t bytes) {
-  check(bytes <= capacity_ - used_, kOutOfMemory, "out of memory on NPU ", id, ": asked for ", bytes, " bytes, ", capacity_ - used_, " of ",
-        capacity_, " free");
+  check(bytes <= capacity_ - used_, kOutOfMemory, "out of memory on NPU ", id, ": asked for ", bytes, " bytes, ",
+      capacity_ - used_, " of ", capacity_, " free");
   used_ += bytes;
   most_ = std::max(most_, used_);
 }
@@ -145,7 +159,7 @@ void* Device::allocate(uint64_t bytes) {
   }
   used_ -= bytes;
   throw Error(kOutOfMemory, text("out of memory on NPU ", id, ": asked for ", bytes, " bytes, ", capacity_ - used_, " of ",
-                                 capacity_, " free, but not in one piece"));
+                                capacity_, " free, but not in one piece"));
 }
 
 void Device::release(void* pointer) {
@@ -193,7 +207,7 @@ Device::Shared Device::share(const void* address) {
   std::lock_guard lock(mutex_);
   auto block = live_.upper_bound(reinterpret_cast<uintptr_t>(address));
   check(block != live_.begin() && (--block)->first + block->second.bytes > reinterpret_cast<uintptr_t>(address), kInvalidParam,
-        "not an allocation of NPU ", id, ": ", address);
+      "not an allocation of NPU ", id, ": ", address);
   auto& [bytes, shared] = block->second;
   if (!shared) {
     void* view = kernel_view(block->first);
@@ -218,7 +232,8 @@ std::string Device::leaks() {
     total += bytes * times;
     if (++listed <= 8) largest += text(listed == 1 ? "" : ", ", times, " x ", bytes);
   }
-  return text("NPU ", id, ": ", count, " allocations of ", total, " bytes were never freed: ", largest, listed > 8 ? ", ..." : "");
+  return text(
+      "NPU ", id, ": ", count, " allocations of ", total, " bytes were never freed: ", largest, listed > 8 ? ", ..." : "");
 }
 
 uint64_t Device::left(const void* address) {
@@ -238,7 +253,8 @@ Device::Usage Device::usage() {
 
 void Device::spoil() {
   std::lock_guard lock(mutex_);
-  const auto largest = std::max_element(live_.begin(), live_.end(), [](const auto& a, const auto& b) { return a.second.bytes < b.second.bytes; });
+  const auto largest =
+      std::max_element(live_.begin(), live_.end(), [](const auto& a, const auto& b) { return a.second.bytes < b.second.bytes; });
   if (largest != live_.end()) spoiled_ = reinterpret_cast<void*>(largest->first);
 }
 void Device::repair() {
@@ -324,7 +340,8 @@ Place locate(const void* address, uint64_t bytes) {
 
 void* either(const void* address, bool must_be_device, const char* what, uint64_t bytes) {
   if (must_be_device) return to_kernel(address, bytes);
-  check(!is_device(address) || locate(address, bytes).npu == kNoNpu, kInvalidParam, what, " is device memory where host memory is expected: ", address);
+  check(!is_device(address) || locate(address, bytes).npu == kNoNpu, kInvalidParam, what,
+      " is device memory where host memory is expected: ", address);
   return const_cast<void*>(address);
 }
 
@@ -336,5 +353,6 @@ bool is_pinned(const void* address) {
 
 }  // namespace emu
 
-// The driver's (libascend_hal.so): all NPUs, whichever are visible. torch.npu.device_count() asks for it (torch_npu/npu/__init__.py).
+// The driver's (libascend_hal.so): all NPUs, whichever are visible. torch.npu.device_count() asks for it
+// (torch_npu/npu/__init__.py).
 ACL_API(answers, drvGetDevNum, (uint32_t* count), { *count = static_cast<uint32_t>(emu::machine().devices.size()); })

@@ -28,7 +28,8 @@ struct Chip {
   int streams = 1984;
   int graph_nodes = 1 << 20;
   // For the roofline model (trace.h): per second, seconds.
-  double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, cube_flops = 300e12, vector_flops = 10e12, launch = 5e-6, graph_launch = 1e-6;
+  double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, cube_flops = 300e12, vector_flops = 10e12,
+         launch = 5e-6, graph_launch = 1e-6;
 };
 
 class Device {
@@ -67,7 +68,7 @@ class Device {
   // One line of what was allocated and never released; empty if there is nothing.
   std::string leaks();
 
-  const int id;  // logical, after ASCEND_RT_VISIBLE_DEVICES
+  const int id;                     // logical, after ASCEND_RT_VISIBLE_DEVICES
   std::atomic<bool> active{false};  // some thread has set it
 
  private:
@@ -88,7 +89,8 @@ class Device {
 };
 
 const Chip& chip();
-// Whether the chip is of this family, named as in torch_npu's documentation: "Ascend910B" (A2), "Ascend910_93" (A3), "Ascend950" (A5), "Ascend310P".
+// Whether the chip is of this family, named as in torch_npu's documentation: "Ascend910B" (A2), "Ascend910_93" (A3), "Ascend950"
+// (A5), "Ascend310P".
 inline bool is_chip(const char* family) { return chip().name.rfind(family, 0) == 0; }
 int device_count();
 Device& device(int id);  // throws kInvalidParam

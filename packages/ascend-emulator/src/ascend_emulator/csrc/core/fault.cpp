@@ -54,7 +54,8 @@ bool covers(const std::string& name, const std::string& called) {
 Fault parse(const std::string& text) {
   Fault fault{.text = text};
   const auto at = text.find('@'), equals = text.find('=', at == std::string::npos ? 0 : at);
-  check(at != std::string::npos && equals != std::string::npos, kInvalidParam, "the fault '", text, "' is not NAME@N=KIND, such as aclrtMalloc@3=oom");
+  check(at != std::string::npos && equals != std::string::npos, kInvalidParam, "the fault '", text,
+      "' is not NAME@N=KIND, such as aclrtMalloc@3=oom");
   fault.name = text.substr(0, at);
   std::string nth = text.substr(at + 1, equals - at - 1), kind = text.substr(equals + 1);
   if (!nth.empty() && nth.back() == '+') {
@@ -62,8 +63,9 @@ Fault parse(const std::string& text) {
     nth.pop_back();
   }
   const auto number = [&](const std::string& digits, const char* what) {
-    check(!digits.empty() && digits.size() < 10 && digits.find_first_not_of("0123456789") == std::string::npos && std::stoi(digits) > 0, kInvalidParam,
-          "the fault '", text, "': ", what, " is '", digits, "'; it must be a number from 1");
+    check(!digits.empty() && digits.size() < 10 && digits.find_first_not_of("0123456789") == std::string::npos &&
+              std::stoi(digits) > 0,
+        kInvalidParam, "the fault '", text, "': ", what, " is '", digits, "'; it must be a number from 1");
     return std::stoi(digits);
   };
   fault.nth = number(nth, "which call");
@@ -75,15 +77,18 @@ Fault parse(const std::string& text) {
   for (int i = 1; i < static_cast<int>(std::size(kinds)); ++i)
     if (kind == kinds[i]) fault.kind = static_cast<Kind>(i);
   check(fault.kind != Kind::none && (fault.kind != Kind::error || fault.code), kInvalidParam, "the fault '", text, "': '", kind,
-        "' is no kind; allowed: oom, ecc, uce, error=CODE, hang, timeout, drop");
+      "' is no kind; allowed: oom, ecc, uce, error=CODE, hang, timeout, drop");
 
   const bool word = fault.name == "stream" || fault.name == "collective" || fault.name == "memory";
   check(word || registered(fault.name.c_str()), kInvalidParam, "the fault '", text, "': ", fault.name,
-        " is no entry point that is emulated, nor one of stream, collective, memory");
+      " is no entry point that is emulated, nor one of stream, collective, memory");
   const bool collective = fault.name == "collective" || is_collective(fault.name);
-  check((fault.kind != Kind::timeout && fault.kind != Kind::drop) || collective, kInvalidParam, "the fault '", text, "': only a collective can ", kind);
-  check((fault.kind == Kind::hang) == (fault.name == "stream") || (fault.kind == Kind::hang && (collective || starts(fault.name, "aclnn"))), kInvalidParam,
-        "the fault '", text, "': only a stream, an operator or a collective can hang, and a stream can do nothing else");
+  check((fault.kind != Kind::timeout && fault.kind != Kind::drop) || collective, kInvalidParam, "the fault '", text,
+      "': only a collective can ", kind);
+  check((fault.kind == Kind::hang) == (fault.name == "stream") ||
+            (fault.kind == Kind::hang && (collective || starts(fault.name, "aclnn"))),
+      kInvalidParam, "the fault '", text,
+      "': only a stream, an operator or a collective can hang, and a stream can do nothing else");
   return fault;
 }
 
@@ -102,9 +107,7 @@ void read_environment() {
   static const bool once = [] {
     try {
       if (const char* list = std::getenv("ASCEND_EMULATOR_FAULTS")) inject(list);
-    } catch (const Error& error) {
-      complaint() = text("ASCEND_EMULATOR_FAULTS: ", error.what());
-    }
+    } catch (const Error& error) { complaint() = text("ASCEND_EMULATOR_FAULTS: ", error.what()); }
     return true;
   }();
   (void)once;

@@ -1,5 +1,5 @@
-// Graphs ("model RI"): what a capture records of the streams it follows, to be run again. Replay runs the nodes one after the other in an order that
-// their dependencies allow: that of the capture, or one that the adversary's seed chooses.
+// Graphs ("model RI"): what a capture records of the streams it follows, to be run again. Replay runs the nodes one after the
+// other in an order that their dependencies allow: that of the capture, or one that the adversary's seed chooses.
 #ifndef ASCEND_EMULATOR_CORE_GRAPH_H
 #define ASCEND_EMULATOR_CORE_GRAPH_H
 #include <map>
@@ -25,7 +25,7 @@ struct Graph {
   const int device, id;
   std::mutex mutex;  // of the nodes' tasks, which an update replaces
   std::vector<Node> nodes;
-  std::vector<std::shared_ptr<Graph>> branches;   // of conditional nodes
+  std::vector<std::shared_ptr<Graph>> branches;  // of conditional nodes
   std::vector<std::shared_ptr<struct Condition>> conditions;
   int streams = 0;  // that it holds on the device
   std::atomic<uint64_t> replays{0};

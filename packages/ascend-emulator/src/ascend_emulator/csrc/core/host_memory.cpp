@@ -53,7 +53,8 @@ void release(void* address) {
 void register_range(void* address, uint64_t bytes, bool for_devices) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   // Pinned alone, any memory will do (torch_npu's test_npurt.py, test_npurt_register_only_pinned).
-  check(at && bytes && (!for_devices || at % kPage == 0), kInvalidParam, bytes, " bytes at ", address, "; for devices the address must be a multiple of ", kPage);
+  check(at && bytes && (!for_devices || at % kPage == 0), kInvalidParam, bytes, " bytes at ", address,
+      "; for devices the address must be a multiple of ", kPage);
   std::lock_guard lock(mutex);
   check(left(registered(), address, false) == 0, kInvalidParam, "registered already: ", address);
   registered()[at] = {bytes, for_devices};

@@ -61,7 +61,8 @@ bool removed(const char* name) {
 int intercepted(const char* name, c10::function_ref<void()> body) noexcept {
   if (removed(name)) return refuse(name);
   return guarded(name, [&] {
-    if (fault::armed()) [[unlikely]] fault::at(name);
+    if (fault::armed()) [[unlikely]]
+      fault::at(name);
     body();
   });
 }

@@ -90,7 +90,8 @@ int operator_done(const char* name, int status) {
 
 void check_queue() {
   std::lock_guard lock(failure_mutex);
-  check(failed_on_queue.empty(), kOpFailed, failed_on_queue, " failed earlier, and torch_npu computes nothing more in this process; start a new one");
+  check(failed_on_queue.empty(), kOpFailed, failed_on_queue,
+      " failed earlier, and torch_npu computes nothing more in this process; start a new one");
 }
 
 }  // namespace emu

@@ -52,12 +52,15 @@ struct Error : std::runtime_error {
   Error(Status s, const std::string& what) : std::runtime_error(what), status(s) {}
 };
 
-// A value of any type that an ostream takes, by reference: so that the functions below are compiled once, and not for each list of types.
+// A value of any type that an ostream takes, by reference: so that the functions below are compiled once, and not for each list
+// of types.
 class Printable {
  public:
   template <class T>
-  Printable(const T& value) : value_(&value), print_([](std::ostream& out, const void* at) { out << *static_cast<const T*>(at); }) {}
-  Printable(const char* value) : value_(value), print_([](std::ostream& out, const void* at) { out << static_cast<const char*>(at); }) {}
+  Printable(const T& value)
+      : value_(&value), print_([](std::ostream& out, const void* at) { out << *static_cast<const T*>(at); }) {}
+  Printable(const char* value)
+      : value_(value), print_([](std::ostream& out, const void* at) { out << static_cast<const char*>(at); }) {}
   friend std::ostream& operator<<(std::ostream& out, const Printable& part) {
     part.print_(out, part.value_);
     return out;
@@ -88,8 +91,9 @@ int fail(Status status, const std::string& message);
 // The third state of an entry point: it is not there, and says so by its own name.
 int refuse(const char* name);
 
-// Passes on the status of an operator. torch_npu's queue thread ends when one fails on it, and torch_npu then raises that one error and
-// drops all that is queued later without another; so a failure on that thread is kept, and synchronizing fails from then on.
+// Passes on the status of an operator. torch_npu's queue thread ends when one fails on it, and torch_npu then raises that one
+// error and drops all that is queued later without another; so a failure on that thread is kept, and synchronizing fails from
+// then on.
 int operator_done(const char* name, int status);
 void check_queue();  // throws if an operator failed on the queue thread
 
@@ -103,7 +107,8 @@ int guarded(const char* name, c10::function_ref<void()> body) noexcept;
 
 template <class... Parts>
 [[gnu::always_inline]] inline void check(bool ok, Status status, const Parts&... parts) {
-  if (!ok) [[unlikely]] raise(status, {Printable(parts)...});
+  if (!ok) [[unlikely]]
+    raise(status, {Printable(parts)...});
 }
 
 }  // namespace emu

@@ -30,13 +30,15 @@ thread_local Stream* worker_of = nullptr;
 
 int count(int device) {
   auto& a = all();
-  return a.in_graphs[device] + static_cast<int>(std::count_if(a.streams.begin(), a.streams.end(), [&](const auto& each) { return each.second->device == device; }));
+  return a.in_graphs[device] + static_cast<int>(std::count_if(a.streams.begin(), a.streams.end(),
+                                   [&](const auto& each) { return each.second->device == device; }));
 }
 
 void check_room(int device, int wanted, Status status) {
   const int limit = chip().streams, used = count(device);
-  check(used + wanted <= limit, status, "no stream resource: NPU ", device, " has ", limit, " streams; ", used, " are in use (", all().in_graphs[device],
-        " of them by captured graphs) and ", wanted, " more are asked for. Capture fewer graphs, or destroy streams");
+  check(used + wanted <= limit, status, "no stream resource: NPU ", device, " has ", limit, " streams; ", used, " are in use (",
+      all().in_graphs[device], " of them by captured graphs) and ", wanted,
+      " more are asked for. Capture fewer graphs, or destroy streams");
 }
 
 }  // namespace
@@ -157,9 +159,7 @@ void Stream::work() {
   }
 }
 
-void check_not_aborted() {
-  check(!worker_of || !worker_of->aborting_, kOpFailed, "the stream was aborted");
-}
+void check_not_aborted() { check(!worker_of || !worker_of->aborting_, kOpFailed, "the stream was aborted"); }
 
 void Stream::abort() {
   std::unique_lock lock(mutex_);
@@ -195,8 +195,10 @@ std::shared_ptr<Stream> stream_at(void* handle) {
     auto made = Stream::create(device);
     std::lock_guard lock(a.mutex);
     auto [at, added] = a.defaults.emplace(device, made);
-    if (added) a.streams[made.get()] = made;
-    else made->retire();
+    if (added)
+      a.streams[made.get()] = made;
+    else
+      made->retire();
     return at->second;
   }
   std::lock_guard lock(a.mutex);

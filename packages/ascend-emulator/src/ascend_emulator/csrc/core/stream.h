@@ -40,16 +40,16 @@ enum class Kind : uint8_t { op, copy, record, wait, host, collective, graph };
 struct Work {
   double bytes = 0;  // of device memory, read and written
   double flops = 0;
-  int item = 0;         // bytes of an element of a matrix product, 0 where vector cores compute
-  double link = 0;      // bytes over links, of collectives
-  std::string shapes;   // of its arguments
+  int item = 0;        // bytes of an element of a matrix product, 0 where vector cores compute
+  double link = 0;     // bytes over links, of collectives
+  std::string shapes;  // of its arguments
 };
 
 struct Task {
   const char* name;
   std::function<void()> run;
   Kind kind = Kind::op;
-  bool blocks = false;               // may wait for something that is no stream of this process
+  bool blocks = false;                // may wait for something that is no stream of this process
   std::shared_ptr<Mark> waits_for{};  // of Kind::wait
   Work work{};
 };
@@ -61,7 +61,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
   // Appends the task, or captures it; the result is its ticket, 0 if captured.
   uint64_t submit(Task task);
   template <class Run>
-  uint64_t submit(const char* name, Kind kind, Run&& run) { return submit(Task{name, std::forward<Run>(run), kind}); }
+  uint64_t submit(const char* name, Kind kind, Run&& run) {
+    return submit(Task{name, std::forward<Run>(run), kind});
+  }
 
   uint64_t submitted() const { return submitted_; }
   uint64_t completed() const { return completed_; }
@@ -72,8 +74,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void synchronize(Deadline deadline = {}, Status timeout = kStreamSyncTimeout);
   void check_failure();  // throws the error of a task that failed
 
-  void abort();    // drops what is queued, forgets a failure; returns when no task runs, or after a second
-  void retire();   // ends the thread once the queue is empty
+  void abort();             // drops what is queued, forgets a failure; returns when no task runs, or after a second
+  void retire();            // ends the thread once the queue is empty
   std::string what_runs();  // name of the task at the head, for messages
 
   const int device;
@@ -105,8 +107,8 @@ void prepare_worker();
 struct Event {
   uint32_t flags = 0;
   std::mutex mutex;
-  std::shared_ptr<Mark> mark;         // of the latest record
-  std::weak_ptr<Capture> captured;    // the capture that recorded it last
+  std::shared_ptr<Mark> mark;       // of the latest record
+  std::weak_ptr<Capture> captured;  // the capture that recorded it last
   int node = -1;
 };
 

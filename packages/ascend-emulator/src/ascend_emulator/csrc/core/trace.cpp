@@ -68,14 +68,17 @@ void name_thread(const std::string& id, const std::string& name) {
     std::lock_guard lock(trace()->mutex);
     if (!trace()->named.insert(id).second) return;
   }
-  trace()->add(text("{\"name\": \"thread_name\", \"ph\": \"M\", \"pid\": ", getpid(), ", \"tid\": ", id, ", \"args\": {\"name\": \"", name, "\"}},\n"));
+  trace()->add(text("{\"name\": \"thread_name\", \"ph\": \"M\", \"pid\": ", getpid(), ", \"tid\": ", id,
+      ", \"args\": {\"name\": \"", name, "\"}},\n"));
 }
 
-std::string event(const std::string& name, const char* category, const std::string& tid, Clock::time_point start, Clock::time_point end, const std::string& arguments) {
+std::string event(const std::string& name, const char* category, const std::string& tid, Clock::time_point start,
+    Clock::time_point end, const std::string& arguments) {
   std::ostringstream out;
   out.precision(3);
-  out << std::fixed << "{\"name\": \"" << name << "\", \"cat\": \"" << category << "\", \"ph\": \"X\", \"pid\": " << getpid() << ", \"tid\": " << tid
-      << ", \"ts\": " << microseconds(start) << ", \"dur\": " << microseconds(end) - microseconds(start) << ", \"args\": {" << arguments << "}},\n";
+  out << std::fixed << "{\"name\": \"" << name << "\", \"cat\": \"" << category << "\", \"ph\": \"X\", \"pid\": " << getpid()
+      << ", \"tid\": " << tid << ", \"ts\": " << microseconds(start) << ", \"dur\": " << microseconds(end) - microseconds(start)
+      << ", \"args\": {" << arguments << "}},\n";
   return out.str();
 }
 
@@ -95,11 +98,15 @@ double modelled_seconds(Kind kind, const Work& w, bool in_graph) {
     case Kind::collective: return launch + w.link / c.link_bandwidth;
     case Kind::op: break;
   }
-  const double throughput = w.item == 0 ? c.vector_flops : w.item == 1 ? c.cube_flops * 2 : w.item == 2 ? c.cube_flops : c.cube_flops / 4;
+  const double throughput = w.item == 0   ? c.vector_flops
+                            : w.item == 1 ? c.cube_flops * 2
+                            : w.item == 2 ? c.cube_flops
+                                          : c.cube_flops / 4;
   return launch + std::max(w.flops / throughput, w.bytes / c.bandwidth);
 }
 
-Observation::Observation(Stream& stream, const Task& task) : on_(observing()), stream_(stream), task_(task), open_(on_ ? &sheet_ : nullptr) {
+Observation::Observation(Stream& stream, const Task& task)
+    : on_(observing()), stream_(stream), task_(task), open_(on_ ? &sheet_ : nullptr) {
   if (!on_) return;
   ++depth;
   start_ = Clock::now();
@@ -117,7 +124,8 @@ Observation::~Observation() {
   const auto id = std::to_string(stream_.id);
   name_thread(id, text("NPU ", stream_.device, " stream ", stream_.id));
   std::ostringstream arguments;
-  arguments << "\"npu\": " << stream_.device << ", \"stream\": " << stream_.id << ", \"bytes\": " << static_cast<int64_t>(work.bytes + work.link)
+  arguments << "\"npu\": " << stream_.device << ", \"stream\": " << stream_.id
+            << ", \"bytes\": " << static_cast<int64_t>(work.bytes + work.link)
             << ", \"flops\": " << static_cast<int64_t>(work.flops) << ", \"estimated_us\": " << seconds * 1e6;
   if (work.link > 0) arguments << ", \"link\": " << static_cast<int64_t>(work.link);
   if (!work.shapes.empty()) arguments << ", \"shapes\": \"" << work.shapes << '"';

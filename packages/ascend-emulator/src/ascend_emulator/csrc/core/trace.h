@@ -1,8 +1,10 @@
-// Observation: a trace of what the device does (ASCEND_EMULATOR_TRACE=FILE), and the time that it would take by the roofline model.
+// Observation: a trace of what the device does (ASCEND_EMULATOR_TRACE=FILE), and the time that it would take by the roofline
+// model.
 //
-// The model: an operator takes the longest of its floating-point operations over the throughput of its cores, its bytes over the memory's bandwidth and its
-// bytes over the link's, and a launch besides. Streams go on side by side; an event carries the time of its record to whoever waits for it. The
-// host is taken to be quick enough. The figures of a chip, with their sources, are in chips.toml. It is an estimate.
+// The model: an operator takes the longest of its floating-point operations over the throughput of its cores, its bytes over the
+// memory's bandwidth and its bytes over the link's, and a launch besides. Streams go on side by side; an event carries the time
+// of its record to whoever waits for it. The host is taken to be quick enough. The figures of a chip, with their sources, are in
+// chips.toml. It is an estimate.
 #ifndef ASCEND_EMULATOR_CORE_TRACE_H
 #define ASCEND_EMULATOR_CORE_TRACE_H
 #include "cost.h"

@@ -15,7 +15,7 @@ void release(void* start);
 
 struct Window {
   uint64_t bytes;
-  int npu;  // kNoNpu: host memory, which lies at the address itself
+  int npu;   // kNoNpu: host memory, which lies at the address itself
   int file;  // -1: this process's arena
   uint64_t offset;
 };

@@ -29,13 +29,13 @@ inline int result_of(int status) {
 }  // namespace emu::hccl
 
 // A C entry point of HCCL: as ACL_API, but it returns an HcclResult.
-#define HCCL_API(EFFECT, NAME, PARAMS, ...)                     \
-  REGISTER(EFFECT, NAME, #__VA_ARGS__)                          \
-  EXPORT int NAME PARAMS {                                      \
-    return emu::hccl::result_of(emu::intercepted(#NAME, [&] {   \
-      [&] __VA_ARGS__();                                        \
-      emu::note(#NAME);                                         \
-    }));                                                        \
+#define HCCL_API(EFFECT, NAME, PARAMS, ...)                   \
+  REGISTER(EFFECT, NAME, #__VA_ARGS__)                        \
+  EXPORT int NAME PARAMS {                                    \
+    return emu::hccl::result_of(emu::intercepted(#NAME, [&] { \
+      [&] __VA_ARGS__();                                      \
+      emu::note(#NAME);                                       \
+    }));                                                      \
   }
 
 #endif  // ASCEND_EMULATOR_HCCL_API_H

@@ -1,5 +1,6 @@
-// Every pair of ranks is connected, so each collective is one step, or two: what is large is reduced in parts, one by each rank, and gathered.
-// A part is computed by one rank, in the order of the ranks, or by all from the same bytes: results have the same bits everywhere, always.
+// Every pair of ranks is connected, so each collective is one step, or two: what is large is reduced in parts, one by each rank,
+// and gathered. A part is computed by one rank, in the order of the ranks, or by all from the same bytes: results have the same
+// bits everywhere, always.
 #include "collectives.h"
 
 #include <ATen/ATen.h>
@@ -10,8 +11,9 @@
 namespace emu::hccl {
 namespace {
 
-constexpr uint64_t kSmall = 64 << 10;     // bytes: up to here one step to all is faster than two
-constexpr int64_t kBlock = 16 << 10;     // elements that a reduction takes at a time: in the caches, and too few for ATen to call other threads
+constexpr uint64_t kSmall = 64 << 10;  // bytes: up to here one step to all is faster than two
+constexpr int64_t kBlock =
+    16 << 10;  // elements that a reduction takes at a time: in the caches, and too few for ATen to call other threads
 
 void copy(void* to, const void* from, uint64_t bytes) {
   if (bytes && to != from) std::memmove(to, from, bytes);
@@ -21,8 +23,12 @@ void accumulate(at::Tensor& into, const at::Tensor& value, int op) {
   switch (op) {
     case kSum: into.add_(value); return;
     case kProd: into.mul_(value); return;
-    case kMax: at::maximum_out(into, into, value.scalar_type() == into.scalar_type() ? value : value.to(into.scalar_type())); return;
-    case kMin: at::minimum_out(into, into, value.scalar_type() == into.scalar_type() ? value : value.to(into.scalar_type())); return;
+    case kMax:
+      at::maximum_out(into, into, value.scalar_type() == into.scalar_type() ? value : value.to(into.scalar_type()));
+      return;
+    case kMin:
+      at::minimum_out(into, into, value.scalar_type() == into.scalar_type() ? value : value.to(into.scalar_type()));
+      return;
   }
 }
 
@@ -121,8 +127,10 @@ void all_gather(Communicator& on, const Header& call, void* send, void* receive,
 void broadcast(Communicator& on, const Header& call, void* buffer) {
   const Part whole{buffer, call.count * size_of(call)};
   std::vector<Part> out(on.ranks), in(on.ranks);
-  if (on.rank == static_cast<int>(call.root)) out.assign(on.ranks, whole);
-  else in[call.root] = whole;
+  if (on.rank == static_cast<int>(call.root))
+    out.assign(on.ranks, whole);
+  else
+    in[call.root] = whole;
   on.exchange(call, out, in);
 }
 
@@ -138,12 +146,13 @@ void scatter(Communicator& on, const Header& call, void* send, void* receive) {
   on.exchange(call, out, in);
 }
 
-void all_to_all(Communicator& on, const Header& call, void* send, const Counts& send_counts, const Counts& send_starts, void* receive,
-                const Counts& receive_counts, const Counts& receive_starts) {
+void all_to_all(Communicator& on, const Header& call, void* send, const Counts& send_counts, const Counts& send_starts,
+    void* receive, const Counts& receive_counts, const Counts& receive_starts) {
   const uint64_t size = size_of(call);
   const auto out = parts(send, send_counts, send_starts, size), in = parts(receive, receive_counts, receive_starts, size);
   if (out[on.rank].bytes != in[on.rank].bytes) {
-    throw Broken(kParameter, text("this rank sends itself ", send_counts[on.rank], " elements and expects ", receive_counts[on.rank]));
+    throw Broken(
+        kParameter, text("this rank sends itself ", send_counts[on.rank], " elements and expects ", receive_counts[on.rank]));
   }
   copy(in[on.rank].data, out[on.rank].data, out[on.rank].bytes);
   on.exchange(call, out, in);

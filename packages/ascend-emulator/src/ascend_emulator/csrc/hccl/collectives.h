@@ -14,8 +14,8 @@ void reduce_scatter(Communicator& on, const Header& call, void* send, const Coun
 void all_gather(Communicator& on, const Header& call, void* send, void* receive, const Counts& counts, const Counts& starts);
 void broadcast(Communicator& on, const Header& call, void* buffer);
 void scatter(Communicator& on, const Header& call, void* send, void* receive);
-void all_to_all(Communicator& on, const Header& call, void* send, const Counts& send_counts, const Counts& send_starts, void* receive,
-                const Counts& receive_counts, const Counts& receive_starts);
+void all_to_all(Communicator& on, const Header& call, void* send, const Counts& send_counts, const Counts& send_starts,
+    void* receive, const Counts& receive_counts, const Counts& receive_starts);
 
 }  // namespace emu::hccl
 

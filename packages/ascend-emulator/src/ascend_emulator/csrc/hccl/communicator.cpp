@@ -18,7 +18,8 @@ int seconds(const char* variable, int otherwise, int least) {
   if (!value || !*value) return otherwise;
   char* end = nullptr;
   const long number = std::strtol(value, &end, 10);
-  check(!*end && number >= least && number <= 2147483647L, kInvalidParam, variable, " is ", value, "; it is a number of seconds, at least ", least);
+  check(!*end && number >= least && number <= 2147483647L, kInvalidParam, variable, " is ", value,
+      "; it is a number of seconds, at least ", least);
   return static_cast<int>(number);
 }
 
@@ -44,7 +45,12 @@ Fault next_fault() {
 }
 
 Communicator::Communicator(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int ranks, int exec_timeout)
-    : name(std::move(name)), rank(rank), ranks(ranks), device(current_device()), store_(std::move(store)), exec_timeout_(exec_timeout),
+    : name(std::move(name)),
+      rank(rank),
+      ranks(ranks),
+      device(current_device()),
+      store_(std::move(store)),
+      exec_timeout_(exec_timeout),
       wake_(eventfd(0, EFD_CLOEXEC)) {
   connect();
 }
@@ -68,8 +74,8 @@ void Communicator::connect() {
       addresses[peer].assign(value.begin(), value.end());
     }
   } catch (const std::exception&) {
-    refuse_call(kTimeout, "communicator ", name, ", rank ", rank, " of ", ranks, ": rank ", peer, " did not come within ", connect_timeout(),
-                " s (HCCL_CONNECT_TIMEOUT), or rank 0 has ended; look at the output of these ranks");
+    refuse_call(kTimeout, "communicator ", name, ", rank ", rank, " of ", ranks, ": rank ", peer, " did not come within ",
+        connect_timeout(), " s (HCCL_CONNECT_TIMEOUT), or rank 0 has ended; look at the output of these ranks");
   }
   links_ = meeting.connect(addresses, rank, hash(name + round), until);
 }
@@ -91,7 +97,8 @@ std::string Communicator::message() {
 }
 
 void Communicator::fail(const Header& call, Code result, const std::string& message) {
-  stop(result, text(call.describe(), " on communicator ", name, " (rank ", rank, " of ", ranks, ", call ", calls_, "): ", message));
+  stop(result,
+      text(call.describe(), " on communicator ", name, " (rank ", rank, " of ", ranks, ", call ", calls_, "): ", message));
   give_up(links_, this->message());
   throw Error(kOpFailed, this->message());
 }
@@ -136,7 +143,8 @@ void Communicator::exchange(const Header& call, const std::vector<Part>& out, co
   transfer(links_, outgoing, incoming, deadline(), wake_.get());
 }
 
-// A send is over when the receiver has called too: the calls are synchronous and paired ("HcclSend"). So a receive announces itself.
+// A send is over when the receiver has called too: the calls are synchronous and paired ("HcclSend"). So a receive announces
+// itself.
 void Communicator::exchange(const std::vector<PointToPoint>& items) {
   std::vector<Outgoing> outgoing;
   std::vector<Incoming> incoming;
@@ -149,7 +157,8 @@ void Communicator::exchange(const std::vector<PointToPoint>& items) {
         continue;
       }
       const auto& other = to_self.front();
-      if (other.header.bytes != item.header.bytes) throw Broken(kParameter, "a send to this rank itself and its receive have different sizes");
+      if (other.header.bytes != item.header.bytes)
+        throw Broken(kParameter, "a send to this rank itself and its receive have different sizes");
       std::memmove(sends ? other.data : item.data, sends ? item.data : other.data, item.header.bytes);
       to_self.pop_front();
       continue;
@@ -162,7 +171,8 @@ void Communicator::exchange(const std::vector<PointToPoint>& items) {
     outgoing.push_back({item.peer, sends ? with : without, item.data});
     incoming.push_back({item.peer, sends ? without : with, item.data});
   }
-  if (!to_self.empty()) throw Broken(kParameter, "a send to this rank itself, or a receive from it, is alone; they must be in one group or batch");
+  if (!to_self.empty())
+    throw Broken(kParameter, "a send to this rank itself, or a receive from it, is alone; they must be in one group or batch");
   transfer(links_, outgoing, incoming, deadline(), wake_.get());
 }
 

@@ -27,8 +27,9 @@ struct PointToPoint {
   void* data;
 };
 
-// Faults on demand for collective and point-to-point calls, counted from 1 in each process: ASCEND_EMULATOR_HCCL_HANG=n, the nth does nothing
-// until its timeout; ASCEND_EMULATOR_HCCL_DROP=n, the connections break at the nth; ASCEND_EMULATOR_HCCL_DELAY=milliseconds before each.
+// Faults on demand for collective and point-to-point calls, counted from 1 in each process: ASCEND_EMULATOR_HCCL_HANG=n, the nth
+// does nothing until its timeout; ASCEND_EMULATOR_HCCL_DROP=n, the connections break at the nth;
+// ASCEND_EMULATOR_HCCL_DELAY=milliseconds before each.
 enum class Fault { none, hang, drop };
 Fault next_fault();
 
@@ -38,10 +39,11 @@ class Communicator {
   Communicator(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int ranks, int exec_timeout);
   ~Communicator();
 
-  // Runs an operation, one at a time and in the order of the calls; on the stream's thread. A failure is kept, and fails all later ones.
+  // Runs an operation, one at a time and in the order of the calls; on the stream's thread. A failure is kept, and fails all
+  // later ones.
   void perform(const Header& call, const std::function<void()>& body);
-  // Within perform: to each rank its part, from each rank its part, with the call's header on both. Empty parts are sent too, so that
-  // all ranks learn what the others called. This rank's own parts are not looked at.
+  // Within perform: to each rank its part, from each rank its part, with the call's header on both. Empty parts are sent too, so
+  // that all ranks learn what the others called. This rank's own parts are not looked at.
   void exchange(const Header& call, const std::vector<Part>& out, const std::vector<Part>& in);
   void exchange(const std::vector<PointToPoint>& items);
   char* scratch(uint64_t bytes);

@@ -82,7 +82,8 @@ void finish(const File& link, bool tcp) {
 bool use_tcp() {
   const char* choice = std::getenv("ASCEND_EMULATOR_HCCL_TRANSPORT");
   if (!choice || !*choice) return false;
-  check(std::string(choice) == "tcp", kInvalidParam, "ASCEND_EMULATOR_HCCL_TRANSPORT is ", choice, "; allowed: tcp, or unset for Unix sockets within a machine");
+  check(std::string(choice) == "tcp", kInvalidParam, "ASCEND_EMULATOR_HCCL_TRANSPORT is ", choice,
+      "; allowed: tcp, or unset for Unix sockets within a machine");
   return true;
 }
 
@@ -114,7 +115,8 @@ std::string host_ip() {
     found.emplace_back(one->ifa_flags & IFF_LOOPBACK ? 2 : name.starts_with("docker") ? 1 : 0, name, ip);
   }
   freeifaddrs(all);
-  check(!found.empty() || rule.empty(), kInvalidParam, "no network interface fits HCCL_SOCKET_IFNAME=", std::getenv("HCCL_SOCKET_IFNAME") ? std::getenv("HCCL_SOCKET_IFNAME") : "");
+  check(!found.empty() || rule.empty(), kInvalidParam, "no network interface fits HCCL_SOCKET_IFNAME=",
+      std::getenv("HCCL_SOCKET_IFNAME") ? std::getenv("HCCL_SOCKET_IFNAME") : "");
   return found.empty() ? "127.0.0.1" : std::get<2>(*std::min_element(found.begin(), found.end()));
 }
 
@@ -124,15 +126,16 @@ Meeting::Meeting(const std::string& ip) : tcp_(make_socket(AF_INET)), local_(mak
   socklen_t length = sizeof address;
   check(bind(tcp_.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(tcp_.get(), 128) == 0 &&
             getsockname(tcp_.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0,
-        kOpFailed, "cannot listen on ", ip, ": ", std::strerror(errno), "; set HCCL_IF_IP to an address of this machine");
+      kOpFailed, "cannot listen on ", ip, ": ", std::strerror(errno), "; set HCCL_IF_IP to an address of this machine");
   const auto name = text("ascend-emulator-", getpid(), "-", number++, "-", ntohs(address.sin_port));
   auto [local, local_length] = local_address(name);
   check(bind(local_.get(), reinterpret_cast<sockaddr*>(&local), local_length) == 0 && listen(local_.get(), 128) == 0, kOpFailed,
-        "cannot listen on a Unix socket: ", std::strerror(errno));
+      "cannot listen on a Unix socket: ", std::strerror(errno));
   address_ = text(ip, " ", ntohs(address.sin_port), " ", name, " ", use_tcp() ? "tcp" : machine());
 }
 
-std::vector<Link> Meeting::connect(const std::vector<std::string>& addresses, int rank, uint64_t token, Clock::time_point deadline) {
+std::vector<Link> Meeting::connect(
+    const std::vector<std::string>& addresses, int rank, uint64_t token, Clock::time_point deadline) {
   const int ranks = static_cast<int>(addresses.size());
   std::vector<Link> links(ranks);
   const Greeting greeting{token, static_cast<uint32_t>(rank), static_cast<uint32_t>(ranks)};
@@ -159,12 +162,17 @@ std::vector<Link> Meeting::connect(const std::vector<std::string>& addresses, in
     int error = done == 0 ? 0 : errno;
     if (error == EINPROGRESS) {
       socklen_t length = sizeof error;
-      if (!ready(link.get(), POLLOUT, deadline)) error = ETIMEDOUT;
-      else getsockopt(link.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+      if (!ready(link.get(), POLLOUT, deadline))
+        error = ETIMEDOUT;
+      else
+        getsockopt(link.get(), SOL_SOCKET, SO_ERROR, &error, &length);
     }
-    if (error) refuse_call(kConnect, "no connection to rank ", peer, " at ", ip, " port ", port, ": ", std::strerror(error), "; is it reachable from this machine (HCCL_IF_IP, HCCL_SOCKET_IFNAME)?");
+    if (error)
+      refuse_call(kConnect, "no connection to rank ", peer, " at ", ip, " port ", port, ": ", std::strerror(error),
+          "; is it reachable from this machine (HCCL_IF_IP, HCCL_SOCKET_IFNAME)?");
     finish(link, tcp);
-    if (send(link.get(), &greeting, sizeof greeting, MSG_NOSIGNAL) != sizeof greeting) refuse_call(kConnect, "rank ", peer, " closed the connection during set-up");
+    if (send(link.get(), &greeting, sizeof greeting, MSG_NOSIGNAL) != sizeof greeting)
+      refuse_call(kConnect, "rank ", peer, " closed the connection during set-up");
     links[peer].socket = std::move(link);
   }
   for (int missing = ranks - rank - 1; missing > 0;) {
@@ -179,11 +187,15 @@ std::vector<Link> Meeting::connect(const std::vector<std::string>& addresses, in
       finish(link, file.fd == tcp_.get());
       Greeting from{};
       const auto patience = std::min(deadline, Clock::now() + std::chrono::seconds(5));  // a stranger on the port may say nothing
-      if (!ready(link.get(), POLLIN, patience) || recv(link.get(), &from, sizeof from, MSG_DONTWAIT) != sizeof from || from.token != token) continue;
+      if (!ready(link.get(), POLLIN, patience) || recv(link.get(), &from, sizeof from, MSG_DONTWAIT) != sizeof from ||
+          from.token != token)
+        continue;
       if (static_cast<int>(from.ranks) != ranks) {
-        refuse_call(kParameter, "rank ", from.rank, " counts ", from.ranks, " ranks, rank ", rank, " counts ", ranks, "; it must be the same on all");
+        refuse_call(kParameter, "rank ", from.rank, " counts ", from.ranks, " ranks, rank ", rank, " counts ", ranks,
+            "; it must be the same on all");
       }
-      if (static_cast<int>(from.rank) >= ranks || links[from.rank].socket.get() >= 0) refuse_call(kParameter, "two ranks call themselves ", from.rank);
+      if (static_cast<int>(from.rank) >= ranks || links[from.rank].socket.get() >= 0)
+        refuse_call(kParameter, "two ranks call themselves ", from.rank);
       nonblocking(link, true);
       links[from.rank].socket = std::move(link);
       --missing;

@@ -46,7 +46,7 @@ c10::intrusive_ptr<c10d::Store> tcp_store(const std::string& ip, int port, bool 
   } catch (const std::exception& error) {
     if (serves) refuse_call(kConnect, "cannot listen on port ", port, ": ", std::string(error.what()).substr(0, 120));
     refuse_call(kTimeout, "rank 0 does not answer at ", ip, " port ", port, " within ", connect_timeout(),
-                " s (HCCL_CONNECT_TIMEOUT); is it running, and reachable from this machine?");
+        " s (HCCL_CONNECT_TIMEOUT); is it running, and reachable from this machine?");
   }
 }
 
@@ -69,14 +69,17 @@ int config_timeout(const Config* config) {
 }
 
 bool is_word(std::string_view text, const char* besides = "") {
-  return !text.empty() && std::all_of(text.begin(), text.end(), [&](unsigned char c) { return std::isalnum(c) || c == '_' || std::strchr(besides, c); });
+  return !text.empty() && std::all_of(text.begin(), text.end(),
+                              [&](unsigned char c) { return std::isalnum(c) || c == '_' || std::strchr(besides, c); });
 }
 
 std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts(1);
   for (const char c : text) {
-    if (c == separator) parts.emplace_back();
-    else parts.back() += c;
+    if (c == separator)
+      parts.emplace_back();
+    else
+      parts.back() += c;
   }
   return parts;
 }
@@ -89,17 +92,21 @@ bool is_algorithm(const std::string& text) {
       levels = levels.substr(equals + 1);
     }
     for (const auto& level : split(levels, ';'))
-      if (level.rfind("level", 0) != 0 || level.size() < 8 || !std::isdigit(static_cast<unsigned char>(level[5])) || level[6] != ':' || !is_word(level.substr(7), "-")) return false;
+      if (level.rfind("level", 0) != 0 || level.size() < 8 || !std::isdigit(static_cast<unsigned char>(level[5])) ||
+          level[6] != ':' || !is_word(level.substr(7), "-"))
+        return false;
   }
   return true;
 }
 
-// "level0:NA;level1:ring", or such for operations: "allreduce=level0:NA;level1:ring/allgather=…" (HCCL_ALGO). The choice changes no result here.
+// "level0:NA;level1:ring", or such for operations: "allreduce=level0:NA;level1:ring/allgather=…" (HCCL_ALGO). The choice changes
+// no result here.
 void check_algorithm(const Config* config) {
   if (!config || config->size < offsetof(Config, algorithm) + sizeof config->algorithm) return;
   const std::string chosen(config->algorithm, strnlen(config->algorithm, sizeof config->algorithm));
   if (!chosen.empty() && (chosen.size() > 400 || !is_algorithm(chosen))) {
-    refuse_call(kParameter, "hcclAlgo is ", chosen.substr(0, 60), "; it has the form level0:NA;level1:ring, or operation=level0:NA;level1:ring/…");
+    refuse_call(kParameter, "hcclAlgo is ", chosen.substr(0, 60),
+        "; it has the form level0:NA;level1:ring, or operation=level0:NA;level1:ring/…");
   }
 }
 
@@ -113,8 +120,8 @@ std::shared_ptr<Communicator> from_root(uint32_t ranks, const char* root, uint32
   parts >> mark >> ip >> port >> id;
   if (mark != kMark || id.empty()) refuse_call(kParameter, "rootInfo does not come from HcclGetRootInfo of an emulated HCCL");
   auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>()) : tcp_store(ip, port, false);
-  return std::make_shared<Communicator>(prefixed(id, store), config_name(config, "hccl_" + id), static_cast<int>(rank), static_cast<int>(ranks),
-                                        config_timeout(config));
+  return std::make_shared<Communicator>(prefixed(id, store), config_name(config, "hccl_" + id), static_cast<int>(rank),
+      static_cast<int>(ranks), config_timeout(config));
 }
 
 std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const Config* config) {
@@ -127,7 +134,8 @@ std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const 
   const char* base = std::getenv("HCCL_IF_BASE_PORT");
   const int port = base && *base ? std::atoi(base) : 60000;  // the documented default
   const std::string name = config_name(config, text("hccl_table_", table.identity, "_", uses++));
-  auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>()) : tcp_store(table.servers[0], port, rank == 0);
+  auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>())
+                          : tcp_store(table.servers[0], port, rank == 0);
   return std::make_shared<Communicator>(prefixed(name, store), name, static_cast<int>(rank), ranks, config_timeout(config));
 }
 
@@ -169,11 +177,12 @@ HCCL_API(computed, HcclCommInitRootInfo, (uint32_t ranks, const char* root, uint
   place(comm);
   result(comm, from_root(ranks, root, rank, nullptr));
 })
-HCCL_API(computed, HcclCommInitRootInfoConfig, (uint32_t ranks, const char* root, uint32_t rank, const Config* config, void** comm), {
-  place(comm);
-  if (!config) refuse_call(kNullPointer, "config is null");
-  result(comm, from_root(ranks, root, rank, config));
-})
+HCCL_API(
+    computed, HcclCommInitRootInfoConfig, (uint32_t ranks, const char* root, uint32_t rank, const Config* config, void** comm), {
+      place(comm);
+      if (!config) refuse_call(kNullPointer, "config is null");
+      result(comm, from_root(ranks, root, rank, config));
+    })
 HCCL_API(computed, HcclCommInitClusterInfo, (const char* path, uint32_t rank, void** comm), {
   place(comm);
   result(comm, from_table(path, rank, nullptr));
@@ -185,34 +194,40 @@ HCCL_API(computed, HcclCommInitClusterInfoConfig, (const char* path, uint32_t ra
 })
 
 // Ranks that are not in it pass no list, and get none.
-HCCL_API(computed, HcclCreateSubCommConfig, (void** comm, uint32_t number, const uint32_t* members, uint64_t id, uint32_t rank, const Config* config, void** sub), {
-  if (!comm) refuse_call(kNullPointer, "comm is null");
-  place(sub);
-  const auto whole = communicator(*comm);
-  *sub = nullptr;
-  if (!members) {
-    if (id != 0xffffffff) refuse_call(kNullPointer, "rankIds is null; a rank that takes no part passes subCommId 0xFFFFFFFF too");
-    return;
-  }
-  if (!config) refuse_call(kNullPointer, "config is null");
-  if (rank >= number) refuse_call(kParameter, "subCommRankId is ", rank, " of ", number, " ranks");
-  for (uint32_t i = 0; i < number; ++i) {
-    if (static_cast<int64_t>(members[i]) >= whole->ranks) refuse_call(kParameter, "rankIds[", i, "] is ", members[i], "; the communicator has ", whole->ranks, " ranks");
-    if (i && members[i] <= members[i - 1]) refuse_call(kParameter, "rankIds must ascend; rankIds[", i, "] is ", members[i], " after ", members[i - 1]);
-  }
-  if (static_cast<int>(members[rank]) != whole->rank) {
-    refuse_call(kParameter, "rankIds[", rank, "] is ", members[rank], ", this rank is ", whole->rank, "; subCommRankId is its index in rankIds");
-  }
-  std::string prefix = text("sub/", id);
-  for (uint32_t i = 0; i < number; ++i) prefix += text("/", members[i]);
-  const auto name = config_name(config, text(whole->name, "_sub_", id));
-  {
-    static std::map<std::string, int> uses;  // the same on all members, as each makes it as often
-    std::lock_guard lock(mutex);
-    prefix += text("/", name, "/", uses[text(*comm, prefix, name)]++);
-  }
-  result(sub, std::make_shared<Communicator>(prefixed(prefix, whole->store()), name, static_cast<int>(rank), static_cast<int>(number), config_timeout(config)));
-})
+HCCL_API(computed, HcclCreateSubCommConfig,
+    (void** comm, uint32_t number, const uint32_t* members, uint64_t id, uint32_t rank, const Config* config, void** sub), {
+      if (!comm) refuse_call(kNullPointer, "comm is null");
+      place(sub);
+      const auto whole = communicator(*comm);
+      *sub = nullptr;
+      if (!members) {
+        if (id != 0xffffffff)
+          refuse_call(kNullPointer, "rankIds is null; a rank that takes no part passes subCommId 0xFFFFFFFF too");
+        return;
+      }
+      if (!config) refuse_call(kNullPointer, "config is null");
+      if (rank >= number) refuse_call(kParameter, "subCommRankId is ", rank, " of ", number, " ranks");
+      for (uint32_t i = 0; i < number; ++i) {
+        if (static_cast<int64_t>(members[i]) >= whole->ranks)
+          refuse_call(kParameter, "rankIds[", i, "] is ", members[i], "; the communicator has ", whole->ranks, " ranks");
+        if (i && members[i] <= members[i - 1])
+          refuse_call(kParameter, "rankIds must ascend; rankIds[", i, "] is ", members[i], " after ", members[i - 1]);
+      }
+      if (static_cast<int>(members[rank]) != whole->rank) {
+        refuse_call(kParameter, "rankIds[", rank, "] is ", members[rank], ", this rank is ", whole->rank,
+            "; subCommRankId is its index in rankIds");
+      }
+      std::string prefix = text("sub/", id);
+      for (uint32_t i = 0; i < number; ++i) prefix += text("/", members[i]);
+      const auto name = config_name(config, text(whole->name, "_sub_", id));
+      {
+        static std::map<std::string, int> uses;  // the same on all members, as each makes it as often
+        std::lock_guard lock(mutex);
+        prefix += text("/", name, "/", uses[text(*comm, prefix, name)]++);
+      }
+      result(sub, std::make_shared<Communicator>(prefixed(prefix, whole->store()), name, static_cast<int>(rank),
+                      static_cast<int>(number), config_timeout(config)));
+    })
 
 // All ranks in this process, each on its NPU.
 HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, void** comms), {
@@ -230,13 +245,12 @@ HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, vo
       try {
         set_current_device(devices[i]);
         made[i] = std::make_shared<Communicator>(store, name, static_cast<int>(i), static_cast<int>(number), exec_timeout());
-      } catch (const std::exception& error) {
-        failures[i] = error.what();
-      }
+      } catch (const std::exception& error) { failures[i] = error.what(); }
     });
   }
   for (auto& thread : threads) thread.join();
-  for (const auto& each : failures) if (!each.empty()) refuse_call(kParameter, each);
+  for (const auto& each : failures)
+    if (!each.empty()) refuse_call(kParameter, each);
   for (uint32_t i = 0; i < number; ++i) result(comms + i, made[i]);
 })
 
@@ -257,7 +271,7 @@ HCCL_API(computed, HcclGetCommName, (void* comm, char* name), {
 })
 
 // The error of the first operation that failed, and its line as this thread's recent message, which torch_npu's watchdog reports.
-HCCL_API(computed, HcclGetCommAsyncError, (void* comm, int32_t* error) , {
+HCCL_API(computed, HcclGetCommAsyncError, (void* comm, int32_t* error), {
   const auto it = communicator(comm);
   *error = it->error();
   if (*error) fail(static_cast<Status>(*error), it->message());
@@ -271,13 +285,16 @@ HCCL_API(computed, HcclCommResume, (void* comm), { communicator(comm)->resume();
 ACL_VALUE(uint32_t, answers, HcclGetCommConfigCapability, (), { return 12; })
 
 // Reductions are deterministic in any case (HcclConfig 0).
-HCCL_API(nothing("reductions are deterministic in any case"), HcclSetConfig, (int32_t config, int64_t), { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
+HCCL_API(nothing("reductions are deterministic in any case"), HcclSetConfig, (int32_t config, int64_t),
+    { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
 
 // There is one way between two ranks.
-HCCL_API(nothing("there is one way between two ranks"), HcclCommWorkingDevNicSet, (void* comm, const uint32_t* ranks, const bool* backup, uint32_t number), {
-  const auto it = communicator(comm);
-  if (number && (!ranks || !backup)) refuse_call(kNullPointer, "ranks or useBackup is null");
-  for (uint32_t i = 0; i < number; ++i) {
-    if (static_cast<int64_t>(ranks[i]) >= it->ranks) refuse_call(kParameter, "ranks[", i, "] is ", ranks[i], "; the communicator has ", it->ranks, " ranks");
-  }
-})
+HCCL_API(nothing("there is one way between two ranks"), HcclCommWorkingDevNicSet,
+    (void* comm, const uint32_t* ranks, const bool* backup, uint32_t number), {
+      const auto it = communicator(comm);
+      if (number && (!ranks || !backup)) refuse_call(kNullPointer, "ranks or useBackup is null");
+      for (uint32_t i = 0; i < number; ++i) {
+        if (static_cast<int64_t>(ranks[i]) >= it->ranks)
+          refuse_call(kParameter, "ranks[", i, "] is ", ranks[i], "; the communicator has ", it->ranks, " ranks");
+      }
+    })

@@ -77,7 +77,9 @@ class Reader {
         break;
       case '"': value.text = string(); break;
       default:
-        while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || std::string("+-.").find(text_[at_]) != std::string::npos)) value.text += text_[at_++];
+        while (at_ < text_.size() &&
+               (std::isalnum(static_cast<unsigned char>(text_[at_])) || std::string("+-.").find(text_[at_]) != std::string::npos))
+          value.text += text_[at_++];
         if (value.text.empty()) wrong();
     }
     return value;
@@ -94,7 +96,8 @@ RankTable read_rank_table(const char* path) {
   if (!file) refuse_call(kOpenFile, "the rank table does not open: ", path);
   const std::string content{std::istreambuf_iterator<char>(file), {}};
   const auto root = Reader(content).all();
-  if (const auto status = root.at("status"); status != "completed") refuse_call(kUnavailable, path, ": status is ", status.empty() ? "missing" : status, "; it must be completed");
+  if (const auto status = root.at("status"); status != "completed")
+    refuse_call(kUnavailable, path, ": status is ", status.empty() ? "missing" : status, "; it must be completed");
   std::map<int, std::string> found;
   for (const auto& server : root.list("server_list")) {
     // server_id is an address, or a name where host_ip is the address.
@@ -103,12 +106,14 @@ RankTable read_rank_table(const char* path) {
     if (inet_pton(AF_INET, address.c_str(), &parsed) != 1) address = "127.0.0.1";
     for (const auto& device : server.list("device")) {
       const auto rank = device.at("rank_id");
-      if (rank.empty() || rank.find_first_not_of("0123456789") != std::string::npos || rank.size() > 6) refuse_call(kParameter, path, ": rank_id is '", rank, "'; it is a number");
+      if (rank.empty() || rank.find_first_not_of("0123456789") != std::string::npos || rank.size() > 6)
+        refuse_call(kParameter, path, ": rank_id is '", rank, "'; it is a number");
       if (!found.emplace(std::stoi(rank), address).second) refuse_call(kParameter, path, ": rank_id ", rank, " is there twice");
     }
   }
   if (found.empty()) refuse_call(kParameter, path, ": server_list has no device with a rank_id");
-  if (found.rbegin()->first + 1 != static_cast<int>(found.size())) refuse_call(kParameter, path, ": rank_id goes to ", found.rbegin()->first, ", but there are ", found.size());
+  if (found.rbegin()->first + 1 != static_cast<int>(found.size()))
+    refuse_call(kParameter, path, ": rank_id goes to ", found.rbegin()->first, ", but there are ", found.size());
   RankTable table;
   for (const auto& [rank, address] : found) table.servers.push_back(address);
   uint64_t hash = 1469598103934665603ull;

@@ -17,11 +17,10 @@ File::~File() {
 }
 
 const char* kind_name(uint8_t kind) {
-  static const char* names[] = {"HcclBarrier",        "HcclAllReduce",       "HcclAllGather", "HcclAllGatherV", "HcclReduceScatter",
-                                "HcclReduceScatterV", "HcclBroadcast",       "HcclReduce",    "HcclScatter",    "HcclAlltoAll",
-                                "HcclAlltoAllV",      "HcclSend",            "HcclRecv",      "a failure",      "MoeDistributeDispatch",
-                                "MoeDistributeCombine", "MatmulAllReduce",   "AllGatherMatmul", "MatmulReduceScatter", "DistributeBarrier",
-                                "AlltoAllvGroupedMatMul", "GroupedMatMulAlltoAllv", "AlltoAllMatmul", "MatmulAlltoAll"};
+  static const char* names[] = {"HcclBarrier", "HcclAllReduce", "HcclAllGather", "HcclAllGatherV", "HcclReduceScatter",
+      "HcclReduceScatterV", "HcclBroadcast", "HcclReduce", "HcclScatter", "HcclAlltoAll", "HcclAlltoAllV", "HcclSend", "HcclRecv",
+      "a failure", "MoeDistributeDispatch", "MoeDistributeCombine", "MatmulAllReduce", "AllGatherMatmul", "MatmulReduceScatter",
+      "DistributeBarrier", "AlltoAllvGroupedMatMul", "GroupedMatMulAlltoAllv", "AlltoAllMatmul", "MatmulAlltoAll"};
   return kind < std::size(names) ? names[kind] : "an unknown call";
 }
 
@@ -41,16 +40,16 @@ namespace {
 struct Lane {
   int peer;
   std::vector<const Outgoing*> out;
-  size_t sending = 0;   // index in out
-  uint64_t sent = 0;    // bytes of it, the header's first
+  size_t sending = 0;  // index in out
+  uint64_t sent = 0;   // bytes of it, the header's first
   std::vector<const Incoming*> waiting;
-  Header header;        // that is arriving
+  Header header;          // that is arriving
   uint64_t received = 0;  // bytes of the arriving message, its header's first
   char* target = nullptr;
   std::optional<Early> early;  // where it goes if it was not expected yet
   bool has_header = false;
-  std::string failure;         // the peer's, as it arrives
-  bool broken = false;         // the peer reads no more; what it sent before may say why
+  std::string failure;  // the peer's, as it arrives
+  bool broken = false;  // the peer reads no more; what it sent before may say why
 
   bool wants_to_send() const { return sending < out.size() && !broken; }
   bool wants_to_receive() const { return !waiting.empty() || received > 0 || broken; }
@@ -62,14 +61,16 @@ bool point_to_point(uint8_t kind) { return kind == kSend || kind == kReceive; }
 [[noreturn]] void mismatch(int peer, const Header& theirs, const Header& ours) {
   // What they should have called is the other end of ours.
   Header mine = ours;
-  if (ours.kind == kSend) mine.kind = kReceive;
-  else if (ours.kind == kReceive) mine.kind = kSend;
+  if (ours.kind == kSend)
+    mine.kind = kReceive;
+  else if (ours.kind == kReceive)
+    mine.kind = kSend;
   if (theirs.describe() == mine.describe()) {
-    throw Broken(kParameter, text("rank ", peer, " sends ", theirs.bytes, " bytes to this rank's ", mine.describe(), ", where ", ours.bytes,
-                                  " are expected; the counts of the ranks must fit together"));
+    throw Broken(kParameter, text("rank ", peer, " sends ", theirs.bytes, " bytes to this rank's ", mine.describe(), ", where ",
+                                 ours.bytes, " are expected; the counts of the ranks must fit together"));
   }
   throw Broken(kParameter, text("rank ", peer, " called ", theirs.describe(), " where this rank called ", mine.describe(),
-                                "; all ranks must make the same calls in the same order"));
+                               "; all ranks must make the same calls in the same order"));
 }
 
 bool same(const Header& a, const Header& b) {
@@ -91,7 +92,8 @@ const Incoming* take(Lane& lane, const Header& header) {
 }
 
 [[noreturn]] void gone(int peer) {
-  throw Broken(kRemote, text("rank ", peer, " closed its connection: its process ended, or it destroyed the communicator; look at its output"));
+  throw Broken(kRemote,
+      text("rank ", peer, " closed its connection: its process ended, or it destroyed the communicator; look at its output"));
 }
 
 // False when nothing can be sent now.
@@ -102,10 +104,12 @@ bool send_some(Lane& lane, Link& link) {
     iovec parts[2];
     int count = 0;
     if (lane.sent < sizeof(Header)) {
-      parts[count++] = {const_cast<char*>(reinterpret_cast<const char*>(&message.header)) + lane.sent, sizeof(Header) - lane.sent};
+      parts[count++] = {
+          const_cast<char*>(reinterpret_cast<const char*>(&message.header)) + lane.sent, sizeof(Header) - lane.sent};
     }
     const uint64_t done = lane.sent < sizeof(Header) ? 0 : lane.sent - sizeof(Header);
-    if (done < message.header.bytes) parts[count++] = {static_cast<char*>(const_cast<void*>(message.data)) + done, message.header.bytes - done};
+    if (done < message.header.bytes)
+      parts[count++] = {static_cast<char*>(const_cast<void*>(message.data)) + done, message.header.bytes - done};
     msghdr packet{};
     packet.msg_iov = parts;
     packet.msg_iovlen = count;
@@ -208,7 +212,9 @@ void give_up(std::vector<Link>& links, const std::string& reason) {
   for (auto& link : links) {
     if (link.socket.get() < 0) continue;
     // Closing it would take away what is still on its way to the peer.
-    if (!link.within_message && send(link.socket.get(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno == EPIPE) continue;
+    if (!link.within_message && send(link.socket.get(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 &&
+        errno == EPIPE)
+      continue;
     shutdown(link.socket.get(), SHUT_WR);
   }
 }
@@ -218,7 +224,8 @@ void pause(Deadline deadline, int wake) {
   wait(files, deadline);
 }
 
-void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake) {
+void transfer(
+    std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake) {
   std::vector<Lane> lanes(links.size());
   for (size_t i = 0; i < lanes.size(); ++i) lanes[i].peer = static_cast<int>(i);
   for (const auto& message : out) lanes[message.peer].out.push_back(&message);
@@ -247,9 +254,11 @@ void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out, const 
       std::string missing;
       for (const auto& lane : lanes) {
         missing += text(missing.empty() ? "" : ", ", lane.peer);
-        if (const auto& early = links[lane.peer].early; !early.empty()) missing += text(" (which is in ", early.front().header.describe(), ")");
+        if (const auto& early = links[lane.peer].early; !early.empty())
+          missing += text(" (which is in ", early.front().header.describe(), ")");
       }
-      throw Broken(kTimeout, text("nothing from rank ", missing, " in time; it did not make this call, is slower than HCCL_EXEC_TIMEOUT allows, or hangs"));
+      throw Broken(kTimeout, text("nothing from rank ", missing,
+                                 " in time; it did not make this call, is slower than HCCL_EXEC_TIMEOUT allows, or hangs"));
     }
   }
 }

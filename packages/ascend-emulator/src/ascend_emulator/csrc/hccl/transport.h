@@ -1,6 +1,6 @@
-// Connections between ranks and what moves over them: Unix sockets within a machine, TCP between machines, one for each pair of ranks of a
-// communicator. All messages of a step move side by side and the thread sleeps in poll() in between, so no order of calls can block the
-// others, an end of a connection is noticed at once, and an idle wait costs no processor time.
+// Connections between ranks and what moves over them: Unix sockets within a machine, TCP between machines, one for each pair of
+// ranks of a communicator. All messages of a step move side by side and the thread sleeps in poll() in between, so no order of
+// calls can block the others, an end of a connection is noticed at once, and an idle wait costs no processor time.
 #ifndef ASCEND_EMULATOR_HCCL_TRANSPORT_H
 #define ASCEND_EMULATOR_HCCL_TRANSPORT_H
 #include <chrono>
@@ -32,10 +32,31 @@ class File {
 
 // What both ends of a message must agree on; it goes before the message's bytes.
 enum CallKind : uint8_t {
-  kBarrier, kAllReduce, kAllGather, kAllGatherV, kReduceScatter, kReduceScatterV, kBroadcast, kReduce, kScatter, kAllToAll, kAllToAllV, kSend, kReceive,
+  kBarrier,
+  kAllReduce,
+  kAllGather,
+  kAllGatherV,
+  kReduceScatter,
+  kReduceScatterV,
+  kBroadcast,
+  kReduce,
+  kScatter,
+  kAllToAll,
+  kAllToAllV,
+  kSend,
+  kReceive,
   kFailed,
   // Operators that compute and communicate (ops/mc2/mc2.h).
-  kDispatch, kCombine, kMatmulAllReduce, kAllGatherMatmul, kMatmulReduceScatter, kDistributeBarrier, kAllToAllGrouped, kGroupedAllToAll, kAllToAllMatmul, kMatmulAllToAll
+  kDispatch,
+  kCombine,
+  kMatmulAllReduce,
+  kAllGatherMatmul,
+  kMatmulReduceScatter,
+  kDistributeBarrier,
+  kAllToAllGrouped,
+  kGroupedAllToAll,
+  kAllToAllMatmul,
+  kMatmulAllToAll
 };
 const char* kind_name(uint8_t kind);
 constexpr uint32_t kNone = 0xffffffff;
@@ -78,7 +99,8 @@ struct Broken : std::runtime_error {
 
 // Moves all of it. Throws Broken: a peer went away, sent something else, the deadline passed, or `wake` became
 // readable; and what check_not_aborted() throws.
-void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake);
+void transfer(
+    std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake);
 // Tells the others why this rank goes no further, as far as they can still be told.
 void give_up(std::vector<Link>& links, const std::string& reason);
 // Sleeps until the deadline; throws Broken if `wake` becomes readable.

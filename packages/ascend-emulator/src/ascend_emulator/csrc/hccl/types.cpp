@@ -38,12 +38,29 @@ void one_of_types(const char* what, int code, const std::vector<int>& allowed) {
 
 const char* describe(int result) {
   static const std::map<int, const char*> texts = {
-      {0, "no error"},          {1, "a parameter is wrong"},     {2, "a pointer is null"},     {3, "memory"},
-      {4, "internal error"},    {5, "not supported"},            {6, "not found"},             {7, "unavailable"},
-      {8, "system call"},       {9, "timeout"},                  {10, "a file does not open"}, {11, "TCP connection"},
-      {12, "RoCE connection"},  {13, "TCP transfer"},            {14, "RoCE transfer"},        {15, "runtime"},
-      {16, "driver"},           {17, "profiling"},               {18, "compute engine"},       {19, "network"},
-      {20, "again"},            {21, "a remote rank failed"},    {22, "communicator suspended"},
+      {0, "no error"},
+      {1, "a parameter is wrong"},
+      {2, "a pointer is null"},
+      {3, "memory"},
+      {4, "internal error"},
+      {5, "not supported"},
+      {6, "not found"},
+      {7, "unavailable"},
+      {8, "system call"},
+      {9, "timeout"},
+      {10, "a file does not open"},
+      {11, "TCP connection"},
+      {12, "RoCE connection"},
+      {13, "TCP transfer"},
+      {14, "RoCE transfer"},
+      {15, "runtime"},
+      {16, "driver"},
+      {17, "profiling"},
+      {18, "compute engine"},
+      {19, "network"},
+      {20, "again"},
+      {21, "a remote rank failed"},
+      {22, "communicator suspended"},
   };
   const auto found = texts.find(result);
   return found == texts.end() ? "unknown error" : found->second;
@@ -67,7 +84,8 @@ void check_transferable(int code) {
   one_of_types("the data type", code, allowed);
 }
 
-// "HcclAllReduce", "HcclReduce", "HcclReduceScatter": the lists are the same. Of Ascend950's, uint64 is left out: ATen does not add it.
+// "HcclAllReduce", "HcclReduce", "HcclReduceScatter": the lists are the same. Of Ascend950's, uint64 is left out: ATen does not
+// add it.
 void check_reducible(int code, int op) {
   if (op < kSum || op > kMin) refuse_call(kParameter, "the reduction is ", op, "; allowed: 0 (sum), 1 (prod), 2 (max), 3 (min)");
   const bool duo = is_chip("Ascend310P");

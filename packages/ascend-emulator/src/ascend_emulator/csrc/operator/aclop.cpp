@@ -1,8 +1,8 @@
-// The legacy graph-operator path. torch_npu takes it when an operator's jit-compilation is on or its aclnn symbol is missing; here the
-// first is reported as off, the second cannot be, and executing one refuses by the operator's name. The exception is an Identity that
-// changes nothing: npu_format_cast(x, 3) runs one, from a format to itself, where internal formats are off, which they are by default
-// (torch_npu's FormatCastKernelNpu.cpp). What torch_npu builds beforehand (descriptions, attributes, buffers) is bookkeeping.
-// Call sites: torch_npu/csrc/framework/OpParamMaker.cpp (BSD).
+// The legacy graph-operator path. torch_npu takes it when an operator's jit-compilation is on or its aclnn symbol is missing;
+// here the first is reported as off, the second cannot be, and executing one refuses by the operator's name. The exception is an
+// Identity that changes nothing: npu_format_cast(x, 3) runs one, from a format to itself, where internal formats are off, which
+// they are by default (torch_npu's FormatCastKernelNpu.cpp). What torch_npu builds beforehand (descriptions, attributes, buffers)
+// is bookkeeping. Call sites: torch_npu/csrc/framework/OpParamMaker.cpp (BSD).
 #include <cstring>
 #include <vector>
 
@@ -26,8 +26,10 @@ const TensorDesc& desc_of(const void* desc) { return *static_cast<const TensorDe
 const DataBuffer& buffer_of(const void* buffer) { return *static_cast<const DataBuffer*>(buffer); }
 
 int refuse_aclop(const char* op_type) {
-  return operator_done(op_type, fail(kUnsupported, text("the legacy graph operator '", op_type, "' (aclopCompileAndExecute) is never emulated; "
-                                 "torch_npu reaches it only where it has no aclnn operator for this call")));
+  return operator_done(
+      op_type, fail(kUnsupported, text("the legacy graph operator '", op_type,
+                                      "' (aclopCompileAndExecute) is never emulated; "
+                                      "torch_npu reaches it only where it has no aclnn operator for this call")));
 }
 
 bool changes_nothing(const void* input, const void* output, const void* from, const void* to) {
@@ -39,7 +41,8 @@ int copy_bytes(const DataBuffer& from, const DataBuffer& to, void* stream) {
   return guarded("Identity", [&] {
     auto task = std::make_unique<aclOpExecutor>();
     if (const auto bytes = static_cast<int64_t>(to.bytes)) {
-      task->tensors = {at::from_blob(to_kernel(from.data), bytes, at::kByte), at::from_blob(to_kernel(to.data), bytes, at::kByte)};
+      task->tensors = {
+          at::from_blob(to_kernel(from.data), bytes, at::kByte), at::from_blob(to_kernel(to.data), bytes, at::kByte)};
       task->compute = [tensors = task->tensors] { tensors[1].copy_(tensors[0]); };
     } else {
       task->compute = [] {};
@@ -58,7 +61,7 @@ ACL_API(answers, aclGetCompileopt, (int32_t, char* value, size_t length), {
 })
 
 EXPORT int aclopCompileAndExecute(const char* op_type, int, const void* const input[], const void* const from[], int,
-                                  const void* const output[], void* const to[], const void*, int, int, const char*, void* stream) {
+    const void* const output[], void* const to[], const void*, int, int, const char*, void* stream) {
   if (std::strcmp(op_type, "Identity") == 0 && changes_nothing(*input, *output, *from, *to)) {
     return copy_bytes(buffer_of(*from), buffer_of(*to), stream);
   }
@@ -72,9 +75,8 @@ ACL_VALUE(void*, keeps, aclopCreateAttr, (), { return new Opaque; })
 ACL_VALUE(void, keeps, aclopDestroyAttr, (const void* object), { delete static_cast<const Opaque*>(object); })
 ACL_API(keeps, aclDestroyDataBuffer, (const void* buffer), { delete &buffer_of(buffer); })
 ACL_VALUE(void*, keeps, aclCreateDataBuffer, (void* data, size_t bytes), { return new DataBuffer{data, bytes}; })
-ACL_VALUE(void*, keeps, aclCreateTensorDesc, (int32_t type, int32_t rank, const int64_t* dims, int32_t format), {
-  return new TensorDesc{type, format, {dims, dims + rank}};
-})
+ACL_VALUE(void*, keeps, aclCreateTensorDesc, (int32_t type, int32_t rank, const int64_t* dims, int32_t format),
+    { return new TensorDesc{type, format, {dims, dims + rank}}; })
 ACL_VALUE(void, keeps, aclDestroyTensorDesc, (const void* desc), { delete &desc_of(desc); })
 ACL_VALUE(int32_t, answers, aclGetTensorDescType, (const void* desc), { return desc_of(desc).type; })
 ACL_VALUE(int32_t, answers, aclGetTensorDescFormat, (const void* desc), { return desc_of(desc).format; })

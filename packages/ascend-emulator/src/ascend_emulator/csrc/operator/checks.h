@@ -1,5 +1,5 @@
-// Checks of an operator's arguments. Each refuses with the argument, what was found and what is allowed; the operator's name is put
-// before it at the C boundary. Write the source of the rule beside the check.
+// Checks of an operator's arguments. Each refuses with the argument, what was found and what is allowed; the operator's name is
+// put before it at the C boundary. Write the source of the rule beside the check.
 #ifndef ASCEND_EMULATOR_OPERATOR_CHECKS_H
 #define ASCEND_EMULATOR_OPERATOR_CHECKS_H
 #include <ATen/ATen.h>
@@ -22,7 +22,8 @@ void one_of(const char* argument, const at::Tensor& tensor, DTypes allowed);
 [[noreturn]] void not_one_of(const char* argument, Printable found, const std::vector<Printable>& allowed);
 template <class T>
 void one_of(const char* argument, const T& value, std::initializer_list<T> allowed) {
-  if (std::find(allowed.begin(), allowed.end(), value) == allowed.end()) not_one_of(argument, value, {allowed.begin(), allowed.end()});
+  if (std::find(allowed.begin(), allowed.end(), value) == allowed.end())
+    not_one_of(argument, value, {allowed.begin(), allowed.end()});
 }
 void same_dtype(const char* argument, const at::Tensor& tensor, const char* other, const at::Tensor& like);
 // The number of dimensions lies in [least, most].

@@ -1,4 +1,5 @@
-// Which dtypes an operator takes, as torch_npu's documentation says it for the torch functions that call it (dtypes.h), and the chip.
+// Which dtypes an operator takes, as torch_npu's documentation says it for the torch functions that call it (dtypes.h), and the
+// chip.
 #include "op.h"
 
 #include <unordered_map>
@@ -6,15 +7,26 @@
 namespace emu {
 namespace {
 
-struct Documented { const char *name, *dtypes; };
+struct Documented {
+  const char *name, *dtypes;
+};
 constexpr Documented kDocumented[] = {
 #include "dtypes.h"
 };
 
 constexpr std::pair<const char*, at::ScalarType> kNames[] = {
-    {"bf16", at::kBFloat16}, {"fp16", at::kHalf}, {"fp32", at::kFloat},  {"fp64", at::kDouble}, {"uint8", at::kByte},
-    {"int8", at::kChar},     {"int16", at::kShort}, {"int32", at::kInt}, {"int64", at::kLong},  {"bool", at::kBool},
-    {"complex64", at::kComplexFloat}, {"complex128", at::kComplexDouble},
+    {"bf16", at::kBFloat16},
+    {"fp16", at::kHalf},
+    {"fp32", at::kFloat},
+    {"fp64", at::kDouble},
+    {"uint8", at::kByte},
+    {"int8", at::kChar},
+    {"int16", at::kShort},
+    {"int32", at::kInt},
+    {"int64", at::kLong},
+    {"bool", at::kBool},
+    {"complex64", at::kComplexFloat},
+    {"complex128", at::kComplexDouble},
 };
 
 constexpr DTypeSet bit(at::ScalarType dtype) { return DTypeSet{1} << static_cast<int>(dtype); }
@@ -48,12 +60,15 @@ DTypeSet documented(const char* name) {
   return found == all.end() ? 0 : found->second;
 }
 
-void check_dtypes(const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed, const char* parameters, int position) {
+void check_dtypes(
+    const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed, const char* parameters, int position) {
   if (!allowed && chip().bfloat16) return;
   for (; first < last; ++first) {
     if (!tensors[first].defined()) continue;
     const auto found = tensors[first].scalar_type();
-    const auto refused = [&](const auto&... why) { throw Error(kOpParam, text(nth(parameters, position), " is ", found, "; ", why...)); };
+    const auto refused = [&](const auto&... why) {
+      throw Error(kOpParam, text(nth(parameters, position), " is ", found, "; ", why...));
+    };
     if (found == at::kBFloat16 && !chip().bfloat16) refused(chip().name, " does not compute in bfloat16; use float16");
     if (allowed && !(allowed & bit(found))) {
       std::vector<at::ScalarType> names;

@@ -10,7 +10,8 @@
 namespace emu {
 namespace {
 
-// ATen gives an output of another shape than the result's a new one, with no more than a warning: torch_npu would not see the result.
+// ATen gives an output of another shape than the result's a new one, with no more than a warning: torch_npu would not see the
+// result.
 struct NoResize : c10::WarningHandler {
   void process(const c10::Warning& warning) override {
     check(warning.msg().find("was resized") == std::string::npos, kOpFailed, "the output has the wrong shape: ", warning.msg());
@@ -33,8 +34,10 @@ Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
   }
   work.shapes = shapes.str();
   const char* const products[] = {"atmul", "MatMul", "Mm", "Linear"};
-  if (seen > 1 && std::any_of(std::begin(products), std::end(products), [&](const char* part) { return name.find(part) != std::string::npos; })) {
-    const bool adds = name.rfind("aclnnAdd", 0) == 0 || name.rfind("aclnnBaddbmm", 0) == 0;  // the first argument is what is added
+  if (seen > 1 && std::any_of(std::begin(products), std::end(products),
+                      [&](const char* part) { return name.find(part) != std::string::npos; })) {
+    const bool adds =
+        name.rfind("aclnnAdd", 0) == 0 || name.rfind("aclnnBaddbmm", 0) == 0;  // the first argument is what is added
     const Tensor& left = adds ? *matrices[1] : *matrices[0];
     if (left.dim() > 0) {
       work.flops = 2.0 * static_cast<double>(tensors.back().numel()) * static_cast<double>(left.size(-1));
@@ -96,7 +99,8 @@ void ArgumentReader::check() const {
   if (info_.allowed == ~DTypeSet{0}) info_.allowed = documented(info_.name);
   size_t first = 0;
   for (size_t position = 0; position < ends_.size(); ++position) {
-    check_dtypes(tensors_, first, ends_[position], position ? 0 : info_.allowed.load(), info_.parameters, static_cast<int>(position));
+    check_dtypes(
+        tensors_, first, ends_[position], position ? 0 : info_.allowed.load(), info_.parameters, static_cast<int>(position));
     first = ends_[position];
   }
 }
@@ -118,7 +122,7 @@ void Result::assign(const Tensor& value) const {
   check(tensor != nullptr, kOpParam, "a required output is null");
   const auto shape = value.sizes();
   check(value.numel() <= tensor->value.numel(), kOpFailed, "the result has ", value.numel(), " elements, the output holds ",
-        tensor->value.numel());
+      tensor->value.numel());
   tensor->value.view(-1).narrow(0, 0, value.numel()).copy_(value.reshape(-1));
   tensor->result_shape = shape.vec();
   tensor->has_result_shape = true;
@@ -126,4 +130,4 @@ void Result::assign(const Tensor& value) const {
 
 }  // namespace emu
 
-ACL_API(keeps, aclDestroyAclOpExecutor, (aclOpExecutor* executor), { delete executor; })
+ACL_API(keeps, aclDestroyAclOpExecutor, (aclOpExecutor * executor), { delete executor; })

@@ -7,13 +7,15 @@
 //     COMPUTE { swiglu(x, dim, out); };  // runs on the stream
 //   })
 //
-//   SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::triu_out(out, self, diagonal); })  // checks of shapes.h
+//   SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::triu_out(out, self, diagonal); })  //
+//   checks of shapes.h
 //
-// The macros make both C functions that torch_npu looks up: `aclnnSiluGetWorkspaceSize(const aclTensor*, const aclTensor*, uint64_t*,
-// aclOpExecutor**)`, which records the arguments, and `aclnnSilu(void*, uint64_t, aclOpExecutor*, aclrtStream)`, which puts the operator on the
-// stream. The C parameter list follows from the C++ one (Arg below), so write the parameters in the order of the EXEC_NPU_CMD call sites in
-// Ascend/op-plugin (BSD). What a check throws, torch_npu raises at the call; what a computation throws, when the stream is synchronized.
-// Values of tensors are there in the computation alone. It may run again, in a replayed graph: from its arguments as they were.
+// The macros make both C functions that torch_npu looks up: `aclnnSiluGetWorkspaceSize(const aclTensor*, const aclTensor*,
+// uint64_t*, aclOpExecutor**)`, which records the arguments, and `aclnnSilu(void*, uint64_t, aclOpExecutor*, aclrtStream)`, which
+// puts the operator on the stream. The C parameter list follows from the C++ one (Arg below), so write the parameters in the
+// order of the EXEC_NPU_CMD call sites in Ascend/op-plugin (BSD). What a check throws, torch_npu raises at the call; what a
+// computation throws, when the stream is synchronized. Values of tensors are there in the computation alone. It may run again, in
+// a replayed graph: from its arguments as they were.
 #ifndef ASCEND_EMULATOR_OPERATOR_OP_H
 #define ASCEND_EMULATOR_OPERATOR_OP_H
 #include <ATen/ATen.h>
@@ -30,15 +32,18 @@
 
 namespace emu {
 
-// What an operator computes on the stream: any callable. Each run calls a copy, as a computation may change what it holds, and a replayed graph
-// runs it again.
+// What an operator computes on the stream: any callable. Each run calls a copy, as a computation may change what it holds, and a
+// replayed graph runs it again.
 class Computation {
  public:
   Computation() = default;
   template <class Function, class = std::enable_if_t<!std::is_same_v<std::decay_t<Function>, Computation>>>
   Computation(Function function)
       : function_(new Function(std::move(function)), [](void* held) { delete static_cast<Function*>(held); }),
-        run_([](void* held) { Function copy(*static_cast<const Function*>(held)); copy(); }) {}
+        run_([](void* held) {
+          Function copy(*static_cast<const Function*>(held));
+          copy();
+        }) {}
   void operator()() const { run_(function_.get()); }
 
  private:
@@ -67,7 +72,10 @@ using Scalars = std::vector<Scalar>;
 using Text = std::string;
 template <class T>
 using Opt = std::optional<T>;
-struct DType { at::ScalarType value; operator at::ScalarType() const { return value; } };
+struct DType {
+  at::ScalarType value;
+  operator at::ScalarType() const { return value; }
+};
 // An output whose shape the operator finds out: assign() writes the values and reports the shape.
 struct Result {
   aclTensor* tensor;
@@ -88,11 +96,16 @@ struct Boxed {
     return object->value;
   }
 };
-template <> struct Arg<Tensor> : Boxed<Tensor, aclTensor> {};
-template <> struct Arg<Scalar> : Boxed<Scalar, aclScalar> {};
-template <> struct Arg<Ints> : Boxed<Ints, aclIntArray> {};
-template <> struct Arg<Floats> : Boxed<Floats, aclFloatArray> {};
-template <> struct Arg<Bools> : Boxed<Bools, aclBoolArray> {};
+template <>
+struct Arg<Tensor> : Boxed<Tensor, aclTensor> {};
+template <>
+struct Arg<Scalar> : Boxed<Scalar, aclScalar> {};
+template <>
+struct Arg<Ints> : Boxed<Ints, aclIntArray> {};
+template <>
+struct Arg<Floats> : Boxed<Floats, aclFloatArray> {};
+template <>
+struct Arg<Bools> : Boxed<Bools, aclBoolArray> {};
 template <class T>
 struct Arg<Opt<T>> {
   using C = typename Arg<T>::C;
@@ -134,12 +147,14 @@ struct Arg<Result> {
   static Result get(C tensor) { return {const_cast<aclTensor*>(tensor)}; }
 };
 
-// A set of dtypes, a bit each. What torch_npu's documentation allows an operator's first argument to be (dtypes.cpp), or none where it does not say.
+// A set of dtypes, a bit each. What torch_npu's documentation allows an operator's first argument to be (dtypes.cpp), or none
+// where it does not say.
 using DTypeSet = uint64_t;
 DTypeSet documented(const char* name);
-// Throws if the chip does not compute in the dtype of one of the tensors from `first` to before `last`, or it is none of `allowed`. `parameters` is
-// their list as it stands in the source, and `position` the place of theirs in it.
-void check_dtypes(const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed, const char* parameters, int position);
+// Throws if the chip does not compute in the dtype of one of the tensors from `first` to before `last`, or it is none of
+// `allowed`. `parameters` is their list as it stands in the source, and `position` the place of theirs in it.
+void check_dtypes(
+    const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed, const char* parameters, int position);
 // In a computation (core/cost.h): of an argument, so many bytes are touched, or as many as the part has.
 namespace cost {
 inline void touches(const Tensor& argument, double bytes) { touches(argument.const_data_ptr(), argument.nbytes(), bytes); }
@@ -180,7 +195,8 @@ class ArgumentReader {
   c10::SmallVector<size_t, 32> ends_;  // how many tensors there are up to each argument
 };
 
-// The part of a GetWorkspaceSize call that is the same for all operators. `take` reads the arguments and returns what is to be computed.
+// The part of a GetWorkspaceSize call that is the same for all operators. `take` reads the arguments and returns what is to be
+// computed.
 int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take, uint64_t* bytes, aclOpExecutor** executor);
 
 // The GetWorkspaceSize function of one operator. Body computes, or it checks and returns what computes.
@@ -190,15 +206,18 @@ template <class R, class... Params, R (*Body)(Params...), class Name>
 struct Operator<Body, Name> {
   static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
     static constinit OperatorInfo info{Name::text, Name::parameters, (std::is_same_v<Params, Result> || ...)};
-    return prepare(info, [&](ArgumentReader& reader) -> Computation {
-      std::tuple<Params...> held{reader.take<Params>(args)...};
-      reader.check();
-      if constexpr (std::is_void_v<R>) {
-        return [held = std::move(held)]() mutable { std::apply(Body, std::move(held)); };
-      } else {
-        return std::apply(Body, std::move(held));
-      }
-    }, bytes, executor);
+    return prepare(
+        info,
+        [&](ArgumentReader& reader) -> Computation {
+          std::tuple<Params...> held{reader.take<Params>(args)...};
+          reader.check();
+          if constexpr (std::is_void_v<R>) {
+            return [held = std::move(held)]() mutable { std::apply(Body, std::move(held)); };
+          } else {
+            return std::apply(Body, std::move(held));
+          }
+        },
+        bytes, executor);
   }
 };
 
@@ -206,27 +225,29 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
 
 }  // namespace emu
 
-// dlsym resolves the GetWorkspaceSize symbol to the typed function above through an ifunc, so that no C signature is written twice.
-#define OPERATOR(RETURN, NAME, PARAMS, ...)                                                            \
-  namespace emu::ops {                                                                                 \
-  struct name_##NAME {                                                                                 \
-    static constexpr const char *text = #NAME, *parameters = #PARAMS;                                  \
-  };                                                                                                   \
-  static RETURN body_##NAME PARAMS __VA_ARGS__                                                         \
-  static const Registration registration_##NAME{#NAME, computed, __FILE__};                            \
-  }                                                                                                    \
-  extern "C" {                                                                                         \
-  static void* resolve_##NAME() {                                                                      \
-    return reinterpret_cast<void*>(&emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace); \
-  }                                                                                                    \
-  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();       \
-  }                                                                                                    \
-  EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) {                            \
-    return emu::launch(#NAME, executor, stream);                                                       \
-  }
+// dlsym resolves the GetWorkspaceSize symbol to the typed function above through an ifunc, so that no C signature is written
+// twice.
+#define OPERATOR(RETURN, NAME, PARAMS, ...)                                                                              \
+  namespace emu::ops {                                                                                                   \
+  struct name_##NAME {                                                                                                   \
+    static constexpr const char *text = #NAME, *parameters = #PARAMS;                                                    \
+  };                                                                                                                     \
+  static RETURN body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{#NAME, computed, __FILE__}; \
+  }                                                                                                                      \
+  extern "C" {                                                                                                           \
+  static void* resolve_##NAME() {                                                                                        \
+    return reinterpret_cast<void*>(&emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace);            \
+  }                                                                                                                      \
+  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();                         \
+  }                                                                                                                      \
+  EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) { return emu::launch(#NAME, executor, stream); }
 #define OP(NAME, PARAMS, ...) OPERATOR(void, NAME, PARAMS, __VA_ARGS__)
 #define CHECKED(NAME, PARAMS, ...) OPERATOR(Computation, NAME, PARAMS, __VA_ARGS__)
 #define COMPUTE return [=]() mutable
-#define SHAPED(NAME, PARAMS, CHECKS, ...) CHECKED(NAME, PARAMS, { CHECKS; COMPUTE __VA_ARGS__; })
+#define SHAPED(NAME, PARAMS, CHECKS, ...) \
+  CHECKED(NAME, PARAMS, {                 \
+    CHECKS;                               \
+    COMPUTE __VA_ARGS__;                  \
+  })
 
 #endif  // ASCEND_EMULATOR_OPERATOR_OP_H

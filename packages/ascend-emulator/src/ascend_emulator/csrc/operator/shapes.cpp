@@ -11,8 +11,10 @@ bool broadcast_into(Shape& shape, at::IntArrayRef other) {
   for (size_t back = 1; back <= other.size(); ++back) {
     auto& here = shape[shape.size() - back];
     const auto there = other[other.size() - back];
-    if (here == 1) here = there;
-    else if (there != 1 && there != here) return false;
+    if (here == 1)
+      here = there;
+    else if (there != 1 && there != here)
+      return false;
   }
   return true;
 }
@@ -30,10 +32,11 @@ void broadcasts(const char* names, Several tensors) {
   const auto first = tensors.begin();
   for (auto input = first + 1; input != tensors.end(); ++input) {
     const auto sizes = input->get().sizes();
-    if (input == first + 1) shape = sizes;
+    if (input == first + 1)
+      shape = sizes;
     else if (const auto before = shape; !broadcast_into(shape, sizes))
-      throw Error(kOpParam, text(nth(names, input - first), " has shape ", sizes, ", which does not broadcast with ", nth(names, 1),
-                                 input == first + 2 ? "'s " : " and the others' ", at::IntArrayRef(before)));
+      throw Error(kOpParam, text(nth(names, input - first), " has shape ", sizes, ", which does not broadcast with ",
+                                nth(names, 1), input == first + 2 ? "'s " : " and the others' ", at::IntArrayRef(before)));
   }
   if (first->get().sizes() != at::IntArrayRef(shape)) emu::shape(nth(names, 0).c_str(), *first, shape);
 }
@@ -45,7 +48,8 @@ void expands(const char* names, Several tensors) {
     if (sizes == target) continue;
     Shape shape(target);
     if (!broadcast_into(shape, sizes) || at::IntArrayRef(shape) != target)
-      throw Error(kOpParam, text(nth(names, source - tensors.begin()), " has shape ", sizes, ", which does not expand to ", nth(names, 0), "'s ", target));
+      throw Error(kOpParam, text(nth(names, source - tensors.begin()), " has shape ", sizes, ", which does not expand to ",
+                                nth(names, 0), "'s ", target));
   }
 }
 
@@ -64,8 +68,10 @@ void reduced(const char* out_name, const Tensor& out, const Tensor& self, at::In
   }
   Shape expected;
   for (int64_t dim = 0; dim < self.dim(); ++dim) {
-    if (!gone[dim]) expected.push_back(self.size(dim));
-    else if (keepdim) expected.push_back(1);
+    if (!gone[dim])
+      expected.push_back(self.size(dim));
+    else if (keepdim)
+      expected.push_back(1);
   }
   shape(out_name, out, expected);
 }
@@ -76,10 +82,12 @@ Shape product(const char* names, const Tensor& self, const Tensor& other, int64_
     if (each->dim() < least || each->dim() > most) rank(nth(names, each == &other).c_str(), *each, least, most);
   const auto inner = b.size() == 1 ? b[0] : b[b.size() - 2];
   if (a.back() != inner)
-    throw Error(kOpParam, text(nth(names, 1), " has shape ", b, ", where ", inner, " must be ", a.back(), ", the last size of ", nth(names, 0), "'s ", a));
+    throw Error(kOpParam, text(nth(names, 1), " has shape ", b, ", where ", inner, " must be ", a.back(), ", the last size of ",
+                              nth(names, 0), "'s ", a));
   Shape expected(a.slice(0, a.size() > 2 ? a.size() - 2 : 0));
   if (!broadcast_into(expected, b.slice(0, b.size() > 2 ? b.size() - 2 : 0)))
-    throw Error(kOpParam, text(nth(names, 1), " has shape ", b, ", whose first dimensions do not broadcast with those of ", nth(names, 0), "'s ", a));
+    throw Error(kOpParam, text(nth(names, 1), " has shape ", b, ", whose first dimensions do not broadcast with those of ",
+                              nth(names, 0), "'s ", a));
   if (a.size() > 1) expected.push_back(a[a.size() - 2]);
   if (b.size() > 1) expected.push_back(b.back());
   return expected;

@@ -1,5 +1,5 @@
-// Shape rules of plain operators, those of the torch functions that they serve: checked at the call, as CANN does. The macros add the arguments'
-// names, for the messages.
+// Shape rules of plain operators, those of the torch functions that they serve: checked at the call, as CANN does. The macros add
+// the arguments' names, for the messages.
 #ifndef ASCEND_EMULATOR_OPERATOR_SHAPES_H
 #define ASCEND_EMULATOR_OPERATOR_SHAPES_H
 #include <functional>

@@ -40,8 +40,22 @@ at::Scalar read_scalar(const void* at, at::ScalarType type) {
   switch (type) {
 #define READ(NAME) \
   case at::NAME: return at::Scalar(*static_cast<const c10::impl::ScalarTypeToCPPTypeT<at::NAME>*>(at));
-    READ(kBool) READ(kByte) READ(kChar) READ(kShort) READ(kInt) READ(kLong) READ(kUInt16) READ(kUInt32) READ(kUInt64)
-    READ(kHalf) READ(kBFloat16) READ(kFloat) READ(kDouble) READ(kComplexHalf) READ(kComplexFloat) READ(kComplexDouble)
+    READ(kBool)
+    READ(kByte)
+    READ(kChar)
+    READ(kShort)
+    READ(kInt)
+    READ(kLong)
+    READ(kUInt16)
+    READ(kUInt32)
+    READ(kUInt64)
+    READ(kHalf)
+    READ(kBFloat16)
+    READ(kFloat)
+    READ(kDouble)
+    READ(kComplexHalf)
+    READ(kComplexFloat)
+    READ(kComplexDouble)
 #undef READ
     default: throw Error(kOpParam, text("a scalar of dtype ", type, " is not emulated"));
   }
@@ -64,8 +78,8 @@ auto created(const char* name, Make&& make) -> decltype(make()) {
   return object;
 }
 
-// Tensors of host memory that no device can reach, each with the reason. ATB's operators read lengths from them (ops/atb/atb.h); as an argument
-// of anything else they are refused.
+// Tensors of host memory that no device can reach, each with the reason. ATB's operators read lengths from them (ops/atb/atb.h);
+// as an argument of anything else they are refused.
 std::mutex host_mutex;
 std::unordered_map<const void*, std::string> host_tensors;
 std::atomic<bool> any_host_tensor{false};
@@ -110,64 +124,67 @@ void required(const void* object) { check(given(object), kOpParam, "a required a
 
 }  // namespace emu
 
-#define CREATE(TYPE, NAME, PARAMS, ...)                                                           \
-  ACL_VALUE(TYPE*, keeps, NAME, PARAMS, { return emu::created(#NAME, [&] __VA_ARGS__); })
+#define CREATE(TYPE, NAME, PARAMS, ...) ACL_VALUE(TYPE*, keeps, NAME, PARAMS, { return emu::created(#NAME, [&] __VA_ARGS__); })
 
 #define DESTROY(TYPE, NAME) ACL_API(keeps, NAME, (const TYPE* object), { delete object; })
 
 CREATE(aclTensor, aclCreateTensor,
-       (const int64_t* dims, uint64_t rank, int32_t type, const int64_t* strides, int64_t offset, int32_t format,
+    (const int64_t* dims, uint64_t rank, int32_t type, const int64_t* strides, int64_t offset, int32_t format,
         const int64_t* storage_dims, uint64_t storage_rank, void* data),
-       {
-         // The queue's thread writes to these tensors outside inference mode; one made inside it would refuse that.
-         c10::InferenceMode off(false);
-         const auto dtype = emu::to_scalar_type(type);
-         const auto sizes = at::IntArrayRef(dims, rank);
-         // See ops/tensor/format_cast.cpp: values of an NZ tensor lie as its strides say, but for these, whose layout torch_npu made on the host.
-         emu::check(format != emu::kFractalNZ || dtype != at::kInt || storage_rank < 4 || storage_dims[storage_rank - 1] != 8, emu::kOpParam,
-                    "packed int4 in FRACTAL_NZ is not emulated");
-         char* base = nullptr;
-         std::string why_host;
-         if (data) {
-           const auto item = static_cast<int64_t>(c10::elementSize(dtype));
-           int64_t last = 0;  // the element furthest from the first
-           for (uint64_t i = 0; i < rank; ++i) last += (dims[i] - 1) * strides[i];
-           const bool empty = c10::multiply_integers(sizes) == 0;
-           emu::Place place{static_cast<char*>(data) + offset * item, emu::kNoNpu};
-           try {
-             place = emu::locate(place.kernel, empty ? 0 : (last + 1) * item);
-           } catch (const emu::Error& e) {
-             if (emu::is_device(data)) throw;
-             why_host = e.what();
-           }
-           base = static_cast<char*>(place.kernel);
-           // Without peer access an NPU cannot reach another's memory, and torch_npu leaves it to the device to say so.
-           const int here = emu::current_device();
-           emu::check(place.npu == here || place.npu == emu::kNoNpu, emu::kOpParam, "a tensor that is not in the memory of NPU ", here,
-                      ", where the operator runs");
-         }
-         emu::check(base || c10::multiply_integers(sizes) == 0, emu::kOpParam, "a tensor of shape ", sizes, " has no memory");
-         auto tensor = std::make_unique<aclTensor>();
-         // The storage of such a tensor cannot grow, so that no operator can leave its result anywhere else.
-         tensor->value = at::from_blob(base, sizes, at::IntArrayRef(strides, rank), at::TensorOptions().dtype(dtype));
-         tensor->format = format;
-         tensor->storage_dims.assign(storage_dims, storage_dims + storage_rank);
-         if (!why_host.empty()) {
-           std::lock_guard lock(emu::host_mutex);
-           emu::host_tensors[tensor.get()] = why_host;
-           emu::any_host_tensor = true;
-         }
-         return tensor.release();
-       })
-CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type), {
-  return new aclScalar{emu::read_scalar(value, emu::to_scalar_type(type))};
-})
+    {
+      // The queue's thread writes to these tensors outside inference mode; one made inside it would refuse that.
+      c10::InferenceMode off(false);
+      const auto dtype = emu::to_scalar_type(type);
+      const auto sizes = at::IntArrayRef(dims, rank);
+      // See ops/tensor/format_cast.cpp: values of an NZ tensor lie as its strides say, but for these, whose layout torch_npu made
+      // on the host.
+      emu::check(format != emu::kFractalNZ || dtype != at::kInt || storage_rank < 4 || storage_dims[storage_rank - 1] != 8,
+          emu::kOpParam, "packed int4 in FRACTAL_NZ is not emulated");
+      char* base = nullptr;
+      std::string why_host;
+      if (data) {
+        const auto item = static_cast<int64_t>(c10::elementSize(dtype));
+        int64_t last = 0;  // the element furthest from the first
+        for (uint64_t i = 0; i < rank; ++i) last += (dims[i] - 1) * strides[i];
+        const bool empty = c10::multiply_integers(sizes) == 0;
+        emu::Place place{static_cast<char*>(data) + offset * item, emu::kNoNpu};
+        try {
+          place = emu::locate(place.kernel, empty ? 0 : (last + 1) * item);
+        } catch (const emu::Error& e) {
+          if (emu::is_device(data)) throw;
+          why_host = e.what();
+        }
+        base = static_cast<char*>(place.kernel);
+        // Without peer access an NPU cannot reach another's memory, and torch_npu leaves it to the device to say so.
+        const int here = emu::current_device();
+        emu::check(place.npu == here || place.npu == emu::kNoNpu, emu::kOpParam, "a tensor that is not in the memory of NPU ",
+            here, ", where the operator runs");
+      }
+      emu::check(base || c10::multiply_integers(sizes) == 0, emu::kOpParam, "a tensor of shape ", sizes, " has no memory");
+      auto tensor = std::make_unique<aclTensor>();
+      // The storage of such a tensor cannot grow, so that no operator can leave its result anywhere else.
+      tensor->value = at::from_blob(base, sizes, at::IntArrayRef(strides, rank), at::TensorOptions().dtype(dtype));
+      tensor->format = format;
+      tensor->storage_dims.assign(storage_dims, storage_dims + storage_rank);
+      if (!why_host.empty()) {
+        std::lock_guard lock(emu::host_mutex);
+        emu::host_tensors[tensor.get()] = why_host;
+        emu::any_host_tensor = true;
+      }
+      return tensor.release();
+    })
+CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type),
+    { return new aclScalar{emu::read_scalar(value, emu::to_scalar_type(type))}; })
 CREATE(aclIntArray, aclCreateIntArray, (const int64_t* value, uint64_t size), { return new aclIntArray{{value, value + size}}; })
-CREATE(aclFloatArray, aclCreateFloatArray, (const float* value, uint64_t size), { return new aclFloatArray{{value, value + size}}; })
+CREATE(
+    aclFloatArray, aclCreateFloatArray, (const float* value, uint64_t size), { return new aclFloatArray{{value, value + size}}; })
 // Braces alone would make two truth values out of the two pointers.
-CREATE(aclBoolArray, aclCreateBoolArray, (const bool* value, uint64_t size), { return new aclBoolArray{std::vector<bool>(value, value + size)}; })
-CREATE(aclTensorList, aclCreateTensorList, (const aclTensor* const* value, uint64_t size), { return new aclTensorList{{value, value + size}}; })
-CREATE(aclScalarList, aclCreateScalarList, (const aclScalar* const* value, uint64_t size), { return new aclScalarList{{value, value + size}}; })
+CREATE(aclBoolArray, aclCreateBoolArray, (const bool* value, uint64_t size),
+    { return new aclBoolArray{std::vector<bool>(value, value + size)}; })
+CREATE(aclTensorList, aclCreateTensorList, (const aclTensor* const* value, uint64_t size),
+    { return new aclTensorList{{value, value + size}}; })
+CREATE(aclScalarList, aclCreateScalarList, (const aclScalar* const* value, uint64_t size),
+    { return new aclScalarList{{value, value + size}}; })
 
 ACL_API(keeps, aclDestroyTensor, (const aclTensor* tensor), { emu::destroy(tensor); })
 DESTROY(aclScalar, aclDestroyScalar)
@@ -177,11 +194,13 @@ DESTROY(aclBoolArray, aclDestroyBoolArray)
 
 // A list owns its members.
 ACL_API(keeps, aclDestroyTensorList, (const aclTensorList* list), {
-  if (list) for (const auto* item : list->items) emu::destroy(item);
+  if (list)
+    for (const auto* item : list->items) emu::destroy(item);
   delete list;
 })
 ACL_API(keeps, aclDestroyScalarList, (const aclScalarList* list), {
-  if (list) for (const auto* item : list->items) delete item;
+  if (list)
+    for (const auto* item : list->items) delete item;
   delete list;
 })
 

@@ -1,5 +1,5 @@
-// The argument objects of aclnn calls. They are opaque to torch_npu, so each simply holds its ATen value; tensors alias device memory
-// through the kernel mapping (device.h). Call forms: op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
+// The argument objects of aclnn calls. They are opaque to torch_npu, so each simply holds its ATen value; tensors alias device
+// memory through the kernel mapping (device.h). Call forms: op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
 #ifndef ASCEND_EMULATOR_OPERATOR_TENSOR_H
 #define ASCEND_EMULATOR_OPERATOR_TENSOR_H
 #include <ATen/ATen.h>
@@ -13,12 +13,24 @@ struct aclTensor {
   int32_t format = 2;
   std::vector<int64_t> storage_dims;
 };
-struct aclScalar { at::Scalar value; };
-struct aclIntArray { std::vector<int64_t> value; };
-struct aclFloatArray { std::vector<float> value; };
-struct aclBoolArray { std::vector<bool> value; };
-struct aclTensorList { std::vector<const aclTensor*> items; };
-struct aclScalarList { std::vector<const aclScalar*> items; };
+struct aclScalar {
+  at::Scalar value;
+};
+struct aclIntArray {
+  std::vector<int64_t> value;
+};
+struct aclFloatArray {
+  std::vector<float> value;
+};
+struct aclBoolArray {
+  std::vector<bool> value;
+};
+struct aclTensorList {
+  std::vector<const aclTensor*> items;
+};
+struct aclScalarList {
+  std::vector<const aclScalar*> items;
+};
 
 namespace emu {
 

@@ -14,11 +14,11 @@
 
 using namespace emu;
 
-// Of the configuration file, {"defaultDevice": {"default_device": "0"}} counts: runtime calls then set that device implicitly in a
-// thread that has none (CANN's documentation, "Initialization"). The other settings are about dumps and profiles.
+// Of the configuration file, {"defaultDevice": {"default_device": "0"}} counts: runtime calls then set that device implicitly in
+// a thread that has none (CANN's documentation, "Initialization"). The other settings are about dumps and profiles.
 ACL_API(keeps, aclInit, (const char* path), {
-  // A thread of torch_npu's polls every microsecond for memory to release; threads made from here on may sleep a millisecond instead,
-  // which leaves the processor to the operators.
+  // A thread of torch_npu's polls every microsecond for memory to release; threads made from here on may sleep a millisecond
+  // instead, which leaves the processor to the operators.
   prctl(PR_SET_TIMERSLACK, 1000000ul);
   if (!path) return;
   std::ifstream file(path);
@@ -26,7 +26,8 @@ ACL_API(keeps, aclInit, (const char* path), {
   const char* const key = "\"default_device\"";
   int number = 0;
   const auto place = config.find(key);
-  if (place != std::string::npos && std::sscanf(config.c_str() + place + std::strlen(key), " : \"%d\"", &number) == 1) set_default_device(number);
+  if (place != std::string::npos && std::sscanf(config.c_str() + place + std::strlen(key), " : \"%d\"", &number) == 1)
+    set_default_device(number);
 })
 ACL_API(nothing("streams end and memory is released at the process's exit"), aclFinalize, (), {})
 ACL_API(answers, aclrtGetDeviceCount, (uint32_t* count), { *count = device_count(); })
@@ -51,10 +52,13 @@ ACL_API(answers, aclrtDeviceCanAccessPeer, (int32_t* can, int32_t, int32_t), { *
 ACL_API(nothing("all NPUs of a process share its address space"), aclrtDeviceEnablePeerAccess, (int32_t, uint32_t), {})
 ACL_API(answers, aclrtDeviceGetBareTgid, (int32_t* pid), { *pid = getpid(); })
 // aclrtFloatOverflowMode: 0 saturates, 1 keeps infinities and NaNs, which is what ATen does.
-ACL_API(nothing("infinities and NaNs are kept, in the one mode that is there"), aclrtSetDeviceSatMode, (int32_t mode), { check(mode == 1, kUnsupported, "overflow mode ", mode, " is not emulated; 1, infinities and NaNs, is"); })
+ACL_API(nothing("infinities and NaNs are kept, in the one mode that is there"), aclrtSetDeviceSatMode, (int32_t mode),
+    { check(mode == 1, kUnsupported, "overflow mode ", mode, " is not emulated; 1, infinities and NaNs, is"); })
 ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpWaitTimeout, (uint32_t), {})
 ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpExecuteTimeOut, (uint32_t), {})
-ACL_API(answers, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, uint64_t* actual), { if (actual) *actual = timeout; })
+ACL_API(answers, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, uint64_t* actual), {
+  if (actual) *actual = timeout;
+})
 
 // System parameters (such as the determinism level) read back what was set; an unset one reads 0.
 namespace {
@@ -110,8 +114,8 @@ ACL_VALUE(const char*, answers, aclrtGetSocName, (), { return chip().name.c_str(
 // The one attribute that torch_npu asks for is whether infinities and NaNs are kept (ACL_CANN_ATTR_INF_NAN): they are.
 ACL_API(answers, aclGetCannAttribute, (int32_t, int32_t* value), { *value = 1; })
 
-// Versions. The structure is in CANN's public API reference ("aclCANNPackageVersion"), as is the numbering of packages: the driver, which
-// there is none of, is the last.
+// Versions. The structure is in CANN's public API reference ("aclCANNPackageVersion"), as is the numbering of packages: the
+// driver, which there is none of, is the last.
 namespace {
 struct PackageVersion {
   char version[128], major[64], minor[64], release[64], patch[64], reserved[128];

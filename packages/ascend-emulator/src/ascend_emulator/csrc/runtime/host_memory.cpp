@@ -23,7 +23,8 @@ constexpr uint32_t kMapped = 0x2, kPinned = 0x10000000;
 }  // namespace
 
 ACL_API(computed, aclrtMallocHost, (void** address, size_t bytes), { *address = host_memory::allocate(bytes); })
-ACL_API(computed, aclrtMallocHostWithCfg, (void** address, uint64_t bytes, const Configuration*), { *address = host_memory::allocate(bytes); })
+ACL_API(computed, aclrtMallocHostWithCfg, (void** address, uint64_t bytes, const Configuration*),
+    { *address = host_memory::allocate(bytes); })
 ACL_API(computed, aclrtFreeHost, (void* address), {
   if (address) host_memory::release(address);
 })
@@ -34,7 +35,8 @@ ACL_API(computed, aclrtHostRegister, (void* address, uint64_t bytes, int32_t typ
   *device_address = address;
 })
 ACL_API(computed, aclrtHostRegisterV2, (void* address, uint64_t bytes, uint32_t flags), {
-  check(flags != 0 && (flags & ~(kMapped | kPinned)) == 0, kInvalidParam, "registration flags are ", flags, "; allowed: ", kMapped, " (mapped), ", kPinned, " (pinned)");
+  check(flags != 0 && (flags & ~(kMapped | kPinned)) == 0, kInvalidParam, "registration flags are ", flags,
+      "; allowed: ", kMapped, " (mapped), ", kPinned, " (pinned)");
   host_memory::register_range(address, bytes, flags & kMapped);
 })
 ACL_API(computed, aclrtHostUnregister, (void* address), { host_memory::unregister(address); })

@@ -1,5 +1,6 @@
-// Memory of aclrtMalloc for other processes. The key is `ascend-emulator:<key in the arena>:<offset in the allocation>`. Signatures:
-// torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference, "aclrtIpcMemGetExportKey".
+// Memory of aclrtMalloc for other processes. The key is `ascend-emulator:<key in the arena>:<offset in the allocation>`.
+// Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference,
+// "aclrtIpcMemGetExportKey".
 #include <unistd.h>
 
 #include <cinttypes>
@@ -21,7 +22,8 @@ struct Key {
 };
 Key parse(const char* text) {
   Key key;
-  check(text && std::sscanf(text, "ascend-emulator:%" SCNx64 ":%" SCNx64, &key.part, &key.delta) == 2, kInvalidParam, "not a key of aclrtIpcMemGetExportKey");
+  check(text && std::sscanf(text, "ascend-emulator:%" SCNx64 ":%" SCNx64, &key.part, &key.delta) == 2, kInvalidParam,
+      "not a key of aclrtIpcMemGetExportKey");
   return key;
 }
 

@@ -14,7 +14,16 @@ using namespace emu;
 namespace {
 
 // aclrtMemcpyKind (CANN's API reference). The two within and between NPUs say what device_to_device leaves open.
-enum CopyKind : int32_t { host_to_host, host_to_device, device_to_host, device_to_device, by_addresses, host_by_buffer, within_npu, between_npus };
+enum CopyKind : int32_t {
+  host_to_host,
+  host_to_device,
+  device_to_host,
+  device_to_device,
+  by_addresses,
+  host_by_buffer,
+  within_npu,
+  between_npus
+};
 
 void allocate(void** address, size_t bytes) {
   check(address != nullptr, kInvalidParam, "no place for the result");
@@ -29,9 +38,11 @@ struct Copy {
   int32_t kind;
   bool onto_device = false, off_device = false;
 
-  Copy(void* to, size_t room, const void* from, size_t bytes, int32_t kind) : to(to), room(room), from(from), bytes(bytes), kind(kind) {
+  Copy(void* to, size_t room, const void* from, size_t bytes, int32_t kind)
+      : to(to), room(room), from(from), bytes(bytes), kind(kind) {
     check(bytes <= room, kInvalidParam, "copying ", bytes, " bytes into ", room);
-    check(kind >= host_to_host && kind <= between_npus, kInvalidParam, "copy kind is ", kind, "; allowed: ", host_to_host, " to ", between_npus);
+    check(kind >= host_to_host && kind <= between_npus, kInvalidParam, "copy kind is ", kind, "; allowed: ", host_to_host, " to ",
+        between_npus);
     const bool between_devices = kind == device_to_device || kind >= within_npu;
     onto_device = kind == by_addresses ? is_device(to) : between_devices || kind == host_to_device || kind == host_by_buffer;
     off_device = kind == by_addresses ? is_device(from) : between_devices || kind == device_to_host;
@@ -59,10 +70,12 @@ void submit(const char* name, const Copy& copy, void* handle) {
   const bool upload = copy.onto_device && !copy.off_device, download = copy.off_device && !copy.onto_device;
   const bool pageable = copy.bytes && ((upload && !is_pinned(copy.from)) || (download && !is_pinned(copy.to)));
   if (pageable) check_capture_mode("a copy of memory that is not pinned");
-  check(!pageable || !stream.capture, kCaptureBlocks, "the host memory is not pinned, so that the copy blocks the host, and cannot be captured");
+  check(!pageable || !stream.capture, kCaptureBlocks,
+      "the host memory is not pinned, so that the copy blocks the host, and cannot be captured");
   if (upload && copy.bytes && (pageable || copy.kind == host_by_buffer)) {
     // Pageable memory may change as soon as this returns: CANN takes a copy of it first.
-    auto staged = std::make_shared<std::vector<char>>(static_cast<const char*>(copy.from), static_cast<const char*>(copy.from) + copy.bytes);
+    auto staged = std::make_shared<std::vector<char>>(
+        static_cast<const char*>(copy.from), static_cast<const char*>(copy.from) + copy.bytes);
     task.run = [copy, staged] { std::memcpy(copy.views().first, staged->data(), copy.bytes); };
     stream.submit(std::move(task));
     return;
@@ -73,18 +86,18 @@ void submit(const char* name, const Copy& copy, void* handle) {
 }
 
 // The copies of one call, each with the direction that the attributes give it; the index of one that is wrong is reported.
-std::vector<Copy> batch(void** to, const size_t* room, void** from, const size_t* bytes, size_t count, const BatchAttributes* attributes,
-                        const size_t* starts, size_t kinds, size_t* failed) {
+std::vector<Copy> batch(void** to, const size_t* room, void** from, const size_t* bytes, size_t count,
+    const BatchAttributes* attributes, const size_t* starts, size_t kinds, size_t* failed) {
   *failed = SIZE_MAX;
-  check(count > 0 && kinds > 0 && kinds <= count && starts[0] == 0, kInvalidParam, count, " copies with ", kinds, " attributes, the first of copy ",
-        kinds ? starts[0] : 0, "; allowed: as many attributes as copies or fewer, from copy 0");
+  check(count > 0 && kinds > 0 && kinds <= count && starts[0] == 0, kInvalidParam, count, " copies with ", kinds,
+      " attributes, the first of copy ", kinds ? starts[0] : 0, "; allowed: as many attributes as copies or fewer, from copy 0");
   std::vector<Copy> copies;
   for (size_t kind = 0, i = 0; i < count; ++i) {
     if (kind + 1 < kinds && starts[kind + 1] == i) ++kind;
     *failed = i;
     const int32_t source = attributes[kind].from.type, target = attributes[kind].to.type;
-    check(source <= kDevice && target <= kDevice && source != target, kInvalidParam, "copy ", i, " is from location type ", source, " to ", target,
-          "; allowed: 0 (host) to 1 (device), and 1 to 0");
+    check(source <= kDevice && target <= kDevice && source != target, kInvalidParam, "copy ", i, " is from location type ",
+        source, " to ", target, "; allowed: 0 (host) to 1 (device), and 1 to 0");
     copies.emplace_back(to[i], room[i], from[i], bytes[i], target == kDevice ? host_to_device : device_to_host);
   }
   *failed = SIZE_MAX;
@@ -115,23 +128,27 @@ ACL_API(computed, aclrtMemcpy, (void* to, size_t room, const void* from, size_t 
   HostObservation observed("aclrtMemcpy", static_cast<double>(bytes));
   Copy(to, room, from, bytes, kind).run();
 })
-ACL_API(computed, aclrtMemcpyAsync, (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream), {
-  submit("aclrtMemcpyAsync", {to, room, from, bytes, kind}, stream);
-})
+ACL_API(computed, aclrtMemcpyAsync, (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream),
+    { submit("aclrtMemcpyAsync", {to, room, from, bytes, kind}, stream); })
 // The condition is whether the host memory is page-locked, which aclrtMemcpyAsync minds too.
-ACL_API(computed, aclrtMemcpyAsyncWithCondition, (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream), {
-  submit("aclrtMemcpyAsyncWithCondition", {to, room, from, bytes, kind}, stream);
-})
-ACL_API(computed, aclrtMemcpyBatch, (void** to, size_t* room, void** from, size_t* bytes, size_t count, BatchAttributes* attributes, size_t* starts,
-                                     size_t kinds, size_t* failed), {
-  check_capture_mode("aclrtMemcpyBatch");
-  HostObservation observed("aclrtMemcpyBatch");
-  for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed)) copy.run();
-})
-ACL_API(computed, aclrtMemcpyBatchAsync, (void** to, size_t* room, void** from, size_t* bytes, size_t count, BatchAttributes* attributes,
-                                          size_t* starts, size_t kinds, size_t* failed, void* stream), {
-  for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed)) submit("aclrtMemcpyBatchAsync", copy, stream);
-})
+ACL_API(computed, aclrtMemcpyAsyncWithCondition,
+    (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream),
+    { submit("aclrtMemcpyAsyncWithCondition", {to, room, from, bytes, kind}, stream); })
+ACL_API(computed, aclrtMemcpyBatch,
+    (void** to, size_t* room, void** from, size_t* bytes, size_t count, BatchAttributes* attributes, size_t* starts, size_t kinds,
+        size_t* failed),
+    {
+      check_capture_mode("aclrtMemcpyBatch");
+      HostObservation observed("aclrtMemcpyBatch");
+      for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed)) copy.run();
+    })
+ACL_API(computed, aclrtMemcpyBatchAsync,
+    (void** to, size_t* room, void** from, size_t* bytes, size_t count, BatchAttributes* attributes, size_t* starts, size_t kinds,
+        size_t* failed, void* stream),
+    {
+      for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed))
+        submit("aclrtMemcpyBatchAsync", copy, stream);
+    })
 ACL_API(computed, aclrtMemset, (void* at, size_t room, int32_t value, size_t bytes), {
   check_capture_mode("aclrtMemset");
   fill(at, room, value, bytes);

@@ -1,5 +1,5 @@
-// How much memory is used, and which of it is faulty. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch,
-// BSD); structures: memory_types.h.
+// How much memory is used, and which of it is faulty. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp
+// (Ascend/pytorch, BSD); structures: memory_types.h.
 #include "core/device.h"
 #include "core/registry.h"
 #include "memory_types.h"
@@ -13,7 +13,7 @@ ACL_API(answers, aclrtGetMemInfo, (int32_t, size_t* available, size_t* total), {
   *total = npu.capacity();
 })
 // By component; all is the program's here.
-ACL_API(answers, aclrtGetMemUsageInfo, (uint32_t id, Usage* components, size_t room, size_t* count) , {
+ACL_API(answers, aclrtGetMemUsageInfo, (uint32_t id, Usage* components, size_t room, size_t* count), {
   const auto [now, most] = device(static_cast<int>(id)).usage();
   *count = 1;
   if (room) components[0] = {"program", now, most, {}};

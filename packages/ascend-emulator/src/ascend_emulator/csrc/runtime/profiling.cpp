@@ -1,6 +1,6 @@
-// Profiling and logging hooks that torch_npu links against or opens by name (libmsprofiler.so). torch_npu's profiler records operators on
-// the host by itself; a device's side would be files that CANN's msprof turns into a timeline, which nobody has here: the emulator's own
-// trace (trace.h) has it instead.
+// Profiling and logging hooks that torch_npu links against or opens by name (libmsprofiler.so). torch_npu's profiler records
+// operators on the host by itself; a device's side would be files that CANN's msprof turns into a timeline, which nobody has
+// here: the emulator's own trace (trace.h) has it instead.
 #include <cstddef>
 #include <cstdint>
 #include <utility>

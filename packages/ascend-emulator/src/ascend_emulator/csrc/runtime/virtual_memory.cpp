@@ -1,5 +1,6 @@
 // Address ranges, physical memory, and mapping one into the other, in this process and between processes. Signatures:
-// torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference, pages of the same names.
+// torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference, pages of the same
+// names.
 #include "core/virtual_memory.h"
 
 #include <memory>
@@ -46,17 +47,19 @@ void no_flags(uint64_t flags) { check(flags == 0, kInvalidParam, "flags are ", f
 
 // aclrtMemHandleType and aclrtMemAllocationType have one value each that is documented as supported: none, and pinned.
 uint64_t allocate(uint64_t bytes, const PhysicalProperties& properties) {
-  check(properties.handle_type == 0 && properties.allocation_type == 0, kInvalidParam, "handle type ", properties.handle_type, ", allocation type ",
-        properties.allocation_type, "; allowed: 0, 0");
-  check(properties.location.type == kHost || properties.location.type == kDevice, kInvalidParam, "location type ", properties.location.type,
-        "; allowed: 0 (host), 1 (device)");
-  check(bytes > 0 && bytes % virtual_memory::kPage == 0, kInvalidParam, "the size is ", bytes, "; it must be a multiple of ", virtual_memory::kPage);
+  check(properties.handle_type == 0 && properties.allocation_type == 0, kInvalidParam, "handle type ", properties.handle_type,
+      ", allocation type ", properties.allocation_type, "; allowed: 0, 0");
+  check(properties.location.type == kHost || properties.location.type == kDevice, kInvalidParam, "location type ",
+      properties.location.type, "; allowed: 0 (host), 1 (device)");
+  check(bytes > 0 && bytes % virtual_memory::kPage == 0, kInvalidParam, "the size is ", bytes, "; it must be a multiple of ",
+      virtual_memory::kPage);
   if (properties.location.type == kDevice) device(static_cast<int>(properties.location.id)).take(bytes);
   try {
     const uint64_t offset = arena::take(bytes);
     if (poisoned()) {
       const std::vector<uint16_t> pattern(virtual_memory::kPage / 2, 0xffff);
-      for (uint64_t done = 0; done < bytes; done += virtual_memory::kPage) arena::write(offset + done, pattern.data(), virtual_memory::kPage);
+      for (uint64_t done = 0; done < bytes; done += virtual_memory::kPage)
+        arena::write(offset + done, pattern.data(), virtual_memory::kPage);
     }
     return offset;
   } catch (...) {
@@ -70,8 +73,8 @@ uint64_t allocate(uint64_t bytes, const PhysicalProperties& properties) {
 // The flags choose the size of pages, which are one size here.
 ACL_API(computed, aclrtReserveMemAddress, (void** address, size_t bytes, size_t alignment, void* expected, uint64_t flags), {
   check(address != nullptr && bytes > 0, kInvalidParam, bytes, " bytes of address space");
-  check(alignment == 0 && expected == nullptr && flags <= 1, kInvalidParam, "alignment ", alignment, ", expected address ", expected, ", flags ", flags,
-        "; allowed: 0, null, 0 or 1");
+  check(alignment == 0 && expected == nullptr && flags <= 1, kInvalidParam, "alignment ", alignment, ", expected address ",
+      expected, ", flags ", flags, "; allowed: 0, null, 0 or 1");
   *address = virtual_memory::reserve(bytes);
 })
 ACL_API(computed, aclrtReleaseMemAddress, (void* address), { virtual_memory::release(address); })
@@ -105,8 +108,8 @@ ACL_API(computed, aclrtMapMem, (void* address, size_t bytes, size_t offset, void
   no_flags(flags);
   std::lock_guard lock(mapping_mutex);
   auto& memory = find(handle);
-  check(offset == 0 && bytes == memory.bytes, kInvalidParam, bytes, " bytes from offset ", offset, "; physical memory is mapped as a whole, which is ",
-        memory.bytes, " bytes");
+  check(offset == 0 && bytes == memory.bytes, kInvalidParam, bytes, " bytes from offset ", offset,
+      "; physical memory is mapped as a whole, which is ", memory.bytes, " bytes");
   virtual_memory::map(address, {memory.bytes, memory.npu, memory.import ? memory.import->file : -1, memory.offset});
   mappings()[address] = &memory;
   ++memory.mapped;
@@ -123,7 +126,8 @@ ACL_API(computed, aclrtMemExportToShareableHandle, (void* handle, int32_t type, 
   check(type == 0 && flags <= 1, kInvalidParam, "handle type ", type, ", flags ", flags, "; allowed: 0, and 0 or 1");
   std::lock_guard lock(mapping_mutex);
   auto& memory = find(handle);
-  check(!memory.import && memory.npu != kNoNpu, kInvalidParam, "only an NPU's memory that this process allocated can be exported");
+  check(
+      !memory.import && memory.npu != kNoNpu, kInvalidParam, "only an NPU's memory that this process allocated can be exported");
   if (!memory.shared) memory.shared = arena::publish(memory.offset, memory.bytes);
   arena::offer(*memory.shared, flags & 1);
   *shareable = *memory.shared;

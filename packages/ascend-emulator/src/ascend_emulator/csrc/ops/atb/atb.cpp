@@ -14,11 +14,13 @@ Given view(const atb::Tensor& tensor, bool reads) {
   const auto bytes = static_cast<uint64_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
   const auto options = at::TensorOptions().dtype(dtype);
   if (bytes == 0) return {at::empty(sizes, options), tensor.format};
-  check(!tensor.host || (reads && dtype == at::kInt), kOpParam, "a tensor of ", dtype, " is in the host's memory, where only lengths, of Int, may be");
+  check(!tensor.host || (reads && dtype == at::kInt), kOpParam, "a tensor of ", dtype,
+      " is in the host's memory, where only lengths, of Int, may be");
   if (tensor.host) return {at::from_blob(tensor.host, sizes, options).clone(), tensor.format};
   const auto place = locate(tensor.device, bytes);
   const int here = current_device();
-  check(place.npu == here || place.npu == kNoNpu, kOpParam, "a tensor that is not in the memory of NPU ", here, ", where the operator runs");
+  check(place.npu == here || place.npu == kNoNpu, kOpParam, "a tensor that is not in the memory of NPU ", here,
+      ", where the operator runs");
   return {at::from_blob(place.kernel, sizes, options), tensor.format};
 }
 
@@ -44,7 +46,8 @@ std::string Operation::GetName() const {
   return reason_.empty() ? name_ : reason_;
 }
 
-// An operation is set up and executed on one thread, or, while a graph is captured, set up by the caller and executed by its queue's thread.
+// An operation is set up and executed on one thread, or, while a graph is captured, set up by the caller and executed by its
+// queue's thread.
 void Operation::hold(aclOpExecutor* executor, void* stream) {
   std::lock_guard lock(mutex_);
   const auto self = std::this_thread::get_id();
@@ -76,13 +79,15 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
   std::string reason;
   const int status = operator_done(name_, intercepted(name_, [&] {
     try {
-      check(pack.in.size >= least_ && pack.in.size <= most_, kOpParam, pack.in.size, " input tensors; ", least_, " to ", most_, " are expected: this combination of arguments is not there");
+      check(pack.in.size >= least_ && pack.in.size <= most_, kOpParam, pack.in.size, " input tensors; ", least_, " to ", most_,
+          " are expected: this combination of arguments is not there");
       auto made = std::make_unique<aclOpExecutor>();
       emu::transformer::Arguments in, out;
       for (const auto& tensor : pack.in) {
         in.push_back(emu::transformer::view(tensor, true));
         made->tensors.push_back(in.back().value);
-        emu::check_dtypes(made->tensors, made->tensors.size() - 1, made->tensors.size(), 0, inputs_, static_cast<int>(in.size()) - 1);
+        emu::check_dtypes(
+            made->tensors, made->tensors.size() - 1, made->tensors.size(), 0, inputs_, static_cast<int>(in.size()) - 1);
       }
       for (const auto& tensor : pack.out) {
         out.push_back(emu::transformer::view(tensor, false));

@@ -1,10 +1,11 @@
-// What libatb.so offers torch_npu's libop_plugin_atb.so. There are two ways in. C functions, looked up by name, for a few operators
-// (ATB_OPERATOR below); and C++ functions that it links against: an operator's parameters make an atb::Operation, whose Setup looks at the
-// tensors and whose Execute puts the computation on the stream.
+// What libatb.so offers torch_npu's libop_plugin_atb.so. There are two ways in. C functions, looked up by name, for a few
+// operators (ATB_OPERATOR below); and C++ functions that it links against: an operator's parameters make an atb::Operation, whose
+// Setup looks at the tensors and whose Execute puts the computation on the stream.
 //
-// The C++ names are those of the wheel's undefined symbols. Where the members of a struct lie, and which place of a class's virtual functions is
-// called for what, was found with the published wheel: its machine code, and the bytes that it passes for known arguments. Their names, and
-// the order of arguments, are from the call sites in op-plugin's op_plugin/ops/atb and op_plugin/utils/custom_functions/atb (BSD).
+// The C++ names are those of the wheel's undefined symbols. Where the members of a struct lie, and which place of a class's
+// virtual functions is called for what, was found with the published wheel: its machine code, and the bytes that it passes for
+// known arguments. Their names, and the order of arguments, are from the call sites in op-plugin's op_plugin/ops/atb and
+// op_plugin/utils/custom_functions/atb (BSD).
 #ifndef ASCEND_EMULATOR_OPS_ATB_ATB_H
 #define ASCEND_EMULATOR_OPS_ATB_ATB_H
 #include <atomic>
@@ -128,34 +129,32 @@ struct AtbOperator<Body, Name> {
 }  // namespace emu
 
 // One of the operators with C functions, written as CHECKED in operator/op.h.
-#define ATB_OPERATOR(NAME, PARAMS, ...)                                                                      \
-  namespace emu::ops {                                                                                       \
-  struct name_##NAME {                                                                                       \
-    static constexpr const char *text = #NAME, *parameters = #PARAMS;                                        \
-  };                                                                                                         \
-  static Computation body_##NAME PARAMS __VA_ARGS__                                                \
-  static const Registration registration_##NAME{#NAME, computed, __FILE__};                                  \
-  }                                                                                                          \
-  extern "C" {                                                                                               \
-  static void* resolve_##NAME() {                                                                            \
-    return reinterpret_cast<void*>(&emu::AtbOperator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace); \
-  }                                                                                                          \
-  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();             \
-  }                                                                                                          \
+#define ATB_OPERATOR(NAME, PARAMS, ...)                                                                                       \
+  namespace emu::ops {                                                                                                        \
+  struct name_##NAME {                                                                                                        \
+    static constexpr const char *text = #NAME, *parameters = #PARAMS;                                                         \
+  };                                                                                                                          \
+  static Computation body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{#NAME, computed, __FILE__}; \
+  }                                                                                                                           \
+  extern "C" {                                                                                                                \
+  static void* resolve_##NAME() {                                                                                             \
+    return reinterpret_cast<void*>(&emu::AtbOperator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace);              \
+  }                                                                                                                           \
+  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();                              \
+  }                                                                                                                           \
   EXPORT int NAME(void*, uint64_t, atb::Operation* operation, atb::Context*) { return operation->launch(); }
 
 // One of those that are made of parameters: `atb::infer::NAME##Param`, defined before. The body has `param` and gives a Prepare.
-#define ATB_PARAMETERS(NAME, LEAST, MOST, INPUTS, ...)                                                            \
-  static const emu::Registration registration_##NAME{"atb::" #NAME, emu::computed, __FILE__};                     \
-  static emu::transformer::Prepare prepare_##NAME(const atb::infer::NAME##Param& param) __VA_ARGS__                       \
-  namespace atb {                                                                                                 \
-  template <class Param>                                                                                          \
-  int CreateOperation(const Param&, Operation**);                                                                 \
-  template <>                                                                                                     \
-  ATB_EXPORT int CreateOperation(const infer::NAME##Param& param, Operation** operation) {                        \
-    *operation = new Operation("atb::" #NAME, INPUTS, LEAST, MOST, prepare_##NAME(param));                        \
-    return 0;                                                                                                     \
-  }                                                                                                               \
+#define ATB_PARAMETERS(NAME, LEAST, MOST, INPUTS, ...)                                                              \
+  static const emu::Registration registration_##NAME{"atb::" #NAME, emu::computed, __FILE__};                       \
+  static emu::transformer::Prepare prepare_##NAME(const atb::infer::NAME##Param& param) __VA_ARGS__ namespace atb { \
+    template <class Param>                                                                                          \
+    int CreateOperation(const Param&, Operation**);                                                                 \
+    template <>                                                                                                     \
+    ATB_EXPORT int CreateOperation(const infer::NAME##Param& param, Operation** operation) {                        \
+      *operation = new Operation("atb::" #NAME, INPUTS, LEAST, MOST, prepare_##NAME(param));                        \
+      return 0;                                                                                                     \
+    }                                                                                                               \
   }
 
 #endif  // ASCEND_EMULATOR_OPS_ATB_ATB_H

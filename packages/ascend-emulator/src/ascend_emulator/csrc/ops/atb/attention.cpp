@@ -1,6 +1,7 @@
-// ATB's attention: over packed requests (PA_ENCODER), over paged caches with many queries (PREFIX_ENCODER) or one each (PagedAttention). Rules:
-// torch_npu's documentation of _npu_paged_attention_v2, _npu_flash_attention_v2 and _npu_flash_attention_prefix_v2
-// (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden functions of op-plugin's test_atb_*attention*.py.
+// ATB's attention: over packed requests (PA_ENCODER), over paged caches with many queries (PREFIX_ENCODER) or one each
+// (PagedAttention). Rules: torch_npu's documentation of _npu_paged_attention_v2, _npu_flash_attention_v2 and
+// _npu_flash_attention_prefix_v2 (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden functions of op-plugin's
+// test_atb_*attention*.py.
 #include "attention.h"
 
 namespace atb::infer {
@@ -49,26 +50,41 @@ Masking added(const Given& given, bool by_request, bool ones_hide = false) {
 Masking slopes(const Given& mask, const Given& factors, bool roots, int64_t heads) {
   Masking masking{Masking::Kind::slopes, mask_of(mask), factors.value};
   masking.roots = roots;
-  check(factors.value.defined() && factors.value.numel() == heads, kOpParam, "slopes must have one value for each of ", heads, " heads; masks of [heads, tokens, 128] without are not emulated");
+  check(factors.value.defined() && factors.value.numel() == heads, kOpParam, "slopes must have one value for each of ", heads,
+      " heads; masks of [heads, tokens, 128] without are not emulated");
   one_of("slopes", factors.value, kFloating);
   const auto sizes = masking.mask.sizes().slice(masking.mask.dim() - 2);
-  check(sizes[0] == 256 && sizes[1] == 256, kOpParam, "mask has shape ", given_shape(mask), "; the compressed ALiBi mask is [256, 256]");
+  check(sizes[0] == 256 && sizes[1] == 256, kOpParam, "mask has shape ", given_shape(mask),
+      "; the compressed ALiBi mask is [256, 256]");
   return masking;
 }
 
 enum PagedMask : int32_t { kNone = 0, kAlibi = 2, kSpeculative = 3, kCompressed = 5 };
 enum CalcType : int32_t { kPacked = 3, kPrefix = 4 };
-enum SelfMask : int32_t { kSelfNone = 0, kSelfNorm = 1, kSelfAlibi = 2, kSelfCompressed = 3, kSelfAlibiCompressed = 4, kSelfAlibiRoots = 5, kSelfAlibiLeft = 6 };
+enum SelfMask : int32_t {
+  kSelfNone = 0,
+  kSelfNorm = 1,
+  kSelfAlibi = 2,
+  kSelfCompressed = 3,
+  kSelfAlibiCompressed = 4,
+  kSelfAlibiRoots = 5,
+  kSelfAlibiLeft = 6
+};
 
 Prepare paged_attention(const atb::infer::PagedAttentionParam& p) {
   return [p](const Arguments& in, const Arguments& out) {
-    one_of<int32_t>("mask_type (0 none, 2 ALiBi, 3 for several queries, 5 compressed)", p.mask_type, {kNone, kAlibi, kSpeculative, kCompressed});
+    one_of<int32_t>("mask_type (0 none, 2 ALiBi, 3 for several queries, 5 compressed)", p.mask_type,
+        {kNone, kAlibi, kSpeculative, kCompressed});
     one_of<int32_t>("quant_type (0 none, 3 online)", p.quant_type, {0, 3});
     one_of<int32_t>("calc_type", p.calc_type, {0, 1});
-    check(p.compress_type == 0 && !p.has_quant_offset && !p.batch_run_status, kOpParam, "compressed heads, offsets and batch status are not emulated");
+    check(p.compress_type == 0 && !p.has_quant_offset && !p.batch_run_status, kOpParam,
+        "compressed heads, offsets and batch status are not emulated");
     const bool latent = p.latent_values > 0, several = p.calc_type == 1;
     const size_t next = latent ? 2 : 3;
-    const auto at = [&](size_t i) { check(i < in.size(), kOpParam, in.size(), " input tensors are too few"); return in[i]; };
+    const auto at = [&](size_t i) {
+      check(i < in.size(), kOpParam, in.size(), " input tensors are too few");
+      return in[i];
+    };
     Attention a;
     a.heads = p.heads;
     a.groups = p.groups ? p.groups : p.heads;
@@ -99,7 +115,10 @@ Prepare self_attention(const atb::infer::SelfAttentionParam& p) {
     check(p.quant_type == 0 && p.clamp_type == 0, kOpParam, "quantization and clamping are not emulated");
     const bool paged = p.calc_type == kPrefix;
     size_t next = 3;
-    const auto take = [&] { check(next < in.size(), kOpParam, in.size(), " input tensors are too few for mask_type ", p.mask_type); return in[next++]; };
+    const auto take = [&] {
+      check(next < in.size(), kOpParam, in.size(), " input tensors are too few for mask_type ", p.mask_type);
+      return in[next++];
+    };
     Attention a;
     a.heads = p.heads;
     a.groups = p.groups ? p.groups : p.heads;
@@ -127,26 +146,33 @@ Prepare self_attention(const atb::infer::SelfAttentionParam& p) {
 
 }  // namespace
 
-ATB_PARAMETERS(PagedAttention, 4, 7, "(query, key_cache, value_cache or block_table, block_table or context_lens, context_lens, mask or scale, seq_len or scale)", { return paged_attention(param); })
-ATB_PARAMETERS(SelfAttention, 4, 8, "(query, key, value, mask or block_table, seq_len or mask, slopes or seq_len, context_lens, slopes)", { return self_attention(param); })
+ATB_PARAMETERS(PagedAttention, 4, 7,
+    "(query, key_cache, value_cache or block_table, block_table or context_lens, context_lens, mask or scale, seq_len or scale)",
+    { return paged_attention(param); })
+ATB_PARAMETERS(SelfAttention, 4, 8,
+    "(query, key, value, mask or block_table, seq_len or mask, slopes or seq_len, context_lens, slopes)",
+    { return self_attention(param); })
 
-// mask_type: 3 compressed causal, 4 and 5 compressed ALiBi, 9 causal without a mask (op-plugin's SelfAttentionPrefixEncoderAtb.cpp).
+// mask_type: 3 compressed causal, 4 and 5 compressed ALiBi, 9 causal without a mask (op-plugin's
+// SelfAttentionPrefixEncoderAtb.cpp).
 ATB_OPERATOR(AtbSelfAttentionPrefixEncoder,
-             (Tensor query, Tensor key, Tensor value, Tensor table, Opt<Tensor> mask, Lengths lengths, Lengths kv_lengths, Opt<Tensor> factors, int mask_type, int64_t heads,
-              int64_t groups, float scale, Tensor out), {
-  one_of<int>("mask_type", mask_type, {3, 4, 5, 9});
-  Attention a;
-  a.heads = heads;
-  a.groups = groups ? groups : heads;
-  a.scale = scale;
-  a.query = query;
-  a.key = a.cache("key", {key, kND});
-  a.value = a.cache("value", {value, kND});
-  a.table = table;
-  a.query_lengths = lengths;
-  a.kv_lengths = kv_lengths;
-  a.masking.kind = Masking::Kind::causal;
-  if (mask_type == 4 || mask_type == 5) a.masking = slopes({mask.value_or(Tensor()), kND}, {factors.value_or(Tensor()), kND}, mask_type == 5, heads);
-  a.out = out;
-  return a.prepared();
-})
+    (Tensor query, Tensor key, Tensor value, Tensor table, Opt<Tensor> mask, Lengths lengths, Lengths kv_lengths,
+        Opt<Tensor> factors, int mask_type, int64_t heads, int64_t groups, float scale, Tensor out),
+    {
+      one_of<int>("mask_type", mask_type, {3, 4, 5, 9});
+      Attention a;
+      a.heads = heads;
+      a.groups = groups ? groups : heads;
+      a.scale = scale;
+      a.query = query;
+      a.key = a.cache("key", {key, kND});
+      a.value = a.cache("value", {value, kND});
+      a.table = table;
+      a.query_lengths = lengths;
+      a.kv_lengths = kv_lengths;
+      a.masking.kind = Masking::Kind::causal;
+      if (mask_type == 4 || mask_type == 5)
+        a.masking = slopes({mask.value_or(Tensor()), kND}, {factors.value_or(Tensor()), kND}, mask_type == 5, heads);
+      a.out = out;
+      return a.prepared();
+    })

@@ -15,8 +15,9 @@ struct Masking {
   Tensor mask, factors;
   bool by_request = false;  // a mask of three dimensions, or the first of four, is for each request; otherwise for each head
   bool by_token = false;    // its rows are those of all requests' queries, one after the other
-  bool ones_hide = false;   // where it is positive the score is left out, as the kernels multiply a bfloat16 mask by a number near the least
-  bool roots = false;       // of the distances
+  bool ones_hide =
+      false;  // where it is positive the score is left out, as the kernels multiply a bfloat16 mask by a number near the least
+  bool roots = false;  // of the distances
 
   // `request` is the one that starts with token `start`.
   void apply(attention::Request& into, int64_t request, int64_t start, int64_t queries, int64_t keys, int64_t heads) const;
@@ -25,15 +26,17 @@ struct Masking {
 struct Attention {
   int64_t heads = 0, groups = 0;
   double scale = 1;
-  Tensor query, key, value;   // [tokens, heads, D] or [tokens, H]; packed like it, or caches; value undefined if it is the key's first numbers
+  Tensor query, key,
+      value;  // [tokens, heads, D] or [tokens, H]; packed like it, or caches; value undefined if it is the key's first numbers
   int64_t latent_values = 0;
-  Tensor table;               // with caches
+  Tensor table;                       // with caches
   Lengths query_lengths, kv_lengths;  // undefined: one query a request; the queries' lengths
   Masking masking;
   Tensor key_scale, value_scale;  // of int8 query, key and value
   Tensor out, lse;                // lse [tokens, heads, 1], undefined if it is not asked for
 
-  // [blocks, block_size, groups, D] or [blocks, block_size, H], or fractal [blocks, H / c, block_size, c], as attention::pages() takes it.
+  // [blocks, block_size, groups, D] or [blocks, block_size, H], or fractal [blocks, H / c, block_size, c], as attention::pages()
+  // takes it.
   Tensor cache(const char* name, const Given& given) const;
   Computation prepared();
 

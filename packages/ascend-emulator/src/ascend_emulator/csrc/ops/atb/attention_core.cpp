@@ -9,12 +9,14 @@ namespace {
 // Distances of the causal scores, or their roots, for each head times its factor; the mask must be the documented one.
 Tensor sloped(const Masking& m, int64_t queries, int64_t keys, int64_t heads) {
   const auto distances = [&](int64_t rows, int64_t columns) {
-    const auto d = (at::arange(rows, at::kFloat).unsqueeze(1) + (columns - rows) - at::arange(columns, at::kFloat).unsqueeze(0)).clamp_(0);
+    const auto d =
+        (at::arange(rows, at::kFloat).unsqueeze(1) + (columns - rows) - at::arange(columns, at::kFloat).unsqueeze(0)).clamp_(0);
     return m.roots ? d.sqrt() : d;
   };
   const auto given = m.mask.reshape({-1, 256, 256})[0].to(at::kFloat).tril();
-  check(at::allclose(given, distances(256, 256).tril(), 1. / 64, 1. / 64), kOpParam, "mask is not the compressed ALiBi mask of documentation, which holds ",
-        m.roots ? "the root of the distance" : "the distance", " of query and key");
+  check(at::allclose(given, distances(256, 256).tril(), 1. / 64, 1. / 64), kOpParam,
+      "mask is not the compressed ALiBi mask of documentation, which holds ",
+      m.roots ? "the root of the distance" : "the distance", " of query and key");
   return distances(queries, keys).unsqueeze(0) * m.factors.to(at::kFloat).view({heads, 1, 1});
 }
 
@@ -29,7 +31,8 @@ void Masking::apply(Request& into, int64_t request, int64_t start, int64_t queri
   }
   auto own = mask;
   if (own.dim() == 4) {
-    check(own.size(0) == 1 || request < own.size(0), kOpParam, "mask has shape ", mask.sizes(), ", and none for request ", request);
+    check(
+        own.size(0) == 1 || request < own.size(0), kOpParam, "mask has shape ", mask.sizes(), ", and none for request ", request);
     own = own[own.size(0) == 1 ? 0 : request];
   } else if (own.dim() == 3 && own.size(0) == 1) {
     own = own[0];
@@ -38,8 +41,9 @@ void Masking::apply(Request& into, int64_t request, int64_t start, int64_t queri
     own = own[request];
   }
   const int64_t first = by_token ? start : 0;
-  check((own.dim() == 2 || own.size(0) == heads || own.size(0) == 1) && own.size(-2) >= first + queries && own.size(-1) >= keys, kOpParam, "mask of shape ", mask.sizes(), " is too small for ",
-        queries, " queries from ", first, " on x ", keys, " keys of ", heads, " heads");
+  check((own.dim() == 2 || own.size(0) == heads || own.size(0) == 1) && own.size(-2) >= first + queries && own.size(-1) >= keys,
+      kOpParam, "mask of shape ", mask.sizes(), " is too small for ", queries, " queries from ", first, " on x ", keys,
+      " keys of ", heads, " heads");
   own = own.narrow(-2, first, queries).narrow(-1, 0, keys).to(at::kFloat);
   into.bias = ones_hide ? own.masked_fill(own > 0, -std::numeric_limits<float>::infinity()) : own;
 }
@@ -50,32 +54,37 @@ Tensor Attention::cache(const char* name, const Given& given) const {
   if (x.dim() == 3) return x;
   const int64_t unit = 32 / x.element_size();
   if (!fractal(given)) {
-    check(x.size(2) == groups, kOpParam, name, " has shape ", x.sizes(), "; it must be [blocks, block_size, ", groups, ", head_size]");
+    check(x.size(2) == groups, kOpParam, name, " has shape ", x.sizes(), "; it must be [blocks, block_size, ", groups,
+        ", head_size]");
     return x.flatten(2);
   }
-  check(x.size(3) == unit && x.size(1) % groups == 0, kOpParam, name, " has shape ", x.sizes(), "; in fractal order it must be [blocks, ", groups, " * head_size / ", unit, ", block_size, ", unit, "]");
+  check(x.size(3) == unit && x.size(1) % groups == 0, kOpParam, name, " has shape ", x.sizes(),
+      "; in fractal order it must be [blocks, ", groups, " * head_size / ", unit, ", block_size, ", unit, "]");
   return x.unflatten(1, {groups, -1});
 }
 
 void Attention::checked() {
   const bool paged = table.defined(), small = key_scale.defined();
-  check(heads > 0 && groups > 0 && heads % groups == 0, kOpParam, heads, " query heads and ", groups, " of keys; the first must be a multiple of the second");
+  check(heads > 0 && groups > 0 && heads % groups == 0, kOpParam, heads, " query heads and ", groups,
+      " of keys; the first must be a multiple of the second");
   rank("query", query, 2, 3);
   one_of("query", query, small ? DTypes{at::kChar} : kHalves);
   for (const auto& [name, x] : {std::pair{"key", &key}, std::pair{"value", &value}})
     if (x->defined()) same_dtype(name, *x, "query", query);
-  check(query.numel() % (query.size(0) * heads) == 0, kOpParam, "query has shape ", query.sizes(), ", which does not divide into ", heads, " heads");
+  check(query.numel() % (query.size(0) * heads) == 0, kOpParam, "query has shape ", query.sizes(),
+      ", which does not divide into ", heads, " heads");
   query = query.view({query.size(0), heads, -1});
   if (paged) {
     rank("block_table", table, 2);
     one_of("block_table", table, {at::kInt});
     table = table.contiguous();
-    check(kv_lengths.value.defined() && kv_lengths.value.numel() <= table.size(0), kOpParam, "context_lens has ", kv_lengths.value.defined() ? kv_lengths.value.numel() : 0,
-          " entries and block_table ", table.size(0), " rows");
+    check(kv_lengths.value.defined() && kv_lengths.value.numel() <= table.size(0), kOpParam, "context_lens has ",
+        kv_lengths.value.defined() ? kv_lengths.value.numel() : 0, " entries and block_table ", table.size(0), " rows");
   } else {
     for (auto* x : {&key, &value}) {
       rank("key or value", *x, 2, 3);
-      check(x->numel() % (x->size(0) * groups) == 0, kOpParam, "key or value has shape ", x->sizes(), ", which does not divide into ", groups, " heads");
+      check(x->numel() % (x->size(0) * groups) == 0, kOpParam, "key or value has shape ", x->sizes(),
+          ", which does not divide into ", groups, " heads");
       *x = x->view({x->size(0), groups, -1});
     }
   }
@@ -87,7 +96,8 @@ void Attention::checked() {
       check(x->numel() == heads, kOpParam, "the scale of key or value has shape ", x->sizes(), "; it must be [", heads, "]");
     }
   }
-  check(query.size(0) > 0 && out.defined() && out.numel() % (query.size(0) * heads) == 0, kOpParam, "out has shape ", out.sizes(), " for ", query.size(0), " tokens of ", heads, " heads");
+  check(query.size(0) > 0 && out.defined() && out.numel() % (query.size(0) * heads) == 0, kOpParam, "out has shape ", out.sizes(),
+      " for ", query.size(0), " tokens of ", heads, " heads");
   out = out.view({query.size(0), heads, -1});
 }
 
@@ -111,12 +121,16 @@ void Attention::run() const {
   int64_t start = 0, kv_start = 0;
   for (size_t i = 0; i < kv.size(); ++i) {
     const int64_t queries = counts[i], keys = kv[i];
-    check(queries >= 0 && keys >= 0 && start + queries <= fixed, kOpParam, "request ", i, " has ", queries, " queries from ", start, " on, of ", fixed, ", and ", keys, " keys");
+    check(queries >= 0 && keys >= 0 && start + queries <= fixed, kOpParam, "request ", i, " has ", queries, " queries from ",
+        start, " on, of ", fixed, ", and ", keys, " keys");
     const auto part = [&](const Tensor& x) {
-      check(!paged || keys <= table.size(1) * block_size, kOpParam, "request ", i, " has ", keys, " keys, and block_table pages for ", paged ? table.size(1) * block_size : 0);
-      check(paged || kv_start + keys <= x.size(0), kOpParam, "key and value have ", x.size(0), " tokens, fewer than the sum of seq_len");
+      check(!paged || keys <= table.size(1) * block_size, kOpParam, "request ", i, " has ", keys,
+          " keys, and block_table pages for ", paged ? table.size(1) * block_size : 0);
+      check(paged || kv_start + keys <= x.size(0), kOpParam, "key and value have ", x.size(0),
+          " tokens, fewer than the sum of seq_len");
       if (!paged) return x.narrow(0, kv_start, keys).transpose(0, 1);
-      return keys ? attention::pages(x, table, static_cast<int64_t>(i), keys, groups, block_size) : at::empty({groups, 0, 1}, x.options());
+      return keys ? attention::pages(x, table, static_cast<int64_t>(i), keys, groups, block_size)
+                  : at::empty({groups, 0, 1}, x.options());
     };
     const auto target = out.narrow(0, start, queries);
     if (queries && keys == 0) {

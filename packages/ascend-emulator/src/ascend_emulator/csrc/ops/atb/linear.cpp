@@ -25,8 +25,10 @@ Prepare linear(const atb::infer::LinearParam& p) {
     rank("weight", in[1].value, 2);
     one_of("x", in[0].value, kHalves);
     same_dtype("weight", in[1].value, "x", in[0].value);
-    const auto left = turned(in[0].value, p.transpose_left), right = turned(in[1].value, p.transpose_right), c = in[2].value, y = out.at(0).value;
-    check(left.size(1) == right.size(0), kOpParam, "x ", in[0].value.sizes(), " and weight ", in[1].value.sizes(), " do not multiply");
+    const auto left = turned(in[0].value, p.transpose_left), right = turned(in[1].value, p.transpose_right), c = in[2].value,
+               y = out.at(0).value;
+    check(left.size(1) == right.size(0), kOpParam, "x ", in[0].value.sizes(), " and weight ", in[1].value.sizes(),
+        " do not multiply");
     one_of("C", c, {at::kFloat});
     shape("C", c, {left.size(0), right.size(1)});
     shape("the output", y, c.sizes());

@@ -15,21 +15,24 @@ namespace {
 using namespace emu;
 using namespace emu::transformer;
 
-// query and key [tokens, heads * D] in any number of dimensions, cos and sin [tokens, D]; a coefficient of 2 turns halves, one of D neighbours.
+// query and key [tokens, heads * D] in any number of dimensions, cos and sin [tokens, D]; a coefficient of 2 turns halves, one of
+// D neighbours.
 Prepare rope(const atb::infer::RopeParam& p) {
   return [p](const Arguments& in, const Arguments& out) -> Computation {
     const auto cos = in[2].value, sin = in[3].value;
     rank("cos", cos, 2);
     shape("sin", sin, cos.sizes());
     const int64_t size = cos.size(1);
-    check(p.coefficient == 2 || p.coefficient == size, kOpParam, "the rotary coefficient is ", p.coefficient, "; 2, or the ", size, " of the cos/sin cache's rows are there");
+    check(p.coefficient == 2 || p.coefficient == size, kOpParam, "the rotary coefficient is ", p.coefficient, "; 2, or the ",
+        size, " of the cos/sin cache's rows are there");
     multiple("rotary_dim", size, 2);
     for (size_t i : {0, 1}) {
       const auto& x = in[i].value;
       const char* name = i ? "key" : "query";
       one_of(name, x, kFloating);
-      check(x.dim() >= 2 && x.size(0) == cos.size(0) && x.numel() % (cos.size(0) * size) == 0 && x.size(-1) % size == 0, kOpParam, name, " has shape ", x.sizes(), " and cos ", cos.sizes(),
-            "; it must have as many tokens, and a multiple of rotary_dim");
+      check(x.dim() >= 2 && x.size(0) == cos.size(0) && x.numel() % (cos.size(0) * size) == 0 && x.size(-1) % size == 0, kOpParam,
+          name, " has shape ", x.sizes(), " and cos ", cos.sizes(),
+          "; it must have as many tokens, and a multiple of rotary_dim");
       shape("the output", out.at(i).value, x.sizes());
     }
     COMPUTE {

@@ -10,17 +10,20 @@ constexpr int64_t kCausalRows = 64;       // at a time, each with the keys up to
 
 Tensor plain_mask(const Tensor& mask, bool by_request, int64_t request, int64_t queries, int64_t keys) {
   auto own = mask;
-  if (own.dim() == 4) own = own[own.size(0) == 1 ? 0 : request];          // [B or 1, 1 or N, queries, keys]
-  if (own.dim() == 3 && own.size(0) == 1) own = own[0];                   // [1, queries, keys]
+  if (own.dim() == 4) own = own[own.size(0) == 1 ? 0 : request];                          // [B or 1, 1 or N, queries, keys]
+  if (own.dim() == 3 && own.size(0) == 1) own = own[0];                                   // [1, queries, keys]
   if (own.dim() == 2 && by_request && own.size(0) != 1) own = own.narrow(0, request, 1);  // [B, keys]
-  check(own.size(-2) >= queries && own.size(-1) >= keys, kOpParam, "atten_mask of shape ", mask.sizes(), " is smaller than ", queries, " queries x ", keys, " keys");
+  check(own.size(-2) >= queries && own.size(-1) >= keys, kOpParam, "atten_mask of shape ", mask.sizes(), " is smaller than ",
+      queries, " queries x ", keys, " keys");
   return own.narrow(-2, 0, queries).narrow(-1, 0, keys).to(at::kBool);
 }
 
 }  // namespace
 
 Tensor left_out(const Sparse& sparse, int64_t request, int64_t queries, int64_t keys) {
-  const auto difference = [&] { return at::arange(keys).unsqueeze(0) - at::arange(queries).unsqueeze(1); };  // key's place - query's
+  const auto difference = [&] {
+    return at::arange(keys).unsqueeze(0) - at::arange(queries).unsqueeze(1);
+  };  // key's place - query's
   const auto outside = [&](const Tensor& d) {
     return at::logical_or(d > std::min<int64_t>(sparse.after, INT32_MAX), d < -std::min<int64_t>(sparse.before, INT32_MAX));
   };
@@ -37,7 +40,8 @@ Tensor left_out(const Sparse& sparse, int64_t request, int64_t queries, int64_t 
     case 4: return outside(difference() - (keys - queries));
     case 5:
     case 6: {
-      check(static_cast<int64_t>(sparse.prefix.size()) > request, kOpParam, "sparse_mode ", sparse.mode, " needs a prefix for each request");
+      check(static_cast<int64_t>(sparse.prefix.size()) > request, kOpParam, "sparse_mode ", sparse.mode,
+          " needs a prefix for each request");
       return at::logical_and(difference() > keys - queries, at::arange(keys).unsqueeze(0) >= sparse.prefix[request]);
     }
   }
@@ -56,27 +60,35 @@ Tensor Request::mask() const { return causal ? attention::left_out({2}, 0, query
 
 // Of query k^T and the weighed sum of values, for the pairs that count.
 void tell_operations(const Request& r) {
-  const auto queries = static_cast<double>(r.query.size(1)), keys = static_cast<double>(r.key.size(1)), both = std::min(queries, keys);
+  const auto queries = static_cast<double>(r.query.size(1)), keys = static_cast<double>(r.key.size(1)),
+             both = std::min(queries, keys);
   const double pairs = r.causal ? both * (both + 1) / 2 + (queries - both) * keys : queries * keys;
-  cost::operates(2 * static_cast<double>(r.query.size(0)) * pairs * static_cast<double>(r.key.size(2) + r.value.size(2)), static_cast<int>(r.query.element_size()));
+  cost::operates(2 * static_cast<double>(r.query.size(0)) * pairs * static_cast<double>(r.key.size(2) + r.value.size(2)),
+      static_cast<int>(r.query.element_size()));
 }
 
 // For what has a bias, a sink, or values of another size than keys.
 Answer attend_wide(const Request& r) {
   tell_operations(r);
   constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
-  const int64_t heads = r.query.size(0), queries = r.query.size(1), groups = r.key.size(0), share = heads / groups, keys = r.key.size(1);
+  const int64_t heads = r.query.size(0), queries = r.query.size(1), groups = r.key.size(0), share = heads / groups,
+                keys = r.key.size(1);
   const auto key = r.key.to(at::kFloat).transpose(1, 2).contiguous(), value = r.value.to(at::kFloat).contiguous();
-  Answer answer{at::empty({heads, queries, value.size(2)}, key.options()), at::empty({heads, queries}, key.options()), at::empty({heads, queries}, key.options())};
-  const int64_t step = std::min(r.causal ? kCausalRows : INT64_MAX, std::max<int64_t>(1, kMostScores / std::max<int64_t>(1, heads * keys)));
+  Answer answer{at::empty({heads, queries, value.size(2)}, key.options()), at::empty({heads, queries}, key.options()),
+      at::empty({heads, queries}, key.options())};
+  const int64_t step =
+      std::min(r.causal ? kCausalRows : INT64_MAX, std::max<int64_t>(1, kMostScores / std::max<int64_t>(1, heads * keys)));
   for (int64_t first = 0; first < queries; first += step) {
     const int64_t count = std::min(step, queries - first);
     const int64_t seen = r.causal ? std::min(keys, first + count) : keys;
     const auto rows = [&](const Tensor& x) { return x.narrow(-2, first, count); };
     const auto part = [&](const Tensor& x) { return (x.size(-2) == 1 ? x : rows(x)).narrow(-1, 0, seen); };
-    auto scores = at::bmm(rows(r.query).to(at::kFloat).reshape({groups, share * count, r.query.size(2)}), key.narrow(2, 0, seen)).mul_(r.scale).view({heads, count, seen});
+    auto scores = at::bmm(rows(r.query).to(at::kFloat).reshape({groups, share * count, r.query.size(2)}), key.narrow(2, 0, seen))
+                      .mul_(r.scale)
+                      .view({heads, count, seen});
     if (r.bias.defined()) scores.add_(part(r.bias));
-    if (r.causal && seen > first) scores.narrow(2, first, seen - first).masked_fill_(left_out({2}, 0, count, seen - first), -kInfinity);
+    if (r.causal && seen > first)
+      scores.narrow(2, first, seen - first).masked_fill_(left_out({2}, 0, count, seen - first), -kInfinity);
     if (r.left_out.defined()) scores.masked_fill_(part(r.left_out), -kInfinity);
     auto most = scores.amax(-1, true);
     if (r.sink.defined()) most = at::maximum(most, r.sink.to(at::kFloat).view({heads, 1, 1}));
@@ -85,7 +97,8 @@ Answer attend_wide(const Request& r) {
     auto sum = weights.sum(-1, true);
     if (r.sink.defined()) sum.add_(r.sink.to(at::kFloat).view({heads, 1, 1}).sub(most).exp_());
     if (r.drop.defined()) weights.mul_(part(r.drop));
-    const auto out = at::bmm(weights.view({groups, share * count, seen}), value.narrow(1, 0, seen)).view({heads, count, value.size(2)});
+    const auto out =
+        at::bmm(weights.view({groups, share * count, seen}), value.narrow(1, 0, seen)).view({heads, count, value.size(2)});
     const auto blind = sum == 0;
     answer.out.narrow(1, first, count).copy_(out.div_(sum.masked_fill(blind, 1)));
     answer.lse.narrow(1, first, count).copy_(sum.log().add_(most).masked_fill_(blind, kInfinity).squeeze(-1));
@@ -97,16 +110,19 @@ Answer attend_wide(const Request& r) {
 Answer attend(const Request& r) {
   const int64_t heads = r.query.size(0), queries = r.query.size(1), groups = r.key.size(0), share = heads / groups;
   if (queries == 0 || r.key.size(1) == 0)
-    return {at::zeros({heads, queries, r.value.size(2)}, at::kFloat), at::full({heads, queries}, std::numeric_limits<float>::infinity(), at::kFloat)};
-  if (r.bias.defined() || r.sink.defined() || r.drop.defined() || (r.left_out.defined() && r.left_out.dim() == 3) || r.value.size(2) != r.key.size(2) ||
-      r.query.scalar_type() != r.key.scalar_type())
+    return {at::zeros({heads, queries, r.value.size(2)}, at::kFloat),
+        at::full({heads, queries}, std::numeric_limits<float>::infinity(), at::kFloat)};
+  if (r.bias.defined() || r.sink.defined() || r.drop.defined() || (r.left_out.defined() && r.left_out.dim() == 3) ||
+      r.value.size(2) != r.key.size(2) || r.query.scalar_type() != r.key.scalar_type())
     return attend_wide(r);
   tell_operations(r);
   auto q = r.query.unsqueeze(0), k = r.key.unsqueeze(0), v = r.value.unsqueeze(0);
   if (queries == 1 && !r.left_out.defined() && !r.causal) {
     q = r.query.reshape({1, groups, share, r.query.size(2)});  // the heads of a group read the same keys
   } else if (share > 1) {
-    const auto spread = [&](const Tensor& x) { return x.unsqueeze(2).expand({1, groups, share, x.size(2), x.size(3)}).reshape({1, heads, x.size(2), x.size(3)}); };
+    const auto spread = [&](const Tensor& x) {
+      return x.unsqueeze(2).expand({1, groups, share, x.size(2), x.size(3)}).reshape({1, heads, x.size(2), x.size(3)});
+    };
     k = spread(k);
     v = spread(v);
   }
@@ -147,15 +163,19 @@ int64_t length_of(const Tensor& x, const std::string& layout) {
 
 Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t length, int64_t groups, int64_t block_size) {
   const auto* row = table.const_data_ptr<int32_t>() + request * table.size(1);
-  const int64_t count = std::max<int64_t>(1, (length + block_size - 1) / block_size);  // none of the first page, where there is nothing
+  const int64_t count =
+      std::max<int64_t>(1, (length + block_size - 1) / block_size);  // none of the first page, where there is nothing
   std::vector<Tensor> parts;
   for (int64_t i = 0; i < count; ++i) {
     check(row[i] >= 0 && row[i] < cache.size(0), kOpParam, "block_table names block ", row[i], " of ", cache.size(0));
     const auto page = cache[row[i]];
     const int64_t used = std::min(block_size, length - i * block_size);
-    if (page.dim() == 2) parts.push_back(page.narrow(0, 0, used).unflatten(1, {groups, -1}).transpose(0, 1));
-    else if (page.dim() == 3) parts.push_back(page.narrow(1, 0, used));
-    else parts.push_back(page.narrow(2, 0, used).transpose(1, 2).flatten(2));
+    if (page.dim() == 2)
+      parts.push_back(page.narrow(0, 0, used).unflatten(1, {groups, -1}).transpose(0, 1));
+    else if (page.dim() == 3)
+      parts.push_back(page.narrow(1, 0, used));
+    else
+      parts.push_back(page.narrow(2, 0, used).transpose(1, 2).flatten(2));
   }
   const auto found = parts.size() == 1 ? parts[0] : at::cat(parts, 1);
   cost::touches(cache, found);

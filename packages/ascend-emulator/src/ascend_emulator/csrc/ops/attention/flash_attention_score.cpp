@@ -1,5 +1,6 @@
-// Attention as training has it, forward and backward, and what torch.nn.functional.scaled_dot_product_attention becomes. Rules: torch_npu's
-// documentation of npu_fusion_attention, _v2 and _v3 (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call sites.
+// Attention as training has it, forward and backward, and what torch.nn.functional.scaled_dot_product_attention becomes. Rules:
+// torch_npu's documentation of npu_fusion_attention, _v2 and _v3 (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call
+// sites.
 #include <ATen/Parallel.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -24,7 +25,9 @@ struct Flash {
   Tensor most, sum;  // [B, N, S, 8], or [T, N, 8]: one request after the other as [N, S, 8], unless the layout is the input's
 
   int64_t groups = 0, batch = 0;
-  struct Span { int64_t start, count, kv_start, kv_count, drop_start; };
+  struct Span {
+    int64_t start, count, kv_start, kv_count, drop_start;
+  };
   std::vector<Span> spans;
 
   Flash& checked() {
@@ -45,17 +48,24 @@ struct Flash {
     within("sparse_mode", sparse_mode, 0, varlen ? 8 : 6);
     check(!varlen || sparse_mode != 5, kOpParam, "sparse_mode 5 is not there in layout TND");
     if (mask && (sparse_mode == 2 || sparse_mode == 3 || sparse_mode == 4 || sparse_mode > 6))
-      check(mask->size(-1) == kMaskSide && mask->size(-2) == kMaskSide, kOpParam, "sparse_mode ", sparse_mode, " needs an atten_mask of 2048 x 2048, not ", mask->sizes());
+      check(mask->size(-1) == kMaskSide && mask->size(-2) == kMaskSide, kOpParam, "sparse_mode ", sparse_mode,
+          " needs an atten_mask of 2048 x 2048, not ", mask->sizes());
     if (mask && sparse_mode == 6) shape("atten_mask", *mask, {3072, kMaskSide});
     check(query_rope.has_value() == key_rope.has_value(), kOpParam, "query_rope and key_rope must be given together");
-    check(!query_rope || (varlen && mask && !pse && !drop_mask), kOpParam, "query_rope needs layout TND and atten_mask, and goes with no pse and no dropout");
+    check(!query_rope || (varlen && mask && !pse && !drop_mask), kOpParam,
+        "query_rope needs layout TND and atten_mask, and goes with no pse and no dropout");
     within("pse_type", pse_type, 0, 3);
-    if (sink) { shape("sink", *sink, {heads}); one_of("sink", *sink, {at::kFloat}); }
+    if (sink) {
+      shape("sink", *sink, {heads});
+      one_of("sink", *sink, {at::kFloat});
+    }
     if (varlen) {
-      check(query_ends && kv_ends && query_ends->size() == kv_ends->size(), kOpParam, "layout TND needs actual_seq_qlen and actual_seq_kvlen of the same length");
+      check(query_ends && kv_ends && query_ends->size() == kv_ends->size(), kOpParam,
+          "layout TND needs actual_seq_qlen and actual_seq_kvlen of the same length");
       batch = query_ends->size();
       check(batch <= 1024, kOpParam, "actual_seq_qlen has ", batch, " entries in layout TND; at most 1024 are allowed");
-      check(query.size(0) <= 1 << 20 && key.size(0) <= 1 << 20, kOpParam, "query has ", query.size(0), " tokens and key ", key.size(0), "; at most 2^20 are allowed in layout TND");
+      check(query.size(0) <= 1 << 20 && key.size(0) <= 1 << 20, kOpParam, "query has ", query.size(0), " tokens and key ",
+          key.size(0), "; at most 2^20 are allowed in layout TND");
     } else {
       batch = batch_of(query, layout);
     }
@@ -69,8 +79,9 @@ struct Flash {
         };
         span.count = part(*query_ends, span.start);
         span.kv_count = part(*kv_ends, span.kv_start);
-        check(span.count >= 0 && span.kv_count >= 0 && span.start + span.count <= query.size(0) && span.kv_start + span.kv_count <= key.size(0), kOpParam,
-              "actual_seq_qlen or actual_seq_kvlen of request ", i, " decreases, or is more than query and key hold");
+        check(span.count >= 0 && span.kv_count >= 0 && span.start + span.count <= query.size(0) &&
+                  span.kv_start + span.kv_count <= key.size(0),
+            kOpParam, "actual_seq_qlen or actual_seq_kvlen of request ", i, " decreases, or is more than query and key hold");
       } else {
         span.count = length_of(query, layout);
         span.kv_count = length_of(key, layout);
@@ -78,7 +89,9 @@ struct Flash {
       drop_start += heads * span.count * span.kv_count;
       spans.push_back(span);
     }
-    if (drop_mask && keep < 1) check(drop_mask->numel() * 8 >= drop_start, kOpParam, "the dropout mask has ", drop_mask->numel() * 8, " bits for ", drop_start, " scores");
+    if (drop_mask && keep < 1)
+      check(drop_mask->numel() * 8 >= drop_start, kOpParam, "the dropout mask has ", drop_mask->numel() * 8, " bits for ",
+          drop_start, " scores");
     return *this;
   }
 
@@ -108,14 +121,17 @@ struct Flash {
     const auto wide = pse->to(at::kFloat);
     if (pse_type >= 2) {
       const auto slopes = (wide.dim() == 2 ? wide[i] : wide).view({heads, 1, 1});
-      const int64_t shift = (query_first && !query_first->empty() ? query_first->front() : 0) - (key_first && !key_first->empty() ? key_first->front() : 0);
+      const int64_t shift = (query_first && !query_first->empty() ? query_first->front() : 0) -
+                            (key_first && !key_first->empty() ? key_first->front() : 0);
       auto distance = (at::arange(span.kv_count).unsqueeze(0) - at::arange(span.count).unsqueeze(1) - shift).abs().to(at::kFloat);
       if (pse_type == 3) distance = distance.sqrt();
       return -slopes * distance;
     }
-    check(layout != "TND" && wide.dim() == 4, kOpParam, "pse of shape ", pse->sizes(), " in layout ", layout, "; [B or 1, N, S or 1, keys] is emulated, outside TND");
+    check(layout != "TND" && wide.dim() == 4, kOpParam, "pse of shape ", pse->sizes(), " in layout ", layout,
+        "; [B or 1, N, S or 1, keys] is emulated, outside TND");
     const auto own = wide[wide.size(0) == 1 ? 0 : i];
-    check(own.size(1) == 1 || own.size(1) >= span.count, kOpParam, "pse of shape ", pse->sizes(), ", compressed to 1024 rows, is not emulated");
+    check(own.size(1) == 1 || own.size(1) >= span.count, kOpParam, "pse of shape ", pse->sizes(),
+        ", compressed to 1024 rows, is not emulated");
     const auto used = (own.size(1) == 1 ? own : own.narrow(1, 0, span.count)).narrow(2, 0, span.kv_count);
     return pse_type == 1 ? used * scale : used;
   }
@@ -125,18 +141,25 @@ struct Flash {
     if (!drop_mask || keep >= 1) return {};
     const int64_t count = heads * span.count * span.kv_count;
     const auto place = at::arange(span.drop_start, span.drop_start + count);
-    const auto bits = drop_mask->view(-1).index_select(0, at::floor_divide(place, 8)).to(at::kInt).bitwise_right_shift(place.remainder(8).to(at::kInt)).bitwise_and(1);
+    const auto bits = drop_mask->view(-1)
+                          .index_select(0, at::floor_divide(place, 8))
+                          .to(at::kInt)
+                          .bitwise_right_shift(place.remainder(8).to(at::kInt))
+                          .bitwise_and(1);
     return bits.to(at::kFloat).mul_(1 / keep).view({heads, span.count, span.kv_count});
   }
 
   Request request_of(int64_t i, const Span& span) const {
-    const auto part = [&](const Tensor& x, int64_t start, int64_t count, int64_t n) { return tokens(x, layout, i, start, count, n); };
+    const auto part = [&](const Tensor& x, int64_t start, int64_t count, int64_t n) {
+      return tokens(x, layout, i, start, count, n);
+    };
     auto q = part(query, span.start, span.count, heads), k = part(key, span.kv_start, span.kv_count, groups);
     if (query_rope) {
       q = at::cat({q, part(*query_rope, span.start, span.count, heads)}, -1);
       k = at::cat({k, part(*key_rope, span.kv_start, span.kv_count, groups)}, -1);
     }
-    Request request{q, k, part(value, span.kv_start, span.kv_count, groups), {}, bias_of(i, span), sink.value_or(Tensor()), scale, drop_of(span)};
+    Request request{q, k, part(value, span.kv_start, span.kv_count, groups), {}, bias_of(i, span), sink.value_or(Tensor()), scale,
+        drop_of(span)};
     leave_out_of(request, i);
     return request;
   }
@@ -157,7 +180,10 @@ struct Flash {
       auto target = tokens(out, layout, i, span.start, span.count, heads);
       if (span.kv_count == 0) {
         target.zero_();
-        if (keeps) { stats_of(most, i, span).fill_(std::numeric_limits<float>::lowest()); stats_of(sum, i, span).zero_(); }
+        if (keeps) {
+          stats_of(most, i, span).fill_(std::numeric_limits<float>::lowest());
+          stats_of(sum, i, span).zero_();
+        }
         continue;
       }
       const auto answer = keeps ? attend_wide(request) : attend(request);
@@ -169,7 +195,9 @@ struct Flash {
     }
   }
 
-  struct Gradients { Tensor query, key, value, query_rope, key_rope, pse, sink; };
+  struct Gradients {
+    Tensor query, key, value, query_rope, key_rope, pse, sink;
+  };
   void backward(const Tensor& grad, const Tensor& out, Gradients to) const {
     for (auto* x : {&to.key, &to.value, &to.query}) x->zero_();
     const int64_t share = heads / groups;
@@ -183,10 +211,12 @@ struct Flash {
       const auto q = r.query.to(at::kFloat), k = spread(r.key), v = spread(r.value);
       const auto part = [&](const Tensor& x) { return tokens(x, layout, i, span.start, span.count, heads).to(at::kFloat); };
       const auto g = part(grad), o = part(out);
-      const auto largest = stats_of(most, i, span).select(-1, 0).unsqueeze(-1), total = stats_of(sum, i, span).select(-1, 0).unsqueeze(-1);
+      const auto largest = stats_of(most, i, span).select(-1, 0).unsqueeze(-1),
+                 total = stats_of(sum, i, span).select(-1, 0).unsqueeze(-1);
       auto scores = at::bmm(q, k.transpose(1, 2)).mul_(scale);
       if (r.bias.defined()) scores.add_(r.bias);
-      if (const auto left_out = r.mask(); left_out.defined()) scores.masked_fill_(left_out, -std::numeric_limits<float>::infinity());
+      if (const auto left_out = r.mask(); left_out.defined())
+        scores.masked_fill_(left_out, -std::numeric_limits<float>::infinity());
       const auto weights = scores.sub_(largest).exp_().div_(total.masked_fill(total == 0, 1));
       const auto kept = r.drop.defined() ? weights * r.drop : weights;
       auto towards = at::bmm(g, v.transpose(1, 2));
@@ -196,7 +226,9 @@ struct Flash {
       const auto fold = [&](const Tensor& x) { return x.view({groups, share, x.size(1), x.size(2)}).sum(1); };
       const auto query_grad = at::bmm(slope, k).mul_(scale), key_grad = fold(at::bmm(slope.transpose(1, 2), q).mul_(scale));
       const int64_t size = query_rope ? query.size(-1) : q.size(2);
-      const auto put = [&](const Tensor& into, int64_t start, int64_t count, int64_t n, const Tensor& x) { tokens(into, layout, i, start, count, n).copy_(x); };
+      const auto put = [&](const Tensor& into, int64_t start, int64_t count, int64_t n, const Tensor& x) {
+        tokens(into, layout, i, start, count, n).copy_(x);
+      };
       put(to.query, span.start, span.count, heads, query_grad.narrow(-1, 0, size));
       put(to.key, span.kv_start, span.kv_count, groups, key_grad.narrow(-1, 0, size));
       put(to.value, span.kv_start, span.kv_count, groups, fold(at::bmm(kept.transpose(1, 2), g)));
@@ -226,7 +258,8 @@ Computation forward(Flash flash, const Tensor& out) {
 
 Computation backward(Flash flash, const Opt<Tensor>& out, const Tensor& grad, Flash::Gradients to) {
   flash.checked();
-  check(flash.most.defined() && flash.sum.defined() && out, kOpParam, "softmax_max, softmax_sum and attention_in of the forward pass are needed");
+  check(flash.most.defined() && flash.sum.defined() && out, kOpParam,
+      "softmax_max, softmax_sum and attention_in of the forward pass are needed");
   same_dtype("dy", grad, "query", flash.query);
   return [flash = std::move(flash), grad, out = *out, to] { flash.backward(grad, out, to); };
 }
@@ -237,62 +270,79 @@ Tensor or_none(const Opt<Tensor>& x) { return x.value_or(Tensor()); }
 
 // Argument groups as the versions share them. In version 1 the position's part is added before scaling: pse_type 1.
 #define INPUTS Tensor query, Tensor key, Tensor value, Opt<Tensor> pse, Opt<Tensor> drop, Opt<Tensor> padding, Opt<Tensor> mask
-#define ROPED_INPUTS \
-  Tensor query, Opt<Tensor> query_rope, Tensor key, Opt<Tensor> key_rope, Tensor value, Opt<Tensor> pse, Opt<Tensor> drop, Opt<Tensor> padding, Opt<Tensor> mask
+#define ROPED_INPUTS                                                                                                       \
+  Tensor query, Opt<Tensor> query_rope, Tensor key, Opt<Tensor> key_rope, Tensor value, Opt<Tensor> pse, Opt<Tensor> drop, \
+      Opt<Tensor> padding, Opt<Tensor> mask
 #define ENDS Opt<Ints> query_ends, Opt<Ints> kv_ends
 #define STARTS Opt<Ints> query_first, Opt<Ints> key_first
-#define SETTINGS double scale, double keep, int64_t before, int64_t after, int64_t heads, Text layout, int64_t, int64_t sparse_mode
+#define SETTINGS \
+  double scale, double keep, int64_t before, int64_t after, int64_t heads, Text layout, int64_t, int64_t sparse_mode
 #define RESULTS Opt<Tensor> most, Opt<Tensor> sum, Opt<Tensor>, Tensor out
-#define FORWARD(ROPE, KEY_ROPE, SINK, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, PSE_TYPE, STATS)                                            \
-  {                                                                                                                                            \
-    refuse_given("padding_mask", padding);                                                                                                     \
-    return forward({query, key, value, pse, drop, mask, ROPE, KEY_ROPE, SINK, prefix, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, scale, keep, \
-                    before, after, heads, layout, sparse_mode, PSE_TYPE, STATS, or_none(most), or_none(sum)},                                  \
-                   out);                                                                                                                       \
+#define FORWARD(ROPE, KEY_ROPE, SINK, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, PSE_TYPE, STATS)                            \
+  {                                                                                                                            \
+    refuse_given("padding_mask", padding);                                                                                     \
+    return forward(                                                                                                            \
+        {query, key, value, pse, drop, mask, ROPE, KEY_ROPE, SINK, prefix, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, scale, \
+            keep, before, after, heads, layout, sparse_mode, PSE_TYPE, STATS, or_none(most), or_none(sum)},                    \
+        out);                                                                                                                  \
   }
 CHECKED(aclnnFlashAttentionScore, (INPUTS, Opt<Ints> prefix, SETTINGS, RESULTS), FORWARD({}, {}, {}, {}, {}, {}, {}, 1, ""))
 CHECKED(aclnnFlashAttentionScoreV2, (INPUTS, Opt<Ints> prefix, STARTS, SETTINGS, int64_t pse_type, RESULTS),
-        FORWARD({}, {}, {}, {}, {}, query_first, key_first, pse_type, ""))
+    FORWARD({}, {}, {}, {}, {}, query_first, key_first, pse_type, ""))
 CHECKED(aclnnFlashAttentionScoreV3, (INPUTS, Opt<Tensor> sink, Opt<Ints> prefix, STARTS, SETTINGS, int64_t pse_type, RESULTS),
-        FORWARD({}, {}, sink, {}, {}, query_first, key_first, pse_type, ""))
-CHECKED(aclnnFlashAttentionVarLenScore, (INPUTS, Opt<Ints> prefix, ENDS, SETTINGS, RESULTS), FORWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, ""))
+    FORWARD({}, {}, sink, {}, {}, query_first, key_first, pse_type, ""))
+CHECKED(aclnnFlashAttentionVarLenScore, (INPUTS, Opt<Ints> prefix, ENDS, SETTINGS, RESULTS),
+    FORWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, ""))
 CHECKED(aclnnFlashAttentionVarLenScoreV2, (INPUTS, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, RESULTS),
-        FORWARD({}, {}, {}, query_ends, kv_ends, query_first, key_first, pse_type, ""))
+    FORWARD({}, {}, {}, query_ends, kv_ends, query_first, key_first, pse_type, ""))
 CHECKED(aclnnFlashAttentionVarLenScoreV3, (ROPED_INPUTS, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, RESULTS),
-        FORWARD(query_rope, key_rope, {}, query_ends, kv_ends, query_first, key_first, pse_type, ""))
+    FORWARD(query_rope, key_rope, {}, query_ends, kv_ends, query_first, key_first, pse_type, ""))
 CHECKED(aclnnFlashAttentionVarLenScoreV4, (INPUTS, Opt<Ints> prefix, ENDS, SETTINGS, Text stats_layout, RESULTS),
-        FORWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, stats_layout))
-CHECKED(aclnnFlashAttentionVarLenScoreV5, (ROPED_INPUTS, Opt<Tensor> sink, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, Text stats_layout, RESULTS),
-        FORWARD(query_rope, key_rope, sink, query_ends, kv_ends, query_first, key_first, pse_type, stats_layout))
+    FORWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, stats_layout))
+CHECKED(aclnnFlashAttentionVarLenScoreV5,
+    (ROPED_INPUTS, Opt<Tensor> sink, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, Text stats_layout, RESULTS),
+    FORWARD(query_rope, key_rope, sink, query_ends, kv_ends, query_first, key_first, pse_type, stats_layout))
 
 #define GRADS Opt<Tensor> most, Opt<Tensor> sum, Opt<Tensor>, Opt<Tensor> out
-#define GRAD_INPUTS Tensor query, Tensor key, Tensor value, Tensor grad, Opt<Tensor> pse, Opt<Tensor> drop, Opt<Tensor> padding, Opt<Tensor> mask, GRADS
-#define ROPED_GRAD_INPUTS                                                                                                                              \
-  Tensor query, Opt<Tensor> query_rope, Tensor key, Opt<Tensor> key_rope, Tensor value, Tensor grad, Opt<Tensor> pse, Opt<Tensor> drop, Opt<Tensor> padding, \
-      Opt<Tensor> mask, GRADS
+#define GRAD_INPUTS                                                                                                              \
+  Tensor query, Tensor key, Tensor value, Tensor grad, Opt<Tensor> pse, Opt<Tensor> drop, Opt<Tensor> padding, Opt<Tensor> mask, \
+      GRADS
+#define ROPED_GRAD_INPUTS                                                                                             \
+  Tensor query, Opt<Tensor> query_rope, Tensor key, Opt<Tensor> key_rope, Tensor value, Tensor grad, Opt<Tensor> pse, \
+      Opt<Tensor> drop, Opt<Tensor> padding, Opt<Tensor> mask, GRADS
 #define GRAD_RESULTS Tensor query_grad, Tensor key_grad, Tensor value_grad, Opt<Tensor> pse_grad
-#define ROPED_GRAD_RESULTS Tensor query_grad, Opt<Tensor> query_rope_grad, Tensor key_grad, Opt<Tensor> key_rope_grad, Tensor value_grad, Opt<Tensor> pse_grad
-#define BACKWARD(ROPE, KEY_ROPE, SINK, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, PSE_TYPE, STATS, ROPE_GRAD, KEY_ROPE_GRAD, SINK_GRAD)       \
-  {                                                                                                                                             \
-    refuse_given("padding_mask", padding);                                                                                                      \
-    return backward({query, key, value, pse, drop, mask, ROPE, KEY_ROPE, SINK, prefix, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, scale, keep, \
-                     before, after, heads, layout, sparse_mode, PSE_TYPE, STATS, or_none(most), or_none(sum)},                                  \
-                    out, grad, {query_grad, key_grad, value_grad, ROPE_GRAD, KEY_ROPE_GRAD, or_none(pse_grad), SINK_GRAD});                     \
+#define ROPED_GRAD_RESULTS                                                                                       \
+  Tensor query_grad, Opt<Tensor> query_rope_grad, Tensor key_grad, Opt<Tensor> key_rope_grad, Tensor value_grad, \
+      Opt<Tensor> pse_grad
+#define BACKWARD(                                                                                                              \
+    ROPE, KEY_ROPE, SINK, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, PSE_TYPE, STATS, ROPE_GRAD, KEY_ROPE_GRAD, SINK_GRAD)   \
+  {                                                                                                                            \
+    refuse_given("padding_mask", padding);                                                                                     \
+    return backward(                                                                                                           \
+        {query, key, value, pse, drop, mask, ROPE, KEY_ROPE, SINK, prefix, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, scale, \
+            keep, before, after, heads, layout, sparse_mode, PSE_TYPE, STATS, or_none(most), or_none(sum)},                    \
+        out, grad, {query_grad, key_grad, value_grad, ROPE_GRAD, KEY_ROPE_GRAD, or_none(pse_grad), SINK_GRAD});                \
   }
-CHECKED(aclnnFlashAttentionScoreGrad, (GRAD_INPUTS, Opt<Ints> prefix, SETTINGS, GRAD_RESULTS), BACKWARD({}, {}, {}, {}, {}, {}, {}, 1, "", {}, {}, {}))
+CHECKED(aclnnFlashAttentionScoreGrad, (GRAD_INPUTS, Opt<Ints> prefix, SETTINGS, GRAD_RESULTS),
+    BACKWARD({}, {}, {}, {}, {}, {}, {}, 1, "", {}, {}, {}))
 CHECKED(aclnnFlashAttentionScoreGradV2, (GRAD_INPUTS, Opt<Ints> prefix, STARTS, SETTINGS, int64_t pse_type, GRAD_RESULTS),
-        BACKWARD({}, {}, {}, {}, {}, query_first, key_first, pse_type, "", {}, {}, {}))
-CHECKED(aclnnFlashAttentionScoreGradV3, (GRAD_INPUTS, Opt<Tensor> sink, Opt<Ints> prefix, STARTS, SETTINGS, int64_t pse_type, GRAD_RESULTS, Opt<Tensor> sink_grad),
-        BACKWARD({}, {}, sink, {}, {}, query_first, key_first, pse_type, "", {}, {}, or_none(sink_grad)))
+    BACKWARD({}, {}, {}, {}, {}, query_first, key_first, pse_type, "", {}, {}, {}))
+CHECKED(aclnnFlashAttentionScoreGradV3,
+    (GRAD_INPUTS, Opt<Tensor> sink, Opt<Ints> prefix, STARTS, SETTINGS, int64_t pse_type, GRAD_RESULTS, Opt<Tensor> sink_grad),
+    BACKWARD({}, {}, sink, {}, {}, query_first, key_first, pse_type, "", {}, {}, or_none(sink_grad)))
 CHECKED(aclnnFlashAttentionUnpaddingScoreGrad, (GRAD_INPUTS, Opt<Ints> prefix, ENDS, SETTINGS, GRAD_RESULTS),
-        BACKWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, "", {}, {}, {}))
-CHECKED(aclnnFlashAttentionUnpaddingScoreGradV2, (GRAD_INPUTS, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, GRAD_RESULTS),
-        BACKWARD({}, {}, {}, query_ends, kv_ends, query_first, key_first, pse_type, "", {}, {}, {}))
-CHECKED(aclnnFlashAttentionUnpaddingScoreGradV3, (ROPED_GRAD_INPUTS, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, ROPED_GRAD_RESULTS),
-        BACKWARD(query_rope, key_rope, {}, query_ends, kv_ends, query_first, key_first, pse_type, "", or_none(query_rope_grad), or_none(key_rope_grad), {}))
+    BACKWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, "", {}, {}, {}))
+CHECKED(aclnnFlashAttentionUnpaddingScoreGradV2,
+    (GRAD_INPUTS, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, GRAD_RESULTS),
+    BACKWARD({}, {}, {}, query_ends, kv_ends, query_first, key_first, pse_type, "", {}, {}, {}))
+CHECKED(aclnnFlashAttentionUnpaddingScoreGradV3,
+    (ROPED_GRAD_INPUTS, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, ROPED_GRAD_RESULTS),
+    BACKWARD(query_rope, key_rope, {}, query_ends, kv_ends, query_first, key_first, pse_type, "", or_none(query_rope_grad),
+        or_none(key_rope_grad), {}))
 CHECKED(aclnnFlashAttentionUnpaddingScoreGradV4, (GRAD_INPUTS, Opt<Ints> prefix, ENDS, SETTINGS, GRAD_RESULTS, Text stats_layout),
-        BACKWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, stats_layout, {}, {}, {}))
+    BACKWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, stats_layout, {}, {}, {}))
 CHECKED(aclnnFlashAttentionUnpaddingScoreGradV5,
-        (ROPED_GRAD_INPUTS, Opt<Tensor> sink, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, Text stats_layout, ROPED_GRAD_RESULTS, Opt<Tensor> sink_grad),
-        BACKWARD(query_rope, key_rope, sink, query_ends, kv_ends, query_first, key_first, pse_type, stats_layout, or_none(query_rope_grad), or_none(key_rope_grad),
-                 or_none(sink_grad)))
+    (ROPED_GRAD_INPUTS, Opt<Tensor> sink, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, Text stats_layout,
+        ROPED_GRAD_RESULTS, Opt<Tensor> sink_grad),
+    BACKWARD(query_rope, key_rope, sink, query_ends, kv_ends, query_first, key_first, pse_type, stats_layout,
+        or_none(query_rope_grad), or_none(key_rope_grad), or_none(sink_grad)))

@@ -1,5 +1,6 @@
-// Writing to and reading from the paged cache. Rules: torch_npu's documentation of npu_scatter_pa_kv_cache and the golden functions of
-// op-plugin's test_scatter_pa_kv_cache.py and test_npu_gather_pa_kv_cache.py; argument order: op-plugin's call sites.
+// Writing to and reading from the paged cache. Rules: torch_npu's documentation of npu_scatter_pa_kv_cache and the golden
+// functions of op-plugin's test_scatter_pa_kv_cache.py and test_npu_gather_pa_kv_cache.py; argument order: op-plugin's call
+// sites.
 #include "kv_cache.h"
 
 #include "attention.h"
@@ -29,22 +30,24 @@ void check_cache(const char* name, const Tensor& cache, const char* rows_name, c
   const int64_t values = rows.size(1) * rows.size(2);
   if (fractal) {
     const int64_t unit = 32 / cache.element_size();
-    check(cache.size(3) == unit && cache.size(1) * unit == values, kOpParam, name, " has shape ", cache.sizes(), "; it must be [blocks, ", values / unit, ", block_size, ", unit,
-          "] in cache_mode PA_NZ");
+    check(cache.size(3) == unit && cache.size(1) * unit == values, kOpParam, name, " has shape ", cache.sizes(),
+        "; it must be [blocks, ", values / unit, ", block_size, ", unit, "] in cache_mode PA_NZ");
   } else {
-    check(cache.size(2) == rows.size(1) && cache.size(3) == rows.size(2), kOpParam, name, " has shape ", cache.sizes(), "; it must be [blocks, block_size, ", rows.size(1), ", ", rows.size(2), "]");
+    check(cache.size(2) == rows.size(1) && cache.size(3) == rows.size(2), kOpParam, name, " has shape ", cache.sizes(),
+        "; it must be [blocks, block_size, ", rows.size(1), ", ", rows.size(2), "]");
   }
 }
 
-Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative) {
+Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value,
+    Opt<Tensor> offset, bool fractal, bool cumulative) {
   one_of("block_tables", tables, kIndices);
   rank("block_tables", tables, 2);
   same_dtype("seq_lens", lengths, "block_tables", tables);
   rank("seq_lens", lengths, 1);
   rank("key", key, 3);
   rank("value", value, 3);
-  check(lengths.size(0) == tables.size(0) + (cumulative ? 1 : 0), kOpParam, "seq_lens has ", lengths.size(0), " entries for ", tables.size(0), " requests",
-        cumulative ? "; cumulative lengths have one more" : "");
+  check(lengths.size(0) == tables.size(0) + (cumulative ? 1 : 0), kOpParam, "seq_lens has ", lengths.size(0), " entries for ",
+      tables.size(0), " requests", cumulative ? "; cumulative lengths have one more" : "");
   check_cache("key_cache", key_cache, "key", key, fractal);
   check_cache("value_cache", value_cache, "value", value, fractal);
   if (offset) shape("seq_offset", *offset, {tables.size(0)});
@@ -79,40 +82,46 @@ Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Te
 }  // namespace emu
 
 CHECKED(aclnnScatterPaKvCache,
-        (Tensor key, Tensor key_cache, Tensor slots, Tensor value, Tensor value_cache, Opt<Tensor> compress_lens, Opt<Tensor> compress_offsets, Opt<Tensor> seq_lens,
-         Text cache_mode, Text, Opt<Ints>, Opt<Ints>), {
-  refuse_given("a compressed cache (compress_lens, compress_seq_offsets, seq_lens)", compress_lens, compress_offsets, seq_lens);
-  const bool fractal = fractal_mode(cache_mode);
-  one_of("slot_mapping", slots, kIndices);
-  rank("slot_mapping", slots, 1);
-  check_rows("key", key, slots);
-  check_rows("value", value, slots);
-  same_dtype("value", value, "key", key);
-  check(key.size(1) == value.size(1), kOpParam, "key has ", key.size(1), " heads and value ", value.size(1));
-  check_cache("key_cache", key_cache, "key", key, fractal);
-  check_cache("value_cache", value_cache, "value", value, fractal);
-  COMPUTE {
-    const auto shape = by_slot(key_cache, fractal);
-    const Slots where(slots, shape.size(0) * shape.size(1), Negative::kRefused);
-    where.put(key_cache, key, fractal);
-    where.put(value_cache, value, fractal);
-  };
-})
+    (Tensor key, Tensor key_cache, Tensor slots, Tensor value, Tensor value_cache, Opt<Tensor> compress_lens,
+        Opt<Tensor> compress_offsets, Opt<Tensor> seq_lens, Text cache_mode, Text, Opt<Ints>, Opt<Ints>),
+    {
+      refuse_given(
+          "a compressed cache (compress_lens, compress_seq_offsets, seq_lens)", compress_lens, compress_offsets, seq_lens);
+      const bool fractal = fractal_mode(cache_mode);
+      one_of("slot_mapping", slots, kIndices);
+      rank("slot_mapping", slots, 1);
+      check_rows("key", key, slots);
+      check_rows("value", value, slots);
+      same_dtype("value", value, "key", key);
+      check(key.size(1) == value.size(1), kOpParam, "key has ", key.size(1), " heads and value ", value.size(1));
+      check_cache("key_cache", key_cache, "key", key, fractal);
+      check_cache("value_cache", value_cache, "value", value, fractal);
+      COMPUTE {
+        const auto shape = by_slot(key_cache, fractal);
+        const Slots where(slots, shape.size(0) * shape.size(1), Negative::kRefused);
+        where.put(key_cache, key, fractal);
+        where.put(value_cache, value, fractal);
+      };
+    })
 
 CHECKED(aclnnScatterPaCache,
-        (Tensor key, Tensor key_cache, Tensor slots, Opt<Tensor> compress_lens, Opt<Tensor> compress_offsets, Opt<Tensor> seq_lens, Text cache_mode), {
-  refuse_given("a compressed cache (compress_lens, compress_seq_offsets, seq_lens)", compress_lens, compress_offsets, seq_lens);
-  const bool fractal = fractal_mode(cache_mode);
-  one_of("slot_mapping", slots, kIndices);
-  rank("slot_mapping", slots, 1);
-  check_rows("key", key, slots);
-  check_cache("key_cache", key_cache, "key", key, fractal);
-  COMPUTE {
-    const auto shape = by_slot(key_cache, fractal);
-    Slots(slots, shape.size(0) * shape.size(1), Negative::kRefused).put(key_cache, key, fractal);
-  };
-})
+    (Tensor key, Tensor key_cache, Tensor slots, Opt<Tensor> compress_lens, Opt<Tensor> compress_offsets, Opt<Tensor> seq_lens,
+        Text cache_mode),
+    {
+      refuse_given(
+          "a compressed cache (compress_lens, compress_seq_offsets, seq_lens)", compress_lens, compress_offsets, seq_lens);
+      const bool fractal = fractal_mode(cache_mode);
+      one_of("slot_mapping", slots, kIndices);
+      rank("slot_mapping", slots, 1);
+      check_rows("key", key, slots);
+      check_cache("key_cache", key_cache, "key", key, fractal);
+      COMPUTE {
+        const auto shape = by_slot(key_cache, fractal);
+        Slots(slots, shape.size(0) * shape.size(1), Negative::kRefused).put(key_cache, key, fractal);
+      };
+    })
 
 CHECKED(aclnnGatherPaKvCache,
-        (Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset, Text cache_mode, bool cumulative),
-        { return gather_pages(key_cache, value_cache, tables, lengths, key, value, offset, fractal_mode(cache_mode), cumulative); })
+    (Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset,
+        Text cache_mode, bool cumulative),
+    { return gather_pages(key_cache, value_cache, tables, lengths, key, value, offset, fractal_mode(cache_mode), cumulative); })

@@ -6,7 +6,8 @@
 
 namespace emu {
 
-// A cache as [blocks, block_size, ...row], a view of either layout: "Norm" [blocks, block_size, heads, D], "PA_NZ" [blocks, H / c, block_size, c].
+// A cache as [blocks, block_size, ...row], a view of either layout: "Norm" [blocks, block_size, heads, D], "PA_NZ" [blocks, H /
+// c, block_size, c].
 inline Tensor by_slot(const Tensor& cache, bool fractal) { return fractal ? cache.transpose(1, 2) : cache; }
 
 // slot = block * block_size + place. Negative ones are left out by ATB and outside the documented range of aclnn's operators.
@@ -18,7 +19,8 @@ struct Slots {
     const auto* slot = where.const_data_ptr<int64_t>();
     bool skips = false;
     for (int64_t i = 0; i < where.numel(); ++i) {
-      check(slot[i] < limit && (slot[i] >= 0 || negative == Negative::kLeftOut), kOpParam, "slot ", slot[i], " is outside the cache of ", limit);
+      check(slot[i] < limit && (slot[i] >= 0 || negative == Negative::kLeftOut), kOpParam, "slot ", slot[i],
+          " is outside the cache of ", limit);
       skips = skips || slot[i] < 0;
     }
     if (!skips) return;
@@ -33,15 +35,17 @@ struct Slots {
       return;
     }
     const auto view = by_slot(cache, fractal);
-    view.index_put_({at::floor_divide(where, view.size(1)), where.remainder(view.size(1))}, chosen.reshape({chosen.size(0), view.size(2), view.size(3)}));
+    view.index_put_({at::floor_divide(where, view.size(1)), where.remainder(view.size(1))},
+        chosen.reshape({chosen.size(0), view.size(2), view.size(3)}));
   }
 };
 
 void check_cache(const char* name, const Tensor& cache, const char* rows_name, const Tensor& rows, bool fractal);
 
-// The tokens of each request, from block seq_offset / block_size of its row of the table on, one request after the other. What a table does
-// not name, or names wrongly, is read as zeros.
-Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative);
+// The tokens of each request, from block seq_offset / block_size of its row of the table on, one request after the other. What a
+// table does not name, or names wrongly, is read as zeros.
+Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value,
+    Opt<Tensor> offset, bool fractal, bool cumulative);
 
 }  // namespace emu
 

@@ -13,32 +13,29 @@ void each(const Tensors& out, Function&& function) {
 #define FOREACH_UNARY(NAME, FUNCTION) \
   OP(aclnnForeach##NAME, (Tensors self, Tensors out), { each(out, [&](size_t i) { return at::FUNCTION(wide(self[i])); }); })
 
-#define FOREACH_LIST(NAME, FUNCTION)                                                      \
-  OP(aclnnForeach##NAME##List, (Tensors self, Tensors other, Tensors out), {              \
-    each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(other[i])); });     \
-  })
+#define FOREACH_LIST(NAME, FUNCTION)                                       \
+  OP(aclnnForeach##NAME##List, (Tensors self, Tensors other, Tensors out), \
+      { each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(other[i])); }); })
 
-#define FOREACH_SCALAR_FORM(NAME, FUNCTION, FORM, TYPE, VALUE)                            \
-  OP(aclnnForeach##NAME##FORM, (Tensors self, TYPE other, Tensors out), {                 \
-    each(out, [&](size_t i) { return FUNCTION(wide(self[i]), VALUE); });                  \
-  })
+#define FOREACH_SCALAR_FORM(NAME, FUNCTION, FORM, TYPE, VALUE)          \
+  OP(aclnnForeach##NAME##FORM, (Tensors self, TYPE other, Tensors out), \
+      { each(out, [&](size_t i) { return FUNCTION(wide(self[i]), VALUE); }); })
 
-#define FOREACH_SCALAR(NAME, FUNCTION)                                            \
-  FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarV2, Scalar, other)                    \
+#define FOREACH_SCALAR(NAME, FUNCTION)                         \
+  FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarV2, Scalar, other) \
   FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarList, Scalars, other[i])
 
-#define FOREACH_SCALED(NAME, FUNCTION)                                                            \
-  OP(aclnnForeach##NAME##ListV2, (Tensors self, Tensors other, Scalar alpha, Tensors out), {      \
-    each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(other[i]), alpha); });      \
-  })
+#define FOREACH_SCALED(NAME, FUNCTION)                                                     \
+  OP(aclnnForeach##NAME##ListV2, (Tensors self, Tensors other, Scalar alpha, Tensors out), \
+      { each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(other[i]), alpha); }); })
 
 // self + value * a (op) b; the list form has its values in a tensor.
-#define FOREACH_THREE(NAME, FUNCTION)                                                                                          \
-  OP(aclnnForeach##NAME##ScalarV2, (Tensors self, Tensors a, Tensors b, Scalar value, Tensors out), {                          \
-    each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(a[i]), wide(b[i]), value); });                           \
-  })                                                                                                                           \
-  OP(aclnnForeach##NAME##ScalarList, (Tensors self, Tensors a, Tensors b, Tensor values, Tensors out), {                       \
-    each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(a[i]), wide(b[i]), values[static_cast<int64_t>(i)].item()); }); \
+#define FOREACH_THREE(NAME, FUNCTION)                                                                                           \
+  OP(aclnnForeach##NAME##ScalarV2, (Tensors self, Tensors a, Tensors b, Scalar value, Tensors out),                             \
+      { each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(a[i]), wide(b[i]), value); }); })                     \
+  OP(aclnnForeach##NAME##ScalarList, (Tensors self, Tensors a, Tensors b, Tensor values, Tensors out), {                        \
+    each(out,                                                                                                                   \
+        [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(a[i]), wide(b[i]), values[static_cast<int64_t>(i)].item()); }); \
   })
 
 namespace {
@@ -101,23 +98,20 @@ FOREACH_SCALAR(Pow, at::pow)
 FOREACH_THREE(Addcdiv, addcdiv)
 FOREACH_THREE(Addcmul, addcmul)
 
-OP(aclnnForeachLerpList, (Tensors self, Tensors end, Tensors weight, Tensors out), {
-  each(out, [&](size_t i) { return at::lerp(wide(self[i]), wide(end[i]), wide(weight[i])); });
-})
-OP(aclnnForeachLerpScalar, (Tensors self, Tensors end, Scalar weight, Tensors out), {
-  each(out, [&](size_t i) { return at::lerp(wide(self[i]), wide(end[i]), weight); });
-})
-OP(aclnnForeachPowScalarAndTensor, (Scalar self, Tensors exponent, Tensors out), {
-  each(out, [&](size_t i) { return at::pow(self, wide(exponent[i])); });
-})
-OP(aclnnForeachRoundOffNumberV2, (Tensors self, Scalar mode, Tensors out), {
-  each(out, [&](size_t i) { return rounded(wide(self[i]), mode.toLong()); });
-})
+OP(aclnnForeachLerpList, (Tensors self, Tensors end, Tensors weight, Tensors out),
+    { each(out, [&](size_t i) { return at::lerp(wide(self[i]), wide(end[i]), wide(weight[i])); }); })
+OP(aclnnForeachLerpScalar, (Tensors self, Tensors end, Scalar weight, Tensors out),
+    { each(out, [&](size_t i) { return at::lerp(wide(self[i]), wide(end[i]), weight); }); })
+OP(aclnnForeachPowScalarAndTensor, (Scalar self, Tensors exponent, Tensors out),
+    { each(out, [&](size_t i) { return at::pow(self, wide(exponent[i])); }); })
+OP(aclnnForeachRoundOffNumberV2, (Tensors self, Scalar mode, Tensors out),
+    { each(out, [&](size_t i) { return rounded(wide(self[i]), mode.toLong()); }); })
 OP(aclnnForeachCopy, (Tensors self, Tensors out), { each(out, [&](size_t i) { return self[i]; }); })
-OP(aclnnForeachZeroInplace, (Tensors self), { for (auto& tensor : self) tensor.zero_(); })
-OP(aclnnForeachNorm, (Tensors self, Scalar order, Tensors out), {
-  each(out, [&](size_t i) { return at::linalg_vector_norm(wide(self[i]), order); });
+OP(aclnnForeachZeroInplace, (Tensors self), {
+  for (auto& tensor : self) tensor.zero_();
 })
+OP(aclnnForeachNorm, (Tensors self, Scalar order, Tensors out),
+    { each(out, [&](size_t i) { return at::linalg_vector_norm(wide(self[i]), order); }); })
 // found_inf stays set once a gradient is not finite; the gradients are scaled either way (torch's amp documentation).
 OP(aclnnForeachNonFiniteCheckAndUnscale, (Tensors gradients, Tensor found, Tensor scale), {
   for (auto& gradient : gradients) {
@@ -125,8 +119,11 @@ OP(aclnnForeachNonFiniteCheckAndUnscale, (Tensors gradients, Tensor found, Tenso
     gradient.copy_(wide(gradient) * scale);
   }
 })
-OP(aclnnAmpUpdateScale, (Tensor scale, Tensor tracker, Tensor found, double growth, double backoff, int64_t interval, Tensor new_scale, Tensor new_tracker), {
-  new_scale.copy_(scale);
-  new_tracker.copy_(tracker);
-  at::_amp_update_scale_(new_scale, new_tracker, found, growth, backoff, interval);
-})
+OP(aclnnAmpUpdateScale,
+    (Tensor scale, Tensor tracker, Tensor found, double growth, double backoff, int64_t interval, Tensor new_scale,
+        Tensor new_tracker),
+    {
+      new_scale.copy_(scale);
+      new_tracker.copy_(tracker);
+      at::_amp_update_scale_(new_scale, new_tracker, found, growth, backoff, interval);
+    })

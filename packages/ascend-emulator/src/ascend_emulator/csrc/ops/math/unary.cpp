@@ -7,7 +7,8 @@
   UNARY(NAME, FUNCTION)            \
   OP(aclnnInplace##NAME, (Tensor self), { self.FUNCTION##_(); })
 // The output may have another dtype than the function's (bool of a float, say), so it is copied into.
-#define PREDICATE(NAME, FUNCTION) SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { out.copy_(at::FUNCTION(self)); })
+#define PREDICATE(NAME, FUNCTION) \
+  SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { out.copy_(at::FUNCTION(self)); })
 
 UNARY(Abs, abs)
 UNARY_BOTH(Acos, acos)
@@ -53,12 +54,10 @@ PREDICATE(IsNegInf, isneginf)
 SHAPED(aclnnRoundDecimals, (Tensor self, int64_t decimals, Tensor out), SAME(out, self), { at::round_out(out, self, decimals); })
 OP(aclnnInplaceRoundDecimals, (Tensor self, int64_t decimals), { self.round_(decimals); })
 OP(aclnnInplaceNanToNum, (Tensor self, float nan, float posinf, float neginf), { self.nan_to_num_(nan, posinf, neginf); })
-SHAPED(aclnnNanToNum, (Tensor self, float nan, float posinf, float neginf, Tensor out), SAME(out, self), {
-  at::nan_to_num_out(out, self, nan, posinf, neginf);
-})
+SHAPED(aclnnNanToNum, (Tensor self, float nan, float posinf, float neginf, Tensor out), SAME(out, self),
+    { at::nan_to_num_out(out, self, nan, posinf, neginf); })
 
 OP(aclnnAngleV2, (Tensor self, Tensor out), { out.copy_(at::angle(wide(self))); })
 // A negative bound is none (op-plugin's LogitKernelNpuOpApi.cpp).
-OP(aclnnLogit, (Tensor self, double epsilon, Tensor out), {
-  out.copy_(at::logit(wide(self), epsilon < 0 ? std::nullopt : Opt<double>(epsilon)));
-})
+OP(aclnnLogit, (Tensor self, double epsilon, Tensor out),
+    { out.copy_(at::logit(wide(self), epsilon < 0 ? std::nullopt : Opt<double>(epsilon))); })

@@ -1,5 +1,6 @@
-// Grouped matrix products. Semantics and limits: torch_npu's documentation of npu_grouped_matmul and npu_grouped_matmul_finalize_routing
-// (torch_npu/_op_plugin_docs.py, BSD), their shape functions, op-plugin's call sites and tests.
+// Grouped matrix products. Semantics and limits: torch_npu's documentation of npu_grouped_matmul and
+// npu_grouped_matmul_finalize_routing (torch_npu/_op_plugin_docs.py, BSD), their shape functions, op-plugin's call sites and
+// tests.
 #include "core/cost.h"
 #include "ops/quantization/quantized.h"
 
@@ -39,18 +40,21 @@ struct Grouped {
     one_of("act_type", activation, {int64_t{0}});
     one_of("x", x[0], {at::kHalf, at::kBFloat16, at::kFloat, at::kChar});
     one_of("weight", weight[0], {at::kHalf, at::kBFloat16, at::kFloat, at::kChar, at::kInt});
-    check(x.size() <= 128 && weight.size() <= 128, kOpParam, "x has ", x.size(), " tensors and weight ", weight.size(), "; at most 128 are allowed");
+    check(x.size() <= 128 && weight.size() <= 128, kOpParam, "x has ", x.size(), " tensors and weight ", weight.size(),
+        "; at most 128 are allowed");
     const bool integers = x[0].scalar_type() == at::kChar, floats = !integers && weight[0].is_floating_point();
     if (floats) same_dtype("weight", weight[0], "x", x[0]);
     check(!integers || out[0].scalar_type() == at::kInt || !empty(scale), kOpParam, "an int8 x needs scale");
-    check(integers || floats || !empty(antiquant_scale), kOpParam, "x is ", x[0].scalar_type(), " and weight ", weight[0].scalar_type(), "; that needs antiquant_scale");
+    check(integers || floats || !empty(antiquant_scale), kOpParam, "x is ", x[0].scalar_type(), " and weight ",
+        weight[0].scalar_type(), "; that needs antiquant_scale");
     if (kind == 2) check(floats, kOpParam, "group_type 2 is for unquantized products");
     if (list) one_of("group_list", *list, {at::kLong});
     check(kind == -1 || list || x.size() > 1, kOpParam, "group_type ", kind, " with one x needs group_list");
     if (list && kind == 0) {
       rank("group_list", *list, list_kind == 2 ? 2 : 1);
       check(list->size(0) <= 1024, kOpParam, "group_list has ", list->size(0), " groups; at most 1024 are allowed");
-      check(list_kind == 2 || list->size(0) == groups(), kOpParam, "group_list has ", list->size(0), " groups and weight ", groups());
+      check(list_kind == 2 || list->size(0) == groups(), kOpParam, "group_list has ", list->size(0), " groups and weight ",
+          groups());
     }
     if (kind == 0) rank("x", x[0], 2);
   }
@@ -67,11 +71,13 @@ struct Grouped {
     check(k == matrix.size(0), kOpParam, "x has ", k, " columns and weight ", group, " ", matrix.size(0), " rows");
     if (rows.scalar_type() != at::kChar) {
       const auto anti = of_group(antiquant_scale, group, count), offset = of_group(antiquant_offset, group, count);
-      const auto wide = anti.defined() ? dequantized(matrix, anti, offset.defined() ? Opt<Tensor>(offset) : std::nullopt) : matrix.to(at::kFloat);
+      const auto wide = anti.defined() ? dequantized(matrix, anti, offset.defined() ? Opt<Tensor>(offset) : std::nullopt)
+                                       : matrix.to(at::kFloat);
       auto values = at::matmul(rows.to(at::kFloat), wide);
       return add.defined() ? values + add.to(at::kFloat) : values;
     }
-    if (words()) {  // the kernel's halves of an int8 are signed, so that 8 is missing, which the bias holds (op-plugin's test of A8W4)
+    if (words()) {  // the kernel's halves of an int8 are signed, so that 8 is missing, which the bias holds (op-plugin's test of
+                    // A8W4)
       auto values = at::matmul(rows.to(at::kFloat) - 8, dequantized(matrix, factor, {}));
       if (add.defined()) values = values + add.to(at::kFloat);
       return row_scale.defined() ? values * row_scale : values;
@@ -85,8 +91,10 @@ struct Grouped {
   }
 
   static void store(const Tensor& values, const Tensor& into) {
-    if (into.scalar_type() == at::kChar) store_rounded(values, into, false);
-    else into.copy_(values);
+    if (into.scalar_type() == at::kChar)
+      store_rounded(values, into, false);
+    else
+      into.copy_(values);
   }
 
   void run() const {
@@ -96,19 +104,25 @@ struct Grouped {
     int64_t place = 0;
     const auto part = [&](const Tensor& rows, int64_t group, int64_t index, int64_t first) {
       if (rows.numel() == 0) return;
-      const auto row_scale = whole.defined() ? whole.narrow(0, first, rows.size(0)) : empty(pertoken) ? Tensor() : (*pertoken)[index].reshape({-1, 1});
+      const auto row_scale = whole.defined()   ? whole.narrow(0, first, rows.size(0))
+                             : empty(pertoken) ? Tensor()
+                                               : (*pertoken)[index].reshape({-1, 1});
       store(product(rows, group, row_scale), out.size() > 1 ? out[index] : out[0].narrow(0, first, rows.size(0)));
     };
     if (x.size() > 1 || kind == -1) {
       for (size_t i = 0; i < x.size(); ++i) {
-        if (out.size() == x.size()) store(product(x[i].flatten(0, -2), i, empty(pertoken) ? Tensor() : of_group(pertoken, i, groups()).reshape({-1, 1})), out[i].flatten(0, -2));
-        else part(x[i], i, i, place);
+        if (out.size() == x.size())
+          store(product(x[i].flatten(0, -2), i, empty(pertoken) ? Tensor() : of_group(pertoken, i, groups()).reshape({-1, 1})),
+              out[i].flatten(0, -2));
+        else
+          part(x[i], i, i, place);
         place += x[i].size(0);
       }
       return;
     }
     int64_t index = 0;
-    for (const auto& [group, first, last] : rows_of(*list, list_kind, x[0].size(0))) part(x[0].narrow(0, first, last - first), group, index++, first);
+    for (const auto& [group, first, last] : rows_of(*list, list_kind, x[0].size(0)))
+      part(x[0].narrow(0, first, last - first), group, index++, first);
   }
 
   void run_into(const Tensor& values) const {
@@ -138,26 +152,42 @@ Computation grouped_matmul(const Grouped& call, const Lists& offset) {
 
 }  // namespace
 
-CHECKED(aclnnGroupedMatmulV5, (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset, Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists,
-        int64_t split, int64_t kind, int64_t list_kind, int64_t activation, Opt<Ints>, Tensors out, Lists, Lists), {
-  return grouped_matmul({x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind, list_kind, activation, out}, offset);
-})
-CHECKED(aclnnGroupedMatmulWeightNz, (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset, Lists pertoken, Opt<Tensor> list, Lists, Lists,
-        Lists, int64_t split, int64_t kind, int64_t list_kind, int64_t activation, Opt<Ints>, int64_t, Tensors out, Lists, Lists), {
-  return grouped_matmul({x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind, list_kind, activation, out}, offset);
-})
+CHECKED(aclnnGroupedMatmulV5,
+    (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
+        Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists, int64_t split, int64_t kind, int64_t list_kind, int64_t activation,
+        Opt<Ints>, Tensors out, Lists, Lists),
+    {
+      return grouped_matmul(
+          {x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind, list_kind, activation, out},
+          offset);
+    })
+CHECKED(aclnnGroupedMatmulWeightNz,
+    (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
+        Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists, int64_t split, int64_t kind, int64_t list_kind, int64_t activation,
+        Opt<Ints>, int64_t, Tensors out, Lists, Lists),
+    {
+      return grouped_matmul(
+          {x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind, list_kind, activation, out},
+          offset);
+    })
 // With group_list as a list of integers, cumulated.
-CHECKED(aclnnGroupedMatmul, (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset, Opt<Ints> list, int64_t split, Tensors out), {
-  Opt<Tensor> ends;
-  if (list && !list->empty()) ends = at::tensor(*list, at::kLong);
-  return grouped_matmul({x, weight, bias, scale, antiquant_scale, antiquant_offset, {}, ends, split, ends ? 0 : -1, 0, 0, out}, offset);
-})
+CHECKED(aclnnGroupedMatmul,
+    (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
+        Opt<Ints> list, int64_t split, Tensors out),
+    {
+      Opt<Tensor> ends;
+      if (list && !list->empty()) ends = at::tensor(*list, at::kLong);
+      return grouped_matmul(
+          {x, weight, bias, scale, antiquant_scale, antiquant_offset, {}, ends, split, ends ? 0 : -1, 0, 0, out}, offset);
+    })
 
 namespace {
 
-// The rows of experts, weighed by logit and summed into the rows that row_index names, over the share of the tokens' common expert.
-Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& scale, const Opt<Tensor>& bias, const Opt<Tensor>& pertoken, const Tensor& list,
-                               const Opt<Tensor>& shared, const Opt<Tensor>& logit, const Opt<Tensor>& row_index, float shared_weight, int64_t shared_offset, int64_t list_kind, const Tensor& out) {
+// The rows of experts, weighed by logit and summed into the rows that row_index names, over the share of the tokens' common
+// expert.
+Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& scale, const Opt<Tensor>& bias,
+    const Opt<Tensor>& pertoken, const Tensor& list, const Opt<Tensor>& shared, const Opt<Tensor>& logit,
+    const Opt<Tensor>& row_index, float shared_weight, int64_t shared_offset, int64_t list_kind, const Tensor& out) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   one_of("x", x, {at::kChar});
   one_of("w", weight, {at::kChar, at::kInt});
@@ -172,8 +202,9 @@ Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& s
   if (pertoken) shape("pertoken_scale", *pertoken, {x.size(0)});
   if (shared) {
     one_of("shared_input", *shared, {at::kBFloat16});
-    check(shared->dim() == 2 && shared->size(1) == out.size(1) && shared_offset >= 0 && shared_offset + shared->size(0) <= out.size(0), kOpParam, "shared_input ", shared->sizes(), " at row ",
-          shared_offset, " does not fit the output ", out.sizes());
+    check(shared->dim() == 2 && shared->size(1) == out.size(1) && shared_offset >= 0 &&
+              shared_offset + shared->size(0) <= out.size(0),
+        kOpParam, "shared_input ", shared->sizes(), " at row ", shared_offset, " does not fit the output ", out.sizes());
   }
   const auto several = [](const Opt<Tensor>& t) { return t ? Lists(Tensors{*t}) : Lists(); };
   const Grouped call{{x}, {weight}, several(bias), several(scale), {}, {}, several(pertoken), list, 3, 0, list_kind, 0, {out}};
@@ -189,29 +220,37 @@ Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& s
 
 }  // namespace
 
-#define FINALIZE(NAME)                                                                                                                                                                   \
-  CHECKED(NAME, (Tensor x, Tensor weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>, Opt<Tensor> pertoken, Tensor list, Opt<Tensor> shared,              \
-                 Opt<Tensor> logit, Opt<Tensor> row_index, int64_t, float shared_weight, int64_t shared_offset, bool, bool, int64_t list_kind, Opt<Ints>, Tensor out), {                  \
-    return finalize(x, weight, scale, bias, pertoken, list, shared, logit, row_index, shared_weight, shared_offset, list_kind, out);                                                     \
-  })
+#define FINALIZE(NAME)                                                                                                       \
+  CHECKED(NAME,                                                                                                              \
+      (Tensor x, Tensor weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>,                  \
+          Opt<Tensor> pertoken, Tensor list, Opt<Tensor> shared, Opt<Tensor> logit, Opt<Tensor> row_index, int64_t,          \
+          float shared_weight, int64_t shared_offset, bool, bool, int64_t list_kind, Opt<Ints>, Tensor out),                 \
+      {                                                                                                                      \
+        return finalize(                                                                                                     \
+            x, weight, scale, bias, pertoken, list, shared, logit, row_index, shared_weight, shared_offset, list_kind, out); \
+      })
 FINALIZE(aclnnGroupedMatmulFinalizeRoutingV3)
 FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNzV2)
 
 namespace {
 
-Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale, const Opt<Tensor>& assist, const Tensor& x_scale, const Tensor& list, int64_t list_kind,
-                                   const Tensor& out, const Tensor& out_scale) {
+Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale, const Opt<Tensor>& assist,
+    const Tensor& x_scale, const Tensor& list, int64_t list_kind, const Tensor& out, const Tensor& out_scale) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   one_of("x", x, {at::kChar});
   one_of("weight", weight, {at::kChar, at::kInt});
   one_of("weight_scale", weight_scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
   one_of("x_scale", x_scale, {at::kFloat});
   one_of("group_list", list, {at::kLong});
-  // A cast tensor's values lie as those of [groups, k, n] here (ops/tensor/format_cast.cpp), others' as the dimensions say, and the call does not tell which it is.
-  check(weight.dim() != 5, kOpParam, "weight has shape ", weight.sizes(), "; seen in the dimensions of its storage, FRACTAL_NZ is not emulated: pass [groups, k, n]");
+  // A cast tensor's values lie as those of [groups, k, n] here (ops/tensor/format_cast.cpp), others' as the dimensions say, and
+  // the call does not tell which it is.
+  check(weight.dim() != 5, kOpParam, "weight has shape ", weight.sizes(),
+      "; seen in the dimensions of its storage, FRACTAL_NZ is not emulated: pass [groups, k, n]");
   rank("weight", weight, 3);
-  check(x_scale.numel() == x.size(0), kOpParam, "x_scale has shape ", x_scale.sizes(), "; one for each of ", x.size(0), " rows is needed");
-  const Grouped call{{x}, {weight}, assist ? Lists(Tensors{*assist}) : Lists(), Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list, 3, 0, list_kind, 0, {out}};
+  check(x_scale.numel() == x.size(0), kOpParam, "x_scale has shape ", x_scale.sizes(), "; one for each of ", x.size(0),
+      " rows is needed");
+  const Grouped call{{x}, {weight}, assist ? Lists(Tensors{*assist}) : Lists(), Tensors{weight_scale}, {}, {}, Tensors{x_scale},
+      list, 3, 0, list_kind, 0, {out}};
   call.check_arguments();
   return [=] {
     const auto values = at::zeros({x.size(0), out.size(1) * 2}, at::kFloat);
@@ -225,16 +264,21 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
 
 }  // namespace
 
-CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ, (Tensor x, Tensor weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale, Tensor list, Tensor out, Tensor out_scale, Opt<Tensor>), {
-  return swiglu_quant(x, weight, weight_scale, bias, x_scale, list, 0, out, out_scale);
-})
-#define SWIGLU_QUANT(NAME)                                                                                                                                                        \
-  CHECKED(NAME, (Tensor x, Tensors weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, Opt<Tensor> smooth, Tensor list, int64_t dequant_mode, int64_t,        \
-                 int64_t quant_mode, int64_t list_kind, Opt<Ints>, Tensor out, Tensor out_scale), {                                                                               \
-    check(!smooth, kOpParam, "smooth_scale is given; only None is allowed");                                                                                                      \
-    one_of("quant_mode", quant_mode, {int64_t{0}});                                                                                                                               \
-    within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});                                                                                                                 \
-    return swiglu_quant(x, weight.at(0), weight_scale.at(0), empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), x_scale, list, list_kind, out, out_scale);             \
-  })
+CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
+    (Tensor x, Tensor weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale, Tensor list, Tensor out,
+        Tensor out_scale, Opt<Tensor>),
+    { return swiglu_quant(x, weight, weight_scale, bias, x_scale, list, 0, out, out_scale); })
+#define SWIGLU_QUANT(NAME)                                                                                                     \
+  CHECKED(NAME,                                                                                                                \
+      (Tensor x, Tensors weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, Opt<Tensor> smooth,          \
+          Tensor list, int64_t dequant_mode, int64_t, int64_t quant_mode, int64_t list_kind, Opt<Ints>, Tensor out,            \
+          Tensor out_scale),                                                                                                   \
+      {                                                                                                                        \
+        check(!smooth, kOpParam, "smooth_scale is given; only None is allowed");                                               \
+        one_of("quant_mode", quant_mode, {int64_t{0}});                                                                        \
+        within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});                                                          \
+        return swiglu_quant(x, weight.at(0), weight_scale.at(0), empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), \
+            x_scale, list, list_kind, out, out_scale);                                                                         \
+      })
 SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantV2)
 SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantWeightNzV2)

@@ -12,7 +12,8 @@ OP(aclnnSlogdet, (Tensor self, Tensor sign, Tensor log), {
   log.copy_(l);
 })
 OP(aclnnLinalgCholesky, (Tensor self, bool upper, Tensor out), { out.copy_(at::linalg_cholesky(wide(self), upper)); })
-OP(aclnnLinalgCross, (Tensor self, Tensor other, int64_t dim, Tensor out), { out.copy_(at::linalg_cross(wide(self), wide(other), dim)); })
+OP(aclnnLinalgCross, (Tensor self, Tensor other, int64_t dim, Tensor out),
+    { out.copy_(at::linalg_cross(wide(self), wide(other), dim)); })
 // Modes: 0 reduced, 1 complete, 2 r (op-plugin's LinalgQrKernelNpuOpApi.cpp); Q is empty in the last.
 OP(aclnnLinalgQr, (Tensor self, int64_t mode, Tensor q, Tensor r), {
   const auto [left, right] = at::linalg_qr(wide(self), mode == 1 ? "complete" : mode == 2 ? "r" : "reduced");
@@ -34,7 +35,8 @@ OP(aclnnTriangularSolve, (Tensor self, Tensor a, bool upper, bool transpose, boo
 })
 OP(aclnnCdist, (Tensor a, Tensor b, float p, int64_t mode, Tensor out), { out.copy_(at::cdist(wide(a), wide(b), p, mode)); })
 OP(aclnnPdist, (Tensor self, float p, Tensor out), { out.copy_(at::pdist(wide(self), p)); })
-OP(aclnnInplaceAddr, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha), { self.copy_(at::addr(wide(self), wide(a), wide(b), beta, alpha)); })
+OP(aclnnInplaceAddr, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha),
+    { self.copy_(at::addr(wide(self), wide(a), wide(b), beta, alpha)); })
 
 namespace {
 // The norm of order 0, which ATen does not take here, is the number of elements that are not 0.

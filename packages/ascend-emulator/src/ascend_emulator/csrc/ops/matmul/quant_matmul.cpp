@@ -1,5 +1,6 @@
-// Matrix products with quantized factors. Semantics and limits: torch_npu's documentation of npu_quant_matmul, npu_weight_quant_batchmatmul and
-// npu_batch_gather_matmul (torch_npu/_op_plugin_docs.py, BSD), their shape functions (op_plugin/meta/_meta_registrations.py), op-plugin's tests.
+// Matrix products with quantized factors. Semantics and limits: torch_npu's documentation of npu_quant_matmul,
+// npu_weight_quant_batchmatmul and npu_batch_gather_matmul (torch_npu/_op_plugin_docs.py, BSD), their shape functions
+// (op_plugin/meta/_meta_registrations.py), op-plugin's tests.
 #include "ops/quantization/quantized.h"
 
 using namespace emu;
@@ -30,10 +31,13 @@ struct Quantized {
     check(k == rows, kOpParam, "x1 has ", k, " columns and x2 ", rows, " rows");
     within("the last dimension of x1", x1.size(-1), 1, 65535);
     within("the last dimension of x2", x2.size(-1), 1, 65535);
-    if (!grouped()) check(scale.numel() == 1 || scale.numel() == n, kOpParam, "scale has shape ", scale.sizes(), "; allowed: [1] and [", n, "]");
+    if (!grouped())
+      check(
+          scale.numel() == 1 || scale.numel() == n, kOpParam, "scale has shape ", scale.sizes(), "; allowed: [1] and [", n, "]");
     if (!absent(pertoken)) {
       one_of("pertoken_scale", *pertoken, {at::kFloat});
-      check(pertoken->numel() == x1.size(-2), kOpParam, "pertoken_scale has shape ", pertoken->sizes(), "; one for each of ", x1.size(-2), " rows is needed");
+      check(pertoken->numel() == x1.size(-2), kOpParam, "pertoken_scale has shape ", pertoken->sizes(), "; one for each of ",
+          x1.size(-2), " rows is needed");
       one_of("output_dtype, with a pertoken_scale,", out, {at::kHalf, at::kBFloat16, at::kInt});
     }
     if (!absent(offset) && !grouped()) {
@@ -63,12 +67,14 @@ struct Quantized {
     if (!absent(pertoken)) values = values * pertoken->reshape({-1, 1});
     if (!absent(bias) && !integer_bias) values = values + bias->to(at::kFloat);
     if (!absent(offset)) values = values + offset->reshape({-1});
-    if (out.scalar_type() == at::kChar) store_rounded(values, out, false);
-    else out.copy_(values);
+    if (out.scalar_type() == at::kChar)
+      store_rounded(values, out, false);
+    else
+      out.copy_(values);
   }
 
-  // int4 by int4: rows of groups, x2 less its offset. int8 by int4: x1 less 8, whose part y_offset adds again (the halves that the kernel
-  // makes of an int8 are signed; test_npu_quant_matmul.py).
+  // int4 by int4: rows of groups, x2 less its offset. int8 by int4: x1 less 8, whose part y_offset adds again (the halves that
+  // the kernel makes of an int8 are signed; test_npu_quant_matmul.py).
   void run_grouped(const Tensor& left, const Tensor& right) const {
     Tensor values;
     if (words1()) {
@@ -93,18 +99,18 @@ Computation quant_matmul(const Quantized& product, const Opt<Tensor>& y_scale, b
 
 }  // namespace
 
-#define QUANT_MATMUL(NAME)                                                                                                                            \
-  CHECKED(NAME, (Tensor x1, Tensor x2, Opt<Tensor> pertoken, Tensor scale, Opt<Tensor> y_scale, Opt<Tensor>, Opt<Tensor> offset, Opt<Tensor> y_offset, \
-                 Opt<Tensor> bias, bool t1, bool t2, int64_t, Tensor out), {                                                                          \
-    return quant_matmul({x1, x2, scale, offset, pertoken, bias, y_offset, out}, y_scale, t1, t2);                                                     \
-  })
+#define QUANT_MATMUL(NAME)                                                                                             \
+  CHECKED(NAME,                                                                                                        \
+      (Tensor x1, Tensor x2, Opt<Tensor> pertoken, Tensor scale, Opt<Tensor> y_scale, Opt<Tensor>, Opt<Tensor> offset, \
+          Opt<Tensor> y_offset, Opt<Tensor> bias, bool t1, bool t2, int64_t, Tensor out),                              \
+      { return quant_matmul({x1, x2, scale, offset, pertoken, bias, y_offset, out}, y_scale, t1, t2); })
 QUANT_MATMUL(aclnnQuantMatmulV5)
 QUANT_MATMUL(aclnnQuantMatmulWeightNz)
 
 namespace {
 
-Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& scale, const Opt<Tensor>& offset, const Opt<Tensor>& quant_scale, const Opt<Tensor>& quant_offset,
-                                   const Opt<Tensor>& bias, int group, const Tensor& out) {
+Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& scale, const Opt<Tensor>& offset,
+    const Opt<Tensor>& quant_scale, const Opt<Tensor>& quant_offset, const Opt<Tensor>& bias, int group, const Tensor& out) {
   one_of("x", x, kHalves);
   one_of("weight", weight, {at::kChar, at::kInt});
   one_of("antiquant_scale", scale, {at::kHalf, at::kBFloat16, at::kLong, at::kUInt64});
@@ -113,13 +119,16 @@ Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& sc
   within("k", x.size(-1), 1, 65535);
   within("n", out.size(-1), 1, 65535);
   const int64_t n = out.size(-1), groups = group ? (x.size(-1) + group - 1) / group : 1;
-  check(scale.numel() == 1 || scale.numel() == n * groups, kOpParam, "antiquant_scale has shape ", scale.sizes(), "; allowed: one, or ", groups, " x ", n);
+  check(scale.numel() == 1 || scale.numel() == n * groups, kOpParam, "antiquant_scale has shape ", scale.sizes(),
+      "; allowed: one, or ", groups, " x ", n);
   if (offset) {
     one_of("antiquant_offset", *offset, {at::kHalf, at::kBFloat16, at::kInt});
     shape("antiquant_offset", *offset, scale.sizes());
   }
   if (bias) check(bias->numel() == n, kOpParam, "bias has shape ", bias->sizes(), "; it must be [", n, "]");
-  if (quant_scale) check(quant_scale->numel() == 1 || quant_scale->numel() == n, kOpParam, "quant_scale has shape ", quant_scale->sizes(), "; allowed: one, or ", n);
+  if (quant_scale)
+    check(quant_scale->numel() == 1 || quant_scale->numel() == n, kOpParam, "quant_scale has shape ", quant_scale->sizes(),
+        "; allowed: one, or ", n);
   return [=] {
     const auto integers = weight.scalar_type() == at::kInt ? unpack_matrix(weight) : weight;
     const auto spread = [&](const Tensor& parameter) {
@@ -143,33 +152,43 @@ Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& sc
 
 }  // namespace
 
-CHECKED(aclnnWeightQuantBatchMatmulV2, (Tensor x, Tensor weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset, Opt<Tensor> bias, int group, Tensor out), {
-  return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out);
-})
-CHECKED(aclnnWeightQuantBatchMatmulV3, (Tensor x, Tensor weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset, Opt<Tensor> bias, int group, int64_t, Tensor out), {
-  return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out);
-})
+CHECKED(aclnnWeightQuantBatchMatmulV2,
+    (Tensor x, Tensor weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset,
+        Opt<Tensor> bias, int group, Tensor out),
+    { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
+CHECKED(aclnnWeightQuantBatchMatmulV3,
+    (Tensor x, Tensor weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset,
+        Opt<Tensor> bias, int group, int64_t, Tensor out),
+    { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
 
-// y[:, offset : offset + size] + scale x A[index] B[index]; an index outside the weights leaves its row (LoRA without an adapter).
-CHECKED(aclnnAddLora, (Tensor y, Tensor x, Tensor weight_b, Tensor indices, Opt<Tensor> weight_a, int64_t layer, double scale, int64_t start, int64_t size, Tensor out), {
-  one_of("y", y, {at::kHalf});
-  same_dtype("x", x, "y", y);
-  same_dtype("weight_b", weight_b, "y", y);
-  one_of("indices", indices, {at::kInt});
-  rank("weight_b", weight_b, 4);
-  within("layer_idx", layer, int64_t{0}, weight_b.size(1) - 1);
-  check(start >= 0 && size > 0 && start + size <= y.size(1), kOpParam, "the slice [", start, ", ", start + size, ") is outside y's ", y.size(1), " columns");
-  check(weight_b.size(2) == size, kOpParam, "weight_b has shape ", weight_b.sizes(), "; dimension 2 must be y_slice_size, ", size);
-  multiple("the rank (the last dimension of weight_b)", weight_b.size(3), 16);
-  COMPUTE {
-    const auto index = indices.to(at::kLong);
-    const auto known = at::logical_and(index >= 0, index < weight_b.size(0));
-    const auto which = index.where(known, at::zeros_like(index));
-    const auto chosen = [&](const Tensor& w) { return w.select(1, layer).to(at::kFloat).index_select(0, which).transpose(1, 2); };
-    auto values = x.to(at::kFloat).unsqueeze(1);
-    if (weight_a) values = at::bmm(values, chosen(*weight_a));
-    values = at::bmm(values, chosen(weight_b)).squeeze(1) * scale * known.unsqueeze(1);
-    if (out.data_ptr() != y.data_ptr()) out.copy_(y);
-    out.narrow(1, start, size).copy_(y.narrow(1, start, size).to(at::kFloat) + values);
-  };
-})
+// y[:, offset : offset + size] + scale x A[index] B[index]; an index outside the weights leaves its row (LoRA without an
+// adapter).
+CHECKED(aclnnAddLora,
+    (Tensor y, Tensor x, Tensor weight_b, Tensor indices, Opt<Tensor> weight_a, int64_t layer, double scale, int64_t start,
+        int64_t size, Tensor out),
+    {
+      one_of("y", y, {at::kHalf});
+      same_dtype("x", x, "y", y);
+      same_dtype("weight_b", weight_b, "y", y);
+      one_of("indices", indices, {at::kInt});
+      rank("weight_b", weight_b, 4);
+      within("layer_idx", layer, int64_t{0}, weight_b.size(1) - 1);
+      check(start >= 0 && size > 0 && start + size <= y.size(1), kOpParam, "the slice [", start, ", ", start + size,
+          ") is outside y's ", y.size(1), " columns");
+      check(weight_b.size(2) == size, kOpParam, "weight_b has shape ", weight_b.sizes(), "; dimension 2 must be y_slice_size, ",
+          size);
+      multiple("the rank (the last dimension of weight_b)", weight_b.size(3), 16);
+      COMPUTE {
+        const auto index = indices.to(at::kLong);
+        const auto known = at::logical_and(index >= 0, index < weight_b.size(0));
+        const auto which = index.where(known, at::zeros_like(index));
+        const auto chosen = [&](const Tensor& w) {
+          return w.select(1, layer).to(at::kFloat).index_select(0, which).transpose(1, 2);
+        };
+        auto values = x.to(at::kFloat).unsqueeze(1);
+        if (weight_a) values = at::bmm(values, chosen(*weight_a));
+        values = at::bmm(values, chosen(weight_b)).squeeze(1) * scale * known.unsqueeze(1);
+        if (out.data_ptr() != y.data_ptr()) out.copy_(y);
+        out.narrow(1, start, size).copy_(y.narrow(1, start, size).to(at::kFloat) + values);
+      };
+    })

@@ -1,13 +1,13 @@
-// Few rows times a large bfloat16 matrix: what decoding spends its time on. ATen's product reorders the matrix at each call, as it
-// cannot know that the weights stay; reading each weight once where it lies is about twice as fast.
+// Few rows times a large bfloat16 matrix: what decoding spends its time on. ATen's product reorders the matrix at each call, as
+// it cannot know that the weights stay; reading each weight once where it lies is about twice as fast.
 #ifndef ASCEND_EMULATOR_OPS_MATMUL_SKINNY_MATMUL_H
 #define ASCEND_EMULATOR_OPS_MATMUL_SKINNY_MATMUL_H
 #include <ATen/ATen.h>
 
 namespace emu {
 
-// True if out = self @ other can be taken: self [M, K] bfloat16 with few rows, other the transposed view of a row-major [N, K] matrix,
-// out [M, N] row-major.
+// True if out = self @ other can be taken: self [M, K] bfloat16 with few rows, other the transposed view of a row-major [N, K]
+// matrix, out [M, N] row-major.
 bool is_skinny(const at::Tensor& self, const at::Tensor& other, const at::Tensor& out);
 
 // out = self @ other + bias; bias [N] bfloat16 or undefined. Sums in float32.

@@ -1,5 +1,6 @@
-// Products before or after an all-to-all: npu_alltoallv_gmm, npu_gmm_alltoallv, npu_all_to_all_matmul, npu_matmul_all_to_all. Semantics and limits:
-// torch_npu's documentation of these (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's test_alltoallv_gmm.py and test_gmm_alltoallv.py.
+// Products before or after an all-to-all: npu_alltoallv_gmm, npu_gmm_alltoallv, npu_all_to_all_matmul, npu_matmul_all_to_all.
+// Semantics and limits: torch_npu's documentation of these (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's
+// test_alltoallv_gmm.py and test_gmm_alltoallv.py.
 #include "moe_distribute.h"
 
 using namespace emu;
@@ -10,8 +11,8 @@ namespace {
 Tensor product(const Tensor& a, const Tensor& b) { return at::matmul(a.to(at::kFloat), b.to(at::kFloat)); }
 void check_mode(const Text& comm_mode) { one_of("comm_mode", comm_mode, {Text("ai_cpu"), Text("aiv")}); }
 
-// Tokens of experts on all ranks. Counts are by [rank][expert of the rank that computes]; rows that are communicated lie in that order, rows of the
-// grouped product by [expert][rank].
+// Tokens of experts on all ranks. Counts are by [rank][expert of the rank that computes]; rows that are communicated lie in that
+// order, rows of the grouped product by [expert][rank].
 struct Grouped {
   Tensor x, weight;
   Opt<Tensor> mm_x, mm_weight;
@@ -30,14 +31,15 @@ struct Grouped {
     return total;
   }
 
-  std::shared_ptr<hccl::Communicator> check_arguments(const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode,
-                                                      bool exchanges_first) const {
+  std::shared_ptr<hccl::Communicator> check_arguments(
+      const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode, bool exchanges_first) const {
     chips({"Ascend910_93", "Ascend950"});
     check_mode(comm_mode);
     one_of("ep_world_size", ranks, {int64_t{8}, int64_t{16}, int64_t{32}, int64_t{64}, int64_t{128}});
     const auto on = hccl::group("hcom", hcom);
     hccl::check_ranks("ep_world_size", ranks, *on);
-    check(absent(send_tensor) && absent(receive_tensor), kOpParam, "send_counts_tensor or recv_counts_tensor is given; None is allowed");
+    check(absent(send_tensor) && absent(receive_tensor), kOpParam,
+        "send_counts_tensor or recv_counts_tensor is given; None is allowed");
     one_of("gmm_x", x, kHalves);
     same_dtype("gmm_weight", weight, "gmm_x", x);
     rank("gmm_x", x, 2);
@@ -50,7 +52,8 @@ struct Grouped {
     within("N1", one.size(1), 1, 65535);
     for (const auto* counts : {&send, &receive}) {
       const char* name = counts == &send ? "send_counts" : "recv_counts";
-      check(static_cast<int64_t>(counts->size()) == experts() * ranks, kOpParam, name, " has ", counts->size(), " elements; it must have ", experts() * ranks);
+      check(static_cast<int64_t>(counts->size()) == experts() * ranks, kOpParam, name, " has ", counts->size(),
+          " elements; it must have ", experts() * ranks);
       for (const int64_t each : *counts) within(name, each, int64_t{0}, int64_t{52428800});
     }
     check(sum(send) == x.size(0), kOpParam, "send_counts add up to ", sum(send), "; gmm_x has ", x.size(0), " rows");
@@ -64,7 +67,8 @@ struct Grouped {
     rank("mm_x", *mm_x, 2);
     rank("mm_weight", *mm_weight, 2);
     within("H2", mm_x->size(1), 1, 12288);
-    check(mm_weight->size(mm_turned ? 1 : 0) == mm_x->size(1), kOpParam, "mm_x has shape ", mm_x->sizes(), " and mm_weight ", mm_weight->sizes());
+    check(mm_weight->size(mm_turned ? 1 : 0) == mm_x->size(1), kOpParam, "mm_x has shape ", mm_x->sizes(), " and mm_weight ",
+        mm_weight->sizes());
     within("N2", mm_weight->size(mm_turned ? 0 : 1), 1, 65535);
     return on;
   }
@@ -113,7 +117,9 @@ struct Grouped {
     const auto result = at::empty({sum(receive), rows.size(1)}, rows.options());
     int64_t from = 0, to = 0;
     for (int64_t i = 0; i < ranks; ++i) {
-      const auto part = [&](const Ints& counts) { return sum({counts.begin() + i * experts(), counts.begin() + (i + 1) * experts()}); };
+      const auto part = [&](const Ints& counts) {
+        return sum({counts.begin() + i * experts(), counts.begin() + (i + 1) * experts()});
+      };
       out.push_back(straight.narrow(0, from, part(send)));
       in.push_back(result.narrow(0, to, part(receive)));
       from += part(send);
@@ -128,8 +134,8 @@ struct Grouped {
   }
 };
 
-Computation exchange_first(const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode, bool wanted,
-                                     const Opt<Tensor>& permuted) {
+Computation exchange_first(const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor,
+    const Text& comm_mode, bool wanted, const Opt<Tensor>& permuted) {
   const auto on = one.check_arguments(send_tensor, receive_tensor, comm_mode, true);
   check(!wanted || permuted, kOpParam, "permute_out is None; with permute_out_flag it is needed");
   return [=] {
@@ -140,7 +146,8 @@ Computation exchange_first(const Grouped& one, const Opt<Tensor>& send_tensor, c
   };
 }
 
-Computation exchange_last(const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode) {
+Computation exchange_last(
+    const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode) {
   const auto on = one.check_arguments(send_tensor, receive_tensor, comm_mode, false);
   return [=] {
     const auto rows = one.products(one.x, one.send).index_select(0, one.order(one.send, false));
@@ -151,23 +158,38 @@ Computation exchange_last(const Grouped& one, const Opt<Tensor>& send_tensor, co
 
 }  // namespace
 
-FUSED(aclnnAlltoAllvGroupedMatMul, (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x, Opt<Tensor> mm_weight, Text hcom,
-                                    int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned, bool permutes, Tensor y, Opt<Tensor> mm_y, Opt<Tensor> permuted), {
-  return exchange_first({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y}, send_tensor, receive_tensor, "ai_cpu", permutes, permuted);
-})
-FUSED(aclnnAlltoAllvGroupedMatMulV2, (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x, Opt<Tensor> mm_weight, Text hcom,
-                                      Text comm_mode, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned, bool permutes, Tensor y, Opt<Tensor> mm_y,
-                                      Opt<Tensor> permuted), {
-  return exchange_first({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y}, send_tensor, receive_tensor, comm_mode, permutes, permuted);
-})
-FUSED(aclnnGroupedMatMulAlltoAllv, (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x, Opt<Tensor> mm_weight, Text hcom,
-                                    int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned, Tensor y, Opt<Tensor> mm_y), {
-  return exchange_last({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y}, send_tensor, receive_tensor, "ai_cpu");
-})
-FUSED(aclnnGroupedMatMulAlltoAllvV2, (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x, Opt<Tensor> mm_weight, Text hcom,
-                                      Text comm_mode, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned, Tensor y, Opt<Tensor> mm_y), {
-  return exchange_last({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y}, send_tensor, receive_tensor, comm_mode);
-})
+FUSED(aclnnAlltoAllvGroupedMatMul,
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
+        Opt<Tensor> mm_weight, Text hcom, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned, bool permutes,
+        Tensor y, Opt<Tensor> mm_y, Opt<Tensor> permuted),
+    {
+      return exchange_first({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+          send_tensor, receive_tensor, "ai_cpu", permutes, permuted);
+    })
+FUSED(aclnnAlltoAllvGroupedMatMulV2,
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
+        Opt<Tensor> mm_weight, Text hcom, Text comm_mode, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned,
+        bool permutes, Tensor y, Opt<Tensor> mm_y, Opt<Tensor> permuted),
+    {
+      return exchange_first({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+          send_tensor, receive_tensor, comm_mode, permutes, permuted);
+    })
+FUSED(aclnnGroupedMatMulAlltoAllv,
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
+        Opt<Tensor> mm_weight, Text hcom, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned, Tensor y,
+        Opt<Tensor> mm_y),
+    {
+      return exchange_last({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+          send_tensor, receive_tensor, "ai_cpu");
+    })
+FUSED(aclnnGroupedMatMulAlltoAllvV2,
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
+        Opt<Tensor> mm_weight, Text hcom, Text comm_mode, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned,
+        Tensor y, Opt<Tensor> mm_y),
+    {
+      return exchange_last({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+          send_tensor, receive_tensor, comm_mode);
+    })
 
 namespace {
 
@@ -190,7 +212,8 @@ struct Dense {
     contiguous("x1", x1);
     check(x2.numel() > 0, kOpParam, "x2 has shape ", x2.sizes(), "; it must not be empty");
     const auto order = axes.value_or(Ints());
-    check(order.empty() || order == only_axes, kOpParam, "all2all_axes is ", listed(order), "; allowed: none, or ", listed(only_axes));
+    check(order.empty() || order == only_axes, kOpParam, "all2all_axes is ", listed(order), "; allowed: none, or ",
+        listed(only_axes));
     within("the rows of x2", x2.size(0), 1, 65535);
     if (absent(bias)) return on;
     one_of("bias", *bias, {x1.scalar_type() == at::kHalf ? at::kHalf : at::kFloat});
@@ -215,10 +238,13 @@ Computation all_to_all_first(const Dense& one, bool t1, bool t2, const Tensor& o
   const auto on = one.check_arguments({-2, -1}, t1, t2);
   const int64_t ranks = on->ranks, rows = one.x1.size(0), hidden = one.x1.size(1);
   multiple("the rows of x1", rows, ranks);
-  check(one.x2.size(0) == hidden * ranks, kOpParam, "x2 has ", one.x2.size(0), " rows; it must have ", hidden * ranks, ", the columns of x1 times the ranks");
+  check(one.x2.size(0) == hidden * ranks, kOpParam, "x2 has ", one.x2.size(0), " rows; it must have ", hidden * ranks,
+      ", the columns of x1 times the ranks");
   shape("y", out, {rows / ranks, one.x2.size(1)});
   return [=] {
-    const auto left = transposed(*on, hccl::kAllToAllMatmul, one.x1.view({ranks, rows / ranks, hidden})).transpose(0, 1).reshape({rows / ranks, hidden * ranks});
+    const auto left = transposed(*on, hccl::kAllToAllMatmul, one.x1.view({ranks, rows / ranks, hidden}))
+                          .transpose(0, 1)
+                          .reshape({rows / ranks, hidden * ranks});
     if (permuted) permuted->copy_(left);
     out.copy_(one.values(left));
   };
@@ -238,15 +264,15 @@ Computation all_to_all_last(const Dense& one, bool t1, bool t2, const Tensor& ou
 
 }  // namespace
 
-FUSED(aclnnAlltoAllMatmul, (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2, Tensor out, Opt<Tensor> all_to_all_out), {
-  return all_to_all_first({x1, x2, bias, axes, hcom, "ai_cpu"}, t1, t2, out, all_to_all_out);
-})
-FUSED(aclnnAlltoAllMatmulV2, (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1, bool t2, Tensor out, Opt<Tensor> all_to_all_out), {
-  return all_to_all_first({x1, x2, bias, axes, hcom, comm_mode}, t1, t2, out, all_to_all_out);
-})
-FUSED(aclnnMatmulAlltoAll, (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2, Tensor out), {
-  return all_to_all_last({x1, x2, bias, axes, hcom, "ai_cpu"}, t1, t2, out);
-})
-FUSED(aclnnMatmulAlltoAllV2, (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1, bool t2, Tensor out), {
-  return all_to_all_last({x1, x2, bias, axes, hcom, comm_mode}, t1, t2, out);
-})
+FUSED(aclnnAlltoAllMatmul,
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2, Tensor out, Opt<Tensor> all_to_all_out),
+    { return all_to_all_first({x1, x2, bias, axes, hcom, "ai_cpu"}, t1, t2, out, all_to_all_out); })
+FUSED(aclnnAlltoAllMatmulV2,
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1, bool t2, Tensor out,
+        Opt<Tensor> all_to_all_out),
+    { return all_to_all_first({x1, x2, bias, axes, hcom, comm_mode}, t1, t2, out, all_to_all_out); })
+FUSED(aclnnMatmulAlltoAll, (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2, Tensor out),
+    { return all_to_all_last({x1, x2, bias, axes, hcom, "ai_cpu"}, t1, t2, out); })
+FUSED(aclnnMatmulAlltoAllV2,
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1, bool t2, Tensor out),
+    { return all_to_all_last({x1, x2, bias, axes, hcom, comm_mode}, t1, t2, out); })

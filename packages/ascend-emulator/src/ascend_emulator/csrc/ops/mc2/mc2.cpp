@@ -72,7 +72,7 @@ void agree(Communicator& on, const Header& call, const std::vector<Told>& values
     for (size_t i = 0; i < own.size(); ++i) {
       if (theirs[peer][i] == own[i]) continue;
       throw Broken(kParameter, text(values[i].name, " is ", own[i], " on this rank and ", theirs[peer][i], " on rank ", peer,
-                                    "; it must be the same on all ranks"));
+                                   "; it must be the same on all ranks"));
     }
   }
 }
@@ -84,7 +84,8 @@ void exchange(Communicator& on, const Header& call, const std::vector<at::Tensor
     return made;
   };
   const auto& own = out[on.rank];
-  check(own.nbytes() == in[on.rank].nbytes(), kOpFailed, "this rank sends itself ", own.nbytes(), " bytes and expects ", in[on.rank].nbytes());
+  check(own.nbytes() == in[on.rank].nbytes(), kOpFailed, "this rank sends itself ", own.nbytes(), " bytes and expects ",
+      in[on.rank].nbytes());
   if (own.numel()) std::memcpy(in[on.rank].data_ptr(), own.data_ptr(), own.nbytes());
   on.exchange(call, parts(out), parts(in));
 }

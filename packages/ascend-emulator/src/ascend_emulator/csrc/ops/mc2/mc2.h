@@ -1,5 +1,5 @@
-// What operators that compute and communicate share (MC2: csrc/ops/mc2_*.cpp). Such an operator is one call on a communicator, as a collective is:
-// it fails as one does, the other ranks learn of it, and ranks that call something else meanwhile are told.
+// What operators that compute and communicate share (MC2: csrc/ops/mc2_*.cpp). Such an operator is one call on a communicator, as
+// a collective is: it fails as one does, the other ranks learn of it, and ranks that call something else meanwhile are told.
 #ifndef ASCEND_EMULATOR_OPS_MC2_MC2_H
 #define ASCEND_EMULATOR_OPS_MC2_MC2_H
 #include <initializer_list>
@@ -10,7 +10,8 @@
 
 namespace emu::hccl {
 
-// The communicator of this name (hccl/api.h), for an operator that is called now: it has not failed yet and has as many ranks as the operator was told.
+// The communicator of this name (hccl/api.h), for an operator that is called now: it has not failed yet and has as many ranks as
+// the operator was told.
 std::shared_ptr<Communicator> group(const char* argument, const std::string& name);
 void check_ranks(const char* argument, int64_t told, const Communicator& on);
 
@@ -35,10 +36,10 @@ at::Tensor gathered(Communicator& on, const Header& call, const at::Tensor& own)
 }  // namespace emu::hccl
 
 // As CHECKED, for an operator that communicates.
-#define FUSED(NAME, PARAMS, ...)                                                               \
-  CHECKED(NAME, PARAMS, __VA_ARGS__)                                                           \
-  namespace emu::ops {                                                                         \
-  [[maybe_unused]] static const bool communicating_##NAME = emu::communicates(#NAME, true);    \
+#define FUSED(NAME, PARAMS, ...)                                                            \
+  CHECKED(NAME, PARAMS, __VA_ARGS__)                                                        \
+  namespace emu::ops {                                                                      \
+  [[maybe_unused]] static const bool communicating_##NAME = emu::communicates(#NAME, true); \
   }
 
 #endif  // ASCEND_EMULATOR_OPS_MC2_MC2_H

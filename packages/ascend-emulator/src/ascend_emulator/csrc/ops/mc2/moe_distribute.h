@@ -1,5 +1,6 @@
-// Tokens to the experts of other ranks and back. Semantics and limits: torch_npu's documentation of npu_moe_distribute_dispatch[_v2] and
-// npu_moe_distribute_combine[_v2] (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's test_moe_distribute_*.py.
+// Tokens to the experts of other ranks and back. Semantics and limits: torch_npu's documentation of
+// npu_moe_distribute_dispatch[_v2] and npu_moe_distribute_combine[_v2] (op-plugin's docs/zh/custom_APIs/torch_npu, BSD),
+// op-plugin's test_moe_distribute_*.py.
 #ifndef ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H
 #define ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H
 #include "mc2.h"
@@ -19,7 +20,8 @@ struct Slot {
 };
 using Slots = std::vector<Slot>;
 
-// Where the experts are: the ranks of shared experts come first, each shared expert on as many of them as the others; then those of MoE experts.
+// Where the experts are: the ranks of shared experts come first, each shared expert on as many of them as the others; then those
+// of MoE experts.
 struct Experts {
   Version version;
   std::shared_ptr<hccl::Communicator> on;
@@ -27,8 +29,9 @@ struct Experts {
   int64_t zero = 0, copy = 0, constant = 0;  // special experts, with the ids behind the MoE experts'
   std::string algorithm;
 
-  Experts(Version version, const std::string& group, int64_t ranks, int64_t rank, int64_t experts, int64_t tp_ranks, int64_t shard_type, int64_t shared,
-          int64_t shared_ranks, int64_t global_tokens, const std::string& algorithm, int64_t zero, int64_t copy, int64_t constant);
+  Experts(Version version, const std::string& group, int64_t ranks, int64_t rank, int64_t experts, int64_t tp_ranks,
+      int64_t shard_type, int64_t shared, int64_t shared_ranks, int64_t global_tokens, const std::string& algorithm, int64_t zero,
+      int64_t copy, int64_t constant);
 
   void check_tokens(const Tensor& ids, const Opt<Tensor>& mask, int64_t hidden, bool words) const;
   int64_t ranks() const { return on->ranks; }

@@ -1,7 +1,7 @@
 // npu_moe_distribute_dispatch and its second version; see moe_distribute.h.
 //
-// A rank receives its rows by local expert, then by source rank, then in the order of the tokens; ep_recv_counts is where the rows of each (local
-// expert, source rank) end.
+// A rank receives its rows by local expert, then by source rank, then in the order of the tokens; ep_recv_counts is where the
+// rows of each (local expert, source rank) end.
 #include "ops/quantization/quantized.h"
 #include "moe_distribute.h"
 
@@ -10,7 +10,8 @@ using namespace emu::mc2;
 
 namespace {
 
-constexpr int64_t kTail = 16;  // bytes that travel with a row: its scale, the weight of its expert, its token and which choice it is
+constexpr int64_t kTail =
+    16;  // bytes that travel with a row: its scale, the weight of its expert, its token and which choice it is
 
 struct Dispatch {
   Experts at;
@@ -28,7 +29,8 @@ struct Dispatch {
     rank("x", x, 2);
     const int64_t hidden = x.size(1), choices = ids.size(1);
     at.check_tokens(ids, mask, hidden, words());
-    check(x.size(0) == ids.size(0), kOpParam, "x has ", x.size(0), " rows and expert_ids ", ids.size(0), "; they must be the same");
+    check(
+        x.size(0) == ids.size(0), kOpParam, "x has ", x.size(0), " rows and expert_ids ", ids.size(0), "; they must be the same");
     // 1, 3 and 4 (static, per group, MX) are of Ascend950.
     one_of("quant_mode", quant_mode, words() ? std::initializer_list<int64_t>{0} : std::initializer_list<int64_t>{0, 2});
     if (words()) {
@@ -45,18 +47,19 @@ struct Dispatch {
       contiguous("scales", *scales);
     }
     if (!absent(weights)) {
-      check(a2 || at.algorithm == "hierarchy", kOpParam, "expert_scales is given; on ", chip().name, " None is allowed, except with comm_alg hierarchy");
+      check(a2 || at.algorithm == "hierarchy", kOpParam, "expert_scales is given; on ", chip().name,
+          " None is allowed, except with comm_alg hierarchy");
       one_of("expert_scales", *weights, {at::kFloat});
       shape("expert_scales", *weights, ids.sizes());
     } else {
       check(at.algorithm != "hierarchy", kOpParam, "expert_scales is None; with comm_alg hierarchy it is needed");
     }
     within("expert_token_nums_type", nums_type, 0, 1);
-    check(expand_x.scalar_type() == (quant_mode ? at::kChar : x.scalar_type()), kOpParam, "the dtype of expand_x is ", expand_x.scalar_type(),
-          "; without y_dtype it follows from x and quant_mode");
+    check(expand_x.scalar_type() == (quant_mode ? at::kChar : x.scalar_type()), kOpParam, "the dtype of expand_x is ",
+        expand_x.scalar_type(), "; without y_dtype it follows from x and quant_mode");
     const int64_t most = at.most_rows(choices);
-    check(expand_x.dim() == 2 && expand_x.size(1) == hidden && expand_x.size(0) >= most, kOpParam, "expand_x has shape ", expand_x.sizes(), "; it must be at least [",
-          most, ", ", hidden, "]");
+    check(expand_x.dim() == 2 && expand_x.size(1) == hidden && expand_x.size(0) >= most, kOpParam, "expand_x has shape ",
+        expand_x.sizes(), "; it must be at least [", most, ", ", hidden, "]");
   }
 
   // The copies of tokens that go out, one record of bytes each.
@@ -94,7 +97,9 @@ struct Dispatch {
       weight = weights->index({token, last});
     }
     const auto bytes = [](const Tensor& column) { return column.unsqueeze(1).contiguous().view(at::kByte); };
-    return at::cat({values.contiguous().view(at::kByte), bytes(scale), bytes(weight), bytes(token.to(at::kInt)), bytes(choice.to(at::kInt))}, 1);
+    return at::cat(
+        {values.contiguous().view(at::kByte), bytes(scale), bytes(weight), bytes(token.to(at::kInt)), bytes(choice.to(at::kInt))},
+        1);
   }
 
   void run() const {
@@ -142,7 +147,9 @@ struct Dispatch {
     const auto all = at::cat(pieces);
     const int64_t rows = all.size(0);
     check(rows <= expand_x.size(0), kOpParam, "this rank receives ", rows, " rows; expand_x has ", expand_x.size(0));
-    const auto column = [&](int64_t which, at::ScalarType type) { return all.narrow(1, width + 4 * which, 4).contiguous().view(type).view({rows}); };
+    const auto column = [&](int64_t which, at::ScalarType type) {
+      return all.narrow(1, width + 4 * which, 4).contiguous().view(type).view({rows});
+    };
     expand_x.narrow(0, 0, rows).copy_(all.narrow(1, 0, width).contiguous().view(expand_x.scalar_type()));
     if (scaled()) dynamic_scales.view({-1}).narrow(0, 0, rows).copy_(column(0, at::kFloat));
     if (!absent(weights)) expand_scales.narrow(0, 0, rows).copy_(column(1, at::kFloat));
@@ -150,7 +157,8 @@ struct Dispatch {
     token_nums.copy_(nums_type ? by_expert : by_expert.cumsum(0));
     const auto ends = table.t().reshape({-1}).cumsum(0);
     counts.narrow(0, 0, ends.numel()).copy_(ends);
-    counts.narrow(0, ends.numel(), counts.numel() - ends.numel()).zero_();  // what comes behind is for the hierarchical algorithm of A2
+    counts.narrow(0, ends.numel(), counts.numel() - ends.numel())
+        .zero_();  // what comes behind is for the hierarchical algorithm of A2
     if (tp_counts.numel()) tp_counts.fill_(rows);
     if (at.version == Version::two) {  // for each row: where it came from
       const auto origin = at::stack({from_ints(sources).to(at::kInt), column(2, at::kInt), column(3, at::kInt)}, 1);
@@ -175,24 +183,31 @@ Computation dispatch(const Dispatch& one) {
 
 }  // namespace
 
-FUSED(aclnnMoeDistributeDispatch, (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask, Opt<Tensor> expert_scales, Text group_ep,
-                                   int64_t ep_world_size, int64_t ep_rank_id, int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t,
-                                   int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs,
-                                   int64_t nums_type, Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums, Tensor counts,
-                                   Tensor tp_counts, Tensor expand_scales), {
-  return dispatch({{Version::one, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num, shared_rank_num, global_bs, "", 0, 0, 0},
-                   x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, dynamic_scales, info, token_nums, counts, tp_counts, expand_scales});
-})
+FUSED(aclnnMoeDistributeDispatch,
+    (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask, Opt<Tensor> expert_scales, Text group_ep,
+        int64_t ep_world_size, int64_t ep_rank_id, int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t,
+        int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs, int64_t nums_type,
+        Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums, Tensor counts, Tensor tp_counts,
+        Tensor expand_scales),
+    {
+      return dispatch({{Version::one, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,
+                           shared_rank_num, global_bs, "", 0, 0, 0},
+          x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, dynamic_scales, info, token_nums,
+          counts, tp_counts, expand_scales});
+    })
 
-FUSED(aclnnMoeDistributeDispatchV4, (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask, Opt<Tensor> expert_scales,
-                                     Opt<Tensor> elastic_info, Opt<Tensor> performance_info, Text group_ep, int64_t ep_world_size, int64_t ep_rank_id,
-                                     int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t, int64_t shard_type, int64_t shared_num,
-                                     int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs, int64_t nums_type, Text comm_alg, int64_t zero_num,
-                                     int64_t copy_num, int64_t const_num, Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums,
-                                     Tensor counts, Tensor tp_counts, Tensor expand_scales), {
-  reserved("elastic_info", elastic_info);
-  check(absent(performance_info), kOpParam, "performance_info is given; times of single ranks are not emulated");
-  return dispatch({{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num, shared_rank_num, global_bs, comm_alg, zero_num,
-                    copy_num, const_num},
-                   x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, dynamic_scales, info, token_nums, counts, tp_counts, expand_scales});
-})
+FUSED(aclnnMoeDistributeDispatchV4,
+    (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask, Opt<Tensor> expert_scales,
+        Opt<Tensor> elastic_info, Opt<Tensor> performance_info, Text group_ep, int64_t ep_world_size, int64_t ep_rank_id,
+        int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t, int64_t shard_type, int64_t shared_num,
+        int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs, int64_t nums_type, Text comm_alg, int64_t zero_num,
+        int64_t copy_num, int64_t const_num, Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums,
+        Tensor counts, Tensor tp_counts, Tensor expand_scales),
+    {
+      reserved("elastic_info", elastic_info);
+      check(absent(performance_info), kOpParam, "performance_info is given; times of single ranks are not emulated");
+      return dispatch({{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,
+                           shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},
+          x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, dynamic_scales, info, token_nums,
+          counts, tp_counts, expand_scales});
+    })

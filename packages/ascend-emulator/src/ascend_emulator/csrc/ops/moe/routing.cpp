@@ -1,5 +1,6 @@
-// Which experts a token goes to, and its rows in their order. Semantics and limits: torch_npu's documentation of npu_moe_gating_top_k(_softmax),
-// npu_moe_init_routing(_v2) and npu_moe_compute_expert_tokens (torch_npu/_op_plugin_docs.py, BSD), its shape functions, and op-plugin's tests.
+// Which experts a token goes to, and its rows in their order. Semantics and limits: torch_npu's documentation of
+// npu_moe_gating_top_k(_softmax), npu_moe_init_routing(_v2) and npu_moe_compute_expert_tokens (torch_npu/_op_plugin_docs.py,
+// BSD), its shape functions, and op-plugin's tests.
 #include "ops/quantization/quantized.h"
 
 using namespace emu;
@@ -38,10 +39,12 @@ struct Gate {
     one_of("norm_type", kind, {int64_t{0}, int64_t{1}});
     one_of("renorm", renorm, {int64_t{0}});
     one_of("group_select_mode", group_mode, {int64_t{0}, int64_t{1}});
-    check(group_count > 0 && experts % group_count == 0, kOpParam, "group_count is ", group_count, "; ", experts, " experts must divide into that many groups");
-    check(group_count == 1 || experts / group_count > 2, kOpParam, "a group has ", experts / group_count, " experts; more than 2 are needed");
-    check((experts / group_count + 31) / 32 * 32 * group_count <= 2048, kOpParam, group_count, " groups of ", experts / group_count,
-          " experts, each group padded to a multiple of 32, exceed 2048");
+    check(group_count > 0 && experts % group_count == 0, kOpParam, "group_count is ", group_count, "; ", experts,
+        " experts must divide into that many groups");
+    check(group_count == 1 || experts / group_count > 2, kOpParam, "a group has ", experts / group_count,
+        " experts; more than 2 are needed");
+    check((experts / group_count + 31) / 32 * 32 * group_count <= 2048, kOpParam, group_count, " groups of ",
+        experts / group_count, " experts, each group padded to a multiple of 32, exceed 2048");
     within("k_group", k_group, int64_t{1}, group_count);
     within("k", k, int64_t{1}, experts / group_count * k_group);
     if (bias) {
@@ -82,73 +85,83 @@ CHECKED(aclnnMoeGatingTopKSoftmax, (Tensor x, Opt<Tensor> finished, int64_t k, T
   };
 })
 
-CHECKED(aclnnMoeGatingTopKSoftmaxV2, (Tensor x, Opt<Tensor> finished, int64_t k, int64_t renorm, bool keep, Tensor y, Tensor expert_idx, Opt<Tensor> softmax_out), {
-  check_softmax_arguments(x, finished, k);
-  one_of("renorm", renorm, {int64_t{0}, int64_t{1}});
-  COMPUTE {
-    const auto wide = x.to(at::kFloat);
-    const auto scores = renorm ? wide : at::softmax(wide, -1);
-    const auto experts = top(scores, k);
-    const auto chosen = scores.gather(-1, experts);
-    y.copy_(renorm ? at::softmax(chosen, -1) : chosen);
-    store_experts(experts, finished, x.size(-1), expert_idx);
-    if (keep && !renorm && softmax_out) softmax_out->copy_(scores);
-  };
-})
+CHECKED(aclnnMoeGatingTopKSoftmaxV2,
+    (Tensor x, Opt<Tensor> finished, int64_t k, int64_t renorm, bool keep, Tensor y, Tensor expert_idx, Opt<Tensor> softmax_out),
+    {
+      check_softmax_arguments(x, finished, k);
+      one_of("renorm", renorm, {int64_t{0}, int64_t{1}});
+      COMPUTE {
+        const auto wide = x.to(at::kFloat);
+        const auto scores = renorm ? wide : at::softmax(wide, -1);
+        const auto experts = top(scores, k);
+        const auto chosen = scores.gather(-1, experts);
+        y.copy_(renorm ? at::softmax(chosen, -1) : chosen);
+        store_experts(experts, finished, x.size(-1), expert_idx);
+        if (keep && !renorm && softmax_out) softmax_out->copy_(scores);
+      };
+    })
 
-CHECKED(aclnnMoeGatingTopK, (Tensor x, Opt<Tensor> bias, int64_t k, int64_t k_group, int64_t group_count, int64_t group_mode, int64_t renorm, int64_t kind,
-        bool keep, double factor, double eps, Tensor y, Tensor expert_idx, Tensor normed_out), {
-  const Gate gate{k, k_group, group_count, group_mode, renorm, kind, factor, eps};
-  gate.check_arguments(x, bias);
-  COMPUTE {
-    const auto scores = gate.normed(x);
-    gate.store(scores, gate.choose(bias ? scores + bias->to(at::kFloat) : scores), y, expert_idx);
-    if (keep) normed_out.copy_(scores);
-  };
-})
+CHECKED(aclnnMoeGatingTopK,
+    (Tensor x, Opt<Tensor> bias, int64_t k, int64_t k_group, int64_t group_count, int64_t group_mode, int64_t renorm,
+        int64_t kind, bool keep, double factor, double eps, Tensor y, Tensor expert_idx, Tensor normed_out),
+    {
+      const Gate gate{k, k_group, group_count, group_mode, renorm, kind, factor, eps};
+      gate.check_arguments(x, bias);
+      COMPUTE {
+        const auto scores = gate.normed(x);
+        gate.store(scores, gate.choose(bias ? scores + bias->to(at::kFloat) : scores), y, expert_idx);
+        if (keep) normed_out.copy_(scores);
+      };
+    })
 
 // The experts of a token come from a table by its id.
-CHECKED(aclnnMoeGatingTopKV2, (Tensor x, Opt<Tensor> bias, Tensor ids, Tensor table, int64_t k, int64_t k_group, int64_t group_count, int64_t group_mode, int64_t renorm,
-        int64_t kind, bool keep, double factor, double eps, Tensor y, Tensor expert_idx, Tensor normed_out), {
-  const Gate gate{k, k_group, group_count, group_mode, renorm, kind, factor, eps};
-  gate.check_arguments(x, bias);
-  one_of("input_ids", ids, kIndices);
-  one_of("tid2eid", table, kIndices);
-  COMPUTE {
-    const auto scores = gate.normed(x);
-    gate.store(scores, table.index_select(0, ids.to(at::kLong)).to(at::kLong), y, expert_idx);
-    if (keep) normed_out.copy_(scores);
-  };
-})
+CHECKED(aclnnMoeGatingTopKV2,
+    (Tensor x, Opt<Tensor> bias, Tensor ids, Tensor table, int64_t k, int64_t k_group, int64_t group_count, int64_t group_mode,
+        int64_t renorm, int64_t kind, bool keep, double factor, double eps, Tensor y, Tensor expert_idx, Tensor normed_out),
+    {
+      const Gate gate{k, k_group, group_count, group_mode, renorm, kind, factor, eps};
+      gate.check_arguments(x, bias);
+      one_of("input_ids", ids, kIndices);
+      one_of("tid2eid", table, kIndices);
+      COMPUTE {
+        const auto scores = gate.normed(x);
+        gate.store(scores, table.index_select(0, ids.to(at::kLong)).to(at::kLong), y, expert_idx);
+        if (keep) normed_out.copy_(scores);
+      };
+    })
 
-CHECKED(aclnnMoeGatingTopKBackward, (Tensor normed, Tensor grad, Tensor expert_idx, int64_t, int64_t kind, double factor, double eps, Tensor out), {
-  one_of("x_norm", normed, {at::kFloat});
-  one_of("grad_y", grad, kFloating);
-  one_of("expertIdx", expert_idx, {at::kInt});
-  one_of("norm_type", kind, {int64_t{1}});
-  within("the number of experts", normed.size(1), 2, 2048);
-  shape("expertIdx", expert_idx, grad.sizes());
-  COMPUTE {
-    const auto experts = expert_idx.to(at::kLong);
-    const auto chosen = normed.gather(1, experts), total = chosen.sum(-1, true) + eps, wide = grad.to(at::kFloat) * factor;
-    const auto to_chosen = (wide - (wide * chosen).sum(-1, true) / total) / total * chosen * (1 - chosen);
-    out.copy_(at::zeros_like(normed).scatter_(1, experts, to_chosen));
-  };
-})
+CHECKED(aclnnMoeGatingTopKBackward,
+    (Tensor normed, Tensor grad, Tensor expert_idx, int64_t, int64_t kind, double factor, double eps, Tensor out), {
+      one_of("x_norm", normed, {at::kFloat});
+      one_of("grad_y", grad, kFloating);
+      one_of("expertIdx", expert_idx, {at::kInt});
+      one_of("norm_type", kind, {int64_t{1}});
+      within("the number of experts", normed.size(1), 2, 2048);
+      shape("expertIdx", expert_idx, grad.sizes());
+      COMPUTE {
+        const auto experts = expert_idx.to(at::kLong);
+        const auto chosen = normed.gather(1, experts), total = chosen.sum(-1, true) + eps, wide = grad.to(at::kFloat) * factor;
+        const auto to_chosen = (wide - (wide * chosen).sum(-1, true) / total) / total * chosen * (1 - chosen);
+        out.copy_(at::zeros_like(normed).scatter_(1, experts, to_chosen));
+      };
+    })
 
-CHECKED(aclnnMoeInitRouting, (Tensor x, Tensor row_idx, Tensor expert_idx, int64_t active, Tensor expanded_x, Tensor expanded_row_idx, Tensor expanded_expert_idx), {
-  one_of("x", x, kFloating);
-  one_of("row_idx", row_idx, {at::kInt});
-  one_of("expert_idx", expert_idx, {at::kInt});
-  check(x.numel() < (1 << 24) || x.size(0) < (1 << 24), kOpParam, "x is too large: ", x.sizes());
-  COMPUTE {
-    const auto [experts, order] = at::sort(expert_idx.reshape({-1}), true, 0, false);
-    expanded_expert_idx.copy_(experts);
-    const auto rows = row_idx.reshape({-1}).to(at::kLong).index_select(0, order);
-    expanded_row_idx.scatter_(0, rows, at::arange(rows.numel(), at::kInt));
-    expanded_x.copy_(x.index_select(0, rows.narrow(0, 0, expanded_x.size(0)).remainder(x.size(0))));
-  };
-})
+CHECKED(aclnnMoeInitRouting,
+    (Tensor x, Tensor row_idx, Tensor expert_idx, int64_t active, Tensor expanded_x, Tensor expanded_row_idx,
+        Tensor expanded_expert_idx),
+    {
+      one_of("x", x, kFloating);
+      one_of("row_idx", row_idx, {at::kInt});
+      one_of("expert_idx", expert_idx, {at::kInt});
+      check(x.numel() < (1 << 24) || x.size(0) < (1 << 24), kOpParam, "x is too large: ", x.sizes());
+      COMPUTE {
+        const auto [experts, order] = at::sort(expert_idx.reshape({-1}), true, 0, false);
+        expanded_expert_idx.copy_(experts);
+        const auto rows = row_idx.reshape({-1}).to(at::kLong).index_select(0, order);
+        expanded_row_idx.scatter_(0, rows, at::arange(rows.numel(), at::kInt));
+        expanded_x.copy_(x.index_select(0, rows.narrow(0, 0, expanded_x.size(0)).remainder(x.size(0))));
+      };
+    })
 
 namespace {
 
@@ -157,8 +170,8 @@ struct Routing {
   bool count;
 
   // Tokens in the order of their experts; the rows of experts outside [first, last) get no place, and take no part.
-  void run(const Tensor& x, const Tensor& expert_idx, const Opt<Tensor>& scale, const Opt<Tensor>& offset, const Tensor& expanded_x, const Tensor& row_idx,
-           const Tensor& tokens, const Opt<Tensor>& scale_out) const {
+  void run(const Tensor& x, const Tensor& expert_idx, const Opt<Tensor>& scale, const Opt<Tensor>& offset,
+      const Tensor& expanded_x, const Tensor& row_idx, const Tensor& tokens, const Opt<Tensor>& scale_out) const {
     const int64_t k = expert_idx.size(1), total = expert_idx.numel();
     auto keys = expert_idx.reshape({-1}).to(at::kLong);
     keys = keys.masked_fill(keys < first, std::numeric_limits<int32_t>::max());  // those from `last` on are behind anyway
@@ -185,8 +198,10 @@ struct Routing {
       row_idx.copy_(order);
     } else {
       row_idx.fill_(-1);
-      if (padded) row_idx.scatter_(0, sources, places.to(at::kInt));
-      else row_idx.scatter_(0, order.narrow(0, 0, present), at::arange(present, at::kInt));
+      if (padded)
+        row_idx.scatter_(0, sources, places.to(at::kInt));
+      else
+        row_idx.scatter_(0, order.narrow(0, 0, present), at::arange(present, at::kInt));
     }
     if (places.numel() == 0) return;
     const auto from = sources.floor_divide(k);
@@ -202,7 +217,9 @@ struct Routing {
     if (quant_mode == 0) {
       store_rounded(values * scale->to(at::kFloat) + offset->to(at::kFloat), rounded, false);
     } else {
-      if (scale) values = values * (scale->size(0) == 1 ? *scale : scale->index_select(0, keys.index_select(0, sources) - first)).to(at::kFloat);
+      if (scale)
+        values = values *
+                 (scale->size(0) == 1 ? *scale : scale->index_select(0, keys.index_select(0, sources) - first)).to(at::kFloat);
       const auto steps = at::empty({places.numel()}, at::kFloat);
       quantize_rows(values, rounded, steps, quant_mode == 13);
       if (scale_out) scale_out->view({-1}).index_copy_(0, places, steps);
@@ -223,89 +240,115 @@ struct Routing {
 
 }  // namespace
 
-CHECKED(aclnnMoeInitRoutingV3, (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t, int64_t capacity, int64_t experts, int64_t padded, int64_t count_kind,
-        bool count, int64_t quant_mode, Ints range, int64_t scatter, Tensor expanded_x, Tensor row_idx, Tensor tokens, Opt<Tensor> scale_out), {
-  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-  one_of("x", x, quant_mode == -1 ? DTypes{at::kFloat, at::kHalf, at::kBFloat16, at::kChar} : kFloating);
-  one_of("expert_idx", expert_idx, {at::kInt});
-  check(expert_idx.size(0) == x.size(0), kOpParam, "expert_idx has ", expert_idx.size(0), " rows and x ", x.size(0));
-  one_of("drop_pad_mode", padded, {int64_t{0}, int64_t{1}});
-  one_of("row_idx_type", scatter, {int64_t{0}, int64_t{1}});
-  one_of("quant_mode", quant_mode, {int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{13}});  // the others are for float8 and float4, on Ascend950
-  within("expert_tokens_num_type", count_kind, int64_t{0}, int64_t{2});
-  check(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts, kOpParam, "active_expert_range is [", listed(range), "); it must lie within [0, ", experts, ")");
-  if (padded) check(capacity > 0 && capacity <= x.size(0), kOpParam, "expert_capacity is ", capacity, "; allowed: 1 to ", x.size(0), ", the rows of x");
-  if (quant_mode == 0) {
-    check(scale && offset, kOpParam, "quant_mode 0 needs scale and offset");
-    one_of("scale", *scale, {at::kFloat});
-    one_of("offset", *offset, {at::kFloat});
-  }
-  if (scale && quant_mode == -1) check(scale->numel() == x.size(0), kOpParam, "scale has shape ", scale->sizes(), "; one for each of ", x.size(0), " rows is needed");
-  if (scale && quant_mode > 0)
-    check(scale->dim() == 2 && scale->size(1) == x.size(1) && (scale->size(0) == 1 || scale->size(0) == range[1] - range[0]), kOpParam, "scale has shape ", scale->sizes(),
-          "; allowed: [1, ", x.size(1), "] and [", range[1] - range[0], ", ", x.size(1), "]");
-  const Routing routing{capacity, experts, padded, range[0], range[1], scatter, quant_mode, count_kind, count};
-  COMPUTE { routing.run(x, expert_idx, scale, offset, expanded_x, row_idx, tokens, scale_out); };
-})
+CHECKED(aclnnMoeInitRoutingV3,
+    (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t, int64_t capacity, int64_t experts,
+        int64_t padded, int64_t count_kind, bool count, int64_t quant_mode, Ints range, int64_t scatter, Tensor expanded_x,
+        Tensor row_idx, Tensor tokens, Opt<Tensor> scale_out),
+    {
+      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+      one_of("x", x, quant_mode == -1 ? DTypes{at::kFloat, at::kHalf, at::kBFloat16, at::kChar} : kFloating);
+      one_of("expert_idx", expert_idx, {at::kInt});
+      check(expert_idx.size(0) == x.size(0), kOpParam, "expert_idx has ", expert_idx.size(0), " rows and x ", x.size(0));
+      one_of("drop_pad_mode", padded, {int64_t{0}, int64_t{1}});
+      one_of("row_idx_type", scatter, {int64_t{0}, int64_t{1}});
+      one_of("quant_mode", quant_mode,
+          {int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{13}});  // the others are for float8 and float4, on Ascend950
+      within("expert_tokens_num_type", count_kind, int64_t{0}, int64_t{2});
+      check(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts, kOpParam,
+          "active_expert_range is [", listed(range), "); it must lie within [0, ", experts, ")");
+      if (padded)
+        check(capacity > 0 && capacity <= x.size(0), kOpParam, "expert_capacity is ", capacity, "; allowed: 1 to ", x.size(0),
+            ", the rows of x");
+      if (quant_mode == 0) {
+        check(scale && offset, kOpParam, "quant_mode 0 needs scale and offset");
+        one_of("scale", *scale, {at::kFloat});
+        one_of("offset", *offset, {at::kFloat});
+      }
+      if (scale && quant_mode == -1)
+        check(scale->numel() == x.size(0), kOpParam, "scale has shape ", scale->sizes(), "; one for each of ", x.size(0),
+            " rows is needed");
+      if (scale && quant_mode > 0)
+        check(scale->dim() == 2 && scale->size(1) == x.size(1) && (scale->size(0) == 1 || scale->size(0) == range[1] - range[0]),
+            kOpParam, "scale has shape ", scale->sizes(), "; allowed: [1, ", x.size(1), "] and [", range[1] - range[0], ", ",
+            x.size(1), "]");
+      const Routing routing{capacity, experts, padded, range[0], range[1], scatter, quant_mode, count_kind, count};
+      COMPUTE { routing.run(x, expert_idx, scale, offset, expanded_x, row_idx, tokens, scale_out); };
+    })
 
 // What npu_moe_init_routing_v2 calls on Ascend310P, where the count flag is 1 (cumulated) or 2.
-CHECKED(aclnnMoeInitRoutingV2, (Tensor x, Tensor expert_idx, int64_t, int64_t capacity, int64_t experts, int64_t padded, int64_t count_flag, bool, Tensor expanded_x, Tensor row_idx,
-        Opt<Tensor> tokens, Opt<Tensor>), {
-  one_of("x", x, kFloating);
-  one_of("expert_idx", expert_idx, {at::kInt});
-  one_of("drop_pad_mode", padded, {int64_t{0}});
-  const Routing routing{capacity, experts, padded, 0, experts, 0, -1, count_flag == 1 ? 0 : 1, count_flag > 0};
-  COMPUTE { routing.run(x, expert_idx, {}, {}, expanded_x, row_idx, tokens.value_or(Tensor()), {}); };
-})
+CHECKED(aclnnMoeInitRoutingV2,
+    (Tensor x, Tensor expert_idx, int64_t, int64_t capacity, int64_t experts, int64_t padded, int64_t count_flag, bool,
+        Tensor expanded_x, Tensor row_idx, Opt<Tensor> tokens, Opt<Tensor>),
+    {
+      one_of("x", x, kFloating);
+      one_of("expert_idx", expert_idx, {at::kInt});
+      one_of("drop_pad_mode", padded, {int64_t{0}});
+      const Routing routing{capacity, experts, padded, 0, experts, 0, -1, count_flag == 1 ? 0 : 1, count_flag > 0};
+      COMPUTE { routing.run(x, expert_idx, {}, {}, expanded_x, row_idx, tokens.value_or(Tensor()), {}); };
+    })
 
-// npu_moe_init_routing_quant: quant_mode 0 by one scale and offset, 1 by row; counts cumulated (1) or not (2), without padding; how many each expert
-// has before its capacity, with it (op-plugin's MoeInitRoutingQuantKernelNpuOpApi.cpp).
-CHECKED(aclnnMoeInitRoutingQuantV2, (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t, int64_t capacity, int64_t experts, int64_t padded, int64_t count_flag,
-        bool before, int64_t quant_mode, Tensor expanded_x, Tensor row_idx, Opt<Tensor> tokens, Opt<Tensor> before_capacity, Opt<Tensor> scale_out), {
-  one_of("x", x, kFloating);
-  one_of("expert_idx", expert_idx, {at::kInt});
-  if (quant_mode == 0) check(scale && offset, kOpParam, "quant_mode 0 needs scale and offset");
-  if (padded) check(capacity > 0 && capacity <= x.size(0), kOpParam, "expert_capacity is ", capacity, "; allowed: 1 to ", x.size(0), ", the rows of x");
-  const Routing routing{capacity, experts, padded, 0, experts, 0, quant_mode, count_flag == 1 ? 0 : 1, !padded && count_flag > 0};
-  COMPUTE {
-    routing.run(x, expert_idx, scale, offset, expanded_x, row_idx, tokens.value_or(Tensor()), scale_out);
-    if (padded && before && before_capacity) before_capacity->copy_(at::bincount(expert_idx.reshape({-1}), {}, experts));
-  };
-})
+// npu_moe_init_routing_quant: quant_mode 0 by one scale and offset, 1 by row; counts cumulated (1) or not (2), without padding;
+// how many each expert has before its capacity, with it (op-plugin's MoeInitRoutingQuantKernelNpuOpApi.cpp).
+CHECKED(aclnnMoeInitRoutingQuantV2,
+    (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t, int64_t capacity, int64_t experts,
+        int64_t padded, int64_t count_flag, bool before, int64_t quant_mode, Tensor expanded_x, Tensor row_idx,
+        Opt<Tensor> tokens, Opt<Tensor> before_capacity, Opt<Tensor> scale_out),
+    {
+      one_of("x", x, kFloating);
+      one_of("expert_idx", expert_idx, {at::kInt});
+      if (quant_mode == 0) check(scale && offset, kOpParam, "quant_mode 0 needs scale and offset");
+      if (padded)
+        check(capacity > 0 && capacity <= x.size(0), kOpParam, "expert_capacity is ", capacity, "; allowed: 1 to ", x.size(0),
+            ", the rows of x");
+      const Routing routing{
+          capacity, experts, padded, 0, experts, 0, quant_mode, count_flag == 1 ? 0 : 1, !padded && count_flag > 0};
+      COMPUTE {
+        routing.run(x, expert_idx, scale, offset, expanded_x, row_idx, tokens.value_or(Tensor()), scale_out);
+        if (padded && before && before_capacity) before_capacity->copy_(at::bincount(expert_idx.reshape({-1}), {}, experts));
+      };
+    })
 
 // The end of each expert's rows.
 CHECKED(aclnnMoeComputeExpertTokens, (Tensor sorted, int64_t experts, Tensor out), {
   one_of("sorted_expert_for_source_row", sorted, {at::kInt});
   rank("sorted_expert_for_source_row", sorted, 1);
-  check(sorted.numel() < (1 << 24), kOpParam, "sorted_expert_for_source_row has ", sorted.numel(), " elements; fewer than 2^24 are allowed");
+  check(sorted.numel() < (1 << 24), kOpParam, "sorted_expert_for_source_row has ", sorted.numel(),
+      " elements; fewer than 2^24 are allowed");
   within("num_expert", experts, int64_t{1}, int64_t{2048});
   COMPUTE { out.copy_(at::searchsorted(sorted, at::arange(experts, at::kInt), false, /*right=*/true)); };
 })
 
-// Rows that came from ranks, each rank's in the order of the experts, to the order of the experts over all ranks. idx_type 0: index into the
-// input for each output row; 1: the reverse.
-CHECKED(aclnnMoeReRouting, (Tensor tokens, Tensor counts, Opt<Tensor> scales, int64_t count_type, int64_t idx_type, Tensor tokens_out, Tensor scales_out, Tensor idx_out, Tensor count_out), {
-  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-  one_of("tokens", tokens, {at::kHalf, at::kBFloat16, at::kChar});
-  one_of("expert_token_num_per_rank", counts, kIndices);
-  rank("tokens", tokens, 2);
-  rank("expert_token_num_per_rank", counts, 2);
-  one_of("expert_token_num_type", count_type, {int64_t{0}, int64_t{1}});
-  one_of("idx_type", idx_type, {int64_t{0}, int64_t{1}});
-  if (scales) check(scales->size(0) == tokens.size(0), kOpParam, "per_token_scales has ", scales->size(0), " rows and tokens ", tokens.size(0));
-  COMPUTE {
-    const auto wide = counts.to(at::kLong).contiguous();
-    const auto flat = wide.view(-1), starts = flat.cumsum(0) - flat;
-    const auto length = wide.t().reshape(-1), start = starts.view(wide.sizes()).t().reshape(-1);
-    const int64_t rows = length.sum().item<int64_t>();
-    check(rows <= tokens.size(0), kOpParam, "expert_token_num_per_rank counts ", rows, " tokens; there are ", tokens.size(0));
-    const auto begins = length.cumsum(0) - length;
-    const auto from = at::arange(rows) + (start - begins).repeat_interleave(length);
-    tokens_out.narrow(0, 0, rows).copy_(tokens.index_select(0, from));
-    if (scales) scales_out.narrow(0, 0, rows).copy_(scales->index_select(0, from));
-    if (idx_type == 0) idx_out.narrow(0, 0, rows).copy_(from);
-    else idx_out.scatter_(0, from, at::arange(rows, at::kInt));
-    const auto per_expert = wide.sum(0);
-    count_out.copy_(count_type == 0 ? per_expert.cumsum(0) : per_expert);
-  };
-})
+// Rows that came from ranks, each rank's in the order of the experts, to the order of the experts over all ranks. idx_type 0:
+// index into the input for each output row; 1: the reverse.
+CHECKED(aclnnMoeReRouting,
+    (Tensor tokens, Tensor counts, Opt<Tensor> scales, int64_t count_type, int64_t idx_type, Tensor tokens_out, Tensor scales_out,
+        Tensor idx_out, Tensor count_out),
+    {
+      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+      one_of("tokens", tokens, {at::kHalf, at::kBFloat16, at::kChar});
+      one_of("expert_token_num_per_rank", counts, kIndices);
+      rank("tokens", tokens, 2);
+      rank("expert_token_num_per_rank", counts, 2);
+      one_of("expert_token_num_type", count_type, {int64_t{0}, int64_t{1}});
+      one_of("idx_type", idx_type, {int64_t{0}, int64_t{1}});
+      if (scales)
+        check(scales->size(0) == tokens.size(0), kOpParam, "per_token_scales has ", scales->size(0), " rows and tokens ",
+            tokens.size(0));
+      COMPUTE {
+        const auto wide = counts.to(at::kLong).contiguous();
+        const auto flat = wide.view(-1), starts = flat.cumsum(0) - flat;
+        const auto length = wide.t().reshape(-1), start = starts.view(wide.sizes()).t().reshape(-1);
+        const int64_t rows = length.sum().item<int64_t>();
+        check(rows <= tokens.size(0), kOpParam, "expert_token_num_per_rank counts ", rows, " tokens; there are ", tokens.size(0));
+        const auto begins = length.cumsum(0) - length;
+        const auto from = at::arange(rows) + (start - begins).repeat_interleave(length);
+        tokens_out.narrow(0, 0, rows).copy_(tokens.index_select(0, from));
+        if (scales) scales_out.narrow(0, 0, rows).copy_(scales->index_select(0, from));
+        if (idx_type == 0)
+          idx_out.narrow(0, 0, rows).copy_(from);
+        else
+          idx_out.scatter_(0, from, at::arange(rows, at::kInt));
+        const auto per_expert = wide.sum(0);
+        count_out.copy_(count_type == 0 ? per_expert.cumsum(0) : per_expert);
+      };
+    })

@@ -5,57 +5,52 @@ namespace {
 using namespace emu;
 
 // What a gradient is divided by.
-double count(int64_t reduction, const Tensor& self) { return reduction == at::Reduction::Mean ? static_cast<double>(self.numel()) : 1.0; }
+double count(int64_t reduction, const Tensor& self) {
+  return reduction == at::Reduction::Mean ? static_cast<double>(self.numel()) : 1.0;
+}
 }  // namespace
 
-#define LOSS(NAME, FUNCTION)                                                                            \
-  OP(aclnn##NAME, (Tensor self, Tensor target, int64_t reduction, Tensor out), {                        \
-    out.copy_(at::FUNCTION(wide(self), wide(target), reduction));                                       \
-  })
-#define LOSS_GRADIENT(NAME, FUNCTION)                                                                   \
-  OP(aclnn##NAME##Backward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, Tensor out), { \
-    out.copy_(at::FUNCTION##_backward(wide(grad), wide(self), wide(target), reduction));                \
-  })
+#define LOSS(NAME, FUNCTION)                                                   \
+  OP(aclnn##NAME, (Tensor self, Tensor target, int64_t reduction, Tensor out), \
+      { out.copy_(at::FUNCTION(wide(self), wide(target), reduction)); })
+#define LOSS_GRADIENT(NAME, FUNCTION)                                                                 \
+  OP(aclnn##NAME##Backward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, Tensor out), \
+      { out.copy_(at::FUNCTION##_backward(wide(grad), wide(self), wide(target), reduction)); })
 
 LOSS(L1Loss, l1_loss)
 LOSS(MseLoss, mse_loss)
 LOSS_GRADIENT(MseLoss, mse_loss)
 LOSS(SoftMarginLoss, soft_margin_loss)
 LOSS_GRADIENT(SoftMarginLoss, soft_margin_loss)
-OP(aclnnL1LossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, Tensor out), {
-  out.copy_(at::sign(wide(self) - wide(target)) * wide(grad) / count(reduction, out));
-})
-OP(aclnnSmoothL1Loss, (Tensor self, Tensor target, int64_t reduction, float beta, Tensor out), {
-  out.copy_(at::smooth_l1_loss(wide(self), wide(target), reduction, beta));
-})
-OP(aclnnSmoothL1LossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, float beta, Tensor out), {
-  out.copy_(at::smooth_l1_loss_backward(wide(grad), wide(self), wide(target), reduction, beta));
-})
+OP(aclnnL1LossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, Tensor out),
+    { out.copy_(at::sign(wide(self) - wide(target)) * wide(grad) / count(reduction, out)); })
+OP(aclnnSmoothL1Loss, (Tensor self, Tensor target, int64_t reduction, float beta, Tensor out),
+    { out.copy_(at::smooth_l1_loss(wide(self), wide(target), reduction, beta)); })
+OP(aclnnSmoothL1LossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, float beta, Tensor out),
+    { out.copy_(at::smooth_l1_loss_backward(wide(grad), wide(self), wide(target), reduction, beta)); })
 
-OP(aclnnBinaryCrossEntropy, (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out), {
-  out.copy_(at::binary_cross_entropy(wide(self), wide(target), wide(weight), reduction));
-})
-OP(aclnnBinaryCrossEntropyBackward, (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out), {
-  out.copy_(at::binary_cross_entropy_backward(wide(grad), wide(self), wide(target), wide(weight), reduction));
-})
-OP(aclnnBinaryCrossEntropyWithLogits, (Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight, int64_t reduction, Tensor out), {
-  out.copy_(at::binary_cross_entropy_with_logits(wide(self), wide(target), wide(weight), wide(pos_weight), reduction));
-})
-OP(aclnnBinaryCrossEntropyWithLogitsBackward, (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight, int64_t reduction, Tensor out), {
-  const auto x = at::sigmoid(wide(self));
-  const auto t = wide(target);
-  auto slope = x - t;
-  if (pos_weight) {
-    const auto positive = wide(*pos_weight) * t;
-    slope = (positive + 1 - t) * x - positive;
-  }
-  if (weight) slope = slope * wide(*weight);
-  out.copy_(slope * wide(grad) / count(reduction, self));
-})
+OP(aclnnBinaryCrossEntropy, (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out),
+    { out.copy_(at::binary_cross_entropy(wide(self), wide(target), wide(weight), reduction)); })
+OP(aclnnBinaryCrossEntropyBackward, (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out),
+    { out.copy_(at::binary_cross_entropy_backward(wide(grad), wide(self), wide(target), wide(weight), reduction)); })
+OP(aclnnBinaryCrossEntropyWithLogits,
+    (Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight, int64_t reduction, Tensor out),
+    { out.copy_(at::binary_cross_entropy_with_logits(wide(self), wide(target), wide(weight), wide(pos_weight), reduction)); })
+OP(aclnnBinaryCrossEntropyWithLogitsBackward,
+    (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight, int64_t reduction, Tensor out), {
+      const auto x = at::sigmoid(wide(self));
+      const auto t = wide(target);
+      auto slope = x - t;
+      if (pos_weight) {
+        const auto positive = wide(*pos_weight) * t;
+        slope = (positive + 1 - t) * x - positive;
+      }
+      if (weight) slope = slope * wide(*weight);
+      out.copy_(slope * wide(grad) / count(reduction, self));
+    })
 
-OP(aclnnKlDiv, (Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out), {
-  out.copy_(at::kl_div(wide(self), wide(target), reduction, log_target));
-})
+OP(aclnnKlDiv, (Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out),
+    { out.copy_(at::kl_div(wide(self), wide(target), reduction, log_target)); })
 OP(aclnnKlDivBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out), {
   const auto t = log_target ? at::exp(wide(target)) : wide(target);
   out.copy_(-at::where(t > 0, t, 0) * wide(grad) / count(reduction, self));
@@ -66,15 +61,20 @@ OP(aclnnKlDivTargetBackward, (Tensor grad, Tensor self, Tensor target, int64_t r
   out.copy_(slope * wide(grad) / count(reduction, self));
 })
 
-#define NLL(NAME, FUNCTION)                                                                                                                      \
-  OP(aclnn##NAME, (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, Tensor out, Tensor total), {              \
-    const auto [loss, sum] = at::FUNCTION##_forward(wide(self), to_int64(target), wide(weight), reduction, ignored);                                \
-    out.copy_(loss);                                                                                                                             \
-    total.copy_(sum);                                                                                                                            \
-  })                                                                                                                                             \
-  OP(aclnn##NAME##Backward, (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, Tensor total, Tensor out), { \
-    out.copy_(at::FUNCTION##_backward(wide(grad), wide(self), to_int64(target), wide(weight), reduction, ignored, wide(total)));                    \
-  })
+#define NLL(NAME, FUNCTION)                                                                                                    \
+  OP(aclnn##NAME,                                                                                                              \
+      (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, Tensor out, Tensor total), {        \
+        const auto [loss, sum] = at::FUNCTION##_forward(wide(self), to_int64(target), wide(weight), reduction, ignored);       \
+        out.copy_(loss);                                                                                                       \
+        total.copy_(sum);                                                                                                      \
+      })                                                                                                                       \
+  OP(aclnn##NAME##Backward,                                                                                                    \
+      (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, Tensor total,          \
+          Tensor out),                                                                                                         \
+      {                                                                                                                        \
+        out.copy_(                                                                                                             \
+            at::FUNCTION##_backward(wide(grad), wide(self), to_int64(target), wide(weight), reduction, ignored, wide(total))); \
+      })
 NLL(NLLLoss, nll_loss)
 NLL(NLLLoss2d, nll_loss2d)
 
@@ -85,14 +85,19 @@ OP(aclnnMultilabelMarginLoss, (Tensor self, Tensor target, int64_t reduction, Te
 })
 
 // log_alpha may be wider than 2 * longest target + 1: op-plugin rounds it up.
-OP(aclnnCtcLoss, (Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, int64_t blank, bool zero_infinity, Tensor out, Tensor log_alpha), {
-  const auto [loss, alpha] = at::_ctc_loss(wide(probabilities), to_int64(targets), inputs, lengths, blank, zero_infinity);
-  out.copy_(loss);
-  log_alpha.zero_().narrow(-1, 0, alpha.size(-1)).copy_(alpha);
-})
-OP(aclnnCtcLossBackward, (Tensor grad, Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, Tensor loss, Tensor log_alpha, int64_t blank,
-                          bool zero_infinity, Tensor out), {
-  const int64_t width = 2 * *std::max_element(lengths.begin(), lengths.end()) + 1;
-  out.copy_(at::_ctc_loss_backward(wide(grad), wide(probabilities), to_int64(targets), inputs, lengths, wide(loss), wide(log_alpha).narrow(-1, 0, width), blank,
-                                   zero_infinity));
-})
+OP(aclnnCtcLoss,
+    (Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, int64_t blank, bool zero_infinity, Tensor out,
+        Tensor log_alpha),
+    {
+      const auto [loss, alpha] = at::_ctc_loss(wide(probabilities), to_int64(targets), inputs, lengths, blank, zero_infinity);
+      out.copy_(loss);
+      log_alpha.zero_().narrow(-1, 0, alpha.size(-1)).copy_(alpha);
+    })
+OP(aclnnCtcLossBackward,
+    (Tensor grad, Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, Tensor loss, Tensor log_alpha, int64_t blank,
+        bool zero_infinity, Tensor out),
+    {
+      const int64_t width = 2 * *std::max_element(lengths.begin(), lengths.end()) + 1;
+      out.copy_(at::_ctc_loss_backward(wide(grad), wide(probabilities), to_int64(targets), inputs, lengths, wide(loss),
+          wide(log_alpha).narrow(-1, 0, width), blank, zero_infinity));
+    })

@@ -1,5 +1,5 @@
-// Batch normalization, whole and in the pieces that synchronized batch normalization is made of (torch.nn.SyncBatchNorm). Channels are
-// dimension 1. The formulas are those of PyTorch's batch_norm_* functions.
+// Batch normalization, whole and in the pieces that synchronized batch normalization is made of (torch.nn.SyncBatchNorm).
+// Channels are dimension 1. The formulas are those of PyTorch's batch_norm_* functions.
 #include "ops/wide.h"
 
 namespace {
@@ -7,7 +7,8 @@ using namespace emu;
 
 Ints all_but_channels(const Tensor& input) {
   Ints dims;
-  for (int64_t dim = 0; dim < input.dim(); ++dim) if (dim != 1) dims.push_back(dim);
+  for (int64_t dim = 0; dim < input.dim(); ++dim)
+    if (dim != 1) dims.push_back(dim);
   return dims;
 }
 
@@ -26,30 +27,34 @@ void update(const Opt<Tensor>& running, const Tensor& value, double momentum) {
 }
 }  // namespace
 
-OP(aclnnBatchNorm, (Tensor input, Opt<Tensor> weight, Opt<Tensor> bias, Opt<Tensor> running_mean, Opt<Tensor> running_var, bool training, double momentum,
-                    double epsilon, Tensor out, Tensor save_mean, Tensor save_invstd), {
-  auto mean = wide(running_mean), var = wide(running_var);
-  const auto [y, m, r] = at::native_batch_norm(wide(input), wide(weight), wide(bias), mean, var, training, momentum, epsilon);
-  out.copy_(y);
-  if (training) {
-    give(running_mean, mean.value_or(Tensor()));
-    give(running_var, var.value_or(Tensor()));
-    save_mean.copy_(m);
-    save_invstd.copy_(r);
-  } else {
-    save_mean.copy_(*mean);
-    save_invstd.copy_(at::rsqrt(*var + epsilon));
-  }
-})
-OP(aclnnBatchNormBackward, (Tensor grad, Tensor input, Opt<Tensor> weight, Opt<Tensor> running_mean, Opt<Tensor> running_var, Opt<Tensor> save_mean,
-                            Opt<Tensor> save_invstd, bool training, double epsilon, Bools mask, Opt<Tensor> grad_input, Opt<Tensor> grad_weight,
-                            Opt<Tensor> grad_bias), {
-  const auto [x, w, b] = at::native_batch_norm_backward(wide(grad), wide(input), wide(weight), wide(running_mean), wide(running_var), wide(save_mean),
-                                                        wide(save_invstd), training, epsilon, {mask[0], mask[1], mask[2]});
-  give(grad_input, x);
-  give(grad_weight, w);
-  give(grad_bias, b);
-})
+OP(aclnnBatchNorm,
+    (Tensor input, Opt<Tensor> weight, Opt<Tensor> bias, Opt<Tensor> running_mean, Opt<Tensor> running_var, bool training,
+        double momentum, double epsilon, Tensor out, Tensor save_mean, Tensor save_invstd),
+    {
+      auto mean = wide(running_mean), var = wide(running_var);
+      const auto [y, m, r] = at::native_batch_norm(wide(input), wide(weight), wide(bias), mean, var, training, momentum, epsilon);
+      out.copy_(y);
+      if (training) {
+        give(running_mean, mean.value_or(Tensor()));
+        give(running_var, var.value_or(Tensor()));
+        save_mean.copy_(m);
+        save_invstd.copy_(r);
+      } else {
+        save_mean.copy_(*mean);
+        save_invstd.copy_(at::rsqrt(*var + epsilon));
+      }
+    })
+OP(aclnnBatchNormBackward,
+    (Tensor grad, Tensor input, Opt<Tensor> weight, Opt<Tensor> running_mean, Opt<Tensor> running_var, Opt<Tensor> save_mean,
+        Opt<Tensor> save_invstd, bool training, double epsilon, Bools mask, Opt<Tensor> grad_input, Opt<Tensor> grad_weight,
+        Opt<Tensor> grad_bias),
+    {
+      const auto [x, w, b] = at::native_batch_norm_backward(wide(grad), wide(input), wide(weight), wide(running_mean),
+          wide(running_var), wide(save_mean), wide(save_invstd), training, epsilon, {mask[0], mask[1], mask[2]});
+      give(grad_input, x);
+      give(grad_weight, w);
+      give(grad_bias, b);
+    })
 OP(aclnnBatchNormStats, (Tensor input, double epsilon, Tensor mean, Tensor invstd), {
   const auto [v, m] = at::var_mean(wide(input), at::OptionalIntArrayRef(all_but_channels(input)), Scalar(0));
   mean.copy_(m);
@@ -59,48 +64,57 @@ OP(aclnnBatchNormElemt, (Tensor input, Opt<Tensor> weight, Opt<Tensor> bias, Ten
   const auto normal = (wide(input) - per_channel(mean, input)) * per_channel(invstd, input);
   out.copy_(normal * per_channel(weight, input, 1) + per_channel(bias, input, 0));
 })
-OP(aclnnBatchNormElemtBackward, (Tensor grad, Tensor input, Tensor mean, Tensor invstd, Opt<Tensor> weight, Tensor sum_dy, Tensor sum_dy_xmu, Tensor counts, Tensor out), {
-  const auto total = counts.sum().item<double>();
-  const auto scale = per_channel(invstd, input);
-  const auto towards_mean = (wide(input) - per_channel(mean, input)) * scale * scale * per_channel(sum_dy_xmu, input) / total;
-  out.copy_((wide(grad) - per_channel(sum_dy, input) / total - towards_mean) * scale * per_channel(weight, input, 1));
-})
-OP(aclnnBatchNormReduceBackward, (Tensor grad, Tensor input, Tensor mean, Tensor invstd, Opt<Tensor>, bool, bool, bool, Opt<Tensor> sum_dy, Opt<Tensor> sum_dy_xmu,
-                                  Opt<Tensor> grad_weight, Opt<Tensor> grad_bias), {
-  const auto dims = all_but_channels(input);
-  const auto sum = wide(grad).sum(dims);
-  const auto weighted = (wide(grad) * (wide(input) - per_channel(mean, input))).sum(dims);
-  give(sum_dy, sum);
-  give(sum_dy_xmu, weighted);
-  give(grad_weight, weighted * wide(invstd));
-  give(grad_bias, sum);
-})
+OP(aclnnBatchNormElemtBackward,
+    (Tensor grad, Tensor input, Tensor mean, Tensor invstd, Opt<Tensor> weight, Tensor sum_dy, Tensor sum_dy_xmu, Tensor counts,
+        Tensor out),
+    {
+      const auto total = counts.sum().item<double>();
+      const auto scale = per_channel(invstd, input);
+      const auto towards_mean = (wide(input) - per_channel(mean, input)) * scale * scale * per_channel(sum_dy_xmu, input) / total;
+      out.copy_((wide(grad) - per_channel(sum_dy, input) / total - towards_mean) * scale * per_channel(weight, input, 1));
+    })
+OP(aclnnBatchNormReduceBackward,
+    (Tensor grad, Tensor input, Tensor mean, Tensor invstd, Opt<Tensor>, bool, bool, bool, Opt<Tensor> sum_dy,
+        Opt<Tensor> sum_dy_xmu, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias),
+    {
+      const auto dims = all_but_channels(input);
+      const auto sum = wide(grad).sum(dims);
+      const auto weighted = (wide(grad) * (wide(input) - per_channel(mean, input))).sum(dims);
+      give(sum_dy, sum);
+      give(sum_dy_xmu, weighted);
+      give(grad_weight, weighted * wide(invstd));
+      give(grad_bias, sum);
+    })
 OP(aclnnBatchNormReduce, (Tensor input, Tensor sum, Tensor square_sum), {
   const auto dims = all_but_channels(input);
   sum.copy_(wide(input).sum(dims));
   square_sum.copy_(wide(input).square().sum(dims));
 })
 // One row of means and inverse deviations a process, and how many values each has seen.
-OP(aclnnBatchNormGatherStatsWithCounts, (Tensor, Tensor means, Tensor invstds, Opt<Tensor> running_mean, Opt<Tensor> running_var, double momentum, double epsilon,
-                                         Tensor counts, Tensor mean, Tensor invstd), {
-  const auto n = counts.to(at::kDouble).view({-1, 1});
-  const auto total = n.sum();
-  const auto m = means.to(at::kDouble);
-  const auto overall = (m * n).sum(0) / total;
-  const auto squares = ((invstds.to(at::kDouble).pow(-2) - epsilon + (m - overall).square()) * n).sum(0);
-  mean.copy_(overall);
-  invstd.copy_(at::rsqrt(squares / total + epsilon));
-  update(running_mean, overall, momentum);
-  update(running_var, squares / (total - 1), momentum);
-})
-OP(aclnnSyncBatchNormGatherStats, (Tensor sums, Tensor square_sums, Tensor counts, Tensor running_mean, Tensor running_var, float momentum, float epsilon, Tensor mean,
-                                   Tensor invstd), {
-  const auto total = counts.to(at::kDouble).sum();
-  const auto channels = mean.numel();
-  const auto overall = sums.to(at::kDouble).view({-1, channels}).sum(0) / total;
-  const auto variance = square_sums.to(at::kDouble).view({-1, channels}).sum(0) / total - overall.square();
-  mean.copy_(overall);
-  invstd.copy_(at::rsqrt(variance + epsilon));
-  update(running_mean, overall, momentum);
-  update(running_var, variance * total / (total - 1), momentum);
-})
+OP(aclnnBatchNormGatherStatsWithCounts,
+    (Tensor, Tensor means, Tensor invstds, Opt<Tensor> running_mean, Opt<Tensor> running_var, double momentum, double epsilon,
+        Tensor counts, Tensor mean, Tensor invstd),
+    {
+      const auto n = counts.to(at::kDouble).view({-1, 1});
+      const auto total = n.sum();
+      const auto m = means.to(at::kDouble);
+      const auto overall = (m * n).sum(0) / total;
+      const auto squares = ((invstds.to(at::kDouble).pow(-2) - epsilon + (m - overall).square()) * n).sum(0);
+      mean.copy_(overall);
+      invstd.copy_(at::rsqrt(squares / total + epsilon));
+      update(running_mean, overall, momentum);
+      update(running_var, squares / (total - 1), momentum);
+    })
+OP(aclnnSyncBatchNormGatherStats,
+    (Tensor sums, Tensor square_sums, Tensor counts, Tensor running_mean, Tensor running_var, float momentum, float epsilon,
+        Tensor mean, Tensor invstd),
+    {
+      const auto total = counts.to(at::kDouble).sum();
+      const auto channels = mean.numel();
+      const auto overall = sums.to(at::kDouble).view({-1, channels}).sum(0) / total;
+      const auto variance = square_sums.to(at::kDouble).view({-1, channels}).sum(0) / total - overall.square();
+      mean.copy_(overall);
+      invstd.copy_(at::rsqrt(variance + epsilon));
+      update(running_mean, overall, momentum);
+      update(running_var, variance * total / (total - 1), momentum);
+    })

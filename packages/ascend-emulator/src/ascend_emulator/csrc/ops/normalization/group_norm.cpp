@@ -1,12 +1,15 @@
 // GroupNorm, with an activation behind it or not, and gradients. Rules: torch_npu's documentation of npu_group_norm_silu and
-// npu_group_norm_swish (torch_npu/_op_plugin_docs.py), and the golden functions of op-plugin's tests; argument order: op-plugin's call sites.
+// npu_group_norm_swish (torch_npu/_op_plugin_docs.py), and the golden functions of op-plugin's tests; argument order: op-plugin's
+// call sites.
 #include "ops/wide.h"
 
 namespace {
 
 using namespace emu;
 
-struct GroupNormed { Tensor y, mean, rstd; };
+struct GroupNormed {
+  Tensor y, mean, rstd;
+};
 GroupNormed group(const Tensor& x, const Opt<Tensor>& weight, const Opt<Tensor>& bias, int64_t groups, double epsilon) {
   const auto wide = x.to(at::kFloat).reshape({x.size(0), groups, -1});
   const auto mean = wide.mean(-1, true), away = wide - mean, rstd = (away.square().mean(-1, true) + epsilon).rsqrt();
@@ -21,64 +24,75 @@ GroupNormed group(const Tensor& x, const Opt<Tensor>& weight, const Opt<Tensor>&
 void check_groups(const Tensor& x, const Opt<Tensor>& weight, const Opt<Tensor>& bias, int64_t groups) {
   one_of("input", x, kFloating);
   rank("input", x, 2, 8);
-  check(groups > 0 && x.size(1) % groups == 0, kOpParam, "group is ", groups, "; it must divide input's ", x.size(1), " channels");
+  check(
+      groups > 0 && x.size(1) % groups == 0, kOpParam, "group is ", groups, "; it must divide input's ", x.size(1), " channels");
   for (const auto& [name, w] : {std::pair{"weight", &weight}, std::pair{"bias", &bias}})
     if (*w) shape(name, **w, {x.size(1)});
 }
 
 }  // namespace
 
-OP(aclnnGroupNorm, (Tensor input, Opt<Tensor> weight, Opt<Tensor> bias, int64_t n, int64_t c, int64_t area, int64_t groups, double epsilon, Tensor out,
-                    Tensor mean, Tensor rstd), {
-  const auto [y, m, r] = at::native_group_norm(wide(input).contiguous(), wide(weight), wide(bias), n, c, area, groups, epsilon);
-  out.copy_(y);
-  mean.copy_(m);
-  rstd.copy_(r);
-})
-OP(aclnnGroupNormBackward, (Tensor grad, Tensor input, Tensor mean, Tensor rstd, Opt<Tensor> weight, int64_t n, int64_t c, int64_t area, int64_t groups,
-                            Bools mask, Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias), {
-  const auto [x, w, b] = at::native_group_norm_backward(wide(grad).contiguous(), wide(input).contiguous(), wide(mean), wide(rstd), wide(weight), n, c, area, groups,
-                                                        {mask[0], mask[1], mask[2]});
-  give(grad_input, x);
-  give(grad_weight, w);
-  give(grad_bias, b);
-})
-CHECKED(aclnnGroupNormSilu, (Tensor x, Opt<Tensor> weight, Opt<Tensor> bias, int64_t groups, double epsilon, Tensor out, Tensor mean, Tensor rstd), {
-  check_groups(x, weight, bias, groups);
-  COMPUTE {
-    const auto normed = group(x, weight, bias, groups, epsilon);
-    out.copy_(at::silu(normed.y));
-    mean.copy_(normed.mean);
-    rstd.copy_(normed.rstd);
-  };
-})
+OP(aclnnGroupNorm,
+    (Tensor input, Opt<Tensor> weight, Opt<Tensor> bias, int64_t n, int64_t c, int64_t area, int64_t groups, double epsilon,
+        Tensor out, Tensor mean, Tensor rstd),
+    {
+      const auto [y, m, r] =
+          at::native_group_norm(wide(input).contiguous(), wide(weight), wide(bias), n, c, area, groups, epsilon);
+      out.copy_(y);
+      mean.copy_(m);
+      rstd.copy_(r);
+    })
+OP(aclnnGroupNormBackward,
+    (Tensor grad, Tensor input, Tensor mean, Tensor rstd, Opt<Tensor> weight, int64_t n, int64_t c, int64_t area, int64_t groups,
+        Bools mask, Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias),
+    {
+      const auto [x, w, b] = at::native_group_norm_backward(wide(grad).contiguous(), wide(input).contiguous(), wide(mean),
+          wide(rstd), wide(weight), n, c, area, groups, {mask[0], mask[1], mask[2]});
+      give(grad_input, x);
+      give(grad_weight, w);
+      give(grad_bias, b);
+    })
+CHECKED(aclnnGroupNormSilu,
+    (Tensor x, Opt<Tensor> weight, Opt<Tensor> bias, int64_t groups, double epsilon, Tensor out, Tensor mean, Tensor rstd), {
+      check_groups(x, weight, bias, groups);
+      COMPUTE {
+        const auto normed = group(x, weight, bias, groups, epsilon);
+        out.copy_(at::silu(normed.y));
+        mean.copy_(normed.mean);
+        rstd.copy_(normed.rstd);
+      };
+    })
 CHECKED(aclnnGroupNormSwish,
-        (Tensor x, Tensor weight, Tensor bias, int64_t groups, Text, double epsilon, bool activates, double swish, Tensor out, Tensor mean, Tensor rstd), {
-  check_groups(x, weight, bias, groups);
-  same_dtype("weight", weight, "input", x);
-  same_dtype("bias", bias, "input", x);
-  COMPUTE {
-    const auto normed = group(x, weight, bias, groups, epsilon);
-    out.copy_(activates ? normed.y * at::sigmoid(normed.y * swish) : normed.y);
-    mean.copy_(normed.mean);
-    rstd.copy_(normed.rstd);
-  };
-})
+    (Tensor x, Tensor weight, Tensor bias, int64_t groups, Text, double epsilon, bool activates, double swish, Tensor out,
+        Tensor mean, Tensor rstd),
+    {
+      check_groups(x, weight, bias, groups);
+      same_dtype("weight", weight, "input", x);
+      same_dtype("bias", bias, "input", x);
+      COMPUTE {
+        const auto normed = group(x, weight, bias, groups, epsilon);
+        out.copy_(activates ? normed.y * at::sigmoid(normed.y * swish) : normed.y);
+        mean.copy_(normed.mean);
+        rstd.copy_(normed.rstd);
+      };
+    })
 CHECKED(aclnnGroupNormSwishGrad,
-        (Tensor grad, Tensor mean, Tensor rstd, Tensor x, Tensor weight, Tensor bias, int64_t groups, Text, double swish, bool wants_weight, bool wants_bias, Tensor x_grad,
-         Tensor weight_grad, Tensor bias_grad), {
-  check_groups(x, weight, bias, groups);
-  COMPUTE {
-    const Ints grouped{x.size(0), groups, -1};
-    Ints by_channel(x.dim(), 1);
-    by_channel[1] = x.size(1);
-    const auto inverse = rstd.to(at::kFloat).view({x.size(0), groups, 1});
-    const auto normed = (x.to(at::kFloat).reshape(grouped) - mean.to(at::kFloat).view({x.size(0), groups, 1})) * inverse;
-    const auto w = weight.to(at::kFloat).view(by_channel), y = normed.reshape(x.sizes()) * w + bias.to(at::kFloat).view(by_channel);
-    const auto gate = at::sigmoid(y * swish), g = grad.to(at::kFloat) * (gate + y * swish * gate * (1 - gate));
-    const auto scaled = (g * w).reshape(grouped);
-    x_grad.copy_((inverse * (scaled - scaled.mean(-1, true) - normed * (scaled * normed).mean(-1, true))).reshape(x.sizes()));
-    if (wants_weight) weight_grad.copy_(at::sum_to(g * normed.reshape(x.sizes()), by_channel).view(-1));
-    if (wants_bias) bias_grad.copy_(at::sum_to(g, by_channel).view(-1));
-  };
-})
+    (Tensor grad, Tensor mean, Tensor rstd, Tensor x, Tensor weight, Tensor bias, int64_t groups, Text, double swish,
+        bool wants_weight, bool wants_bias, Tensor x_grad, Tensor weight_grad, Tensor bias_grad),
+    {
+      check_groups(x, weight, bias, groups);
+      COMPUTE {
+        const Ints grouped{x.size(0), groups, -1};
+        Ints by_channel(x.dim(), 1);
+        by_channel[1] = x.size(1);
+        const auto inverse = rstd.to(at::kFloat).view({x.size(0), groups, 1});
+        const auto normed = (x.to(at::kFloat).reshape(grouped) - mean.to(at::kFloat).view({x.size(0), groups, 1})) * inverse;
+        const auto w = weight.to(at::kFloat).view(by_channel),
+                   y = normed.reshape(x.sizes()) * w + bias.to(at::kFloat).view(by_channel);
+        const auto gate = at::sigmoid(y * swish), g = grad.to(at::kFloat) * (gate + y * swish * gate * (1 - gate));
+        const auto scaled = (g * w).reshape(grouped);
+        x_grad.copy_((inverse * (scaled - scaled.mean(-1, true) - normed * (scaled * normed).mean(-1, true))).reshape(x.sizes()));
+        if (wants_weight) weight_grad.copy_(at::sum_to(g * normed.reshape(x.sizes()), by_channel).view(-1));
+        if (wants_bias) bias_grad.copy_(at::sum_to(g, by_channel).view(-1));
+      };
+    })

@@ -6,7 +6,9 @@ namespace {
 
 using namespace emu;
 
-struct LayerNormed { Tensor y, mean, rstd; };
+struct LayerNormed {
+  Tensor y, mean, rstd;
+};
 LayerNormed layer(const Tensor& wide, const Tensor& gamma, const Tensor& beta, double epsilon) {
   const auto dims = dims_of(wide, gamma);
   const auto mean = wide.mean(dims, true), away = wide - mean;
@@ -15,77 +17,92 @@ LayerNormed layer(const Tensor& wide, const Tensor& gamma, const Tensor& beta, d
 }
 
 // Of a layer norm of `wide` with respect to it, gamma and beta.
-struct LayerGrads { Tensor x, gamma, beta; };
+struct LayerGrads {
+  Tensor x, gamma, beta;
+};
 LayerGrads layer_grad(const Tensor& grad, const Tensor& wide, const Tensor& gamma, const Tensor& mean, const Tensor& rstd) {
   const auto dims = dims_of(wide, gamma);
   Ints like(wide.dim(), 1);
   for (int64_t i = 0; i < wide.dim() - gamma.dim(); ++i) like[i] = wide.size(i);
-  const auto g = grad.to(at::kFloat), inverse = rstd.reshape(like), normed = (wide - mean.reshape(like)) * inverse, scaled = g * gamma.to(at::kFloat);
-  return {inverse * (scaled - scaled.mean(dims, true) - normed * (scaled * normed).mean(dims, true)), at::sum_to(g * normed, gamma.sizes()), at::sum_to(g, gamma.sizes())};
+  const auto g = grad.to(at::kFloat), inverse = rstd.reshape(like), normed = (wide - mean.reshape(like)) * inverse,
+             scaled = g * gamma.to(at::kFloat);
+  return {inverse * (scaled - scaled.mean(dims, true) - normed * (scaled * normed).mean(dims, true)),
+      at::sum_to(g * normed, gamma.sizes()), at::sum_to(g, gamma.sizes())};
 }
 
 }  // namespace
 
-OP(aclnnLayerNorm, (Tensor x, Ints shape, Opt<Tensor> weight, Opt<Tensor> bias, double epsilon, Tensor y, Opt<Tensor> mean, Opt<Tensor> rstd), {
-  const auto [out, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);
-  y.copy_(out);
-  if (mean) mean->copy_(m);
-  if (rstd) rstd->copy_(r);
-})
-OP(aclnnLayerNormBackward, (Tensor grad, Tensor input, Ints shape, Tensor mean, Tensor rstd, Opt<Tensor> weight, Opt<Tensor> bias, Bools mask,
-                            Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias), {
-  const auto [x, w, b] = at::native_layer_norm_backward(wide(grad), wide(input), shape, wide(mean), wide(rstd), wide(weight), wide(bias), {mask[0], mask[1], mask[2]});
-  give(grad_input, x);
-  give(grad_weight, w);
-  give(grad_bias, b);
-})
+OP(aclnnLayerNorm,
+    (Tensor x, Ints shape, Opt<Tensor> weight, Opt<Tensor> bias, double epsilon, Tensor y, Opt<Tensor> mean, Opt<Tensor> rstd), {
+      const auto [out, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);
+      y.copy_(out);
+      if (mean) mean->copy_(m);
+      if (rstd) rstd->copy_(r);
+    })
+OP(aclnnLayerNormBackward,
+    (Tensor grad, Tensor input, Ints shape, Tensor mean, Tensor rstd, Opt<Tensor> weight, Opt<Tensor> bias, Bools mask,
+        Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias),
+    {
+      const auto [x, w, b] = at::native_layer_norm_backward(
+          wide(grad), wide(input), shape, wide(mean), wide(rstd), wide(weight), wide(bias), {mask[0], mask[1], mask[2]});
+      give(grad_input, x);
+      give(grad_weight, w);
+      give(grad_bias, b);
+    })
 CHECKED(aclnnAddLayerNorm,
-        (Tensor a, Tensor b, Tensor gamma, Tensor beta, Opt<Tensor> bias, double epsilon, bool keeps_sum, Tensor y, Tensor mean, Tensor rstd, Tensor sum), {
-  check_norm("x1", a, gamma, kFloating);
-  shape("x2", b, a.sizes());
-  shape("beta", beta, gamma.sizes());
-  COMPUTE {
-    auto total = sum_of(a, b);
-    if (bias) total = total + bias->to(at::kFloat);
-    const auto normed = layer(total, gamma, beta, epsilon);
-    y.copy_(normed.y);
-    copy_reshaped(mean, normed.mean);
-    copy_reshaped(rstd, normed.rstd);
-    if (keeps_sum) sum.copy_(total);
-  };
-})
+    (Tensor a, Tensor b, Tensor gamma, Tensor beta, Opt<Tensor> bias, double epsilon, bool keeps_sum, Tensor y, Tensor mean,
+        Tensor rstd, Tensor sum),
+    {
+      check_norm("x1", a, gamma, kFloating);
+      shape("x2", b, a.sizes());
+      shape("beta", beta, gamma.sizes());
+      COMPUTE {
+        auto total = sum_of(a, b);
+        if (bias) total = total + bias->to(at::kFloat);
+        const auto normed = layer(total, gamma, beta, epsilon);
+        y.copy_(normed.y);
+        copy_reshaped(mean, normed.mean);
+        copy_reshaped(rstd, normed.rstd);
+        if (keeps_sum) sum.copy_(total);
+      };
+    })
 CHECKED(aclnnAddLayerNormGrad,
-        (Tensor grad, Tensor a, Tensor b, Tensor rstd, Tensor mean, Tensor gamma, Opt<Tensor> sum_grad, Tensor x_grad, Tensor gamma_grad, Tensor beta_grad), {
-  check_norm("x1", a, gamma, kFloating);
-  shape("dy", grad, a.sizes());
-  COMPUTE {
-    const auto grads = layer_grad(grad, sum_of(a, b), gamma, mean, rstd);
-    x_grad.copy_(sum_grad ? grads.x + sum_grad->to(at::kFloat) : grads.x);
-    gamma_grad.copy_(grads.gamma);
-    beta_grad.copy_(grads.beta);
-  };
-})
+    (Tensor grad, Tensor a, Tensor b, Tensor rstd, Tensor mean, Tensor gamma, Opt<Tensor> sum_grad, Tensor x_grad,
+        Tensor gamma_grad, Tensor beta_grad),
+    {
+      check_norm("x1", a, gamma, kFloating);
+      shape("dy", grad, a.sizes());
+      COMPUTE {
+        const auto grads = layer_grad(grad, sum_of(a, b), gamma, mean, rstd);
+        x_grad.copy_(sum_grad ? grads.x + sum_grad->to(at::kFloat) : grads.x);
+        gamma_grad.copy_(grads.gamma);
+        beta_grad.copy_(grads.beta);
+      };
+    })
 // The layer norm of alpha * x + gx.
-CHECKED(aclnnDeepNorm, (Tensor x, Tensor gx, Tensor beta, Tensor gamma, double alpha, double epsilon, Tensor mean, Tensor rstd, Tensor y), {
-  check_norm("x", x, gamma, kFloating);
-  shape("gx", gx, x.sizes());
-  shape("beta", beta, gamma.sizes());
-  COMPUTE {
-    const auto normed = layer(x.to(at::kFloat) * alpha + gx.to(at::kFloat), gamma, beta, epsilon);
-    y.copy_(normed.y);
-    copy_reshaped(mean, normed.mean);
-    copy_reshaped(rstd, normed.rstd);
-  };
-})
+CHECKED(aclnnDeepNorm,
+    (Tensor x, Tensor gx, Tensor beta, Tensor gamma, double alpha, double epsilon, Tensor mean, Tensor rstd, Tensor y), {
+      check_norm("x", x, gamma, kFloating);
+      shape("gx", gx, x.sizes());
+      shape("beta", beta, gamma.sizes());
+      COMPUTE {
+        const auto normed = layer(x.to(at::kFloat) * alpha + gx.to(at::kFloat), gamma, beta, epsilon);
+        y.copy_(normed.y);
+        copy_reshaped(mean, normed.mean);
+        copy_reshaped(rstd, normed.rstd);
+      };
+    })
 CHECKED(aclnnDeepNormGrad,
-        (Tensor grad, Tensor x, Tensor gx, Tensor gamma, Tensor mean, Tensor rstd, double alpha, Tensor x_grad, Tensor gx_grad, Tensor beta_grad, Tensor gamma_grad), {
-  check_norm("x", x, gamma, kFloating);
-  shape("dy", grad, x.sizes());
-  COMPUTE {
-    const auto grads = layer_grad(grad, x.to(at::kFloat) * alpha + gx.to(at::kFloat), gamma, mean, rstd);
-    x_grad.copy_(grads.x * alpha);
-    gx_grad.copy_(grads.x);
-    gamma_grad.copy_(grads.gamma);
-    beta_grad.copy_(grads.beta);
-  };
-})
+    (Tensor grad, Tensor x, Tensor gx, Tensor gamma, Tensor mean, Tensor rstd, double alpha, Tensor x_grad, Tensor gx_grad,
+        Tensor beta_grad, Tensor gamma_grad),
+    {
+      check_norm("x", x, gamma, kFloating);
+      shape("dy", grad, x.sizes());
+      COMPUTE {
+        const auto grads = layer_grad(grad, x.to(at::kFloat) * alpha + gx.to(at::kFloat), gamma, mean, rstd);
+        x_grad.copy_(grads.x * alpha);
+        gx_grad.copy_(grads.x);
+        gamma_grad.copy_(grads.gamma);
+        beta_grad.copy_(grads.beta);
+      };
+    })

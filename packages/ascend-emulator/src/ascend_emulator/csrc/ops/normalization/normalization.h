@@ -15,7 +15,8 @@ inline Ints dims_of(const Tensor& x, const Tensor& gamma) {
 inline void check_norm(const char* name, const Tensor& x, const Tensor& gamma, const DTypes& dtypes) {
   one_of(name, x, dtypes);
   rank(name, x, 1, 8);
-  check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), kOpParam, "gamma has shape ", gamma.sizes(), ", which is not the end of ", name, "'s ", x.sizes());
+  check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), kOpParam, "gamma has shape ",
+      gamma.sizes(), ", which is not the end of ", name, "'s ", x.sizes());
 }
 
 inline void check_add_norm(const Tensor& a, const Tensor& b, const Tensor& gamma, const DTypes& dtypes) {
@@ -25,7 +26,9 @@ inline void check_add_norm(const Tensor& a, const Tensor& b, const Tensor& gamma
   shape("x2", b, a.sizes());
 }
 
-struct Normed { Tensor y, rstd; };
+struct Normed {
+  Tensor y, rstd;
+};
 inline Normed rms(const Tensor& wide, const Tensor& gamma, double epsilon) {
   auto rstd = (wide.square().mean(dims_of(wide, gamma), true) + epsilon).rsqrt();
   return {wide * rstd * gamma.to(at::kFloat), rstd};

@@ -1,6 +1,6 @@
-// RMSNorm, with an addition before it or not. Sums are taken in float32, as torch_npu's documentation of npu_rms_norm has it for half types.
-// Rules: torch_npu's documentation of npu_rms_norm, npu_add_rms_norm_cast and npu_gemma_rms_norm (torch_npu/_op_plugin_docs.py), and the golden
-// functions of op-plugin's tests; argument order: op-plugin's call sites.
+// RMSNorm, with an addition before it or not. Sums are taken in float32, as torch_npu's documentation of npu_rms_norm has it for
+// half types. Rules: torch_npu's documentation of npu_rms_norm, npu_add_rms_norm_cast and npu_gemma_rms_norm
+// (torch_npu/_op_plugin_docs.py), and the golden functions of op-plugin's tests; argument order: op-plugin's call sites.
 #include <ATen/Parallel.h>
 
 #include "normalization.h"
@@ -40,7 +40,7 @@ void check_rms_norm(const Tensor& x, const Tensor& gamma) {
   emu::one_of("x", x, emu::kFloating);
   emu::rank("x", x, 1, 8);
   emu::check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), emu::kOpParam, "gamma has shape ",
-             gamma.sizes(), ", which is not the end of x's ", x.sizes());
+      gamma.sizes(), ", which is not the end of x's ", x.sizes());
   // float32 beside a 16-bit x: op-plugin's test_npu_rms_norm.py, test_rms_norm_mix_dtype.
   if (gamma.scalar_type() != at::kFloat) emu::same_dtype("gamma", gamma, "x", x);
 }
@@ -58,15 +58,16 @@ void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, c
   auto output = y.is_contiguous() ? y : at::empty_like(input);
   float* scales = rstd.defined() ? rstd.data_ptr<float>() : nullptr;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "rms_norm", [&] {
-    rms_norm_rows(input.const_data_ptr<scalar_t>(), weight.const_data_ptr<scalar_t>(), output.mutable_data_ptr<scalar_t>(), scales,
-                  input.numel() / width, width, static_cast<float>(epsilon));
+    rms_norm_rows(input.const_data_ptr<scalar_t>(), weight.const_data_ptr<scalar_t>(), output.mutable_data_ptr<scalar_t>(),
+        scales, input.numel() / width, width, static_cast<float>(epsilon));
   });
   if (!output.is_same(y)) y.copy_(output);
 }
 
 }  // namespace
 
-// torch_npu's documentation of npu_rms_norm: float16, bfloat16 and float32, gamma of the same dtype (or float32), usually the last dimension.
+// torch_npu's documentation of npu_rms_norm: float16, bfloat16 and float32, gamma of the same dtype (or float32), usually the
+// last dimension.
 CHECKED(aclnnRmsNorm, (Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd), {
   check_rms_norm(x, gamma);
   COMPUTE { rms_norm(x, gamma, epsilon, y, rstd); };
@@ -117,7 +118,8 @@ CHECKED(aclnnRmsNormGrad, (Tensor grad, Tensor x, Tensor rstd, Tensor gamma, Ten
     const auto dims = dims_of(x, gamma);
     Ints like(x.dim(), 1);
     for (int64_t i = 0; i < x.dim() - gamma.dim(); ++i) like[i] = x.size(i);
-    const auto g = grad.to(at::kFloat), inverse = rstd.to(at::kFloat).reshape(like), normed = x.to(at::kFloat) * inverse, scaled = g * gamma.to(at::kFloat);
+    const auto g = grad.to(at::kFloat), inverse = rstd.to(at::kFloat).reshape(like), normed = x.to(at::kFloat) * inverse,
+               scaled = g * gamma.to(at::kFloat);
     x_grad.copy_(inverse * (scaled - normed * (scaled * normed).mean(dims, true)));
     gamma_grad.copy_(at::sum_to(g * normed, gamma.sizes()));
   };

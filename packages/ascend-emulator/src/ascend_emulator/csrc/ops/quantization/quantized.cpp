@@ -30,8 +30,12 @@ void store_rounded(const Tensor& values, const Tensor& out, bool four_bits) {
   switch (out.scalar_type()) {
     case at::kChar: out.copy_(rounded.clamp(-128, 127)); break;
     case at::kByte: out.copy_(rounded.clamp(0, 255)); break;
-    case at::kInt: out.copy_(rounded.to(at::kDouble).clamp(std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max())); break;
-    default: throw Error(kOpParam, text("an output of dtype ", out.scalar_type(), " is not emulated; int8, uint8, int32 and packed int4 are"));
+    case at::kInt:
+      out.copy_(rounded.to(at::kDouble).clamp(std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()));
+      break;
+    default:
+      throw Error(
+          kOpParam, text("an output of dtype ", out.scalar_type(), " is not emulated; int8, uint8, int32 and packed int4 are"));
   }
 }
 
@@ -93,7 +97,8 @@ Tensor dequantized(const Tensor& weight, const Tensor& scale, const Opt<Tensor>&
   const auto spread = [&](const Tensor& parameter) {
     const auto wide = scale_values(parameter);
     if (wide.dim() < 2 || wide.size(-2) <= 1) return wide.dim() == 2 ? wide : wide.reshape({1, -1});
-    check(weight.size(-2) % wide.size(-2) == 0, kOpParam, wide.size(-2), " groups do not divide the ", weight.size(-2), " rows of the weight");
+    check(weight.size(-2) % wide.size(-2) == 0, kOpParam, wide.size(-2), " groups do not divide the ", weight.size(-2),
+        " rows of the weight");
     return wide.repeat_interleave(weight.size(-2) / wide.size(-2), -2);
   };
   auto values = weight.to(at::kFloat);

@@ -24,7 +24,9 @@ inline double largest(bool four_bits) { return four_bits ? 7 : 127; }
 
 // [first, last) of each group among `rows`. Kinds (npu_grouped_matmul's group_list_type): 0 cumulated ends, 1 counts,
 // 2 pairs of group and count.
-struct Rows { int64_t group, first, last; };
+struct Rows {
+  int64_t group, first, last;
+};
 std::vector<Rows> rows_of(const Tensor& list, int64_t kind, int64_t rows);
 
 // Rows of x scaled by the row of scales that belongs to their group.

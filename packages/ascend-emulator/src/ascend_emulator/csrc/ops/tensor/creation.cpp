@@ -31,7 +31,8 @@ SHAPED(aclnnInplaceFillTensor, (Tensor self, Tensor value), EXPANDS(self, value)
 OP(aclnnInplaceFillDiagonal, (Tensor self, Scalar value, bool wrap), { self.fill_diagonal_(value, wrap); })
 OP(aclnnArange, (Scalar start, Scalar end, Scalar step, Tensor out), { at::arange_out(out, start, end, step); })
 OP(aclnnRange, (Scalar start, Scalar end, Scalar step, Tensor out), { at::range_out(out, start, end, step); })
-SHAPED(aclnnLinspace, (Scalar start, Scalar end, int64_t steps, Tensor out), SHAPE(out, {steps}), { at::linspace_out(out, start, end, steps); })
+SHAPED(aclnnLinspace, (Scalar start, Scalar end, int64_t steps, Tensor out), SHAPE(out, {steps}),
+    { at::linspace_out(out, start, end, steps); })
 SHAPED(aclnnEye, (int64_t rows, int64_t columns, Tensor out), SHAPE(out, {rows, columns}), { at::eye_out(out, rows, columns); })
 SHAPED(aclnnTril, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::tril_out(out, self, diagonal); })
 SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::triu_out(out, self, diagonal); })
@@ -42,6 +43,5 @@ OP(aclnnOneHot, (Tensor self, int64_t depth, Tensor on, Tensor off, int64_t axis
   out.copy_(at::where(axis < 0 ? hot : hot.movedim(-1, axis), on, off));
 })
 
-OP(aclnnLogSpace, (Scalar start, Scalar end, int64_t steps, double base, Tensor out), {
-  out.copy_(at::logspace(start, end, steps, base, out.is_floating_point() ? at::kDouble : out.scalar_type()));
-})
+OP(aclnnLogSpace, (Scalar start, Scalar end, int64_t steps, double base, Tensor out),
+    { out.copy_(at::logspace(start, end, steps, base, out.is_floating_point() ? at::kDouble : out.scalar_type())); })

@@ -1,5 +1,6 @@
 // Random numbers. The numbers differ from a real NPU's for the same seed (its generator is not public); they are as random, and
-// repeat for the same (seed, offset). Within a graph both are read from tensors when it is replayed, and the call has its own place behind.
+// repeat for the same (seed, offset). Within a graph both are read from tensors when it is replayed, and the call has its own
+// place behind.
 #include <ATen/CPUGeneratorImpl.h>
 
 #include "ops/wide.h"
@@ -20,40 +21,49 @@ at::Generator generator(const at::Tensor& seed, const at::Tensor& offset, int64_
 #define GRAPH_STATE Tensor seed, Tensor offset, int64_t within
 #define IN_GRAPH generator(seed, offset, within)
 
-OP(aclnnInplaceUniform, (Tensor self, double from, double to, int64_t seed, int64_t offset), { self.uniform_(from, to, generator(seed, offset)); })
+OP(aclnnInplaceUniform, (Tensor self, double from, double to, int64_t seed, int64_t offset),
+    { self.uniform_(from, to, generator(seed, offset)); })
 OP(aclnnInplaceUniformTensor, (Tensor self, double from, double to, GRAPH_STATE), { self.uniform_(from, to, IN_GRAPH); })
 OP(aclnnInplaceNormalTensor, (Tensor self, float mean, float std, GRAPH_STATE), { self.normal_(mean, std, IN_GRAPH); })
 OP(aclnnInplaceRandomTensor, (Tensor self, int64_t from, int64_t to, GRAPH_STATE), { self.random_(from, to, IN_GRAPH); })
-OP(aclnnMultinomialTensor, (Tensor self, int64_t samples, bool replacement, GRAPH_STATE, Tensor out), {
-  at::multinomial_out(out, self, samples, replacement, IN_GRAPH);
-})
+OP(aclnnMultinomialTensor, (Tensor self, int64_t samples, bool replacement, GRAPH_STATE, Tensor out),
+    { at::multinomial_out(out, self, samples, replacement, IN_GRAPH); })
 OP(aclnnInplaceNormal, (Tensor self, float mean, float std, int64_t seed, int64_t offset), {
-  if (self.is_floating_point()) self.normal_(mean, std, generator(seed, offset));
-  else self.copy_(at::empty(self.sizes(), at::kFloat).normal_(mean, std, generator(seed, offset)));
+  if (self.is_floating_point())
+    self.normal_(mean, std, generator(seed, offset));
+  else
+    self.copy_(at::empty(self.sizes(), at::kFloat).normal_(mean, std, generator(seed, offset)));
 })
-OP(aclnnNormalFloatFloat, (float mean, float std, int64_t seed, int64_t offset, Tensor out), { out.normal_(mean, std, generator(seed, offset)); })
-OP(aclnnNormalTensorFloat, (Tensor mean, float std, int64_t seed, int64_t offset, Tensor out), { out.normal_(0, std, generator(seed, offset)).add_(mean); })
-OP(aclnnNormalFloatTensor, (float mean, Tensor std, int64_t seed, int64_t offset, Tensor out), { out.normal_(0, 1, generator(seed, offset)).mul_(std).add_(mean); })
-OP(aclnnNormalTensorTensor, (Tensor mean, Tensor std, int64_t seed, int64_t offset, Tensor out), { out.normal_(0, 1, generator(seed, offset)).mul_(std).add_(mean); })
-OP(aclnnInplaceRandom, (Tensor self, int64_t from, int64_t to, int64_t seed, int64_t offset), { self.random_(from, to, generator(seed, offset)); })
-OP(aclnnInplaceBernoulli, (Tensor self, Scalar p, int64_t seed, int64_t offset), { self.bernoulli_(p.toDouble(), generator(seed, offset)); })
-OP(aclnnInplaceBernoulliTensor, (Tensor self, Tensor p, int64_t seed, int64_t offset), { self.bernoulli_(p, generator(seed, offset)); })
-OP(aclnnMultinomial, (Tensor self, int64_t samples, bool replacement, int64_t seed, int64_t offset, Tensor out), {
-  at::multinomial_out(out, self, samples, replacement, generator(seed, offset));
-})
+OP(aclnnNormalFloatFloat, (float mean, float std, int64_t seed, int64_t offset, Tensor out),
+    { out.normal_(mean, std, generator(seed, offset)); })
+OP(aclnnNormalTensorFloat, (Tensor mean, float std, int64_t seed, int64_t offset, Tensor out),
+    { out.normal_(0, std, generator(seed, offset)).add_(mean); })
+OP(aclnnNormalFloatTensor, (float mean, Tensor std, int64_t seed, int64_t offset, Tensor out),
+    { out.normal_(0, 1, generator(seed, offset)).mul_(std).add_(mean); })
+OP(aclnnNormalTensorTensor, (Tensor mean, Tensor std, int64_t seed, int64_t offset, Tensor out),
+    { out.normal_(0, 1, generator(seed, offset)).mul_(std).add_(mean); })
+OP(aclnnInplaceRandom, (Tensor self, int64_t from, int64_t to, int64_t seed, int64_t offset),
+    { self.random_(from, to, generator(seed, offset)); })
+OP(aclnnInplaceBernoulli, (Tensor self, Scalar p, int64_t seed, int64_t offset),
+    { self.bernoulli_(p.toDouble(), generator(seed, offset)); })
+OP(aclnnInplaceBernoulliTensor, (Tensor self, Tensor p, int64_t seed, int64_t offset),
+    { self.bernoulli_(p, generator(seed, offset)); })
+OP(aclnnMultinomial, (Tensor self, int64_t samples, bool replacement, int64_t seed, int64_t offset, Tensor out),
+    { at::multinomial_out(out, self, samples, replacement, generator(seed, offset)); })
 OP(aclnnRandperm, (int64_t n, int64_t seed, int64_t offset, Tensor out), { at::randperm_out(out, n, generator(seed, offset)); })
 
 namespace {
 // The noise holds the slopes that were drawn.
-void rrelu(const at::Tensor& self, at::Tensor& noise, const at::Scalar& lower, const at::Scalar& upper, bool training, const at::Generator& generator, at::Tensor& out) {
+void rrelu(const at::Tensor& self, at::Tensor& noise, const at::Scalar& lower, const at::Scalar& upper, bool training,
+    const at::Generator& generator, at::Tensor& out) {
   auto slopes = emu::wide(noise);
   out.copy_(at::rrelu_with_noise(emu::wide(self), slopes, lower, upper, training, generator));
   noise.copy_(slopes);
 }
 }  // namespace
-OP(aclnnRReluWithNoise, (Tensor self, Tensor noise, Scalar lower, Scalar upper, bool training, int64_t seed, int64_t offset, Tensor out), {
-  rrelu(self, noise, lower, upper, training, generator(seed, offset), out);
-})
-OP(aclnnInplaceRReluWithNoise, (Tensor self, Tensor noise, Scalar lower, Scalar upper, bool training, int64_t seed, int64_t offset), {
-  rrelu(self, noise, lower, upper, training, generator(seed, offset), self);
-})
+OP(aclnnRReluWithNoise,
+    (Tensor self, Tensor noise, Scalar lower, Scalar upper, bool training, int64_t seed, int64_t offset, Tensor out),
+    { rrelu(self, noise, lower, upper, training, generator(seed, offset), out); })
+OP(aclnnInplaceRReluWithNoise,
+    (Tensor self, Tensor noise, Scalar lower, Scalar upper, bool training, int64_t seed, int64_t offset),
+    { rrelu(self, noise, lower, upper, training, generator(seed, offset), self); })

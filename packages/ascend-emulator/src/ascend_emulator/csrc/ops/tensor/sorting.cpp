@@ -14,23 +14,18 @@ emu::Shape largest_shape(const at::Tensor& self, int64_t k, int64_t dim) {
 constexpr int64_t kNoDim = 1000;  // what op-plugin's UniqueConsecutiveKernelNpuOpApi.cpp passes for no dimension
 }  // namespace
 
-SHAPED(aclnnSort, (Tensor self, bool stable, int64_t dim, bool descending, Tensor values, Tensor indices), (ALONG(values, self, dim), SAME(indices, self)), {
-  copy_both(at::sort(self, stable, dim, descending), values, indices);
-})
+SHAPED(aclnnSort, (Tensor self, bool stable, int64_t dim, bool descending, Tensor values, Tensor indices),
+    (ALONG(values, self, dim), SAME(indices, self)), { copy_both(at::sort(self, stable, dim, descending), values, indices); })
 // The unnamed parameter is the sorting policy, which decides speed alone.
 SHAPED(aclnnTopkV2, (Tensor self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor values, Tensor indices),
-       (SHAPE(values, largest_shape(self, k, dim)), SAME(indices, values)), {
-  copy_both(at::topk(self, k, dim, largest, sorted), values, indices);
-})
-OP(aclnnSearchSorted, (Tensor sequence, Tensor self, bool int32, bool right, Opt<Tensor> sorter, Tensor out), {
-  at::searchsorted_out(out, sequence, self, int32, right, std::nullopt, sorter);
-})
-OP(aclnnSearchSorteds, (Tensor sequence, Scalar self, bool int32, bool right, Opt<Tensor> sorter, Tensor out), {
-  out.copy_(at::searchsorted(sequence, self, int32, right, std::nullopt, sorter));
-})
-OP(aclnnBincount, (Tensor self, Opt<Tensor> weights, int64_t minlength, Tensor out), {
-  out.copy_(at::bincount(self, weights, minlength));
-})
+    (SHAPE(values, largest_shape(self, k, dim)), SAME(indices, values)),
+    { copy_both(at::topk(self, k, dim, largest, sorted), values, indices); })
+OP(aclnnSearchSorted, (Tensor sequence, Tensor self, bool int32, bool right, Opt<Tensor> sorter, Tensor out),
+    { at::searchsorted_out(out, sequence, self, int32, right, std::nullopt, sorter); })
+OP(aclnnSearchSorteds, (Tensor sequence, Scalar self, bool int32, bool right, Opt<Tensor> sorter, Tensor out),
+    { out.copy_(at::searchsorted(sequence, self, int32, right, std::nullopt, sorter)); })
+OP(aclnnBincount, (Tensor self, Opt<Tensor> weights, int64_t minlength, Tensor out),
+    { out.copy_(at::bincount(self, weights, minlength)); })
 OP(aclnnUnique2, (Tensor self, bool sorted, bool inverse, bool counts, Result values, Result inverses, Result numbers), {
   const auto [value, index, count] = at::_unique2(self, sorted, inverse, counts);
   values.assign(value);
@@ -38,7 +33,8 @@ OP(aclnnUnique2, (Tensor self, bool sorted, bool inverse, bool counts, Result va
   if (counts) numbers.assign(count);
 })
 
-OP(aclnnKthvalue, (Tensor self, int64_t k, int64_t dim, bool keepdim, Tensor values, Tensor indices), { copy_both(at::kthvalue(self, k, dim, keepdim), values, indices); })
+OP(aclnnKthvalue, (Tensor self, int64_t k, int64_t dim, bool keepdim, Tensor values, Tensor indices),
+    { copy_both(at::kthvalue(self, k, dim, keepdim), values, indices); })
 OP(aclnnUnique, (Tensor self, bool sorted, bool inverse, Result values, Result inverses), {
   const auto [value, position] = at::_unique(self, sorted, inverse);
   values.assign(value);
@@ -50,9 +46,11 @@ OP(aclnnUniqueDim, (Tensor self, bool sorted, bool inverse, int64_t dim, Result 
   if (inverse) inverses.assign(position);
   numbers.assign(count);
 })
-OP(aclnnUniqueConsecutive, (Tensor self, bool inverse, bool counts, int64_t dim, Result values, Result inverses, Result numbers), {
-  const auto [value, position, count] = at::unique_consecutive(self, inverse, counts, dim == kNoDim ? std::nullopt : Opt<int64_t>(dim));
-  values.assign(value);
-  if (inverse) inverses.assign(position);
-  if (counts) numbers.assign(count);
-})
+OP(aclnnUniqueConsecutive, (Tensor self, bool inverse, bool counts, int64_t dim, Result values, Result inverses, Result numbers),
+    {
+      const auto [value, position, count] =
+          at::unique_consecutive(self, inverse, counts, dim == kNoDim ? std::nullopt : Opt<int64_t>(dim));
+      values.assign(value);
+      if (inverse) inverses.assign(position);
+      if (counts) numbers.assign(count);
+    })

@@ -6,7 +6,10 @@
 namespace emu {
 
 enum class Places { sequence, slots, pages };  // an index for each token of a request, for each token as a slot, or for each page
-struct CacheMode { Places places; bool fractal; };
+struct CacheMode {
+  Places places;
+  bool fractal;
+};
 
 CacheMode mode_of(const Text& name, std::initializer_list<Text> allowed);
 Tensor rms_normed(const Tensor& x, const Tensor& gamma, double epsilon);  // float32

@@ -32,7 +32,8 @@ void rope(const Tensor& positions, const Tensor& x, const Tensor& cache, int64_t
   const int64_t stride = x.stride(0);
   at::parallel_for(0, tokens, 8, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
-      check(where[t] >= 0 && where[t] < limit, kOpParam, "position ", where[t], " is outside the cos/sin cache of ", limit, " rows");
+      check(where[t] >= 0 && where[t] < limit, kOpParam, "position ", where[t], " is outside the cos/sin cache of ", limit,
+          " rows");
       const T* row = table + where[t] * 2 * half;
       rope_heads(in + t * stride, result + t * out.stride(0), row, row + half, heads, head_size, half, neox);
     }
@@ -43,7 +44,8 @@ void rope(const Tensor& positions, const Tensor& x, const Tensor& cache, int64_t
 Tensor merged(const Tensor& positions, const Tensor& cache, const Ints& sections, bool taking_turns) {
   const auto where = positions.to(at::kLong);
   const int64_t limit = cache.size(0), half = cache.size(1) / 2;
-  check(where.numel() == 0 || (where.min().item<int64_t>() >= 0 && where.max().item<int64_t>() < limit), kOpParam, "a position is outside the cos/sin cache of ", limit, " rows");
+  check(where.numel() == 0 || (where.min().item<int64_t>() >= 0 && where.max().item<int64_t>() < limit), kOpParam,
+      "a position is outside the cos/sin cache of ", limit, " rows");
   auto owner = at::zeros({half}, at::kLong);
   if (taking_turns) {
     for (int64_t row = 1; row < 3; ++row)
@@ -56,29 +58,32 @@ Tensor merged(const Tensor& positions, const Tensor& cache, const Ints& sections
   return rows.gather(0, owner.view({1, 1, 1, half}).expand({1, rows.size(1), 2, half})).reshape({-1, 2 * half});
 }
 
-Computation rope_with_cache(const Tensor& positions, const Tensor& query, const Tensor& key, const Tensor& cache, const Opt<Ints>& sections, int64_t head_size, bool neox,
-                                      int64_t cache_mode, Tensor query_out, Tensor key_out) {
+Computation rope_with_cache(const Tensor& positions, const Tensor& query, const Tensor& key, const Tensor& cache,
+    const Opt<Ints>& sections, int64_t head_size, bool neox, int64_t cache_mode, Tensor query_out, Tensor key_out) {
   one_of("positions", positions, kIndices);
   rank("positions", positions, 1, 2);
-  check(positions.dim() == 1 || positions.size(0) == 3, kOpParam, "positions have shape ", positions.sizes(), "; [tokens] or [3, tokens] are allowed");
+  check(positions.dim() == 1 || positions.size(0) == 3, kOpParam, "positions have shape ", positions.sizes(),
+      "; [tokens] or [3, tokens] are allowed");
   one_of("query", query, kFloating);
   for (const auto& [name, x] : {std::pair{"key", &key}, std::pair{"cos_sin_cache", &cache}}) {
     same_dtype(name, *x, "query", query);
     rank(name, *x, 2);
   }
   rank("query", query, 2);
-  check(head_size > 0 && query.size(1) % head_size == 0 && key.size(1) % head_size == 0, kOpParam, "head_size is ", head_size, ", of which query's ", query.size(1), " and key's ",
-        key.size(1), " are no multiples");
-  check(positions.size(-1) == query.size(0) && key.size(0) == query.size(0), kOpParam, "positions, query and key are for ", positions.size(-1), ", ", query.size(0), " and ", key.size(0),
-        " tokens");
+  check(head_size > 0 && query.size(1) % head_size == 0 && key.size(1) % head_size == 0, kOpParam, "head_size is ", head_size,
+      ", of which query's ", query.size(1), " and key's ", key.size(1), " are no multiples");
+  check(positions.size(-1) == query.size(0) && key.size(0) == query.size(0), kOpParam, "positions, query and key are for ",
+      positions.size(-1), ", ", query.size(0), " and ", key.size(0), " tokens");
   const int64_t rotary = cache.size(1);
   multiple("rotary_dim", rotary, query.scalar_type() == at::kFloat ? 16 : 32);
   check(rotary <= head_size, kOpParam, "rotary_dim is ", rotary, " and head_size ", head_size, "; it must not be larger");
   one_of<int64_t>("cache_mode", cache_mode, {0, 1});
   if (positions.dim() == 2)
-    check(sections && sections->size() == 3 && sections->at(0) + sections->at(1) + sections->at(2) == rotary / 2, kOpParam, "mrope_section is [", listed(sections.value_or(Ints())),
-          "]; three numbers with the sum ", rotary / 2, " are needed for three rows of positions");
-  check(query.stride(-1) == 1 && key.stride(-1) == 1 && query_out.is_contiguous() && key_out.is_contiguous(), kOpParam, "rows must be contiguous");
+    check(sections && sections->size() == 3 && sections->at(0) + sections->at(1) + sections->at(2) == rotary / 2, kOpParam,
+        "mrope_section is [", listed(sections.value_or(Ints())), "]; three numbers with the sum ", rotary / 2,
+        " are needed for three rows of positions");
+  check(query.stride(-1) == 1 && key.stride(-1) == 1 && query_out.is_contiguous() && key_out.is_contiguous(), kOpParam,
+      "rows must be contiguous");
   COMPUTE {
     auto where = positions.to(at::kLong).contiguous();
     auto table = cache.contiguous();
@@ -100,14 +105,16 @@ void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   for (const auto& [name, angles] : {std::pair{"r1", &cos}, std::pair{"r2", &sin}}) {
     rank(name, *angles, 4);
     same_dtype(name, *angles, "input", x);
-    check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == x.size(3), kOpParam, name, " has shape ", angles->sizes(), ", which does not spread to input's ", x.sizes());
+    check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == x.size(3), kOpParam, name, " has shape ",
+        angles->sizes(), ", which does not spread to input's ", x.sizes());
   }
   multiple("D", x.size(3), 2);
   check(x.size(3) < 896, kOpParam, "D is ", x.size(3), "; it must be below 896");
 }
 
 // Of the rotation of x by the angles, with respect to each.
-void rotary_grad(const Tensor& grad, const Tensor& cos, const Tensor& sin, const Opt<Tensor>& x, bool interleaved, Tensor x_grad, Tensor cos_grad, Tensor sin_grad) {
+void rotary_grad(const Tensor& grad, const Tensor& cos, const Tensor& sin, const Opt<Tensor>& x, bool interleaved, Tensor x_grad,
+    Tensor cos_grad, Tensor sin_grad) {
   const auto g = grad.to(at::kFloat), by_sin = g * sin.to(at::kFloat);
   x_grad.copy_(g * cos.to(at::kFloat) - rotated(by_sin, interleaved));  // the transposed rotation is its negative
   if (!x || x->numel() == 0) return;
@@ -152,11 +159,12 @@ CHECKED(aclnnRotaryPositionEmbeddingV2, (Tensor x, Tensor cos, Tensor sin, int64
     out.copy_(wide * cos.to(at::kFloat) + at::matmul(wide, rotation->to(at::kFloat)) * sin.to(at::kFloat));
   };
 })
-CHECKED(aclnnRotaryPositionEmbeddingGrad, (Tensor grad, Tensor cos, Tensor sin, Opt<Tensor> x, int64_t mode, Tensor x_grad, Tensor cos_grad, Tensor sin_grad), {
-  one_of<int64_t>("rotary_mode", mode, {0, 1});
-  check_angles(grad, cos, sin);
-  COMPUTE { rotary_grad(grad, cos, sin, x, mode == 1, x_grad, cos_grad, sin_grad); };
-})
+CHECKED(aclnnRotaryPositionEmbeddingGrad,
+    (Tensor grad, Tensor cos, Tensor sin, Opt<Tensor> x, int64_t mode, Tensor x_grad, Tensor cos_grad, Tensor sin_grad), {
+      one_of<int64_t>("rotary_mode", mode, {0, 1});
+      check_angles(grad, cos, sin);
+      COMPUTE { rotary_grad(grad, cos, sin, x, mode == 1, x_grad, cos_grad, sin_grad); };
+    })
 
 namespace {
 using namespace emu;
@@ -166,13 +174,16 @@ Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tens
   one_of<Text>("rotary_mode", mode, {"half"});
   one_of("query", query, kFloating);
   const int64_t dims = layout == 1 ? 4 : 3;
-  for (const auto& [name, x] : {std::pair<const char*, const Tensor*>{"query", &query}, {"key", &key}, {"cos", &cos}, {"sin", &sin}}) {
+  for (const auto& [name, x] :
+      {std::pair<const char*, const Tensor*>{"query", &query}, {"key", &key}, {"cos", &cos}, {"sin", &sin}}) {
     rank(name, *x, dims);
     same_dtype(name, *x, "query", query);
-    check(x->sizes().slice(0, dims - 2) == query.sizes().slice(0, dims - 2), kOpParam, name, " has shape ", x->sizes(), ", which differs from query's ", query.sizes(), " before the heads");
+    check(x->sizes().slice(0, dims - 2) == query.sizes().slice(0, dims - 2), kOpParam, name, " has shape ", x->sizes(),
+        ", which differs from query's ", query.sizes(), " before the heads");
     check(x->size(-1) == query.size(-1), kOpParam, name, " has head size ", x->size(-1), " and query ", query.size(-1));
   }
-  check(cos.size(-2) == 1 && sin.size(-2) == 1, kOpParam, "cos and sin have ", cos.size(-2), " and ", sin.size(-2), " heads; 1 is allowed");
+  check(cos.size(-2) == 1 && sin.size(-2) == 1, kOpParam, "cos and sin have ", cos.size(-2), " and ", sin.size(-2),
+      " heads; 1 is allowed");
   one_of<int64_t>("the head size", query.size(-1), {64, 128});
   COMPUTE {
     query.copy_(rotate(query, cos, sin, false));
@@ -181,9 +192,11 @@ Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tens
 }
 }  // namespace
 
-CHECKED(aclnnApplyRotaryPosEmbV2, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode), { return apply_rotary(query, key, cos, sin, layout, mode); })
+CHECKED(aclnnApplyRotaryPosEmbV2, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode),
+    { return apply_rotary(query, key, cos, sin, layout, mode); })
 
-// Pairs of neighbours come apart into halves first, and stay there (vLLM's use in MLA, and the golden function of test_npu_kv_rms_norm_rope_cache.py).
+// Pairs of neighbours come apart into halves first, and stay there (vLLM's use in MLA, and the golden function of
+// test_npu_kv_rms_norm_rope_cache.py).
 CHECKED(aclnnInterleaveRope, (Tensor x, Tensor cos, Tensor sin, Tensor out), {
   one_of("x", x, kHalves);
   rank("x", x, 4);
@@ -191,11 +204,13 @@ CHECKED(aclnnInterleaveRope, (Tensor x, Tensor cos, Tensor sin, Tensor out), {
   for (const auto& [name, angles] : {std::pair{"cos", &cos}, std::pair{"sin", &sin}}) {
     rank(name, *angles, 4);
     same_dtype(name, *angles, "x", x);
-    check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == 64, kOpParam, name, " has shape ", angles->sizes(), ", which does not spread to x's ", x.sizes());
+    check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == 64, kOpParam, name, " has shape ",
+        angles->sizes(), ", which does not spread to x's ", x.sizes());
   }
   COMPUTE { out.copy_(rotate(halves_of_pairs(x.to(at::kFloat)), cos, sin, false)); };
 })
 
 CHECKED(aclnnRopeWithSinCosCacheV2,
-        (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections, int64_t head_size, bool neox, int64_t cache_mode, Tensor query_out, Tensor key_out),
-        { return rope_with_cache(positions, query, key, cache, sections, head_size, neox, cache_mode, query_out, key_out); })
+    (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections, int64_t head_size, bool neox,
+        int64_t cache_mode, Tensor query_out, Tensor key_out),
+    { return rope_with_cache(positions, query, key, cache, sections, head_size, neox, cache_mode, query_out, key_out); })

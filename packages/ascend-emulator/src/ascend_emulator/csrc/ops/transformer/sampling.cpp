@@ -1,5 +1,6 @@
-// Choosing tokens. Rules: torch_npu's documentation of npu_top_k_top_p and npu_top_k_top_p_sample (torch_npu/_op_plugin_docs.py) and the golden
-// functions of op-plugin's test_npu_top_k_top_p.py and test_top_k_top_p_sample.py; argument order: op-plugin's call sites.
+// Choosing tokens. Rules: torch_npu's documentation of npu_top_k_top_p and npu_top_k_top_p_sample (torch_npu/_op_plugin_docs.py)
+// and the golden functions of op-plugin's test_npu_top_k_top_p.py and test_top_k_top_p_sample.py; argument order: op-plugin's
+// call sites.
 #include <ATen/CPUGeneratorImpl.h>
 
 #include "operator/op.h"
@@ -34,7 +35,8 @@ struct Sampling {
       probabilities->zero_();
     }
     const auto ks = top_k.to(at::kLong).contiguous();
-    const auto ps = top_p.to(at::kFloat).contiguous(), mins = min_p ? min_p->to(at::kFloat).contiguous() : at::full({batch}, -1, at::kFloat);
+    const auto ps = top_p.to(at::kFloat).contiguous(),
+               mins = min_p ? min_p->to(at::kFloat).contiguous() : at::full({batch}, -1, at::kFloat);
     for (int64_t i = 0; i < batch; ++i) {
       const auto row = logits[i].to(at::kFloat);
       const int64_t k = ks.const_data_ptr<int64_t>()[i];
@@ -111,8 +113,10 @@ CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor
     auto [values, places] = logits.to(at::kFloat).sort(/*stable=*/true, -1, /*descending=*/false);
     if (k) {
       const auto count = k->to(at::kLong);
-      check(count.numel() == 0 || (count.min().item<int64_t>() >= 1 && count.max().item<int64_t>() <= std::min(kMostK, logits.size(1))), kOpParam, "k has values from ",
-            count.min().item<int64_t>(), " to ", count.max().item<int64_t>(), "; allowed: 1 to ", std::min(kMostK, logits.size(1)));
+      check(count.numel() == 0 ||
+                (count.min().item<int64_t>() >= 1 && count.max().item<int64_t>() <= std::min(kMostK, logits.size(1))),
+          kOpParam, "k has values from ", count.min().item<int64_t>(), " to ", count.max().item<int64_t>(), "; allowed: 1 to ",
+          std::min(kMostK, logits.size(1)));
       values.masked_fill_(values < values.gather(1, (logits.size(1) - count).unsqueeze(1)), -kInfinity);
     }
     if (p) {
@@ -125,9 +129,13 @@ CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor
 })
 
 CHECKED(aclnnTopKTopPSampleV2,
-        (Tensor logits, Tensor top_k, Tensor top_p, Opt<Tensor> q, Opt<Tensor> min_p, double epsilon, bool wants_logits, int64_t, int64_t most_k, bool normalizes, bool leaves_sampling,
-         Tensor chosen, Tensor selected, Opt<Tensor> indices, Opt<Tensor> probabilities),
-        { return sample({logits, top_k, top_p, q, min_p, epsilon, wants_logits, normalizes, leaves_sampling, most_k, chosen, selected, indices, probabilities}); })
+    (Tensor logits, Tensor top_k, Tensor top_p, Opt<Tensor> q, Opt<Tensor> min_p, double epsilon, bool wants_logits, int64_t,
+        int64_t most_k, bool normalizes, bool leaves_sampling, Tensor chosen, Tensor selected, Opt<Tensor> indices,
+        Opt<Tensor> probabilities),
+    {
+      return sample({logits, top_k, top_p, q, min_p, epsilon, wants_logits, normalizes, leaves_sampling, most_k, chosen, selected,
+          indices, probabilities});
+    })
 
 // npu_sim_exponential_: of (seed, offset), like the other random numbers here (random.cpp).
 CHECKED(aclnnSimThreadExponential, (Tensor self, int64_t count, double lambda, int64_t seed, int64_t offset), {
@@ -135,6 +143,7 @@ CHECKED(aclnnSimThreadExponential, (Tensor self, int64_t count, double lambda, i
   check(lambda > 0, kOpParam, "lambd is ", lambda, "; it must be positive");
   check(count == self.numel(), kOpParam, "count is ", count, " for ", self.numel(), " numbers");
   COMPUTE {
-    self.exponential_(lambda, at::detail::createCPUGenerator(static_cast<uint64_t>(seed) + static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull));
+    self.exponential_(lambda,
+        at::detail::createCPUGenerator(static_cast<uint64_t>(seed) + static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull));
   };
 })
