@@ -63,7 +63,7 @@ def test_the_table_sums_up(trace, capsys):
 def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "other").write_text("{")
     assert main(["trace", str(tmp_path / "other")]) == 1
-    assert "is no trace of the emulator" in capsys.readouterr().err
+    assert "is not a trace of the emulator" in capsys.readouterr().err
 
 
 def test_the_model_follows_the_roofline():

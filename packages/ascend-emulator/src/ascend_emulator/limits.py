@@ -1,4 +1,4 @@
-"""CPUs and memory that this process may use: those of the machine, of its affinity and of its control groups (v1 and v2)."""
+"""CPU and memory limits of this process: affinity, available memory, and control groups (v1 and v2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _cgroup_files(controller: str, name: str, proc: Path, mount: Path) -> Iterator[str]:
-    """The contents of a limit's file in this process's control group and in those above it."""
+    """Contents of a limit's file in this process's control group and its ancestors."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -21,7 +21,8 @@ def _cgroup_files(controller: str, name: str, proc: Path, mount: Path) -> Iterat
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # v2 has one hierarchy (no controllers here); of v1 each has a directory. In a container the path may be the host's.
+        # v2 has one hierarchy and no controllers here; v1 has one directory per controller. In containers the path may be the
+        # host's.
         for root in [mount] if not controllers else [mount / controllers, mount / controller]:
             group = root / path.lstrip("/")
             for directory in [group, *group.parents]:
@@ -30,7 +31,7 @@ def _cgroup_files(controller: str, name: str, proc: Path, mount: Path) -> Iterat
 
 
 def cpus(proc: Path = PROC, mount: Path = CGROUPS, affinity: int | None = None) -> int:
-    """How many CPUs this process may use, a started one counted as one."""
+    """Number of CPUs that this process may use, rounded up."""
     found = [float(affinity or len(os.sched_getaffinity(0)))]
     for text in _cgroup_files("cpu", "cpu.max", proc, mount):
         quota, _, period = text.partition(" ")
@@ -43,7 +44,7 @@ def cpus(proc: Path = PROC, mount: Path = CGROUPS, affinity: int | None = None) 
 
 
 def memory(proc: Path = PROC, mount: Path = CGROUPS) -> int:
-    """Bytes of memory that this process may still take, those that only caches hold included."""
+    """Available memory in bytes, at most the control groups' limits."""
     available = next(
         int(line.split()[1]) * 1024 for line in (proc / "meminfo").read_text().splitlines() if line.startswith("MemAvailable:")
     )

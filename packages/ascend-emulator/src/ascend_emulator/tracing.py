@@ -1,4 +1,4 @@
-"""What the emulated NPUs did: the table of a trace, and the time that a piece of a program would take by the roofline model."""
+"""Traces of the emulated NPUs, and estimated device time by a roofline model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 @dataclass
 class Estimate:
-    """Estimated device time of the code within ``estimate()``, filled in at its end.
+    """Estimated device time of an ``estimate()`` block, set at its end.
 
     Attributes:
-        seconds: per NPU, on its busiest stream, with a host that is quick enough. An estimate from ``chips.toml``.
+        seconds: per NPU, of its latest stream, without host overhead. An estimate from the figures in ``chips.toml``.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
@@ -30,7 +30,7 @@ def _library() -> ctypes.CDLL:
 
 
 def flush() -> None:
-    """Write to the trace file what this process has done so far; synchronize first. At exit it is written by itself.
+    """Write this process's buffered events to the trace file; synchronize first. Done automatically at exit.
 
     Raises:
         RuntimeError: no NPU is emulated in this process.
@@ -40,10 +40,10 @@ def flush() -> None:
 
 @contextmanager
 def estimate() -> Iterator[Estimate]:
-    """Model the device time of what runs within, on all NPUs of this process that are in use; synchronizes at both ends.
+    """Estimate the device time of a block on all NPUs that this process uses; synchronizes at both ends.
 
-    An operator takes the longer of its floating-point operations over its cores' throughput and its bytes over the memory's
-    bandwidth, and a launch; collectives and copies their bytes over the links. Streams overlap as events allow.
+    The time of an operator is its launch overhead plus max(FLOPs / throughput, bytes / memory bandwidth), of collectives and
+    copies bytes / link bandwidth. Streams overlap as events allow.
 
     Raises:
         RuntimeError: no NPU is emulated in this process.
@@ -76,21 +76,21 @@ def estimate() -> Iterator[Estimate]:
 
 
 def events(trace: Path) -> list[dict]:
-    """The events of a trace file (``ASCEND_EMULATOR_TRACE``); its list is left open, as its writers may be killed.
+    """Events of a trace file (``ASCEND_EMULATOR_TRACE``), whose JSON list is not closed, because its writers may be killed.
 
     Raises:
-        ValueError: the file is no trace.
+        ValueError: invalid trace file.
     """
     lines = trace.read_text().strip().removesuffix(",")
     try:
         found = json.loads(lines + ("" if lines.endswith("]") else "]"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{trace} is no trace of the emulator: {error}") from None
+        raise ValueError(f"{trace} is not a trace of the emulator: {error}") from None
     return [event for event in found if event.get("ph") == "X"]
 
 
 def table(trace: Path) -> str:
-    """What a trace holds, by name: calls, bytes, floating-point operations, time on the CPU and estimated time on the chip."""
+    """Summary of a trace by name: calls, bytes, FLOPs, time on the CPU and estimated time on the chip."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     for event in events(trace):
         arguments = event["args"]
@@ -116,6 +116,6 @@ def table(trace: Path) -> str:
         [
             *lines,
             "",
-            "Estimated times: roofline model, summed over streams: an estimate, no measurement. Graphs hold operators.",
+            "Estimated times are by a roofline model, summed over streams. Graphs contain operators.",
         ]
     )

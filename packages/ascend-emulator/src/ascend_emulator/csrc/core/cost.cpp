@@ -6,30 +6,30 @@
 namespace emu::cost {
 namespace {
 
-thread_local Sheet* sheet = nullptr;
+thread_local Counters* counters = nullptr;
 
 }  // namespace
 
-Sheet* current() { return sheet; }
+Counters* current() { return counters; }
 
-Open::Open(Sheet* mine) : before_(std::exchange(sheet, mine)) {}
-Open::~Open() { sheet = before_; }
+Scope::Scope(Counters* mine) : before_(std::exchange(counters, mine)) {}
+Scope::~Scope() { counters = before_; }
 
-void touches(const void* argument, size_t size, double bytes) {
-  if (!sheet) return;
-  std::lock_guard lock(sheet->mutex);
-  if (std::find(sheet->parts.begin(), sheet->parts.end(), argument) == sheet->parts.end()) {
-    sheet->parts.push_back(argument);
-    sheet->bytes -= static_cast<double>(size);
+void partial_access(const void* argument, size_t size, double bytes) {
+  if (!counters) return;
+  std::lock_guard lock(counters->mutex);
+  if (std::find(counters->parts.begin(), counters->parts.end(), argument) == counters->parts.end()) {
+    counters->parts.push_back(argument);
+    counters->bytes -= static_cast<double>(size);
   }
-  sheet->bytes += bytes;
+  counters->bytes += bytes;
 }
 
-void operates(double flops, int item) {
-  if (!sheet) return;
-  std::lock_guard lock(sheet->mutex);
-  sheet->flops += flops;
-  sheet->item = item;
+void add_flops(double flops, int item) {
+  if (!counters) return;
+  std::lock_guard lock(counters->mutex);
+  counters->flops += flops;
+  counters->item = item;
 }
 
 }  // namespace emu::cost

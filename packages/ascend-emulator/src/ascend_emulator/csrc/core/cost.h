@@ -1,5 +1,5 @@
-// What an operator moves and computes, where the sizes of its arguments do not say: it touches a part of a cache, or multiplies
-// matrices inside. Operators tell while they compute; Observation (trace.h) adds it to their Work.
+// Bytes and FLOPs of an operator where they do not follow from the sizes of its arguments: it accesses a part of a cache, or
+// multiplies matrices internally. Operators report them while they compute; TaskTrace (trace.h) adds them to the task's Work.
 #ifndef ASCEND_EMULATOR_CORE_COST_H
 #define ASCEND_EMULATOR_CORE_COST_H
 #include <cstddef>
@@ -8,29 +8,29 @@
 
 namespace emu::cost {
 
-struct Sheet {  // of one run of an operator
+struct Counters {  // of one execution of an operator
   std::mutex mutex;
-  double bytes = 0, flops = 0;  // more or less than by the sizes of the arguments; instead of what the shapes suggest
+  double bytes = 0, flops = 0;  // bytes: difference to the arguments' sizes; flops: replaces the estimate from shapes
   int item = 0;
-  std::vector<const void*> parts;  // tensors that are touched in part
+  std::vector<const void*> parts;  // tensors that are accessed in part
 };
 
-Sheet* current();  // the thread's, null unless somebody observes
+Counters* current();  // of this thread; null without tracing
 
-// Makes a sheet the thread's; for threads that an operator hands work to, too.
-class Open {
+// Sets the thread's counters; also for an operator's helper threads.
+class Scope {
  public:
-  explicit Open(Sheet* sheet);
-  ~Open();
+  explicit Scope(Counters* counters);
+  ~Scope();
 
  private:
-  Sheet* before_;
+  Counters* before_;
 };
 
-// Of an argument of `size` bytes, the operator touches so many, not all; several calls add up.
-void touches(const void* argument, size_t size, double bytes);
-// Operations on elements of `item` bytes.
-void operates(double flops, int item);
+// The operator accesses `bytes` of an argument of `size` bytes. Several calls add up.
+void partial_access(const void* argument, size_t size, double bytes);
+// FLOPs on elements of `item` bytes.
+void add_flops(double flops, int item);
 
 }  // namespace emu::cost
 

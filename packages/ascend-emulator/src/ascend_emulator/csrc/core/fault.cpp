@@ -24,7 +24,7 @@ struct Fault {
   int code = 0;
 };
 std::mutex mutex;
-std::vector<Fault>& faults() {  // never destroyed: torch_npu calls until the end
+std::vector<Fault>& faults() {  // never destroyed: torch_npu makes calls during exit
   static auto* all = new std::vector<Fault>;
   return *all;
 }
@@ -43,7 +43,7 @@ bool is_collective(const std::string& name) {
   return true;
 }
 
-// `aclrtMalloc` means its other form too, which is the one torch_npu calls.
+// `aclrtMalloc` includes aclrtMallocAlign32, which torch_npu calls.
 bool covers(const std::string& name, const std::string& called) {
   if (name == called) return true;
   if (name == "aclrtMalloc") return called == "aclrtMallocAlign32";
@@ -102,7 +102,7 @@ void inject(const std::string& list) {
   if (!parsed.empty()) any = true;
 }
 
-// The environment's, at the first call, when every entry point is registered.
+// Reads ASCEND_EMULATOR_FAULTS at the first call, when all entry points are registered.
 void read_environment() {
   static const bool once = [] {
     try {
@@ -114,7 +114,7 @@ void read_environment() {
   check(complaint().empty(), kInvalidParam, complaint());
 }
 
-// Counts the call; the fault that is due, if any.
+// Counts the call and returns the fault that is due, if any.
 Fault due(const char* name) {
   read_environment();
   std::lock_guard lock(mutex);
@@ -136,13 +136,13 @@ void at(const char* name) {
     case Kind::none: return;
     case Kind::oom: throw Error(kOutOfMemory, text("out of memory (injected: ", fault.text, ")"));
     case Kind::ecc:
-      if (has_current_device()) device(current_device()).spoil();
+      if (has_current_device()) device(current_device()).inject_memory_error();
       throw Error(kEccError, text("multi-bit ECC error in the NPU's memory (injected: ", fault.text, ")"));
     case Kind::uce:
-      if (has_current_device()) device(current_device()).spoil();
+      if (has_current_device()) device(current_device()).inject_memory_error();
       throw Error(kMemoryError, text("uncorrectable error in the NPU's memory (injected: ", fault.text, ")"));
     case Kind::error: throw Error(static_cast<Status>(fault.code), text("error ", fault.code, " (injected: ", fault.text, ")"));
-    // Nobody asks pending() for these yet, so that they would have no effect.
+    // Not implemented: no caller of pending() handles them.
     case Kind::timeout:
     case Kind::drop: throw Error(kUnsupported, text("this fault is not emulated: ", fault.text));
     default: left_to_do = fault.kind;
@@ -165,7 +165,7 @@ void hang() {
 
 }  // namespace emu::fault
 
-// Adds faults, in the form of ASCEND_EMULATOR_FAULTS; clears all of them. Called by ascend_emulator.faults.
+// Inject faults in the syntax of ASCEND_EMULATOR_FAULTS, and clear all of them. Called by ascend_emulator.faults.
 EXPORT int ascend_emulator_inject(const char* list) {
   return emu::guarded("ascend_emulator_inject", [&] { emu::fault::inject(list); });
 }

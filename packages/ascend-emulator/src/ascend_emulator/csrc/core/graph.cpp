@@ -8,12 +8,12 @@
 namespace emu {
 namespace {
 
-// Captures that are under way, for calls that a capture forbids on other streams and threads too.
-std::mutex underway_mutex;
-std::set<Capture*> underway;
+// Active captures, for calls that a capture forbids on other streams and threads too.
+std::mutex active_captures_mutex;
+std::set<Capture*> active_captures;
 thread_local CaptureMode thread_mode = CaptureMode::global;
 
-// An update of a task group that is open on a stream: its tasks go here.
+// Open task-group update of a stream, with its tasks.
 struct Update {
   std::shared_ptr<Group> group;
   std::vector<Task> tasks;
@@ -63,7 +63,7 @@ void Graph::run(Stream& on) {
     if (!missing[i]) ready.push_back(i);
   }
   while (!ready.empty()) {
-    // In the order of the capture, unless an adversary chooses.
+    // Capture order, unless the adversary chooses.
     auto next = Adversary::on() ? ready.begin() + static_cast<long>(Adversary::number({static_cast<uint64_t>(id), replay,
                                                                         ready.size(), static_cast<uint64_t>(ready.back())}) %
                                                                     ready.size())
@@ -77,7 +77,7 @@ void Graph::run(Stream& on) {
       task = nodes[node].task;
     }
     try {
-      Observation observed(on, task);
+      TaskTrace observed(on, task);
       task.run();
     } catch (const std::exception& e) {
       const auto error = error_of(e);
@@ -118,7 +118,7 @@ bool capture_record(Stream& stream, Event& event) {
   }
   event.captured = capture;
   event.node = capture->last[&stream];
-  // What the stream itself still has to wait for counts too.
+  // Include the dependencies of the stream's next node.
   if (const auto& joined = capture->joined[&stream]; !joined.empty()) {
     capture_task(stream, Task{"join", [] {}, Kind::wait});
     event.node = capture->last[&stream];
@@ -141,17 +141,17 @@ bool capture_wait(Stream& stream, Event& event) {
   return true;
 }
 
-// The capture goes on (torch_npu's test_aclgraph_rng_state.py, test_graph_rng_after_failed_capture).
+// The capture remains valid (torch_npu's test_aclgraph_rng_state.py, test_graph_rng_after_failed_capture).
 void check_not_captured(const Stream& stream) {
   check(!stream.capture, kStreamCaptured, "the stream is being captured, and does not run until the graph is replayed");
 }
 
-// Which calls these are: CANN's API reference, "aclmdlRICaptureBegin" (aclrtMemset, aclrtMemcpy, aclrtMemcpy2d, and asynchronous
+// The forbidden calls: CANN's API reference, "aclmdlRICaptureBegin" (aclrtMemset, aclrtMemcpy, aclrtMemcpy2d, and asynchronous
 // copies of host memory that is not pinned) and "aclmdlRICaptureMode".
 void check_capture_mode(const char* call) {
-  std::lock_guard lock(underway_mutex);
-  if (underway.empty() || thread_mode == CaptureMode::relaxed) return;
-  for (auto* capture : underway) {
+  std::lock_guard lock(active_captures_mutex);
+  if (active_captures.empty() || thread_mode == CaptureMode::relaxed) return;
+  for (auto* capture : active_captures) {
     const bool global = capture->mode == CaptureMode::global;
     if (!global && (capture->mode == CaptureMode::relaxed || capture->thread != std::this_thread::get_id())) continue;
     invalidate(*capture, text(call, " was called during the capture"));
@@ -162,7 +162,7 @@ void check_capture_mode(const char* call) {
 
 }  // namespace emu
 
-// The aclmdlRI calls are beside their state. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch,
+// aclmdlRI entry points. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch,
 // BSD); behaviour: CANN's public API reference ("aclmdlRICaptureBegin" and following) and torch_npu's NPUGraph.cpp.
 #include "registry.h"
 
@@ -194,7 +194,7 @@ auto found(Map& map, void* handle, const char* what) {
 void begin(void* handle, const std::shared_ptr<Graph>& graph, int32_t mode) {
   auto stream = stream_at(handle);
   check(handle != nullptr, kInvalidParam, "the default stream cannot be captured");
-  check(mode >= 0 && mode <= 2, kInvalidParam, "capture mode ", mode, "; 0 global, 1 thread_local and 2 relaxed are there");
+  check(mode >= 0 && mode <= 2, kInvalidParam, "capture mode ", mode, "; supported: 0 global, 1 thread_local and 2 relaxed");
   check(!stream->capture, kStreamCaptured, "the stream is being captured already");
   auto capture = std::make_shared<Capture>();
   capture->graph = graph;
@@ -202,14 +202,14 @@ void begin(void* handle, const std::shared_ptr<Graph>& graph, int32_t mode) {
   capture->thread = std::this_thread::get_id();
   capture->origin = stream.get();
   enter(*stream, capture, kNoStream);
-  std::lock_guard lock(underway_mutex);
-  underway.insert(capture.get());
+  std::lock_guard lock(active_captures_mutex);
+  active_captures.insert(capture.get());
 }
 
 void run_branch(
     const std::shared_ptr<Condition>& condition, int32_t type, const std::vector<std::shared_ptr<Graph>>& branches, Stream& on) {
   const auto value = [&] { return *static_cast<const volatile uint64_t*>(to_kernel(condition->address)); };
-  if (type == 0) {  // if, perhaps with an else
+  if (type == 0) {  // if, with optional else
     if (value())
       branches[0]->run(on);
     else if (branches.size() > 1)
@@ -251,10 +251,10 @@ ACL_API(computed, aclmdlRICaptureEnd, (void* handle, void** graph), {
   check(capture->mode == CaptureMode::relaxed || capture->thread == std::this_thread::get_id(), kCaptureThread,
       "the capture began in another thread");
   {
-    std::lock_guard lock(underway_mutex);
-    underway.erase(capture.get());
+    std::lock_guard lock(active_captures_mutex);
+    active_captures.erase(capture.get());
   }
-  // Every stream that took part has to come back to the first one.
+  // Every captured stream must be joined to the origin stream.
   std::set<int> reached;
   auto queue = capture->joined[stream.get()];
   queue.push_back(capture->last[stream.get()]);
@@ -292,15 +292,15 @@ ACL_API(computed, aclmdlRIExecuteAsync, (void* handle, void* stream), {
   on->submit(std::move(task));
 })
 ACL_API(computed, aclmdlRIDestroy, (void* handle), {
-  const auto graph = found(graphs, handle, "graph");  // lives on while it runs
+  const auto graph = found(graphs, handle, "graph");  // a running replay keeps it alive
   std::lock_guard lock(graphs_mutex);
   graphs.erase(handle);
 })
 ACL_API(
     answers, aclmdlRIGetId, (void* handle, uint32_t* id), { *id = static_cast<uint32_t>(found(graphs, handle, "graph")->id); })
 
-// Task groups: the nodes captured between begin and end get a handle. Between the beginning and the end of an update, the same
-// operators are called again on another stream; they take the nodes' places, in that stream's order, and do not run.
+// Task groups: the nodes captured between begin and end get a handle. In an update, the same operators are called again on
+// another stream; they replace the nodes in that order and are not executed.
 ACL_API(computed, aclmdlRICaptureTaskGrpBegin, (void* stream), {
   const auto capture = stream_of(stream).capture;
   check(capture != nullptr, kNotCaptured, "the stream is not being captured");
@@ -353,7 +353,7 @@ ACL_API(computed, aclmdlRICaptureTaskUpdateEnd, (void* stream), {
 })
 
 namespace emu {
-bool takes_update(Stream& stream, Task& task) {
+bool add_to_update(Stream& stream, Task& task) {
   if (open_updates == 0 || task.kind != Kind::op) return false;
   std::lock_guard lock(update_mutex);
   const auto at = updates.find(&stream);
@@ -382,7 +382,7 @@ ACL_API(computed, aclmdlRIAddCondTask, (CondTaskParams params, void* handle, uin
   const auto condition = found(conditions, params.handle, "condition");
   check(stream.capture != nullptr, kNotCaptured, "the stream is not being captured");
   check(params.type >= 0 && params.type <= 2, kInvalidParam, "condition type ", params.type,
-      "; 0 if, 1 while and 2 switch are there");
+      "; supported: 0 if, 1 while and 2 switch");
   const uint32_t most[] = {2, 1, UINT32_MAX};
   check(params.size >= 1 && params.size <= most[params.type], kInvalidParam, params.size, " branches for condition type ",
       params.type);
@@ -398,7 +398,7 @@ ACL_API(computed, aclmdlRIAddCondTask, (CondTaskParams params, void* handle, uin
   stream.submit(std::move(task));
 })
 
-// A listing of the graph: to standard output, or to a file in the event format that trace viewers open.
+// Prints the graph, to standard output or as JSON in the trace event format.
 ACL_API(computed, aclmdlRIDebugPrint, (void* handle), {
   const auto graph = found(graphs, handle, "graph");
   for (size_t i = 0; i < graph->nodes.size(); ++i)

@@ -71,10 +71,10 @@ bool registered(const char* name) { return entries().count(name) != 0; }
 
 }  // namespace emu
 
-// What the variable ASCEND_EMULATOR_CALLS does, from now on in this process.
+// Sets ASCEND_EMULATOR_CALLS for this process from now on.
 EXPORT void ascend_emulator_note_calls(const char* path) { emu::calls = strdup(path); }
 
-// One line per entry point: "name family effect", and why it has none. Read by `ascend-emulator coverage`.
+// One line per entry point: "name family effect reason". Read by `ascend-emulator coverage`.
 EXPORT const char* ascend_emulator_registry() {
   static const std::string listing = [] {
     std::string out;

@@ -70,7 +70,7 @@ namespace {
 std::mutex failure_mutex;
 std::string failed_on_queue;
 
-// The name that torch_npu gives its queue thread (torch_npu/csrc/core/npu/NPUAffinityController.cpp, BSD).
+// torch_npu's queue thread, by its name (torch_npu/csrc/core/npu/NPUAffinityController.cpp, BSD).
 bool on_queue_thread() {
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof name);
@@ -79,7 +79,7 @@ bool on_queue_thread() {
 }  // namespace
 
 int operator_done(const char* name, int status) {
-  // torch_npu raises no more than that the call failed, where it asks these for their workspace.
+  // torch_npu raises no message for these operators' GetWorkspaceSize, so it is printed.
   if (status != kOk && of_atb(name)) std::fprintf(stderr, "%s\n", last_message.c_str());
   if (status != kOk && on_queue_thread()) {
     std::lock_guard lock(failure_mutex);

@@ -1,6 +1,6 @@
-// Error codes and the message that aclGetRecentErrMsg returns.
+// Error codes, and error messages as aclGetRecentErrMsg returns them.
 //
-// Codes are the public ones that torch_npu explains in torch_npu/csrc/core/npu/NPUErrorCodes.h (Ascend/pytorch, BSD).
+// The codes are public; torch_npu documents them in torch_npu/csrc/core/npu/NPUErrorCodes.h (Ascend/pytorch, BSD).
 #ifndef ASCEND_EMULATOR_CORE_STATUS_H
 #define ASCEND_EMULATOR_CORE_STATUS_H
 #include <c10/util/FunctionRef.h>
@@ -52,8 +52,7 @@ struct Error : std::runtime_error {
   Error(Status s, const std::string& what) : std::runtime_error(what), status(s) {}
 };
 
-// A value of any type that an ostream takes, by reference: so that the functions below are compiled once, and not for each list
-// of types.
+// Type-erased reference to a value with operator<<, so that the functions below are not instantiated for each list of types.
 class Printable {
  public:
   template <class T>
@@ -78,7 +77,7 @@ template <class... Parts>
 }
 
 std::string hex(uint64_t value);
-// The values with commas between them.
+// The values, separated by commas.
 std::string listed(const std::vector<Printable>& values);
 template <class Range>
 std::string listed(const Range& values) {
@@ -88,19 +87,19 @@ std::string listed(const Range& values) {
 // Stores the calling thread's message and returns the code.
 int fail(Status status, const std::string& message);
 
-// The third state of an entry point: it is not there, and says so by its own name.
+// Fails because the entry point is not emulated; the message contains its name.
 int refuse(const char* name);
 
-// Passes on the status of an operator. torch_npu's queue thread ends when one fails on it, and torch_npu then raises that one
-// error and drops all that is queued later without another; so a failure on that thread is kept, and synchronizing fails from
-// then on.
+// Returns the status of an operator. When an operator fails on torch_npu's queue thread, the thread ends: torch_npu raises that
+// error once and silently drops everything queued later. So a failure on that thread is kept, and synchronizing fails from then
+// on.
 int operator_done(const char* name, int status);
 void check_queue();  // throws if an operator failed on the queue thread
 
-// An exception as a status and a reason: c10::Error appends a backtrace, which goes.
+// Converts an exception to a status and a message, without c10::Error's backtrace.
 Error error_of(const std::exception& e);
 
-// Runs `body`, turning exceptions into a status that names the entry point.
+// Runs `body` and converts exceptions to a status; the message starts with the entry point's name.
 int guarded(const char* name, c10::function_ref<void()> body) noexcept;
 
 [[noreturn]] void raise(Status status, std::initializer_list<Printable> parts);

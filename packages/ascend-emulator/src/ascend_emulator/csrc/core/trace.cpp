@@ -12,9 +12,9 @@ namespace emu {
 namespace {
 
 std::atomic<bool> modelling{false};
-thread_local int depth = 0;  // of tasks within tasks: a graph's nodes
+thread_local int depth = 0;  // nesting depth: nodes of a graph run within its task
 
-// Complete lines are added to the file, which other processes of the program write to as well.
+// Appends complete lines: several processes write to the same file.
 struct Trace {
   int file;
   std::mutex mutex;
@@ -84,7 +84,7 @@ std::string event(const std::string& name, const char* category, const std::stri
 
 }  // namespace
 
-bool observing() { return modelling || trace(); }
+bool trace_enabled() { return modelling || trace(); }
 
 double modelled_seconds(Kind kind, const Work& w, bool in_graph) {
   const auto& c = chip();
@@ -105,19 +105,19 @@ double modelled_seconds(Kind kind, const Work& w, bool in_graph) {
   return launch + std::max(w.flops / throughput, w.bytes / c.bandwidth);
 }
 
-Observation::Observation(Stream& stream, const Task& task)
-    : on_(observing()), stream_(stream), task_(task), open_(on_ ? &sheet_ : nullptr) {
+TaskTrace::TaskTrace(Stream& stream, const Task& task)
+    : on_(trace_enabled()), stream_(stream), task_(task), scope_(on_ ? &counters_ : nullptr) {
   if (!on_) return;
   ++depth;
   start_ = Clock::now();
 }
 
-Observation::~Observation() {
+TaskTrace::~TaskTrace() {
   if (!on_) return;
   const bool in_graph = --depth > 0;
   auto work = task_.work;
-  work.bytes += sheet_.bytes;
-  if (sheet_.flops > 0) work.flops = sheet_.flops, work.item = sheet_.item;
+  work.bytes += counters_.bytes;
+  if (counters_.flops > 0) work.flops = counters_.flops, work.item = counters_.item;
   const double seconds = modelled_seconds(task_.kind, work, in_graph);
   stream_.modelled += seconds;
   if (!trace()) return;
@@ -132,11 +132,11 @@ Observation::~Observation() {
   trace()->add(event(task_.name, name_of(task_.kind), id, start_, Clock::now(), arguments.str()));
 }
 
-HostObservation::HostObservation(const char* name, double copied) : name_(name), copied_(copied), on_(trace() != nullptr) {
+HostTrace::HostTrace(const char* name, double copied) : name_(name), copied_(copied), on_(trace() != nullptr) {
   if (on_) start_ = Clock::now();
 }
 
-HostObservation::~HostObservation() {
+HostTrace::~HostTrace() {
   if (!on_) return;
   const auto thread = std::to_string(1000000 + syscall(SYS_gettid));
   name_thread(thread, "host " + thread.substr(1));
@@ -152,16 +152,16 @@ void flush_trace() {
 
 }  // namespace emu
 
-// For ascend_emulator.tracing: writes what the trace holds back.
+// For ascend_emulator.tracing: writes buffered events.
 EXPORT void ascend_emulator_flush_trace() { emu::flush_trace(); }
-// Switches the model on, and reads it: seconds on the device's stream that is furthest on. Synchronize first.
+// Enables the model; returns the device time of the latest stream in seconds. Synchronize first.
 EXPORT void ascend_emulator_model(int on) { emu::modelling = on != 0; }
 EXPORT double ascend_emulator_modelled(int device) {
   double most = 0;
   for (const auto& stream : emu::streams_of(device)) most = std::max(most, stream->modelled);
   return most;
 }
-// After a synchronization of the device all its streams are as far on.
+// Aligns the device's streams after a synchronization.
 EXPORT void ascend_emulator_align(int device) {
   const double most = ascend_emulator_modelled(device);
   for (const auto& stream : emu::streams_of(device)) stream->modelled = most;

@@ -1,10 +1,8 @@
-// Observation: a trace of what the device does (ASCEND_EMULATOR_TRACE=FILE), and the time that it would take by the roofline
-// model.
+// Trace of the device's tasks (ASCEND_EMULATOR_TRACE=FILE), and their estimated device time by a roofline model.
 //
-// The model: an operator takes the longest of its floating-point operations over the throughput of its cores, its bytes over the
-// memory's bandwidth and its bytes over the link's, and a launch besides. Streams go on side by side; an event carries the time
-// of its record to whoever waits for it. The host is taken to be quick enough. The figures of a chip, with their sources, are in
-// chips.toml. It is an estimate.
+// The model: the launch overhead plus the maximum of FLOPs / throughput, bytes / memory bandwidth and link bytes / link
+// bandwidth. Streams run in parallel; an event passes the time of its record to the streams that wait for it. The host is assumed
+// to be fast enough. The chips' figures and their sources are in chips.toml. The result is an estimate.
 #ifndef ASCEND_EMULATOR_CORE_TRACE_H
 #define ASCEND_EMULATOR_CORE_TRACE_H
 #include "cost.h"
@@ -12,28 +10,28 @@
 
 namespace emu {
 
-bool observing();  // whether Task::work is to be filled in
+bool trace_enabled();  // whether Task::work is to be filled in
 
-// Of a task, from before it runs until after.
-class Observation {
+// Scope around a task's execution.
+class TaskTrace {
  public:
-  Observation(Stream& stream, const Task& task);
-  ~Observation();
+  TaskTrace(Stream& stream, const Task& task);
+  ~TaskTrace();
 
  private:
   const bool on_;
   Stream& stream_;
   const Task& task_;
-  cost::Sheet sheet_;
-  cost::Open open_;
+  cost::Counters counters_;
+  cost::Scope scope_;
   Clock::time_point start_;
 };
 
-// Of a call that makes the host wait, or copies before it returns.
-class HostObservation {
+// Scope around a call that synchronizes or copies before it returns.
+class HostTrace {
  public:
-  explicit HostObservation(const char* name, double copied = 0);
-  ~HostObservation();
+  explicit HostTrace(const char* name, double copied = 0);
+  ~HostTrace();
 
  private:
   const char* name_;

@@ -15,7 +15,7 @@ std::map<uintptr_t, Window> windows;
 intptr_t distance = 0;
 
 template <class Map>
-auto holding(Map& map, uintptr_t address) {  // the entry that starts last before or at the address
+auto holding(Map& map, uintptr_t address) {  // the last entry that starts at or before the address
   auto found = map.upper_bound(address);
   return found == map.begin() ? map.end() : std::prev(found);
 }
@@ -89,7 +89,7 @@ void unmap(void* at) {
   if (window->second.npu == kNoNpu) {
     mmap(at, window->second.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
   } else {
-    // Private memory takes its place, so that a kernel still running does not end the process; new ones are refused.
+    // Replaced by private memory, so that a running kernel does not crash the process; new accesses are refused.
     arena::unmap(reinterpret_cast<void*>(start + distance), window->second.bytes);
   }
   windows.erase(window);

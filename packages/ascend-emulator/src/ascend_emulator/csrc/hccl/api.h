@@ -1,4 +1,4 @@
-// What the files with HCCL's entry points share.
+// Common definitions of HCCL's entry points.
 #ifndef ASCEND_EMULATOR_HCCL_API_H
 #define ASCEND_EMULATOR_HCCL_API_H
 #include "core/registry.h"
@@ -12,7 +12,7 @@ std::shared_ptr<Communicator> communicator(void* handle);
 // The communicator that HcclGetCommName gives this name, on the current NPU.
 std::shared_ptr<Communicator> named(const char* argument, const std::string& name);
 
-// HCCL's own result for what an entry point threw.
+// HcclResult of an ACL status.
 inline int result_of(int status) {
   switch (status) {
     case kOk: return kSuccess;

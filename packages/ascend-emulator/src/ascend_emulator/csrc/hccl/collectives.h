@@ -1,4 +1,4 @@
-// The collectives, on kernel addresses. Each runs within Communicator::perform. Counts are of elements.
+// Collectives on kernel addresses, to be called within Communicator::perform(). Counts are numbers of elements.
 #ifndef ASCEND_EMULATOR_HCCL_COLLECTIVES_H
 #define ASCEND_EMULATOR_HCCL_COLLECTIVES_H
 #include "communicator.h"

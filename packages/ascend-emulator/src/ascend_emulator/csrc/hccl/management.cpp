@@ -1,4 +1,4 @@
-// Communicators as HCCL's entry points make, ask and end them. Signatures: see types.h.
+// Entry points that create, query and destroy communicators. Signatures: see types.h.
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -23,7 +23,7 @@ namespace {
 std::mutex mutex;
 std::map<void*, std::shared_ptr<Communicator>> communicators;
 
-void* enter(std::shared_ptr<Communicator> made) {
+void* add_communicator(std::shared_ptr<Communicator> made) {
   void* handle = made.get();
   std::lock_guard lock(mutex);
   communicators[handle] = std::move(made);
@@ -50,9 +50,9 @@ c10::intrusive_ptr<c10d::Store> tcp_store(const std::string& ip, int port, bool 
   }
 }
 
-// Where the ranks of communicators that have their root in this process meet; one for all.
+// Store for the communicators whose root is in this process.
 c10d::TCPStore& root_store() {
-  static auto* store = new auto(tcp_store("127.0.0.1", 0, true));  // never destroyed: ranks may still come at exit
+  static auto* store = new auto(tcp_store("127.0.0.1", 0, true));  // never destroyed: ranks may connect during exit
   return *static_cast<c10d::TCPStore*>(store->get());
 }
 
@@ -84,7 +84,7 @@ std::vector<std::string> split(const std::string& text, char separator) {
   return parts;
 }
 
-// Operations with "/" between them; each is levels with ";" between them, behind "name=" or not.
+// Operations separated by "/"; each has an optional "name=" and levels separated by ";".
 bool is_algorithm(const std::string& text) {
   for (std::string levels : split(text, '/')) {
     if (const auto equals = levels.find('='); equals != std::string::npos) {
@@ -99,8 +99,8 @@ bool is_algorithm(const std::string& text) {
   return true;
 }
 
-// "level0:NA;level1:ring", or such for operations: "allreduce=level0:NA;level1:ring/allgather=…" (HCCL_ALGO). The choice changes
-// no result here.
+// "level0:NA;level1:ring", or per operation "allreduce=level0:NA;level1:ring/allgather=…" (HCCL_ALGO). It does not affect
+// results.
 void check_algorithm(const Config* config) {
   if (!config || config->size < offsetof(Config, algorithm) + sizeof config->algorithm) return;
   const std::string chosen(config->algorithm, strnlen(config->algorithm, sizeof config->algorithm));
@@ -139,10 +139,10 @@ std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const 
   return std::make_shared<Communicator>(prefixed(name, store), name, static_cast<int>(rank), ranks, config_timeout(config));
 }
 
-void result(void** comm, std::shared_ptr<Communicator> made) { *comm = enter(std::move(made)); }
+void result(void** comm, std::shared_ptr<Communicator> made) { *comm = add_communicator(std::move(made)); }
 
 void place(void** comm) {
-  if (!comm) refuse_call(kNullPointer, "there is no place for the communicator");
+  if (!comm) refuse_call(kNullPointer, "comm is null");
 }
 
 }  // namespace
@@ -155,12 +155,12 @@ std::shared_ptr<Communicator> communicator(void* handle) {
 }
 
 std::shared_ptr<Communicator> named(const char* argument, const std::string& name) {
-  const int here = current_device();
+  const int npu = current_device();
   std::lock_guard lock(mutex);
   for (const auto& [handle, each] : communicators) {
-    if (each->name.substr(0, 127) == name && each->device == here) return each;
+    if (each->name.substr(0, 127) == name && each->device == npu) return each;
   }
-  throw Error(kOpParam, text(argument, " is \"", name, "\"; NPU ", here, " has no communicator of this name in this process"));
+  throw Error(kOpParam, text(argument, " is \"", name, "\"; NPU ", npu, " has no communicator of this name in this process"));
 }
 
 }  // namespace emu::hccl
@@ -193,7 +193,7 @@ HCCL_API(computed, HcclCommInitClusterInfoConfig, (const char* path, uint32_t ra
   result(comm, from_table(path, rank, config));
 })
 
-// Ranks that are not in it pass no list, and get none.
+// Ranks that are not members pass null and get null.
 HCCL_API(computed, HcclCreateSubCommConfig,
     (void** comm, uint32_t number, const uint32_t* members, uint64_t id, uint32_t rank, const Config* config, void** sub), {
       if (!comm) refuse_call(kNullPointer, "comm is null");
@@ -221,7 +221,7 @@ HCCL_API(computed, HcclCreateSubCommConfig,
       for (uint32_t i = 0; i < number; ++i) prefix += text("/", members[i]);
       const auto name = config_name(config, text(whole->name, "_sub_", id));
       {
-        static std::map<std::string, int> uses;  // the same on all members, as each makes it as often
+        static std::map<std::string, int> uses;  // equal on all members: each creates it equally often
         std::lock_guard lock(mutex);
         prefix += text("/", name, "/", uses[text(*comm, prefix, name)]++);
       }
@@ -229,7 +229,7 @@ HCCL_API(computed, HcclCreateSubCommConfig,
                       static_cast<int>(number), config_timeout(config)));
     })
 
-// All ranks in this process, each on its NPU.
+// All ranks in this process, one per NPU.
 HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, void** comms), {
   place(comms);
   if (!devices) refuse_call(kNullPointer, "devices is null");
@@ -270,7 +270,7 @@ HCCL_API(computed, HcclGetCommName, (void* comm, char* name), {
   std::strcpy(name, it->name.substr(0, 127).c_str());
 })
 
-// The error of the first operation that failed, and its line as this thread's recent message, which torch_npu's watchdog reports.
+// Error of the first failed operation; its message becomes this thread's recent message, which torch_npu's watchdog reports.
 HCCL_API(computed, HcclGetCommAsyncError, (void* comm, int32_t* error), {
   const auto it = communicator(comm);
   *error = it->error();
@@ -281,15 +281,15 @@ ACL_VALUE(const char*, answers, HcclGetErrorString, (int32_t result), { return e
 HCCL_API(computed, HcclCommSuspend, (void* comm), { communicator(comm)->suspend(); })
 HCCL_API(computed, HcclCommResume, (void* comm), { communicator(comm)->resume(); })
 
-// How many of HcclCommConfigCapability there are: all up to the name of a shared buffer.
+// Number of supported values of HcclCommConfigCapability: up to the name of a shared buffer.
 ACL_VALUE(uint32_t, answers, HcclGetCommConfigCapability, (), { return 12; })
 
-// Reductions are deterministic in any case (HcclConfig 0).
+// HcclConfig 0: deterministic reductions, which is always the case.
 HCCL_API(nothing("reductions are deterministic in any case"), HcclSetConfig, (int32_t config, int64_t),
     { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
 
-// There is one way between two ranks.
-HCCL_API(nothing("there is one way between two ranks"), HcclCommWorkingDevNicSet,
+// Two ranks have only one connection.
+HCCL_API(nothing("two ranks have one connection"), HcclCommWorkingDevNicSet,
     (void* comm, const uint32_t* ranks, const bool* backup, uint32_t number), {
       const auto it = communicator(comm);
       if (number && (!ranks || !backup)) refuse_call(kNullPointer, "ranks or useBackup is null");

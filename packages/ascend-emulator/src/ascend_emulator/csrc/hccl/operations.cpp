@@ -1,4 +1,4 @@
-// HCCL's operations. Arguments are checked in the call; the operation is a task of the stream. Signatures: see types.h.
+// HCCL's operations. Arguments are checked at the call; the operation runs as a task of the stream. Signatures: see types.h.
 #include <algorithm>
 #include <utility>
 
@@ -21,11 +21,11 @@ struct Operation {
   std::vector<PointToPoint> items;  // of point-to-point calls
 };
 
-// HcclGroupStart … HcclGroupEnd: the thread's calls in between, started together.
+// Calls of this thread between HcclGroupStart and HcclGroupEnd.
 thread_local int group_depth = 0;
 thread_local std::vector<Operation> group;
 
-// Point-to-point calls side by side are one step, as no order among them may block.
+// Adjacent point-to-point calls are one step, so that their order cannot deadlock.
 void run(const std::vector<Operation>& operations) {
   for (size_t i = 0; i < operations.size(); ++i) {
     const auto& first = operations[i];
@@ -41,7 +41,7 @@ void run(const std::vector<Operation>& operations) {
   }
 }
 
-// Bytes over this rank's links, for observation.
+// Bytes over this rank's links, for the trace.
 double link_bytes(const Operation& operation) {
   const auto& [on, stream, call, body, items] = operation;
   const double bytes = static_cast<double>(call.count * data_type(call.type).bytes), others = on->ranks - 1;
@@ -59,7 +59,7 @@ double link_bytes(const Operation& operation) {
   }
 }
 
-// Of the communicator that it is for, until it has run, or was dropped.
+// Counts as pending on the communicator until the task has run or was dropped.
 struct Pending {
   explicit Pending(std::shared_ptr<Communicator> on) : on(std::move(on)) { this->on->started(); }
   ~Pending() { end(); }
@@ -74,13 +74,13 @@ void submit(std::vector<Operation> operations) {
   const auto stream = stream_at(operations.front().stream);
   const auto pending = std::make_shared<Pending>(operations.front().on);
   Task task{kind_name(operations.front().call.kind), {}, emu::Kind::collective, /*blocks=*/true};
-  if (observing()) {
+  if (trace_enabled()) {
     for (const auto& each : operations) task.work.link += link_bytes(each);
     task.work.bytes = 2 * task.work.link;
     task.work.shapes = operations.front().call.describe();
   }
   task.run = [operations = std::move(operations), pending] { run(operations); };
-  if (stream->submit(std::move(task)) == 0) pending->end();  // captured: the graph keeps it for good
+  if (stream->submit(std::move(task)) == 0) pending->end();  // captured: the graph keeps the task
 }
 
 void issue(Operation operation) {
@@ -101,7 +101,7 @@ void* buffer(const void* address, uint64_t bytes, const char* name) {
   void* found = to_kernel(address);
   for (int i = 0; i < device_count(); ++i) {
     if (!device(i).owns(address)) continue;
-    const auto left = device(i).left(address);
+    const auto left = device(i).bytes_from(address);
     if (left < bytes) refuse_call(kParameter, name, " has ", left, " bytes from ", address, " on, ", bytes, " are needed");
   }
   return found;
@@ -112,13 +112,13 @@ void rank_within(const char* name, uint32_t rank, const Communicator& on) {
     refuse_call(kParameter, name, " is ", rank, "; the communicator has ", on.ranks, " ranks");
 }
 
-// So that no size in bytes overflows.
-uint64_t sane(const char* name, uint64_t count) {
+// Ensures that sizes in bytes do not overflow.
+uint64_t checked_count(const char* name, uint64_t count) {
   if (count >> 40) refuse_call(kParameter, name, " is ", count, "; no NPU holds that many elements");
   return count;
 }
 
-uint64_t bytes_of(uint64_t count, int type) { return sane("the count", count) * data_type(type).bytes; }
+uint64_t bytes_of(uint64_t count, int type) { return checked_count("the count", count) * data_type(type).bytes; }
 
 Header header(CallKind kind, uint64_t count, int type, int op = 0xff, uint32_t root = kNone) {
   Header made;
@@ -126,14 +126,14 @@ Header header(CallKind kind, uint64_t count, int type, int op = 0xff, uint32_t r
   made.type = static_cast<uint8_t>(type);
   made.op = static_cast<uint8_t>(op);
   made.root = root;
-  made.count = sane("the count", count);
+  made.count = checked_count("the count", count);
   return made;
 }
 
 Counts counts_of(const void* array, const char* name, const Communicator& on) {
   if (!array) refuse_call(kNullPointer, name, " is null");
   const auto* first = static_cast<const uint64_t*>(array);
-  for (int i = 0; i < on.ranks; ++i) sane(name, first[i]);
+  for (int i = 0; i < on.ranks; ++i) checked_count(name, first[i]);
   return {first, first + on.ranks};
 }
 
@@ -144,7 +144,7 @@ Counts multiples(uint64_t count, const Communicator& on) {
   return out;
 }
 
-// Elements of a buffer that parts with these counts and starts reach.
+// Number of elements that a buffer needs for these counts and displacements.
 uint64_t extent(const Counts& counts, const Counts& starts) {
   uint64_t end = 0;
   for (size_t i = 0; i < counts.size(); ++i)
@@ -299,7 +299,7 @@ HCCL_API(computed, HcclAlltoAllV,
           receive_type, on, stream);
     })
 
-// The counts of all ranks as a matrix [from][to]; parts lie one after the other.
+// Counts of all ranks as a matrix [from][to]; parts are contiguous.
 HCCL_API(computed, HcclAlltoAllVC,
     (const void* send, const void* matrix, int32_t send_type, const void* receive, int32_t receive_type, void* comm,
         void* stream),
@@ -307,7 +307,7 @@ HCCL_API(computed, HcclAlltoAllVC,
       const auto on = communicator(comm);
       if (!matrix) refuse_call(kNullPointer, "sendCountMatrix is null");
       const auto* counts = static_cast<const uint64_t*>(matrix);
-      for (int i = 0; i < on->ranks * on->ranks; ++i) sane("sendCountMatrix", counts[i]);
+      for (int i = 0; i < on->ranks * on->ranks; ++i) checked_count("sendCountMatrix", counts[i]);
       const auto starts = [](const Counts& each) {
         Counts out(each.size());
         for (size_t i = 1; i < each.size(); ++i) out[i] = out[i - 1] + each[i - 1];
@@ -359,7 +359,7 @@ HCCL_API(computed, HcclGroupEnd, (), {
   if (--group_depth) return;
   auto rest = std::move(group);
   group.clear();
-  while (!rest.empty()) {  // one task for each communicator and stream, in the order of their first calls
+  while (!rest.empty()) {  // one task per communicator and stream, in the order of their first calls
     std::vector<Operation> together;
     std::vector<Operation> later;
     for (auto& each : rest) {

@@ -73,7 +73,7 @@ const char* reduction_name(int op) {
 
 const DataType& data_type(int code) {
   const auto found = kTypes.find(code);
-  if (found == kTypes.end()) refuse_call(kParameter, "there is no data type ", code);
+  if (found == kTypes.end()) refuse_call(kParameter, "unknown data type ", code);
   return found->second;
 }
 
@@ -84,8 +84,7 @@ void check_transferable(int code) {
   one_of_types("the data type", code, allowed);
 }
 
-// "HcclAllReduce", "HcclReduce", "HcclReduceScatter": the lists are the same. Of Ascend950's, uint64 is left out: ATen does not
-// add it.
+// "HcclAllReduce", "HcclReduce", "HcclReduceScatter": same lists. uint64 of Ascend950 is not supported: ATen cannot add it.
 void check_reducible(int code, int op) {
   if (op < kSum || op > kMin) refuse_call(kParameter, "the reduction is ", op, "; allowed: 0 (sum), 1 (prod), 2 (max), 3 (min)");
   const bool duo = is_chip("Ascend310P");

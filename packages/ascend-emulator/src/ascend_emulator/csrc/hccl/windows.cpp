@@ -1,5 +1,5 @@
-// Memory that a program lends to a communicator, so that an NPU may reach its peers' directly. Here data goes over connections in
-// any case, so this is remembered and checked, and changes no result. Signatures: torch_npu/csrc/distributed/HcclCompile.h and
+// Memory registered with a communicator for direct access by peers. The emulator always transfers over connections, so
+// registrations are only checked and stored. Signatures: torch_npu/csrc/distributed/HcclCompile.h and
 // torch_npu/csrc/core/npu/interface/HcclInterface.cpp (Ascend/pytorch, BSD).
 #include <map>
 
@@ -25,7 +25,7 @@ std::map<std::pair<void*, uintptr_t>, Memory> active;   // communicator and star
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
-void given(const void* address, uint64_t bytes, const char* name) {
+void check_buffer(const void* address, uint64_t bytes, const char* name) {
   if (!address) refuse_call(kNullPointer, name, " is null");
   if (!bytes) refuse_call(kParameter, "the size is 0");
 }
@@ -40,7 +40,7 @@ void remove(std::map<std::pair<void*, uintptr_t>, Memory>& from, void* comm, uin
 
 HCCL_API(keeps, HcclCommRegister, (void* comm, void* address, uint64_t bytes, void** handle, uint32_t flag), {
   communicator(comm);
-  given(address, bytes, "addr");
+  check_buffer(address, bytes, "addr");
   if (!handle) refuse_call(kNullPointer, "handle is null");
   if (flag) refuse_call(kParameter, "flag is ", flag, "; allowed: 0");
   if (!is_device(address)) refuse_call(kParameter, "addr is not device memory: ", address);
@@ -63,7 +63,7 @@ HCCL_API(nothing("ranks have no memory of each other to map: what they exchange 
 
 HCCL_API(keeps, HcclCommSetMemoryRange, (void* comm, void* base, size_t bytes, size_t alignment, uint64_t), {
   communicator(comm);
-  given(base, bytes, "baseVirPtr");
+  check_buffer(base, bytes, "baseVirPtr");
   if (alignment) refuse_call(kParameter, "alignment is ", alignment, "; allowed: 0");
   std::lock_guard lock(mutex);
   ranges[{comm, number(base)}] = {number(base), bytes};
@@ -71,7 +71,7 @@ HCCL_API(keeps, HcclCommSetMemoryRange, (void* comm, void* base, size_t bytes, s
 HCCL_API(keeps, HcclCommUnsetMemoryRange, (void* comm, void* base), { remove(ranges, comm, number(base), "memory range"); })
 HCCL_API(keeps, HcclCommActivateCommMemory, (void* comm, void* address, size_t bytes, size_t offset, void* handle, uint64_t), {
   communicator(comm);
-  given(address, bytes, "virPtr");
+  check_buffer(address, bytes, "virPtr");
   if (offset) refuse_call(kParameter, "offset is ", offset, "; allowed: 0");
   if (!handle) refuse_call(kNullPointer, "handle is null");
   std::lock_guard lock(mutex);

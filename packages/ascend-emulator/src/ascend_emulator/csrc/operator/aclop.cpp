@@ -1,8 +1,8 @@
-// The legacy graph-operator path. torch_npu takes it when an operator's jit-compilation is on or its aclnn symbol is missing;
-// here the first is reported as off, the second cannot be, and executing one refuses by the operator's name. The exception is an
-// Identity that changes nothing: npu_format_cast(x, 3) runs one, from a format to itself, where internal formats are off, which
-// they are by default (torch_npu's FormatCastKernelNpu.cpp). What torch_npu builds beforehand (descriptions, attributes, buffers)
-// is bookkeeping. Call sites: torch_npu/csrc/framework/OpParamMaker.cpp (BSD).
+// Legacy graph operators (aclop). torch_npu uses them if jit-compilation is on or an aclnn symbol is missing; the emulator
+// reports jit-compilation as off and defines all aclnn symbols, and executing a graph operator fails with its name. Exception: an
+// Identity from a format to itself, which npu_format_cast(x, 3) executes when internal formats are off, the default (torch_npu's
+// FormatCastKernelNpu.cpp). Descriptions, attributes and buffers are bookkeeping. Call sites:
+// torch_npu/csrc/framework/OpParamMaker.cpp (BSD).
 #include <cstring>
 #include <vector>
 
@@ -52,7 +52,7 @@ int copy_bytes(const DataBuffer& from, const DataBuffer& to, void* stream) {
 }
 }  // namespace
 
-// Compile options: jit-compile (ACL_OP_JIT_COMPILE) reads "disable"; so does everything else that is asked for.
+// Compile options: jit-compile (ACL_OP_JIT_COMPILE) and all others read "disable".
 ACL_API(nothing("options for graph operators, which are never emulated"), aclSetCompileopt, (int32_t, const char*), {})
 ACL_VALUE(size_t, answers, aclGetCompileoptSize, (int32_t), { return sizeof("disable"); })
 ACL_API(answers, aclGetCompileopt, (int32_t, char* value, size_t length), {

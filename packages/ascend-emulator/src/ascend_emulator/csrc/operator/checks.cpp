@@ -39,7 +39,7 @@ void contiguous(const char* argument, const at::Tensor& tensor) {
 
 void chips(std::initializer_list<const char*> families) {
   if (std::any_of(families.begin(), families.end(), is_chip)) return;
-  raise(kOpParam, {"the chip is ", chip().name, "; this operator is there on ", listed({families.begin(), families.end()})});
+  raise(kOpParam, {"the chip is ", chip().name, "; this operator is supported on ", listed({families.begin(), families.end()})});
 }
 
 }  // namespace emu

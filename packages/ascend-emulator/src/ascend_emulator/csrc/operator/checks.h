@@ -1,5 +1,5 @@
-// Checks of an operator's arguments. Each refuses with the argument, what was found and what is allowed; the operator's name is
-// put before it at the C boundary. Write the source of the rule beside the check.
+// Argument checks. Each error names the argument, the found value and the allowed ones; the operator's name is prepended at the C
+// boundary. Write the source of the rule beside the check.
 #ifndef ASCEND_EMULATOR_OPERATOR_CHECKS_H
 #define ASCEND_EMULATOR_OPERATOR_CHECKS_H
 #include <ATen/ATen.h>
@@ -17,7 +17,7 @@ using DTypes = at::ArrayRef<at::ScalarType>;
 inline constexpr at::ScalarType kFloatingList[] = {at::kFloat, at::kHalf, at::kBFloat16}, kIndexList[] = {at::kInt, at::kLong};
 inline constexpr DTypes kFloating(kFloatingList), kHalves(kFloatingList + 1, 2), kIndices(kIndexList);
 
-// The dtype is one of these.
+// The dtype is one of `allowed`.
 void one_of(const char* argument, const at::Tensor& tensor, DTypes allowed);
 [[noreturn]] void not_one_of(const char* argument, Printable found, const std::vector<Printable>& allowed);
 template <class T>
@@ -36,7 +36,7 @@ void within(const char* argument, const T& value, const U& least, const U& most)
 }
 void multiple(const char* argument, int64_t value, int64_t unit);
 void contiguous(const char* argument, const at::Tensor& tensor);
-// Only these chip families (is_chip) compute it.
+// The operator is supported on these chip families only (is_chip).
 void chips(std::initializer_list<const char*> families);
 
 }  // namespace emu

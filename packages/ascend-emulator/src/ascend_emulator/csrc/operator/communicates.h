@@ -1,11 +1,11 @@
-// Operators that wait for other ranks: their tasks may block, as collectives do (Task::blocks in stream.h).
+// Operators that communicate with other ranks: their tasks may block, as collectives do (Task::blocks in core/stream.h).
 #ifndef ASCEND_EMULATOR_OPERATOR_COMMUNICATES_H
 #define ASCEND_EMULATOR_OPERATOR_COMMUNICATES_H
 
 namespace emu {
 
-// Whether this operator does; `from_now_on` enters it.
-bool communicates(const char* name, bool from_now_on);
+// Whether this operator does; `register_it` adds it to the set.
+bool communicates(const char* name, bool register_it);
 
 }  // namespace emu
 

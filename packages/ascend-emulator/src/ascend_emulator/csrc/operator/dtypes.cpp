@@ -1,5 +1,4 @@
-// Which dtypes an operator takes, as torch_npu's documentation says it for the torch functions that call it (dtypes.h), and the
-// chip.
+// Supported dtypes of operators: torch_npu's documentation of the torch functions that call them (dtypes.h), and the chip.
 #include "op.h"
 
 #include <unordered_map>

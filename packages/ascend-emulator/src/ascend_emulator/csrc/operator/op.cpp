@@ -10,8 +10,7 @@
 namespace emu {
 namespace {
 
-// ATen gives an output of another shape than the result's a new one, with no more than a warning: torch_npu would not see the
-// result.
+// ATen resizes an output of the wrong shape with only a warning; torch_npu would not see the result.
 struct NoResize : c10::WarningHandler {
   void process(const c10::Warning& warning) override {
     check(warning.msg().find("was resized") == std::string::npos, kOpFailed, "the output has the wrong shape: ", warning.msg());
@@ -19,7 +18,7 @@ struct NoResize : c10::WarningHandler {
   }
 };
 
-// Matrix products: the operations of a product are twice the output's elements times the length of the sum.
+// FLOPs of a matrix product: 2 * output elements * length of the sum.
 Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
   Work work;
   std::ostringstream shapes;
@@ -36,8 +35,7 @@ Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
   const char* const products[] = {"atmul", "MatMul", "Mm", "Linear"};
   if (seen > 1 && std::any_of(std::begin(products), std::end(products),
                       [&](const char* part) { return name.find(part) != std::string::npos; })) {
-    const bool adds =
-        name.rfind("aclnnAdd", 0) == 0 || name.rfind("aclnnBaddbmm", 0) == 0;  // the first argument is what is added
+    const bool adds = name.rfind("aclnnAdd", 0) == 0 || name.rfind("aclnnBaddbmm", 0) == 0;  // the first argument is the addend
     const Tensor& left = adds ? *matrices[1] : *matrices[0];
     if (left.dim() > 0) {
       work.flops = 2.0 * static_cast<double>(tensors.back().numel()) * static_cast<double>(left.size(-1));
@@ -58,15 +56,15 @@ void prepare_worker() {
   c10::WarningUtils::set_warning_handler(&no_resize);
 }
 
-bool communicates(const char* name, bool from_now_on) {
+bool communicates(const char* name, bool register_it) {
   static auto* names = new std::set<std::string_view>;  // filled before main()
-  if (from_now_on) names->insert(name);
+  if (register_it) names->insert(name);
   return names->count(name) > 0;
 }
 
 int launch(const char* name, aclOpExecutor* executor, void* stream) {
   if (!executor) {
-    // The workspace phase failed, perhaps on another thread, and some callers do not look at its status.
+    // GetWorkspaceSize failed, perhaps on another thread, and some callers ignore its status.
     return removed(name) ? refuse(name) : operator_done(name, fail(kOpParam, text(name, ": its arguments were refused")));
   }
   std::shared_ptr<aclOpExecutor> owned(executor);
@@ -79,7 +77,7 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
               }};
     if (owned->hangs) task.run = fault::hang;
     task.blocks = communicates(name, false);
-    if (observing()) task.work = work_of(name, owned->tensors);
+    if (trace_enabled()) task.work = work_of(name, owned->tensors);
     const bool at_once = owned->reports_shape;
     if (at_once) check(!on->capture, kStreamCaptured, "its result's shape depends on values, so that it cannot be captured");
     owned.reset();

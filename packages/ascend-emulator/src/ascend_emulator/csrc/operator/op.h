@@ -1,4 +1,4 @@
-// How an operator is written: one line, or a few, in C++ types.
+// Macros that define an operator.
 //
 //   OP(aclnnSilu, (Tensor self, Tensor out), { at::silu_out(out, self); })
 //
@@ -7,15 +7,15 @@
 //     COMPUTE { swiglu(x, dim, out); };  // runs on the stream
 //   })
 //
-//   SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::triu_out(out, self, diagonal); })  //
-//   checks of shapes.h
+//   // The third argument has checks of shapes.h.
+//   SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::triu_out(out, self, diagonal); })
 //
-// The macros make both C functions that torch_npu looks up: `aclnnSiluGetWorkspaceSize(const aclTensor*, const aclTensor*,
+// The macros define both C functions that torch_npu looks up: `aclnnSiluGetWorkspaceSize(const aclTensor*, const aclTensor*,
 // uint64_t*, aclOpExecutor**)`, which records the arguments, and `aclnnSilu(void*, uint64_t, aclOpExecutor*, aclrtStream)`, which
-// puts the operator on the stream. The C parameter list follows from the C++ one (Arg below), so write the parameters in the
-// order of the EXEC_NPU_CMD call sites in Ascend/op-plugin (BSD). What a check throws, torch_npu raises at the call; what a
-// computation throws, when the stream is synchronized. Values of tensors are there in the computation alone. It may run again, in
-// a replayed graph: from its arguments as they were.
+// submits it to the stream. The C parameter list follows from the C++ one (Arg below), so write the parameters in the order of
+// the EXEC_NPU_CMD call sites in Ascend/op-plugin (BSD). torch_npu raises the error of a check at the call, the error of a
+// computation when the stream is synchronized. Tensor values may be read in the computation only. A replayed graph runs the
+// computation again, from unchanged captured arguments.
 #ifndef ASCEND_EMULATOR_OPERATOR_OP_H
 #define ASCEND_EMULATOR_OPERATOR_OP_H
 #include <ATen/ATen.h>
@@ -32,8 +32,8 @@
 
 namespace emu {
 
-// What an operator computes on the stream: any callable. Each run calls a copy, as a computation may change what it holds, and a
-// replayed graph runs it again.
+// Callable that an operator executes on the stream. Each execution calls a copy, because a computation may modify its captures
+// and a replayed graph executes it again.
 class Computation {
  public:
   Computation() = default;
@@ -55,9 +55,9 @@ class Computation {
 
 struct aclOpExecutor {
   emu::Computation compute;
-  std::vector<at::Tensor> tensors;  // its arguments in their order, outputs last
+  std::vector<at::Tensor> tensors;  // in the order of the arguments, outputs last
   bool reports_shape = false;       // the caller reads an output's shape as soon as the operator is launched
-  bool hangs = false;               // a fault on demand
+  bool hangs = false;               // injected fault
 };
 
 namespace emu {
@@ -76,13 +76,13 @@ struct DType {
   at::ScalarType value;
   operator at::ScalarType() const { return value; }
 };
-// An output whose shape the operator finds out: assign() writes the values and reports the shape.
+// Output with a data-dependent shape: assign() writes the values and reports the shape (aclGetViewShape).
 struct Result {
   aclTensor* tensor;
   void assign(const Tensor& value) const;
 };
 
-// Arg<T>: the C type that carries a T, and how to take it out.
+// Arg<T>: the C type of a parameter, and its conversion to T.
 template <class T>
 struct Arg {
   using C = T;
@@ -147,29 +147,33 @@ struct Arg<Result> {
   static Result get(C tensor) { return {const_cast<aclTensor*>(tensor)}; }
 };
 
-// A set of dtypes, a bit each. What torch_npu's documentation allows an operator's first argument to be (dtypes.cpp), or none
-// where it does not say.
+// Set of dtypes, one bit each. documented(): dtypes of an operator's first argument by torch_npu's documentation (dtypes.cpp);
+// empty if undocumented.
 using DTypeSet = uint64_t;
 DTypeSet documented(const char* name);
-// Throws if the chip does not compute in the dtype of one of the tensors from `first` to before `last`, or it is none of
-// `allowed`. `parameters` is their list as it stands in the source, and `position` the place of theirs in it.
+// Throws if the dtype of a tensor in [first, last) is not supported by the chip or not in `allowed`. `parameters` is the
+// parameter list as in the source, `position` the parameter's index in it.
 void check_dtypes(
     const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed, const char* parameters, int position);
-// In a computation (core/cost.h): of an argument, so many bytes are touched, or as many as the part has.
+// For computations (core/cost.h): the number of accessed bytes of an argument, or the accessed part.
 namespace cost {
-inline void touches(const Tensor& argument, double bytes) { touches(argument.const_data_ptr(), argument.nbytes(), bytes); }
-inline void touches(const Tensor& argument, const Tensor& part) { touches(argument, static_cast<double>(part.nbytes())); }
+inline void partial_access(const Tensor& argument, double bytes) {
+  partial_access(argument.const_data_ptr(), argument.nbytes(), bytes);
+}
+inline void partial_access(const Tensor& argument, const Tensor& part) {
+  partial_access(argument, static_cast<double>(part.nbytes()));
+}
 }  // namespace cost
-// The nth name of a list as it stands in the source: "bias" is number 1 of "(Tensor self, Opt<Tensor> bias, Tensor out)".
+// Name of the nth parameter of a list as in the source: "bias" is number 1 of "(Tensor self, Opt<Tensor> bias, Tensor out)".
 std::string nth(const char* list, int64_t n);
 
 struct OperatorInfo {
   const char *name, *parameters;  // as in the source
   bool reports_shape;
-  std::atomic<DTypeSet> allowed{~DTypeSet{0}};  // of the first argument, looked up at the first call
+  std::atomic<DTypeSet> allowed{~DTypeSet{0}};  // of the first argument; looked up at the first call
 };
 
-// Takes the arguments of a call over and checks their dtypes.
+// Converts the arguments of a call and checks their dtypes.
 class ArgumentReader {
  public:
   ArgumentReader(OperatorInfo& info, std::vector<Tensor>& tensors) : info_(info), tensors_(tensors) {}
@@ -192,14 +196,13 @@ class ArgumentReader {
 
   OperatorInfo& info_;
   std::vector<Tensor>& tensors_;
-  c10::SmallVector<size_t, 32> ends_;  // how many tensors there are up to each argument
+  c10::SmallVector<size_t, 32> ends_;  // number of tensors up to and including each argument
 };
 
-// The part of a GetWorkspaceSize call that is the same for all operators. `take` reads the arguments and returns what is to be
-// computed.
+// GetWorkspaceSize without the operator's types: `take` converts the arguments and returns the computation.
 int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take, uint64_t* bytes, aclOpExecutor** executor);
 
-// The GetWorkspaceSize function of one operator. Body computes, or it checks and returns what computes.
+// GetWorkspaceSize of one operator. Body computes, or checks and returns a Computation.
 template <auto Body, class Name>
 struct Operator;
 template <class R, class... Params, R (*Body)(Params...), class Name>
@@ -225,8 +228,7 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
 
 }  // namespace emu
 
-// dlsym resolves the GetWorkspaceSize symbol to the typed function above through an ifunc, so that no C signature is written
-// twice.
+// The GetWorkspaceSize symbol is an ifunc that resolves to the typed function above, so the C signature is not repeated.
 #define OPERATOR(RETURN, NAME, PARAMS, ...)                                                                              \
   namespace emu::ops {                                                                                                   \
   struct name_##NAME {                                                                                                   \

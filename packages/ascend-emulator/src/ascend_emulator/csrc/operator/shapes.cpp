@@ -5,15 +5,15 @@
 namespace emu {
 namespace {
 
-// The two lists broadcast into the first; false if they do not.
+// Broadcasts `other` into `shape`; false if they are incompatible.
 bool broadcast_into(Shape& shape, at::IntArrayRef other) {
   if (other.size() > shape.size()) shape.insert(shape.begin(), other.size() - shape.size(), 1);
   for (size_t back = 1; back <= other.size(); ++back) {
-    auto& here = shape[shape.size() - back];
-    const auto there = other[other.size() - back];
-    if (here == 1)
-      here = there;
-    else if (there != 1 && there != here)
+    auto& size = shape[shape.size() - back];
+    const auto other_size = other[other.size() - back];
+    if (size == 1)
+      size = other_size;
+    else if (other_size != 1 && other_size != size)
       return false;
   }
   return true;
@@ -27,7 +27,7 @@ int64_t real_dim(int64_t dim, int64_t dims, const char* argument) {
   return dim < 0 ? dim + bound : dim;
 }
 
-void broadcasts(const char* names, Several tensors) {
+void broadcasts(const char* names, TensorRefs tensors) {
   Shape shape;
   const auto first = tensors.begin();
   for (auto input = first + 1; input != tensors.end(); ++input) {
@@ -41,7 +41,7 @@ void broadcasts(const char* names, Several tensors) {
   if (first->get().sizes() != at::IntArrayRef(shape)) emu::shape(nth(names, 0).c_str(), *first, shape);
 }
 
-void expands(const char* names, Several tensors) {
+void expands(const char* names, TensorRefs tensors) {
   const auto target = tensors.begin()->get().sizes();
   for (auto source = tensors.begin() + 1; source != tensors.end(); ++source) {
     const auto sizes = source->get().sizes();

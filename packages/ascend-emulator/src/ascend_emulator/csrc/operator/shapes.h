@@ -1,5 +1,5 @@
-// Shape rules of plain operators, those of the torch functions that they serve: checked at the call, as CANN does. The macros add
-// the arguments' names, for the messages.
+// Shape rules of plain operators, those of the corresponding torch functions, checked at the call as in CANN. The macros add the
+// arguments' names for the messages.
 #ifndef ASCEND_EMULATOR_OPERATOR_SHAPES_H
 #define ASCEND_EMULATOR_OPERATOR_SHAPES_H
 #include <functional>
@@ -9,13 +9,13 @@
 namespace emu {
 
 using Shape = c10::SmallVector<int64_t, 8>;
-using Several = std::initializer_list<std::reference_wrapper<const Tensor>>;
+using TensorRefs = std::initializer_list<std::reference_wrapper<const Tensor>>;
 
-// A dimension as a number of [0, dims). A tensor without dimensions counts as one with a single one, as in PyTorch.
+// Wraps a dimension to [0, dims). A tensor without dimensions counts as one-dimensional, as in PyTorch.
 int64_t real_dim(int64_t dim, int64_t dims, const char* argument = "dim");
 
-void broadcasts(const char* names, Several tensors);
-void expands(const char* names, Several tensors);
+void broadcasts(const char* names, TensorRefs tensors);
+void expands(const char* names, TensorRefs tensors);
 void along(const char* out_name, const Tensor& out, const Tensor& self, int64_t dim);
 void reduced(const char* out_name, const Tensor& out, const Tensor& self, at::IntArrayRef dims, bool keepdim);
 inline void reduced(const char* out_name, const Tensor& out, const Tensor& self, int64_t dim, bool keepdim) {
@@ -25,17 +25,17 @@ Shape product(const char* names, const Tensor& self, const Tensor& other, int64_
 
 }  // namespace emu
 
-// The output, which is the first, has a shape; that of another tensor; the one that the others broadcast to.
+// The output has this shape; the shape of LIKE; the shape that the other tensors broadcast to.
 #define SHAPE(OUT, ...) emu::shape(#OUT, OUT, __VA_ARGS__)
 #define SAME(OUT, LIKE) emu::shape(#OUT, OUT, LIKE.sizes())
 #define BROADCAST(...) emu::broadcasts(#__VA_ARGS__, {__VA_ARGS__})
-// The others can be expanded to the first one's shape.
+// The other tensors expand to the first one's shape.
 #define EXPANDS(...) emu::expands(#__VA_ARGS__, {__VA_ARGS__})
 // The output has self's shape, and `dim` is one of its dimensions.
 #define ALONG(OUT, SELF, DIM) emu::along(#OUT, OUT, SELF, DIM)
-// The output has self's shape without these dimensions, or with 1 in their place; no dimensions mean all.
+// The output has self's shape with these dimensions removed, or of size 1 with KEEPDIM; no dimensions: all.
 #define REDUCED(OUT, SELF, DIMS, KEEPDIM) emu::reduced(#OUT, OUT, SELF, DIMS, KEEPDIM)
-// The shape of a matrix product by the rules of torch.matmul, of two tensors that have `least` to `most` dimensions.
+// Shape of torch.matmul of two tensors with LEAST to MOST dimensions.
 #define PRODUCT(SELF, OTHER, LEAST, MOST) emu::product(#SELF "," #OTHER, SELF, OTHER, LEAST, MOST)
 
 #endif  // ASCEND_EMULATOR_OPERATOR_SHAPES_H

@@ -61,7 +61,7 @@ at::Scalar read_scalar(const void* at, at::ScalarType type) {
   }
 }
 
-// Creation calls return null on failure; torch_npu then passes null on, so the operator gives the reason.
+// Creation calls return null on failure; torch_npu passes the null on, so the operator reports the reason.
 thread_local std::string creation_error;
 
 template <class Make>
@@ -78,8 +78,8 @@ auto created(const char* name, Make&& make) -> decltype(make()) {
   return object;
 }
 
-// Tensors of host memory that no device can reach, each with the reason. ATB's operators read lengths from them (ops/atb/atb.h);
-// as an argument of anything else they are refused.
+// Tensors in host memory that devices cannot access, with the error. ATB's operators read lengths from them (ops/atb/atb.h); all
+// other operators refuse them.
 std::mutex host_mutex;
 std::unordered_map<const void*, std::string> host_tensors;
 std::atomic<bool> any_host_tensor{false};
@@ -132,19 +132,19 @@ CREATE(aclTensor, aclCreateTensor,
     (const int64_t* dims, uint64_t rank, int32_t type, const int64_t* strides, int64_t offset, int32_t format,
         const int64_t* storage_dims, uint64_t storage_rank, void* data),
     {
-      // The queue's thread writes to these tensors outside inference mode; one made inside it would refuse that.
+      // torch_npu's queue thread writes to these tensors outside inference mode, which inference tensors do not allow.
       c10::InferenceMode off(false);
       const auto dtype = emu::to_scalar_type(type);
       const auto sizes = at::IntArrayRef(dims, rank);
-      // See ops/tensor/format_cast.cpp: values of an NZ tensor lie as its strides say, but for these, whose layout torch_npu made
-      // on the host.
+      // See ops/tensor/format_cast.cpp: values of an NZ tensor are stored by its strides, except packed int4, which torch_npu
+      // lays out on the host.
       emu::check(format != emu::kFractalNZ || dtype != at::kInt || storage_rank < 4 || storage_dims[storage_rank - 1] != 8,
           emu::kOpParam, "packed int4 in FRACTAL_NZ is not emulated");
       char* base = nullptr;
       std::string why_host;
       if (data) {
         const auto item = static_cast<int64_t>(c10::elementSize(dtype));
-        int64_t last = 0;  // the element furthest from the first
+        int64_t last = 0;  // offset of the last element
         for (uint64_t i = 0; i < rank; ++i) last += (dims[i] - 1) * strides[i];
         const bool empty = c10::multiply_integers(sizes) == 0;
         emu::Place place{static_cast<char*>(data) + offset * item, emu::kNoNpu};
@@ -155,14 +155,14 @@ CREATE(aclTensor, aclCreateTensor,
           why_host = e.what();
         }
         base = static_cast<char*>(place.kernel);
-        // Without peer access an NPU cannot reach another's memory, and torch_npu leaves it to the device to say so.
-        const int here = emu::current_device();
-        emu::check(place.npu == here || place.npu == emu::kNoNpu, emu::kOpParam, "a tensor that is not in the memory of NPU ",
-            here, ", where the operator runs");
+        // An NPU cannot access another one's memory, and torch_npu does not check it.
+        const int npu = emu::current_device();
+        emu::check(place.npu == npu || place.npu == emu::kNoNpu, emu::kOpParam, "a tensor that is not in the memory of NPU ", npu,
+            ", where the operator runs");
       }
       emu::check(base || c10::multiply_integers(sizes) == 0, emu::kOpParam, "a tensor of shape ", sizes, " has no memory");
       auto tensor = std::make_unique<aclTensor>();
-      // The storage of such a tensor cannot grow, so that no operator can leave its result anywhere else.
+      // This storage cannot be resized, so results are always written to the caller's memory.
       tensor->value = at::from_blob(base, sizes, at::IntArrayRef(strides, rank), at::TensorOptions().dtype(dtype));
       tensor->format = format;
       tensor->storage_dims.assign(storage_dims, storage_dims + storage_rank);
@@ -178,7 +178,7 @@ CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type),
 CREATE(aclIntArray, aclCreateIntArray, (const int64_t* value, uint64_t size), { return new aclIntArray{{value, value + size}}; })
 CREATE(
     aclFloatArray, aclCreateFloatArray, (const float* value, uint64_t size), { return new aclFloatArray{{value, value + size}}; })
-// Braces alone would make two truth values out of the two pointers.
+// Braces alone would convert the two pointers to two bools.
 CREATE(aclBoolArray, aclCreateBoolArray, (const bool* value, uint64_t size),
     { return new aclBoolArray{std::vector<bool>(value, value + size)}; })
 CREATE(aclTensorList, aclCreateTensorList, (const aclTensor* const* value, uint64_t size),
@@ -192,7 +192,7 @@ DESTROY(aclIntArray, aclDestroyIntArray)
 DESTROY(aclFloatArray, aclDestroyFloatArray)
 DESTROY(aclBoolArray, aclDestroyBoolArray)
 
-// A list owns its members.
+// Lists own their members.
 ACL_API(keeps, aclDestroyTensorList, (const aclTensorList* list), {
   if (list)
     for (const auto* item : list->items) emu::destroy(item);

@@ -1,5 +1,5 @@
-// The argument objects of aclnn calls. They are opaque to torch_npu, so each simply holds its ATen value; tensors alias device
-// memory through the kernel mapping (device.h). Call forms: op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
+// Argument objects of aclnn calls. They are opaque to torch_npu, so each holds an ATen value; tensors alias device memory through
+// the kernel mapping (core/device.h). Signatures: op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
 #ifndef ASCEND_EMULATOR_OPERATOR_TENSOR_H
 #define ASCEND_EMULATOR_OPERATOR_TENSOR_H
 #include <ATen/ATen.h>
@@ -8,7 +8,7 @@
 
 struct aclTensor {
   at::Tensor value;
-  std::vector<int64_t> result_shape;  // what aclGetViewShape answers: data-dependent operators set it
+  std::vector<int64_t> result_shape;  // returned by aclGetViewShape; set by operators with data-dependent shapes
   bool has_result_shape = false;
   int32_t format = 2;
   std::vector<int64_t> storage_dims;
@@ -39,7 +39,7 @@ at::ScalarType to_scalar_type(int32_t acl_type);
 
 // Whether an argument was given. Throws if it is null because its creation failed.
 bool given(const void* object);
-void required(const void* object);  // throws if it was not
+void required(const void* object);  // throws if it was not given
 
 enum AclFormat : int32_t { kNCHW = 0, kND = 2, kFractalNZ = 29 };
 

@@ -1,4 +1,4 @@
-// Page-locked and registered host memory, and what an address is. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp
+// Page-locked and registered host memory, and pointer attributes. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp
 // (Ascend/pytorch, BSD); structures and values: CANN's public API reference, pages of the same names.
 #include "core/host_memory.h"
 
@@ -9,8 +9,8 @@
 using namespace emu;
 
 namespace {
-// aclrtMallocConfig. The one attribute that is documented for host memory asks that devices reach it by the host's address, which
-// they do here.
+// aclrtMallocConfig. The only attribute documented for host memory requests device access by the host's address, which always
+// works here.
 struct Attribute {
   int32_t attribute;
   uint64_t value;
@@ -28,7 +28,7 @@ ACL_API(computed, aclrtMallocHostWithCfg, (void** address, uint64_t bytes, const
 ACL_API(computed, aclrtFreeHost, (void* address), {
   if (address) host_memory::release(address);
 })
-// aclrtHostRegisterType 0: mapped for devices. They use it by the same address.
+// aclrtHostRegisterType 0: mapped for devices, at the same address.
 ACL_API(computed, aclrtHostRegister, (void* address, uint64_t bytes, int32_t type, void** device_address), {
   check(type == 0, kInvalidParam, "registration type ", type, " is not emulated; 0, mapped, is");
   host_memory::register_range(address, bytes, true);

@@ -1,4 +1,4 @@
-// Memory of aclrtMalloc for other processes. The key is `ascend-emulator:<key in the arena>:<offset in the allocation>`.
+// Shares aclrtMalloc's memory with other processes. The key is `ascend-emulator:<key in the arena>:<offset in the allocation>`.
 // Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference,
 // "aclrtIpcMemGetExportKey".
 #include <unistd.h>
@@ -45,7 +45,7 @@ ACL_API(computed, aclrtIpcMemGetExportKey, (void* address, size_t bytes, char* k
   check(flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0, and 1, which lets every process import it");
   const auto place = locate(address, bytes);
   check(place.npu != kNoNpu && device(place.npu).owns(address), kInvalidParam, "not memory of aclrtMalloc: ", address);
-  synchronize_all(place.npu);  // its bytes move
+  synchronize_all(place.npu);  // the memory is moved to the arena
   const auto shared = device(place.npu).share(address);
   arena::offer(shared.key, flags & 1);
   std::snprintf(key, length, "ascend-emulator:%" PRIx64 ":%" PRIx64, shared.key, shared.delta);
@@ -54,7 +54,7 @@ ACL_API(computed, aclrtIpcMemSetImportPid, (const char* key, const int32_t* proc
   check(processes != nullptr, kInvalidParam, "the list of processes is null");
   arena::allow(parse(key).part, processes, count);
 })
-// The flag enables peer access, which there always is.
+// The flag enables peer access, which is always enabled.
 ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uint64_t flags), {
   check(address != nullptr && flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0 or 1");
   const auto key = parse(text);
@@ -71,7 +71,7 @@ ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uin
   ++found->second.times;
   *address = static_cast<char*>(found->second.address) + key.delta;
 })
-// In the process that exported it, no other can import it afterwards; in one that imported it, its address is gone.
+// In the exporting process: no further imports. In an importing process: unmaps the memory.
 ACL_API(computed, aclrtIpcMemClose, (const char* text), {
   const auto key = parse(text);
   std::lock_guard lock(ipc_mutex);
@@ -83,6 +83,6 @@ ACL_API(computed, aclrtIpcMemClose, (const char* text), {
   if (--found->second.times > 0) return;
   virtual_memory::unmap(found->second.address);
   virtual_memory::release(found->second.address);
-  arena::let_go(found->second.import);
+  arena::close_import(found->second.import);
   opened.erase(found);
 })

@@ -1,5 +1,5 @@
-// Device and host memory, and copies between them. A host pointer where a device pointer belongs, or the other way round,
-// is refused. Signatures: see device.cpp.
+// Device and host memory, and copies between them. Host pointers in place of device pointers, and vice versa, are refused.
+// Signatures: see device.cpp.
 #include <cstring>
 #include <utility>
 
@@ -13,7 +13,7 @@ using namespace emu;
 
 namespace {
 
-// aclrtMemcpyKind (CANN's API reference). The two within and between NPUs say what device_to_device leaves open.
+// aclrtMemcpyKind (CANN's API reference). within_npu and between_npus specify device_to_device.
 enum CopyKind : int32_t {
   host_to_host,
   host_to_device,
@@ -26,7 +26,7 @@ enum CopyKind : int32_t {
 };
 
 void allocate(void** address, size_t bytes) {
-  check(address != nullptr, kInvalidParam, "no place for the result");
+  check(address != nullptr, kInvalidParam, "the output pointer is null");
   *address = device(current_device()).allocate(bytes);
 }
 
@@ -50,13 +50,13 @@ struct Copy {
   }
   std::pair<void*, const void*> views() const {
     if (bytes == 0) return {to, from};
-    return {either(to, onto_device, "the destination", bytes), either(from, off_device, "the source", bytes)};
+    return {resolve(to, onto_device, "the destination", bytes), resolve(from, off_device, "the source", bytes)};
   }
   void run() const {
     const auto [target, source] = views();
     if (bytes) std::memmove(target, source, bytes);
   }
-  // Device memory is read or written once or both, and the link carries what crosses it.
+  // Bytes of device memory read and written, and bytes over the host link.
   Work cost() const {
     const double size = bytes;
     return {size * (onto_device + off_device), 0, 0, onto_device != off_device ? size : 0, {}};
@@ -73,7 +73,7 @@ void submit(const char* name, const Copy& copy, void* handle) {
   check(!pageable || !stream.capture, kCaptureBlocks,
       "the host memory is not pinned, so that the copy blocks the host, and cannot be captured");
   if (upload && copy.bytes && (pageable || copy.kind == host_by_buffer)) {
-    // Pageable memory may change as soon as this returns: CANN takes a copy of it first.
+    // Pageable memory may change when the call returns: CANN copies it first.
     auto staged = std::make_shared<std::vector<char>>(
         static_cast<const char*>(copy.from), static_cast<const char*>(copy.from) + copy.bytes);
     task.run = [copy, staged] { std::memcpy(copy.views().first, staged->data(), copy.bytes); };
@@ -81,11 +81,11 @@ void submit(const char* name, const Copy& copy, void* handle) {
     return;
   }
   const auto ticket = stream.submit(std::move(task));
-  // Into pageable memory a copy is done when this returns.
+  // Copies to pageable memory are synchronous.
   if (pageable) stream.wait(ticket);
 }
 
-// The copies of one call, each with the direction that the attributes give it; the index of one that is wrong is reported.
+// Copies of a batch, with directions from the attributes; reports the index of an invalid one.
 std::vector<Copy> batch(void** to, const size_t* room, void** from, const size_t* bytes, size_t count,
     const BatchAttributes* attributes, const size_t* starts, size_t kinds, size_t* failed) {
   *failed = SIZE_MAX;
@@ -106,7 +106,7 @@ std::vector<Copy> batch(void** to, const size_t* room, void** from, const size_t
 
 void fill(void* at, size_t room, int32_t value, size_t bytes) {
   check(bytes <= room, kInvalidParam, "setting ", bytes, " bytes of ", room);
-  if (bytes) std::memset(either(at, is_device(at), "the memory", bytes), value, bytes);
+  if (bytes) std::memset(resolve(at, is_device(at), "the memory", bytes), value, bytes);
 }
 
 }  // namespace
@@ -122,15 +122,15 @@ ACL_API(computed, aclrtFree, (void* address), {
   }
 })
 
-// The synchronous calls have no place in any stream's order.
+// Synchronous calls are not ordered with streams.
 ACL_API(computed, aclrtMemcpy, (void* to, size_t room, const void* from, size_t bytes, int32_t kind), {
   check_capture_mode("aclrtMemcpy");
-  HostObservation observed("aclrtMemcpy", static_cast<double>(bytes));
+  HostTrace observed("aclrtMemcpy", static_cast<double>(bytes));
   Copy(to, room, from, bytes, kind).run();
 })
 ACL_API(computed, aclrtMemcpyAsync, (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream),
     { submit("aclrtMemcpyAsync", {to, room, from, bytes, kind}, stream); })
-// The condition is whether the host memory is page-locked, which aclrtMemcpyAsync minds too.
+// The condition concerns page-locked host memory, which aclrtMemcpyAsync checks as well.
 ACL_API(computed, aclrtMemcpyAsyncWithCondition,
     (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream),
     { submit("aclrtMemcpyAsyncWithCondition", {to, room, from, bytes, kind}, stream); })
@@ -139,7 +139,7 @@ ACL_API(computed, aclrtMemcpyBatch,
         size_t* failed),
     {
       check_capture_mode("aclrtMemcpyBatch");
-      HostObservation observed("aclrtMemcpyBatch");
+      HostTrace observed("aclrtMemcpyBatch");
       for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed)) copy.run();
     })
 ACL_API(computed, aclrtMemcpyBatchAsync,

@@ -1,4 +1,4 @@
-// Address ranges, physical memory, and mapping one into the other, in this process and between processes. Signatures:
+// Address ranges, physical memory and mappings, within and between processes. Signatures:
 // torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference, pages of the same
 // names.
 #include "core/virtual_memory.h"
@@ -45,7 +45,7 @@ void* keep(Physical made) {
 
 void no_flags(uint64_t flags) { check(flags == 0, kInvalidParam, "flags are ", flags, "; allowed: 0"); }
 
-// aclrtMemHandleType and aclrtMemAllocationType have one value each that is documented as supported: none, and pinned.
+// The only supported values by the documentation: aclrtMemHandleType none, aclrtMemAllocationType pinned.
 uint64_t allocate(uint64_t bytes, const PhysicalProperties& properties) {
   check(properties.handle_type == 0 && properties.allocation_type == 0, kInvalidParam, "handle type ", properties.handle_type,
       ", allocation type ", properties.allocation_type, "; allowed: 0, 0");
@@ -53,9 +53,9 @@ uint64_t allocate(uint64_t bytes, const PhysicalProperties& properties) {
       properties.location.type, "; allowed: 0 (host), 1 (device)");
   check(bytes > 0 && bytes % virtual_memory::kPage == 0, kInvalidParam, "the size is ", bytes, "; it must be a multiple of ",
       virtual_memory::kPage);
-  if (properties.location.type == kDevice) device(static_cast<int>(properties.location.id)).take(bytes);
+  if (properties.location.type == kDevice) device(static_cast<int>(properties.location.id)).reserve_physical(bytes);
   try {
-    const uint64_t offset = arena::take(bytes);
+    const uint64_t offset = arena::allocate(bytes);
     if (poisoned()) {
       const std::vector<uint16_t> pattern(virtual_memory::kPage / 2, 0xffff);
       for (uint64_t done = 0; done < bytes; done += virtual_memory::kPage)
@@ -63,14 +63,14 @@ uint64_t allocate(uint64_t bytes, const PhysicalProperties& properties) {
     }
     return offset;
   } catch (...) {
-    if (properties.location.type == kDevice) device(static_cast<int>(properties.location.id)).give(bytes);
+    if (properties.location.type == kDevice) device(static_cast<int>(properties.location.id)).release_physical(bytes);
     throw;
   }
 }
 
 }  // namespace
 
-// The flags choose the size of pages, which are one size here.
+// The flags choose the page size; there is only one.
 ACL_API(computed, aclrtReserveMemAddress, (void** address, size_t bytes, size_t alignment, void* expected, uint64_t flags), {
   check(address != nullptr && bytes > 0, kInvalidParam, bytes, " bytes of address space");
   check(alignment == 0 && expected == nullptr && flags <= 1, kInvalidParam, "alignment ", alignment, ", expected address ",
@@ -92,14 +92,14 @@ ACL_API(computed, aclrtFreePhysical, (void* handle), {
   auto& memory = find(handle);
   check(memory.mapped == 0, kInvalidParam, "the physical memory is still mapped at ", memory.mapped, " addresses");
   if (memory.import) {
-    arena::let_go(*memory.import);
+    arena::close_import(*memory.import);
   } else {
     if (memory.shared) {
       arena::abandon(*memory.shared);
     } else {
-      arena::give(memory.offset, memory.bytes);
+      arena::release(memory.offset, memory.bytes);
     }
-    if (memory.npu != kNoNpu) device(memory.npu).give(memory.bytes);
+    if (memory.npu != kNoNpu) device(memory.npu).release_physical(memory.bytes);
   }
   physical().erase(handle);
 })
@@ -121,7 +121,7 @@ ACL_API(computed, aclrtUnmapMem, (void* address), {
   mappings().erase(address);
 })
 
-// Flag 1 lets every process import it; without, those of aclrtMemSetPidToShareableHandle may.
+// Flag 1: every process may import it; otherwise those of aclrtMemSetPidToShareableHandle.
 ACL_API(computed, aclrtMemExportToShareableHandle, (void* handle, int32_t type, uint64_t flags, uint64_t* shareable), {
   check(type == 0 && flags <= 1, kInvalidParam, "handle type ", type, ", flags ", flags, "; allowed: 0, and 0 or 1");
   std::lock_guard lock(mapping_mutex);

@@ -1,4 +1,4 @@
-// Contexts, tensors and the life of an operation; see atb.h.
+// Contexts, tensors and operations of libatb.so; see atb.h.
 #include "atb.h"
 
 #include <c10/core/InferenceMode.h>
@@ -6,7 +6,7 @@
 namespace emu::transformer {
 namespace {
 
-Given view(const atb::Tensor& tensor, bool reads) {
+AtbTensor view(const atb::Tensor& tensor, bool reads) {
   if (!tensor.device && !tensor.host && tensor.rank == 0) return {Tensor(), tensor.format};
   c10::InferenceMode off(false);  // as in aclCreateTensor
   const auto dtype = to_scalar_type(tensor.dtype);
@@ -18,8 +18,8 @@ Given view(const atb::Tensor& tensor, bool reads) {
       " is in the host's memory, where only lengths, of Int, may be");
   if (tensor.host) return {at::from_blob(tensor.host, sizes, options).clone(), tensor.format};
   const auto place = locate(tensor.device, bytes);
-  const int here = current_device();
-  check(place.npu == here || place.npu == kNoNpu, kOpParam, "a tensor that is not in the memory of NPU ", here,
+  const int npu = current_device();
+  check(place.npu == npu || place.npu == kNoNpu, kOpParam, "a tensor that is not in the memory of NPU ", npu,
       ", where the operator runs");
   return {at::from_blob(place.kernel, sizes, options), tensor.format};
 }
@@ -38,7 +38,7 @@ namespace atb {
 using namespace emu;
 
 Operation::~Operation() {
-  for (const auto& held : held_) delete held.executor;
+  for (const auto& held : pending_) delete held.executor;
 }
 
 std::string Operation::GetName() const {
@@ -46,29 +46,29 @@ std::string Operation::GetName() const {
   return reason_.empty() ? name_ : reason_;
 }
 
-// An operation is set up and executed on one thread, or, while a graph is captured, set up by the caller and executed by its
-// queue's thread.
-void Operation::hold(aclOpExecutor* executor, void* stream) {
+// Setup and Execute run on one thread; during a graph capture, Setup runs on the caller and Execute on its queue's thread.
+void Operation::set_pending(aclOpExecutor* executor, void* stream) {
   std::lock_guard lock(mutex_);
   const auto self = std::this_thread::get_id();
-  const auto place = std::find_if(held_.begin(), held_.end(), [&](const Held& held) { return held.thread == self; });
-  if (place != held_.end()) {
+  const auto place =
+      std::find_if(pending_.begin(), pending_.end(), [&](const PendingLaunch& held) { return held.thread == self; });
+  if (place != pending_.end()) {
     delete place->executor;
-    held_.erase(place);
+    pending_.erase(place);
   }
-  held_.push_back({self, executor, stream});
+  pending_.push_back({self, executor, stream});
 }
 
 int Operation::launch() {
-  Held mine{{}, nullptr, nullptr};
+  PendingLaunch mine{{}, nullptr, nullptr};
   {
     std::lock_guard lock(mutex_);
     const auto self = std::this_thread::get_id();
-    auto place = std::find_if(held_.begin(), held_.end(), [&](const Held& held) { return held.thread == self; });
-    if (place == held_.end() && !held_.empty()) --place;
-    if (place != held_.end()) {
+    auto place = std::find_if(pending_.begin(), pending_.end(), [&](const PendingLaunch& held) { return held.thread == self; });
+    if (place == pending_.end() && !pending_.empty()) --place;
+    if (place != pending_.end()) {
       mine = *place;
-      held_.erase(place);
+      pending_.erase(place);
     }
   }
   return emu::launch(name_, mine.executor, mine.stream);
@@ -80,7 +80,7 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
   const int status = operator_done(name_, intercepted(name_, [&] {
     try {
       check(pack.in.size >= least_ && pack.in.size <= most_, kOpParam, pack.in.size, " input tensors; ", least_, " to ", most_,
-          " are expected: this combination of arguments is not there");
+          " are expected: this combination of arguments is not supported");
       auto made = std::make_unique<aclOpExecutor>();
       emu::transformer::Arguments in, out;
       for (const auto& tensor : pack.in) {
@@ -95,7 +95,7 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
       }
       made->compute = prepare_(in, out);
       if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
-      hold(made.release(), context->stream);
+      set_pending(made.release(), context->stream);
     } catch (const std::exception& e) {
       reason = error_of(e).what();
       throw;

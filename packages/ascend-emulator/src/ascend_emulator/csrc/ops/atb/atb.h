@@ -1,11 +1,10 @@
-// What libatb.so offers torch_npu's libop_plugin_atb.so. There are two ways in. C functions, looked up by name, for a few
-// operators (ATB_OPERATOR below); and C++ functions that it links against: an operator's parameters make an atb::Operation, whose
-// Setup looks at the tensors and whose Execute puts the computation on the stream.
+// Interface of libatb.so for torch_npu's libop_plugin_atb.so. Some operators are C functions, looked up by name (ATB_OPERATOR
+// below); the others are created from a parameter struct by C++ functions: CreateOperation returns an atb::Operation, whose Setup
+// checks the tensors and whose Execute submits the computation.
 //
-// The C++ names are those of the wheel's undefined symbols. Where the members of a struct lie, and which place of a class's
-// virtual functions is called for what, was found with the published wheel: its machine code, and the bytes that it passes for
-// known arguments. Their names, and the order of arguments, are from the call sites in op-plugin's op_plugin/ops/atb and
-// op_plugin/utils/custom_functions/atb (BSD).
+// The C++ names are the wheel's undefined symbols. Struct layouts and vtable slots were determined from the published wheel: its
+// machine code, and the bytes that it passes for known arguments. Member names and the order of arguments are from the call sites
+// in op-plugin's op_plugin/ops/atb and op_plugin/utils/custom_functions/atb (BSD).
 #ifndef ASCEND_EMULATOR_OPS_ATB_ATB_H
 #define ASCEND_EMULATOR_OPS_ATB_ATB_H
 #include <atomic>
@@ -29,9 +28,9 @@ static_assert(sizeof(Tensor) == 0x68);
 
 struct Tensors {
   uint64_t capacity, size;
-  Tensor here[65];
-  Tensor* elsewhere;  // if there are more
-  const Tensor* begin() const { return elsewhere ? elsewhere : here; }
+  Tensor inline_items[65];
+  Tensor* heap_items;  // instead of inline_items if there are more
+  const Tensor* begin() const { return heap_items ? heap_items : inline_items; }
   const Tensor* end() const { return begin() + size; }
 };
 static_assert(sizeof(Tensors) == 0x1a80);
@@ -54,43 +53,43 @@ class Context {
 
 namespace emu::transformer {
 
-struct Given {
-  Tensor value;  // undefined if it is absent
+struct AtbTensor {
+  Tensor value;  // undefined if absent
   int32_t format;
 };
-using Arguments = std::vector<Given>;
+using Arguments = std::vector<AtbTensor>;
 using Prepare = std::function<Computation(const Arguments& in, const Arguments& out)>;
 
-// Lengths, which callers hold in the memory of the host or of a device. What is on the host is read when the operator is called.
+// Sequence lengths in host or device memory. Host memory is read at the call.
 struct Lengths {
   Tensor value;
   Ints operator()() const;  // in the computation
 };
-Tensor host_values(const aclTensor* tensor);  // a copy if it is the host's memory (operator/tensor.cpp)
+Tensor host_values(const aclTensor* tensor);  // copies host memory (operator/tensor.cpp)
 
 }  // namespace emu::transformer
 
 namespace atb {
 
-// An operator with its parameters. The one object is set up anew for each call, perhaps on several threads.
+// Operator with its parameters. One object is set up for each call, possibly on several threads.
 class Operation {
  public:
   Operation(const char* name, const char* inputs, size_t least, size_t most, emu::transformer::Prepare prepare)
       : name_(name), inputs_(inputs), least_(least), most_(most), prepare_(std::move(prepare)) {}
   explicit Operation(const char* name) : name_(name) {}
   virtual ~Operation();
-  virtual std::string GetName() const;  // torch_npu asks for it to say that Setup failed, so the reason is in it
+  virtual std::string GetName() const;  // torch_npu puts it into the error of a failed Setup, so it contains the reason
   virtual int NotCalled0() { return emu::refuse(name_); }
   virtual int NotCalled1() { return emu::refuse(name_); }
   virtual int NotCalled2() { return emu::refuse(name_); }
   virtual int Setup(const VariantPack& pack, uint64_t& bytes, Context* context);
   virtual int Execute(const VariantPack&, uint8_t*, uint64_t, Context*) { return launch(); }
 
-  void hold(aclOpExecutor* executor, void* stream);
+  void set_pending(aclOpExecutor* executor, void* stream);
   int launch();
 
  private:
-  struct Held {
+  struct PendingLaunch {
     std::thread::id thread;
     aclOpExecutor* executor;
     void* stream;
@@ -99,7 +98,7 @@ class Operation {
   size_t least_ = 0, most_ = 0;
   emu::transformer::Prepare prepare_;
   mutable std::mutex mutex_;
-  std::vector<Held> held_;
+  std::vector<PendingLaunch> pending_;
   std::string reason_;
 };
 
@@ -121,14 +120,14 @@ struct AtbOperator<Body, Name> {
     aclOpExecutor* executor = nullptr;
     const int status = Operator<Body, Name>::workspace(args..., bytes, &executor);
     if (!*operation) *operation = new atb::Operation(Name::text);
-    (*operation)->hold(executor, context->stream);
+    (*operation)->set_pending(executor, context->stream);
     return status;
   }
 };
 
 }  // namespace emu
 
-// One of the operators with C functions, written as CHECKED in operator/op.h.
+// Operator with C functions, like CHECKED in operator/op.h.
 #define ATB_OPERATOR(NAME, PARAMS, ...)                                                                                       \
   namespace emu::ops {                                                                                                        \
   struct name_##NAME {                                                                                                        \
@@ -144,7 +143,7 @@ struct AtbOperator<Body, Name> {
   }                                                                                                                           \
   EXPORT int NAME(void*, uint64_t, atb::Operation* operation, atb::Context*) { return operation->launch(); }
 
-// One of those that are made of parameters: `atb::infer::NAME##Param`, defined before. The body has `param` and gives a Prepare.
+// Operator created from a parameter struct `atb::infer::NAME##Param`. The body has `param` and returns a Prepare.
 #define ATB_PARAMETERS(NAME, LEAST, MOST, INPUTS, ...)                                                              \
   static const emu::Registration registration_##NAME{"atb::" #NAME, emu::computed, __FILE__};                       \
   static emu::transformer::Prepare prepare_##NAME(const atb::infer::NAME##Param& param) __VA_ARGS__ namespace atb { \

@@ -1,5 +1,5 @@
-// ATB's attention: over packed requests (PA_ENCODER), over paged caches with many queries (PREFIX_ENCODER) or one each
-// (PagedAttention). Rules: torch_npu's documentation of _npu_paged_attention_v2, _npu_flash_attention_v2 and
+// ATB's attention: packed requests (PA_ENCODER), and paged caches with several queries (PREFIX_ENCODER) or one query
+// (PagedAttention) per request. Rules: torch_npu's documentation of _npu_paged_attention_v2, _npu_flash_attention_v2 and
 // _npu_flash_attention_prefix_v2 (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden functions of op-plugin's
 // test_atb_*attention*.py.
 #include "attention.h"
@@ -34,27 +34,27 @@ using namespace emu;
 using namespace emu::transformer;
 
 // A mask in fractal order, [n, columns / 16, rows, 16], as [n, rows, columns].
-Tensor mask_of(const Given& given) {
+Tensor mask_of(const AtbTensor& given) {
   check(given.value.defined(), kOpParam, "mask is needed for this mask_type");
   one_of("mask", given.value, kFloating);
   return given.value.dim() == 4 && fractal(given) ? given.value.transpose(1, 2).flatten(2) : given.value;
 }
 
-Masking added(const Given& given, bool by_request, bool ones_hide = false) {
+Masking added(const AtbTensor& given, bool by_request, bool ones_hide = false) {
   Masking masking{Masking::Kind::added, mask_of(given)};
   masking.by_request = by_request;
   masking.ones_hide = ones_hide && given.value.scalar_type() == at::kBFloat16;
   return masking;
 }
 
-Masking slopes(const Given& mask, const Given& factors, bool roots, int64_t heads) {
+Masking slopes(const AtbTensor& mask, const AtbTensor& factors, bool roots, int64_t heads) {
   Masking masking{Masking::Kind::slopes, mask_of(mask), factors.value};
   masking.roots = roots;
   check(factors.value.defined() && factors.value.numel() == heads, kOpParam, "slopes must have one value for each of ", heads,
       " heads; masks of [heads, tokens, 128] without are not emulated");
   one_of("slopes", factors.value, kFloating);
   const auto sizes = masking.mask.sizes().slice(masking.mask.dim() - 2);
-  check(sizes[0] == 256 && sizes[1] == 256, kOpParam, "mask has shape ", given_shape(mask),
+  check(sizes[0] == 256 && sizes[1] == 256, kOpParam, "mask has shape ", shape_of(mask),
       "; the compressed ALiBi mask is [256, 256]");
   return masking;
 }
@@ -115,7 +115,7 @@ Prepare self_attention(const atb::infer::SelfAttentionParam& p) {
     check(p.quant_type == 0 && p.clamp_type == 0, kOpParam, "quantization and clamping are not emulated");
     const bool paged = p.calc_type == kPrefix;
     size_t next = 3;
-    const auto take = [&] {
+    const auto next_input = [&] {
       check(next < in.size(), kOpParam, in.size(), " input tensors are too few for mask_type ", p.mask_type);
       return in[next++];
     };
@@ -126,17 +126,17 @@ Prepare self_attention(const atb::infer::SelfAttentionParam& p) {
     a.query = in[0].value;
     a.key = paged ? a.cache("key_cache", in[1]) : in[1].value;
     a.value = paged ? a.cache("value_cache", in[2]) : in[2].value;
-    if (paged) a.table = take().value;
-    const auto mask = p.mask_type == kSelfNone ? Given{} : take();
-    a.query_lengths = {take().value};
-    if (paged) a.kv_lengths = {take().value};
+    if (paged) a.table = next_input().value;
+    const auto mask = p.mask_type == kSelfNone ? AtbTensor{} : next_input();
+    a.query_lengths = {next_input().value};
+    if (paged) a.kv_lengths = {next_input().value};
     switch (p.mask_type) {
       case kSelfNone: break;
       case kSelfNorm: a.masking = added(mask, true, true); break;
       case kSelfAlibi: a.masking = added(mask, mask.value.defined() && mask.value.dim() == 4 && !fractal(mask)); break;
       case kSelfCompressed: a.masking.kind = Masking::Kind::causal; break;
       case kSelfAlibiCompressed:
-      case kSelfAlibiRoots: a.masking = slopes(mask, take(), p.mask_type == kSelfAlibiRoots, p.heads); break;
+      case kSelfAlibiRoots: a.masking = slopes(mask, next_input(), p.mask_type == kSelfAlibiRoots, p.heads); break;
       default: throw Error(kOpParam, text("mask_type ", p.mask_type, " is not emulated; 0 to 5 are"));
     }
     a.out = out.at(0).value;

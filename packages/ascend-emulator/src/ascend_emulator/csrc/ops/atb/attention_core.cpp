@@ -6,7 +6,7 @@ using attention::Request;
 
 namespace {
 
-// Distances of the causal scores, or their roots, for each head times its factor; the mask must be the documented one.
+// ALiBi: factor of the head * distance, or its square root; the mask must be the documented one.
 Tensor sloped(const Masking& m, int64_t queries, int64_t keys, int64_t heads) {
   const auto distances = [&](int64_t rows, int64_t columns) {
     const auto d =
@@ -25,7 +25,7 @@ Tensor sloped(const Masking& m, int64_t queries, int64_t keys, int64_t heads) {
 void Masking::apply(Request& into, int64_t request, int64_t start, int64_t queries, int64_t keys, int64_t heads) const {
   if (kind == Kind::none) return;
   if (kind != Kind::added) {
-    into.left_out = attention::left_out({3}, request, queries, keys);
+    into.masked_out = attention::masked_out({3}, request, queries, keys);
     if (kind == Kind::slopes) into.bias = sloped(*this, queries, keys, heads);
     return;
   }
@@ -48,7 +48,7 @@ void Masking::apply(Request& into, int64_t request, int64_t start, int64_t queri
   into.bias = ones_hide ? own.masked_fill(own > 0, -std::numeric_limits<float>::infinity()) : own;
 }
 
-Tensor Attention::cache(const char* name, const Given& given) const {
+Tensor Attention::cache(const char* name, const AtbTensor& given) const {
   const auto& x = given.value;
   rank(name, x, 3, 4);
   if (x.dim() == 3) return x;
@@ -101,7 +101,7 @@ void Attention::checked() {
   out = out.view({query.size(0), heads, -1});
 }
 
-// Scores and probabilities in int8, as for npu's quant_type 3: the largest probability of a row counts as 127.
+// int8 scores and probabilities (quant_type 3): a row's largest probability is 127.
 Tensor Attention::quantized(const Request& r) const {
   const int64_t share = heads / groups;
   const auto spread = [&](const Tensor& x) { return x.to(at::kFloat).repeat_interleave(share, 0); };
@@ -145,9 +145,9 @@ void Attention::run() const {
       if (key_scale.defined()) {
         target.copy_(quantized(request).transpose(0, 1));
       } else {
-        const auto answer = attention::attend(request);
-        target.copy_(answer.out.transpose(0, 1));
-        if (lse.defined()) Tensor(lse).view({fixed, heads}).narrow(0, start, queries).copy_(answer.lse.transpose(0, 1));
+        const auto result = attention::attend(request);
+        target.copy_(result.out.transpose(0, 1));
+        if (lse.defined()) Tensor(lse).view({fixed, heads}).narrow(0, start, queries).copy_(result.lse.transpose(0, 1));
       }
     }
     start += queries;

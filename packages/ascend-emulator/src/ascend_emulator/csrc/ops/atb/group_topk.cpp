@@ -1,4 +1,4 @@
-// ATB's choice of experts by groups. Rules: torch_npu's documentation of npu_fused_add_topk_div
+// ATB's expert selection by groups. Rules: torch_npu's documentation of npu_fused_add_topk_div
 // (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden function of op-plugin's test_atb_group_topk.py.
 #include "atb.h"
 
@@ -16,14 +16,14 @@ namespace {
 using namespace emu;
 using namespace emu::transformer;
 
-// The highest k of each row, equal ones in their order.
+// Indices of the k largest values of each row; ties in index order.
 Tensor highest(const Tensor& scores, int64_t k) { return std::get<1>(at::sort(scores, true, -1, true)).narrow(-1, 0, k); }
 
-// True for the experts of the groups with the highest score: the sum of the group's `summed` largest.
+// Mask of the experts in the `kept` groups with the highest score, the sum of a group's `summed` largest values.
 Tensor in_groups(const Tensor& scores, int64_t groups, int64_t kept, int64_t summed) {
-  const auto of_group = std::get<0>(scores.unflatten(-1, {groups, -1}).topk(summed, -1)).sum(-1);
-  return at::zeros(of_group.sizes(), at::kBool)
-      .scatter_(-1, highest(of_group, kept), true)
+  const auto group_scores = std::get<0>(scores.unflatten(-1, {groups, -1}).topk(summed, -1)).sum(-1);
+  return at::zeros(group_scores.sizes(), at::kBool)
+      .scatter_(-1, highest(group_scores, kept), true)
       .repeat_interleave(scores.size(-1) / groups, -1);
 }
 
@@ -36,7 +36,7 @@ void check_groups(const Tensor& x, int64_t groups, int64_t kept, int64_t summed)
   within("n", summed, int64_t{1}, x.size(1) / groups);
 }
 
-// Experts of all but the highest groups become zero, in place.
+// Sets the experts of all but the highest groups to zero, in place.
 Prepare group_topk(const atb::infer::GroupTopkParam& p) {
   return [p](const Arguments& in, const Arguments& out) -> Computation {
     const auto x = in[0].value, y = out.at(0).value;
@@ -52,7 +52,7 @@ Prepare group_topk(const atb::infer::GroupTopkParam& p) {
 
 ATB_PARAMETERS(GroupTopk, 2, 2, "(self, indices)", { return group_topk(param); })
 
-// Experts by sigmoid(x) + add_num, their weights by sigmoid(x). activation_type: 8 sigmoid.
+// Experts are selected by sigmoid(x) + add_num; weights are sigmoid(x). activation_type: 8 sigmoid.
 ATB_OPERATOR(AtbFusedAddTopkDiv,
     (Tensor x, Tensor added, Opt<Tensor>, Opt<Tensor>, int64_t groups, int64_t kept, int64_t summed, int64_t k, int activation,
         bool normalized, float scale, bool mapped, Tensor y, Tensor indices),
@@ -67,8 +67,8 @@ ATB_OPERATOR(AtbFusedAddTopkDiv,
       shape("indices", indices, {x.size(0), k});
       COMPUTE {
         const auto gates = at::sigmoid(x.to(at::kFloat)), scores = gates + added.to(at::kFloat);
-        const auto left_out = in_groups(scores, groups, kept, summed).logical_not();
-        const auto chosen = highest(scores.masked_fill(left_out, -std::numeric_limits<float>::infinity()), k);
+        const auto masked_out = in_groups(scores, groups, kept, summed).logical_not();
+        const auto chosen = highest(scores.masked_fill(masked_out, -std::numeric_limits<float>::infinity()), k);
         auto weights = gates.gather(-1, chosen);
         if (normalized) weights = weights / weights.sum(-1, true);
         y.copy_(weights * scale);

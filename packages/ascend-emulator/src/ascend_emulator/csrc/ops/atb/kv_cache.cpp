@@ -1,4 +1,4 @@
-// ATB's writing to and reading from paged caches. Rules: torch_npu's documentation of npu_paged_cache_load
+// ATB's writes to and reads from paged KV caches. Rules: torch_npu's documentation of npu_paged_cache_load
 // (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden functions of op-plugin's test_atb_reshape_and_cache*.py and
 // test_atb_paged_cache_load.py.
 #include "ops/attention/kv_cache.h"
@@ -17,7 +17,7 @@ using namespace emu::transformer;
 
 enum CacheConfig : int32_t { kBoth = 0, kKeyAlone = 1, kBothFractal = 2 };
 
-// Inputs: key, value, their caches, slots; or key, its cache, slots. The caches are the outputs too.
+// Inputs: key, value, their caches, slots; or key, its cache, slots. The caches are outputs as well.
 Prepare reshape_and_cache(const atb::infer::ReshapeAndCacheParam& p) {
   return [p](const Arguments& in, const Arguments& out) -> Computation {
     check(p.compress_type == 0, kOpParam, "compress_type ", p.compress_type, " is not emulated");
@@ -52,7 +52,7 @@ Prepare reshape_and_cache(const atb::infer::ReshapeAndCacheParam& p) {
 ATB_PARAMETERS(ReshapeAndCache, 3, 5, "(key, value or key_cache, key_cache or slot_indices, value_cache, slot_indices)",
     { return reshape_and_cache(param); })
 
-// config: 0 fractal, 1 not. Cumulative lengths are ends, with a zero before them or without.
+// config: 0 fractal, 1 not. Cumulative lengths may start with a zero.
 ATB_OPERATOR(AtbPagedCacheLoad,
     (Tensor key_cache, Tensor value_cache, Tensor table, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> starts,
         int8_t config, bool cumulative, bool has_starts),

@@ -1,4 +1,4 @@
-// ATB's matrix product that is added to its output. Rules: the golden function of op-plugin's test_atb_linear.py.
+// ATB's matrix product with accumulation. Rules: the golden function of op-plugin's test_atb_linear.py.
 #include "atb.h"
 
 namespace atb::infer {

@@ -5,7 +5,7 @@
 using namespace emu;
 using namespace emu::transformer;
 
-// One head of keys, in two caches: the latent part, which is the value too, and the rotated one. They are read in pages as one.
+// One key head in two caches: the latent part, which is also the value, and the rope part.
 ATB_OPERATOR(AtbMLA,
     (Tensor query, Tensor query_rope, Tensor latent, Tensor rope, Tensor table, Lengths kv_lengths, Opt<Tensor> mask,
         Lengths lengths, Opt<Tensor> query_scale, Opt<Tensor> value_scale, int64_t heads, float scale, int64_t groups,
@@ -40,12 +40,12 @@ ATB_OPERATOR(AtbMLA,
             ", ", heads, ", 1]");
         a.lse = *lse;
       }
-      auto looked_at = a;  // the checks, before there are values
-      looked_at.query = at::empty({query.size(0), heads, latent.size(3) + rope.size(3)}, query.options());
-      looked_at.key = at::empty({1, latent.size(1), a.groups * (latent.size(3) + rope.size(3))}, latent.options());
-      looked_at.prepared();
+      auto checked_call = a;  // for the checks at the call
+      checked_call.query = at::empty({query.size(0), heads, latent.size(3) + rope.size(3)}, query.options());
+      checked_call.key = at::empty({1, latent.size(1), a.groups * (latent.size(3) + rope.size(3))}, latent.options());
+      checked_call.prepared();
       COMPUTE {
-        // Of the caches, the pages that the table names: it then counts them.
+        // Selects the pages in the block table, and renumbers them.
         const auto names = table.narrow(0, 0, kv_lengths.value.numel()).reshape(-1).to(at::kLong),
                    named = names.clamp(0, latent.size(0) - 1);
         a.query = at::cat({query, query_rope}, -1);
@@ -56,7 +56,7 @@ ATB_OPERATOR(AtbMLA,
       };
     })
 
-// seqlen [requests] or [2, requests]: of queries, and of keys. The part that was computed before comes in with its log-sum-exp.
+// seqlen [requests] or [2, requests]: of queries, and of keys. The previous partial result is an input with its log-sum-exp.
 ATB_OPERATOR(AtbRingMLA,
     (Tensor query, Tensor query_rope, Tensor key, Tensor key_rope, Tensor value, Opt<Tensor>, Lengths lengths, Opt<Tensor> before,
         Opt<Tensor> before_lse, int64_t heads, int64_t groups, float scale, int, int mask_type, int, int calc_type, Tensor out,
@@ -92,7 +92,7 @@ ATB_OPERATOR(AtbRingMLA,
         all_keys += kv[i];
       }
       check(all <= query.size(0) && all_keys <= key.size(0), kOpParam, "seqlen sums to ", all, " queries and ", all_keys,
-          " keys, of which there are ", query.size(0), " and ", key.size(0));
+          " keys, ; the tensors have ", query.size(0), " and ", key.size(0));
       COMPUTE {
         constexpr float kInfinity = std::numeric_limits<float>::infinity();
         const auto queries = at::cat({query, query_rope}, -1), keys = at::cat({key, key_rope}, -1);
@@ -103,20 +103,20 @@ ATB_OPERATOR(AtbRingMLA,
           request.key = keys.narrow(0, kv_start, kv[i]).transpose(0, 1);
           request.value = value.narrow(0, kv_start, kv[i]).transpose(0, 1);
           request.scale = scale;
-          // Aligned at the left upper corner, as the golden function has it (test_ring_mla_bf16_512_mask_is_ring_out).
+          // Aligned at the upper left corner, as in the golden function (test_ring_mla_bf16_512_mask_is_ring_out).
           request.causal = mask_type == 1;
-          auto answer = attention::attend(request);
-          answer.out = answer.out.to(at::kFloat);
+          auto result = attention::attend(request);
+          result.out = result.out.to(at::kFloat);
           if (!first) {
             const auto part = [&](const Tensor& x) { return x.narrow(1, start, counts[i]).to(at::kFloat); };
-            const auto old_lse = part(*before_lse), new_lse = answer.lse.masked_fill(answer.lse == kInfinity, -kInfinity),
+            const auto old_lse = part(*before_lse), new_lse = result.lse.masked_fill(result.lse == kInfinity, -kInfinity),
                        total = at::logaddexp(old_lse, new_lse);
-            answer.out = part(before->transpose(0, 1)) * (old_lse - total).exp().unsqueeze(-1) +
-                         answer.out * (new_lse - total).exp().unsqueeze(-1);
-            answer.lse = total;
+            result.out = part(before->transpose(0, 1)) * (old_lse - total).exp().unsqueeze(-1) +
+                         result.out * (new_lse - total).exp().unsqueeze(-1);
+            result.lse = total;
           }
-          out.narrow(0, start, counts[i]).copy_(answer.out.transpose(0, 1));
-          lse.narrow(1, start, counts[i]).copy_(answer.lse);
+          out.narrow(0, start, counts[i]).copy_(result.out.transpose(0, 1));
+          lse.narrow(1, start, counts[i]).copy_(result.lse);
           start += counts[i];
           kv_start += kv[i];
         }

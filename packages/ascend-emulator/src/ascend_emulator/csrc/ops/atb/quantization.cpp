@@ -66,8 +66,8 @@ Prepare rms_norm(const atb::infer::RmsNormParam& p) {
     one_of("output", y, {at::kChar});
     shape("output", y, x.sizes());
     COMPUTE {
-      const auto wide = rms_normed(x, gamma.reshape(-1), p.epsilon) + beta.reshape(-1).to(at::kFloat);
-      store_bytes(wide / scale.reshape(-1).to(at::kFloat) + offset.reshape(-1).to(at::kFloat), y);
+      const auto fp32 = rms_normed(x, gamma.reshape(-1), p.epsilon) + beta.reshape(-1).to(at::kFloat);
+      store_bytes(fp32 / scale.reshape(-1).to(at::kFloat) + offset.reshape(-1).to(at::kFloat), y);
     };
   };
 }

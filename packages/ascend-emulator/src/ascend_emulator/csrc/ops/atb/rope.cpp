@@ -15,8 +15,8 @@ namespace {
 using namespace emu;
 using namespace emu::transformer;
 
-// query and key [tokens, heads * D] in any number of dimensions, cos and sin [tokens, D]; a coefficient of 2 turns halves, one of
-// D neighbours.
+// query and key [tokens, heads * D] with any number of dimensions, cos and sin [tokens, D]; coefficient 2: rotates halves, D:
+// adjacent pairs.
 Prepare rope(const atb::infer::RopeParam& p) {
   return [p](const Arguments& in, const Arguments& out) -> Computation {
     const auto cos = in[2].value, sin = in[3].value;
@@ -24,7 +24,7 @@ Prepare rope(const atb::infer::RopeParam& p) {
     shape("sin", sin, cos.sizes());
     const int64_t size = cos.size(1);
     check(p.coefficient == 2 || p.coefficient == size, kOpParam, "the rotary coefficient is ", p.coefficient, "; 2, or the ",
-        size, " of the cos/sin cache's rows are there");
+        size, " of the cos/sin cache's rows are supported");
     multiple("rotary_dim", size, 2);
     for (size_t i : {0, 1}) {
       const auto& x = in[i].value;

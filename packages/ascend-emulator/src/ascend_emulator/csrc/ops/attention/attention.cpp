@@ -5,8 +5,8 @@
 namespace emu::attention {
 namespace {
 
-constexpr int64_t kMostScores = 1 << 24;  // so that the scores of a long prompt are not in memory at once
-constexpr int64_t kCausalRows = 64;       // at a time, each with the keys up to the last of them
+constexpr int64_t kMostScores = 1 << 24;  // limits the memory of a long prompt's scores
+constexpr int64_t kCausalRows = 64;       // query rows per step, with the keys up to the last row
 
 Tensor plain_mask(const Tensor& mask, bool by_request, int64_t request, int64_t queries, int64_t keys) {
   auto own = mask;
@@ -20,10 +20,10 @@ Tensor plain_mask(const Tensor& mask, bool by_request, int64_t request, int64_t 
 
 }  // namespace
 
-Tensor left_out(const Sparse& sparse, int64_t request, int64_t queries, int64_t keys) {
+Tensor masked_out(const Sparse& sparse, int64_t request, int64_t queries, int64_t keys) {
   const auto difference = [&] {
     return at::arange(keys).unsqueeze(0) - at::arange(queries).unsqueeze(1);
-  };  // key's place - query's
+  };  // key position - query position
   const auto outside = [&](const Tensor& d) {
     return at::logical_or(d > std::min<int64_t>(sparse.after, INT32_MAX), d < -std::min<int64_t>(sparse.before, INT32_MAX));
   };
@@ -45,36 +45,37 @@ Tensor left_out(const Sparse& sparse, int64_t request, int64_t queries, int64_t 
       return at::logical_and(difference() > keys - queries, at::arange(keys).unsqueeze(0) >= sparse.prefix[request]);
     }
   }
-  throw Error(kOpParam, text("sparse_mode ", sparse.mode, "; 0 to 6 are there"));
+  throw Error(kOpParam, text("sparse_mode ", sparse.mode, "; supported: 0 to 6"));
 }
 
-void leave_out(Request& r, const Sparse& sparse, int64_t index) {
-  // The kernels read of a compressed mask what lies before a request's keys.
+void apply_sparse_mode(Request& r, const Sparse& sparse, int64_t index) {
+  // Kernels read a compressed mask up to a request's keys only.
   if (sparse.mode >= 2 && sparse.mask.defined())
-    cost::touches(sparse.mask, static_cast<double>(r.query.size(1) * std::min(r.key.size(1), kMaskSide) * (r.query.size(1) > 1)));
+    cost::partial_access(
+        sparse.mask, static_cast<double>(r.query.size(1) * std::min(r.key.size(1), kMaskSide) * (r.query.size(1) > 1)));
   r.causal = sparse.mode == 2 || (sparse.mode == 3 && r.query.size(1) == r.key.size(1));
-  if (!r.causal) r.left_out = left_out(sparse, index, r.query.size(1), r.key.size(1));
+  if (!r.causal) r.masked_out = masked_out(sparse, index, r.query.size(1), r.key.size(1));
 }
 
-Tensor Request::mask() const { return causal ? attention::left_out({2}, 0, query.size(1), key.size(1)) : left_out; }
+Tensor Request::mask() const { return causal ? attention::masked_out({2}, 0, query.size(1), key.size(1)) : masked_out; }
 
-// Of query k^T and the weighed sum of values, for the pairs that count.
-void tell_operations(const Request& r) {
+// FLOPs of q k^T and the weighted sum of values, for unmasked pairs.
+void count_flops(const Request& r) {
   const auto queries = static_cast<double>(r.query.size(1)), keys = static_cast<double>(r.key.size(1)),
              both = std::min(queries, keys);
   const double pairs = r.causal ? both * (both + 1) / 2 + (queries - both) * keys : queries * keys;
-  cost::operates(2 * static_cast<double>(r.query.size(0)) * pairs * static_cast<double>(r.key.size(2) + r.value.size(2)),
+  cost::add_flops(2 * static_cast<double>(r.query.size(0)) * pairs * static_cast<double>(r.key.size(2) + r.value.size(2)),
       static_cast<int>(r.query.element_size()));
 }
 
-// For what has a bias, a sink, or values of another size than keys.
-Answer attend_wide(const Request& r) {
-  tell_operations(r);
+// Needed for a bias, a sink, or different key and value sizes.
+AttentionResult attend_fp32(const Request& r) {
+  count_flops(r);
   constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
   const int64_t heads = r.query.size(0), queries = r.query.size(1), groups = r.key.size(0), share = heads / groups,
                 keys = r.key.size(1);
   const auto key = r.key.to(at::kFloat).transpose(1, 2).contiguous(), value = r.value.to(at::kFloat).contiguous();
-  Answer answer{at::empty({heads, queries, value.size(2)}, key.options()), at::empty({heads, queries}, key.options()),
+  AttentionResult result{at::empty({heads, queries, value.size(2)}, key.options()), at::empty({heads, queries}, key.options()),
       at::empty({heads, queries}, key.options())};
   const int64_t step =
       std::min(r.causal ? kCausalRows : INT64_MAX, std::max<int64_t>(1, kMostScores / std::max<int64_t>(1, heads * keys)));
@@ -88,8 +89,8 @@ Answer attend_wide(const Request& r) {
                       .view({heads, count, seen});
     if (r.bias.defined()) scores.add_(part(r.bias));
     if (r.causal && seen > first)
-      scores.narrow(2, first, seen - first).masked_fill_(left_out({2}, 0, count, seen - first), -kInfinity);
-    if (r.left_out.defined()) scores.masked_fill_(part(r.left_out), -kInfinity);
+      scores.narrow(2, first, seen - first).masked_fill_(masked_out({2}, 0, count, seen - first), -kInfinity);
+    if (r.masked_out.defined()) scores.masked_fill_(part(r.masked_out), -kInfinity);
     auto most = scores.amax(-1, true);
     if (r.sink.defined()) most = at::maximum(most, r.sink.to(at::kFloat).view({heads, 1, 1}));
     most.clamp_(kLowest);
@@ -99,26 +100,26 @@ Answer attend_wide(const Request& r) {
     if (r.drop.defined()) weights.mul_(part(r.drop));
     const auto out =
         at::bmm(weights.view({groups, share * count, seen}), value.narrow(1, 0, seen)).view({heads, count, value.size(2)});
-    const auto blind = sum == 0;
-    answer.out.narrow(1, first, count).copy_(out.div_(sum.masked_fill(blind, 1)));
-    answer.lse.narrow(1, first, count).copy_(sum.log().add_(most).masked_fill_(blind, kInfinity).squeeze(-1));
-    answer.most.narrow(1, first, count).copy_(most.squeeze(-1));
+    const auto fully_masked = sum == 0;
+    result.out.narrow(1, first, count).copy_(out.div_(sum.masked_fill(fully_masked, 1)));
+    result.lse.narrow(1, first, count).copy_(sum.log().add_(most).masked_fill_(fully_masked, kInfinity).squeeze(-1));
+    result.most.narrow(1, first, count).copy_(most.squeeze(-1));
   }
-  return answer;
+  return result;
 }
 
-Answer attend(const Request& r) {
+AttentionResult attend(const Request& r) {
   const int64_t heads = r.query.size(0), queries = r.query.size(1), groups = r.key.size(0), share = heads / groups;
   if (queries == 0 || r.key.size(1) == 0)
     return {at::zeros({heads, queries, r.value.size(2)}, at::kFloat),
         at::full({heads, queries}, std::numeric_limits<float>::infinity(), at::kFloat)};
-  if (r.bias.defined() || r.sink.defined() || r.drop.defined() || (r.left_out.defined() && r.left_out.dim() == 3) ||
+  if (r.bias.defined() || r.sink.defined() || r.drop.defined() || (r.masked_out.defined() && r.masked_out.dim() == 3) ||
       r.value.size(2) != r.key.size(2) || r.query.scalar_type() != r.key.scalar_type())
-    return attend_wide(r);
-  tell_operations(r);
+    return attend_fp32(r);
+  count_flops(r);
   auto q = r.query.unsqueeze(0), k = r.key.unsqueeze(0), v = r.value.unsqueeze(0);
-  if (queries == 1 && !r.left_out.defined() && !r.causal) {
-    q = r.query.reshape({1, groups, share, r.query.size(2)});  // the heads of a group read the same keys
+  if (queries == 1 && !r.masked_out.defined() && !r.causal) {
+    q = r.query.reshape({1, groups, share, r.query.size(2)});  // the heads of a group share keys
   } else if (share > 1) {
     const auto spread = [&](const Tensor& x) {
       return x.unsqueeze(2).expand({1, groups, share, x.size(2), x.size(3)}).reshape({1, heads, x.size(2), x.size(3)});
@@ -128,18 +129,18 @@ Answer attend(const Request& r) {
   }
   Opt<Tensor> added;
   Tensor nothing;
-  if (r.left_out.defined()) {
-    added = at::zeros(r.left_out.sizes(), at::kFloat).masked_fill_(r.left_out, -std::numeric_limits<float>::infinity());
-    const auto blind = r.left_out.all(-1);
-    if (blind.any().item<bool>()) nothing = blind.unsqueeze(0);
+  if (r.masked_out.defined()) {
+    added = at::zeros(r.masked_out.sizes(), at::kFloat).masked_fill_(r.masked_out, -std::numeric_limits<float>::infinity());
+    const auto fully_masked = r.masked_out.all(-1);
+    if (fully_masked.any().item<bool>()) nothing = fully_masked.unsqueeze(0);
   }
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, r.causal, added, r.scale);
-  Answer answer{out.reshape({heads, queries, r.value.size(2)}), lse.reshape({heads, queries})};
+  AttentionResult result{out.reshape({heads, queries, r.value.size(2)}), lse.reshape({heads, queries})};
   if (nothing.defined()) {
-    answer.out.masked_fill_(nothing.unsqueeze(-1), 0);
-    answer.lse = answer.lse.masked_fill(nothing, std::numeric_limits<float>::infinity());
+    result.out.masked_fill_(nothing.unsqueeze(-1), 0);
+    result.lse = result.lse.masked_fill(nothing, std::numeric_limits<float>::infinity());
   }
-  return answer;
+  return result;
 }
 
 Tensor tokens(const Tensor& x, const std::string& layout, int64_t request, int64_t start, int64_t count, int64_t heads) {
@@ -164,7 +165,7 @@ int64_t length_of(const Tensor& x, const std::string& layout) {
 Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t length, int64_t groups, int64_t block_size) {
   const auto* row = table.const_data_ptr<int32_t>() + request * table.size(1);
   const int64_t count =
-      std::max<int64_t>(1, (length + block_size - 1) / block_size);  // none of the first page, where there is nothing
+      std::max<int64_t>(1, (length + block_size - 1) / block_size);  // without tokens: an empty part of one page
   std::vector<Tensor> parts;
   for (int64_t i = 0; i < count; ++i) {
     check(row[i] >= 0 && row[i] < cache.size(0), kOpParam, "block_table names block ", row[i], " of ", cache.size(0));
@@ -178,7 +179,7 @@ Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t 
       parts.push_back(page.narrow(2, 0, used).transpose(1, 2).flatten(2));
   }
   const auto found = parts.size() == 1 ? parts[0] : at::cat(parts, 1);
-  cost::touches(cache, found);
+  cost::partial_access(cache, found);
   return found;
 }
 

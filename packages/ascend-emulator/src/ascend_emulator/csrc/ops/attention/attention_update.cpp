@@ -1,4 +1,4 @@
-// Joining parts of an attention, and the products around it. Rules: torch_npu's documentation of npu_attention_update,
+// Merging partial attention results, and batched products around them. Rules: torch_npu's documentation of npu_attention_update,
 // npu_ring_attention_update and npu_transpose_batchmatmul (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call sites.
 #include "operator/op.h"
 
@@ -6,7 +6,7 @@ namespace {
 
 using namespace emu;
 
-// A part that saw no keys says so by a log-sum-exp of infinity, as the fused attention gives it.
+// A partial result without keys has a log-sum-exp of +inf, as in the fused attention.
 Computation attention_update(const Tensors& lse, const Tensors& parts, int64_t type, Tensor out, const Opt<Tensor>& lse_out) {
   check(!lse.empty() && lse.size() == parts.size(), kOpParam, "lists of ", lse.size(), " lse and ", parts.size(),
       " local_out; they must be as long");
@@ -24,10 +24,10 @@ Computation attention_update(const Tensors& lse, const Tensors& parts, int64_t t
     sums.masked_fill_(sums == kInfinity, -kInfinity);
     const auto total = at::logsumexp(sums, 0);
     const auto weights = (sums - total).exp_().masked_fill_(sums == -kInfinity, 0);
-    auto wide = at::zeros(out.sizes(), at::kFloat);
+    auto fp32 = at::zeros(out.sizes(), at::kFloat);
     for (size_t i = 0; i < parts.size(); ++i)
-      wide.add_(parts[i].to(at::kFloat).masked_fill((weights[i] == 0).unsqueeze(-1), 0) * weights[i].unsqueeze(-1));
-    out.copy_(wide);
+      fp32.add_(parts[i].to(at::kFloat).masked_fill((weights[i] == 0).unsqueeze(-1), 0) * weights[i].unsqueeze(-1));
+    out.copy_(fp32);
     if (lse_out && type == 1) Tensor(*lse_out).copy_(total.masked_fill(total == -kInfinity, kInfinity));
   };
 }
@@ -59,8 +59,8 @@ Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const 
   check(split >= 1 && left.size(0) % split == 0, kOpParam, "batch_split_factor is ", split, "; it must divide the batch of ",
       left.size(0));
   COMPUTE {
-    const auto wide = at::bmm(left.to(at::kFloat), right.to(at::kFloat)).transpose(0, 1);
-    out.copy_(split == 1 ? wide : wide.reshape({wide.size(0), split, -1}).transpose(0, 1));
+    const auto fp32 = at::bmm(left.to(at::kFloat), right.to(at::kFloat)).transpose(0, 1);
+    out.copy_(split == 1 ? fp32 : fp32.reshape({fp32.size(0), split, -1}).transpose(0, 1));
   };
 }
 
@@ -69,8 +69,8 @@ Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const 
 CHECKED(aclnnAttentionUpdate, (Tensors lse, Tensors parts, int64_t type, Tensor out, Opt<Tensor> lse_out),
     { return attention_update(lse, parts, type, out, lse_out); })
 
-// SBH: outputs [S, B, N * D], statistics [B, N, S, 8]. TND: [T, N, D], and statistics [T, N, 8], or one request after the other
-// as [N, S, 8].
+// SBH: outputs [S, B, N * D], statistics [B, N, S, 8]. TND: [T, N, D], and statistics [T, N, 8], or concatenated requests [N, S,
+// 8].
 CHECKED(aclnnRingAttentionUpdateV2,
     (Tensor old_out, Tensor old_most, Tensor old_sum, Tensor new_out, Tensor new_most, Tensor new_sum, Opt<Tensor> ends,
         Text layout, Text stats_layout, Tensor out, Tensor most, Tensor sum),

@@ -1,4 +1,4 @@
-// Attention as training has it, forward and backward, and what torch.nn.functional.scaled_dot_product_attention becomes. Rules:
+// Training attention, forward and backward; also torch.nn.functional.scaled_dot_product_attention. Rules:
 // torch_npu's documentation of npu_fusion_attention, _v2 and _v3 (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call
 // sites.
 #include <ATen/Parallel.h>
@@ -22,7 +22,7 @@ struct Flash {
   Text layout;
   int64_t sparse_mode, pse_type;
   Text stats_layout;
-  Tensor most, sum;  // [B, N, S, 8], or [T, N, 8]: one request after the other as [N, S, 8], unless the layout is the input's
+  Tensor most, sum;  // [B, N, S, 8], or [T, N, 8]: concatenated requests [N, S, 8], unless softmax_layout is the input's
 
   int64_t groups = 0, batch = 0;
   struct Span {
@@ -46,7 +46,7 @@ struct Flash {
     groups = layout == "TND" ? key.size(1) : layout == "BNSD" ? key.size(1) : layout == "BSND" ? key.size(2) : key.size(2) / size;
     check(groups > 0 && heads % groups == 0, kOpParam, heads, " heads over ", groups, " key-value heads; a multiple is allowed");
     within("sparse_mode", sparse_mode, 0, varlen ? 8 : 6);
-    check(!varlen || sparse_mode != 5, kOpParam, "sparse_mode 5 is not there in layout TND");
+    check(!varlen || sparse_mode != 5, kOpParam, "sparse_mode 5 is not supported in layout TND");
     if (mask && (sparse_mode == 2 || sparse_mode == 3 || sparse_mode == 4 || sparse_mode > 6))
       check(mask->size(-1) == kMaskSide && mask->size(-2) == kMaskSide, kOpParam, "sparse_mode ", sparse_mode,
           " needs an atten_mask of 2048 x 2048, not ", mask->sizes());
@@ -98,7 +98,7 @@ struct Flash {
   void leave_out_of(Request& request, int64_t i) const {
     if (!mask) return;  // "without atten_mask, sparse_mode and the tokens before and after have no effect"
     Sparse sparse{sparse_mode, INT64_MAX, INT64_MAX, *mask, prefix.value_or(Ints())};
-    const auto last = [&] {  // the last request that takes part
+    const auto last = [&] {  // last active request
       int64_t found = batch - 1;
       while (found > 0 && spans[found].count == 0) --found;
       return found;
@@ -112,31 +112,31 @@ struct Flash {
     if (sparse_mode == 5) {
       sparse.mode = 1;  // the whole mask is given
     }
-    leave_out(request, sparse, i);
+    apply_sparse_mode(request, sparse, i);
   }
 
-  // What is added to the scaled scores, [heads or 1, queries or 1, keys]: npu_fusion_attention_v2, "pse_type".
+  // Bias of the scaled scores, [heads or 1, queries or 1, keys]: npu_fusion_attention_v2, "pse_type".
   Tensor bias_of(int64_t i, const Span& span) const {
     if (!pse) return {};
-    const auto wide = pse->to(at::kFloat);
+    const auto fp32 = pse->to(at::kFloat);
     if (pse_type >= 2) {
-      const auto slopes = (wide.dim() == 2 ? wide[i] : wide).view({heads, 1, 1});
+      const auto slopes = (fp32.dim() == 2 ? fp32[i] : fp32).view({heads, 1, 1});
       const int64_t shift = (query_first && !query_first->empty() ? query_first->front() : 0) -
                             (key_first && !key_first->empty() ? key_first->front() : 0);
       auto distance = (at::arange(span.kv_count).unsqueeze(0) - at::arange(span.count).unsqueeze(1) - shift).abs().to(at::kFloat);
       if (pse_type == 3) distance = distance.sqrt();
       return -slopes * distance;
     }
-    check(layout != "TND" && wide.dim() == 4, kOpParam, "pse of shape ", pse->sizes(), " in layout ", layout,
+    check(layout != "TND" && fp32.dim() == 4, kOpParam, "pse of shape ", pse->sizes(), " in layout ", layout,
         "; [B or 1, N, S or 1, keys] is emulated, outside TND");
-    const auto own = wide[wide.size(0) == 1 ? 0 : i];
+    const auto own = fp32[fp32.size(0) == 1 ? 0 : i];
     check(own.size(1) == 1 || own.size(1) >= span.count, kOpParam, "pse of shape ", pse->sizes(),
         ", compressed to 1024 rows, is not emulated");
     const auto used = (own.size(1) == 1 ? own : own.narrow(1, 0, span.count)).narrow(2, 0, span.kv_count);
     return pse_type == 1 ? used * scale : used;
   }
 
-  // Kept probabilities, scaled; the bits of a request's [heads, queries, keys], lowest first.
+  // Scaled dropout mask from a request's bits [heads, queries, keys], lowest bit first.
   Tensor drop_of(const Span& span) const {
     if (!drop_mask || keep >= 1) return {};
     const int64_t count = heads * span.count * span.kv_count;
@@ -164,7 +164,7 @@ struct Flash {
     return request;
   }
 
-  // A request's part of the largest scores or the sums, as [heads, queries, 8].
+  // A request's part of softmax_max or softmax_sum, [heads, queries, 8].
   Tensor stats_of(const Tensor& x, int64_t i, const Span& span) const {
     if (layout != "TND") return x[i];
     if (stats_layout == "same_as_input" || stats_layout == "TND") return x.narrow(0, span.start, span.count).transpose(0, 1);
@@ -186,11 +186,11 @@ struct Flash {
         }
         continue;
       }
-      const auto answer = keeps ? attend_wide(request) : attend(request);
-      target.copy_(answer.out);
+      const auto result = keeps ? attend_fp32(request) : attend(request);
+      target.copy_(result.out);
       if (!keeps) continue;
-      stats_of(most, i, span).copy_(answer.most.unsqueeze(-1).expand({heads, span.count, most.size(-1)}));
-      const auto sums = (answer.lse - answer.most).exp_().masked_fill_(answer.lse == std::numeric_limits<float>::infinity(), 0);
+      stats_of(most, i, span).copy_(result.most.unsqueeze(-1).expand({heads, span.count, most.size(-1)}));
+      const auto sums = (result.lse - result.most).exp_().masked_fill_(result.lse == std::numeric_limits<float>::infinity(), 0);
       stats_of(sum, i, span).copy_(sums.unsqueeze(-1).expand({heads, span.count, sum.size(-1)}));
     }
   }
@@ -215,14 +215,14 @@ struct Flash {
                  total = stats_of(sum, i, span).select(-1, 0).unsqueeze(-1);
       auto scores = at::bmm(q, k.transpose(1, 2)).mul_(scale);
       if (r.bias.defined()) scores.add_(r.bias);
-      if (const auto left_out = r.mask(); left_out.defined())
-        scores.masked_fill_(left_out, -std::numeric_limits<float>::infinity());
+      if (const auto masked_out = r.mask(); masked_out.defined())
+        scores.masked_fill_(masked_out, -std::numeric_limits<float>::infinity());
       const auto weights = scores.sub_(largest).exp_().div_(total.masked_fill(total == 0, 1));
       const auto kept = r.drop.defined() ? weights * r.drop : weights;
       auto towards = at::bmm(g, v.transpose(1, 2));
       if (r.drop.defined()) towards.mul_(r.drop);
       const auto mean = (g * o).sum(-1, true);
-      const auto slope = weights * (towards - mean);  // of the scores with scale and bias
+      const auto slope = weights * (towards - mean);  // gradient of the scaled and biased scores
       const auto fold = [&](const Tensor& x) { return x.view({groups, share, x.size(1), x.size(2)}).sum(1); };
       const auto query_grad = at::bmm(slope, k).mul_(scale), key_grad = fold(at::bmm(slope.transpose(1, 2), q).mul_(scale));
       const int64_t size = query_rope ? query.size(-1) : q.size(2);
@@ -268,7 +268,7 @@ Tensor or_none(const Opt<Tensor>& x) { return x.value_or(Tensor()); }
 
 }  // namespace
 
-// Argument groups as the versions share them. In version 1 the position's part is added before scaling: pse_type 1.
+// Arguments shared by the versions. Version 1 adds pse before scaling: pse_type 1.
 #define INPUTS Tensor query, Tensor key, Tensor value, Opt<Tensor> pse, Opt<Tensor> drop, Opt<Tensor> padding, Opt<Tensor> mask
 #define ROPED_INPUTS                                                                                                       \
   Tensor query, Opt<Tensor> query_rope, Tensor key, Opt<Tensor> key_rope, Tensor value, Opt<Tensor> pse, Opt<Tensor> drop, \

@@ -1,5 +1,5 @@
-// Inference attention over plain and paged caches. Rules: torch_npu's documentation of npu_fused_infer_attention_score, _v2,
-// npu_prompt_flash_attention and npu_incre_flash_attention (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call
+// Inference attention over contiguous and paged KV caches. Rules: torch_npu's documentation of npu_fused_infer_attention_score,
+// _v2, npu_prompt_flash_attention and npu_incre_flash_attention (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call
 // sites.
 #include <ATen/Parallel.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -29,29 +29,29 @@ const std::map<std::string, std::pair<const char*, const char*>> kLayouts{
     {"NSD", {"NSD", "NSD"}},
 };
 
-// How int8 keys or values become numbers: (x + offset) * scale; modes of key_antiquant_mode.
+// Dequantization of int8 keys or values: (x + offset) * scale; modes of key_antiquant_mode.
 struct Antiquant {
   Tensor scale, offset;
   int64_t mode = 0;
 
-  // A factor as [groups or 1, length or 1, D or 1].
+  // Scale or offset as [groups or 1, length or 1, D or 1].
   Tensor factor(const Tensor& x, int64_t request, int64_t length, int64_t groups, const Tensor& table, int64_t block_size) const {
-    const auto wide = x.to(at::kFloat);
+    const auto fp32 = x.to(at::kFloat);
     switch (mode) {
-      case 0: return wide.numel() == 1 ? wide.reshape({1, 1, 1}) : wide.reshape({groups, 1, -1});
-      case 1: return wide.reshape({-1, wide.size(-1)})[request].narrow(0, 0, length).reshape({1, length, 1});
-      case 2: return wide.reshape({groups, 1, 1});
-      case 3: return wide.reshape({-1, groups, wide.size(-1)})[request].narrow(1, 0, length).unsqueeze(-1);
-      case 4: return pages(wide.unsqueeze(-1), table, request, length, 1, block_size);
-      case 5: return pages(wide.unsqueeze(-1), table, request, length, groups, block_size);
+      case 0: return fp32.numel() == 1 ? fp32.reshape({1, 1, 1}) : fp32.reshape({groups, 1, -1});
+      case 1: return fp32.reshape({-1, fp32.size(-1)})[request].narrow(0, 0, length).reshape({1, length, 1});
+      case 2: return fp32.reshape({groups, 1, 1});
+      case 3: return fp32.reshape({-1, groups, fp32.size(-1)})[request].narrow(1, 0, length).unsqueeze(-1);
+      case 4: return pages(fp32.unsqueeze(-1), table, request, length, 1, block_size);
+      case 5: return pages(fp32.unsqueeze(-1), table, request, length, groups, block_size);
     }
-    throw Error(kOpParam, text("antiquant mode ", mode, "; 0 to 5 are there"));
+    throw Error(kOpParam, text("antiquant mode ", mode, "; supported: 0 to 5"));
   }
   Tensor operator()(const Tensor& rows, int64_t request, int64_t groups, const Tensor& table, int64_t block_size) const {
     if (rows.scalar_type() != at::kChar) return rows;
-    auto wide = rows.to(at::kFloat);
-    if (offset.defined()) wide = wide + factor(offset, request, rows.size(1), groups, table, block_size);
-    return wide * factor(scale, request, rows.size(1), groups, table, block_size);
+    auto fp32 = rows.to(at::kFloat);
+    if (offset.defined()) fp32 = fp32 + factor(offset, request, rows.size(1), groups, table, block_size);
+    return fp32 * factor(scale, request, rows.size(1), groups, table, block_size);
   }
 };
 
@@ -71,7 +71,7 @@ struct Fused {
   Text layout;
   int64_t sparse_mode, inner_precise;
   Tensor out;
-  Tensor lse;  // undefined if it is not asked for
+  Tensor lse;  // undefined if not requested
 
   std::string in, to;
   Tensor table;
@@ -115,7 +115,8 @@ struct Fused {
     if (pse) same_dtype("pse_shift", *pse, "query", query);
   }
 
-  // int8 throughout, with rope parts in bfloat16: documentation of npu_fused_infer_attention_score_v2, where query_rope is given.
+  // int8 query, key and value with bfloat16 rope parts: documentation of npu_fused_infer_attention_score_v2, where query_rope is
+  // given.
   void check_quantized() const {
     check(latent(), kOpParam, "dequant_scale_query is given without query_rope");
     one_of("query", query, {at::kChar});
@@ -164,12 +165,12 @@ struct Fused {
     check(!packed(in) || sparse_mode > 1 || !mask, kOpParam, "layout ", layout,
         " takes atten_mask with sparse_mode 3 and 4 only, not ", sparse_mode);
     if (pse) {
-      check(!packed(in), kOpParam, "pse_shift is not there in layout ", layout);
+      check(!packed(in), kOpParam, "pse_shift is not supported in layout ", layout);
       check(pse->dim() == 4 && (pse->size(0) == 1 || pse->size(0) == batch) && pse->size(1) == heads && pse->size(2) >= longest,
           kOpParam, "pse_shift has shape ", pse->sizes(), "; it must be [1 or ", batch, ", ", heads, ", ", longest, ", keys]");
     }
     if (sink) {
-      check(packed(in), kOpParam, "learnable_sink is there in layouts TND and NTD_TND, not ", layout);
+      check(packed(in), kOpParam, "learnable_sink is supported in layouts TND and NTD_TND, not in ", layout);
       one_of("learnable_sink", *sink, {at::kBFloat16});
       shape("learnable_sink", *sink, {heads});
       check(value_width() <= 128, kOpParam, "the value's head size is ", value_width(), "; learnable_sink allows at most 128");
@@ -190,7 +191,7 @@ struct Fused {
         "query_rope goes with no pse_shift, prefix, quant_scale2 or left padding");
     if (width == 128) {
       check(packed(in) && !paged(), kOpParam,
-          "head size 128 with query_rope is there in layouts TND and NTD_TND without a block_table");
+          "head size 128 with query_rope is supported in layouts TND and NTD_TND without a block_table");
       return;
     }
     check(groups == 1, kOpParam, "num_key_value_heads is ", groups, " with query_rope and head size 512; it must be 1");
@@ -323,7 +324,7 @@ struct Fused {
   void attend_to(int64_t i) {
     auto span = spans[i];
     int64_t kv_start = span.kv_start;
-    // Left padding: where the valid tokens begin (documentation, "query左padding" and "kv左padding").
+    // Left padding: start of the valid tokens (documentation, "query左padding" and "kv左padding").
     if (query_padding && query_lengths && longest > 1)
       span.start = longest - std::max<int64_t>(0, query_padding->item<int64_t>()) - span.count;
     const auto& own_key = key.size() == 1 ? key[0] : key[i];
@@ -332,8 +333,8 @@ struct Fused {
       kv_start = length_of(own_key, in) - std::max<int64_t>(0, kv_padding->item<int64_t>()) - span.kv_count;
     if (span.start < 0 || kv_start < 0) return;  // "the result is zeros"
     const bool whole = key.size() == 1;
-    // With an int8 query the rope part is there divided by both scales (golden function of op-plugin's test_mla_prolog_v2.py), so
-    // they apply to all.
+    // With an int8 query the rope part is divided by both scales (golden function of op-plugin's test_mla_prolog_v2.py), so the
+    // scales apply to both parts.
     auto k = query_scale ? rows(own_key, span, whole ? i : 0, kv_start).to(at::kFloat)
                          : key_quant(rows(own_key, span, whole ? i : 0, kv_start), i, groups, table, block_size);
     auto v = value_quant(rows(own_value, span, whole ? i : 0, kv_start), i, groups, table, block_size);
@@ -356,39 +357,39 @@ struct Fused {
     if (longest == 1 && !latent() && !packed(in) && sparse_mode >= 2) sparse = {};
     if (sparse_mode != 0 && sparse_mode != 4) sparse.before = sparse.after = INT64_MAX;
     Request request{q, k, v, {}, {}, sink.value_or(Tensor()), scale};
-    leave_out(request, sparse, i);
+    apply_sparse_mode(request, sparse, i);
     if (pse) request.bias = (*pse)[pse->size(0) == 1 ? 0 : i].narrow(1, 0, span.count).narrow(2, 0, k.size(1)).to(at::kFloat);
-    auto answer = attend(request);
+    auto result = attend(request);
     if (out_scale) {
       const auto spread = [&](const Tensor& x) {
         return x.numel() == 1 ? x.to(at::kFloat).reshape({}) : x.to(at::kFloat).reshape({heads, 1, -1});
       };
-      auto whole_numbers = answer.out.to(at::kFloat) * spread(*out_scale);
+      auto whole_numbers = result.out.to(at::kFloat) * spread(*out_scale);
       if (out_offset) whole_numbers.add_(spread(*out_offset));
-      answer.out = whole_numbers.round_().clamp_(-128, 127);
+      result.out = whole_numbers.round_().clamp_(-128, 127);
     }
-    tokens(out, to, i, span.start, span.count, heads).copy_(answer.out);
+    tokens(out, to, i, span.start, span.count, heads).copy_(result.out);
     if (lse.defined())
       tokens(lse,
           packed(in)    ? "TND"
           : in == "NSD" ? "BNSD"
                         : "BNSD",
           i, span.start, span.count, heads)
-          .copy_(answer.lse.unsqueeze(-1));
+          .copy_(result.lse.unsqueeze(-1));
   }
 
   void run() {
     if (query.numel() == 0) return;
     if (!packed(in)) {
       const bool full = std::all_of(spans.begin(), spans.end(), [&](const Span& span) { return span.count == longest; });
-      // Rows past a request's length: zeros, and no sum.
+      // Rows past a request's length: zeros, log-sum-exp +inf.
       if (!full) out.zero_();
       if (!full && lse.defined()) lse.fill_(std::numeric_limits<float>::infinity());
     }
-    // Requests side by side rather than each on all cores: one of a batch is small.
-    auto* const sheet = cost::current();
+    // Parallel over requests, because single requests of a batch are small.
+    auto* const counters = cost::current();
     at::parallel_for(0, batch, 1, [&](int64_t first, int64_t last) {
-      const cost::Open open(sheet);
+      const cost::Open open(counters);
       at::AutoDispatchBelowADInplaceOrView kernels_only;
       for (int64_t i = first; i < last; ++i)
         if (spans[i].count) attend_to(i);
@@ -396,7 +397,7 @@ struct Fused {
   }
 };
 
-// antiquant_scale and antiquant_offset hold the key's part and the value's: [2, ...].
+// antiquant_scale and antiquant_offset are [2, ...]: of the key and the value.
 Antiquant antiquant(const Opt<Tensor>& own_scale, const Opt<Tensor>& own_offset, int64_t own_mode, const Opt<Tensor>& scale,
     const Opt<Tensor>& offset, int64_t mode, int64_t part) {
   if (own_scale) return {*own_scale, own_offset.value_or(Tensor()), own_mode};
@@ -413,7 +414,7 @@ Tensor wanted(bool want, const Opt<Tensor>& lse) { return want ? lse.value_or(Te
 
 }  // namespace
 
-// Before a capture, torch_npu asks how much workspace any later update can need.
+// torch_npu calls this before a capture, for the maximum workspace of later updates.
 #define MAX_WORKSPACE(NAME)                                                                                   \
   extern "C" {                                                                                                \
   static void* resolve_max_##NAME() {                                                                         \

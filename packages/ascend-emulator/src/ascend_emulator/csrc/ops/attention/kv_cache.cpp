@@ -1,4 +1,4 @@
-// Writing to and reading from the paged cache. Rules: torch_npu's documentation of npu_scatter_pa_kv_cache and the golden
+// Writes to and reads from the paged KV cache. Rules: torch_npu's documentation of npu_scatter_pa_kv_cache and the golden
 // functions of op-plugin's test_scatter_pa_kv_cache.py and test_npu_gather_pa_kv_cache.py; argument order: op-plugin's call
 // sites.
 #include "kv_cache.h"
@@ -70,7 +70,7 @@ Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Te
             target.zero_();
             continue;
           }
-          cost::touches(*in, target);
+          cost::partial_access(*in, target);
           target.copy_((*in)[block].narrow(0, 0, part).reshape({part, out->size(1), out->size(2)}));
         }
       }

@@ -1,4 +1,4 @@
-// Rows of a paged cache by their slots, for aclnn's operators and ATB's.
+// Slot mapping of paged KV caches, for aclnn's and ATB's operators.
 #ifndef ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
 #define ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
 #include "core/cost.h"
@@ -10,11 +10,11 @@ namespace emu {
 // c, block_size, c].
 inline Tensor by_slot(const Tensor& cache, bool fractal) { return fractal ? cache.transpose(1, 2) : cache; }
 
-// slot = block * block_size + place. Negative ones are left out by ATB and outside the documented range of aclnn's operators.
+// slot = block * block_size + offset. ATB skips negative slots; aclnn's operators refuse them.
 enum class Negative { kLeftOut, kRefused };
 
 struct Slots {
-  Tensor rows, where;  // which rows, undefined if all, and where they go
+  Tensor rows, where;  // written rows (undefined: all), and their slots
   Slots(const Tensor& slots, int64_t limit, Negative negative) : where(slots.to(at::kLong).contiguous()) {
     const auto* slot = where.const_data_ptr<int64_t>();
     bool skips = false;
@@ -29,7 +29,7 @@ struct Slots {
   }
   void put(const Tensor& cache, const Tensor& values, bool fractal) const {
     const auto chosen = rows.defined() ? values.index_select(0, rows) : values;
-    cost::touches(cache, chosen);
+    cost::partial_access(cache, chosen);
     if (!fractal && cache.is_contiguous()) {
       cache.view({cache.size(0) * cache.size(1), cache.size(2), cache.size(3)}).index_copy_(0, where, chosen);
       return;
@@ -42,8 +42,8 @@ struct Slots {
 
 void check_cache(const char* name, const Tensor& cache, const char* rows_name, const Tensor& rows, bool fractal);
 
-// The tokens of each request, from block seq_offset / block_size of its row of the table on, one request after the other. What a
-// table does not name, or names wrongly, is read as zeros.
+// Gathers the tokens of all requests, concatenated; each from block seq_offset / block_size of its block table on. Invalid or
+// missing blocks read as zeros.
 Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value,
     Opt<Tensor> offset, bool fractal, bool cumulative);
 

@@ -1,6 +1,6 @@
-// Attention to chosen tokens: choosing them, and attending to them. Rules: torch_npu's documentation of npu_lightning_indexer,
-// npu_quant_lightning_indexer and npu_sparse_flash_attention (torch_npu/_op_plugin_docs.py) and the golden functions of
-// op-plugin's tests; argument order: op-plugin's call sites.
+// Sparse attention: the lightning indexer selects tokens, sparse flash attention attends to them. Rules: torch_npu's
+// documentation of npu_lightning_indexer, npu_quant_lightning_indexer and npu_sparse_flash_attention
+// (torch_npu/_op_plugin_docs.py) and the golden functions of op-plugin's tests; argument order: op-plugin's call sites.
 #include "attention.h"
 
 namespace {
@@ -8,7 +8,7 @@ namespace {
 using namespace emu;
 using namespace emu::attention;
 
-// Where each request's queries and keys lie; lengths are tensors, so that this is found out when it runs.
+// Ranges of each request's queries and keys. Lengths are tensors, so they are read in the computation.
 struct Requests {
   std::string query_layout, key_layout;
   Opt<Tensor> query_lengths, key_lengths, table;
@@ -64,7 +64,7 @@ struct Requests {
   }
 };
 
-// For each query, the keys of the largest sum over heads of weight * relu(query * key); -1 where fewer are seen.
+// Per query, the keys with the largest sum over heads of weight * relu(query * key); -1 if there are fewer visible keys.
 struct Indexer {
   Requests requests;
   Tensor query, key, weights;
@@ -119,7 +119,7 @@ struct Indexer {
   }
 };
 
-// Each query attends to the blocks of tokens that its indices name, up to the first -1.
+// Each query attends to the token blocks of its indices, up to the first -1.
 struct SparseAttention {
   Requests requests;
   Tensor query, key, value, indices;
@@ -166,16 +166,16 @@ struct SparseAttention {
         const auto where = at::tensor(seen, at::kLong);
         Request request{q[t].unsqueeze(1), k.index_select(0, where).unsqueeze(0), v.index_select(0, where).unsqueeze(0), {}, {},
             sinks.value_or(Tensor()), scale};
-        const auto answer = seen.empty() ? attend(request) : attend_wide(request);
-        target[t].copy_(answer.out.squeeze(1));
+        const auto result = seen.empty() ? attend(request) : attend_fp32(request);
+        target[t].copy_(result.out.squeeze(1));
         if (!most || !most->numel()) continue;
         const auto put = [&](const Tensor& into, const Tensor& x) {  // [1, T, heads], or [B, 1, S, heads]
           (requests.query_layout == "TND" ? into[0][span.start + t] : into[span.request][0][t]).copy_(x);
         };
         const auto largest =
-            seen.empty() ? at::full({q.size(1)}, std::numeric_limits<float>::lowest(), at::kFloat) : answer.most.squeeze(1);
+            seen.empty() ? at::full({q.size(1)}, std::numeric_limits<float>::lowest(), at::kFloat) : result.most.squeeze(1);
         put(*most, largest);
-        put(*sum, seen.empty() ? at::zeros({q.size(1)}, at::kFloat) : (answer.lse.squeeze(1) - largest).exp());
+        put(*sum, seen.empty() ? at::zeros({q.size(1)}, at::kFloat) : (result.lse.squeeze(1) - largest).exp());
       }
     }
   }
@@ -189,7 +189,7 @@ Computation run(Operator op) {
 
 void check_all_tokens(int64_t before, int64_t after) {
   check(before >= INT32_MAX && after >= INT32_MAX, kOpParam, "pre_tokens is ", before, " and next_tokens ", after,
-      "; only the default, all, is there");
+      "; supported: the default, all");
 }
 
 }  // namespace

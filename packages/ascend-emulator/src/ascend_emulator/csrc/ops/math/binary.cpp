@@ -2,13 +2,13 @@
 #include <ATen/ScalarOps.h>
 
 #include "operator/shapes.h"
-#include "ops/wide.h"
+#include "ops/upcast.h"
 
 namespace {
-// A scalar that takes part in type promotion as a Python number does.
+// Scalar with the type promotion of a Python number.
 at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_tensor(value); }
 
-// An operator in place promotes types as the other form does, and self must hold the result.
+// In-place operators promote types; self must be able to hold the result.
 template <class Other>
 void fits(const at::Tensor& self, const Other& other) {
   const auto result = at::result_type(self, other);
@@ -17,7 +17,7 @@ void fits(const at::Tensor& self, const Other& other) {
 }
 }  // namespace
 
-// Tensor-tensor and tensor-scalar forms, each with its in-place twin.
+// Tensor-tensor and tensor-scalar forms, with in-place variants.
 #define ARITHMETIC(NAME, FUNCTION)                                                                                              \
   SHAPED(aclnn##NAME, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),                                     \
       { at::FUNCTION##_out(out, self, other); })                                                                                \
@@ -69,7 +69,7 @@ SCALED(Sub, sub)
 ARITHMETIC(Mul, mul)
 SHAPED(aclnnDiv, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), { at::div_out(out, self, other); })
 SHAPED(aclnnDivs, (Tensor self, Scalar other, Tensor out), SAME(out, self), { at::div_out(out, self, number(other)); })
-// In place, integers take the quotient without its fraction: torch_npu's ReduceOp.AVG divides them so (ProcessGroupHCCL.cpp).
+// In-place integer division truncates: torch_npu's ReduceOp.AVG uses it (ProcessGroupHCCL.cpp).
 OP(aclnnInplaceDiv, (Tensor self, Tensor other), { self.copy_(at::div(self, other)); })
 OP(aclnnInplaceDivs, (Tensor self, Scalar other), { self.copy_(at::div(self, number(other))); })
 ARITHMETIC(FloorDivide, floor_divide)
@@ -84,7 +84,7 @@ COMPARE(Lt, lt)
 COMPARE(Le, le)
 COMPARE(Gt, gt)
 COMPARE(Ge, ge)
-// What torch_npu asks for at `number >= tensor`: the tensor is no larger (op-plugin's GeKernelNpuOpApi.cpp).
+// Called for `number >= tensor`: tensor <= number (op-plugin's GeKernelNpuOpApi.cpp).
 OP(aclnnLessScalar, (Tensor self, Scalar other, Tensor out), { at::le_out(out, self, other); })
 
 OP(aclnnEqual, (Tensor self, Tensor other, Tensor out), { out.fill_(at::equal(self, other)); })
@@ -113,7 +113,7 @@ std::optional<c10::string_view> rounding(int64_t mode) {
     case 1: return "trunc";
     case 2: return "floor";
   }
-  throw emu::Error(emu::kOpParam, emu::text("rounding mode ", mode, "; 0 none, 1 trunc and 2 floor are there"));
+  throw emu::Error(emu::kOpParam, emu::text("rounding mode ", mode, "; supported: 0 none, 1 trunc and 2 floor"));
 }
 }  // namespace
 SHAPED(aclnnDivMod, (Tensor self, Tensor other, int32_t mode, Tensor out), BROADCAST(out, self, other),
@@ -184,13 +184,13 @@ SHAPED(aclnnSWhere, (Tensor condition, Tensor self, Tensor other, Tensor out), B
 OP(aclnnComplex, (Tensor real, Tensor imaginary, Tensor out), { out.copy_(at::complex(real, imaginary)); })
 OP(aclnnPolar, (Tensor length, Tensor angle, Tensor out), { out.copy_(at::polar(length, angle)); })
 OP(aclnnGcd, (Tensor self, Tensor other, Tensor out), { out.copy_(at::gcd(self, other)); })
-OP(aclnnLogAddExp, (Tensor self, Tensor other, Tensor out), { out.copy_(at::logaddexp(wide(self), wide(other))); })
-OP(aclnnLogAddExp2, (Tensor self, Tensor other, Tensor out), { out.copy_(at::logaddexp2(wide(self), wide(other))); })
-OP(aclnnXLogYTensor, (Tensor self, Tensor other, Tensor out), { out.copy_(at::xlogy(wide(self), wide(other))); })
-OP(aclnnXLogYScalarOther, (Tensor self, Scalar other, Tensor out), { out.copy_(at::xlogy(wide(self), other)); })
-OP(aclnnXLogYScalarSelf, (Scalar self, Tensor other, Tensor out), { out.copy_(at::xlogy(self, wide(other))); })
-OP(aclnnInplaceXLogYScalarOther, (Tensor self, Scalar other), { self.copy_(at::xlogy(wide(self), other)); })
-OP(aclnnMaskedScale, (Tensor self, Tensor mask, double scale, Tensor out), { out.copy_(wide(self) * mask * scale); })
+OP(aclnnLogAddExp, (Tensor self, Tensor other, Tensor out), { out.copy_(at::logaddexp(upcast(self), upcast(other))); })
+OP(aclnnLogAddExp2, (Tensor self, Tensor other, Tensor out), { out.copy_(at::logaddexp2(upcast(self), upcast(other))); })
+OP(aclnnXLogYTensor, (Tensor self, Tensor other, Tensor out), { out.copy_(at::xlogy(upcast(self), upcast(other))); })
+OP(aclnnXLogYScalarOther, (Tensor self, Scalar other, Tensor out), { out.copy_(at::xlogy(upcast(self), other)); })
+OP(aclnnXLogYScalarSelf, (Scalar self, Tensor other, Tensor out), { out.copy_(at::xlogy(self, upcast(other))); })
+OP(aclnnInplaceXLogYScalarOther, (Tensor self, Scalar other), { self.copy_(at::xlogy(upcast(self), other)); })
+OP(aclnnMaskedScale, (Tensor self, Tensor mask, double scale, Tensor out), { out.copy_(upcast(self) * mask * scale); })
 OP(aclnnIsInTensorScalar, (Tensor elements, Scalar tested, bool unique, bool invert, Tensor out),
     { out.copy_(at::isin(elements, tested, unique, invert)); })
 OP(aclnnIsInScalarTensor, (Scalar element, Tensor tested, bool unique, bool invert, Tensor out),

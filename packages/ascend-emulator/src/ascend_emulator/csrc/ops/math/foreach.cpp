@@ -1,5 +1,5 @@
-// Operators on lists of tensors, in the newer form (V2) where there are two: torch_npu takes that one.
-#include "ops/wide.h"
+// Operators on lists of tensors; of two versions the newer one (V2), which torch_npu calls.
+#include "ops/upcast.h"
 
 namespace {
 using namespace emu;
@@ -11,15 +11,15 @@ void each(const Tensors& out, Function&& function) {
 }  // namespace
 
 #define FOREACH_UNARY(NAME, FUNCTION) \
-  OP(aclnnForeach##NAME, (Tensors self, Tensors out), { each(out, [&](size_t i) { return at::FUNCTION(wide(self[i])); }); })
+  OP(aclnnForeach##NAME, (Tensors self, Tensors out), { each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i])); }); })
 
 #define FOREACH_LIST(NAME, FUNCTION)                                       \
   OP(aclnnForeach##NAME##List, (Tensors self, Tensors other, Tensors out), \
-      { each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(other[i])); }); })
+      { each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(other[i])); }); })
 
 #define FOREACH_SCALAR_FORM(NAME, FUNCTION, FORM, TYPE, VALUE)          \
   OP(aclnnForeach##NAME##FORM, (Tensors self, TYPE other, Tensors out), \
-      { each(out, [&](size_t i) { return FUNCTION(wide(self[i]), VALUE); }); })
+      { each(out, [&](size_t i) { return FUNCTION(upcast(self[i]), VALUE); }); })
 
 #define FOREACH_SCALAR(NAME, FUNCTION)                         \
   FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarV2, Scalar, other) \
@@ -27,15 +27,16 @@ void each(const Tensors& out, Function&& function) {
 
 #define FOREACH_SCALED(NAME, FUNCTION)                                                     \
   OP(aclnnForeach##NAME##ListV2, (Tensors self, Tensors other, Scalar alpha, Tensors out), \
-      { each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(other[i]), alpha); }); })
+      { each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(other[i]), alpha); }); })
 
-// self + value * a (op) b; the list form has its values in a tensor.
-#define FOREACH_THREE(NAME, FUNCTION)                                                                                           \
-  OP(aclnnForeach##NAME##ScalarV2, (Tensors self, Tensors a, Tensors b, Scalar value, Tensors out),                             \
-      { each(out, [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(a[i]), wide(b[i]), value); }); })                     \
-  OP(aclnnForeach##NAME##ScalarList, (Tensors self, Tensors a, Tensors b, Tensor values, Tensors out), {                        \
-    each(out,                                                                                                                   \
-        [&](size_t i) { return at::FUNCTION(wide(self[i]), wide(a[i]), wide(b[i]), values[static_cast<int64_t>(i)].item()); }); \
+// self + value * a (op) b; the list version has its values in a tensor.
+#define FOREACH_THREE(NAME, FUNCTION)                                                                             \
+  OP(aclnnForeach##NAME##ScalarV2, (Tensors self, Tensors a, Tensors b, Scalar value, Tensors out),               \
+      { each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(a[i]), upcast(b[i]), value); }); }) \
+  OP(aclnnForeach##NAME##ScalarList, (Tensors self, Tensors a, Tensors b, Tensor values, Tensors out), {          \
+    each(out, [&](size_t i) {                                                                                     \
+      return at::FUNCTION(upcast(self[i]), upcast(a[i]), upcast(b[i]), values[static_cast<int64_t>(i)].item());   \
+    });                                                                                                           \
   })
 
 namespace {
@@ -51,7 +52,7 @@ Tensor rounded(const Tensor& self, int64_t mode) {
     case 5: return at::trunc(self);
     case 7: return at::frac(self);
   }
-  throw Error(kOpParam, text("round mode ", mode, "; 1 round, 2 floor, 3 ceil, 5 trunc and 7 frac are there"));
+  throw Error(kOpParam, text("round mode ", mode, "; supported: 1 round, 2 floor, 3 ceil, 5 trunc and 7 frac"));
 }
 }  // namespace
 
@@ -99,24 +100,24 @@ FOREACH_THREE(Addcdiv, addcdiv)
 FOREACH_THREE(Addcmul, addcmul)
 
 OP(aclnnForeachLerpList, (Tensors self, Tensors end, Tensors weight, Tensors out),
-    { each(out, [&](size_t i) { return at::lerp(wide(self[i]), wide(end[i]), wide(weight[i])); }); })
+    { each(out, [&](size_t i) { return at::lerp(upcast(self[i]), upcast(end[i]), upcast(weight[i])); }); })
 OP(aclnnForeachLerpScalar, (Tensors self, Tensors end, Scalar weight, Tensors out),
-    { each(out, [&](size_t i) { return at::lerp(wide(self[i]), wide(end[i]), weight); }); })
+    { each(out, [&](size_t i) { return at::lerp(upcast(self[i]), upcast(end[i]), weight); }); })
 OP(aclnnForeachPowScalarAndTensor, (Scalar self, Tensors exponent, Tensors out),
-    { each(out, [&](size_t i) { return at::pow(self, wide(exponent[i])); }); })
+    { each(out, [&](size_t i) { return at::pow(self, upcast(exponent[i])); }); })
 OP(aclnnForeachRoundOffNumberV2, (Tensors self, Scalar mode, Tensors out),
-    { each(out, [&](size_t i) { return rounded(wide(self[i]), mode.toLong()); }); })
+    { each(out, [&](size_t i) { return rounded(upcast(self[i]), mode.toLong()); }); })
 OP(aclnnForeachCopy, (Tensors self, Tensors out), { each(out, [&](size_t i) { return self[i]; }); })
 OP(aclnnForeachZeroInplace, (Tensors self), {
   for (auto& tensor : self) tensor.zero_();
 })
 OP(aclnnForeachNorm, (Tensors self, Scalar order, Tensors out),
-    { each(out, [&](size_t i) { return at::linalg_vector_norm(wide(self[i]), order); }); })
-// found_inf stays set once a gradient is not finite; the gradients are scaled either way (torch's amp documentation).
+    { each(out, [&](size_t i) { return at::linalg_vector_norm(upcast(self[i]), order); }); })
+// Sets found_inf if a gradient is not finite; gradients are scaled in any case (torch's amp documentation).
 OP(aclnnForeachNonFiniteCheckAndUnscale, (Tensors gradients, Tensor found, Tensor scale), {
   for (auto& gradient : gradients) {
     if (!at::isfinite(gradient).all().item<bool>()) found.fill_(1);
-    gradient.copy_(wide(gradient) * scale);
+    gradient.copy_(upcast(gradient) * scale);
   }
 })
 OP(aclnnAmpUpdateScale,

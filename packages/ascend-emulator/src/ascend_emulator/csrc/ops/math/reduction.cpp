@@ -1,9 +1,9 @@
-// Operators that reduce or scan over dimensions.
+// Reductions and scans.
 #include "operator/shapes.h"
-#include "ops/wide.h"
+#include "ops/upcast.h"
 
 namespace {
-// ATen rounds each product of halves.
+// ATen rounds each partial product of 16-bit types.
 at::ScalarType in_float32(at::ScalarType dtype) { return at::isReducedFloatingType(dtype) ? at::kFloat : dtype; }
 }  // namespace
 
@@ -32,7 +32,7 @@ SHAPED(aclnnArgMax, (Tensor self, int64_t dim, bool keepdim, Tensor out), REDUCE
 SHAPED(aclnnArgMin, (Tensor self, int64_t dim, bool keepdim, Tensor out), REDUCED(out, self, dim, keepdim),
     { out.copy_(at::argmin(self, dim, keepdim)); })
 
-// The NPU may hold the indices as int32.
+// Indices may be int32.
 SHAPED(aclnnMaxDim, (Tensor self, int64_t dim, bool keepdim, Tensor values, Tensor indices),
     (REDUCED(values, self, dim, keepdim), SAME(indices, values)), { copy_both(at::max(self, dim, keepdim), values, indices); })
 SHAPED(aclnnMinDim, (Tensor self, int64_t dim, bool keepdim, Tensor values, Tensor indices),

@@ -1,12 +1,12 @@
 // Pointwise operators of one tensor.
 #include "operator/shapes.h"
-#include "ops/wide.h"
+#include "ops/upcast.h"
 
 #define UNARY(NAME, FUNCTION) SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self); })
 #define UNARY_BOTH(NAME, FUNCTION) \
   UNARY(NAME, FUNCTION)            \
   OP(aclnnInplace##NAME, (Tensor self), { self.FUNCTION##_(); })
-// The output may have another dtype than the function's (bool of a float, say), so it is copied into.
+// The output may have another dtype than the function's result, so it is copied.
 #define PREDICATE(NAME, FUNCTION) \
   SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { out.copy_(at::FUNCTION(self)); })
 
@@ -57,7 +57,7 @@ OP(aclnnInplaceNanToNum, (Tensor self, float nan, float posinf, float neginf), {
 SHAPED(aclnnNanToNum, (Tensor self, float nan, float posinf, float neginf, Tensor out), SAME(out, self),
     { at::nan_to_num_out(out, self, nan, posinf, neginf); })
 
-OP(aclnnAngleV2, (Tensor self, Tensor out), { out.copy_(at::angle(wide(self))); })
-// A negative bound is none (op-plugin's LogitKernelNpuOpApi.cpp).
+OP(aclnnAngleV2, (Tensor self, Tensor out), { out.copy_(at::angle(upcast(self))); })
+// A negative epsilon means none (op-plugin's LogitKernelNpuOpApi.cpp).
 OP(aclnnLogit, (Tensor self, double epsilon, Tensor out),
-    { out.copy_(at::logit(wide(self), epsilon < 0 ? std::nullopt : Opt<double>(epsilon))); })
+    { out.copy_(at::logit(upcast(self), epsilon < 0 ? std::nullopt : Opt<double>(epsilon))); })

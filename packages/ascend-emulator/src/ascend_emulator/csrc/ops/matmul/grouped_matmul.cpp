@@ -12,8 +12,8 @@ using Lists = Opt<Tensors>;
 
 bool empty(const Lists& list) { return !list || list->empty() || !list->front().defined(); }
 
-// The group's own: a list has one for each, a stack one in each row.
-Tensor of_group(const Lists& list, int64_t group, int64_t groups) {
+// Slice of a group: from a list with one tensor per group, or a stacked tensor.
+Tensor group_slice(const Lists& list, int64_t group, int64_t groups) {
   if (empty(list)) return {};
   if (static_cast<int64_t>(list->size()) == groups && groups > 1) return (*list)[group];
   const auto& only = list->front();
@@ -59,25 +59,24 @@ struct Grouped {
     if (kind == 0) rank("x", x[0], 2);
   }
 
-  // Rows of x by the group's weight [k, n], less what needs rows' own scales.
+  // x @ weight [k, n] of a group, before per-row scales.
   Tensor product(const Tensor& rows, int64_t group, const Tensor& row_scale) const {
     const int64_t count = groups();
     const auto mine = stacked() ? weight[0][group] : weight[group];
     const auto matrix = words() ? unpack_matrix(mine) : mine;
-    cost::touches(stacked() ? weight[0] : weight[group], mine);
-    const auto add = of_group(bias, group, count), factor = of_group(scale, group, count);
+    cost::partial_access(stacked() ? weight[0] : weight[group], mine);
+    const auto add = group_slice(bias, group, count), factor = group_slice(scale, group, count);
     const auto k = rows.size(-1);
-    cost::operates(2.0 * static_cast<double>(rows.size(0) * k * matrix.size(1)), static_cast<int>(rows.element_size()));
+    cost::add_flops(2.0 * static_cast<double>(rows.size(0) * k * matrix.size(1)), static_cast<int>(rows.element_size()));
     check(k == matrix.size(0), kOpParam, "x has ", k, " columns and weight ", group, " ", matrix.size(0), " rows");
     if (rows.scalar_type() != at::kChar) {
-      const auto anti = of_group(antiquant_scale, group, count), offset = of_group(antiquant_offset, group, count);
-      const auto wide = anti.defined() ? dequantized(matrix, anti, offset.defined() ? Opt<Tensor>(offset) : std::nullopt)
+      const auto anti = group_slice(antiquant_scale, group, count), offset = group_slice(antiquant_offset, group, count);
+      const auto fp32 = anti.defined() ? dequantized(matrix, anti, offset.defined() ? Opt<Tensor>(offset) : std::nullopt)
                                        : matrix.to(at::kFloat);
-      auto values = at::matmul(rows.to(at::kFloat), wide);
+      auto values = at::matmul(rows.to(at::kFloat), fp32);
       return add.defined() ? values + add.to(at::kFloat) : values;
     }
-    if (words()) {  // the kernel's halves of an int8 are signed, so that 8 is missing, which the bias holds (op-plugin's test of
-                    // A8W4)
+    if (words()) {  // the kernel splits int8 into signed halves: the bias contains the missing 8 (op-plugin's test of A8W4)
       auto values = at::matmul(rows.to(at::kFloat) - 8, dequantized(matrix, factor, {}));
       if (add.defined()) values = values + add.to(at::kFloat);
       return row_scale.defined() ? values * row_scale : values;
@@ -99,7 +98,7 @@ struct Grouped {
 
   void run() const {
     if (kind == 2) return run_by_columns();
-    // Each part: group, rows of x, the parts of pertoken that belong to them, where they start in one output.
+    // Per part: group, rows of x, their per-token scales, start row in a single output.
     const auto whole = empty(pertoken) ? Tensor() : pertoken->size() == 1 ? pertoken->front().reshape({-1, 1}) : Tensor();
     int64_t place = 0;
     const auto part = [&](const Tensor& rows, int64_t group, int64_t index, int64_t first) {
@@ -112,7 +111,7 @@ struct Grouped {
     if (x.size() > 1 || kind == -1) {
       for (size_t i = 0; i < x.size(); ++i) {
         if (out.size() == x.size())
-          store(product(x[i].flatten(0, -2), i, empty(pertoken) ? Tensor() : of_group(pertoken, i, groups()).reshape({-1, 1})),
+          store(product(x[i].flatten(0, -2), i, empty(pertoken) ? Tensor() : group_slice(pertoken, i, groups()).reshape({-1, 1})),
               out[i].flatten(0, -2));
         else
           part(x[i], i, i, place);
@@ -131,7 +130,7 @@ struct Grouped {
     mine.run();
   }
 
-  // The sum's index in groups: out[g] = x[:, a:b] @ weight[a:b].
+  // Groups along k: out[g] = x[:, a:b] @ weight[a:b].
   void run_by_columns() const {
     const auto columns = x[0].to(at::kFloat), matrix = (weight[0].dim() == 3 ? weight[0][0] : weight[0]).to(at::kFloat);
     int64_t index = 0;
@@ -170,7 +169,7 @@ CHECKED(aclnnGroupedMatmulWeightNz,
           {x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind, list_kind, activation, out},
           offset);
     })
-// With group_list as a list of integers, cumulated.
+// group_list is a list of cumulative integers.
 CHECKED(aclnnGroupedMatmul,
     (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
         Opt<Ints> list, int64_t split, Tensors out),
@@ -183,8 +182,7 @@ CHECKED(aclnnGroupedMatmul,
 
 namespace {
 
-// The rows of experts, weighed by logit and summed into the rows that row_index names, over the share of the tokens' common
-// expert.
+// Adds the experts' rows, weighted by logit, to the rows row_index; the shared expert's input is added with its weight.
 Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& scale, const Opt<Tensor>& bias,
     const Opt<Tensor>& pertoken, const Tensor& list, const Opt<Tensor>& shared, const Opt<Tensor>& logit,
     const Opt<Tensor>& row_index, float shared_weight, int64_t shared_offset, int64_t list_kind, const Tensor& out) {
@@ -242,8 +240,8 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
   one_of("weight_scale", weight_scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
   one_of("x_scale", x_scale, {at::kFloat});
   one_of("group_list", list, {at::kLong});
-  // A cast tensor's values lie as those of [groups, k, n] here (ops/tensor/format_cast.cpp), others' as the dimensions say, and
-  // the call does not tell which it is.
+  // NZ-cast tensors keep the order of [groups, k, n] (ops/tensor/format_cast.cpp), others that of their dimensions; the call does
+  // not distinguish them.
   check(weight.dim() != 5, kOpParam, "weight has shape ", weight.sizes(),
       "; seen in the dimensions of its storage, FRACTAL_NZ is not emulated: pass [groups, k, n]");
   rank("weight", weight, 3);

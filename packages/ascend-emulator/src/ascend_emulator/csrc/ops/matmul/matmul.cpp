@@ -1,5 +1,5 @@
-// Matrix products. The last parameter, cubeMathType, allows the cube unit lower precision than the inputs'; computing in full is
-// within it.
+// Matrix products. The last parameter, cubeMathType, allows lower precision than the inputs'; products are computed in full
+// precision.
 #include "operator/shapes.h"
 #include "skinny_matmul.h"
 
@@ -9,11 +9,11 @@ SHAPED(aclnnMm, (Tensor self, Tensor other, Tensor out, int8_t), SHAPE(out, PROD
 })
 SHAPED(aclnnMatmul, (Tensor self, Tensor other, Tensor out, int8_t), SHAPE(out, PRODUCT(self, other, 1, 8)), {
   if (is_skinny(self, other, out)) return skinny_matmul(self, other, {}, out);
-  // A product with a vector may be wanted with a dimension of 1 more (op-plugin's MatmulBackwardKernelNpuOpApi.cpp).
+  // The output of a product with a vector may have an additional dimension of 1 (op-plugin's MatmulBackwardKernelNpuOpApi.cpp).
   if (self.dim() == 1 || other.dim() == 1) return void(out.copy_(at::matmul(self, other).view(out.sizes())));
   at::matmul_out(out, self, other);
 })
-// The batches may be broadcast (op-plugin's test_bmm_compatible.py).
+// Batch dimensions may broadcast (op-plugin's test_bmm_compatible.py).
 OP(aclnnBatchMatMul, (Tensor self, Tensor other, Tensor out, int8_t), {
   if (self.size(0) == other.size(0)) return void(at::bmm_out(out, self, other));
   at::matmul_out(out, self, other);

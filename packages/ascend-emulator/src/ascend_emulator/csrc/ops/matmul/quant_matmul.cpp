@@ -1,4 +1,4 @@
-// Matrix products with quantized factors. Semantics and limits: torch_npu's documentation of npu_quant_matmul,
+// Matrix products of quantized inputs. Semantics and limits: torch_npu's documentation of npu_quant_matmul,
 // npu_weight_quant_batchmatmul and npu_batch_gather_matmul (torch_npu/_op_plugin_docs.py, BSD), their shape functions
 // (op_plugin/meta/_meta_registrations.py), op-plugin's tests.
 #include "ops/quantization/quantized.h"
@@ -50,7 +50,7 @@ struct Quantized {
     }
   }
 
-  // Scales for groups of rows of x2.
+  // Per-group scales of x2's rows.
   bool grouped() const { return scale.dim() == 2 && scale.size(0) > 1; }
 
   void run() const {
@@ -73,8 +73,8 @@ struct Quantized {
       out.copy_(values);
   }
 
-  // int4 by int4: rows of groups, x2 less its offset. int8 by int4: x1 less 8, whose part y_offset adds again (the halves that
-  // the kernel makes of an int8 are signed; test_npu_quant_matmul.py).
+  // int4 x int4: per group, x2 - offset. int8 x int4: x1 - 8, which y_offset compensates (the kernel splits int8 into signed
+  // halves; test_npu_quant_matmul.py).
   void run_grouped(const Tensor& left, const Tensor& right) const {
     Tensor values;
     if (words1()) {
@@ -132,9 +132,9 @@ Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& sc
   return [=] {
     const auto integers = weight.scalar_type() == at::kInt ? unpack_matrix(weight) : weight;
     const auto spread = [&](const Tensor& parameter) {
-      const auto wide = scale_values(parameter);
-      if (wide.numel() == 1) return wide.reshape({1, 1});
-      return groups == 1 ? wide.reshape({1, n}) : wide.repeat_interleave(group, 0).narrow(0, 0, integers.size(0));
+      const auto fp32 = scale_values(parameter);
+      if (fp32.numel() == 1) return fp32.reshape({1, 1});
+      return groups == 1 ? fp32.reshape({1, n}) : fp32.repeat_interleave(group, 0).narrow(0, 0, integers.size(0));
     };
     auto values = integers.to(at::kFloat);
     if (offset) values = values + spread(*offset);
@@ -161,8 +161,7 @@ CHECKED(aclnnWeightQuantBatchMatmulV3,
         Opt<Tensor> bias, int group, int64_t, Tensor out),
     { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
 
-// y[:, offset : offset + size] + scale x A[index] B[index]; an index outside the weights leaves its row (LoRA without an
-// adapter).
+// y[:, offset : offset + size] + scale x A[index] B[index]; an invalid index leaves the row unchanged (no LoRA adapter).
 CHECKED(aclnnAddLora,
     (Tensor y, Tensor x, Tensor weight_b, Tensor indices, Opt<Tensor> weight_a, int64_t layer, double scale, int64_t start,
         int64_t size, Tensor out),

@@ -12,13 +12,13 @@
 namespace emu {
 
 #if defined(__x86_64__)
-// The loops over a tile are unrolled, so that its sums are registers.
+// Tile loops are unrolled, so that the sums stay in registers.
 #define EACH _Pragma("GCC unroll 8")
 
 namespace {
 
 constexpr int64_t kMostRows = 8;
-constexpr int64_t kLanes = 32;  // bfloat16 values a step
+constexpr int64_t kLanes = 32;  // bfloat16 values per step
 
 // out[m, n .. n + columns) for `rows` rows of self; sums of pairs go into float32 lanes.
 template <int rows, int columns>
@@ -27,15 +27,15 @@ BF16_VECTORS void tile(const at::BFloat16* x, int64_t x_stride, const at::BFloat
   __m512 sums[rows][columns];
   EACH for (int m = 0; m < rows; ++m) EACH for (int n = 0; n < columns; ++n) sums[m][n] = _mm512_setzero_ps();
   for (int64_t k = 0; k < width; k += kLanes) {
-    const __mmask32 here = width - k >= kLanes ? ~__mmask32{0} : (__mmask32{1} << (width - k)) - 1;
+    const __mmask32 mask = width - k >= kLanes ? ~__mmask32{0} : (__mmask32{1} << (width - k)) - 1;
     __m512bh w[columns];
     EACH for (int n = 0; n < columns; ++n) {
       const auto* from = weights + n * stride + k;
-      w[n] = (__m512bh)_mm512_maskz_loadu_epi16(here, from);
+      w[n] = (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
       if (rows > 2) _mm_prefetch(reinterpret_cast<const char*>(from + columns * stride), _MM_HINT_T0);  // the next tile's
     }
     EACH for (int m = 0; m < rows; ++m) {
-      const auto value = (__m512bh)_mm512_maskz_loadu_epi16(here, x + m * x_stride + k);
+      const auto value = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + m * x_stride + k);
       EACH for (int n = 0; n < columns; ++n) sums[m][n] = _mm512_dpbf16_ps(sums[m][n], value, w[n]);
     }
   }
@@ -80,9 +80,9 @@ void skinny_matmul(const at::Tensor& self, const at::Tensor& other, const at::Te
   const auto* offsets = added.defined() ? added.const_data_ptr<at::BFloat16>() : nullptr;
   auto* result = out.mutable_data_ptr<at::BFloat16>();
   const int64_t count = self.size(0), width = self.size(1), stride = other.stride(1);
-  constexpr int64_t kBlock = 96;  // columns taken at a time
+  constexpr int64_t kBlock = 96;  // columns per task
   const int64_t columns = other.size(1), workers = columns * width < 1 << 16 ? 1 : at::get_num_threads();
-  // Threads take blocks as they come, not equal halves: the host's own threads run too, and may hold one up.
+  // Dynamic scheduling of blocks: the host's other threads may delay a worker.
   std::atomic<int64_t> next{0};
   at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
     for (int64_t n = next.fetch_add(kBlock); n < columns; n = next.fetch_add(kBlock))

@@ -1,12 +1,12 @@
-// Few rows times a large bfloat16 matrix: what decoding spends its time on. ATen's product reorders the matrix at each call, as
-// it cannot know that the weights stay; reading each weight once where it lies is about twice as fast.
+// Product of few rows and a large bfloat16 matrix, which dominates decoding. ATen reorders the weights at each call; reading them
+// once in place is about twice as fast.
 #ifndef ASCEND_EMULATOR_OPS_MATMUL_SKINNY_MATMUL_H
 #define ASCEND_EMULATOR_OPS_MATMUL_SKINNY_MATMUL_H
 #include <ATen/ATen.h>
 
 namespace emu {
 
-// True if out = self @ other can be taken: self [M, K] bfloat16 with few rows, other the transposed view of a row-major [N, K]
+// Whether out = self @ other is supported: self [M, K] bfloat16 with few rows, other the transposed view of a row-major [N, K]
 // matrix, out [M, N] row-major.
 bool is_skinny(const at::Tensor& self, const at::Tensor& other, const at::Tensor& out);
 

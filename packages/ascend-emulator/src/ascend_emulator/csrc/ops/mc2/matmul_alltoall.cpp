@@ -1,4 +1,4 @@
-// Products before or after an all-to-all: npu_alltoallv_gmm, npu_gmm_alltoallv, npu_all_to_all_matmul, npu_matmul_all_to_all.
+// Matrix products fused with an all-to-all: npu_alltoallv_gmm, npu_gmm_alltoallv, npu_all_to_all_matmul, npu_matmul_all_to_all.
 // Semantics and limits: torch_npu's documentation of these (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's
 // test_alltoallv_gmm.py and test_gmm_alltoallv.py.
 #include "moe_distribute.h"
@@ -11,8 +11,8 @@ namespace {
 Tensor product(const Tensor& a, const Tensor& b) { return at::matmul(a.to(at::kFloat), b.to(at::kFloat)); }
 void check_mode(const Text& comm_mode) { one_of("comm_mode", comm_mode, {Text("ai_cpu"), Text("aiv")}); }
 
-// Tokens of experts on all ranks. Counts are by [rank][expert of the rank that computes]; rows that are communicated lie in that
-// order, rows of the grouped product by [expert][rank].
+// Expert tokens of all ranks. Counts and communicated rows are ordered by [rank][local expert], rows of the grouped product by
+// [expert][rank].
 struct Grouped {
   Tensor x, weight;
   Opt<Tensor> mm_x, mm_weight;
@@ -73,7 +73,7 @@ struct Grouped {
     return on;
   }
 
-  // Of rows by [expert][rank] where they are by [rank][expert], or the other way round.
+  // Permutes rows from [rank][expert] to [expert][rank], or back.
   Tensor order(const Ints& counts, bool by_expert) const {
     std::vector<int64_t> starts(counts.size());
     const auto place = [&](int64_t rank, int64_t expert) { return rank * experts() + expert; };
@@ -97,7 +97,7 @@ struct Grouped {
     return at::tensor(out, at::kLong);
   }
 
-  // The products of rows by [expert][rank].
+  // Grouped product of rows ordered by [expert][rank].
   Tensor products(const Tensor& rows, const Ints& counts) const {
     std::vector<Tensor> parts;
     int64_t first = 0;
@@ -226,7 +226,7 @@ struct Dense {
   }
 };
 
-// The parts of a tensor's first dimension to the ranks, and theirs in their place.
+// All-to-all over equal parts of the first dimension.
 Tensor transposed(hccl::Communicator& on, hccl::CallKind kind, const Tensor& parts) {
   const auto call = hccl::fused_header(kind, parts.scalar_type(), parts.numel());
   const auto result = at::empty(parts.sizes(), parts.options());

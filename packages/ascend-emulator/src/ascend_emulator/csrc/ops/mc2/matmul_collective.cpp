@@ -1,4 +1,4 @@
-// A matrix product and a collective in one operator: npu_mm_all_reduce_base, npu_all_gather_base_mm, npu_mm_reduce_scatter_base;
+// Matrix products fused with a collective: npu_mm_all_reduce_base, npu_all_gather_base_mm, npu_mm_reduce_scatter_base;
 // and the barrier. Semantics and limits: torch_npu's documentation of these (op-plugin's docs/zh/custom_APIs/torch_npu, BSD) and
 // op-plugin's tests. As on the device, the partial products that are reduced have the output's dtype.
 #include "ops/quantization/quantized.h"
@@ -13,8 +13,8 @@ constexpr int64_t kMostColumns = 65535;
 
 struct Product {
   Tensor x1, x2;
-  Opt<Tensor> bias, scale, pertoken, offset;  // scale and offset are those of the weight where x1 is floating, else of the result
-  int64_t group = 0;                          // rows of the weight that share a scale; 0 is all
+  Opt<Tensor> bias, scale, pertoken, offset;  // scale and offset: of the weight if x1 is floating, else of the result
+  int64_t group = 0;                          // rows of the weight per scale; 0: all
 
   bool quantized() const { return x1.scalar_type() == at::kChar; }
   bool weight_quantized() const { return !quantized() && x2.scalar_type() == at::kChar; }
@@ -74,14 +74,14 @@ struct Product {
     if (quantized()) {
       auto sum = integer_product(flat, x2);
       if (!absent(bias)) sum = sum + *bias;
-      auto wide = sum.to(at::kFloat) * scale_values(*scale).reshape({1, -1});
-      return absent(pertoken) ? wide : wide * pertoken->reshape({-1, 1});
+      auto fp32 = sum.to(at::kFloat) * scale_values(*scale).reshape({1, -1});
+      return absent(pertoken) ? fp32 : fp32 * pertoken->reshape({-1, 1});
     }
     auto weight = x2.to(at::kFloat);
     if (weight_quantized()) {
       const auto spread = [&](const Tensor& parameter) {
-        const auto wide = parameter.to(at::kFloat);
-        return group ? wide.repeat_interleave(group, 0).narrow(0, 0, weight.size(0)) : wide.reshape({1, -1});
+        const auto fp32 = parameter.to(at::kFloat);
+        return group ? fp32.repeat_interleave(group, 0).narrow(0, 0, weight.size(0)) : fp32.reshape({1, -1});
       };
       if (!absent(offset)) weight = weight + spread(*offset);
       weight = weight * spread(*scale);
@@ -174,7 +174,7 @@ FUSED(aclnnWeightQuantMatmulAllReduceV2,
 
 namespace {
 
-// Of the two that gather and scatter.
+// Checks of the all-gather and reduce-scatter operators.
 std::shared_ptr<hccl::Communicator> sharded(const Product& product, const Text& hcom, const Tensor& out) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   const auto on = hccl::group("hcom", hcom);
@@ -213,7 +213,7 @@ Computation gather_product(const Product& product, const Opt<Tensor>& x1_scale, 
     auto with = product;
     hccl::fused(*on, call, [&] {
       check_zero(product.bias);
-      hccl::agree(*on, call, {{"m", x1.size(0)}, {"whether x1_scale is given", !absent(x1_scale)}});
+      hccl::check_same_on_all_ranks(*on, call, {{"m", x1.size(0)}, {"whether x1_scale is given", !absent(x1_scale)}});
       whole = hccl::gathered(*on, call, x1).view({-1, x1.size(1)});
       if (!absent(x1_scale)) with.pertoken = hccl::gathered(*on, call, *x1_scale);
     });
@@ -269,8 +269,8 @@ FUSED(aclnnMatmulReduceScatterV2,
         Text reduce_op, int64_t comm_turn, int64_t, int64_t, Text comm_mode, Tensor out, Opt<Tensor>),
     { return product_scatter({x1, x2, bias, x2_scale, x1_scale, {}}, hcom, reduce_op, comm_turn, comm_mode, out); })
 
-// All ranks come to it before one goes on (op-plugin's DistributeBarrierOpApi.cpp and test_distribute_barrier.py). x_ref is what
-// later operators depend on.
+// Barrier of all ranks (op-plugin's DistributeBarrierOpApi.cpp and test_distribute_barrier.py). x_ref orders later operators
+// after it.
 FUSED(aclnnDistributeBarrierV2, (Tensor, Opt<Tensor> time_out, Opt<Tensor> elastic_info, Text group, int64_t world_size), {
   check(absent(time_out), kOpParam, "time_out is given; what it means is not documented");
   mc2::reserved("elastic_info", elastic_info);

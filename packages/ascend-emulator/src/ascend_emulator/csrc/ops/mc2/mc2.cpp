@@ -10,7 +10,7 @@ namespace {
 
 int type_code(at::ScalarType type) {
   for (int code = 0; code < 18; ++code) {
-    if (code == 12 || code == 13) continue;  // there are none
+    if (code == 12 || code == 13) continue;  // unassigned
     if (data_type(code).scalar == type) return code;
   }
   throw Error(kOpParam, text(type, " is no type that HCCL transfers"));
@@ -26,8 +26,8 @@ std::shared_ptr<Communicator> group(const char* argument, const std::string& nam
   return found;
 }
 
-void check_ranks(const char* argument, int64_t told, const Communicator& on) {
-  check(told == on.ranks, kOpParam, argument, " is ", told, "; the communicator ", on.name, " has ", on.ranks, " ranks");
+void check_ranks(const char* argument, int64_t given, const Communicator& on) {
+  check(given == on.ranks, kOpParam, argument, " is ", given, "; the communicator ", on.name, " has ", on.ranks, " ranks");
 }
 
 Header fused_header(CallKind kind, at::ScalarType type, int64_t count) {
@@ -44,11 +44,11 @@ void fused(Communicator& on, const Header& call, const std::function<void()>& bo
     on.perform(call, [&] {
       try {
         body();
-      } catch (const Broken&) {
+      } catch (const TransferError&) {
         throw;
-      } catch (const std::exception& error) {  // of ATen too: the other ranks have to learn of it
+      } catch (const std::exception& error) {  // ATen's errors too are sent to the other ranks
         const auto known = error_of(error);
-        if (known.status == kOpParam) throw Broken(kParameter, known.what());
+        if (known.status == kOpParam) throw TransferError(kParameter, known.what());
         throw known;
       }
     });
@@ -59,7 +59,7 @@ void fused(Communicator& on, const Header& call, const std::function<void()>& bo
   on.finished();
 }
 
-void agree(Communicator& on, const Header& call, const std::vector<Told>& values) {
+void check_same_on_all_ranks(Communicator& on, const Header& call, const std::vector<RankValue>& values) {
   std::vector<int64_t> own;
   for (const auto& each : values) own.push_back(each.value);
   const uint64_t bytes = own.size() * sizeof(int64_t);
@@ -71,8 +71,8 @@ void agree(Communicator& on, const Header& call, const std::vector<Told>& values
     if (peer == on.rank) continue;
     for (size_t i = 0; i < own.size(); ++i) {
       if (theirs[peer][i] == own[i]) continue;
-      throw Broken(kParameter, text(values[i].name, " is ", own[i], " on this rank and ", theirs[peer][i], " on rank ", peer,
-                                   "; it must be the same on all ranks"));
+      throw TransferError(kParameter, text(values[i].name, " is ", own[i], " on this rank and ", theirs[peer][i], " on rank ",
+                                          peer, "; it must be the same on all ranks"));
     }
   }
 }

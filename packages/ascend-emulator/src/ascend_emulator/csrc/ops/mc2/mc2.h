@@ -1,5 +1,5 @@
-// What operators that compute and communicate share (MC2: csrc/ops/mc2_*.cpp). Such an operator is one call on a communicator, as
-// a collective is: it fails as one does, the other ranks learn of it, and ranks that call something else meanwhile are told.
+// Common part of MC2 operators (fused computation and communication). Each is one call on a communicator, like a collective:
+// failures are sent to the other ranks, and mismatched calls are reported.
 #ifndef ASCEND_EMULATOR_OPS_MC2_MC2_H
 #define ASCEND_EMULATOR_OPS_MC2_MC2_H
 #include <initializer_list>
@@ -10,32 +10,31 @@
 
 namespace emu::hccl {
 
-// The communicator of this name (hccl/api.h), for an operator that is called now: it has not failed yet and has as many ranks as
-// the operator was told.
+// The communicator of this name (hccl/api.h), for an operator's call: it must not have failed.
 std::shared_ptr<Communicator> group(const char* argument, const std::string& name);
-void check_ranks(const char* argument, int64_t told, const Communicator& on);
+void check_ranks(const char* argument, int64_t given, const Communicator& on);
 
-// The header of a call with `count` elements that are the same on all ranks.
+// Header of a call with `count` elements, equal on all ranks.
 Header fused_header(CallKind kind, at::ScalarType type, int64_t count);
 
-// Runs the body as one call. What it throws fails the communicator.
+// Runs the body as one call. An exception fails the communicator.
 void fused(Communicator& on, const Header& call, const std::function<void()>& body);
 
-// Within it: throws on the first of these values that another rank has otherwise.
-struct Told {
+// Within fused(): throws at the first value that differs between ranks.
+struct RankValue {
   const char* name;
   int64_t value;
 };
-void agree(Communicator& on, const Header& call, const std::vector<Told>& values);
+void check_same_on_all_ranks(Communicator& on, const Header& call, const std::vector<RankValue>& values);
 
-// Within it: to each rank its tensor, which is contiguous, from each rank into its tensor. This rank's own goes over too.
+// Within fused(): sends each rank its contiguous tensor and receives into contiguous tensors, including this rank's own.
 void exchange(Communicator& on, const Header& call, const std::vector<at::Tensor>& out, const std::vector<at::Tensor>& in);
-// All ranks' tensors, of this one's shape, one after the other in a new first dimension.
+// All ranks' tensors, stacked in a new first dimension; all have this rank's shape.
 at::Tensor gathered(Communicator& on, const Header& call, const at::Tensor& own);
 
 }  // namespace emu::hccl
 
-// As CHECKED, for an operator that communicates.
+// CHECKED for an operator that communicates.
 #define FUSED(NAME, PARAMS, ...)                                                            \
   CHECKED(NAME, PARAMS, __VA_ARGS__)                                                        \
   namespace emu::ops {                                                                      \

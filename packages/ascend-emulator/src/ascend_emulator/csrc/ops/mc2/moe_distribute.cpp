@@ -1,11 +1,11 @@
-// See moe_distribute.h.
+// Common part of dispatch and combine; see moe_distribute.h.
 #include "moe_distribute.h"
 
 #include <set>
 
 namespace emu::mc2 {
 
-using hccl::Told;
+using hccl::RankValue;
 
 void reserved(const char* argument, const Opt<Tensor>& tensor) {
   check(absent(tensor), kOpParam, argument, " is given; it is reserved: None is allowed");
@@ -42,7 +42,7 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
   hccl::check_ranks("ep_world_size", ranks, *on);
   check(
       rank == on->rank, kOpParam, "ep_rank_id is ", rank, "; this process is rank ", on->rank, " of the communicator ", on->name);
-  // "当前版本不支持TP域通信": 0 and 1 mean that there is none.
+  // "当前版本不支持TP域通信": 0 and 1 mean no tensor parallelism.
   within("tp_world_size", tp_ranks, 0, 1);
   one_of("expert_shard_type", shard_type, {int64_t{0}});
   using Names = std::initializer_list<std::string>;
@@ -69,7 +69,7 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
   if (first && a2) within("moe_expert_num / (ep_world_size - shared_expert_rank_num)", each, 1, 24);
   if (!first && !a2) within("the experts of a rank x ep_world_size", each * ranks, 1, 2048);
   for (const auto& [name, number] :
-      {Told{"zero_expert_num", zero}, Told{"copy_expert_num", copy}, Told{"const_expert_num", constant}}) {
+      {RankValue{"zero_expert_num", zero}, RankValue{"copy_expert_num", copy}, RankValue{"const_expert_num", constant}}) {
     within(name, number, int64_t{0}, int64_t{0x7ffffffe});
     if (algorithm == "hierarchy") check(number == 0, kOpParam, name, " is ", number, "; with comm_alg hierarchy, 0 is allowed");
   }
@@ -114,15 +114,15 @@ int64_t Experts::most_rows(int64_t choices) const {
   return global_tokens / ranks() * ((ranks() + replicas - 1) / replicas);
 }
 
-void Experts::agree(const hccl::Header& call, int64_t choices, std::initializer_list<Told> more) const {
-  std::vector<Told> all{{"moe_expert_num", experts}, {"shared_expert_num", shared}, {"shared_expert_rank_num", shared_ranks},
+void Experts::check_same_on_all_ranks(const hccl::Header& call, int64_t choices, std::initializer_list<RankValue> more) const {
+  std::vector<RankValue> all{{"moe_expert_num", experts}, {"shared_expert_num", shared}, {"shared_expert_rank_num", shared_ranks},
       {"global_bs", global_tokens}, {"K", choices}, {"zero_expert_num", zero}, {"copy_expert_num", copy},
       {"const_expert_num", constant}};
   all.insert(all.end(), more);
-  hccl::agree(*on, call, all);
+  hccl::check_same_on_all_ranks(*on, call, all);
 }
 
-Tensor taking_part(const Tensor& ids, const Opt<Tensor>& mask) {
+Tensor active_choices(const Tensor& ids, const Opt<Tensor>& mask) {
   if (absent(mask)) return at::ones(ids.sizes(), at::kBool);
   if (mask->dim() == 2) return mask->contiguous();
   const auto active = mask->to(at::kLong);
@@ -134,8 +134,8 @@ Tensor taking_part(const Tensor& ids, const Opt<Tensor>& mask) {
 std::vector<std::vector<Slots>> Experts::route(const Tensor& ids, const Opt<Tensor>& mask) const {
   std::vector<std::vector<Slots>> out(ranks());
   for (int64_t i = 0; i < ranks(); ++i) out[i].resize(local(i));
-  const auto chosen = ids.contiguous(), active = taking_part(ids, mask);
-  // Each rank has the global number of tokens over the number of ranks at most; where these differ, all take part.
+  const auto chosen = ids.contiguous(), active = active_choices(ids, mask);
+  // A rank has at most global_bs / ranks tokens; with different numbers per rank, all tokens are active.
   check(absent(mask) || at::all(active).item<bool>() || global_tokens == ids.size(0) * ranks(), kOpParam,
       "x_active_mask leaves tokens out while the ranks have different numbers of tokens (global_bs); then all tokens must take "
       "part");
@@ -156,7 +156,7 @@ std::vector<std::vector<Slots>> Experts::route(const Tensor& ids, const Opt<Tens
           " twice; the experts of a token must differ");
       if (expert < experts) out[shared_ranks + expert / each][expert % each].push_back({token, k});
     }
-    // Each rank has its own replica of a shared expert (test_moe_distribute_dispatch_v2.py).
+    // Each rank uses its own replica of a shared expert (test_moe_distribute_dispatch_v2.py).
     for (int64_t s = 0; any && s < shared; ++s) out[s * replicas + on->rank % replicas][0].push_back({token, choices + s});
   }
   return out;

@@ -1,4 +1,4 @@
-// Tokens to the experts of other ranks and back. Semantics and limits: torch_npu's documentation of
+// MoE dispatch and combine over expert-parallel ranks. Semantics and limits: torch_npu's documentation of
 // npu_moe_distribute_dispatch[_v2] and npu_moe_distribute_combine[_v2] (op-plugin's docs/zh/custom_APIs/torch_npu, BSD),
 // op-plugin's test_moe_distribute_*.py.
 #ifndef ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H
@@ -7,26 +7,25 @@
 
 namespace emu::mc2 {
 
-// The first interface has narrower limits, and none of the second one's special experts, masks and algorithms.
+// Version one has narrower limits, and no special experts, masks or algorithms.
 enum class Version { one, two };
 
 inline bool absent(const Opt<Tensor>& tensor) { return !tensor || !tensor->defined() || tensor->numel() == 0; }
-void reserved(const char* argument, const Opt<Tensor>& tensor);  // refuses if it is given
+void reserved(const char* argument, const Opt<Tensor>& tensor);  // throws if it is given
 
-// One copy of a token on its way to an expert.
+// One copy of a token that is sent to an expert.
 struct Slot {
   int64_t token;
-  int64_t choice;  // which of its top-k, or k + the shared expert's number
+  int64_t choice;  // index in its top-k, or k + the shared expert's index
 };
 using Slots = std::vector<Slot>;
 
-// Where the experts are: the ranks of shared experts come first, each shared expert on as many of them as the others; then those
-// of MoE experts.
+// Placement of the experts: ranks of shared experts first, equally many per shared expert; then the ranks of MoE experts.
 struct Experts {
   Version version;
   std::shared_ptr<hccl::Communicator> on;
   int64_t experts, shared, shared_ranks, global_tokens;
-  int64_t zero = 0, copy = 0, constant = 0;  // special experts, with the ids behind the MoE experts'
+  int64_t zero = 0, copy = 0, constant = 0;  // numbers of special experts, whose ids follow the MoE experts'
   std::string algorithm;
 
   Experts(Version version, const std::string& group, int64_t ranks, int64_t rank, int64_t experts, int64_t tp_ranks,
@@ -37,27 +36,27 @@ struct Experts {
   int64_t ranks() const { return on->ranks; }
   int64_t local(int64_t rank) const { return rank < shared_ranks ? 1 : experts / (ranks() - shared_ranks); }
   int64_t all_experts() const { return experts + zero + copy + constant; }
-  int64_t most_rows(int64_t choices) const;  // that this rank can receive
-  void agree(const hccl::Header& call, int64_t choices, std::initializer_list<hccl::Told> more) const;
+  int64_t most_rows(int64_t choices) const;  // maximum number of rows that this rank can receive
+  void check_same_on_all_ranks(const hccl::Header& call, int64_t choices, std::initializer_list<hccl::RankValue> more) const;
 
-  // What this rank sends: by receiver, by the receiver's expert, in the order of the tokens. Throws on ids that are none.
+  // Slots to send, by [receiving rank][its local expert], in token order. Throws on invalid ids.
   std::vector<std::vector<Slots>> route(const Tensor& ids, const Opt<Tensor>& mask) const;
 };
 
-// Whether each choice of each token takes part: [tokens, k], from a mask of tokens, of choices, or none.
-Tensor taking_part(const Tensor& ids, const Opt<Tensor>& mask);
+// Active choices [tokens, k], from a mask of tokens, of choices, or none.
+Tensor active_choices(const Tensor& ids, const Opt<Tensor>& mask);
 
-// The results of the experts as this rank's tokens.
-struct Combination {
+// Combines the experts' results to this rank's tokens.
+struct Combine {
   Experts at;
   Tensor expand_x, ids, info, counts, scales;
   Opt<Tensor> mask, shared_x, original, alpha1, alpha2, added;
 
   void check_arguments() const;
-  void run(const std::function<void(const Tensor&)>& use) const;  // on [tokens, hidden] in float
+  void run(const std::function<void(const Tensor&)>& use) const;  // `use` receives [tokens, hidden] in float32
 
  private:
-  void add_special(const Tensor& sum, int64_t k) const;  // of the kth choices
+  void add_special(const Tensor& sum, int64_t k) const;  // adds the special experts' results of the kth choices
 };
 
 Tensor from_ints(const std::vector<int64_t>& values);

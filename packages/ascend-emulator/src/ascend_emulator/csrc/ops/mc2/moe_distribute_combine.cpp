@@ -1,13 +1,12 @@
-// npu_moe_distribute_combine, its second version and the one with a normalization behind it; see moe_distribute.h. Results go
-// back the way that the tokens came: the rank knows from ep_send_counts which rows are whose, and the tokens' rank from
-// expert_ids what it sent.
+// npu_moe_distribute_combine[_v2] and npu_moe_distribute_combine_add_rms_norm; see moe_distribute.h. The expert's rank finds the
+// source of its rows in ep_send_counts, the token's rank finds what it sent in expert_ids.
 #include "moe_distribute.h"
 
 using namespace emu;
 
 namespace emu::mc2 {
 
-void Combination::check_arguments() const {
+void Combine::check_arguments() const {
   one_of("expand_x", expand_x, kHalves);
   rank("expand_x", expand_x, 2);
   const int64_t hidden = expand_x.size(1), tokens = ids.size(0);
@@ -44,10 +43,10 @@ void Combination::check_arguments() const {
       shared_x->sizes(), "; it must be [", tokens, ", ", hidden, "], whose first dimension may be split");
 }
 
-void Combination::run(const std::function<void(const Tensor&)>& use) const {
+void Combine::run(const std::function<void(const Tensor&)>& use) const {
   const auto call = hccl::fused_header(hccl::kCombine, expand_x.scalar_type(), expand_x.size(1));
   hccl::fused(*at.on, call, [&] {
-    at.agree(call, ids.size(1), {});
+    at.check_same_on_all_ranks(call, ids.size(1), {});
     const int64_t ranks = at.ranks(), own = at.local(at.on->rank), hidden = expand_x.size(1), tokens = ids.size(0),
                   choices = ids.size(1);
     // This rank's rows of each source, by local expert.
@@ -68,7 +67,7 @@ void Combination::run(const std::function<void(const Tensor&)>& use) const {
     const auto routes = at.route(ids, mask);
     std::vector<Tensor> out, in;
     std::vector<std::vector<int64_t>> which(choices + at.shared),
-        where(choices + at.shared);  // tokens with an answer, and its row, by choice
+        where(choices + at.shared);  // by choice: tokens with a result, and its row
     int64_t place = 0;
     for (int64_t peer = 0; peer < ranks; ++peer) {
       out.push_back(expand_x.index_select(0, from_ints(rows[peer])));
@@ -100,8 +99,8 @@ void Combination::run(const std::function<void(const Tensor&)>& use) const {
   });
 }
 
-void Combination::add_special(const Tensor& sum, int64_t k) const {
-  const auto id = ids.select(1, k).to(at::kLong), active = taking_part(ids, mask).select(1, k);
+void Combine::add_special(const Tensor& sum, int64_t k) const {
+  const auto id = ids.select(1, k).to(at::kLong), active = active_choices(ids, mask).select(1, k);
   const auto add = [&](int64_t first, int64_t number, auto&& value) {
     const auto token = at::logical_and(active, at::logical_and(id >= first, id < first + number)).nonzero().squeeze(1);
     if (!token.numel()) return;
@@ -123,7 +122,7 @@ using namespace emu::mc2;
 
 namespace {
 
-Computation combine(const Combination& one, int64_t quant_mode, const Tensor& out) {
+Computation combine(const Combine& one, int64_t quant_mode, const Tensor& out) {
   one.check_arguments();
   check(quant_mode == 0, kOpParam, "comm_quant_mode is ", quant_mode,
       "; 0 is emulated: how communicated values are quantized is not documented");
@@ -192,8 +191,8 @@ FUSED(aclnnMoeDistributeCombineAddRmsNormV2,
       shape("gamma", gamma, {hidden});
       check(quant_mode == 0, kOpParam, "comm_quant_mode is ", quant_mode,
           "; 0 is emulated: how communicated values are quantized is not documented");
-      const Combination one{{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type,
-                                shared_num, shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},
+      const Combine one{{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,
+                            shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},
           expand_x, expert_ids, info, counts, expert_scales, x_active_mask, shared_x, ori_x, alpha1, alpha2, const_v};
       one.check_arguments();
       COMPUTE {

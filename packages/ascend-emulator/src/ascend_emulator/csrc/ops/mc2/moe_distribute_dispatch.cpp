@@ -1,7 +1,7 @@
-// npu_moe_distribute_dispatch and its second version; see moe_distribute.h.
+// npu_moe_distribute_dispatch[_v2]; see moe_distribute.h.
 //
-// A rank receives its rows by local expert, then by source rank, then in the order of the tokens; ep_recv_counts is where the
-// rows of each (local expert, source rank) end.
+// Received rows are ordered by local expert, source rank and token; ep_recv_counts has the end of the rows of each (local expert,
+// source rank).
 #include "ops/quantization/quantized.h"
 #include "moe_distribute.h"
 
@@ -10,8 +10,7 @@ using namespace emu::mc2;
 
 namespace {
 
-constexpr int64_t kTail =
-    16;  // bytes that travel with a row: its scale, the weight of its expert, its token and which choice it is
+constexpr int64_t kTail = 16;  // bytes sent with a row: scale, expert weight, token and choice
 
 struct Dispatch {
   Experts at;
@@ -62,10 +61,10 @@ struct Dispatch {
         expand_x.sizes(), "; it must be at least [", most, ", ", hidden, "]");
   }
 
-  // The copies of tokens that go out, one record of bytes each.
+  // Records to send, one per slot.
   Tensor records(const std::vector<std::vector<Slots>>& routes) const {
     std::vector<int64_t> tokens, choices, experts;
-    int64_t first = 0;  // expert of the rank
+    int64_t first = 0;  // first expert of the rank
     for (int64_t to = 0; to < at.ranks(); ++to) {
       for (int64_t local = 0; local < at.local(to); ++local) {
         for (const auto& slot : routes[to][local]) {
@@ -84,11 +83,11 @@ struct Dispatch {
     if (words()) {
       scale = scales->index_select(0, token);
     } else if (quant_mode == 2) {
-      auto wide = values.to(at::kFloat);
-      if (!absent(scales)) wide = wide * scales->index_select(0, expert);
-      const auto most = wide.abs().amax(1, true), factor = 127.0 / most;
-      values = at::empty(wide.sizes(), at::kChar);
-      store_rounded(at::where(most > 0, wide * factor, at::zeros_like(wide)), values, false);
+      auto fp32 = values.to(at::kFloat);
+      if (!absent(scales)) fp32 = fp32 * scales->index_select(0, expert);
+      const auto most = fp32.abs().amax(1, true), factor = 127.0 / most;
+      values = at::empty(fp32.sizes(), at::kChar);
+      store_rounded(at::where(most > 0, fp32 * factor, at::zeros_like(fp32)), values, false);
       scale = (1.0 / factor).squeeze(1);
     }
     auto weight = at::zeros({rows}, at::kFloat);
@@ -105,7 +104,8 @@ struct Dispatch {
   void run() const {
     const auto call = hccl::fused_header(hccl::kDispatch, x.scalar_type(), x.size(1));
     hccl::fused(*at.on, call, [&] {
-      at.agree(call, ids.size(1), {{"quant_mode", quant_mode}, {"whether expert_scales is given", !absent(weights)}});
+      at.check_same_on_all_ranks(
+          call, ids.size(1), {{"quant_mode", quant_mode}, {"whether expert_scales is given", !absent(weights)}});
       const int64_t ranks = at.ranks(), own = at.local(at.on->rank);
       const auto routes = at.route(ids, mask);
       std::vector<Tensor> sent, received;
@@ -128,11 +128,11 @@ struct Dispatch {
         in.push_back(at::empty({received[peer].sum().item<int64_t>(), width}, at::kByte));
       }
       hccl::exchange(*at.on, call, out, in);
-      give(routes, table, in);
+      copy_if_given(routes, table, in);
     });
   }
 
-  void give(const std::vector<std::vector<Slots>>& routes, const Tensor& table, const std::vector<Tensor>& in) const {
+  void copy_if_given(const std::vector<std::vector<Slots>>& routes, const Tensor& table, const std::vector<Tensor>& in) const {
     const int64_t ranks = at.ranks(), own = at.local(at.on->rank), width = in[0].size(1) - kTail;
     std::vector<Tensor> pieces;
     std::vector<int64_t> sources, used(ranks);
@@ -157,15 +157,14 @@ struct Dispatch {
     token_nums.copy_(nums_type ? by_expert : by_expert.cumsum(0));
     const auto ends = table.t().reshape({-1}).cumsum(0);
     counts.narrow(0, 0, ends.numel()).copy_(ends);
-    counts.narrow(0, ends.numel(), counts.numel() - ends.numel())
-        .zero_();  // what comes behind is for the hierarchical algorithm of A2
+    counts.narrow(0, ends.numel(), counts.numel() - ends.numel()).zero_();  // the rest is for A2's hierarchical algorithm
     if (tp_counts.numel()) tp_counts.fill_(rows);
-    if (at.version == Version::two) {  // for each row: where it came from
+    if (at.version == Version::two) {  // source of each row
       const auto origin = at::stack({from_ints(sources).to(at::kInt), column(2, at::kInt), column(3, at::kInt)}, 1);
       info.narrow(0, 0, 3 * rows).copy_(origin.reshape({-1}));
       return;
     }
-    std::vector<int64_t> places(ids.numel());  // of each choice among those that this rank sends to the same expert
+    std::vector<int64_t> places(ids.numel());  // index of each choice among those sent to the same expert
     for (const auto& to : routes) {
       for (const auto& slots : to) {
         for (size_t i = 0; i < slots.size(); ++i)

@@ -1,6 +1,6 @@
-// npu_moe_update_expert: logical experts to the physical ones that hold them, and choices of little weight left out; what
-// dispatch then sends. Semantics and limits: torch_npu's documentation of it (op-plugin's docs/zh/custom_APIs/torch_npu, BSD) and
-// op-plugin's test_moe_update_expert.py.
+// npu_moe_update_expert: maps logical to physical experts and prunes choices of small weight, before dispatch. Semantics and
+// limits: torch_npu's documentation of it (op-plugin's docs/zh/custom_APIs/torch_npu, BSD) and op-plugin's
+// test_moe_update_expert.py.
 #include "moe_distribute.h"
 
 using namespace emu;
@@ -55,9 +55,9 @@ CHECKED(aclnnMoeUpdateExpert,
         }
         out.copy_(places.index({id, which + 1}));
         if (absent(scales)) return;
-        const auto wide = scales->to(at::kFloat);
-        auto kept = wide >= wide.sum(1, true) * threshold->reshape({1, choices});
-        if (!absent(active)) kept = at::logical_and(kept, mc2::taking_part(expert_ids, active));
+        const auto fp32 = scales->to(at::kFloat);
+        auto kept = fp32 >= fp32.sum(1, true) * threshold->reshape({1, choices});
+        if (!absent(active)) kept = at::logical_and(kept, mc2::active_choices(expert_ids, active));
         out_mask.copy_(kept);
       };
     })

@@ -1,4 +1,4 @@
-// Which experts a token goes to, and its rows in their order. Semantics and limits: torch_npu's documentation of
+// MoE gating, and ordering of tokens by expert. Semantics and limits: torch_npu's documentation of
 // npu_moe_gating_top_k(_softmax), npu_moe_init_routing(_v2) and npu_moe_compute_expert_tokens (torch_npu/_op_plugin_docs.py,
 // BSD), its shape functions, and op-plugin's tests.
 #include "ops/quantization/quantized.h"
@@ -7,7 +7,7 @@ using namespace emu;
 
 namespace {
 
-// Indices of the k largest in each row, the lower index first among equals.
+// Indices of the k largest in each row, lower indices first among ties.
 Tensor top(const Tensor& scores, int64_t k) {
   return std::get<1>(at::sort(scores, /*stable=*/true, /*dim=*/-1, /*descending=*/true)).narrow(-1, 0, k);
 }
@@ -22,7 +22,7 @@ void check_softmax_arguments(const Tensor& x, const Opt<Tensor>& finished, int64
   }
 }
 
-// The number of experts stands where a row takes no part.
+// Inactive rows get the number of experts as index.
 void store_experts(const Tensor& experts, const Opt<Tensor>& finished, int64_t count, const Tensor& out) {
   out.copy_(finished ? experts.masked_fill(finished->unsqueeze(-1), count) : experts);
 }
@@ -58,8 +58,8 @@ struct Gate {
   Tensor choose(const Tensor& scores) const {
     if (group_count == 1 || k_group == group_count) return top(scores, k);
     const auto groups = scores.unflatten(-1, {group_count, -1});
-    const auto of_group = group_mode == 0 ? groups.amax(-1) : std::get<0>(groups.topk(2, -1)).sum(-1);
-    const auto kept = at::zeros(of_group.sizes(), at::kBool).scatter_(-1, top(of_group, k_group), true);
+    const auto group_scores = group_mode == 0 ? groups.amax(-1) : std::get<0>(groups.topk(2, -1)).sum(-1);
+    const auto kept = at::zeros(group_scores.sizes(), at::kBool).scatter_(-1, top(group_scores, k_group), true);
     return top(groups.masked_fill(kept.logical_not().unsqueeze(-1), -std::numeric_limits<float>::infinity()).flatten(-2), k);
   }
 
@@ -91,8 +91,8 @@ CHECKED(aclnnMoeGatingTopKSoftmaxV2,
       check_softmax_arguments(x, finished, k);
       one_of("renorm", renorm, {int64_t{0}, int64_t{1}});
       COMPUTE {
-        const auto wide = x.to(at::kFloat);
-        const auto scores = renorm ? wide : at::softmax(wide, -1);
+        const auto fp32 = x.to(at::kFloat);
+        const auto scores = renorm ? fp32 : at::softmax(fp32, -1);
         const auto experts = top(scores, k);
         const auto chosen = scores.gather(-1, experts);
         y.copy_(renorm ? at::softmax(chosen, -1) : chosen);
@@ -114,7 +114,7 @@ CHECKED(aclnnMoeGatingTopK,
       };
     })
 
-// The experts of a token come from a table by its id.
+// Hash layers: experts from a table by token id.
 CHECKED(aclnnMoeGatingTopKV2,
     (Tensor x, Opt<Tensor> bias, Tensor ids, Tensor table, int64_t k, int64_t k_group, int64_t group_count, int64_t group_mode,
         int64_t renorm, int64_t kind, bool keep, double factor, double eps, Tensor y, Tensor expert_idx, Tensor normed_out),
@@ -140,8 +140,8 @@ CHECKED(aclnnMoeGatingTopKBackward,
       shape("expertIdx", expert_idx, grad.sizes());
       COMPUTE {
         const auto experts = expert_idx.to(at::kLong);
-        const auto chosen = normed.gather(1, experts), total = chosen.sum(-1, true) + eps, wide = grad.to(at::kFloat) * factor;
-        const auto to_chosen = (wide - (wide * chosen).sum(-1, true) / total) / total * chosen * (1 - chosen);
+        const auto chosen = normed.gather(1, experts), total = chosen.sum(-1, true) + eps, fp32 = grad.to(at::kFloat) * factor;
+        const auto to_chosen = (fp32 - (fp32 * chosen).sum(-1, true) / total) / total * chosen * (1 - chosen);
         out.copy_(at::zeros_like(normed).scatter_(1, experts, to_chosen));
       };
     })
@@ -169,17 +169,17 @@ struct Routing {
   int64_t capacity, experts, padded, first, last, scatter, quant_mode, count_kind;
   bool count;
 
-  // Tokens in the order of their experts; the rows of experts outside [first, last) get no place, and take no part.
+  // Sorts tokens by expert; rows of experts outside [first, last) are dropped.
   void run(const Tensor& x, const Tensor& expert_idx, const Opt<Tensor>& scale, const Opt<Tensor>& offset,
       const Tensor& expanded_x, const Tensor& row_idx, const Tensor& tokens, const Opt<Tensor>& scale_out) const {
     const int64_t k = expert_idx.size(1), total = expert_idx.numel();
     auto keys = expert_idx.reshape({-1}).to(at::kLong);
-    keys = keys.masked_fill(keys < first, std::numeric_limits<int32_t>::max());  // those from `last` on are behind anyway
+    keys = keys.masked_fill(keys < first, std::numeric_limits<int32_t>::max());  // experts from `last` on sort to the end
     const auto [sorted, order] = at::sort(keys, true, 0, false);
     const auto of_expert = at::bincount(sorted.masked_select(sorted < last) - first, {}, last - first);
     const int64_t present = of_expert.sum().item<int64_t>();
     if (count) store_counts(of_expert, tokens);
-    Tensor places, sources;  // rows of the output, and where in `order`'s values they come from
+    Tensor places, sources;  // rows of the output, and their indices in `order`
     if (padded) {
       const auto starts = of_expert.cumsum(0) - of_expert;
       const auto mine = sorted.narrow(0, 0, present);
@@ -252,7 +252,7 @@ CHECKED(aclnnMoeInitRoutingV3,
       one_of("drop_pad_mode", padded, {int64_t{0}, int64_t{1}});
       one_of("row_idx_type", scatter, {int64_t{0}, int64_t{1}});
       one_of("quant_mode", quant_mode,
-          {int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{13}});  // the others are for float8 and float4, on Ascend950
+          {int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{13}});  // others: float8 and float4, on Ascend950
       within("expert_tokens_num_type", count_kind, int64_t{0}, int64_t{2});
       check(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts, kOpParam,
           "active_expert_range is [", listed(range), "); it must lie within [0, ", experts, ")");
@@ -275,7 +275,7 @@ CHECKED(aclnnMoeInitRoutingV3,
       COMPUTE { routing.run(x, expert_idx, scale, offset, expanded_x, row_idx, tokens, scale_out); };
     })
 
-// What npu_moe_init_routing_v2 calls on Ascend310P, where the count flag is 1 (cumulated) or 2.
+// Called by npu_moe_init_routing_v2 on Ascend310P; count flag: 1 cumulative, 2 counts.
 CHECKED(aclnnMoeInitRoutingV2,
     (Tensor x, Tensor expert_idx, int64_t, int64_t capacity, int64_t experts, int64_t padded, int64_t count_flag, bool,
         Tensor expanded_x, Tensor row_idx, Opt<Tensor> tokens, Opt<Tensor>),
@@ -287,8 +287,8 @@ CHECKED(aclnnMoeInitRoutingV2,
       COMPUTE { routing.run(x, expert_idx, {}, {}, expanded_x, row_idx, tokens.value_or(Tensor()), {}); };
     })
 
-// npu_moe_init_routing_quant: quant_mode 0 by one scale and offset, 1 by row; counts cumulated (1) or not (2), without padding;
-// how many each expert has before its capacity, with it (op-plugin's MoeInitRoutingQuantKernelNpuOpApi.cpp).
+// npu_moe_init_routing_quant: quant_mode 0: static, 1: dynamic per row; counts: cumulative (1) or not (2) without padding, before
+// the capacity limit with padding (op-plugin's MoeInitRoutingQuantKernelNpuOpApi.cpp).
 CHECKED(aclnnMoeInitRoutingQuantV2,
     (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t, int64_t capacity, int64_t experts,
         int64_t padded, int64_t count_flag, bool before, int64_t quant_mode, Tensor expanded_x, Tensor row_idx,
@@ -308,7 +308,7 @@ CHECKED(aclnnMoeInitRoutingQuantV2,
       };
     })
 
-// The end of each expert's rows.
+// End of each expert's rows.
 CHECKED(aclnnMoeComputeExpertTokens, (Tensor sorted, int64_t experts, Tensor out), {
   one_of("sorted_expert_for_source_row", sorted, {at::kInt});
   rank("sorted_expert_for_source_row", sorted, 1);
@@ -318,7 +318,7 @@ CHECKED(aclnnMoeComputeExpertTokens, (Tensor sorted, int64_t experts, Tensor out
   COMPUTE { out.copy_(at::searchsorted(sorted, at::arange(experts, at::kInt), false, /*right=*/true)); };
 })
 
-// Rows that came from ranks, each rank's in the order of the experts, to the order of the experts over all ranks. idx_type 0:
+// Reorders rows from [rank][expert] to [expert][rank]. idx_type 0:
 // index into the input for each output row; 1: the reverse.
 CHECKED(aclnnMoeReRouting,
     (Tensor tokens, Tensor counts, Opt<Tensor> scales, int64_t count_type, int64_t idx_type, Tensor tokens_out, Tensor scales_out,
@@ -335,9 +335,9 @@ CHECKED(aclnnMoeReRouting,
         check(scales->size(0) == tokens.size(0), kOpParam, "per_token_scales has ", scales->size(0), " rows and tokens ",
             tokens.size(0));
       COMPUTE {
-        const auto wide = counts.to(at::kLong).contiguous();
-        const auto flat = wide.view(-1), starts = flat.cumsum(0) - flat;
-        const auto length = wide.t().reshape(-1), start = starts.view(wide.sizes()).t().reshape(-1);
+        const auto counts64 = counts.to(at::kLong).contiguous();
+        const auto flat = counts64.view(-1), starts = flat.cumsum(0) - flat;
+        const auto length = counts64.t().reshape(-1), start = starts.view(counts64.sizes()).t().reshape(-1);
         const int64_t rows = length.sum().item<int64_t>();
         check(rows <= tokens.size(0), kOpParam, "expert_token_num_per_rank counts ", rows, " tokens; there are ", tokens.size(0));
         const auto begins = length.cumsum(0) - length;
@@ -348,7 +348,7 @@ CHECKED(aclnnMoeReRouting,
           idx_out.narrow(0, 0, rows).copy_(from);
         else
           idx_out.scatter_(0, from, at::arange(rows, at::kInt));
-        const auto per_expert = wide.sum(0);
+        const auto per_expert = counts64.sum(0);
         count_out.copy_(count_type == 0 ? per_expert.cumsum(0) : per_expert);
       };
     })

@@ -1,4 +1,4 @@
-// Tokens to their experts' order and back, with gradients. Semantics and limits: torch_npu's documentation of
+// Token permutation by expert and its inverse, with gradients. Semantics and limits: torch_npu's documentation of
 // npu_moe_token_permute, npu_moe_token_unpermute, npu_moe_token_permute_with_routing_map and npu_moe_finalize_routing
 // (torch_npu/_op_plugin_docs.py, BSD), and op-plugin's tests.
 #include "ops/quantization/quantized.h"
@@ -7,12 +7,12 @@ using namespace emu;
 
 namespace {
 
-// rows[index], and zeros where the index names none: a token that was dropped.
+// rows[index]; zeros for invalid indices (dropped tokens).
 Tensor rows_or_zeros(const Tensor& rows, const Tensor& index) {
-  const auto wide = index.reshape({-1}).to(at::kLong);
-  const auto known = at::logical_and(wide >= 0, wide < rows.size(0));
-  if (rows.size(0) == 0) return at::zeros({wide.numel(), rows.size(1)}, at::kFloat);
-  return rows.to(at::kFloat).index_select(0, wide.where(known, at::zeros_like(wide))) * known.unsqueeze(1);
+  const auto positions = index.reshape({-1}).to(at::kLong);
+  const auto known = at::logical_and(positions >= 0, positions < rows.size(0));
+  if (rows.size(0) == 0) return at::zeros({positions.numel(), rows.size(1)}, at::kFloat);
+  return rows.to(at::kFloat).index_select(0, positions.where(known, at::zeros_like(positions))) * known.unsqueeze(1);
 }
 
 void check_no_padding(bool padded) { check(!padded, kOpParam, "padded_mode is true; only false is allowed"); }
@@ -70,7 +70,7 @@ CHECKED(aclnnMoeTokenUnpermuteGrad,
       one_of("grad_unpermuted_tokens", grad, kFloating);
       one_of("sorted_indices", sorted_indices, {at::kInt});
       check_no_padding(padded);
-      check(!probs || permuted, kOpParam, "permuted_tokens is needed where there are probs");
+      check(!probs || permuted, kOpParam, "permuted_tokens is needed with probs");
       COMPUTE {
         const int64_t k = probs ? probs->size(1) : 1;
         auto spread = grad.to(at::kFloat).unsqueeze(1);
@@ -85,8 +85,8 @@ CHECKED(aclnnMoeTokenUnpermuteGrad,
       };
     })
 
-// out = skip1 + skip2 + sum over k of scales (rows[place] + bias[expert]). Places are [k, tokens] in drop_pad_mode 0 and 1,
-// [tokens, k] in 2 and 3.
+// out = skip1 + skip2 + sum over k of scales (rows[place] + bias[expert]). Rows are indexed by [k, tokens] in drop_pad_mode 0 and
+// 1, [tokens, k] in 2 and 3.
 CHECKED(aclnnMoeFinalizeRoutingV4,
     (Tensor rows, Tensor places, Opt<Tensor> skip1, Opt<Tensor> skip2, Opt<Tensor> bias, Opt<Tensor> scales, Opt<Tensor> experts,
         Opt<Tensor>, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>, int64_t mode, Opt<Ints>, Opt<Ints>, Opt<Ints>, int64_t k_given,
@@ -134,8 +134,8 @@ CHECKED(aclnnMoeFinalizeRoutingV4,
 
 namespace {
 
-// Of a [tokens, experts] map: the token of each row in the order of experts; padded: the first `capacity` tokens of each, those
-// of the map before the others.
+// Token of each row, ordered by expert, from a [tokens, experts] map. Padded: the first `capacity` tokens of each expert, mapped
+// tokens first.
 Tensor tokens_by_expert(const Tensor& map, bool padded, int64_t rows) {
   const auto by_expert = map.to(at::kBool).t();
   if (!padded) return at::nonzero(by_expert).select(1, 1).narrow(0, 0, rows);

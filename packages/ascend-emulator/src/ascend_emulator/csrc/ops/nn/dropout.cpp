@@ -1,8 +1,8 @@
-// Dropout in the two steps that torch_npu takes: a mask of one bit a value, rounded up to 128 bits, and its use (op-plugin's
-// NativeDropoutKernelNpuOpApi.cpp). A bit that is set keeps its value.
+// Dropout in two steps as in torch_npu: a mask of one bit per value, rounded up to 128 bits, and its application (op-plugin's
+// NativeDropoutKernelNpuOpApi.cpp). A set bit keeps the value.
 #include <ATen/CPUGeneratorImpl.h>
 
-#include "ops/wide.h"
+#include "ops/upcast.h"
 
 namespace {
 using namespace emu;
@@ -18,7 +18,7 @@ void draw(const Tensor& mask, double p, int64_t seed, int64_t offset) {
 }
 }  // namespace
 
-// The unnamed parameter is the dtype that the probability would have.
+// The unnamed parameter is the dtype of the probability.
 OP(aclnnDropoutGenMaskV2, (Ints, double p, int64_t seed, int64_t offset, int32_t, Tensor mask), { draw(mask, p, seed, offset); })
 OP(aclnnDropoutGenMaskV2Tensor, (Ints, double p, Tensor seed, Tensor offset, int64_t within, int32_t, Tensor mask),
     { draw(mask, p, seed.item<int64_t>(), offset.item<int64_t>() + within); })
@@ -26,5 +26,5 @@ OP(aclnnDropoutDoMask, (Tensor self, Tensor mask, double p, Tensor out), {
   check(mask.numel() * 8 >= self.numel(), kOpParam, "the mask has ", mask.numel() * 8, " bits for ", self.numel(), " values");
   const auto kept =
       mask.contiguous().view({-1, 1}).bitwise_and(bit_values()).ne(0).view(-1).narrow(0, 0, self.numel()).view(self.sizes());
-  out.copy_(at::where(kept, wide(self) / (1 - p), 0));
+  out.copy_(at::where(kept, upcast(self) / (1 - p), 0));
 })

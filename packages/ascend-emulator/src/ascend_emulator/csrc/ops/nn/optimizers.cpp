@@ -1,6 +1,6 @@
 #include "operator/op.h"
 
-// torch.optim.AdamW(fused=True). The step counts from 0: op-plugin takes one from PyTorch's, which counts from 1.
+// torch.optim.AdamW(fused=True). The step counts from 0: op-plugin subtracts one from PyTorch's step.
 CHECKED(aclnnApplyAdamWV2,
     (Tensor weight, Tensor first, Tensor second, Opt<Tensor> largest, Tensor gradient, Tensor step, float rate, float beta1,
         float beta2, float decay, float epsilon, bool amsgrad, bool maximize),

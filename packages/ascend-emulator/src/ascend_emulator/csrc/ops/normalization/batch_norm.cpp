@@ -1,6 +1,6 @@
-// Batch normalization, whole and in the pieces that synchronized batch normalization is made of (torch.nn.SyncBatchNorm).
+// Batch normalization, and the steps of synchronized batch normalization (torch.nn.SyncBatchNorm).
 // Channels are dimension 1. The formulas are those of PyTorch's batch_norm_* functions.
-#include "ops/wide.h"
+#include "ops/upcast.h"
 
 namespace {
 using namespace emu;
@@ -12,18 +12,18 @@ Ints all_but_channels(const Tensor& input) {
   return dims;
 }
 
-// A vector of channels in the input's dimensions.
+// Reshapes a vector of channels to the input's dimensions.
 Tensor per_channel(const Tensor& vector, const Tensor& input) {
   Ints shape(input.dim(), 1);
   shape[1] = vector.numel();
-  return wide(vector).view(shape);
+  return upcast(vector).view(shape);
 }
 Tensor per_channel(const Opt<Tensor>& vector, const Tensor& input, double absent) {
   return vector ? per_channel(*vector, input) : at::scalar_tensor(absent);
 }
 
 void update(const Opt<Tensor>& running, const Tensor& value, double momentum) {
-  if (running) running->copy_(wide(*running) * (1 - momentum) + value * momentum);
+  if (running) running->copy_(upcast(*running) * (1 - momentum) + value * momentum);
 }
 }  // namespace
 
@@ -31,12 +31,13 @@ OP(aclnnBatchNorm,
     (Tensor input, Opt<Tensor> weight, Opt<Tensor> bias, Opt<Tensor> running_mean, Opt<Tensor> running_var, bool training,
         double momentum, double epsilon, Tensor out, Tensor save_mean, Tensor save_invstd),
     {
-      auto mean = wide(running_mean), var = wide(running_var);
-      const auto [y, m, r] = at::native_batch_norm(wide(input), wide(weight), wide(bias), mean, var, training, momentum, epsilon);
+      auto mean = upcast(running_mean), var = upcast(running_var);
+      const auto [y, m, r] =
+          at::native_batch_norm(upcast(input), upcast(weight), upcast(bias), mean, var, training, momentum, epsilon);
       out.copy_(y);
       if (training) {
-        give(running_mean, mean.value_or(Tensor()));
-        give(running_var, var.value_or(Tensor()));
+        copy_if_given(running_mean, mean.value_or(Tensor()));
+        copy_if_given(running_var, var.value_or(Tensor()));
         save_mean.copy_(m);
         save_invstd.copy_(r);
       } else {
@@ -49,19 +50,19 @@ OP(aclnnBatchNormBackward,
         Opt<Tensor> save_invstd, bool training, double epsilon, Bools mask, Opt<Tensor> grad_input, Opt<Tensor> grad_weight,
         Opt<Tensor> grad_bias),
     {
-      const auto [x, w, b] = at::native_batch_norm_backward(wide(grad), wide(input), wide(weight), wide(running_mean),
-          wide(running_var), wide(save_mean), wide(save_invstd), training, epsilon, {mask[0], mask[1], mask[2]});
-      give(grad_input, x);
-      give(grad_weight, w);
-      give(grad_bias, b);
+      const auto [x, w, b] = at::native_batch_norm_backward(upcast(grad), upcast(input), upcast(weight), upcast(running_mean),
+          upcast(running_var), upcast(save_mean), upcast(save_invstd), training, epsilon, {mask[0], mask[1], mask[2]});
+      copy_if_given(grad_input, x);
+      copy_if_given(grad_weight, w);
+      copy_if_given(grad_bias, b);
     })
 OP(aclnnBatchNormStats, (Tensor input, double epsilon, Tensor mean, Tensor invstd), {
-  const auto [v, m] = at::var_mean(wide(input), at::OptionalIntArrayRef(all_but_channels(input)), Scalar(0));
+  const auto [v, m] = at::var_mean(upcast(input), at::OptionalIntArrayRef(all_but_channels(input)), Scalar(0));
   mean.copy_(m);
   invstd.copy_(at::rsqrt(v + epsilon));
 })
 OP(aclnnBatchNormElemt, (Tensor input, Opt<Tensor> weight, Opt<Tensor> bias, Tensor mean, Tensor invstd, double, Tensor out), {
-  const auto normal = (wide(input) - per_channel(mean, input)) * per_channel(invstd, input);
+  const auto normal = (upcast(input) - per_channel(mean, input)) * per_channel(invstd, input);
   out.copy_(normal * per_channel(weight, input, 1) + per_channel(bias, input, 0));
 })
 OP(aclnnBatchNormElemtBackward,
@@ -70,27 +71,28 @@ OP(aclnnBatchNormElemtBackward,
     {
       const auto total = counts.sum().item<double>();
       const auto scale = per_channel(invstd, input);
-      const auto towards_mean = (wide(input) - per_channel(mean, input)) * scale * scale * per_channel(sum_dy_xmu, input) / total;
-      out.copy_((wide(grad) - per_channel(sum_dy, input) / total - towards_mean) * scale * per_channel(weight, input, 1));
+      const auto towards_mean =
+          (upcast(input) - per_channel(mean, input)) * scale * scale * per_channel(sum_dy_xmu, input) / total;
+      out.copy_((upcast(grad) - per_channel(sum_dy, input) / total - towards_mean) * scale * per_channel(weight, input, 1));
     })
 OP(aclnnBatchNormReduceBackward,
     (Tensor grad, Tensor input, Tensor mean, Tensor invstd, Opt<Tensor>, bool, bool, bool, Opt<Tensor> sum_dy,
         Opt<Tensor> sum_dy_xmu, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias),
     {
       const auto dims = all_but_channels(input);
-      const auto sum = wide(grad).sum(dims);
-      const auto weighted = (wide(grad) * (wide(input) - per_channel(mean, input))).sum(dims);
-      give(sum_dy, sum);
-      give(sum_dy_xmu, weighted);
-      give(grad_weight, weighted * wide(invstd));
-      give(grad_bias, sum);
+      const auto sum = upcast(grad).sum(dims);
+      const auto weighted = (upcast(grad) * (upcast(input) - per_channel(mean, input))).sum(dims);
+      copy_if_given(sum_dy, sum);
+      copy_if_given(sum_dy_xmu, weighted);
+      copy_if_given(grad_weight, weighted * upcast(invstd));
+      copy_if_given(grad_bias, sum);
     })
 OP(aclnnBatchNormReduce, (Tensor input, Tensor sum, Tensor square_sum), {
   const auto dims = all_but_channels(input);
-  sum.copy_(wide(input).sum(dims));
-  square_sum.copy_(wide(input).square().sum(dims));
+  sum.copy_(upcast(input).sum(dims));
+  square_sum.copy_(upcast(input).square().sum(dims));
 })
-// One row of means and inverse deviations a process, and how many values each has seen.
+// One row of means and inverse standard deviations per process, and their counts.
 OP(aclnnBatchNormGatherStatsWithCounts,
     (Tensor, Tensor means, Tensor invstds, Opt<Tensor> running_mean, Opt<Tensor> running_var, double momentum, double epsilon,
         Tensor counts, Tensor mean, Tensor invstd),

@@ -1,7 +1,7 @@
-// GroupNorm, with an activation behind it or not, and gradients. Rules: torch_npu's documentation of npu_group_norm_silu and
+// GroupNorm, with optional activation, and gradients. Rules: torch_npu's documentation of npu_group_norm_silu and
 // npu_group_norm_swish (torch_npu/_op_plugin_docs.py), and the golden functions of op-plugin's tests; argument order: op-plugin's
 // call sites.
-#include "ops/wide.h"
+#include "ops/upcast.h"
 
 namespace {
 
@@ -11,9 +11,9 @@ struct GroupNormed {
   Tensor y, mean, rstd;
 };
 GroupNormed group(const Tensor& x, const Opt<Tensor>& weight, const Opt<Tensor>& bias, int64_t groups, double epsilon) {
-  const auto wide = x.to(at::kFloat).reshape({x.size(0), groups, -1});
-  const auto mean = wide.mean(-1, true), away = wide - mean, rstd = (away.square().mean(-1, true) + epsilon).rsqrt();
-  auto y = (away * rstd).reshape(x.sizes());
+  const auto fp32 = x.to(at::kFloat).reshape({x.size(0), groups, -1});
+  const auto mean = fp32.mean(-1, true), centered = fp32 - mean, rstd = (centered.square().mean(-1, true) + epsilon).rsqrt();
+  auto y = (centered * rstd).reshape(x.sizes());
   Ints by_channel(x.dim(), 1);
   by_channel[1] = x.size(1);
   if (weight) y = y * weight->to(at::kFloat).view(by_channel);
@@ -37,7 +37,7 @@ OP(aclnnGroupNorm,
         Tensor out, Tensor mean, Tensor rstd),
     {
       const auto [y, m, r] =
-          at::native_group_norm(wide(input).contiguous(), wide(weight), wide(bias), n, c, area, groups, epsilon);
+          at::native_group_norm(upcast(input).contiguous(), upcast(weight), upcast(bias), n, c, area, groups, epsilon);
       out.copy_(y);
       mean.copy_(m);
       rstd.copy_(r);
@@ -46,11 +46,11 @@ OP(aclnnGroupNormBackward,
     (Tensor grad, Tensor input, Tensor mean, Tensor rstd, Opt<Tensor> weight, int64_t n, int64_t c, int64_t area, int64_t groups,
         Bools mask, Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias),
     {
-      const auto [x, w, b] = at::native_group_norm_backward(wide(grad).contiguous(), wide(input).contiguous(), wide(mean),
-          wide(rstd), wide(weight), n, c, area, groups, {mask[0], mask[1], mask[2]});
-      give(grad_input, x);
-      give(grad_weight, w);
-      give(grad_bias, b);
+      const auto [x, w, b] = at::native_group_norm_backward(upcast(grad).contiguous(), upcast(input).contiguous(), upcast(mean),
+          upcast(rstd), upcast(weight), n, c, area, groups, {mask[0], mask[1], mask[2]});
+      copy_if_given(grad_input, x);
+      copy_if_given(grad_weight, w);
+      copy_if_given(grad_bias, b);
     })
 CHECKED(aclnnGroupNormSilu,
     (Tensor x, Opt<Tensor> weight, Opt<Tensor> bias, int64_t groups, double epsilon, Tensor out, Tensor mean, Tensor rstd), {

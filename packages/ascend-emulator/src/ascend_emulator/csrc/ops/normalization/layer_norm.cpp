@@ -1,5 +1,5 @@
-// LayerNorm, with an addition before it (AddLayerNorm, DeepNorm) or not, and gradients. Argument order: op-plugin's call sites.
-#include "ops/wide.h"
+// LayerNorm, AddLayerNorm and DeepNorm, and gradients. Argument order: op-plugin's call sites.
+#include "ops/upcast.h"
 #include "normalization.h"
 
 namespace {
@@ -9,22 +9,22 @@ using namespace emu;
 struct LayerNormed {
   Tensor y, mean, rstd;
 };
-LayerNormed layer(const Tensor& wide, const Tensor& gamma, const Tensor& beta, double epsilon) {
-  const auto dims = dims_of(wide, gamma);
-  const auto mean = wide.mean(dims, true), away = wide - mean;
-  const auto rstd = (away.square().mean(dims, true) + epsilon).rsqrt();
-  return {away * rstd * gamma.to(at::kFloat) + beta.to(at::kFloat), mean, rstd};
+LayerNormed layer(const Tensor& fp32, const Tensor& gamma, const Tensor& beta, double epsilon) {
+  const auto dims = dims_of(fp32, gamma);
+  const auto mean = fp32.mean(dims, true), centered = fp32 - mean;
+  const auto rstd = (centered.square().mean(dims, true) + epsilon).rsqrt();
+  return {centered * rstd * gamma.to(at::kFloat) + beta.to(at::kFloat), mean, rstd};
 }
 
-// Of a layer norm of `wide` with respect to it, gamma and beta.
+// Gradients of a layer norm with respect to the input, gamma and beta.
 struct LayerGrads {
   Tensor x, gamma, beta;
 };
-LayerGrads layer_grad(const Tensor& grad, const Tensor& wide, const Tensor& gamma, const Tensor& mean, const Tensor& rstd) {
-  const auto dims = dims_of(wide, gamma);
-  Ints like(wide.dim(), 1);
-  for (int64_t i = 0; i < wide.dim() - gamma.dim(); ++i) like[i] = wide.size(i);
-  const auto g = grad.to(at::kFloat), inverse = rstd.reshape(like), normed = (wide - mean.reshape(like)) * inverse,
+LayerGrads layer_grad(const Tensor& grad, const Tensor& fp32, const Tensor& gamma, const Tensor& mean, const Tensor& rstd) {
+  const auto dims = dims_of(fp32, gamma);
+  Ints like(fp32.dim(), 1);
+  for (int64_t i = 0; i < fp32.dim() - gamma.dim(); ++i) like[i] = fp32.size(i);
+  const auto g = grad.to(at::kFloat), inverse = rstd.reshape(like), normed = (fp32 - mean.reshape(like)) * inverse,
              scaled = g * gamma.to(at::kFloat);
   return {inverse * (scaled - scaled.mean(dims, true) - normed * (scaled * normed).mean(dims, true)),
       at::sum_to(g * normed, gamma.sizes()), at::sum_to(g, gamma.sizes())};
@@ -43,11 +43,11 @@ OP(aclnnLayerNormBackward,
     (Tensor grad, Tensor input, Ints shape, Tensor mean, Tensor rstd, Opt<Tensor> weight, Opt<Tensor> bias, Bools mask,
         Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias),
     {
-      const auto [x, w, b] = at::native_layer_norm_backward(
-          wide(grad), wide(input), shape, wide(mean), wide(rstd), wide(weight), wide(bias), {mask[0], mask[1], mask[2]});
-      give(grad_input, x);
-      give(grad_weight, w);
-      give(grad_bias, b);
+      const auto [x, w, b] = at::native_layer_norm_backward(upcast(grad), upcast(input), shape, upcast(mean), upcast(rstd),
+          upcast(weight), upcast(bias), {mask[0], mask[1], mask[2]});
+      copy_if_given(grad_input, x);
+      copy_if_given(grad_weight, w);
+      copy_if_given(grad_bias, b);
     })
 CHECKED(aclnnAddLayerNorm,
     (Tensor a, Tensor b, Tensor gamma, Tensor beta, Opt<Tensor> bias, double epsilon, bool keeps_sum, Tensor y, Tensor mean,

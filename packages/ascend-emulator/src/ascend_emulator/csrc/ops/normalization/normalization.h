@@ -1,4 +1,4 @@
-// What the fused normalizations share: checks, and the norms in float32 by ATen's operators. `wide` is x in float32.
+// Common part of the fused normalizations: checks, and norms in float32 (`fp32` is x in float32).
 #ifndef ASCEND_EMULATOR_OPS_NORMALIZATION_NORMALIZATION_H
 #define ASCEND_EMULATOR_OPS_NORMALIZATION_NORMALIZATION_H
 #include "operator/op.h"
@@ -29,12 +29,12 @@ inline void check_add_norm(const Tensor& a, const Tensor& b, const Tensor& gamma
 struct Normed {
   Tensor y, rstd;
 };
-inline Normed rms(const Tensor& wide, const Tensor& gamma, double epsilon) {
-  auto rstd = (wide.square().mean(dims_of(wide, gamma), true) + epsilon).rsqrt();
-  return {wide * rstd * gamma.to(at::kFloat), rstd};
+inline Normed rms(const Tensor& fp32, const Tensor& gamma, double epsilon) {
+  auto rstd = (fp32.square().mean(dims_of(fp32, gamma), true) + epsilon).rsqrt();
+  return {fp32 * rstd * gamma.to(at::kFloat), rstd};
 }
 inline Tensor sum_of(const Tensor& a, const Tensor& b) { return a.to(at::kFloat) + b.to(at::kFloat); }
-// Into an output that may be absent or empty, in its shape.
+// Writes an optional, possibly empty output in its shape.
 inline void copy_reshaped(const Opt<Tensor>& out, const Tensor& x) {
   if (out && out->numel() && x.defined()) Tensor(*out).copy_(x.reshape(out->sizes()));
 }

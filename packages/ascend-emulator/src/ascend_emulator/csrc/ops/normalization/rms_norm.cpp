@@ -1,6 +1,6 @@
-// RMSNorm, with an addition before it or not. Sums are taken in float32, as torch_npu's documentation of npu_rms_norm has it for
-// half types. Rules: torch_npu's documentation of npu_rms_norm, npu_add_rms_norm_cast and npu_gemma_rms_norm
-// (torch_npu/_op_plugin_docs.py), and the golden functions of op-plugin's tests; argument order: op-plugin's call sites.
+// RMSNorm and AddRMSNorm. Sums are computed in float32, as torch_npu's documentation of npu_rms_norm says for 16-bit types.
+// Rules: torch_npu's documentation of npu_rms_norm, npu_add_rms_norm_cast and npu_gemma_rms_norm (torch_npu/_op_plugin_docs.py),
+// and the golden functions of op-plugin's tests; argument order: op-plugin's call sites.
 #include <ATen/Parallel.h>
 
 #include "normalization.h"
@@ -9,7 +9,7 @@ namespace {
 
 using at::Tensor;
 
-// In sixteen partial sums: more accurate than one, and a vector register wide.
+// Sixteen partial sums: more accurate, and one vector register.
 template <class T>
 float sum_of_squares(const T* x, int64_t width) {
   constexpr int kLanes = 16;
@@ -49,9 +49,9 @@ void check_rms_norm(const Tensor& x, const Tensor& gamma) {
 void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, const Tensor& rstd) {
   const int64_t width = gamma.numel();
   if (gamma.scalar_type() != x.scalar_type()) {
-    auto wide = at::empty_like(x, at::kFloat);
-    rms_norm(x.to(at::kFloat), gamma, epsilon, wide, rstd);
-    y.copy_(wide);
+    auto fp32 = at::empty_like(x, at::kFloat);
+    rms_norm(x.to(at::kFloat), gamma, epsilon, fp32, rstd);
+    y.copy_(fp32);
     return;
   }
   const auto input = x.contiguous(), weight = gamma.contiguous();
@@ -82,13 +82,13 @@ CHECKED(aclnnAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tens
     rms_norm(sum, gamma, epsilon, y, rstd);
   };
 })
-CHECKED(aclnnAddRmsNormCast, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor wide, Tensor y, Tensor rstd, Tensor sum), {
+CHECKED(aclnnAddRmsNormCast, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor fp32, Tensor y, Tensor rstd, Tensor sum), {
   check_add_norm(a, b, gamma, kHalves);
   COMPUTE {
     sum.copy_(sum_of(a, b));
     const auto normed = rms(sum.to(at::kFloat), gamma, epsilon);
     y.copy_(normed.y);
-    wide.copy_(y);
+    fp32.copy_(y);
     copy_reshaped(rstd, normed.rstd);
   };
 })

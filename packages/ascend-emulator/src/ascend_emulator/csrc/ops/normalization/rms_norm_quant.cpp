@@ -7,7 +7,7 @@ namespace {
 
 using namespace emu;
 
-// Whole numbers into an int8 tensor, or eight int4 to an int32, lowest first.
+// Rounds to int8, or to int4, eight in an int32, lowest first.
 void put_integers(Tensor out, const Tensor& x) {
   if (out.scalar_type() == at::kChar) {
     out.copy_(x.round().clamp_(-128, 127));
@@ -60,7 +60,7 @@ Computation add_rms_norm_quant(const Tensor& a, const Tensor& b, const Tensor& g
   };
 }
 
-// y scaled row by row so that its largest magnitude becomes the type's largest number.
+// Dynamic quantization per row: the largest magnitude becomes the type's maximum.
 void put_dynamic(const Tensor& y, const Opt<Tensor>& smooth, Tensor out, Tensor scale) {
   const auto smoothed = smooth ? y * smooth->to(at::kFloat) : y;
   auto largest = smoothed.abs().amax(-1, true) / (out.scalar_type() == at::kChar ? 127.0 : 7.0);

@@ -1,22 +1,23 @@
-// Quantization and its inverse. Semantics and limits: torch_npu's documentation of npu_quantize, npu_dynamic_quant(_asymmetric),
-// npu_anti_quant, npu_trans_quant_param, npu_quant_scatter and npu_kronecker_quant (torch_npu/_op_plugin_docs.py, BSD); of
-// npu_group_quant op-plugin's shape function and test; of aclnnFlatQuant Huawei's API reference.
+// Quantization and dequantization. Semantics and limits: torch_npu's documentation of npu_quantize,
+// npu_dynamic_quant(_asymmetric), npu_anti_quant, npu_trans_quant_param, npu_quant_scatter and npu_kronecker_quant
+// (torch_npu/_op_plugin_docs.py, BSD); of npu_group_quant op-plugin's shape function and test; of aclnnFlatQuant Huawei's API
+// reference.
 #include "quantized.h"
 
 using namespace emu;
 
 namespace {
 
-// One scale for all, or one for each element of the axis.
+// Broadcasts a scalar, or one value per element of the axis.
 Tensor along(const Tensor& parameter, int64_t axis, const Tensor& x, const char* name) {
-  const auto wide = parameter.to(at::kFloat);
-  if (parameter.numel() == 1) return wide.reshape({});
-  if (parameter.dim() != 1) return wide;
+  const auto fp32 = parameter.to(at::kFloat);
+  if (parameter.numel() == 1) return fp32.reshape({});
+  if (parameter.dim() != 1) return fp32;
   check(parameter.numel() == x.size(axis), kOpParam, name, " has ", parameter.numel(), " elements; allowed: 1, or ", x.size(axis),
       ", dimension ", axis, " of x ", x.sizes());
   std::vector<int64_t> shape(x.dim(), 1);
   shape[at::maybe_wrap_dim(axis, x.dim())] = parameter.numel();
-  return wide.view(shape);
+  return fp32.view(shape);
 }
 
 void check_axis(const char* name, const Tensor& parameter, int64_t axis, const Tensor& x) {
@@ -138,7 +139,7 @@ CHECKED(aclnnAscendAntiQuant, (Tensor x, Tensor scale, Opt<Tensor> offset, int32
   };
 })
 
-// The 64 bits that the cube unit's dequantization reads: the scale's upper 19 bits in the lower half, a flag at bit 46, the nine
+// 64-bit parameters of the cube unit's dequantization: the scale's upper 19 bits in the lower half, a flag at bit 46, the nine
 // bits of the offset at bit 37 (op-plugin's test_npu_trans_quant_param.py; aclnnTransQuantParamV2 in Huawei's API reference).
 CHECKED(aclnnTransQuantParamV3, (Tensor scale, Opt<Tensor> offset, int64_t round_mode, Tensor out), {
   one_of("scale", scale, {at::kFloat});

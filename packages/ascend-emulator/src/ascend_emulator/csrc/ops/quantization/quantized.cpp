@@ -69,7 +69,7 @@ void quantize_rows(const Tensor& values, const Tensor& out, const Tensor& scale,
   const auto most = values.abs().amax(-1, true);
   const auto step = most / largest(four_bits);
   scale.copy_(step.squeeze(-1).view(scale.sizes()));
-  // A row of zeros has no scale to divide by, and stays zero.
+  // Rows of zeros have scale 0 and stay zero.
   store_rounded(at::where(most > 0, values / step, at::zeros_like(values)), out, four_bits);
 }
 
@@ -95,11 +95,11 @@ Tensor scale_values(const Tensor& scale) {
 
 Tensor dequantized(const Tensor& weight, const Tensor& scale, const Opt<Tensor>& offset) {
   const auto spread = [&](const Tensor& parameter) {
-    const auto wide = scale_values(parameter);
-    if (wide.dim() < 2 || wide.size(-2) <= 1) return wide.dim() == 2 ? wide : wide.reshape({1, -1});
-    check(weight.size(-2) % wide.size(-2) == 0, kOpParam, wide.size(-2), " groups do not divide the ", weight.size(-2),
+    const auto fp32 = scale_values(parameter);
+    if (fp32.dim() < 2 || fp32.size(-2) <= 1) return fp32.dim() == 2 ? fp32 : fp32.reshape({1, -1});
+    check(weight.size(-2) % fp32.size(-2) == 0, kOpParam, fp32.size(-2), " groups do not divide the ", weight.size(-2),
         " rows of the weight");
-    return wide.repeat_interleave(weight.size(-2) / wide.size(-2), -2);
+    return fp32.repeat_interleave(weight.size(-2) / fp32.size(-2), -2);
   };
   auto values = weight.to(at::kFloat);
   if (offset) values = values + spread(*offset);

@@ -1,4 +1,4 @@
-// What operators on quantized values share: rounding, four-bit packing, rows in groups. Rounding is to the nearest, ties to even
+// Common part of quantized operators: rounding, int4 packing, groups of rows. Rounding is to the nearest, ties to even
 // (torch.round, which torch_npu's documentation and op-plugin's tests use as "round").
 #ifndef ASCEND_EMULATOR_OPS_QUANTIZATION_QUANTIZED_H
 #define ASCEND_EMULATOR_OPS_QUANTIZATION_QUANTIZED_H
@@ -13,23 +13,23 @@ constexpr int32_t kAclInt4 = 29;        // aclDataType ACL_INT4
 Tensor unpack_int4(const Tensor& words);
 // Values in [-8, 7], [..., 8 n] -> int32 [..., n].
 Tensor pack_int4(const Tensor& values);
-// A right-hand matrix of words, which may be a transposed view: the packed dimension is the one that is contiguous.
+// Unpacks a weight matrix, possibly a transposed view: the packed dimension is the contiguous one.
 Tensor unpack_matrix(const Tensor& words);
 
-// Rounds float values into out: int8, uint8 or int32, or int4, eight in an int32 or (if bytes hold four bits) two in an int8.
+// Rounds to out's dtype: int8, uint8, int32; or int4, packed in int32 or int8.
 void store_rounded(const Tensor& values, const Tensor& out, bool four_bits);
 
 // The dtype's largest value for symmetric quantization: 127 or 7.
 inline double largest(bool four_bits) { return four_bits ? 7 : 127; }
 
-// [first, last) of each group among `rows`. Kinds (npu_grouped_matmul's group_list_type): 0 cumulated ends, 1 counts,
-// 2 pairs of group and count.
+// [first, last) of each group among `rows`. Kinds (npu_grouped_matmul's group_list_type): 0 cumulative ends, 1 counts, 2 pairs of
+// group and count.
 struct Rows {
   int64_t group, first, last;
 };
 std::vector<Rows> rows_of(const Tensor& list, int64_t kind, int64_t rows);
 
-// Rows of x scaled by the row of scales that belongs to their group.
+// Scales rows of x by their group's row of scales.
 Tensor scaled_by_group(const Tensor& x, const Tensor& scales, const std::vector<Rows>& groups);
 
 // Symmetric quantization of rows: values / (row's largest magnitude / 127). The scale is written to `scale`.
@@ -38,10 +38,10 @@ void quantize_rows(const Tensor& values, const Tensor& out, const Tensor& scale,
 // a @ b of int8 matrices, exact in int32; batches broadcast.
 Tensor integer_product(const Tensor& a, const Tensor& b);
 
-// Float values of a scale: as it is, or in the 64 bits of npu_trans_quant_param, whose lower half is a float.
+// Scale in float32, also from npu_trans_quant_param's 64-bit format, whose lower half is a float.
 Tensor scale_values(const Tensor& scale);
 
-// Weights [k, n] as floats: (w + offset) * scale, both for all, for each column, or for each group of rows.
+// Weights [k, n] in float32: (w + offset) * scale; per tensor, per column, or per group of rows.
 Tensor dequantized(const Tensor& weight, const Tensor& scale, const Opt<Tensor>& offset);
 
 }  // namespace emu

@@ -1,11 +1,11 @@
-// Operators that move values without computing on them.
+// Operators that copy and rearrange values.
 #include "operator/shapes.h"
-#include "ops/wide.h"
+#include "ops/upcast.h"
 
 namespace {
 
-// Tensors differ in one dimension alone; empty ones of one dimension do not count, as in torch.cat.
-emu::Shape joined(const emu::Tensors& tensors, int64_t dim) {
+// Shapes may differ in one dimension; empty one-dimensional tensors are ignored, as in torch.cat.
+emu::Shape cat_shape(const emu::Tensors& tensors, int64_t dim) {
   const at::Tensor* first = nullptr;
   emu::Shape shape{0};
   for (const auto& tensor : tensors) {
@@ -25,7 +25,7 @@ emu::Shape joined(const emu::Tensors& tensors, int64_t dim) {
   return shape;
 }
 
-emu::Shape stacked(const emu::Tensors& tensors, int64_t dim) {
+emu::Shape stack_shape(const emu::Tensors& tensors, int64_t dim) {
   emu::check(!tensors.empty(), emu::kOpParam, "tensors is empty");
   for (const auto& tensor : tensors)
     emu::check(tensor.sizes() == tensors[0].sizes(), emu::kOpParam, "tensors has shapes ", tensors[0].sizes(), " and ",
@@ -35,7 +35,7 @@ emu::Shape stacked(const emu::Tensors& tensors, int64_t dim) {
   return shape;
 }
 
-emu::Shape repeated(const at::Tensor& self, const emu::Ints& repeats) {
+emu::Shape repeat_shape(const at::Tensor& self, const emu::Ints& repeats) {
   const int64_t more = static_cast<int64_t>(repeats.size()) - self.dim();
   emu::check(more >= 0, emu::kOpParam, "repeats has ", repeats.size(), " numbers; allowed: at least ", self.dim(),
       ", the dimensions of self");
@@ -44,8 +44,8 @@ emu::Shape repeated(const at::Tensor& self, const emu::Ints& repeats) {
   return shape;
 }
 
-// Pairs of numbers for the last dimensions backwards.
-emu::Shape padded(const at::Tensor& self, const emu::Ints& pad) {
+// Pairs of numbers, from the last dimension backwards.
+emu::Shape pad_shape(const at::Tensor& self, const emu::Ints& pad) {
   const auto pairs = static_cast<int64_t>(pad.size()) / 2;
   emu::check(pad.size() % 2 == 0 && pairs <= self.dim(), emu::kOpParam, "pad has ", pad.size(),
       " numbers; allowed: an even number, ", 2 * self.dim(), " at most");
@@ -58,15 +58,15 @@ emu::Shape padded(const at::Tensor& self, const emu::Ints& pad) {
 
 SHAPED(aclnnInplaceCopy, (Tensor self, Tensor source), EXPANDS(self, source), { self.copy_(source); })
 SHAPED(aclnnCast, (Tensor self, DType, Tensor out), SAME(out, self), { out.copy_(self); })
-SHAPED(
-    aclnnCat, (Tensors tensors, int64_t dim, Tensor out), SHAPE(out, joined(tensors, dim)), { at::cat_out(out, tensors, dim); })
-SHAPED(aclnnStack, (Tensors tensors, int64_t dim, Tensor out), SHAPE(out, stacked(tensors, dim)),
+SHAPED(aclnnCat, (Tensors tensors, int64_t dim, Tensor out), SHAPE(out, cat_shape(tensors, dim)),
+    { at::cat_out(out, tensors, dim); })
+SHAPED(aclnnStack, (Tensors tensors, int64_t dim, Tensor out), SHAPE(out, stack_shape(tensors, dim)),
     { at::stack_out(out, tensors, dim); })
-SHAPED(aclnnRepeat, (Tensor self, Ints repeats, Tensor out), SHAPE(out, repeated(self, repeats)),
+SHAPED(aclnnRepeat, (Tensor self, Ints repeats, Tensor out), SHAPE(out, repeat_shape(self, repeats)),
     { out.copy_(self.repeat(repeats)); })
 SHAPED(aclnnFlip, (Tensor self, Ints dims, Tensor out), SAME(out, self), { at::flip_out(out, self, dims); })
 SHAPED(aclnnRoll, (Tensor self, Ints shifts, Ints dims, Tensor out), SAME(out, self), { at::roll_out(out, self, shifts, dims); })
-SHAPED(aclnnConstantPadNd, (Tensor self, Ints pad, Scalar value, Tensor out), SHAPE(out, padded(self, pad)),
+SHAPED(aclnnConstantPadNd, (Tensor self, Ints pad, Scalar value, Tensor out), SHAPE(out, pad_shape(self, pad)),
     { at::constant_pad_nd_out(out, self, pad, value); })
 
 OP(aclnnRepeatInterleave, (Tensor self, Tensor repeats, int64_t size, Tensor out),
@@ -84,8 +84,8 @@ OP(aclnnChunkCat, (Tensors tensors, int64_t dim, int64_t chunks, Tensor out),
 OP(aclnnRepeatInterleaveTensor, (Tensor repeats, int64_t total, Tensor out),
     { out.copy_(at::repeat_interleave(to_int64(repeats), Opt<int64_t>(total))); })
 OP(aclnnUnfoldGrad, (Tensor grad, Ints sizes, int64_t dim, int64_t size, int64_t step, Tensor out),
-    { out.copy_(at::unfold_backward(wide(grad), sizes, dim, size, step)); })
+    { out.copy_(at::unfold_backward(upcast(grad), sizes, dim, size, step)); })
 OP(aclnnRepeatInterleaveGrad, (Tensor grad, Tensor repeats, int64_t dim, Tensor out), {
   const auto counts = repeats.numel() == 1 ? to_int64(repeats).expand({out.size(dim)}) : to_int64(repeats);
-  out.copy_(at::zeros_like(wide(out)).index_add(dim, at::repeat_interleave(counts), wide(grad)));
+  out.copy_(at::zeros_like(upcast(out)).index_add(dim, at::repeat_interleave(counts), upcast(grad)));
 })

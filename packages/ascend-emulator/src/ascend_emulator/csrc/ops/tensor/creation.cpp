@@ -8,7 +8,7 @@ namespace {
 constexpr uintptr_t kPage = 4096;
 constexpr int64_t kZeroByPages = 4 << 20;
 
-// A large zeroed tensor (a KV cache) takes no host memory until it is written: its pages are handed back, and come back as zeros.
+// Large tensors (KV caches) are zeroed by returning their pages, so they take no host memory until they are written.
 void clear(const at::Tensor& self) {
   const auto bytes = static_cast<int64_t>(self.nbytes());
   if (!self.is_contiguous() || bytes < kZeroByPages) {

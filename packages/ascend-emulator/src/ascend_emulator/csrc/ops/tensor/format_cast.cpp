@@ -1,8 +1,7 @@
-// FRACTAL_NZ and back. torch_npu's npu_format_cast asks for the storage's shape, allocates it, and casts into it; a tensor keeps
-// its own shape and strides throughout (torch_npu/csrc/aten/common/FormatCastKernelNpu.cpp, BSD). Here the values stay in the
-// order of those strides within the larger storage, so that every operator reads an NZ tensor as any other. Only who reads such a
-// storage as bytes could tell. One does, and is refused at its next use (operator/tensor.cpp): npu_convert_weight_to_int4pack of
-// an NZ weight lays out words itself.
+// Casts to and from FRACTAL_NZ. torch_npu's npu_format_cast queries the storage's shape, allocates it, and casts into it; the
+// tensor keeps its shape and strides (torch_npu/csrc/aten/common/FormatCastKernelNpu.cpp, BSD). The emulator keeps the order of
+// the strides within the larger storage, so operators read NZ tensors like others. Only raw accesses to the storage differ:
+// npu_convert_weight_to_int4pack of an NZ weight, whose result is refused at its next use (operator/tensor.cpp).
 #include "operator/op.h"
 
 using namespace emu;
@@ -19,7 +18,7 @@ ACL_API(answers, aclnnNpuFormatCastCalculateSizeAndFormat,
     (const aclTensor* source, int format, int additional, int64_t** dims, uint64_t* rank_out, int* format_out), {
       required(source);
       auto sizes = source->value.sizes().vec();
-      check(format == kND || format == kFractalNZ, kOpParam, "format ", format, "; ND (2) and FRACTAL_NZ (29) are there");
+      check(format == kND || format == kFractalNZ, kOpParam, "format ", format, "; supported: ND (2) and FRACTAL_NZ (29)");
       if (format == kFractalNZ) {
         check(sizes.size() >= 2, kOpParam, "FRACTAL_NZ needs at least two dimensions; found ", source->value.sizes());
         one_of("the dtype", source->value, {at::kChar, at::kHalf, at::kBFloat16, at::kFloat, at::kInt});

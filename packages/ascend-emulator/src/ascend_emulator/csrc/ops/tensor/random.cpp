@@ -1,9 +1,8 @@
-// Random numbers. The numbers differ from a real NPU's for the same seed (its generator is not public); they are as random, and
-// repeat for the same (seed, offset). Within a graph both are read from tensors when it is replayed, and the call has its own
-// place behind.
+// Random numbers. They differ from an NPU's for the same seed, whose generator is not public, and are reproducible for the same
+// (seed, offset). In graphs both are read from tensors at replay, plus the call's own offset.
 #include <ATen/CPUGeneratorImpl.h>
 
-#include "ops/wide.h"
+#include "ops/upcast.h"
 
 namespace {
 
@@ -53,11 +52,11 @@ OP(aclnnMultinomial, (Tensor self, int64_t samples, bool replacement, int64_t se
 OP(aclnnRandperm, (int64_t n, int64_t seed, int64_t offset, Tensor out), { at::randperm_out(out, n, generator(seed, offset)); })
 
 namespace {
-// The noise holds the slopes that were drawn.
+// noise contains the random slopes.
 void rrelu(const at::Tensor& self, at::Tensor& noise, const at::Scalar& lower, const at::Scalar& upper, bool training,
     const at::Generator& generator, at::Tensor& out) {
-  auto slopes = emu::wide(noise);
-  out.copy_(at::rrelu_with_noise(emu::wide(self), slopes, lower, upper, training, generator));
+  auto slopes = emu::upcast(noise);
+  out.copy_(at::rrelu_with_noise(emu::upcast(self), slopes, lower, upper, training, generator));
   noise.copy_(slopes);
 }
 }  // namespace

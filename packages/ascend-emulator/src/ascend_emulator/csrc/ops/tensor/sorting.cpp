@@ -1,6 +1,6 @@
-// Operators that order or look up values.
+// Sorting, top-k, unique and search.
 #include "operator/shapes.h"
-#include "ops/wide.h"
+#include "ops/upcast.h"
 
 namespace {
 emu::Shape largest_shape(const at::Tensor& self, int64_t k, int64_t dim) {
@@ -16,7 +16,7 @@ constexpr int64_t kNoDim = 1000;  // what op-plugin's UniqueConsecutiveKernelNpu
 
 SHAPED(aclnnSort, (Tensor self, bool stable, int64_t dim, bool descending, Tensor values, Tensor indices),
     (ALONG(values, self, dim), SAME(indices, self)), { copy_both(at::sort(self, stable, dim, descending), values, indices); })
-// The unnamed parameter is the sorting policy, which decides speed alone.
+// The unnamed parameter is the sorting policy, which affects speed only.
 SHAPED(aclnnTopkV2, (Tensor self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor values, Tensor indices),
     (SHAPE(values, largest_shape(self, k, dim)), SAME(indices, values)),
     { copy_both(at::topk(self, k, dim, largest, sorted), values, indices); })

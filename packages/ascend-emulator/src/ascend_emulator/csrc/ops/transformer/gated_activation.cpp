@@ -1,4 +1,4 @@
-// Gated activations, with quantization behind them or not. Semantics and limits: torch_npu's documentation of npu_swiglu,
+// Gated activations, with optional quantization. Semantics and limits: torch_npu's documentation of npu_swiglu,
 // npu_swiglu_quant, npu_dequant_swiglu_quant, npu_clipped_swiglu, npu_gelu_mul and npu_geglu (torch_npu/_op_plugin_docs.py, BSD)
 // and op-plugin's tests of them.
 #include <ATen/Parallel.h>
@@ -26,7 +26,7 @@ void swiglu_rows(const T* x, T* out, int64_t rows, int64_t half) {
 void swiglu(const Tensor& x, int64_t dim, Tensor& out) {
   const int64_t at_dim = at::maybe_wrap_dim(dim, x.dim());
   check(x.size(at_dim) % 2 == 0, kOpParam, "dimension ", dim, " has size ", x.size(at_dim), "; it must be even");
-  // The plain loop saves launches on few values; ATen's exponential is vectorized.
+  // The loop is faster for few values; ATen's exponential is vectorized.
   if (at_dim != x.dim() - 1 || !x.is_contiguous() || !out.is_contiguous() || x.numel() > 16384) {
     const auto halves = x.to(at::kFloat).chunk(2, at_dim);
     out.copy_(at::silu(halves[0]).mul_(halves[1]));
@@ -46,7 +46,7 @@ Tensor swish_of_halves(const Tensor& x, bool left) {
   return left ? at::silu(halves[0]) * halves[1] : at::silu(halves[1]) * halves[0];
 }
 
-// Gate and value, clamped; the gate times sigmoid(alpha gate) times (value + bias).
+// gate * sigmoid(alpha * gate) * (value + bias) of the clamped gate and value.
 Tensor clipped(const Tensor& gate, const Tensor& value, double alpha, double limit, double bias) {
   const auto g = gate.clamp_max(limit);
   return g * at::sigmoid(g * alpha) * (value.clamp(-limit, limit) + bias);
@@ -101,7 +101,7 @@ CHECKED(aclnnSwiGluQuantV2,
         }
         const auto rounded = out.view({values.size(0), -1});
         if (!dynamic) return store_rounded(values, rounded, four_bits);
-        // The scale is what values are multiplied by, 127 over the row's largest magnitude (op-plugin's
+        // The returned scale is 127 / the row's largest magnitude (op-plugin's
         // test_npu_swiglu_quant.py).
         quantize_rows(values, rounded, scale, four_bits);
         scale.reciprocal_();
@@ -185,7 +185,7 @@ CHECKED(aclnnDequantSwigluQuantV2,
       };
     })
 
-// With a group index, the rows that it counts; the others keep what they held, as there.
+// With a group index only the counted rows are written; the others keep their values.
 CHECKED(aclnnClippedSwiglu,
     (Tensor x, Opt<Tensor> group_index, int64_t dim, double alpha, double limit, double bias, bool interleaved, Tensor out), {
       chips({"Ascend910B", "Ascend910_93", "Ascend950"});
@@ -198,9 +198,9 @@ CHECKED(aclnnClippedSwiglu,
         for (int64_t i = 0; i < at_dim; ++i) before *= x.size(i);
         const auto rows = x.reshape({before, -1});
         const int64_t count = group_index ? std::min(before, group_index->sum().item<int64_t>()) : before;
-        const auto wide = rows.narrow(0, 0, count).to(at::kFloat);
-        const auto pairs = interleaved ? wide.unflatten(-1, {-1, 2}) : Tensor();
-        const auto halves = wide.chunk(2, -1);
+        const auto fp32 = rows.narrow(0, 0, count).to(at::kFloat);
+        const auto pairs = interleaved ? fp32.unflatten(-1, {-1, 2}) : Tensor();
+        const auto halves = fp32.chunk(2, -1);
         out.view({before, -1})
             .narrow(0, 0, count)
             .copy_(interleaved ? clipped(pairs.select(-1, 0), pairs.select(-1, 1), alpha, limit, bias)
@@ -218,7 +218,7 @@ CHECKED(aclnnGeluMul, (Tensor x, Text approximate, Tensor out), {
   };
 })
 
-// approximate: 1 tanh, 0 none. The gelu of the gate is a second output, which the gradient takes.
+// approximate: 1 tanh, 0 none. gelu(gate) is a second output, for the gradient.
 CHECKED(aclnnGeGluV3, (Tensor x, int64_t dim, int64_t approximate, bool left, Tensor out, Tensor gelu_out), {
   one_of("self", x, kFloating);
   check_even(x, dim);
@@ -235,9 +235,9 @@ CHECKED(aclnnGeGluV3Backward, (Tensor grad, Tensor x, Tensor gelu, int64_t dim, 
   check_even(x, dim);
   COMPUTE {
     const auto halves = x.to(at::kFloat).chunk(2, dim);
-    const auto wide = grad.to(at::kFloat);
-    const auto to_gate = at::gelu_backward(wide * halves[left ? 1 : 0], halves[left ? 0 : 1], approximate ? "tanh" : "none"),
-               to_value = wide * gelu.to(at::kFloat);
+    const auto fp32 = grad.to(at::kFloat);
+    const auto to_gate = at::gelu_backward(fp32 * halves[left ? 1 : 0], halves[left ? 0 : 1], approximate ? "tanh" : "none"),
+               to_value = fp32 * gelu.to(at::kFloat);
     out.copy_(left ? at::cat({to_gate, to_value}, dim) : at::cat({to_value, to_gate}, dim));
   };
 })
@@ -247,7 +247,7 @@ CHECKED(aclnnSwiGluGrad, (Tensor grad, Tensor x, int64_t dim, Tensor out), {
   check_even(x, dim);
   COMPUTE {
     const auto halves = x.to(at::kFloat).chunk(2, dim);
-    const auto wide = grad.to(at::kFloat);
-    out.copy_(at::cat({at::silu_backward(wide * halves[1], halves[0]), wide * at::silu(halves[0])}, dim));
+    const auto fp32 = grad.to(at::kFloat);
+    out.copy_(at::cat({at::silu_backward(fp32 * halves[1], halves[0]), fp32 * at::silu(halves[0])}, dim));
   };
 })

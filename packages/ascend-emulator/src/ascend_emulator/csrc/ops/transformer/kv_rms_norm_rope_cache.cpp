@@ -1,4 +1,4 @@
-// Normalization, rotary embedding and the write to a cache in one operator. Semantics: the golden functions of op-plugin's
+// Fused RMSNorm, rotary embedding and KV cache write. Semantics: the golden functions of op-plugin's
 // test_npu_kv_rms_norm_rope_cache.py and test_npu_qkv_rms_norm_rope_cache.py; shapes:
 // torch_npu/op_plugin/meta/_meta_registrations.py.
 #include "kv_rms_norm_rope_cache.h"
@@ -6,11 +6,11 @@
 namespace emu {
 
 Tensor rms_normed(const Tensor& x, const Tensor& gamma, double epsilon) {
-  const auto wide = x.to(at::kFloat);
-  return wide * (wide.square().mean(-1, true) + epsilon).rsqrt() * gamma.to(at::kFloat);
+  const auto fp32 = x.to(at::kFloat);
+  return fp32 * (fp32.square().mean(-1, true) + epsilon).rsqrt() * gamma.to(at::kFloat);
 }
 
-// As the cache holds it: int8 by scale and offset, or rounded to its dtype.
+// Converts to the cache's dtype: int8 with scale and offset, or rounding.
 Tensor stored(const Tensor& x, const Tensor& cache, const Opt<Tensor>& scale, const Opt<Tensor>& offset, bool divides) {
   if (!scale) return x.to(cache.scalar_type());
   auto out = divides ? x / scale->to(at::kFloat) : x * scale->to(at::kFloat);
@@ -42,7 +42,7 @@ void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, C
   }
   // Of [blocks, block_size, heads, D], or [blocks, heads * D / c, block_size, c].
   const int64_t block_size = cache[0].numel() / values;
-  if (mode.places == Places::pages) {  // an index for each page: tokens follow from its first place on
+  if (mode.places == Places::pages) {  // one index per page, filled from its start
     const int64_t pages = (length + block_size - 1) / block_size;
     const auto first = where.view({batch, pages}).index_select(1, at::floor_divide(at::arange(length), block_size));
     where =
@@ -182,11 +182,11 @@ CHECKED(aclnnQkvRmsNormRopeCache,
         q_out.copy_(q.view(q_out.sizes()));
         write_cache(k_cache, stored(k, k_cache, k_scale, k_offset, true), index, {Places::slots, true});
         write_cache(v_cache, stored(split[2], v_cache, v_scale, v_offset, true), index, {Places::slots, true});
-        const auto give = [&](const Opt<Tensor>& out, const Tensor& x) {
+        const auto copy_if_given = [&](const Opt<Tensor>& out, const Tensor& x) {
           if (out && out->numel()) Tensor(*out).copy_(x.reshape(out->sizes()));
         };
-        give(q_before, q);
-        give(k_before, k);
-        give(v_before, split[2]);
+        copy_if_given(q_before, q);
+        copy_if_given(k_before, k);
+        copy_if_given(v_before, split[2]);
       };
     })

@@ -1,11 +1,11 @@
-// Normalized and rotated rows on their way into a paged cache.
+// Fused RMSNorm, rotary embedding and write to a paged KV cache.
 #ifndef ASCEND_EMULATOR_OPS_TRANSFORMER_KV_RMS_NORM_ROPE_CACHE_H
 #define ASCEND_EMULATOR_OPS_TRANSFORMER_KV_RMS_NORM_ROPE_CACHE_H
 #include "rotary_embedding.h"
 
 namespace emu {
 
-enum class Places { sequence, slots, pages };  // an index for each token of a request, for each token as a slot, or for each page
+enum class Places { sequence, slots, pages };  // meaning of the index: position in a sequence, slot of a token, or page
 struct CacheMode {
   Places places;
   bool fractal;

@@ -1,6 +1,6 @@
-// What goes before the attention in multi-head latent attention. Rules: torch_npu's documentation of npu_mla_prolog_v2 and _v3
-// (torch_npu/_op_plugin_docs.py) and the golden functions of op-plugin's test_mla_prolog*.py; argument order: op-plugin's call
-// sites.
+// Projections, RMSNorm, rotary embedding and cache write before multi-head latent attention. Rules: torch_npu's documentation of
+// npu_mla_prolog_v2 and _v3 (torch_npu/_op_plugin_docs.py) and the golden functions of op-plugin's test_mla_prolog*.py; argument
+// order: op-plugin's call sites.
 #include "kv_rms_norm_rope_cache.h"
 
 namespace {
@@ -72,7 +72,7 @@ struct Prolog {
     return *this;
   }
 
-  // x times a weight, as float32; int8 products are exact.
+  // x @ weight in float32; int8 products are exact.
   static Tensor product(const Tensor& x, const Tensor& weight, const Opt<Tensor>& row_scale, const Opt<Tensor>& column_scale) {
     if (weight.scalar_type() != at::kChar) return at::matmul(x.to(at::kFloat), weight.to(at::kFloat));
     return at::matmul(x.to(at::kDouble), weight.to(at::kDouble))
@@ -94,23 +94,23 @@ struct Prolog {
     } else {
       normed = normed.to(at::kBFloat16);
     }
-    const auto give = [](const Opt<Tensor>& out, const Tensor& value) {
+    const auto copy_if_given = [](const Opt<Tensor>& out, const Tensor& value) {
       if (out && out->numel()) Tensor(*out).copy_(value.reshape(out->sizes()));
     };
-    if (query_norm && query_norm->numel() == normed.numel()) give(query_norm, normed);
-    if (query_norm_scale && normed_scale && query_norm_scale->numel() == count) give(query_norm_scale, *normed_scale);
+    if (query_norm && query_norm->numel() == normed.numel()) copy_if_given(query_norm, normed);
+    if (query_norm_scale && normed_scale && query_norm_scale->numel() == count) copy_if_given(query_norm_scale, *normed_scale);
     const auto both =
         (product(normed, up_query, normed_scale, up_query_scale) * query_correction).view({count, heads, size + rotary});
     const auto part = both.narrow(-1, 0, size).to(at::kBFloat16).to(at::kFloat).transpose(0, 1);
     auto absorbed = at::bmm(part, up_key.to(at::kFloat)).transpose(0, 1);
     auto rope = rotate(halves_of_pairs(both.narrow(-1, size, rotary)), c, s, false);
     if (query.scalar_type() ==
-        at::kChar) {  // for each token and head; the rope part is scaled alike, so that one factor restores the scores
+        at::kChar) {  // per token and head; the rope part is scaled equally, so that one factor dequantizes the scores
       absorbed = absorbed.to(at::kBFloat16).to(at::kFloat);
       const auto scale = absorbed.abs().amax(-1, true) / 127, divisor = scale.masked_fill(scale == 0, 1);
       absorbed = (absorbed / divisor).round().clamp_(-128, 127);
       rope = rope.to(at::kBFloat16).to(at::kFloat) * kv_scale->view(-1)[0] / divisor;
-      give(query_scale, scale);
+      copy_if_given(query_scale, scale);
     }
     query.copy_(absorbed.reshape(query.sizes()));
     query_rope.copy_(rope.reshape(query_rope.sizes()));

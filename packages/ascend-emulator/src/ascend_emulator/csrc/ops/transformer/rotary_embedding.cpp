@@ -8,7 +8,7 @@
 namespace emu {
 namespace {
 
-// One head's first `rotary` values: cache rows hold cos then sin of rotary / 2 angles.
+// Rotates the first `rotary` values of each head; cache rows are cos and sin of rotary / 2 angles.
 template <class T>
 void rope_heads(const T* in, T* out, const T* cos, const T* sin, int64_t heads, int64_t head_size, int64_t half, bool neox) {
   for (int64_t head = 0; head < heads; ++head, in += head_size, out += head_size) {
@@ -40,7 +40,7 @@ void rope(const Tensor& positions, const Tensor& x, const Tensor& cache, int64_t
   });
 }
 
-// The angles of each token out of three rows of positions: sections one after the other, or taking turns.
+// Angles of each token from three rows of positions: consecutive or interleaved sections.
 Tensor merged(const Tensor& positions, const Tensor& cache, const Ints& sections, bool taking_turns) {
   const auto where = positions.to(at::kLong);
   const int64_t limit = cache.size(0), half = cache.size(1) / 2;
@@ -87,7 +87,7 @@ Computation rope_with_cache(const Tensor& positions, const Tensor& query, const 
   COMPUTE {
     auto where = positions.to(at::kLong).contiguous();
     auto table = cache.contiguous();
-    cost::touches(cache, static_cast<double>(positions.numel() * cache.size(1) * cache.element_size()));
+    cost::partial_access(cache, static_cast<double>(positions.numel() * cache.size(1) * cache.element_size()));
     if (positions.dim() == 2) {
       table = merged(positions, table, *sections, cache_mode == 1).contiguous();
       where = at::arange(query.size(0));
@@ -112,20 +112,20 @@ void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   check(x.size(3) < 896, kOpParam, "D is ", x.size(3), "; it must be below 896");
 }
 
-// Of the rotation of x by the angles, with respect to each.
+// Gradients with respect to x, cos and sin.
 void rotary_grad(const Tensor& grad, const Tensor& cos, const Tensor& sin, const Opt<Tensor>& x, bool interleaved, Tensor x_grad,
     Tensor cos_grad, Tensor sin_grad) {
   const auto g = grad.to(at::kFloat), by_sin = g * sin.to(at::kFloat);
-  x_grad.copy_(g * cos.to(at::kFloat) - rotated(by_sin, interleaved));  // the transposed rotation is its negative
+  x_grad.copy_(g * cos.to(at::kFloat) - rotated(by_sin, interleaved));  // the transposed rotation
   if (!x || x->numel() == 0) return;
-  const auto wide = x->to(at::kFloat);
-  cos_grad.copy_(at::sum_to(g * wide, cos.sizes()));
-  sin_grad.copy_(at::sum_to(g * rotated(wide, interleaved), sin.sizes()));
+  const auto fp32 = x->to(at::kFloat);
+  cos_grad.copy_(at::sum_to(g * fp32, cos.sizes()));
+  sin_grad.copy_(at::sum_to(g * rotated(fp32, interleaved), sin.sizes()));
 }
 
 }  // namespace
 
-// (-x2, x1) of the two halves, or of neighbouring pairs.
+// (-x2, x1) of the two halves, or of adjacent pairs.
 Tensor rotated(const Tensor& x, bool interleaved) {
   if (!interleaved) {
     const auto halves = x.chunk(2, -1);
@@ -136,8 +136,8 @@ Tensor rotated(const Tensor& x, bool interleaved) {
 }
 
 Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-  const auto wide = x.to(at::kFloat);
-  return wide * cos.to(at::kFloat) + rotated(wide, interleaved) * sin.to(at::kFloat);
+  const auto fp32 = x.to(at::kFloat);
+  return fp32 * cos.to(at::kFloat) + rotated(fp32, interleaved) * sin.to(at::kFloat);
 }
 
 }  // namespace emu
@@ -155,8 +155,8 @@ CHECKED(aclnnRotaryPositionEmbeddingV2, (Tensor x, Tensor cos, Tensor sin, int64
       out.copy_(rotate(x, cos, sin, mode == 1));
       return;
     }
-    const auto wide = x.to(at::kFloat);
-    out.copy_(wide * cos.to(at::kFloat) + at::matmul(wide, rotation->to(at::kFloat)) * sin.to(at::kFloat));
+    const auto fp32 = x.to(at::kFloat);
+    out.copy_(fp32 * cos.to(at::kFloat) + at::matmul(fp32, rotation->to(at::kFloat)) * sin.to(at::kFloat));
   };
 })
 CHECKED(aclnnRotaryPositionEmbeddingGrad,
@@ -195,7 +195,7 @@ Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tens
 CHECKED(aclnnApplyRotaryPosEmbV2, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode),
     { return apply_rotary(query, key, cos, sin, layout, mode); })
 
-// Pairs of neighbours come apart into halves first, and stay there (vLLM's use in MLA, and the golden function of
+// Adjacent pairs are split into halves first, also in the result (vLLM's use in MLA, and the golden function of
 // test_npu_kv_rms_norm_rope_cache.py).
 CHECKED(aclnnInterleaveRope, (Tensor x, Tensor cos, Tensor sin, Tensor out), {
   one_of("x", x, kHalves);

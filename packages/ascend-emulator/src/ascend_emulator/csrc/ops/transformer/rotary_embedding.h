@@ -1,4 +1,4 @@
-// Rotations by given angles, in float32.
+// Rotary embedding in float32.
 #ifndef ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H
 #define ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H
 #include "operator/op.h"
@@ -7,7 +7,7 @@ namespace emu {
 
 Tensor rotated(const Tensor& x, bool interleaved);
 Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved);
-// The even places, then the odd ones.
+// Even elements, then odd elements.
 inline Tensor halves_of_pairs(const Tensor& x) { return x.unflatten(-1, {-1, 2}).transpose(-1, -2).flatten(-2); }
 
 }  // namespace emu

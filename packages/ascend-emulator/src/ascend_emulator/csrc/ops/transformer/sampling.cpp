@@ -1,4 +1,4 @@
-// Choosing tokens. Rules: torch_npu's documentation of npu_top_k_top_p and npu_top_k_top_p_sample (torch_npu/_op_plugin_docs.py)
+// Sampling. Rules: torch_npu's documentation of npu_top_k_top_p and npu_top_k_top_p_sample (torch_npu/_op_plugin_docs.py)
 // and the golden functions of op-plugin's test_npu_top_k_top_p.py and test_top_k_top_p_sample.py; argument order: op-plugin's
 // call sites.
 #include <ATen/CPUGeneratorImpl.h>
@@ -21,7 +21,7 @@ struct Sampling {
   Tensor logits, top_k, top_p;
   Opt<Tensor> q, min_p;
   double epsilon;
-  bool wants_logits, normalizes, leaves_sampling;  // leaves_sampling: the caller draws from `probabilities`
+  bool wants_logits, normalizes, leaves_sampling;  // leaves_sampling: the caller samples from `probabilities`
   int64_t most_k;
   Tensor chosen, selected;
   Opt<Tensor> indices, probabilities;
@@ -48,7 +48,7 @@ struct Sampling {
         places = places.narrow(0, 0, k);
       }
       auto shares = normalizes ? at::softmax(values, -1) : values;
-      if (!by_k && !by_p && least < 1) {  // nothing is sorted
+      if (!by_k && !by_p && least < 1) {  // no sort needed
         places = at::arange(words);
         shares = normalizes ? at::softmax(row, -1) : row;
       }
@@ -120,9 +120,9 @@ CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor
       values.masked_fill_(values < values.gather(1, (logits.size(1) - count).unsqueeze(1)), -kInfinity);
     }
     if (p) {
-      auto left_out = at::softmax(values, -1).cumsum(-1) <= (1 - p->to(at::kFloat)).unsqueeze(1);
-      left_out.select(1, -1).fill_(false);
-      values.masked_fill_(left_out, -kInfinity);
+      auto masked_out = at::softmax(values, -1).cumsum(-1) <= (1 - p->to(at::kFloat)).unsqueeze(1);
+      masked_out.select(1, -1).fill_(false);
+      values.masked_fill_(masked_out, -kInfinity);
     }
     out.copy_(at::empty_like(values).scatter_(1, places, values));
   };
