@@ -1,4 +1,4 @@
-# vLLM and all components on the public CANN image, as docs/install.md installs them. Nobody has built it yet: there was
+# vLLM and all components on the public CANN image, as docs/installation.md installs them. Nobody has built it yet: there was
 # neither a Docker daemon nor a registry of images where it was written.
 #
 #   docker build -t vllm-ascend-all .
@@ -19,8 +19,8 @@ RUN python3 -m pip install --no-cache-dir uv==0.13.8 \
 WORKDIR /opt/src
 # vLLM without compiled kernels, torch-npu and everything else: a layer that a change of our packages does not rebuild.
 COPY pyproject.toml ./
-COPY tools/requirements.txt tools/
-RUN uv pip install --no-deps --torch-backend cpu -r tools/requirements.txt
+COPY tools/environment/requirements.txt tools/environment/
+RUN uv pip install --no-deps --torch-backend cpu -r tools/environment/requirements.txt
 
 COPY packages packages
 RUN uv build --all-packages --wheel && uv pip install --no-deps dist/*.whl && rm -r dist

@@ -58,7 +58,7 @@ def test_every_token_sees_its_request_s_others(dtype, size, window):
 
 
 def test_more_sequences_than_the_kernel_takes(monkeypatch):
-    monkeypatch.setattr(encoder, "SEQUENCES_AT_ONCE", 3)
+    monkeypatch.setattr(encoder, "MAX_SEQUENCES", 3)
     lengths = [5, 1, 9, 4, 4, 30, 2]
     query, key, value = torch.randn(3, sum(lengths), 2, 32)
     ends = torch.tensor(lengths).cumsum(0).tolist()
@@ -81,6 +81,6 @@ def test_encoders_of_images():
 
 
 def test_what_it_has_not_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="ALiBi; the fused attention of encoders"):
+    with pytest.raises(NotImplementedError, match="ALiBi; the fused encoder-only attention"):
         encoder.FusedEncoderAttentionImpl(2, 16, 1.0, attn_type="encoder_only", alibi_slopes=[1.0, 0.5])
     assert [encoder.FusedEncoderAttentionBackend.supports_head_size(size) for size in (72, 768, 784)] == [True, True, False]

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import npus
 import pytest
+from harness import npus
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import forks
 import torch
 import torch.distributed as dist
 from ascend_communicator.pyhccl import PyHcclCommunicator
 from ascend_platform import extension
+from harness import launcher
 from torch.distributed import ReduceOp
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -134,14 +134,14 @@ def ways(rank: int) -> dict[str, Any]:
         x, weights, ids = routed(rank, sizes[rank], to)
         for asked in ("auto", "allgather", "alltoall", "mc2"):
             for dtype in (torch.float32, torch.bfloat16):
-                manager.asked, manager.taken, label = asked, set(), f"{name} {asked} {dtype}"
+                manager.requested, manager.used, label = asked, set(), f"{name} {asked} {dtype}"
                 context = type("Context", (), {"dp_metadata": metadata})()
                 with override_forward_context(context), metadata.sp_local_sizes(1):
                     try:
                         made = manager.apply_experts(x.npu().to(dtype), weights.npu(), ids.npu(), 4, experts)
                     except ValueError as error:
                         made = str(error)
-                found[label] = [*manager.taken, numbers(made)]
+                found[label] = [*manager.used, numbers(made)]
     return found
 
 
@@ -291,7 +291,7 @@ def options(rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    results = forks.play("ranks.py", RANKS, play)
+    results = launcher.play("ranks.py", RANKS, play)
     for part in results[0]:
         print(json.dumps([part, [result[part] for result in results]]))
 

@@ -87,7 +87,7 @@ def test_vllm_takes_it_for_its_groups_and_both_scripts_compare_all(played: dict[
     for rank in range(2):
         name = "ascend_communicator.communicator.HCCLCommunicator"
         assert played["collectives"][rank].pop("communicator") == f"{name} on npu:{rank}"
-        assert played["experts"][rank].pop("manager") == "ExpertManager"
+        assert played["experts"][rank].pop("manager") == "HCCLAll2AllManager"
         assert set(played["collectives"][rank]) == set(EXPECTED)
         assert set(played["experts"][rank]) == set(EXPERTS)
 
@@ -96,11 +96,11 @@ def test_what_cannot_be_done_is_refused_in_one_line(played: dict[str, Any]) -> N
     for said in played["refusals"]:
         assert said == {
             "dimension": "ValueError: all_gatherv along dimension 1 is not supported; only along 0",
-            "how many sizes": "ValueError: 1 sizes were given for 2 ranks",
-            "sum of sizes": "ValueError: sizes [1, 1] are 2 rows together; the tensor has 3",
+            "how many sizes": "ValueError: got 1 sizes for 2 ranks",
+            "sum of sizes": "ValueError: sizes [1, 1] add up to 2 rows; the tensor has 3",
             "odd rows": "ValueError: 3 rows are not divisible by 2 ranks; give sizes",
-            "no experts": "RuntimeError: group dp:0 does not carry experts' tokens; vLLM's group 'ep' does",
-            "no experts to combine": "RuntimeError: group dp:0 does not carry experts' tokens; vLLM's group 'ep' does",
+            "no experts": "RuntimeError: group dp:0 has no all2all manager; use vLLM's group 'ep'",
+            "no experts to combine": "RuntimeError: group dp:0 has no all2all manager; use vLLM's group 'ep'",
         }
 
 

@@ -18,21 +18,21 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"groups": 3}, """groups is 3; it can be an object such as {"ep": {"buffer_size": 400}}"""),
-        ({"groups": {"xp": {}}}, "groups.xp is {}; it can be an object, for one of tp, pp, dp, ep, eplb, etp, edp"),
-        ({"groups": {"tp": 4}}, "groups.tp is 4; it can be an object, for one of tp, pp, dp, ep, eplb, etp, edp"),
-        ({"groups": {"tp": {"qos": 4}}}, "groups.tp.qos is 4; it can be one of the keys buffer_size, exec_timeout"),
+        ({"groups": 3}, """groups is 3; supported: an object such as {"ep": {"buffer_size": 400}}"""),
+        ({"groups": {"xp": {}}}, "groups.xp is {}; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp"),
+        ({"groups": {"tp": 4}}, "groups.tp is 4; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp"),
+        ({"groups": {"tp": {"qos": 4}}}, "groups.tp.qos is 4; supported: one of the keys buffer_size, exec_timeout"),
         (
             {"groups": {"tp": {"buffer_size": 0}}},
-            "groups.tp.buffer_size is 0; it can be a whole number of MiB from 1 to 2147483647",
+            "groups.tp.buffer_size is 0; supported: an integer from 1 to 2147483647 (MiB)",
         ),
         (
             {"groups": {"tp": {"exec_timeout": "9"}}},
-            "groups.tp.exec_timeout is '9'; it can be a whole number of seconds from 1 to 2147483647",
+            "groups.tp.exec_timeout is '9'; supported: an integer from 1 to 2147483647 (seconds)",
         ),
-        ({"deterministic": "yes"}, "deterministic is 'yes'; it can be true or false"),
-        ({"connect_timeout": 20}, "connect_timeout is 20; it can be a whole number of seconds from 120 to 7200"),
-        ({"connect_timeout": True}, "connect_timeout is True; it can be a whole number of seconds from 120 to 7200"),
+        ({"deterministic": "yes"}, "deterministic is 'yes'; supported: true or false"),
+        ({"connect_timeout": 20}, "connect_timeout is 20; supported: an integer from 120 to 7200 (seconds)"),
+        ({"connect_timeout": True}, "connect_timeout is True; supported: an integer from 120 to 7200 (seconds)"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], said: str) -> None:

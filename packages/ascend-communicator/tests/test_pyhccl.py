@@ -33,16 +33,16 @@ EXPECTED: dict[str, list[Any]] = {
     "both ways": Y[::-1],
 }
 REFUSED = {
-    "dtype": "ValueError: HCCL does not take complex64; it takes int8, int16, int32, float16, float32, int64, uint64, uint8, "
-    "uint16, uint32, float64, bfloat16, bool",
-    "another dtype": "ValueError: 48 elements of torch.float32 are needed; found 48 of torch.int32",
-    "operation": "ValueError: HCCL does not reduce by RedOpType.BAND; it takes SUM, PRODUCT, MAX and MIN",
-    "strides": "ValueError: HCCL takes contiguous tensors; [6, 4] has strides (1, 6)",
-    "size": "ValueError: 48 elements of torch.float32 are needed; found 24 of torch.float32",
-    "sizes": "ValueError: sizes [4, 5] are 2 and 9 rows together; there are 2 ranks and 8 rows",
-    "group": "ValueError: PyHcclCommunicator connects its ranks over a group on the CPU, such as gloo; this one is hccl's",
-    "closed": "RuntimeError: this PyHcclCommunicator was destroyed; make another",
-    "closed group": "RuntimeError: this PyHcclCommunicator was destroyed; make another",
+    "dtype": "ValueError: HCCL does not support complex64; supported: int8, int16, int32, float16, float32, int64, uint64, "
+    "uint8, uint16, uint32, float64, bfloat16, bool",
+    "another dtype": "ValueError: expected 48 elements of torch.float32; found 48 of torch.int32",
+    "operation": "ValueError: HCCL does not support reduction by RedOpType.BAND; supported: SUM, PRODUCT, MAX, MIN",
+    "strides": "ValueError: HCCL needs contiguous tensors; [6, 4] has strides (1, 6)",
+    "size": "ValueError: expected 48 elements of torch.float32; found 24 of torch.float32",
+    "sizes": "ValueError: sizes [4, 5] are for 2 ranks and 9 rows; expected 2 ranks and 8 rows",
+    "group": "ValueError: PyHcclCommunicator needs a CPU group, such as gloo; the group's backend is hccl",
+    "closed": "RuntimeError: this PyHcclCommunicator has been destroyed; create another",
+    "closed group": "RuntimeError: this PyHcclCommunicator has been destroyed; create another",
 }
 
 
@@ -68,7 +68,7 @@ def test_captured_in_a_graph_and_replayed_with_other_contents(played: dict[str, 
 def test_what_it_cannot_do_is_refused_in_one_line(played: dict[str, Any]) -> None:
     for rank, answer in enumerate(played["direct"]):
         said = answer["refusals"]
-        assert said.pop("device") == f"ValueError: this PyHcclCommunicator is of npu:{rank}; a tensor is on cpu"
+        assert said.pop("device") == f"ValueError: this PyHcclCommunicator is on npu:{rank}; a tensor is on cpu"
         library = said.pop("library")
         assert library.startswith("RuntimeError: HCCL's library libhccl-of-nobody.so cannot be loaded (")
         assert library.endswith("; source CANN's set_env.sh, or set HCCL_SO_PATH to the file")

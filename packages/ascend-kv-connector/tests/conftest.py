@@ -1,22 +1,22 @@
-"""Two instances of made-up caches that reach each other by the in-memory transport; no NPU and no engine."""
+"""Fixtures: instances with synthetic KV caches on the in-memory transport, without an NPU or an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from ascend_kv_connector.memory import Faults, MemoryNetwork
-from transfer_instances import Instance
+from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork
+from harness.kv.instances import Instance
 
 
 @pytest.fixture
-def network() -> MemoryNetwork:
-    return MemoryNetwork(Faults())
+def network() -> InMemoryNetwork:
+    return InMemoryNetwork(Faults())
 
 
 @pytest.fixture
-def instances(network: MemoryNetwork) -> Iterator[type]:
-    """A function that makes an instance in the network; all are closed at the end."""
+def instances(network: InMemoryNetwork) -> Iterator[type]:
+    """Factory of instances in the network; all are closed at the end."""
     made: list[Instance] = []
 
     def make(name: str, **shape: object) -> Instance:

@@ -1,4 +1,4 @@
-"""The conformance suite on this wheel's connectors, with the KV cache on an emulated NPU."""
+"""Conformance suite on this wheel's connectors, with the KV cache on an emulated NPU."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ STORE: dict[str, Any] = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"backend": "disk", "cpu_bytes_to_use": 3_000_000},
 }
-"""Host memory for a part of what the tests store, so that the rest comes from the disk."""
+"""Host memory holds only a part of what the tests store; the rest is loaded from disk."""
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ class TestAscendStoreConnectorWithWindows(TestAscendStoreConnector):
 
 
 class TestMultiConnector(HandoffTests):
-    """With OffloadingConnector it is in ``tests/test_kv_connector.py``."""
+    """The combination with OffloadingConnector is in ``tests/e2e/test_kv_connector.py``."""
 
     prefill: ClassVar[dict[str, Any]] = {}
     decode: ClassVar[dict[str, Any]] = {}

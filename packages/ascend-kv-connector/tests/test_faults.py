@@ -1,14 +1,14 @@
-"""Hundreds of requests under faults: each ends in time, rightly or with its cause, and nothing is left behind."""
+"""Endurance test: many requests under faults; each ends in time, correctly or with a cause, and nothing leaks."""
 
 from collections.abc import Callable
 
 import pytest
-from ascend_kv_connector.memory import MemoryNetwork
+from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done
-from transfer_faults import Endurance
+from harness.kv.transfer_faults import Endurance
 
 REQUESTS = 100
-"""500 of each by tools/transfers faults."""
+"""``tools/check transfers faults`` runs 500 of each."""
 
 CASES = {
     "1 to 1": ({}, {}, False),
@@ -18,8 +18,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_request_ends_rightly_or_with_its_cause(
-    case: str, instances: Callable, network: MemoryNetwork, record_property: Callable
+def test_every_request_ends_correctly_or_with_a_cause(
+    case: str, instances: Callable, network: InMemoryNetwork, record_property: Callable
 ) -> None:
     one, other, layerwise = CASES[case]
     result = Endurance(instances, network, REQUESTS, one, other, layerwise).run()
@@ -33,9 +33,9 @@ def test_each_request_ends_rightly_or_with_its_cause(
     assert set(result.ended) > {"done", "transport"}
 
 
-def test_done_is_done_once(instances: Callable) -> None:
+def test_outcome_is_reported_once(instances: Callable) -> None:
     producer, consumer = instances("p").produce(), instances("d").consume()
     source, _ = producer.fill("r", 8)
     consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
     assert isinstance(consumer.wait()[0][0], Done)
-    assert consumer.consumers[0].take() == []
+    assert consumer.consumers[0].get_finished() == []

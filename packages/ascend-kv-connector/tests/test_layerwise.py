@@ -1,4 +1,4 @@
-"""Prompts that are read layer by layer while they are computed, over the in-memory transport."""
+"""Layer-by-layer transfers during prefill, over the in-memory transport."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,28 +7,28 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from ascend_kv_connector.announcer import Announcer
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.leases import Growth, Leases
-from ascend_kv_connector.memory import MemoryNetwork
-from ascend_kv_connector.protocol import Announce, Dropped
-from ascend_kv_connector.rendezvous import Rendezvous, routers_name
+from ascend_kv_connector.leases import Leases, PrefillProgress
+from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
+from ascend_kv_connector.prefill_notifier import PrefillNotifier
+from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
+from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done
 
 LAYERS = ["layers.0", "layers.1"]
 
 
 class Prompt:
-    """A prompt that an instance computes for the reader ``name``; each layer's tokens when the test says so."""
+    """Prompt that an instance prefills for the reader ``name``; the test controls when each layer's tokens are computed."""
 
     def __init__(self, producer: Any, name: str, tokens: int) -> None:
-        self.producer, self.name, self.tokens, self.growth = producer, name, tokens, Growth()
+        self.producer, self.name, self.tokens, self.progress = producer, name, tokens, PrefillProgress()
         self.blocks = producer.take(tokens)
         for rank in producer.producers:
-            rank.leases.grow(f"{name}-far", self.blocks, tokens, self.growth)
+            rank.leases.track(f"{name}-far", self.blocks, tokens, self.progress)
 
-    def announcement(self) -> Announce:
-        return Announce(self.name, self.producer.name, f"{self.name}-far", list(self.producer.source("").ranks))
+    def announcement(self) -> PrefillStarted:
+        return PrefillStarted(self.name, self.producer.name, f"{self.name}-far", list(self.producer.source("").ranks))
 
     def announce(self, consumer: Any) -> None:
         for rank in consumer.consumers:
@@ -41,7 +41,7 @@ class Prompt:
             if region.layer in (layers or LAYERS):
                 values[rows] = expected
         for layer in layers or LAYERS:
-            self.growth.mark(layer, tokens, lambda: True)
+            self.progress.record(layer, tokens, lambda: True)
 
     def finish(self, seconds: float = 5.0) -> None:
         for rank in self.producer.producers:
@@ -61,7 +61,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     ids=["1 to 1", "2 to 1", "1 to 2", "to a pipeline"],
 )
 @pytest.mark.parametrize("announced", ["before", "after"])
-def test_layers_go_over_while_others_are_computed(one: dict, other: dict, announced: str, instances: Callable) -> None:
+def test_layers_are_transferred_during_prefill(one: dict, other: dict, announced: str, instances: Callable) -> None:
     producer, consumer = instances("p", **one).produce(), instances("d", verify=True, **other).consume()
     prompt = Prompt(producer, "r", 40)
     blocks = consumer.take(36)
@@ -71,39 +71,39 @@ def test_layers_go_over_while_others_are_computed(one: dict, other: dict, announ
         rank.start("r", None, blocks, 4, 40)
     if announced == "after":
         prompt.announce(consumer)
-    transfers = [rank._open["r"] for rank in consumer.consumers]
-    layer = sum(cache.token_bytes(range(len(cache.regions)), cache.heads.number) for cache in consumer.caches) // 2
+    transfers = [rank._transfers["r"] for rank in consumer.consumers]
+    layer = sum(cache.token_bytes(range(len(cache.regions)), cache.heads.num) for cache in consumer.caches) // 2
     arrived = 0
     for tokens, computed, new in ((17, LAYERS[0], 13), (17, LAYERS[1], 13), (40, LAYERS[0], 23)):
         prompt.compute(tokens, computed)
         arrived += new * layer
         assert wait_for(lambda wanted=arrived: sum(transfer.size for transfer in transfers) == wanted)
-        assert any(rank._open for rank in consumer.consumers)
+        assert any(rank._transfers for rank in consumer.consumers)
     prompt.compute(40, LAYERS[1])
     assert all(isinstance(outcome, Done) for (outcome,) in consumer.wait())
     assert consumer.holds("r", blocks, 4, 40)
-    # the readers are done before the request is, whose blocks are its own until then
-    assert all(rank.leases.ended() == {} for rank in producer.producers)
+    # the readers finish before the request, which owns its blocks until then
+    assert all(rank.leases.pop_ended() == {} for rank in producer.producers)
     prompt.finish()
     assert producer.all_free("r-far")
 
 
 def part_of_a_prompt(instances: Callable) -> tuple[Any, Any, list[int]]:
-    """The two instances, and the reader's blocks, once 8 of a prompt's 20 tokens are over."""
+    """Both instances and the reader's blocks, once 8 of a prompt's 20 tokens were transferred."""
     producer, consumer = instances("p").produce(), instances("d").consume()
     prompt = Prompt(producer, "r", 20)
     blocks = consumer.take(20)
     consumer.consumers[0].start("r", None, blocks, 0, 20)
     prompt.announce(consumer)
     prompt.compute(8)
-    transfer, token = consumer.consumers[0]._open["r"], consumer.caches[0].token_bytes(range(4), 4)
+    transfer, token = consumer.consumers[0]._transfers["r"], consumer.caches[0].token_bytes(range(4), 4)
     assert wait_for(lambda: transfer.size == 8 * token)
     return producer, consumer, blocks
 
 
-def test_preempted_prompt_goes_on_in_other_blocks(instances: Callable) -> None:
+def test_preempted_prompt_continues_in_new_blocks(instances: Callable) -> None:
     producer, consumer, blocks = part_of_a_prompt(instances)
-    producer.producers[0].leases.withdraw("r-far", 1.0)
+    producer.producers[0].leases.revoke("r-far", 1.0)
     for cache in producer.caches[0].caches:
         cache.fill_(-7)
     sleep(0.05)
@@ -113,93 +113,93 @@ def test_preempted_prompt_goes_on_in_other_blocks(instances: Callable) -> None:
     assert consumer.holds("r", blocks, 0, 20)
 
 
-def test_withdrawal_waits_for_readers() -> None:
+def test_revoke_waits_for_readers() -> None:
     leases = Leases()
-    leases.grow("r", [1], 4, Growth())
+    leases.track("r", [1], 4, PrefillProgress())
     with leases.use("r"):
         began = monotonic()
-        leases.withdraw("r", 0.1)
+        leases.revoke("r", 0.1)
         assert monotonic() - began >= 0.1
-    leases.grow("r", [1], 4, Growth())
-    leases.withdraw("r", 5.0, "it is over")
+    leases.track("r", [1], 4, PrefillProgress())
+    leases.revoke("r", 5.0, "it is over")
     with pytest.raises(TransferError, match="it is over"), leases.use("r"):
         pass
-    assert leases.ended() == {}  # whose blocks are nobody's to free
+    assert leases.pop_ended() == {}  # revoked blocks belong to the scheduler
 
 
-def test_prompt_that_is_given_up_there_fails_here_at_once(instances: Callable) -> None:
+def test_aborted_prefill_fails_the_transfer_at_once(instances: Callable) -> None:
     producer, consumer, blocks = part_of_a_prompt(instances)
-    producer.producers[0].leases.withdraw("r-far", 1.0, "the request has ended there")
+    producer.producers[0].leases.revoke("r-far", 1.0, "the request has ended there")
     ((failed,),) = consumer.wait()
     assert (failed.kind, failed.blocks) == ("lease", tuple(blocks[2:]))
     assert "the request has ended there" in failed.cause
     assert consumer.holds("r", blocks, 0, 8)
 
 
-def test_nobody_announces_himself(instances: Callable) -> None:
+def test_transfer_without_a_producer_times_out(instances: Callable) -> None:
     producer, consumer = instances("p").produce(), instances("d", transfer_timeout=0.2).consume()
     rank, blocks = consumer.consumers[0], consumer.take(8)
     rank.start("r", None, blocks, 0, 8)
     ((failed,),) = consumer.wait()
     assert (failed.kind, failed.blocks) == ("peer", tuple(blocks))
-    assert "no prefill instance has announced itself in 0.2 s" in str(failed)
+    assert "no prefill instance started the prompt in 0.2 s" in str(failed)
     prompt = Prompt(producer, "r", 8)
-    prompt.announce(consumer)  # too late: its blocks are not wanted
+    prompt.announce(consumer)  # too late: its blocks are released
     assert wait_for(lambda: bool(producer.producers[0].leases._live["r-far"].readers))
     prompt.finish()
     assert producer.all_free("r-far")
 
 
-def test_router_that_takes_no_request_ends_it(instances: Callable) -> None:
+def test_rejected_prefill_request_fails_the_transfer(instances: Callable) -> None:
     producer, consumer = instances("p").produce(), instances("d").consume()
     rank = consumer.consumers[0]
     rank.start("r", None, consumer.take(8), 0, 8)
-    rank.lose("r", "the router answers 503")
+    rank.cancel_unstarted("r", "the router answers 503")
     ((failed,),) = consumer.wait()
     assert (failed.kind, failed.cause) == ("peer", "the router answers 503")
     prompt = Prompt(producer, "s", 8)
     blocks = consumer.take(8)
     rank.start("t", None, consumer.take(8), 0, 8)
-    rank.answer(Dropped("t", "it has ended"))
+    rank.answer(PrefillCancelled("t", "it has ended"))
     ((failed,),) = consumer.wait()
-    assert (failed.kind, failed.cause) == ("peer", "its prefill instance says: it has ended")
+    assert (failed.kind, failed.cause) == ("peer", "the prefill instance cancelled it: it has ended")
     rank.start("s", None, blocks, 0, 8)
     prompt.announce(consumer)
-    rank.lose("s", "the router answers 503")  # which it does although an instance computes it
+    rank.cancel_unstarted("s", "the router answers 503")  # although an instance runs the prefill
     prompt.compute(8)
     assert isinstance(consumer.wait()[0][0], Done)
 
 
-def test_load_that_is_ended_leaves_the_blocks_alone(instances: Callable, network: MemoryNetwork) -> None:
+def test_cancelled_load_does_not_write_blocks(instances: Callable, network: InMemoryNetwork) -> None:
     producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
     network.faults.delay, network.faults.seconds = 1.0, 0.2
     source, _ = producer.fill("r", 8)
     blocks = consumer.take(8)
     consumer.consumers[0].start("r", source, blocks, 0, 8)
     sleep(0.05)
-    consumer.consumers[0].end("r", TransferError("aborted", "the request has ended"))
+    consumer.consumers[0].cancel("r", TransferError("aborted", "the request has ended"))
     ((failed,),) = consumer.wait(seconds=0.1)
     assert failed.kind == "aborted"
     assert producer.all_free("r")
     assert all(bool((cache == -1).all()) for cache in consumer.caches[0].caches)
 
 
-def test_announcement_reaches_all_ranks(instances: Callable) -> None:
+def test_notification_reaches_all_ranks(instances: Callable) -> None:
     consumer = instances("d", tp=2).consume()
     producer = instances("p").produce()
     prompt = Prompt(producer, "r", 8)
     blocks = consumer.take(8)
     for rank in consumer.consumers:
         rank.start("r", None, blocks, 0, 8)
-    announcer = Announcer(1.0)
-    announcer.announce((("127.0.0.1", 1),), prompt.announcement())  # where nobody listens
-    announcer.announce(tuple((rank.server.host, rank.server.port) for rank in consumer.consumers), prompt.announcement())
+    notifier = PrefillNotifier(1.0)
+    notifier.notify((("127.0.0.1", 1),), prompt.announcement())  # nothing listens there
+    notifier.notify(tuple((rank.server.host, rank.server.port) for rank in consumer.consumers), prompt.announcement())
     prompt.compute(8)
     assert all(isinstance(outcome, Done) for (outcome,) in consumer.wait())
-    announcer.close()
+    notifier.close()
 
 
-def test_router_is_asked_and_its_refusals_are_told() -> None:
+def test_metaserver_client_posts_and_reports_failures() -> None:
     asked: list[dict] = []
     failed: dict[str, str] = {}
 
@@ -214,27 +214,27 @@ def test_router_is_asked_and_its_refusals_are_told() -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = runner.addresses[0][1]
-        rendezvous = Rendezvous(5.0, failed.__setitem__)
-        rendezvous.ask("a", f"http://127.0.0.1:{port}/meet", {"request_id": "a"})
+        client = MetaserverClient(5.0, failed.__setitem__)
+        client.post("a", f"http://127.0.0.1:{port}/meet", {"request_id": "a"})
         while not asked:
             await asyncio.sleep(0.01)
-        rendezvous.ask("b", f"http://127.0.0.1:{port}/meet", {"request_id": "b"})
-        rendezvous.ask("c", "http://127.0.0.1:1/meet", {})
-        rendezvous.ask("d", "no address", {})
+        client.post("b", f"http://127.0.0.1:{port}/meet", {"request_id": "b"})
+        client.post("c", "http://127.0.0.1:1/meet", {})
+        client.post("d", "no address", {})
         until = monotonic() + 5
         while len(failed) < 3 and monotonic() < until:
             await asyncio.sleep(0.01)
-        rendezvous.close()
+        client.close()
         await runner.cleanup()
 
     asyncio.run(run())
     assert [each["request_id"] for each in asked] == ["a", "b"]
     assert set(failed) == {"b", "c", "d"}
-    assert "answers 404: not here" in failed["b"]
+    assert "replied 404: not here" in failed["b"]
 
 
-def test_name_of_a_request_outside_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", raising=False)
-    assert routers_name("cmpl-7-0-1a2b3c4d") == "cmpl-7-0"
+    assert external_request_id("cmpl-7-0-1a2b3c4d") == "cmpl-7-0"
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    assert routers_name("cmpl-7-0") == "cmpl-7-0"
+    assert external_request_id("cmpl-7-0") == "cmpl-7-0"

@@ -1,4 +1,4 @@
-"""The same over Mooncake's transfer engine, on this machine's loopback."""
+"""Transfers over Mooncake's transfer engine on the loopback interface."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from ascend_kv_connector.mooncake import MooncakeTransport
 
 
 class Loopback:
-    """What conftest.Instance asks a network for."""
+    """Network of the Instance class: Mooncake transports on 127.0.0.1."""
 
-    def end(self) -> MooncakeTransport:
+    def make_transport(self) -> MooncakeTransport:
         return MooncakeTransport("127.0.0.1", "tcp")
 
 
 @pytest.mark.parametrize(("one", "other"), [({}, {}), ({"tp": 2}, {}), ({}, {"tp": 2})], ids=["1 to 1", "2 to 1", "1 to 2"])
-def test_tokens_arrive(one: dict, other: dict, instances: Callable) -> None:
+def test_tokens_are_transferred(one: dict, other: dict, instances: Callable) -> None:
     producer, consumer = instances("p", chunk_bytes=4096, **one), instances("d", chunk_bytes=4096, verify=True, **other)
     producer.network = consumer.network = Loopback()
     producer.produce()
@@ -49,7 +49,7 @@ def serve(pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_peer_that_is_killed_is_an_error() -> None:
+def test_killed_peer_is_an_error() -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,))
@@ -65,5 +65,5 @@ def test_peer_that_is_killed_is_an_error() -> None:
     finally:
         process.kill()
         process.join()
-    with pytest.raises(TransferError, match="mooncake's read of 4194304 bytes has failed"):
+    with pytest.raises(TransferError, match="mooncake failed to read 4194304 bytes"):
         transport.read(session, address, buffer.data_ptr(), buffer.numel(), 10)

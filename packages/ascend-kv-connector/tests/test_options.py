@@ -1,4 +1,4 @@
-"""What the user gives: names of connectors and their options, refused in one line where they cannot be."""
+"""Connector names and options; invalid ones are refused in one line."""
 
 from importlib.metadata import entry_points
 
@@ -11,9 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 
 def test_defaults_and_values() -> None:
-    assert Options.take({}) == Options()
-    assert Options.take({"lease": 3, "verify": True, "prefill": {"tp_size": 2}}) == Options(lease=3, verify=True)
-    assert Options.take({"chunk_mib": 2}).chunk_bytes == 2 << 20
+    assert Options.from_config({}) == Options()
+    assert Options.from_config({"lease": 3, "verify": True, "prefill": {"tp_size": 2}}) == Options(lease=3, verify=True)
+    assert Options.from_config({"chunk_mib": 2}).chunk_bytes == 2 << 20
 
 
 @pytest.mark.parametrize(
@@ -21,24 +21,24 @@ def test_defaults_and_values() -> None:
     [
         ({"leese": 3}, r"no key 'leese'; did you mean 'lease'\?"),
         ({"xyz": 3}, r"no key 'xyz'; known: transport, protocol, host,"),
-        ({"lease": 0}, "lease is 0; it can be a number of seconds above 0"),
-        ({"lease": True}, "lease is True; it can be a number"),
-        ({"slots": 1.5}, "slots is 1.5; it can be a whole number above 0"),
-        ({"verify": 1}, "verify is 1; it can be true or false"),
-        ({"host": 7}, "host is 7; it can be a string"),
-        ({"mode": "both"}, "mode is 'both'; it can be pull or push"),
-        ({"metaserver": "http://r"}, "metaserver is of mode push; give mode push, or leave it out"),
-        ({"mode": "push", "metaserver": "r:80"}, "metaserver is 'r:80'; it can be an http URL"),
+        ({"lease": 0}, "lease is 0; it must be a positive number of seconds"),
+        ({"lease": True}, "lease is True; it must be a positive number"),
+        ({"slots": 1.5}, "slots is 1.5; it must be a positive integer"),
+        ({"verify": 1}, "verify is 1; it must be true or false"),
+        ({"host": 7}, "host is 7; it must be a string"),
+        ({"mode": "both"}, "mode is 'both'; it must be pull or push"),
+        ({"metaserver": "http://r"}, "metaserver needs mode push; set mode to push"),
+        ({"mode": "push", "metaserver": "r:80"}, "metaserver is 'r:80'; it must be a URL"),
     ],
 )
-def test_others_are_refused(given: dict, said: str) -> None:
+def test_invalid_options_are_refused(given: dict, said: str) -> None:
     with pytest.raises(extension.RefusedError, match=said):
-        Options.take(given)
+        Options.from_config(given)
 
 
-def test_which_caches_are_refused() -> None:
+def test_unsupported_kv_caches_are_refused() -> None:
     import torch
-    from ascend_kv_connector.config import windows_of
+    from ascend_kv_connector.config import sliding_windows
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -49,15 +49,15 @@ def test_which_caches_are_refused() -> None:
     shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
     full = KVCacheGroupSpec(["a"], FullAttentionSpec(**shape))
     window = KVCacheGroupSpec(["b"], SlidingWindowSpec(**shape, sliding_window=32))
-    assert windows_of("X", [full, window, full]) == (0, 32, 0)
+    assert sliding_windows("X", [full, window, full]) == (0, 32, 0)
     chunks = KVCacheGroupSpec(["c"], ChunkedLocalAttentionSpec(**shape, attention_chunk_size=32))
     larger = KVCacheGroupSpec(["d"], FullAttentionSpec(**shape | {"block_size": 32}))
     for groups, what in (([full, chunks], "ChunkedLocalAttentionSpec"), ([full, larger], "blocks of 16, 32 tokens")):
-        with pytest.raises(ValueError, match=f"X serves KV caches of full attention and of windows.*{what}"):
-            windows_of("X", groups)
+        with pytest.raises(ValueError, match=f"X supports KV caches of full and sliding-window attention.*{what}"):
+            sliding_windows("X", groups)
 
 
-def test_entry_point_registers_all_names_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_point_registers_all_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_states", "_offers"):
         monkeypatch.setattr(extension, name, {})
     monkeypatch.setattr(KVConnectorFactory, "_registry", {})

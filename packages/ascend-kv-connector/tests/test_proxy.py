@@ -1,4 +1,4 @@
-"""The router between servers that answer as vLLM does."""
+"""Router in front of servers that respond as vLLM does."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
 
 
 def ask(body: Any, prefill: Callable, decode: Callable, stop: str = "") -> tuple[int, str, list[tuple[str, dict, str]]]:
-    """Status and text that the client gets, and what the instances were asked; ``stop`` names one that is not there."""
+    """Status and text that the client gets, and the requests that the instances received; ``stop`` names an instance to stop."""
     asked: list[tuple[str, dict, str]] = []
 
     def server(name: str, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> TestServer:
@@ -57,7 +57,7 @@ async def second(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def test_what_prefill_answers_goes_to_decode_and_its_stream_to_the_client() -> None:
+def test_prefill_params_are_passed_to_decode_and_its_stream_to_the_client() -> None:
     body = {"prompt": "6*7=", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
     status, text, asked = ask(body, first, second)
     assert (status, text) == (200, "data: 4\n\ndata: 2\n\n")
@@ -80,15 +80,15 @@ async def refuse(request: web.Request) -> web.Response:
     [
         (first, "prefill", 502, "the prefill instance at http://127.0.0.1"),
         (first, "decode", 502, "the decode instance at http://127.0.0.1"),
-        (without, "", 502, "answers without kv_transfer_params; start it with"),
+        (without, "", 502, "returned no kv_transfer_params; start it with"),
         (refuse, "", 400, "too long"),
     ],
 )
-def test_what_goes_wrong_is_told(prefill: Callable, stop: str, status: int, said: str) -> None:
+def test_failures_are_reported(prefill: Callable, stop: str, status: int, said: str) -> None:
     got, text, _ = ask({"prompt": "6*7="}, prefill, second, stop)
     assert got == status
     assert said in text
 
 
-def test_what_is_no_request_is_refused() -> None:
+def test_malformed_request_is_refused() -> None:
     assert ask("[1", first, second)[:1] == (400,)

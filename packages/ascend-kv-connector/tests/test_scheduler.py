@@ -1,4 +1,4 @@
-"""The scheduler's part with vLLM's own requests: what is asked of the workers, and what a router is answered."""
+"""Scheduler side with vLLM's requests: metadata for the workers, and parameters for the router."""
 
 import inspect
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from ascend_kv_connector.connector import AscendP2PConnector
-from ascend_kv_connector.scheduler import Endpoint, Growing, Load, P2PScheduler
+from ascend_kv_connector.scheduler import Endpoint, LayerwisePrefill, Load, P2PScheduler
 from ascend_kv_connector.transfers import Source
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
@@ -36,7 +36,7 @@ def request(tokens: int = 21, params: dict[str, Any] | None = None, name: str = 
 
 def scheduler(produces: bool = True, consumes: bool = True) -> P2PScheduler:
     made = P2PScheduler("d", 4, produces, consumes)
-    made.take_endpoints({(1, 0): Endpoint("h", 3, 23), (0, 1): Endpoint("h", 2, 22), (0, 0): Endpoint("h", 1, 21)})
+    made.set_endpoints({(1, 0): Endpoint("h", 3, 23), (0, 1): Endpoint("h", 2, 22), (0, 0): Endpoint("h", 1, 21)})
     return made
 
 
@@ -44,12 +44,12 @@ def blocks(*ids: int) -> Any:
     return SimpleNamespace(get_block_ids=lambda: (list(ids),))
 
 
-def test_prompt_that_is_elsewhere_is_loaded_behind_the_local_prefix() -> None:
+def test_remote_prompt_is_loaded_after_the_local_prefix() -> None:
     made, near = scheduler(), request(params=dict(ANSWER))
     assert made.get_num_new_matched_tokens(near, 8) == (13, True)
     assert made.get_num_new_matched_tokens(near, 8) == (13, True)
     made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 13)
-    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 0)  # vLLM calls it again when all is there
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 0)  # vLLM calls it again after the load
     meta = made.build_connector_meta(NOTHING)
     assert meta.loads == {"near": Load(SOURCE, [52, 53, 54, 55], 8, 21)}
     assert meta.declined == []
@@ -60,11 +60,11 @@ def test_prompt_that_is_elsewhere_is_loaded_behind_the_local_prefix() -> None:
 
 def of_windows() -> P2PScheduler:
     made = P2PScheduler("d", 4, True, True, windows=(0, 6))
-    made.take_endpoints({(0, 0): Endpoint("h", 1, 21)})
+    made.set_endpoints({(0, 0): Endpoint("h", 1, 21)})
     return made
 
 
-def test_of_windows_the_last_token_is_computed_here() -> None:
+def test_last_token_is_not_loaded_with_sliding_windows() -> None:
     made, near = of_windows(), request(params=dict(ANSWER))
     assert made.get_num_new_matched_tokens(near, 8) == (12, True)
     tables = SimpleNamespace(get_block_ids=lambda: ([50, 51, 52, 53, 54, 55], [0, 0, 0, 63, 64, 65]))
@@ -77,7 +77,7 @@ def test_of_windows_the_last_token_is_computed_here() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(4, True), (9, False), (10, True), (21, False), (22, True)])
-def test_what_has_left_a_window_is_not_offered(tokens: int, kept: bool) -> None:
+def test_prompt_with_freed_window_blocks_is_not_offered(tokens: int, kept: bool) -> None:
     made, far = of_windows(), request(tokens, params={"do_remote_decode": True}, name="far")
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, tokens
     count, gone = -(-tokens // 4), max(0, tokens + 1 - 6) // 4  # as vLLM's SlidingWindowManager
@@ -87,7 +87,7 @@ def test_what_has_left_a_window_is_not_offered(tokens: int, kept: bool) -> None:
     assert made.build_connector_meta(NOTHING).leases == ({"far": (tables, tokens)} if kept else {})
 
 
-def test_windows_are_not_read_layer_by_layer() -> None:
+def test_layerwise_is_refused_with_sliding_windows() -> None:
     made, near = of_windows(), request(params={"do_remote_prefill": True, "metaserver": "http://r"})
     assert made.get_num_new_matched_tokens(near, 0) == (0, False)
     reader = {"do_remote_decode": True, "remote_reader": "d-1", "remote_ranks": [["h", 9]]}
@@ -95,26 +95,26 @@ def test_windows_are_not_read_layer_by_layer() -> None:
     made.update_state_after_alloc(far, blocks(*range(1, 7)), 0)
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 22
     made.request_finished(far, [1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 7, 8])
-    ((growing, cause),) = made.build_connector_meta(NOTHING).dropped
-    assert growing.reader == "d-1"
-    assert "not read layer by layer" in cause
+    ((prefill, cause),) = made.build_connector_meta(NOTHING).cancelled
+    assert prefill.reader == "d-1"
+    assert "layer-by-layer transfers do not support" in cause
 
 
-def test_prompt_that_is_all_here_is_declined() -> None:
+def test_fully_cached_prompt_is_declined() -> None:
     made, near = scheduler(), request(20, params=dict(ANSWER, remote_num_tokens=16))
     assert made.get_num_new_matched_tokens(near, 16) == (0, False)
     made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54), 0)
     assert made.build_connector_meta(NOTHING).declined == [SOURCE]
 
 
-def test_request_that_ends_before_it_gets_blocks_is_declined() -> None:
+def test_request_aborted_before_scheduling_is_declined() -> None:
     made, near = scheduler(), request(params=dict(ANSWER))
     near.status = RequestStatus.FINISHED_ABORTED
     assert made.request_finished(near, []) == (False, None)
     assert made.build_connector_meta(NOTHING).declined == [SOURCE]
 
 
-def test_finished_prompt_is_kept_and_told() -> None:
+def test_finished_prompt_is_kept_and_its_params_returned() -> None:
     made, far = scheduler(), request(params={"do_remote_decode": True}, name="far")
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
     kept, params = made.request_finished(far, [7, 8, 9, 10, 11, 12])
@@ -151,9 +151,7 @@ def test_other_prompts_are_not_kept(status: RequestStatus, params: dict | None, 
         {"remote_ranks": "10.0.0.1:7000"},
     ],
 )
-def test_parameters_of_another_connector_are_named_and_the_prompt_is_computed(
-    wrong: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_params_are_logged_and_the_prompt_is_computed(wrong: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     from ascend_platform import extension
 
     said: list[str] = []
@@ -166,7 +164,7 @@ def test_parameters_of_another_connector_are_named_and_the_prompt_is_computed(
 
 
 def step(new: list[NewRequestData], tokens: dict[str, int], preempted: tuple[str, ...] = (), **old: Any) -> SchedulerOutput:
-    """One step's scheduling; ``old`` has (blocks, tokens computed before, whether it resumes) of requests that go on."""
+    """SchedulerOutput of one step; ``old`` has (blocks, tokens computed before, whether it resumes) of running requests."""
     made = SchedulerOutput.make_empty()
     made.scheduled_new_reqs, made.num_scheduled_tokens, made.preempted_req_ids = new, tokens, set(preempted)
     cached = made.scheduled_cached_reqs = CachedRequestData.make_empty()
@@ -179,10 +177,10 @@ def step(new: list[NewRequestData], tokens: dict[str, int], preempted: tuple[str
     return made
 
 
-def test_prompt_is_computed_for_a_reader_that_waits() -> None:
+def test_layerwise_prefill_for_a_waiting_consumer() -> None:
     decode = scheduler()
     asked: list[tuple] = []
-    decode._rendezvous.ask = lambda *arguments: asked.append(arguments)
+    decode._metaserver_client.post = lambda *arguments: asked.append(arguments)
     near = request(params={"do_remote_prefill": True, "metaserver": "http://router/v1/metaserver"}, name="cmpl-7-0-12345678")
     assert decode.get_num_new_matched_tokens(near, 8) == (13, True)
     decode.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), 13)
@@ -196,25 +194,25 @@ def test_prompt_is_computed_for_a_reader_that_waits() -> None:
     prefill.update_state_after_alloc(far, blocks(7, 8), 0)
     new = NewRequestData("far", None, [], None, None, ([7, 8],), 4, None)
     places = (("h", 21), ("h", 22), ("h", 23))
-    first = prefill.build_connector_meta(step([new], {"far": 4})).growing["far"]
-    assert first == Growing(near.request_id, places, 21, [7, 8], 8, announced=False)
-    second = prefill.build_connector_meta(step([], {"far": 8}, far=([9, 10], 8, False))).growing["far"]
+    first = prefill.build_connector_meta(step([new], {"far": 4})).layerwise["far"]
+    assert first == LayerwisePrefill(near.request_id, places, 21, [7, 8], 8, announced=False)
+    second = prefill.build_connector_meta(step([], {"far": 8}, far=([9, 10], 8, False))).layerwise["far"]
     assert (second.blocks, second.tokens, second.announced) == ([7, 8, 9, 10], 16, True)
     taken = prefill.build_connector_meta(step([], {}, preempted=("far",)))
-    assert (taken.withdrawn, taken.growing) == ({"far": ""}, {})
-    again = prefill.build_connector_meta(step([], {"far": 21}, far=([3, 4, 5, 6, 7, 8], 0, True))).growing["far"]
+    assert (taken.revoked, taken.layerwise) == ({"far": ""}, {})
+    again = prefill.build_connector_meta(step([], {"far": 21}, far=([3, 4, 5, 6, 7, 8], 0, True))).layerwise["far"]
     assert (again.blocks, again.tokens) == ([3, 4, 5, 6, 7, 8], 21)
-    assert prefill.build_connector_meta(step([], {"far": 1}, far=([], 21, False))).growing == {}
+    assert prefill.build_connector_meta(step([], {"far": 1}, far=([], 21, False))).layerwise == {}
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
     assert prefill.request_finished(far, [3, 4, 5, 6, 7, 8])[0]
     assert prefill.build_connector_meta(NOTHING).leases == {"far": ([3, 4, 5, 6, 7, 8], 21)}
 
 
-def test_mode_push_asks_the_configured_metaserver_for_requests_that_name_no_way() -> None:
+def test_push_mode_uses_the_configured_metaserver_by_default() -> None:
     decode, asked = scheduler(), []
-    decode._rendezvous.ask = lambda name, url, wanted: asked.append((name, url))
+    decode._metaserver_client.post = lambda name, url, wanted: asked.append((name, url))
     plain, own = request(params={"do_remote_prefill": True}), {"do_remote_prefill": True, "metaserver": "http://own"}
-    assert decode.get_num_new_matched_tokens(plain, 0) == (0, False)  # of mode pull: it is computed here
+    assert decode.get_num_new_matched_tokens(plain, 0) == (0, False)  # mode pull: computed here
     decode._metaserver = "http://configured"
     for name, params, source in (("plain", {"do_remote_prefill": True}, None), ("own", own, None), ("pull", ANSWER, SOURCE)):
         near = request(params=dict(params), name=name + "-12345678")
@@ -224,40 +222,40 @@ def test_mode_push_asks_the_configured_metaserver_for_requests_that_name_no_way(
     assert asked == [("plain-12345678", "http://configured"), ("own-12345678", "http://own")]
     prefill = scheduler()
     prefill._metaserver = "http://configured"
-    far = request(params={"do_remote_decode": True}, name="far")  # nobody waits for it: it is kept to be pulled
+    far = request(params={"do_remote_decode": True}, name="far")  # without a waiting consumer: kept for pull
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
     assert prefill.request_finished(far, [7, 8])[0]
 
 
-def test_prompt_whose_request_ends_before_it_is_computed_is_taken_from_its_reader() -> None:
+def test_aborted_prefill_is_revoked_and_cancelled() -> None:
     params = {"do_remote_decode": True, "remote_reader": "near", "remote_ranks": [["h", 1]]}
     prefill, far = scheduler(), request(params=params, name="far")
     prefill.update_state_after_alloc(far, blocks(7, 8), 0)
     far.status = RequestStatus.FINISHED_ABORTED
     assert prefill.request_finished(far, [7, 8]) == (False, None)
     meta = prefill.build_connector_meta(NOTHING)
-    assert "FINISHED_ABORTED" in meta.withdrawn["far"]
-    ((waited, how),) = meta.dropped
-    assert (waited.reader, waited.places, how) == ("near", (("h", 1),), meta.withdrawn["far"])
-    never = request(params=params, name="never")  # which was never scheduled
+    assert "FINISHED_ABORTED" in meta.revoked["far"]
+    ((waited, how),) = meta.cancelled
+    assert (waited.reader, waited.reader_ranks, how) == ("near", (("h", 1),), meta.revoked["far"])
+    never = request(params=params, name="never")  # never scheduled
     never.status = RequestStatus.FINISHED_ABORTED
     assert prefill.request_finished(never, []) == (False, None)
-    assert len(prefill.build_connector_meta(NOTHING).dropped) == 1
+    assert len(prefill.build_connector_meta(NOTHING).cancelled) == 1
 
 
-def test_load_whose_client_leaves_is_ended() -> None:
+def test_load_of_a_disconnected_client_is_aborted() -> None:
     made, near = scheduler(), request(params=dict(ANSWER))
     made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 21)
     near.status = RequestStatus.FINISHED_ABORTED
     assert made.request_finished(near, [50]) == (False, None)
-    assert made.build_connector_meta(NOTHING).ended == ["near"]
+    assert made.build_connector_meta(NOTHING).aborted == ["near"]
     made.update_state_after_alloc(second := request(params=dict(ANSWER), name="second"), blocks(50, 51, 52, 53, 54, 55, 56), 21)
-    made.take_finished({"second"})
+    made.update_finished_loads({"second"})
     assert made.request_finished(second, [50]) == (False, None)
-    assert made.build_connector_meta(NOTHING).ended == []
+    assert made.build_connector_meta(NOTHING).aborted == []
 
 
-def test_the_connector_answers_what_vllm_asks_in_the_way_it_asks() -> None:
+def test_connector_implements_vllms_signatures() -> None:
     assert not AscendP2PConnector.__abstractmethods__
     own = {name: method for name, method in vars(AscendP2PConnector).items() if inspect.isfunction(method)}
     for name, method in own.items():

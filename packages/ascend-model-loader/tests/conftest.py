@@ -1,21 +1,21 @@
-"""Servers of weights, for the tests of this directory, and the fuzzer beside them."""
+"""Fixtures: weight servers, and the fuzzer in a background process."""
 
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import npus
 import pytest
-from weight_peers import Serving
+from harness import npus
+from harness.weights.peers import Serving
 
-FUZZER = "import json, weight_fuzz; print('RESULT', json.dumps(weight_fuzz.fuzz(20, 1)))"
+FUZZER = "import json; from harness.weights import fuzz; print('RESULT', json.dumps(fuzz.fuzz(20, 1)))"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def fuzzing(request: pytest.FixtureRequest) -> Iterator[Future | None]:
-    """20 seconds of fuzzing in another process, begun with the first test: most of it is waiting."""
-    if not any("test_whole_fuzz" in item.name for item in request.session.items):
+    """Fuzz for 20 seconds in another process from the first test on; it mostly waits."""
+    if not any("test_fuzzing" in item.name for item in request.session.items):
         yield None
         return
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint."""
+"""Checkpoint fingerprints and comparison of weight identities."""
 
 import json
 import struct
@@ -22,27 +22,31 @@ def checkpoint(path: Path, change: tuple[str, int] | None = None) -> Path:
 
 
 @pytest.mark.parametrize("change", [("a", 0), ("a", 5000), ("a", 9999), ("b", 3), ("c", 69_999)])
-def test_each_tensor_counts(tmp_path: Path, change: tuple[str, int]) -> None:
-    found = identity.fingerprint(checkpoint(tmp_path / "one"))
+def test_fingerprint_depends_on_every_tensor(tmp_path: Path, change: tuple[str, int]) -> None:
+    found = identity.checkpoint_fingerprint(checkpoint(tmp_path / "one"))
     assert len(found) == 16
-    assert found == identity.fingerprint(checkpoint(tmp_path / "same"))
-    assert found != identity.fingerprint(checkpoint(tmp_path / "changed", change))
+    assert found == identity.checkpoint_fingerprint(checkpoint(tmp_path / "same"))
+    assert found != identity.checkpoint_fingerprint(checkpoint(tmp_path / "changed", change))
 
 
-def test_what_has_no_files_has_none_and_what_cannot_be_read_has_one(tmp_path: Path) -> None:
-    assert identity.fingerprint(tmp_path) == identity.fingerprint(tmp_path / "nowhere") == ""
+def test_fingerprint_of_missing_and_malformed_files(tmp_path: Path) -> None:
+    assert identity.checkpoint_fingerprint(tmp_path) == identity.checkpoint_fingerprint(tmp_path / "nowhere") == ""
     for number, content in enumerate([b"", b"12345", struct.pack("<Q", 2**60), struct.pack("<Q", 2) + b"[]"]):
         (tmp_path / f"{number}.safetensors").write_bytes(content)
     header = json.dumps({"a": {"data_offsets": "x"}}).encode()
     (tmp_path / "9.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    assert len(identity.fingerprint(tmp_path)) == 16
+    assert len(identity.checkpoint_fingerprint(tmp_path)) == 16
 
 
-def test_name_and_checkpoint_are_compared_as_there_are_files() -> None:
+def test_checkpoints_are_compared_by_content_else_by_name() -> None:
     own = {"name": "n", "checkpoint": "c", "dtype": "d"}
     assert identity.differences(own | {"name": "m"}, own) == ""
     assert identity.differences(own | {"checkpoint": ""}, own) == ""
     assert identity.differences({"dtype": "\x1b[31m"}, own) == (
         "name: the peer has None, this engine n; dtype: the peer has ?[31m, this engine d"
     )
-    assert identity.key(own) == identity.key(own | {"name": "m", "checkpoint": "e"}) != identity.key(own | {"dtype": "e"})
+    assert (
+        identity.registry_key(own)
+        == identity.registry_key(own | {"name": "m", "checkpoint": "e"})
+        != identity.registry_key(own | {"dtype": "e"})
+    )

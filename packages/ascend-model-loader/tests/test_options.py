@@ -1,4 +1,4 @@
-"""The extra config: what it takes, and what it refuses in one line; and where the secret is read from."""
+"""Validation of ``--model-loader-extra-config``, and where the secret is read from."""
 
 from pathlib import Path
 from typing import Any
@@ -10,34 +10,34 @@ from ascend_platform import extension
 
 @pytest.fixture(autouse=True)
 def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(options.VARIABLE, raising=False)
+    monkeypatch.delenv(options.SECRET_ENV, raising=False)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], "is []; it can be an object"),
+        ([], "is []; it must be a JSON object"),
         ({"peer": []}, "has no key 'peer'; did you mean 'peers'?"),
         ({"xyz": 1}, "has no key 'xyz'; known: strategies, peers, registry, name"),
         (
             {"secret": "0123456789abcdef"},
-            "has no key 'secret'; a secret is read from the file that secret_file names, or from VLLM_",
+            "has no key 'secret'; put the secret into a file named by secret_file, or into VLLM_",
         ),
-        ({"port": 70000}, "cannot be taken: Expected `int` <= 65535 - at `$.port`"),
-        ({"port": "28500"}, "cannot be taken: Expected `int`, got `str` - at `$.port`"),
-        ({"timeout": 0}, "cannot be taken: Expected `float` > 0.0 - at `$.timeout`"),
-        ({"stream": "fast"}, "cannot be taken: Invalid enum value 'fast' - at `$.stream`"),
+        ({"port": 70000}, "is invalid: Expected `int` <= 65535 - at `$.port`"),
+        ({"port": "28500"}, "is invalid: Expected `int`, got `str` - at `$.port`"),
+        ({"timeout": 0}, "is invalid: Expected `float` > 0.0 - at `$.timeout`"),
+        ({"stream": "fast"}, "is invalid: Invalid enum value 'fast' - at `$.stream`"),
         (
             {"strategies": ["peer", "peer"]},
-            "strategies is ['peer', 'peer']; it can be some of peer, stream and default, each once",
+            "strategies is ['peer', 'peer']; supported: peer, stream and default, each at most once",
         ),
-        ({"strategies": []}, "strategies is []; it can be some of peer, stream and default, each once"),
-        ({"peers": ["nowhere"]}, "peers has 'nowhere'; it can be host:port"),
-        ({"peers": ["a:b"]}, "peers has 'a:b'; it can be host:port"),
-        ({"peers": ["a:0"]}, "peers has 'a:0'; it can be host:port"),
+        ({"strategies": []}, "strategies is []; supported: peer, stream and default, each at most once"),
+        ({"peers": ["nowhere"]}, "peers has 'nowhere'; it must be host:port"),
+        ({"peers": ["a:b"]}, "peers has 'a:b'; it must be host:port"),
+        ({"peers": ["a:0"]}, "peers has 'a:0'; it must be host:port"),
         (
             {"serve_weights": True},
-            "needs a secret of at least 16 bytes and VLLM_ASCEND_WEIGHTS_SECRET has 0; give secret_file, or",
+            "needs a secret of at least 16 bytes and VLLM_ASCEND_WEIGHTS_SECRET has 0; set secret_file or",
         ),
         ({"peers": ["a:1"]}, "needs a secret of at least 16 bytes"),
         ({"registry": "/somewhere"}, "needs a secret of at least 16 bytes"),
@@ -47,28 +47,31 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(given: Any, said: str) -> None:
+def test_invalid_options_are_refused_in_one_line(given: Any, said: str) -> None:
     with pytest.raises(extension.RefusedError) as caught:
-        options.read(given)
+        options.parse_options(given)
     assert str(caught.value).startswith(f"--model-loader-extra-config {said}")
     assert "\n" not in str(caught.value)
 
 
-def test_defaults_need_nothing() -> None:
-    assert options.read({}) == options.Options()
+def test_defaults_are_valid() -> None:
+    assert options.parse_options({}) == options.Options()
 
 
-def test_secret_is_the_files_or_else_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_file_takes_precedence_over_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "secret"
     path.write_text("of the file, of the file\n")
-    monkeypatch.setenv(options.VARIABLE, "of the variable, 16 bytes")
-    assert options.secret(options.read({"secret_file": str(path), "serve_weights": True})) == b"of the file, of the file"
-    assert options.secret(options.read({"serve_weights": True})) == b"of the variable, 16 bytes"
+    monkeypatch.setenv(options.SECRET_ENV, "of the variable, 16 bytes")
+    assert (
+        options.read_secret(options.parse_options({"secret_file": str(path), "serve_weights": True}))
+        == b"of the file, of the file"
+    )
+    assert options.read_secret(options.parse_options({"serve_weights": True})) == b"of the variable, 16 bytes"
     path.write_text("too short")
     with pytest.raises(extension.RefusedError, match=f"16 bytes and secret_file {path} has 9"):
-        options.read({"secret_file": str(path), "serve_weights": True})
+        options.parse_options({"secret_file": str(path), "serve_weights": True})
 
 
 @pytest.mark.parametrize(("text", "found"), [("a.b:1", ("a.b", 1)), ("[::1]:65535", ("::1", 65535))])
-def test_addresses(text: str, found: tuple[str, int]) -> None:
-    assert options.address(text) == found
+def test_parse_address(text: str, found: tuple[str, int]) -> None:
+    assert options.parse_address(text) == found

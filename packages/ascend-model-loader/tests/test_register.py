@@ -1,4 +1,4 @@
-"""The entry point, found and called as vLLM does it, and what the platform does with the load format."""
+"""Entry point, called as vLLM does, and the platform's checks of the load format."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ascend_model_loader import FORMATS, options
 from ascend_platform import extension
-from ascend_platform.platform import _check_load_format
+from ascend_platform.config import load_format
 from vllm.config.load import LoadConfig
 
 
@@ -16,7 +16,7 @@ from vllm.config.load import LoadConfig
 def nothing_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_states", "_offers"):
         monkeypatch.setattr(extension, name, {})
-    monkeypatch.delenv(options.VARIABLE, raising=False)
+    monkeypatch.delenv(options.SECRET_ENV, raising=False)
 
 
 def join() -> None:
@@ -27,45 +27,45 @@ def join() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_entry_point_offers_the_load_format_whose_options_the_platform_has_checked(name: str) -> None:
+def test_entry_point_registers_format_and_platform_validates_options(name: str) -> None:
     join()
     assert extension.state("ascend-model-loader") == "active"
-    _check_load_format(LoadConfig(load_format=name))
+    load_format.check(LoadConfig(load_format=name))
     with pytest.raises(extension.RefusedError, match="has no key 'peer'; did you mean 'peers'"):
-        _check_load_format(LoadConfig(load_format=name, model_loader_extra_config={"peer": "a:1"}))
+        load_format.check(LoadConfig(load_format=name, model_loader_extra_config={"peer": "a:1"}))
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_without_the_wheel_the_format_is_refused_by_its_name(name: str) -> None:
+def test_format_is_refused_without_the_wheel(name: str) -> None:
     with pytest.raises(
         extension.RefusedError, match=rf"^--load-format {name} is ascend-model-loader's, which is .*; install it, and"
     ):
-        _check_load_format(LoadConfig(load_format=name))
+        load_format.check(LoadConfig(load_format=name))
 
 
 @pytest.mark.parametrize("name", ["auto", "sharded_state", "runai_streamer"])
-def test_vllms_own_formats_are_left_alone(name: str) -> None:
-    _check_load_format(LoadConfig(load_format=name, model_loader_extra_config={"what": "ever"}))
+def test_vllm_formats_are_unaffected(name: str) -> None:
+    load_format.check(LoadConfig(load_format=name, model_loader_extra_config={"what": "ever"}))
 
 
-def test_sharded_states_of_quantized_weights_are_refused() -> None:
+def test_sharded_state_with_quantization_is_refused() -> None:
     with pytest.raises(extension.RefusedError, match=r"^--load-format sharded_state is served with weights that are not q"):
-        _check_load_format(LoadConfig(load_format="sharded_state"), True)
+        load_format.check(LoadConfig(load_format="sharded_state"), True)
 
 
-def test_it_imports_nothing_heavy() -> None:
+def test_register_imports_no_heavy_modules() -> None:
     script = "import ascend_model_loader, sys; ascend_model_loader.register(); print({'msgspec', 'xxhash'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_it_stands_aside_when_vllm_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_with_unsupported_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_VERSION", "0.99")
     join()
     assert extension.state("ascend-model-loader").startswith("standing aside: it needs vllm")
 
 
-def test_table_has_a_line_for_each_phase() -> None:
+def test_report_table_has_a_row_per_phase() -> None:
     from ascend_model_loader.report import Report
 
     report: Any = Report()

@@ -1,4 +1,4 @@
-"""The registry: a directory in which servers are found, as long as they live."""
+"""Peer registry: entries of live servers."""
 
 import os
 import time
@@ -6,24 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from ascend_model_loader import identity, registry
-from weight_peers import IDENTITY
+from harness.weights.peers import IDENTITY
 
 
-def test_those_that_live_are_found_by_their_weights_latest_first(tmp_path: Path) -> None:
-    first = registry.Lease(str(tmp_path), "key", "a:1")
-    registry.Lease(str(tmp_path), "key", "b:2")
-    registry.Lease(str(tmp_path), "other", "c:3")
+def test_find_returns_live_entries_most_recent_first(tmp_path: Path) -> None:
+    first = registry.Registration(str(tmp_path), "key", "a:1")
+    registry.Registration(str(tmp_path), "key", "b:2")
+    registry.Registration(str(tmp_path), "other", "c:3")
     os.utime(first.path, (time.time() + 1, time.time() + 1))
     assert registry.find(str(tmp_path), "key") == ["a:1", "b:2"]
     os.utime(first.path, (time.time() - 61, time.time() - 61))
     assert registry.find(str(tmp_path), "key") == ["b:2"]
-    first.renew()
+    first.heartbeat()
     assert sorted(registry.find(str(tmp_path), "key")) == ["a:1", "b:2"]
-    first.end()
+    first.remove()
     assert registry.find(str(tmp_path), "key") == ["b:2"]
 
 
-def test_what_is_no_entry_is_left_out(tmp_path: Path) -> None:
+def test_find_skips_invalid_entries(tmp_path: Path) -> None:
     assert registry.find(str(tmp_path / "nowhere"), "key") == []
     for number, content in enumerate(
         [b"", b"{}", b'{"address": 1}', b'{"address": "a:1", "more": 2}', b'{"address": "' + b"a" * 5000]
@@ -33,9 +33,9 @@ def test_what_is_no_entry_is_left_out(tmp_path: Path) -> None:
     assert registry.find(str(tmp_path), "key") == []
 
 
-def test_server_is_there_until_it_stops(serving: Any, tmp_path: Path) -> None:
+def test_server_is_registered_until_it_stops(serving: Any, tmp_path: Path) -> None:
     served = serving(registry=str(tmp_path))
-    assert registry.find(str(tmp_path), identity.key(IDENTITY)) == [f"127.0.0.1:{served.server.port}"]
-    assert registry.find(str(tmp_path), identity.key(IDENTITY | {"dtype": "float16"})) == []
+    assert registry.find(str(tmp_path), identity.registry_key(IDENTITY)) == [f"127.0.0.1:{served.server.port}"]
+    assert registry.find(str(tmp_path), identity.registry_key(IDENTITY | {"dtype": "float16"})) == []
     served.server.stop()
-    assert registry.find(str(tmp_path), identity.key(IDENTITY)) == []
+    assert registry.find(str(tmp_path), identity.registry_key(IDENTITY)) == []

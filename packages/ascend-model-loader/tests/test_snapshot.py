@@ -1,12 +1,12 @@
-"""What an engine serves: weights as they were before processing, from the device where processing has left them alone."""
+"""Snapshot of the weights to serve: as before processing, from the device if processing left them unchanged."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ascend_model_loader.loader import Snapshot, flags
-from ascend_model_loader.state import digests
+from ascend_model_loader.chunks import chunk_digests
+from ascend_model_loader.loader import Snapshot, scalar_attributes
 from ascend_model_loader.wire import PeerError
 from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 
 class Method(QuantizeMethodBase):
-    """As a quantization's: ``act`` is what it does with a layer when its weights are processed."""
+    """Quantize method whose ``process_weights_after_loading`` is ``act``."""
 
     def __init__(self, act: Callable[[nn.Module], None]) -> None:
         self.process_weights_after_loading = act  # type: ignore[method-assign]
@@ -56,35 +56,35 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("act", "kept"), [(leave, []), (replace, ["layer.weight"]), (double, ["layer.weight"]), (drop, ["layer.weight"])]
 )
-def test_what_processing_replaces_is_kept_on_the_host(device: str, act: Callable[[nn.Module], None], kept: list[str]) -> None:
+def test_replaced_weights_are_copied_to_the_host(device: str, act: Callable[[nn.Module], None], kept: list[str]) -> None:
     model = Model(device, Method(act))
     before = {name: each.detach().cpu().clone() for name, each in model.state_dict().items() if not name.startswith("tied")}
     snapshot = Snapshot(model, "xxh3")
     model.layer.quant_method.process_weights_after_loading(model.layer)
-    snapshot.settle(model)
-    assert [*snapshot.kept] == kept
+    snapshot.release_unchanged(model)
+    assert [*snapshot.host_copies] == kept
     assert [*snapshot.tensors] == [*before]
     assert all(torch.equal(each.detach().cpu(), before[name]) for name, each in snapshot.tensors.items())
     assert {name for name, each in snapshot.tensors.items() if each.device.type == device or name in kept} == {*before}
-    assert snapshot.digests == digests(before, "xxh3", torch.device("cpu"))
+    assert snapshot.digests == chunk_digests(before, "xxh3", torch.device("cpu"))
 
 
-def test_what_is_replaced_without_a_copy_is_not_served() -> None:
+def test_replaced_weights_without_a_host_copy_are_not_served() -> None:
     model = Model("cpu", Method(leave))
     snapshot = Snapshot(model, "xxh3")
     replace(model.plain)
-    with pytest.raises(PeerError, match=r"^processing has replaced plain.weight, of which no copy was kept$"):
-        snapshot.settle(model)
+    with pytest.raises(PeerError, match=r"^process_weights_after_loading replaced plain.weight, of which there is no host copy$"):
+        snapshot.release_unchanged(model)
 
 
-def test_weights_without_bytes_are_not_served() -> None:
+def test_meta_weights_are_not_served() -> None:
     with pytest.raises(PeerError, match=r"^plain.weight is a Parameter on meta, which cannot be sent as bytes$"):
         Snapshot(Model("meta", Method(leave)), "xxh3")
 
 
-def test_what_loading_sets_beside_tensors_is_seen() -> None:
+def test_attributes_set_by_load_weights_are_detected() -> None:
     model = Model("cpu", Method(leave))
-    before = flags(model)
-    assert flags(model) == before
+    before = scalar_attributes(model)
+    assert scalar_attributes(model) == before
     model.layer.scale = 0.5
-    assert set(flags(model).items()) - set(before.items()) == {("layer.scale", "0.5")}
+    assert set(scalar_attributes(model).items()) - set(before.items()) == {("layer.scale", "0.5")}

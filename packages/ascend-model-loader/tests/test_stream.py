@@ -1,12 +1,12 @@
-"""Weights on their way through pinned memory."""
+"""Streaming of weights through pinned memory."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
-from ascend_model_loader.stream import AHEAD, pinned
+from ascend_model_loader.stream import PREFETCHED_TENSORS, pin_weights
 
-SIZES = [0, 1, 7, 4096, 300_000, *range(1, 2 * AHEAD)]
+SIZES = [0, 1, 7, 4096, 300_000, *range(1, 2 * PREFETCHED_TENSORS)]
 
 
 def weights(fails_at: int = len(SIZES)) -> Iterator[tuple[str, torch.Tensor]]:
@@ -16,8 +16,8 @@ def weights(fails_at: int = len(SIZES)) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"w{number}", torch.arange(size, dtype=torch.int32) + number
 
 
-def test_they_come_pinned_in_their_order_and_can_be_kept() -> None:
-    kept = list(pinned(weights(), 0))
+def test_weights_are_pinned_in_order_and_can_be_kept() -> None:
+    kept = list(pin_weights(weights(), 0))
     assert [name for name, _ in kept] == [f"w{number}" for number in range(len(SIZES))]
     for (_, tensor), (_, wanted) in zip(kept, weights(), strict=True):
         assert tensor.is_pinned() or not tensor.numel()
@@ -25,18 +25,18 @@ def test_they_come_pinned_in_their_order_and_can_be_kept() -> None:
         assert torch.equal(tensor.npu().cpu(), wanted)
 
 
-@pytest.mark.parametrize("place", [0, 2, 2 * AHEAD])
-def test_what_fails_in_the_thread_fails_here(place: int) -> None:
+@pytest.mark.parametrize("place", [0, 2, 2 * PREFETCHED_TENSORS])
+def test_error_in_the_pinning_thread_is_raised(place: int) -> None:
     came = []
     with pytest.raises(OSError, match="the disk"):
-        came.extend(pinned(weights(place), 0))
-    assert len(came) in (0, place)  # list.extend keeps what came before
+        came.extend(pin_weights(weights(place), 0))
+    assert len(came) in (0, place)  # list.extend keeps the items before the error
 
 
-def test_who_takes_no_more_reads_no_more() -> None:
+def test_closing_the_iterator_stops_reading() -> None:
     read = weights()
-    taken = pinned(read, 0)
+    taken = pin_weights(read, 0)
     next(taken)
     taken.close()
     left = len(list(read))
-    assert len(SIZES) - left == 1 + AHEAD
+    assert len(SIZES) - left == 1 + PREFETCHED_TENSORS

@@ -1,4 +1,4 @@
-"""Pieces over HCCL and Mooncake: right bytes, and a server that is stopped or killed between a piece's header and its bytes."""
+"""Transfers over HCCL and Mooncake: byte equality, and servers stopped or killed between a chunk's header and its payload."""
 
 import importlib.util
 import re
@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import npus
 import pytest
 import torch
 from ascend_platform import extension
-from weight_peers import as_bytes, room, weights
+from harness import npus
+from harness.weights.peers import as_bytes, room, weights
 
-PROGRAM = Path(__file__).with_name("transport_cases.py")
+PROGRAM = Path(__file__).with_name("run_transports.py")
 NAMES = ["hccl", "mooncake"]
 
 
@@ -26,29 +26,29 @@ def played() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_are_the_peers_also_after_a_client_that_has_gone(played: dict[str, Any], name: str) -> None:
+def test_received_bytes_equal_the_peers_after_a_lost_client(played: dict[str, Any], name: str) -> None:
     found = played[name]
     assert (found["whole"]["error"], found["whole"]["arrived"]) == ("", 1)
     assert found["whole"]["phases"] == ["manifest", f"peer to NPU, {name}"]
-    assert re.match(f"by {name}: (the peer |mooncake's read |HCCL has failed)", found["the control ends"]["error"])
+    assert re.match(f"by {name}: (the peer |mooncake failed |HCCL failed)", found["the control ends"]["error"])
     assert found["and again"]["error"] == ""
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_does_not_meet_its_checksum_is_not_taken(played: dict[str, Any], name: str) -> None:
-    assert "does not meet its checksum" in played[name]["changed since"]["error"]
+def test_checksum_mismatch_is_rejected(played: dict[str, Any], name: str) -> None:
+    assert "fails its checksum" in played[name]["changed since"]["error"]
 
 
 @pytest.mark.parametrize(
     ("name", "case", "said", "seconds"),
     [
         ("hccl", "stopped", "by hccl: the peer sent nothing for 1 s", 4),
-        ("hccl", "killed", "by hccl: (the peer |HCCL has failed: )", 4),
-        ("mooncake", "stopped", r"by mooncake: (mooncake's read of \d+ bytes has failed|the peer sent nothing)", 9),
-        ("mooncake", "killed", "by mooncake: (mooncake's read|the peer )", 9),
+        ("hccl", "killed", "by hccl: (the peer |HCCL failed: )", 4),
+        ("mooncake", "stopped", r"by mooncake: (mooncake failed to read \d+ bytes|the peer sent nothing)", 9),
+        ("mooncake", "killed", "by mooncake: (mooncake failed|the peer )", 9),
     ],
 )
-def test_peer_that_ends_between_header_and_bytes_is_a_line_in_time(
+def test_peer_lost_between_header_and_payload_times_out(
     played: dict[str, Any], name: str, case: str, said: str, seconds: float
 ) -> None:
     found = played[name][case]
@@ -60,7 +60,7 @@ def test_peer_that_ends_between_header_and_bytes_is_a_line_in_time(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_next_transport_is_tried_where_a_peer_does_not_serve_one(played: dict[str, Any], name: str) -> None:
+def test_next_transport_is_tried_if_the_peer_lacks_one(played: dict[str, Any], name: str) -> None:
     found = played[name]["the next transport"]
     assert (found["error"], found["arrived"]) == ("", 1)
     assert found["phases"] == ["manifest", f"peer to NPU, {name} (failed)", "peer to NPU"]
@@ -69,29 +69,29 @@ def test_next_transport_is_tried_where_a_peer_does_not_serve_one(played: dict[st
 @pytest.mark.parametrize(
     ("transport", "said"),
     [
-        ("hccl", "by hccl: hccl moves bytes between NPUs, and the weights are on cpu, by tcp: it"),
-        ("mooncake", "by mooncake: it answers: pieces are served by tcp, not by mooncake, by tcp: it"),
+        ("hccl", "by hccl: transport hccl needs weights on an NPU; these are on cpu, by tcp: "),
+        ("mooncake", "by mooncake: the peer refused: transport mooncake is not served; supported: tcp, by tcp: "),
     ],
 )
-def test_transport_that_cannot_be_is_a_reason_in_the_line(serving: Any, transport: str, said: str) -> None:
+def test_unavailable_transport_is_reported(serving: Any, transport: str, said: str) -> None:
     served = serving()
     into = room()
     served.fetch(into, transport=(transport, "tcp"))
     assert as_bytes(into) == as_bytes(weights())
-    served.server.gate.shut(1)
+    served.server.gate.close(1)
     with pytest.raises(Exception, match="asleep"):
         served.fetch(into, transport=(transport, "tcp"))
 
 
-def test_mooncake_that_is_not_installed_is_a_clear_line(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mooncake_is_reported(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Exception, match=r"^by mooncake: Mooncake's transfer engine is not installed; run: pip install mooncake"):
         serving().fetch(room(), transport="mooncake")
 
 
-def test_hccl_that_is_not_offered_is_a_clear_line(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hccl_link_is_reported(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(extension._offers, "hccl.link", raising=False)
     served = serving(device="npu")
     served.device = torch.device("npu", 0)
-    with pytest.raises(Exception, match=r"^by hccl: hccl is ascend-communicator's, which is "):
+    with pytest.raises(Exception, match=r"^by hccl: transport hccl needs ascend-communicator, which is "):
         served.fetch(room("npu"), transport="hccl")

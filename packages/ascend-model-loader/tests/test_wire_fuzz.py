@@ -1,12 +1,14 @@
-"""Malformed frames, from a seed; tools/loading fuzz goes on for as long as it is told. The last file: what it looks at has run
-beside the others (conftest.py)."""
+"""Fuzzing of the wire format from a seed; ``tools/check loading fuzz`` runs longer.
+
+Runs in the background of the other tests (conftest.py), so it is the last file.
+"""
 
 from concurrent.futures import Future
 
-import npus
+from harness import npus
 
 
-def test_whole_fuzz_ends_with_bad_frames_refused_and_right_transfers_in_between(fuzzing: Future) -> None:
+def test_fuzzing_refuses_malformed_frames_and_serves_valid_transfers(fuzzing: Future) -> None:
     done = fuzzing.result(200)
     assert done.returncode == 0, done.stderr[-3000:]
     (counts,) = npus.results(done.stdout)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ascend_patches import source
+from ascend_platform import extension
 
 HEAD = """
 from ascend_patches import patch
@@ -37,7 +37,7 @@ class World:
         module, _, qualname = target.partition(":")
         path = self.directory.joinpath(*module.split(".")).with_suffix(".py")
         if fingerprint is None:
-            fingerprint = source.fingerprint(path.read_text(), qualname)
+            fingerprint = extension.fingerprint(path.read_text(), qualname)
         file = self.directory / "plugin_p" / "patch_p.py"
         before = file.read_text() if file.exists() else HEAD
         fields = {"target": target, "fingerprint": fingerprint} | fields
@@ -70,7 +70,7 @@ def command(world: World) -> Callable[..., tuple[int, str, str]]:
     """Runs ``vllm-ascend patches …`` in the world; gives the exit status, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        out, err = world.run(f"from ascend_platform.cli import main; print('STATUS', main({['patches', *arguments]!r}))")
+        out, err = world.run(f"from ascend_platform.cli.main import main; print('STATUS', main({['patches', *arguments]!r}))")
         text, _, status = out.rpartition("STATUS ")
         return int(status), text, err
 

@@ -67,23 +67,23 @@ def test_another_scope_is_left_alone(world):
     assert world.run(ENTER + PRINT + "enter('worker')\n" + PRINT) == ("1\n2", "")
 
 
-def test_second_patch_of_a_target_stands_aside(patched):
+def test_second_patch_of_a_target_is_disabled(patched):
     patched.patch("two", "victim.m:one", "lambda: 2")
     out, said = patched.run(ENTER + PRINT)
     assert out == "11"
     assert said == (
-        "patch p.two stands aside: target victim.m:one is patched by p.one already; "
+        "patch p.two disabled: target victim.m:one is patched by p.one already; "
         "disable one of the two: VLLM_ASCEND_DISABLE_PATCHES=p.one"
     )
 
 
-def test_patch_of_a_patched_class_s_method_stands_aside(world):
+def test_patch_of_a_patched_class_s_method_is_disabled(world):
     world.victim("m", VICTIM)
     world.patch("box", "victim.m:Box", "type('Box', (original,), {})")
     world.patch("size", "victim.m:Box.size", "lambda self: 5")
     out, said = world.run(ENTER + "from victim.m import Box; print(Box().size())")
     assert out == "1"
-    assert "p.size stands aside: target victim.m:Box.size is patched by p.box already" in said
+    assert "p.size disabled: target victim.m:Box.size is patched by p.box already" in said
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_drift_is_one_line_and_the_original_stays(patched, text, said):
     patched.victim("m", text)
     out, lines = patched.run(ENTER + "from victim import m; print(getattr(m, 'one', m.__dict__.get('uno'))())")
     assert out == "1"
-    assert lines.startswith(f"patch p.one stands aside: {said}")
+    assert lines.startswith(f"patch p.one disabled: {said}")
     assert lines.endswith("compare the patch with the new source, or narrow its range >=0")
     assert "\n" not in lines
 
@@ -106,7 +106,7 @@ def test_drift_is_one_line_and_the_original_stays(patched, text, said):
 def test_patch_that_raises_is_one_line(world):
     world.victim("m", VICTIM)
     world.patch("one", "victim.m:one", "1 / 0")
-    assert world.run(ENTER + PRINT) == ("1", "patch p.one stands aside: ZeroDivisionError: division by zero")
+    assert world.run(ENTER + PRINT) == ("1", "patch p.one disabled: ZeroDivisionError: division by zero")
 
 
 def test_version_out_of_range_is_quiet(world):
@@ -158,7 +158,7 @@ def test_file_that_cannot_be_read_is_one_line_and_the_others_serve(patched):
     patched.directory.joinpath("plugin_p", "patch_broken.py").write_text("import nothing_of_this_name")
     out, said = patched.run(ENTER + PRINT)
     assert out == "11"
-    assert said == "patches of patch_broken are left out: ModuleNotFoundError: No module named 'nothing_of_this_name'"
+    assert said == "patches of patch_broken disabled: ModuleNotFoundError: No module named 'nothing_of_this_name'"
 
 
 def test_names_of_processes_are_as_vllm_gives_them(world):

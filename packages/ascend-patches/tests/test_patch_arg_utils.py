@@ -1,4 +1,4 @@
-"""What EngineArgs.create_engine_config refuses of expert load balancing, and that the patch lets it in."""
+"""``--enable-eplb`` on the NPU: refused by vLLM, accepted with the patch, which changes the answer to that check alone."""
 
 import json
 import subprocess
@@ -32,10 +32,16 @@ enter("platform")
 from vllm.config import parallel
 from vllm.engine.arg_utils import EngineArgs
 before = parallel.current_platform
+hook = type(before).check_and_update_config.__func__
+def ask(cls, config):
+    global elsewhere
+    elsewhere = parallel.current_platform.is_cuda_alike()
+    hook(cls, config)
+type(before).check_and_update_config = classmethod(ask)
 try:
     config = EngineArgs(sys.argv[1], skip_tokenizer_init=True, tensor_parallel_size=2, enable_expert_parallel=True,
                         enable_eplb=True, distributed_executor_backend="external_launcher").create_engine_config()
-    said = "right" if config.parallel_config.enable_eplb else "left out"
+    said = "left out" if not config.parallel_config.enable_eplb else "CUDA-alike elsewhere" if elsewhere else "right"
 except ValueError as error:
     said = "refused" if "only supported on CUDA devices" in str(error) else str(error)
 sys.exit(said if parallel.current_platform is before else "another platform has stayed")

@@ -17,7 +17,7 @@ import ascend_platform
 import pytest
 
 CLEAN = ("VLLM_", "HCCL_", "HF_", "ASCEND_RT_", "GLOO_")
-CLI = ["-c", "import sys; from ascend_platform import cli; sys.exit(cli.main())"]
+CLI = ["-c", "import sys; from ascend_platform.cli.main import main; sys.exit(main())"]
 SOURCES = str(Path(ascend_platform.__file__).parents[1])
 
 
@@ -418,7 +418,7 @@ def test_keys_of_additional_config_that_are_another_plugins():
 
 @pytest.mark.parametrize("command", ["doctor", "plugins", "env"])
 def test_commands_import_nothing_heavy(command):
-    script = f"import sys\nfrom ascend_platform import cli\ncli.main([{command!r}, '--json'])\n"
+    script = f"import sys\nfrom ascend_platform.cli.main import main\nmain([{command!r}, '--json'])\n"
     script += "print(sorted({'torch', 'torch_npu', 'vllm', 'numpy', 'rich'} & {*sys.modules}), file=sys.stderr)"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCES, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_platform import attention, encoder
+from ascend_platform.attention import encoder, paged
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 
 @pytest.mark.parametrize("window", [None, 5, 64])
-@pytest.mark.parametrize("at_once", [1 << 24, 1 << 9])
-def test_every_token_sees_its_request_s_others(window, at_once, monkeypatch):
-    monkeypatch.setattr(encoder, "ELEMENTS_AT_ONCE", at_once)
-    monkeypatch.setattr(attention, "ELEMENTS_AT_ONCE", at_once)
+@pytest.mark.parametrize("max_elements", [1 << 24, 1 << 9])
+def test_every_token_sees_its_request_s_others(window, max_elements, monkeypatch):
+    monkeypatch.setattr(encoder, "MAX_ELEMENTS", max_elements)
+    monkeypatch.setattr(paged, "MAX_ELEMENTS", max_elements)
     lengths, heads, size = [40, 1, 7, 100], 4, 32
     query, (key, value) = torch.randn(sum(lengths), heads, size), torch.randn(2, sum(lengths), 2, size)
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -35,5 +35,5 @@ def test_every_token_sees_its_request_s_others(window, at_once, monkeypatch):
 
 def test_decoders_are_not_its():
     assert not encoder.EncoderAttentionBackend.supports_attn_type("decoder")
-    with pytest.raises(NotImplementedError, match="needs a logits soft cap; the built-in attention of encoders"):
+    with pytest.raises(NotImplementedError, match="needs logits soft cap; the built-in encoder-only attention"):
         encoder.EncoderAttentionImpl(4, 32, 0.2, attn_type="encoder_only", logits_soft_cap=2.0)

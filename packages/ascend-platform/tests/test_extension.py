@@ -1,6 +1,7 @@
 """Joining, offering and configuring, against real distribution metadata in a directory on sys.path."""
 
 import inspect
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,8 @@ def test_interface_is_the_recorded_one():
     found = []
     for name in sorted(extension.__all__):
         value = getattr(extension, name)
-        found.append(f"{name}{inspect.signature(value)}" if callable(value) else name)
+        of_enum = inspect.isclass(value) and issubclass(value, Enum)  # the signature is Python's, of each version another
+        found.append(f"{name}{inspect.signature(value)}" if callable(value) and not of_enum else name)
         if inspect.isclass(value):
             members = [(each, member) for each, member in sorted(vars(value).items()) if not each.startswith("_")]
             found += [
@@ -144,23 +146,31 @@ def test_interface_is_the_recorded_one():
 
 @pytest.mark.parametrize(
     ("api", "upgrade"),
-    [("1.0", None), ("1.2", None), ("1.3", None), ("1.4", "ascend-platform"), ("2.0", "ascend-platform"), ("0.9", "wheel-a")],
+    [
+        ("1.0", None),
+        ("1.2", None),
+        ("1.3", None),
+        ("1.4", None),
+        ("1.5", "ascend-platform"),
+        ("2.0", "ascend-platform"),
+        ("0.9", "wheel-a"),
+    ],
 )
 def test_component_written_for_another_interface_stands_aside(installed, lines, api, upgrade):
-    assert extension.API_VERSION == "1.3"
+    assert extension.API_VERSION == "1.4"
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", api=api)
     if upgrade is None:
         assert (extension.state("wheel-a"), lines) == ("active", [])
         return
-    said = f"it was written for version {api} of ascend_platform.extension and found 1.3; run: pip install --upgrade {upgrade}"
+    said = f"it was written for version {api} of ascend_platform.extension and found 1.4; run: pip install --upgrade {upgrade}"
     assert extension.state("wheel-a") == f"standing aside: {said}"
     assert lines == [("WARNING", f"wheel-a 1.0 is {extension.state('wheel-a')}")]
 
 
 def test_interface_that_has_grown_serves_what_was_written_before(installed, monkeypatch):
-    monkeypatch.setattr(extension, "API_VERSION", "1.4")
-    for name, api in {"wheel-a": "1.0", "wheel-b": "1.4", "wheel-c": "1.5"}.items():
+    monkeypatch.setattr(extension, "API_VERSION", "1.5")
+    for name, api in {"wheel-a": "1.0", "wheel-b": "1.5", "wheel-c": "1.6"}.items():
         installed(name)
         extension.join(name, name, api=api)
     assert [extension.state(f"wheel-{letter}").partition(":")[0] for letter in "abc"] == ["active", "active", "standing aside"]
@@ -175,21 +185,32 @@ def test_argument_of_a_later_interface_does_not_raise(installed, lines):
     assert extension.state("wheel-b").startswith("standing aside: ValueError")
 
 
-def test_dense_attention_refuses_what_it_has_not():
+def test_attention_refuses_what_it_has_not():
     from vllm.v1.attention.backend import AttentionType
 
-    class Attention(extension.DenseImpl):
+    class Attention(extension.AttentionImplBase):
         title = "the attention of somebody"
 
     one = Attention(8, 64, 0.125, num_kv_heads=2, kv_sharing_target_layer_name="layers.0", sinks=None)
     assert (one.num_heads, one.num_kv_heads, one.head_size, one.writes_cache) == (8, 2, 64, False)
-    with pytest.raises(NotImplementedError, match="needs a sliding window, sinks; the attention of somebody has causal dec"):
+    with pytest.raises(NotImplementedError, match="needs sliding window, attention sinks; the attention of somebody has causal"):
         Attention(8, 64, 0.125, sliding_window=4096, sinks=[1.0])
-    Attention.serves = frozenset({"a sliding window", "encoder_only attention"})
+    Attention.serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_ONLY})
     windowed = Attention(8, 64, 0.125, sliding_window=4096, attn_type=AttentionType.ENCODER_ONLY)
     assert (windowed.sliding_window, windowed.sinks, windowed.soft_cap) == (4096, None, None)
-    with pytest.raises(NotImplementedError, match="needs sinks; the attention of somebody has causal decoder attention, a sl"):
+    with pytest.raises(
+        NotImplementedError,
+        match="has causal decoder attention, encoder-only attention, sliding window",
+    ):
         Attention(8, 64, 0.125, sliding_window=4096, sinks=[1.0])
     Attention.dcp_world_size, Attention.supports_dcp = 2, True
-    with pytest.raises(NotImplementedError, match="needs decode context parallelism with a sliding window;"):
+    with pytest.raises(NotImplementedError, match="needs decode context parallelism with sliding window;"):
         Attention(8, 64, 0.125, sliding_window=4096)
+
+
+@pytest.mark.parametrize(("old", "new"), [("DenseBackend", "AttentionBackendBase"), ("DenseImpl", "AttentionImplBase")])
+def test_deprecated_names_are_aliases(old, new):
+    with pytest.warns(DeprecationWarning, match=f"ascend_platform.extension.{old} is deprecated; use {new}"):
+        assert getattr(extension, old) is getattr(extension, new)
+    assert old not in extension.__all__
+    assert not hasattr(extension, "NoSuchName")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ascend_platform import kv_cache
+from ascend_platform.attention import kv_cache
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -41,7 +41,7 @@ def caches():
 
 
 def test_keys_and_values_are_contiguous_halves_of_the_layer_s_region(caches):
-    views = {name: kv_cache.take_apart(cache, HEAD_SIZE) for name, cache in caches.items()}
+    views = {name: kv_cache.split_kv_cache(cache, HEAD_SIZE) for name, cache in caches.items()}
     for name, (key, value) in views.items():
         assert key.shape == value.shape == (BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE)
         assert key.is_contiguous()
@@ -55,7 +55,7 @@ def test_keys_and_values_are_contiguous_halves_of_the_layer_s_region(caches):
 
 
 def test_vllm_copies_blocks_of_keys_and_values(caches):
-    every = [tensor for cache in caches.values() for tensor in kv_cache.take_apart(cache, HEAD_SIZE)]
+    every = [tensor for cache in caches.values() for tensor in kv_cache.split_kv_cache(cache, HEAD_SIZE)]
     for number, tensor in enumerate(every):
         tensor.copy_(torch.arange(BLOCKS).view(-1, 1, 1, 1) + 10 * number)
     copy_kv_cache_blocks_inplace(every, BLOCKS, [(1, 4), (2, 0)])
@@ -66,7 +66,7 @@ def test_vllm_copies_blocks_of_keys_and_values(caches):
 def test_other_layouts_are_refused_with_the_one_that_fits():
     other = allocate_kv_cache(config(), torch.device("npu"), KVCacheLayout.LBHNC)["a"]
     with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT or set it to LBNHC"):
-        kv_cache.take_apart(other, HEAD_SIZE)
+        kv_cache.split_kv_cache(other, HEAD_SIZE)
 
 
 def groups(*kinds):
@@ -82,7 +82,7 @@ def test_groups_that_cut_a_block_alike_are_taken_and_others_are_refused():
     kv_cache.check(groups(wider))
     with pytest.raises(NotImplementedError, match=r"blocks of different shapes.*--disable-hybrid-kv-cache-manager"):
         kv_cache.check(groups(window, wider))
-    with pytest.raises(NotImplementedError, match="of kind ChunkedLocalAttentionSpec are not served"):
+    with pytest.raises(NotImplementedError, match="KV cache spec ChunkedLocalAttentionSpec is not supported"):
         kv_cache.check(groups(spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)))
 
 
@@ -99,7 +99,7 @@ def test_layers_of_several_groups_share_memory_block_by_block():
         ],
     )
     caches = allocate_kv_cache(both, torch.device("npu"), kv_cache.LAYOUT)
-    views = {name: kv_cache.take_apart(cache, HEAD_SIZE) for name, cache in caches.items()}
+    views = {name: kv_cache.split_kv_cache(cache, HEAD_SIZE) for name, cache in caches.items()}
     assert views["a"].key.data_ptr() == views["c"].key.data_ptr()
     for number, name in enumerate("abcd"):
         for part in range(2):

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from ascend_platform import cli
-from ascend_platform.plan import estimate, model
+from ascend_platform import chips
+from ascend_platform.cli import main
+from ascend_platform.cli.plan import estimate, model
 
-PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[3] / "docs" / "layout-planner.md"
 QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
 CONFIGS = {
     "Qwen3-8B": transformers.Qwen3Config(
@@ -76,7 +77,7 @@ def test_weights_are_as_many_as_transformers_makes(name):
 
 
 def rows() -> list[list[str]]:
-    table = PAGE.read_text().partition("## How far from real NPUs")[2]
+    table = PAGE.read_text().partition("## Accuracy")[2]
     return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line.startswith("| Qwen")]
 
 
@@ -87,7 +88,7 @@ def test_the_page_has_what_was_published_and_what_is_estimated():
         tensor = int(re.fullmatch(r"TP(\d+)", layout)[1])
         into, out = map(int, tokens.split(" / "))
         load = estimate.Load(int(requests), into, out, quantization.lower())
-        found = estimate.estimate(sizes_of(CONFIGS[name]), estimate.chips()[chip], estimate.Layout(tensor, 1, 1), load)
+        found = estimate.estimate(sizes_of(CONFIGS[name]), chips.FIGURES[chip], estimate.Layout(tensor, 1, 1), load)
         assert f"{found.tokens_per_second:.1f}" == estimated
         assert f"{found.tokens_per_second / float(published):.2f}" == ratio
         within.append(0.7 < float(ratio) < 1.3)
@@ -98,8 +99,8 @@ def test_chips_are_those_of_the_emulator():
     """Two files, as the product never imports the emulator; what both say is the same."""
     emulated = tomllib.loads((resources.files("ascend_emulator") / "chips.toml").read_text())
     common = emulated.pop("all")
-    assert emulated.keys() == estimate.chips().keys()
-    for name, chip in estimate.chips().items():
+    assert emulated.keys() == chips.FIGURES.keys()
+    for name, chip in chips.FIGURES.items():
         data = common | emulated[name]
         assert (chip.memory_gib, chip.bandwidth_gbs) == (data["memory_gib"], data["bandwidth_gbs"])
         tflops = data["cube_cores"] * data["cube_flops_per_cycle"] * data["clock_ghz"] / 1e3
@@ -115,7 +116,7 @@ def test_layouts_are_legal_and_hold_all_weights(name, npus):
     for layout in found:
         assert layout.npus == npus
         assert sizes.heads % layout.tensor == 0
-        one = estimate.estimate(sizes, estimate.chips()["Ascend910B1"], layout, estimate.Load())
+        one = estimate.estimate(sizes, chips.FIGURES["Ascend910B1"], layout, estimate.Load())
         copies = layout.data if not sizes.experts else 1
         assert one.weights * npus / copies >= 2 * (sizes.parameters - sizes.head) * 0.99
         assert bool(one.obstacle) == (one.tokens_per_second == 0)
@@ -124,17 +125,17 @@ def test_layouts_are_legal_and_hold_all_weights(name, npus):
 def test_a_cache_holds_what_is_said():
     """By hand: Qwen3-8B on one 64 GiB NPU, 16 bits: 36 layers of 2 x 8 x 128 elements a token."""
     sizes = sizes_of(CONFIGS["Qwen3-8B"])
-    one = estimate.estimate(sizes, estimate.chips()["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load())
+    one = estimate.estimate(sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load())
     room = 64 * 2**30 * 0.92 - 2 * sizes.parameters - 3 * 2**30
     assert one.kv_tokens == int(room / (36 * 2 * 8 * 128 * 2))
-    half = estimate.estimate(sizes, estimate.chips()["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load(kv_bytes=1))
+    half = estimate.estimate(sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load(kv_bytes=1))
     assert half.kv_tokens == pytest.approx(2 * one.kv_tokens, abs=2)
 
 
 def test_bytes_sent_by_hand():
     """TP2: two all-reduces a layer, in each of which half a row goes out twice."""
     sizes = sizes_of(CONFIGS["Qwen3-8B"])
-    load, chip = estimate.Load(), estimate.chips()["Ascend910B1"]
+    load, chip = estimate.Load(), chips.FIGURES["Ascend910B1"]
     assert estimate.estimate(sizes, chip, estimate.Layout(1, 1, 1), load).sent == 0
     assert estimate.estimate(sizes, chip, estimate.Layout(2, 1, 1), load).sent == 36 * 2 * 4096 * 2
     assert estimate.estimate(sizes, chip, estimate.Layout(1, 2, 1), load).sent == 4096 * 2
@@ -143,7 +144,7 @@ def test_bytes_sent_by_hand():
 def test_more_of_a_resource_is_never_slower():
     sizes = sizes_of(CONFIGS["Qwen3-32B"])
     load = estimate.Load(input=512, output=128)
-    chip = estimate.chips()["Ascend910B3"]
+    chip = chips.FIGURES["Ascend910B3"]
     for layout in estimate.layouts(sizes, 4):
         before = estimate.estimate(sizes, chip, layout, load).tokens_per_second
         for field in ("memory_gib", "bandwidth_gbs", "tflops", "link_gbs"):
@@ -158,14 +159,14 @@ def saved(tmp_path):
 
 
 def test_command(saved, capsys):
-    assert cli.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "4"]) == 0
+    assert main.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("4 x Ascend910B3 (64 GiB, 1600 GB/s, 295 TFLOPS)")
     speeds = [float(line.split()[-4]) for line in lines[3:-1]]
     assert len(speeds) == 6
     assert speeds == sorted(speeds, reverse=True)
     assert lines[-1].startswith("estimates from published figures, no measurements; best: vllm serve")
-    assert cli.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "4", "--json"]) == 0
+    assert main.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [round(one["tokens_per_second"]) for one in told["layouts"]] == speeds
 
@@ -183,7 +184,7 @@ def test_command(saved, capsys):
     ],
 )
 def test_what_cannot_be_planned_is_one_line(saved, capsys, options, said):
-    assert cli.main(["plan", saved, *options]) == 2
+    assert main.main(["plan", saved, *options]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
@@ -199,7 +200,7 @@ def test_other_kinds_of_models_are_refused():
 def test_experts_are_spread_over_the_replicas():
     """vLLM makes one group of tensor and data parallelism for experts, whole (EP) or in slices; the rest is in each replica."""
     sizes = sizes_of(CONFIGS["Qwen3-30B-A3B"])
-    chip = estimate.chips()["Ascend910_93"]
+    chip = chips.FIGURES["Ascend910_93"]
     for expert in (False, True):
         one = estimate.estimate(sizes, chip, estimate.Layout(1, 1, 4, expert), estimate.Load())
         assert one.weights == 2 * (sizes.dense + 2 * sizes.head) + 2 * sizes.mixed * sizes.experts * sizes.expert / 4

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import small_models
 import torch
-from ascend_platform import extension, machine
-from ascend_platform.platform import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, NPUPlatform, attention_for
+from ascend_platform import extension, host
+from ascend_platform.attention.selector import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, select_backend
+from ascend_platform.platform import NPUPlatform
+from harness.models import small as small_models
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -43,7 +44,7 @@ def test_vllm_takes_it_as_its_platform():
 
 def test_configuration_runs_on_the_v1_runner_with_spawned_workers_and_graphs_for_decodes(model):
     config = engine_config(model())
-    assert config.parallel_config.worker_cls == "ascend_platform.worker.NPUWorker"
+    assert config.parallel_config.worker_cls == "ascend_platform.worker.worker.NPUWorker"
     assert config.compilation_config.mode is CompilationMode.NONE
     assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY
     assert config.use_v2_model_runner is False
@@ -115,7 +116,7 @@ def test_connector_looks_at_its_own_options_before_anything_starts(model, connec
     connectors()
     with pytest.raises(ValueError, match=r"kv_connector_extra_config has no key 'leese'; did you mean 'lease'?"):
         engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"leese": 1}))
-    with pytest.raises(ValueError, match="transport is 'carrier pigeon'; it can be mooncake"):
+    with pytest.raises(ValueError, match="transport is 'carrier pigeon'; supported: mooncake"):
         engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"transport": "carrier pigeon"}))
 
 
@@ -126,7 +127,7 @@ def test_host_memory_and_several_connectors_are_served_by_those_for_npus(model, 
     connectors()
     config = engine_config(model(), kv_offloading_size=1).kv_transfer_config
     assert (config.kv_connector, config.kv_connector_module_path) == ("OffloadingConnector", ours)
-    with pytest.raises(ValueError, match="has no cpu_bytes_to_use"):
+    with pytest.raises(ValueError, match="set cpu_bytes_to_use"):
         engine_config(model(), **transfer("OffloadingConnector"))
     host = {
         "kv_connector": "OffloadingConnector",
@@ -215,7 +216,7 @@ def test_numa_binding_goes_by_the_topology_and_is_off_where_that_is_not_known(mo
     assert line.startswith("--numa-bind is off: npu-smi does not tell where the NPUs are (")
     given = engine_config(model(), numa_bind=True, numa_bind_nodes=[0]).parallel_config
     assert (given.numa_bind, given.numa_bind_nodes) == (True, [0])
-    monkeypatch.setattr(machine, "numa_nodes", lambda: ([1, 0], ""))
+    monkeypatch.setattr(host, "numa_nodes", lambda: ([1, 0], ""))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert engine_config(model(), numa_bind=True).parallel_config.numa_bind is False
     assert "the program numactl is not installed" in lines[-2][1] + lines[-1][1]
@@ -235,14 +236,14 @@ def test_another_attention_backend_is_refused_by_name():
 
 def test_built_in_attention_serves_when_nothing_is_offered(monkeypatch):
     monkeypatch.setattr(extension, "_offers", {})
-    path, why = attention_for(DENSE, None)
+    path, why = select_backend(DENSE, None)
     assert path == BUILT_IN_ATTENTION
-    assert attention_for(DENSE._replace(attn_type="encoder_only"), None)[0] == BUILT_IN_ENCODER
+    assert select_backend(DENSE._replace(attn_type="encoder_only"), None)[0] == BUILT_IN_ENCODER
     assert why == f"built-in PyTorch (ascend-attention is {extension.state('ascend-attention')})"
 
 
 FUSED = {
-    "attention.dense": "ascend_attention.fused.FusedAttentionBackend",
+    "attention.dense": "ascend_attention.dense.FusedAttentionBackend",
     "attention.sinks": "ascend_attention.sinks.SinkAttentionBackend",
     "attention.encoder": "ascend_attention.encoder.FusedEncoderAttentionBackend",
 }
@@ -257,20 +258,20 @@ FUSED = {
         ({"has_sink": True}, {}, FUSED["attention.sinks"], "fused"),
         ({"attn_type": "encoder_only"}, {}, FUSED["attention.encoder"], "fused"),
         ({"attn_type": "encoder_only", "dtype": torch.float32}, {}, FUSED["attention.encoder"], "fused"),
-        ({"dtype": torch.float32}, {}, BUILT_IN_ATTENTION, "built-in PyTorch (the fused one does not take this model: dtype not"),
+        ({"dtype": torch.float32}, {}, BUILT_IN_ATTENTION, "built-in PyTorch (fused attention disabled: dtype not"),
         ({"has_sink": True, "dtype": torch.float16}, {}, BUILT_IN_ATTENTION, "built-in PyTorch"),
         ({"has_sink": True, "head_size": 192}, {}, BUILT_IN_ATTENTION, "built-in PyTorch"),
         (
             {},
             {"alibi": True},
             BUILT_IN_ATTENTION,
-            "built-in PyTorch (the fused one does not take this model: ALiBi not supported",
+            "built-in PyTorch (fused attention disabled: ALiBi not supported",
         ),
         (
             {},
             {"cap": 30.0},
             BUILT_IN_ATTENTION,
-            "built-in PyTorch (the fused one does not take this model: a logits soft cap not",
+            "built-in PyTorch (fused attention disabled: logits soft cap not",
         ),
     ],
 )
@@ -279,7 +280,7 @@ def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(mo
     monkeypatch.setattr(extension, "_offers", FUSED)
     text = SimpleNamespace(attn_logit_softcapping=asked.get("cap"))
     model = SimpleNamespace(uses_alibi=asked.get("alibi", False), hf_text_config=text)
-    found, reason = attention_for(DENSE._replace(**change), model)
+    found, reason = select_backend(DENSE._replace(**change), model)
     assert found == path
     assert reason.startswith(why)
 
@@ -296,7 +297,7 @@ def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(mo
 )
 def test_attention_that_nobody_has_is_refused_by_name(change, named):
     with pytest.raises(ValueError, match=named):
-        attention_for(DENSE._replace(**change), None)
+        select_backend(DENSE._replace(**change), None)
 
 
 def test_memory_is_not_asked_of_a_process_without_device():

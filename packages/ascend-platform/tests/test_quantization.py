@@ -5,16 +5,18 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import quantize
-import small_models
 import torch
-from ascend_platform import extension, machine, quantization
+from ascend_platform import extension, host, quantization
 from ascend_platform.platform import NPUPlatform
-from ascend_platform.quantization import DESCRIPTION, NAME, kv_cache, matrix
-from ascend_platform.quantization.compressed import reader
-from ascend_platform.quantization.kv_cache import Int8CacheMethod
-from ascend_platform.quantization.schemes import SCHEMES
-from quantize import Spec
+from ascend_platform.quantization import base
+from ascend_platform.quantization.common import DESCRIPTION, NAME
+from ascend_platform.quantization.formats.compressed_tensors import reader
+from ascend_platform.quantization.methods import kv_cache
+from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod
+from ascend_platform.quantization.registry import SCHEMES
+from harness.models import quantize
+from harness.models import small as small_models
+from harness.models.quantize import Spec
 from vllm.engine.arg_utils import EngineArgs
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -80,7 +82,7 @@ def test_product_of_a_linear_layer(spec, dtype):
     assert set(packed) == set(scheme.packed)
     x = (torch.randn(5, IN) * 0.8).to(dtype)
     bias = torch.linspace(-1, 1, OUT).to(dtype)
-    actual = scheme.product(x.npu(), packed, None if spec.inputs == "static" else bias.npu())
+    actual = scheme.apply(x.npu(), packed, None if spec.inputs == "static" else bias.npu())
     assert actual.dtype == dtype
     values = quantized_inputs(x, spec, dtype)
     bound = torch.finfo(dtype).eps
@@ -128,7 +130,7 @@ def test_swiglu_of_int8_experts(inner):
     matrices = []
     for out, inputs in ((2 * inner, IN), (OUT, inner)):
         made = [quantize.matrix(torch.randn(out, inputs) * 0.1, Spec(8, "dynamic"), dtype) for _ in range(2)]
-        stored = matrix.Quantized(*(torch.stack([getattr(own, n) for own in made]).npu() for n in ("values", "scale", "zero")))
+        stored = base.Quantized(*(torch.stack([getattr(own, n) for own in made]).npu() for n in ("values", "scale", "zero")))
         matrices.append((torch.stack([own.numbers() for own in made]), scheme.pack(scheme.checked(stored, "x"), dtype)))
     x, expert = torch.randn(6, IN).to(dtype), torch.tensor([0, 0, 1, 1, 1, 1])
     (first, first_packed), (second, second_packed) = matrices
@@ -146,7 +148,7 @@ def test_packed_words_of_compressed_tensors(spec):
     found = reader(spec.bits)({name: tensor.npu() for name, tensor in quantize.of_compressed(own, None, torch.float16).items()})
     assert torch.equal(found.weight.cpu(), own.values)
     assert torch.equal(found.scale.cpu(), own.scale)
-    assert spec.symmetric or torch.equal(found.zero.cpu(), own.zero)
+    assert spec.symmetric or torch.equal(found.zero_point.cpu(), own.zero)
 
 
 @pytest.fixture
@@ -199,8 +201,8 @@ def test_option_without_a_description_is_refused(model):
 def test_other_chips_and_dtypes_are_refused(model, monkeypatch):
     with pytest.raises(ValueError, match="float32 is not supported for quantization method ascend"):
         engine_config(model({WEIGHT: "W8A8"}), dtype="float32")
-    monkeypatch.setattr(machine, "chip", lambda: "Ascend310P3")
-    with pytest.raises(ValueError, match="W4A16, W8A8, which are served on Ascend910B and Ascend910_93; this NPU is Ascend310P3"):
+    monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
+    with pytest.raises(ValueError, match="W4A16, W8A8, which are served on Atlas A2 and Atlas A3; this NPU is Ascend310P3"):
         engine_config(model({WEIGHT: "W8A8", "x.weight": "W4A16"}))
     engine_config(model({WEIGHT: "FLOAT"}))
 
@@ -240,8 +242,8 @@ def test_compressed_tensors_that_are_not_served_are_refused_in_one_line(model, c
 
 
 def test_vllm_with_other_names_serves_what_is_not_quantized(model, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "ascend_platform.quantization.modelslim", None)
-    monkeypatch.delattr(quantization, "modelslim")
+    monkeypatch.setitem(sys.modules, "ascend_platform.quantization.formats.modelslim", None)
+    monkeypatch.delattr(quantization.formats, "modelslim")
     quantization.register.cache_clear()
     monkeypatch.setattr(extension.logger, "propagate", True)
     engine_config(model())
@@ -321,6 +323,6 @@ def test_groups_that_operators_do_not_take_are_refused(spec, groups, experts, na
 
 
 def test_asymmetric_weights_with_quantized_inputs_are_refused():
-    own = matrix.Quantized(torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1), torch.ones(2, 1))
+    own = base.Quantized(torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1), torch.ones(2, 1))
     with pytest.raises(ValueError, match="x is W8A8_DYNAMIC with weights that are not symmetric"):
         SCHEMES["W8A8_DYNAMIC"].checked(own, "x")

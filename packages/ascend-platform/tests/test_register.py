@@ -139,7 +139,7 @@ def test_siblings_stand_aside_beside_another_wheel_with_our_names(incumbent):
 
 
 def test_start_hook_leaves_other_errors_as_they_are():
-    hook = "import ascend_platform.startup; ascend_platform.startup.install()\n"
+    hook = "import ascend_platform.cli.excepthook; ascend_platform.cli.excepthook.install()\n"
     other = "raise RuntimeError('x') from ImportError('libother.so: cannot open shared object file')"
     done = subprocess.run([sys.executable, "-c", hook + other], capture_output=True, text=True, timeout=60)
     assert "Traceback" in done.stderr

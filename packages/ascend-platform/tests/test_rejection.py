@@ -8,8 +8,8 @@ import functools
 
 import pytest
 import torch
-from ascend_platform import drafting
-from vllm.triton_utils.dispatcher import _registry, register_kernels
+from ascend_platform.sampling import rejection
+from ascend_platform.triton_overrides import register
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import rejection_sample
 
@@ -19,7 +19,7 @@ FALSE_ALARM = 1e-6
 
 @pytest.fixture(autouse=True)
 def kernels():
-    register_kernels({name: kernel for name, kernel in drafting.OVERRIDES.items() if name not in _registry})
+    register(rejection.OVERRIDES)
 
 
 def metadata(temperature, generators=None):

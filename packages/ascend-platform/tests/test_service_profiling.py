@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import yaml
-from ascend_platform import service_profiling
-from ascend_platform.service_profiling import SWITCH, SYMBOLS
+from ascend_platform.observability import service_profiling
+from ascend_platform.observability.service_profiling import SWITCH, SYMBOLS
 from vllm import __version__
 
 

@@ -1,18 +1,18 @@
-"""Attention backends for vLLM on CANN's fused kernels."""
+"""Attention backends for vLLM on CANN's fused attention kernels."""
 
 from ascend_platform import extension
 
 
 def register() -> None:
-    """Offer the fused attention to ascend-platform; never raises.
+    """Offer the fused attention backends to ascend-platform; never raises.
 
-    The entry point of group ``vllm.general_plugins``: vLLM calls it in every process, perhaps more than once.
+    Entry point of the group ``vllm.general_plugins``. vLLM calls it in every process, possibly more than once.
     """
-    extension.join("ascend-attention", "ascend_attention", _offer, api="1.3")
+    extension.join("ascend-attention", "ascend_attention", _offer, api="1.4")
 
 
 def _offer() -> None:
-    extension.offer("attention.dense", "ascend_attention.fused.FusedAttentionBackend")
+    extension.offer("attention.dense", "ascend_attention.dense.FusedAttentionBackend")
     extension.offer("attention.sinks", "ascend_attention.sinks.SinkAttentionBackend")
     extension.offer("attention.encoder", "ascend_attention.encoder.FusedEncoderAttentionBackend")
     extension.offer("attention.vision", "ascend_attention.encoder.FusedMMEncoderAttention")

@@ -1,7 +1,7 @@
-"""Attention of encoders, of text and of images, by npu_fusion_attention: all requests' tokens in one call, without a cache.
+"""Encoder attention of text and multimodal models with npu_fusion_attention: variable-length sequences without a KV cache.
 
-Its limits are those of ``torch_npu/_op_plugin_docs.py``, layout TND: float16, bfloat16 and float32, heads of up to 768, at most
-1024 sequences at a time.
+Limits of the kernel in layout TND (``torch_npu/_op_plugin_docs.py``): float16, bfloat16 and float32, head sizes up to 768, at
+most 1024 sequences per call.
 """
 
 from dataclasses import dataclass
@@ -20,47 +20,51 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-SEQUENCES_AT_ONCE = 1024
-BAND_MASK_SIZE = 2048
-"""Edge of the one mask that sparse_mode 4 wants for lengths of any size."""
+from ascend_attention.metadata import upper_triangle
+
+MAX_SEQUENCES = 1024
+"""Sequences per kernel call."""
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: list[int], scale: float, **seen: Any) -> Any:
-    """Attention of each sequence's tokens to all of its others, ``[tokens, heads, head_size]`` as query.
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: list[int], scale: float, **mask_args: Any
+) -> torch.Tensor:
+    """Compute bidirectional attention within each sequence; returns ``[tokens, heads, head_size]``.
 
     Args:
         query: ``[tokens, heads, head_size]``; key and value have kv_heads.
-        ends: where each sequence's tokens end, on the host.
-        seen: the kernel's arguments that leave keys out.
+        cu_seqlens: cumulative sequence lengths on the host, without the leading 0.
+        mask_args: the kernel's mask arguments.
     """
-    parts, start = [], 0
-    for first in range(0, len(ends), SEQUENCES_AT_ONCE):
-        some = ends[first : first + SEQUENCES_AT_ONCE]
-        own = [end - start for end in some]
-        rows = slice(start, some[-1])
+    outputs, start = [], 0
+    for first in range(0, len(cu_seqlens), MAX_SEQUENCES):
+        chunk = cu_seqlens[first : first + MAX_SEQUENCES]
+        lengths = [end - start for end in chunk]
+        rows = slice(start, chunk[-1])
         tensors = [x[rows].contiguous() for x in (query, key, value)]
-        named = {"scale": scale, "actual_seq_qlen": own, "actual_seq_kvlen": own} | seen
-        parts.append(torch_npu.npu_fusion_attention(*tensors, query.shape[1], "TND", **named)[0])
-        start = some[-1]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        arguments = {"scale": scale, "actual_seq_qlen": lengths, "actual_seq_kvlen": lengths} | mask_args
+        outputs.append(torch_npu.npu_fusion_attention(*tensors, query.shape[1], "TND", **arguments)[0])
+        start = chunk[-1]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 @dataclass
 class FusedEncoderAttentionMetadata(AttentionMetadata):
-    """One step's batch.
+    """Metadata of one step.
 
-    ends: where each request's tokens end, on the host.
-    mask: uint8 ``[2048, 2048]``, 1 above the diagonal.
+    Attributes:
+        cu_seqlens: cumulative sequence lengths on the host, without the leading 0.
+        mask: uint8 ``[2048, 2048]``, 1 above the diagonal.
     """
 
-    ends: list[int]
+    cu_seqlens: list[int]
     mask: torch.Tensor
 
 
 class FusedEncoderAttentionMetadataBuilder(AttentionMetadataBuilder[FusedEncoderAttentionMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.mask = torch.ones(BAND_MASK_SIZE, BAND_MASK_SIZE, dtype=torch.uint8).triu_(1).to(device)
+        self.mask = upper_triangle(torch.uint8, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -69,11 +73,11 @@ class FusedEncoderAttentionMetadataBuilder(AttentionMetadataBuilder[FusedEncoder
         return FusedEncoderAttentionMetadata(common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist(), self.mask)
 
 
-class FusedEncoderAttentionImpl(extension.DenseImpl, AttentionImpl[FusedEncoderAttentionMetadata]):
-    """The computation. A sliding window is to both sides, as ``vllm/v1/attention/backends/flash_attn.py`` has it."""
+class FusedEncoderAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedEncoderAttentionMetadata]):
+    """Fused encoder-only attention. A sliding window extends to both sides (``vllm/v1/attention/backends/flash_attn.py``)."""
 
-    title = "the fused attention of encoders of ascend-attention"
-    serves = frozenset({"a sliding window", "encoder_only attention"})
+    title = "the fused encoder-only attention of ascend-attention"
+    serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_ONLY})
 
     def forward(
         self,
@@ -87,26 +91,26 @@ class FusedEncoderAttentionImpl(extension.DenseImpl, AttentionImpl[FusedEncoderA
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
-            query: ``[tokens, heads, head_size]``; output has its shape and is written.
+            query: ``[tokens, heads, head_size]``; output has the same shape and is written.
             key, value: ``[tokens, kv_heads, head_size]``.
-            attn_metadata: None while vLLM profiles memory; the output is then zero.
+            attn_metadata: None during vLLM's memory profiling run; the output is then zero.
         """
         if attn_metadata is None:
             return output.zero_()
-        seen: dict[str, Any] = {}
+        mask_args: dict[str, Any] = {}
         if self.sliding_window:
-            reach = self.sliding_window - 1
-            seen = {"atten_mask": attn_metadata.mask, "sparse_mode": 4, "pre_tockens": reach, "next_tockens": reach}
-        tokens = attn_metadata.ends[-1]
-        output[:tokens] = attend(query, key, value, attn_metadata.ends, self.scale, **seen)
+            width = self.sliding_window - 1
+            mask_args = {"atten_mask": attn_metadata.mask, "sparse_mode": 4, "pre_tockens": width, "next_tockens": width}
+        num_tokens = attn_metadata.cu_seqlens[-1]
+        output[:num_tokens] = attend(query, key, value, attn_metadata.cu_seqlens, self.scale, **mask_args)
         return output
 
 
-class FusedEncoderAttentionBackend(extension.DenseBackend, AttentionBackend):
-    """What vLLM asks about the fused attention of encoders (``vllm/v1/attention/backend.py``)."""
+class FusedEncoderAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
+    """Fused encoder-only attention backend (``vllm/v1/attention/backend.py``)."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
     impl_cls, builder_cls = FusedEncoderAttentionImpl, FusedEncoderAttentionMetadataBuilder
@@ -115,7 +119,7 @@ class FusedEncoderAttentionBackend(extension.DenseBackend, AttentionBackend):
 
 
 class FusedMMEncoderAttention(MMEncoderAttention):
-    """Attention of the encoders of images and sounds; vLLM's own takes one sequence at a time."""
+    """Attention of vision and audio encoders with all sequences in one call; vLLM's native one loops over them."""
 
     def forward_oot(
         self,
@@ -126,12 +130,13 @@ class FusedMMEncoderAttention(MMEncoderAttention):
         max_seqlen: torch.Tensor | None = None,
         sequence_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query ``[batch, length, heads * head_size]``, or with heads and head_size apart, as key and value, and the output.
+        """Compute attention; query, key, value and the output are ``[batch, length, heads * head_size]``, or 4-dimensional.
 
-        With cu_seqlens, int ``[sequences + 1]``, the tokens of a batch of one are sequences one after another.
+        Args:
+            cu_seqlens: int ``[sequences + 1]``, cumulative lengths of the sequences packed in a batch of one.
         """
         batch, length = query.shape[:2]
         ends = [*range(length, batch * length + 1, length)] if cu_seqlens is None else cu_seqlens[1:].tolist()
-        rows = [x.reshape(-1, heads, self.head_size) for x, heads in ((query, self.num_heads), (key, self.num_kv_heads))]
-        rows.append(value.reshape(-1, self.num_kv_heads, self.head_size))
-        return attend(*rows, ends, self.scale).view(query.shape)
+        kv_shape = (-1, self.num_kv_heads, self.head_size)
+        queries = query.reshape(-1, self.num_heads, self.head_size)
+        return attend(queries, key.reshape(kv_shape), value.reshape(kv_shape), ends, self.scale).view(query.shape)

@@ -1,8 +1,8 @@
 """vLLM's device communicator over HCCL, through torch_npu's process group ``hccl``.
 
-What is inherited from ``DeviceCommunicatorBase`` is one HCCL call already (``all_reduce`` works in place, as its caller in
-``vllm/distributed/parallel_state.py`` allows). Ours are the calls that the base class lacks, and the dispatch and combine of
-experts' tokens, which the base class passes through unchanged: wrong results without an error.
+The methods inherited from ``DeviceCommunicatorBase`` are one HCCL call each (``all_reduce`` works in place, as its caller in
+``vllm/distributed/parallel_state.py`` allows). This class adds the methods that the base class lacks, and MoE dispatch and
+combine, which return their input unchanged in the base class, without an error.
 """
 
 from collections.abc import Mapping
@@ -25,57 +25,59 @@ INHERITED = {
     "recv": "HcclRecv",
     "broadcast": "HcclBroadcast",
     "get_symmetric_memory_buffer": "None: torch_npu has no symmetric memory for HCCL's collectives",
-    "suspend": "nothing: HCCL does not give its buffers back while the group lives",
+    "suspend": "nothing: HCCL does not free its buffers during a group's lifetime",
     "resume": "nothing, as suspend",
     "checkpoint_prepare": "nothing, as suspend",
     "checkpoint_restore": "nothing, as suspend",
 }
-"""The base class's methods that serve as they are, and on what. A test holds this list against the base class."""
+"""Inherited methods and the HCCL calls below them. A test compares this list with the base class."""
 
 Dispatched = tuple[torch.Tensor, ...] | tuple[torch.Tensor | list[torch.Tensor], ...]
 
 
 class HCCLCommunicator(DeviceCommunicatorBase):
-    """Collectives of one of vLLM's groups. All tensors are on this process's NPU; ranks are those within the group."""
+    """Collectives of one of vLLM's groups. Tensors are on this process's NPU; ranks are ranks in the group."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # vLLM gives the local rank's number (parallel_state.py:540), which need not be the device's
+        # vLLM passes the local rank (parallel_state.py:540), which may differ from the device index
         self.device = torch.device("npu", torch.npu.current_device())
-        self._take_options()
+        self._set_options()
         if self.use_all2all:
-            from ascend_communicator.experts import ExpertManager
+            from ascend_communicator.moe.manager import HCCLAll2AllManager
 
             if self.all2all_backend not in (None, "naive", "allgather_reducescatter"):
                 raise ValueError(
-                    f"--all2all-backend {self.all2all_backend} is not for Ascend NPUs; leave it out and choose with "
-                    "ascend.communicator.all2all in --additional-config"
+                    f"--all2all-backend {self.all2all_backend} is not supported on Ascend NPUs; fix: remove it, and select a "
+                    "backend by ascend.communicator.all2all in --additional-config"
                 )
-            self.all2all_manager = ExpertManager(self.cpu_group, self.device_group)
+            assert self.device_group is not None
+            self.all2all_manager = HCCLAll2AllManager(self.cpu_group, self.device_group)
 
-    def _take_options(self) -> None:
-        """Give this group what ``ascend.communicator.groups`` has for it; HCCL's part of a group is made with its first call."""
+    def _set_options(self) -> None:
+        """Set this group's ``ascend.communicator.groups`` options, before its first call creates the HCCL communicator."""
         groups = cast(Mapping[str, Mapping[str, int]], extension.config("communicator").get("groups", {}))
         given = groups.get(self.unique_name.partition(":")[0], {})
         if given:
-            options = self.device_group._get_backend(self.device).options
+            group: Any = self.device_group
+            options = group._get_backend(self.device).options
             options.hccl_config = {**options.hccl_config, **{GROUP_OPTIONS[key][0]: value for key, value in given.items()}}
 
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """The rows of all ranks, one rank's after another's.
+        """Gather rows of all ranks, with a different number of rows per rank.
 
         Args:
-            input_: ``[sizes[rank], ...]``, or several such tensors.
-            dim: 0.
-            sizes: how many rows each rank has; None if all have the same.
+            input_: ``[sizes[rank], ...]``, or a list of such tensors.
+            dim: must be 0.
+            sizes: rows of each rank; None if they are equal.
 
         Returns:
             ``[sum(sizes), ...]`` for each tensor.
 
         Raises:
-            ValueError: another dimension, or sizes that are not this group's.
+            ValueError: another dimension, or sizes that do not match the group.
         """
         if dim:
             raise ValueError(f"all_gatherv along dimension {dim} is not supported; only along 0")
@@ -84,7 +86,7 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         return self._gather_rows(input_, sizes)
 
     def _gather_rows(self, input_: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
-        sizes = self._checked(sizes, len(input_))
+        sizes = self._check_sizes(sizes, len(input_))
         output = input_.new_empty((sum(sizes), *input_.shape[1:]))
         if len(set(sizes)) == 1:
             dist.all_gather_single(output, input_.contiguous(), group=self.device_group)
@@ -93,15 +95,15 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         return output
 
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-        """This rank's part of the sum over all ranks.
+        """Reduce over all ranks and scatter, with a different part size per rank.
 
         Args:
-            input_: one shape on all ranks.
-            dim: the dimension that is divided.
-            sizes: how large each rank's part is; None if all are the same.
+            input_: the same shape on all ranks.
+            dim: the scattered dimension.
+            sizes: part size of each rank along ``dim``; None if they are equal.
 
         Raises:
-            ValueError: sizes that are not this group's, or do not add up to the dimension.
+            ValueError: sizes do not match the group, or do not add up to the dimension.
         """
         rows = input_.movedim(dim, 0).contiguous()
         sizes = self._part_sizes(rows, sizes)
@@ -111,7 +113,7 @@ class HCCLCommunicator(DeviceCommunicatorBase):
     def reduce_scatterv_into_output(
         self, input_: torch.Tensor, output: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> torch.Tensor:
-        """As ``reduce_scatterv``, into ``output``; without a copy if that is contiguous and the dimension is the first."""
+        """As ``reduce_scatterv`` into ``output``; without a copy if it is contiguous and ``dim`` is the first dimension."""
         if dim % input_.dim() or not output.is_contiguous():
             return output.copy_(self.reduce_scatterv(input_, dim, sizes))
         rows = input_.contiguous()
@@ -127,20 +129,20 @@ class HCCLCommunicator(DeviceCommunicatorBase):
     def _part_sizes(self, rows: torch.Tensor, sizes: list[int] | None) -> list[int]:
         if sizes is None and len(rows) % self.world_size:
             raise ValueError(f"{len(rows)} rows are not divisible by {self.world_size} ranks; give sizes")
-        found = self._checked(sizes, len(rows) // self.world_size)
-        if sum(found) != len(rows):
-            raise ValueError(f"sizes {found} are {sum(found)} rows together; the tensor has {len(rows)}")
-        return found
+        part_sizes = self._check_sizes(sizes, len(rows) // self.world_size)
+        if sum(part_sizes) != len(rows):
+            raise ValueError(f"sizes {part_sizes} add up to {sum(part_sizes)} rows; the tensor has {len(rows)}")
+        return part_sizes
 
-    def _checked(self, sizes: list[int] | None, own: int) -> list[int]:
+    def _check_sizes(self, sizes: list[int] | None, own: int) -> list[int]:
         if sizes is None:
             return [own] * self.world_size
         if len(sizes) != self.world_size:
-            raise ValueError(f"{len(sizes)} sizes were given for {self.world_size} ranks")
+            raise ValueError(f"got {len(sizes)} sizes for {self.world_size} ranks")
         return sizes
 
     def batch_isend_irecv(self, p2p_ops: list[dist.P2POp]) -> None:
-        """Carry out sends and receives as one group, which may go both ways between two ranks; returns when they are queued.
+        """Queue sends and receives as one group, also in both directions between two ranks; does not wait for them.
 
         Args:
             p2p_ops: ``torch.distributed.P2POp`` of this group.
@@ -148,12 +150,12 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         for work in dist.batch_isend_irecv(p2p_ops) if p2p_ops else ():
             work.wait()
 
-    # Experts' tokens
+    # MoE dispatch and combine
 
     @property
-    def _experts(self) -> All2AllManagerBase:
+    def _manager(self) -> All2AllManagerBase:
         if self.all2all_manager is None:
-            raise RuntimeError(f"group {self.unique_name} does not carry experts' tokens; vLLM's group 'ep' does")
+            raise RuntimeError(f"group {self.unique_name} has no all2all manager; use vLLM's group 'ep'")
         return self.all2all_manager
 
     def dispatch_router_logits(
@@ -163,8 +165,8 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         is_sequence_parallel: bool = False,
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> Dispatched:
-        """Tokens ``[tokens, hidden]`` and what belongs to them, from the ranks that have them to those that need them."""
-        return self._experts.dispatch_router_logits(hidden_states, router_logits, is_sequence_parallel, extra_tensors)
+        """Dispatch tokens ``[tokens, hidden]`` with router logits and extra tensors to the ranks of their experts."""
+        return self._manager.dispatch_router_logits(hidden_states, router_logits, is_sequence_parallel, extra_tensors)
 
     def dispatch(
         self,
@@ -174,27 +176,27 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         is_sequence_parallel: bool = False,
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> Dispatched:
-        """As ``dispatch_router_logits``, with the chosen experts and their weights ``[tokens, k]`` in place of logits."""
-        return self._experts.dispatch(hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors)
+        """Dispatch tokens with top-k weights and ids ``[tokens, k]`` in place of router logits."""
+        return self._manager.dispatch(hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors)
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
-        """The sum over ranks of what their experts made of this rank's tokens."""
-        return self._experts.combine(hidden_states, is_sequence_parallel)
+        """Combine: sum the expert outputs of all ranks for this rank's tokens."""
+        return self._manager.combine(hidden_states, is_sequence_parallel)
 
     def allocate_combine_input(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sequence_parallel: bool = False
     ) -> torch.Tensor | None:
-        """Memory that ``combine`` can read without a copy, or None if there is none of a special kind."""
-        return self._experts.allocate_combine_input(shape, dtype, device, is_sequence_parallel)
+        """Allocate an input of ``combine`` that needs no copy; None without special memory."""
+        return self._manager.allocate_combine_input(shape, dtype, device, is_sequence_parallel)
 
     def combine_into_output(
         self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
     ) -> torch.Tensor:
         """As ``combine``, into ``output``."""
-        return self._experts.combine_into_output(hidden_states, output, is_sequence_parallel)
+        return self._manager.combine_into_output(hidden_states, output, is_sequence_parallel)
 
     def destroy(self) -> None:
-        """Let go of the experts' manager. The process groups are vLLM's to destroy."""
+        """Destroy the all2all manager. vLLM destroys the process groups."""
         if self.all2all_manager is not None:
             self.all2all_manager.destroy()
             self.all2all_manager = None

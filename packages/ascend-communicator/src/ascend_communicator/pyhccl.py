@@ -1,8 +1,8 @@
-"""HCCL's own functions through ctypes, on a stream of one's choice: the counterpart of vLLM's pynccl.
+"""ctypes bindings of HCCL's functions, on a caller's stream: the counterpart of vLLM's pynccl.
 
-torch.distributed runs collectives on a stream of its own, with events and a watchdog around them. Here a collective is one
-call on the given stream and nothing else, in a capture too. Declarations and numbers are those of Huawei's public API
-reference "HCCL" (each function's page, HcclDataType, HcclReduceOp, HcclRootInfo).
+torch.distributed runs collectives on a stream of its own, with events and a watchdog. Here a collective is one call on the given
+stream, also in graph capture. Declarations and constants are those of Huawei's public API reference "HCCL" (each function's
+page, HcclDataType, HcclReduceOp, HcclRootInfo).
 """
 
 import ctypes
@@ -19,7 +19,7 @@ import torch_npu  # noqa: F401  (torch.npu)
 from torch.distributed import ProcessGroup, ReduceOp
 from vllm.distributed.utils import StatelessProcessGroup
 
-Stream = Any  # torch.npu.Stream or None; torch_npu makes that class as it is imported
+Stream = Any  # torch.npu.Stream or None; the class exists after torch_npu is imported
 
 LIBRARY = "libhccl.so"
 ROOT_INFO_BYTES = 4108
@@ -37,9 +37,9 @@ DTYPES = {
     torch.uint32: 9,
     torch.float64: 10,
     torch.bfloat16: 11,
-    torch.bool: 7,  # to move, as torch_npu does; HCCL adds neither
+    torch.bool: 7,  # for data movement, as in torch_npu; HCCL does not reduce it
 }
-"""HcclDataType of each dtype. Which of them a chip moves, and which it reduces, is HCCL's to say."""
+"""HcclDataType of each dtype. HCCL decides which of them a chip moves and which it reduces."""
 
 OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 """HcclReduceOp of each operation."""
@@ -65,14 +65,14 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class HCCLError(RuntimeError):
-    """A function of HCCL failed; one line with its name, HcclResult and what HCCL says of it."""
+    """A function of HCCL failed; the message has its name, HcclResult and error string in one line."""
 
 
 class HCCLLibrary:
-    """libhccl, found by the linker under its name.
+    """The shared library libhccl.
 
     Args:
-        path: of another library; else the environment variable ``HCCL_SO_PATH``, else ``libhccl.so``.
+        path: library file; defaults to the environment variable ``HCCL_SO_PATH``, then to ``libhccl.so``.
 
     Raises:
         RuntimeError: the library cannot be loaded.
@@ -90,16 +90,16 @@ class HCCLLibrary:
         self._library.HcclGetErrorString.restype = ctypes.c_char_p
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a function by its name.
+        """Call a function by name.
 
         Raises:
-            HCCLError: it failed.
-            RuntimeError: this version of the library does not have it.
+            HCCLError: the call failed.
+            RuntimeError: this version of the library lacks the function.
         """
         try:
             function = getattr(self._library, name)
         except AttributeError:
-            raise RuntimeError(f"{self.path} has no {name}; a newer CANN has") from None
+            raise RuntimeError(f"{self.path} has no {name}; install a newer CANN") from None
         function.argtypes = _FUNCTIONS[name]
         if status := function(*arguments):
             text = (self._library.HcclGetErrorString(status) or b"").decode(errors="replace")
@@ -107,35 +107,35 @@ class HCCLLibrary:
 
 
 def _details() -> str:
-    """What CANN's runtime, which torch_npu has loaded, says of the last failure in this thread."""
-    ask = ctypes.CDLL("libascendcl.so").aclGetRecentErrMsg
-    ask.restype = ctypes.c_char_p
-    text = " ".join((ask() or b"").decode(errors="replace").split())
+    """Error message of CANN's runtime for the last failure in this thread."""
+    get_message = ctypes.CDLL("libascendcl.so").aclGetRecentErrMsg
+    get_message.restype = ctypes.c_char_p
+    text = " ".join((get_message() or b"").decode(errors="replace").split())
     return f": {text}" if text else ""
 
 
 @functools.cache
 def load(path: str | None = None) -> HCCLLibrary:
-    """The library of this path, once per process."""
+    """Load the library of this path, once per process."""
     return HCCLLibrary(path)
 
 
 class PyHcclCommunicator:
-    """HCCL's collectives between the ranks of a group, with the arguments of vLLM's ``PyNcclCommunicator``.
+    """HCCL collectives among the ranks of a group, with the arguments of vLLM's ``PyNcclCommunicator``.
 
-    Every method queues one call on ``stream`` (``torch.npu.Stream``; the current one if None) and returns. The tensors must be
-    contiguous, on this communicator's NPU, and live until the stream is done with them. Each method raises ValueError where they
-    do not fit, RuntimeError after ``destroy``, and HCCLError where HCCL refuses.
+    Every method queues one call on ``stream`` (``torch.npu.Stream``; the current one if None) and returns. Tensors must be
+    contiguous, on this communicator's NPU, and must not be freed before the stream has used them. A method raises ValueError for
+    unsuitable tensors, RuntimeError after ``destroy``, and HCCLError for errors of HCCL.
 
     Args:
-        group: a group without devices (gloo), or vLLM's ``StatelessProcessGroup``, over which the ranks find each other.
+        group: a CPU group (gloo) or vLLM's ``StatelessProcessGroup``, used to exchange HCCL's root information.
         device: the NPU.
-        library_path: of libhccl, see :class:`HCCLLibrary`.
+        library_path: see :class:`HCCLLibrary`.
 
     Raises:
-        ValueError: the group is HCCL's own.
-        RuntimeError: there is no libhccl.
-        HCCLError: HCCL cannot connect the ranks; it waits for them for as long as ``HCCL_CONNECT_TIMEOUT`` says.
+        ValueError: the group's backend is hccl.
+        RuntimeError: libhccl cannot be loaded.
+        HCCLError: HCCL cannot connect the ranks within ``HCCL_CONNECT_TIMEOUT``.
     """
 
     def __init__(
@@ -147,12 +147,13 @@ class PyHcclCommunicator:
         if isinstance(group, StatelessProcessGroup):
             self.rank, self.world_size = group.rank, group.world_size
         elif dist.get_backend(group) == "hccl":
-            raise ValueError("PyHcclCommunicator connects its ranks over a group on the CPU, such as gloo; this one is hccl's")
+            raise ValueError("PyHcclCommunicator needs a CPU group, such as gloo; the group's backend is hccl")
         else:
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._comm: int | None = None
         with torch.npu.device(self.device):
-            torch.npu.current_stream().synchronize()  # the NPU is open; another stream may wait for a rank that is gone
+            # opens the NPU; the device is not synchronized, since another stream may wait for a failed rank
+            torch.npu.current_stream().synchronize()
             if self.rank == 0:
                 self.library.call("HcclGetRootInfo", info.data_ptr())
             if isinstance(group, StatelessProcessGroup):
@@ -170,9 +171,9 @@ class PyHcclCommunicator:
         op: ReduceOp.RedOpType = ReduceOp.SUM,
         stream: Stream = None,
     ) -> torch.Tensor:
-        """The ranks' ``in_tensor`` reduced into ``out_tensor``, which may be the same; without one into a new tensor."""
+        """Reduce ``in_tensor`` of all ranks into ``out_tensor``, which may be ``in_tensor``; into a new tensor if None."""
         out = torch.empty_like(in_tensor) if out_tensor is None else out_tensor
-        self._like(in_tensor, out, in_tensor.numel())
+        self._check_match(in_tensor, out, in_tensor.numel())
         self._run("HcclAllReduce", stream, in_tensor, out, in_tensor.numel(), *self._reduction(in_tensor, op))
         return out
 
@@ -184,14 +185,14 @@ class PyHcclCommunicator:
         op: ReduceOp.RedOpType = ReduceOp.SUM,
         stream: Stream = None,
     ) -> None:
-        """As ``all_reduce``, for rank ``root`` alone; on the others ``output_tensor`` stays as it is."""
-        self._like(input_tensor, output_tensor, input_tensor.numel())
+        """Reduce to rank ``root``; on other ranks ``output_tensor`` is unchanged."""
+        self._check_match(input_tensor, output_tensor, input_tensor.numel())
         kind = self._reduction(input_tensor, op)
         self._run("HcclReduce", stream, input_tensor, output_tensor, input_tensor.numel(), *kind, root)
 
     def all_gather(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, stream: Stream = None) -> None:
-        """The ranks' ``input_tensor`` one after the other into ``output_tensor``, which has as many elements as all."""
-        self._like(input_tensor, output_tensor, input_tensor.numel() * self.world_size)
+        """Concatenate ``input_tensor`` of all ranks into ``output_tensor``."""
+        self._check_match(input_tensor, output_tensor, input_tensor.numel() * self.world_size)
         self._run("HcclAllGather", stream, input_tensor, output_tensor, input_tensor.numel(), self._dtype(input_tensor))
 
     def all_gatherv(
@@ -201,9 +202,9 @@ class PyHcclCommunicator:
         sizes: list[int],
         stream: Stream = None,
     ) -> None:
-        """As ``all_gather`` with ``sizes[rank]`` rows of each rank."""
+        """All-gather with ``sizes[rank]`` rows of each rank."""
         counts, starts = self._rows(sizes, output_tensor)
-        self._like(output_tensor, input_tensor, counts[self.rank])
+        self._check_match(output_tensor, input_tensor, counts[self.rank])
         kind = self._dtype(input_tensor)
         self._run("HcclAllGatherV", stream, input_tensor, input_tensor.numel(), output_tensor, counts, starts, kind)
 
@@ -214,8 +215,8 @@ class PyHcclCommunicator:
         op: ReduceOp.RedOpType = ReduceOp.SUM,
         stream: Stream = None,
     ) -> None:
-        """The ranks' ``input_tensor`` reduced, of which each gets an equal part into ``output_tensor``."""
-        self._like(output_tensor, input_tensor, output_tensor.numel() * self.world_size)
+        """Reduce ``input_tensor`` of all ranks and scatter equal parts into ``output_tensor``."""
+        self._check_match(output_tensor, input_tensor, output_tensor.numel() * self.world_size)
         kind = self._reduction(input_tensor, op)
         self._run("HcclReduceScatter", stream, input_tensor, output_tensor, output_tensor.numel(), *kind)
 
@@ -227,14 +228,14 @@ class PyHcclCommunicator:
         op: ReduceOp.RedOpType = ReduceOp.SUM,
         stream: Stream = None,
     ) -> None:
-        """As ``reduce_scatter`` with ``sizes[rank]`` rows for each rank."""
+        """Reduce-scatter with ``sizes[rank]`` rows for each rank."""
         counts, starts = self._rows(sizes, input_tensor)
-        self._like(input_tensor, output_tensor, counts[self.rank])
+        self._check_match(input_tensor, output_tensor, counts[self.rank])
         kind = self._reduction(input_tensor, op)
         self._run("HcclReduceScatterV", stream, input_tensor, counts, starts, output_tensor, output_tensor.numel(), *kind)
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Stream = None) -> None:
-        """Rank ``src``'s ``tensor`` into that of all ranks."""
+        """Broadcast ``tensor`` from rank ``src``."""
         self._run("HcclBroadcast", stream, tensor, tensor.numel(), self._dtype(tensor), src)
 
     def all_to_all(
@@ -245,32 +246,32 @@ class PyHcclCommunicator:
         input_sizes: list[int],
         stream: Stream = None,
     ) -> None:
-        """``input_sizes[i]`` rows of ``input_tensor`` to rank i, and ``output_sizes[i]`` rows of ``output_tensor`` from it."""
+        """All-to-all: send ``input_sizes[i]`` rows to rank i, and receive ``output_sizes[i]`` rows from it."""
         sent, received = self._rows(input_sizes, input_tensor), self._rows(output_sizes, output_tensor)
-        self._like(input_tensor, output_tensor, output_tensor.numel())
+        self._check_match(input_tensor, output_tensor, output_tensor.numel())
         kind = self._dtype(input_tensor)
         self._run("HcclAlltoAllV", stream, input_tensor, *sent, kind, output_tensor, *received, kind)
 
     def send(self, tensor: torch.Tensor, dst: int, stream: Stream = None) -> None:
-        """``tensor`` to rank ``dst``, which calls ``recv``."""
+        """Send ``tensor`` to rank ``dst``."""
         self._run("HcclSend", stream, tensor, tensor.numel(), self._dtype(tensor), dst)
 
     def recv(self, tensor: torch.Tensor, src: int, stream: Stream = None) -> None:
-        """What rank ``src`` sends, into ``tensor``."""
+        """Receive ``tensor`` from rank ``src``."""
         self._run("HcclRecv", stream, tensor, tensor.numel(), self._dtype(tensor), src)
 
     def group_start(self) -> None:
-        """Hold this thread's calls back until ``group_end``, to be carried out together: sends both ways, for example."""
+        """Start a group: calls of this thread are queued together at ``group_end``, for example sends in both directions."""
         self._open()
         self.library.call("HcclGroupStart")
 
     def group_end(self) -> None:
-        """Carry out what has been called since ``group_start``."""
+        """Queue the calls since ``group_start``."""
         self.library.call("HcclGroupEnd")
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """``group_start`` and ``group_end`` around a block."""
+        """Context manager of ``group_start`` and ``group_end``."""
         self.group_start()
         try:
             yield
@@ -278,7 +279,7 @@ class PyHcclCommunicator:
             self.group_end()
 
     def destroy(self) -> None:
-        """End the communicator once the NPU is done with it; a second call does nothing. Graphs that captured it are void."""
+        """Destroy the communicator after the NPU has finished; idempotent. Graphs that captured it become invalid."""
         comm, self._comm = self._comm, None
         if comm is not None:
             with torch.npu.device(self.device):
@@ -287,7 +288,7 @@ class PyHcclCommunicator:
 
     def _open(self) -> int:
         if self._comm is None:
-            raise RuntimeError("this PyHcclCommunicator was destroyed; make another")
+            raise RuntimeError("this PyHcclCommunicator has been destroyed; create another")
         return self._comm
 
     def _run(self, name: str, stream: Stream, *arguments: Any) -> None:
@@ -295,10 +296,10 @@ class PyHcclCommunicator:
         for each in arguments:
             if isinstance(each, torch.Tensor):
                 if each.device != self.device:
-                    raise ValueError(f"this PyHcclCommunicator is of {self.device}; a tensor is on {each.device}")
+                    raise ValueError(f"this PyHcclCommunicator is on {self.device}; a tensor is on {each.device}")
                 if not each.is_contiguous():
-                    raise ValueError(f"HCCL takes contiguous tensors; {list(each.shape)} has strides {each.stride()}")
-        # To read a stream's handle empties torch_npu's queue, in which the operators may still be that write the tensors.
+                    raise ValueError(f"HCCL needs contiguous tensors; {list(each.shape)} has strides {each.stride()}")
+        # reading the handle flushes torch_npu's task queue, which may still hold the operators that write the tensors
         handle = (torch.npu.current_stream(self.device) if stream is None else stream).npu_stream
         plain = (each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments)
         self.library.call(name, *plain, comm, handle)
@@ -307,24 +308,24 @@ class PyHcclCommunicator:
     def _dtype(tensor: torch.Tensor) -> int:
         if tensor.dtype not in DTYPES:
             names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
-            raise ValueError(f"HCCL does not take {str(tensor.dtype).removeprefix('torch.')}; it takes {names}")
+            raise ValueError(f"HCCL does not support {str(tensor.dtype).removeprefix('torch.')}; supported: {names}")
         return DTYPES[tensor.dtype]
 
     def _reduction(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> tuple[int, int]:
         if op not in OPERATIONS:
-            raise ValueError(f"HCCL does not reduce by {op}; it takes SUM, PRODUCT, MAX and MIN")
+            raise ValueError(f"HCCL does not support reduction by {op}; supported: SUM, PRODUCT, MAX, MIN")
         return self._dtype(tensor), OPERATIONS[op]
 
     @staticmethod
-    def _like(tensor: torch.Tensor, other: torch.Tensor, elements: int) -> None:
+    def _check_match(tensor: torch.Tensor, other: torch.Tensor, elements: int) -> None:
         if other.dtype != tensor.dtype or other.numel() != elements:
-            raise ValueError(f"{elements} elements of {tensor.dtype} are needed; found {other.numel()} of {other.dtype}")
+            raise ValueError(f"expected {elements} elements of {tensor.dtype}; found {other.numel()} of {other.dtype}")
 
     def _rows(self, sizes: list[int], tensor: torch.Tensor) -> tuple[Any, Any]:
-        """Elements of each rank's rows of a tensor and where they begin, as C arrays of uint64."""
+        """Element counts and offsets of each rank's rows of a tensor, as C arrays of uint64."""
         if len(sizes) != self.world_size or sum(sizes) != len(tensor):
             raise ValueError(
-                f"sizes {sizes} are {len(sizes)} and {sum(sizes)} rows together; there are {self.world_size} ranks and "
+                f"sizes {sizes} are for {len(sizes)} ranks and {sum(sizes)} rows; expected {self.world_size} ranks and "
                 f"{len(tensor)} rows"
             )
         width, array = tensor[:1].numel() if len(tensor) else 0, ctypes.c_uint64 * self.world_size

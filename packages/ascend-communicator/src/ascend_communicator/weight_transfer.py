@@ -1,8 +1,8 @@
-"""New weights from a trainer into running engines, broadcast by HCCL: vLLM's weight-transfer backend ``hccl``.
+"""Weight transfer from a trainer to running engines by HCCL broadcast: vLLM's weight-transfer backend ``hccl``.
 
-As vLLM's ``nccl`` backend (``vllm/distributed/weight_transfer/nccl_engine.py``), whose information it takes and whose life
-cycle it has: the trainer is rank 0 of a group of its own with all workers. Parameters travel in buffers of
-``packed_buffer_size_bytes``, or one by one without ``packed``.
+It has the interface and life cycle of vLLM's ``nccl`` backend (``vllm/distributed/weight_transfer/nccl_engine.py``): the trainer
+is rank 0 of a separate group with all workers. Parameters are sent in buffers of ``packed_buffer_size_bytes``, or one by one
+without ``packed``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from vllm.config import ParallelConfig
 from vllm.distributed.utils import StatelessProcessGroup
-from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, VLLMWeightSyncClient, WeightSource
+from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClient, WeightSource
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerInitInfo,
@@ -26,38 +26,38 @@ from ascend_communicator.pyhccl import PyHcclCommunicator
 
 
 def connect(address: str, port: int, rank: int, world_size: int) -> PyHcclCommunicator:
-    """Join the trainer's group on the current NPU; the ranks meet at rank 0's address and port."""
+    """Join the trainer's group on the current NPU, through a store at rank 0's address and port."""
     group = StatelessProcessGroup.create(host=address, port=port, rank=rank, world_size=world_size)
     return PyHcclCommunicator(group, torch.npu.current_device())
 
 
-def buffers(meta: Sequence[ParamMeta], most: int) -> Iterator[list[ParamMeta]]:
-    """Parameters in groups of at most this many bytes, or one alone, in their order: alike on both sides."""
+def bucketize(meta: Sequence[ParamMeta], max_bytes: int) -> Iterator[list[ParamMeta]]:
+    """Group parameters in order into buckets of at most ``max_bytes``, or of one parameter; the same on both sides."""
     group: list[ParamMeta] = []
     size = 0
     for each in meta:
-        if group and size + nbytes(each) > most:
+        if group and size + aligned_nbytes(each) > max_bytes:
             yield group
             group, size = [], 0
         group.append(each)
-        size += nbytes(each)
+        size += aligned_nbytes(each)
     if group:
         yield group
 
 
-def nbytes(meta: ParamMeta) -> int:
-    """Bytes of a parameter in a buffer, in which each begins at a multiple of 16."""
+def aligned_nbytes(meta: ParamMeta) -> int:
+    """Bytes of a parameter in a buffer, aligned to 16."""
     return -(-torch.Size(meta.shape).numel() * meta.dtype.itemsize // 16) * 16
 
 
 class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
-    """The worker's side."""
+    """Receiver in a worker."""
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Join the trainer's group.
 
         Raises:
-            ValueError: the trainer sent an id of NCCL's instead of an address.
+            ValueError: the trainer sent an NCCL unique id instead of an address.
         """
         if init_info.master_address is None or init_info.master_port is None:
             raise ValueError("the weight-transfer backend hccl needs master_address and master_port, not nccl_unique_id_b64")
@@ -66,82 +66,83 @@ class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
         self.model_update_group: Any = connect(init_info.master_address, init_info.master_port, rank, init_info.world_size)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive what the trainer sends, and load it.
+        """Receive parameters from the trainer and load them.
 
         Raises:
-            RuntimeError: ``init_transfer_engine`` did not come before.
+            RuntimeError: ``init_transfer_engine`` has not been called.
         """
         if self.model_update_group is None:
-            raise RuntimeError("weights can be received once init_weight_transfer_engine has been called")
+            raise RuntimeError("no weight transfer group; call init_weight_transfer_engine first")
         named = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         meta = [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
-        for group in buffers(meta, self.packed_buffer_size_bytes if self.packed else 0):
-            buffer = torch.empty(sum(map(nbytes, group)), dtype=torch.uint8, device=self.device)
+        for group in bucketize(meta, self.packed_buffer_size_bytes if self.packed else 0):
+            buffer = torch.empty(sum(map(aligned_nbytes, group)), dtype=torch.uint8, device=self.device)
             self.model_update_group.broadcast(buffer, 0)
-            self.model.load_weights([(each.name, part) for each, part in zip(group, parts(buffer, group), strict=True)])
+            model: Any = self.model  # each of vLLM's models has load_weights, torch's Module does not
+            model.load_weights([(each.name, part) for each, part in zip(group, unpack(buffer, group), strict=True)])
 
 
 def rank_of_worker(parallel: ParallelConfig) -> int:
-    """Among the workers of all data-parallel engines."""
+    """Rank among the workers of all data-parallel engines."""
     return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
 
-def parts(buffer: torch.Tensor, group: list[ParamMeta]) -> Iterator[torch.Tensor]:
-    """The parameters of a buffer, as views."""
-    begin = 0
+def unpack(buffer: torch.Tensor, group: list[ParamMeta]) -> Iterator[torch.Tensor]:
+    """Return views of the parameters in a buffer."""
+    offset = 0
     for each in group:
         size = torch.Size(each.shape).numel() * each.dtype.itemsize
-        yield buffer[begin : begin + size].view(each.dtype).view(each.shape)
-        begin += nbytes(each)
+        yield buffer[offset : offset + size].view(each.dtype).view(each.shape)
+        offset += aligned_nbytes(each)
 
 
 @dataclass
 class HCCLTrainerInitInfo(NCCLTrainerInitInfo):
-    """What a trainer gives: ``rank`` of its own ranks, 0 of which sends; the address where it and the workers meet, and how many
-    those are with it (``world_size``)."""
+    """Trainer configuration: ``rank`` among the trainer's ranks, of which 0 sends, the group's address and its ``world_size``."""
 
     backend: ClassVar[str] = "hccl"
 
 
 class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
-    """The trainer's side: ``trainer_init``, then ``send_weights`` after each step."""
+    """Sender in the trainer: call ``trainer_init``, then ``send_weights`` after each training step."""
 
-    init_info_cls: type[TrainerInitInfo] = HCCLTrainerInitInfo
+    init_info_cls = HCCLTrainerInitInfo
+    model_update_group: Any  # PyHcclCommunicator, which has the methods of vLLM's PyNcclCommunicator
 
     @classmethod
     def trainer_init(
         cls, init_info: NCCLTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
-        """Meet the workers, which ``client`` tells to come.
+        """Create the group with the workers, which are notified through ``client``.
 
         Raises:
-            ValueError: there is no source.
+            ValueError: ``source`` is missing.
         """
         if source is None:
-            raise ValueError("weights are sent from a source, such as vLLM's ModuleSource(model)")
-        wire = {"packed": init_info.packed, "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes}
+            raise ValueError("trainer_init needs a source, such as vLLM's ModuleSource(model)")
+        wire: dict[str, Any] = {"packed": init_info.packed, "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes}
         engine = cls(client=client, source=source, is_sender=init_info.is_sender, **wire)
         if engine.is_sender:
-            where = {"master_address": init_info.master_address, "master_port": init_info.master_port}
+            where: dict[str, Any] = {"master_address": init_info.master_address, "master_port": init_info.master_port}
             theirs = NCCLWeightTransferInitInfo(rank_offset=1, world_size=init_info.world_size, **where, **wire)
-            with ThreadPoolExecutor(max_workers=1) as thread:  # the workers wait in the call for this rank
-                told = thread.submit(client.init_weight_transfer_engine, worker_init_payload(theirs))
+            with ThreadPoolExecutor(max_workers=1) as thread:  # the call returns once this rank has joined
+                request = thread.submit(client.init_weight_transfer_engine, worker_init_payload(theirs))
                 engine.model_update_group = connect(init_info.master_address, init_info.master_port, 0, init_info.world_size)
-                told.result()
+                request.result()
         return engine
 
     def _broadcast(self, source: WeightSource, meta: list[ParamMeta]) -> None:
         if not self.is_sender:
-            for _ in source:  # which may be a collective of the trainer's ranks
+            for _ in source:  # iterating may be a collective of the trainer's ranks
                 pass
             return
         pairs = self._checked_iter(source, meta)
-        for group in buffers(meta, self.packed_buffer_size_bytes if self.packed else 0):
-            buffer = torch.empty(sum(map(nbytes, group)), dtype=torch.uint8, device="npu")
-            for part in parts(buffer, group):
+        for group in bucketize(meta, self.packed_buffer_size_bytes if self.packed else 0):
+            buffer = torch.empty(sum(map(aligned_nbytes, group)), dtype=torch.uint8, device="npu")
+            for part in unpack(buffer, group):
                 part.copy_(next(pairs)[1])
             self.model_update_group.broadcast(buffer, 0)
-        next(pairs, None)  # whether the source had more than it said
+        next(pairs, None)  # raises if the source has more parameters than announced
 
     def _post_send_sync(self) -> None:
         torch.npu.current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""Buffers that a transport can reach: a rank packs into them, and reads into them. The KV cache itself is never registered."""
+"""Staging buffers: registered memory that a rank packs KV cache into and reads into. The KV cache itself is never registered."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 from ascend_kv_connector.transport import Transport
 
 
-def allocate(transport: Transport, size: int, device: torch.device) -> torch.Tensor:
-    """``size`` bytes, uint8, registered: on the device if the transport reaches its memory, else on the host and pinned."""
+def allocate_buffer(transport: Transport, size: int, device: torch.device) -> torch.Tensor:
+    """Allocate and register ``size`` bytes, uint8: on the device if the transport reads device memory, otherwise pinned on the
+    host."""
     where = device if transport.on_device else torch.device("cpu")
     buffer = torch.empty(size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type)
     transport.register(buffer)
@@ -23,48 +24,48 @@ def allocate(transport: Transport, size: int, device: torch.device) -> torch.Ten
 
 
 def checksum(data: torch.Tensor) -> int:
-    """CRC-32 of uint8 ``[bytes]``; of device memory by a copy to the host."""
+    """CRC-32 of uint8 ``[bytes]``; device memory is copied to the host."""
     return zlib.crc32(data.cpu().numpy().data)
 
 
 class Loan(NamedTuple):
-    """A buffer that is a reader's, of one request, until ``until``. ``ticket`` tells it from earlier loans of the same buffer."""
+    """A buffer lent to a reader of a request until ``until``. ``ticket`` distinguishes it from earlier loans of the buffer."""
 
     owner: tuple[str, str]
     until: float
     ticket: int
 
 
-class Slots:
-    """The buffers that a rank sends from: lent to a reader for a while, and taken back when it says so or the while is over."""
+class SendBuffers:
+    """Buffers that a rank sends from: lent to a reader for a limited time, until it releases them."""
 
     def __init__(self, buffers: list[torch.Tensor], clock: Callable[[], float] = monotonic) -> None:
         self.buffers = buffers
         self._clock = clock
         self._lock = threading.Lock()
-        self._lent: dict[int, Loan] = {}
+        self._loans: dict[int, Loan] = {}
         self._tickets = itertools.count()
 
-    def take(self, request: str, reader: str, seconds: float) -> tuple[int, torch.Tensor] | None:
-        """A ticket and the buffer that is now this reader's, or None while all are lent."""
+    def acquire(self, request: str, reader: str, seconds: float) -> tuple[int, torch.Tensor] | None:
+        """Lend a buffer to this reader: ticket and buffer, or None if all are in use."""
         with self._lock:
             now = self._clock()
             for index, buffer in enumerate(self.buffers):
-                if index not in self._lent or self._lent[index].until <= now:
-                    loan = self._lent[index] = Loan((request, reader), now + seconds, next(self._tickets))
+                if index not in self._loans or self._loans[index].until <= now:
+                    loan = self._loans[index] = Loan((request, reader), now + seconds, next(self._tickets))
                     return loan.ticket, buffer
         return None
 
-    def give_back(self, request: str, reader: str, tickets: list[int] | None = None) -> None:
-        """Take back what this reader has by these tickets, or all that it has of the request."""
+    def release(self, request: str, reader: str, tickets: list[int] | None = None) -> None:
+        """Take back the buffers of these tickets, or all that the reader has of the request."""
         with self._lock:
-            for index, loan in list(self._lent.items()):
+            for index, loan in list(self._loans.items()):
                 if loan.owner == (request, reader) and (tickets is None or loan.ticket in tickets):
-                    del self._lent[index]
+                    del self._loans[index]
 
     @property
-    def lent(self) -> int:
-        """How many readers have."""
+    def in_use(self) -> int:
+        """Number of buffers lent to readers."""
         with self._lock:
             now = self._clock()
-            return sum(loan.until > now for loan in self._lent.values())
+            return sum(loan.until > now for loan in self._loans.values())

@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config`` may hold for the connectors of this wheel."""
+"""Options of AscendP2PConnector in ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 
 from ascend_platform import extension
 
-IGNORED = ("prefill", "decode", "use_ascend_direct")
-"""Keys of vllm-ascend's connectors that say what ranks of this one tell each other; they are left unread."""
+IGNORED_KEYS = ("prefill", "decode", "use_ascend_direct")
+"""Options of vllm-ascend's connectors for facts that ranks exchange in the handshake here; ignored."""
 
 Kind = TypeVar("Kind")
 
 MODES = ("pull", "push")
-"""What is done with a request that does not say where its prompt is: computed here, or asked for at the metaserver."""
+"""How to serve a request that names no source for its prompt: prefill it here (pull), or ask the metaserver for it (push)."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The keys and their defaults; the README explains them. Times are in seconds."""
+    """Options and their defaults, documented in docs/kv-connector.md. Times are in seconds."""
 
     transport: str = "mooncake"
     protocol: str = "tcp"
@@ -41,27 +41,27 @@ class Options:
         return self.chunk_mib << 20
 
     @classmethod
-    def take(cls, given: Mapping[str, object]) -> Options:
-        """Check what the user gave.
+    def from_config(cls, given: Mapping[str, object]) -> Options:
+        """Validate ``kv_connector_extra_config``.
 
         Raises:
-            RefusedError: an unknown key, with the nearest known one, or a value that cannot be, in one line.
+            RefusedError: an unknown key, with the closest known one, or an invalid value, in one line.
         """
-        options = take(cls, given, IGNORED)
+        options = parse_options(cls, given, IGNORED_KEYS)
         if options.mode not in MODES:
-            raise extension.RefusedError(f"kv_connector_extra_config.mode is {options.mode!r}; it can be {' or '.join(MODES)}")
+            raise extension.RefusedError(f"kv_connector_extra_config.mode is {options.mode!r}; it must be {' or '.join(MODES)}")
         if options.metaserver and options.mode != "push":
-            raise extension.RefusedError("kv_connector_extra_config.metaserver is of mode push; give mode push, or leave it out")
+            raise extension.RefusedError("kv_connector_extra_config.metaserver needs mode push; set mode to push")
         if options.metaserver and not options.metaserver.startswith(("http://", "https://")):
-            raise extension.RefusedError(f"kv_connector_extra_config.metaserver is {options.metaserver!r}; it can be an http URL")
+            raise extension.RefusedError(f"kv_connector_extra_config.metaserver is {options.metaserver!r}; it must be a URL")
         return options
 
 
-def take(kind: type[Kind], given: Mapping[str, object], ignored: Collection[str], title: str = "") -> Kind:
-    """A dataclass of options, of what the user gave; ``title`` begins the line that refuses.
+def parse_options(kind: type[Kind], given: Mapping[str, object], ignored: Collection[str], title: str = "") -> Kind:
+    """Parse user options into a dataclass; ``title`` is the prefix of error messages.
 
     Raises:
-        RefusedError: an unknown key, with the nearest known one, or a value of another kind than the field's, in one line.
+        RefusedError: an unknown key, with the closest known one, or a value of the wrong type, in one line.
     """
     values = {key: value for key, value in given.items() if key not in ignored}
     known = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
@@ -70,30 +70,30 @@ def take(kind: type[Kind], given: Mapping[str, object], ignored: Collection[str]
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise extension.RefusedError(f"{title}kv_connector_extra_config has no key {key!r}; {hint}")
-        if wanted := _unfit(value, known[key]):
-            raise extension.RefusedError(f"{title}kv_connector_extra_config.{key} is {value!r}; it can be {wanted}")
+        if wanted := _expected(value, known[key]):
+            raise extension.RefusedError(f"{title}kv_connector_extra_config.{key} is {value!r}; it must be {wanted}")
     return kind(**values)
 
 
-def _unfit(value: object, kind: str) -> str:
-    """What it should be, or nothing if it is of this annotated kind."""
+def _expected(value: object, kind: str) -> str:
+    """The expected value as text, or "" if the value has the annotated type."""
     if kind.startswith("bool"):
         return "" if isinstance(value, bool) else "true or false"
     if kind.startswith("int"):
-        return "" if type(value) is int and value > 0 else "a whole number above 0"
+        return "" if type(value) is int and value > 0 else "a positive integer"
     if kind.startswith("float"):
-        return "" if type(value) in (int, float) and value > 0 else "a number of seconds above 0"  # type: ignore[operator]
+        return "" if type(value) in (int, float) and value > 0 else "a positive number of seconds"  # type: ignore[operator]
     if "list" in kind:
         names = [value] if isinstance(value, str) else value
         return "" if isinstance(names, list) and all(isinstance(name, str) for name in names) else "a name or a list of names"
     return "" if isinstance(value, str) else "a string"
 
 
-def windows_of(name: str, groups: list[Any]) -> tuple[int, ...]:
-    """Of each group of layers, a KVCacheGroupSpec of vLLM's, how many tokens it keeps; 0 for all.
+def sliding_windows(name: str, groups: list[Any]) -> tuple[int, ...]:
+    """Tokens that each KV cache group (vLLM's KVCacheGroupSpec) retains; 0 means all.
 
     Raises:
-        RefusedError: another kind of KV cache than of full attention and of windows, or blocks of several sizes, in one line.
+        RefusedError: KV caches other than full attention and sliding window, or several block sizes, in one line.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, iter_layer_specs
 
@@ -102,10 +102,10 @@ def windows_of(name: str, groups: list[Any]) -> tuple[int, ...]:
     sizes = sorted({spec.block_size for group in specs for spec in group})
     if not {*kinds} <= {FullAttentionSpec.__name__, SlidingWindowSpec.__name__} or len(sizes) > 1:
         raise extension.RefusedError(
-            f"{name} serves KV caches of full attention and of windows, with blocks of one size; the model has "
-            f"{', '.join(kinds)} with blocks of {', '.join(map(str, sizes))} tokens; serve it without this connector"
+            f"{name} supports KV caches of full and sliding-window attention with one block size; the model has "
+            f"{', '.join(kinds)} with blocks of {', '.join(map(str, sizes))} tokens; remove the connector"
         )
-    firsts = [group[0] for group in specs]  # a group's are all alike (vllm/v1/kv_cache_interface.py, UniformTypeKVCacheSpecs)
+    firsts = [group[0] for group in specs]  # a group's specs are equal (vllm/v1/kv_cache_interface.py, UniformTypeKVCacheSpecs)
     return tuple(
         first.sliding_window + getattr(first, "extra_retained_tokens", 0) if type(first) is SlidingWindowSpec else 0
         for first in firsts

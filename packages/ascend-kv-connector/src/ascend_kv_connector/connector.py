@@ -1,4 +1,4 @@
-"""``AscendP2PConnector``, as vLLM's scheduler and workers call it; each call goes to one of the two parts."""
+"""``AscendP2PConnector``: vLLM's connector interface, forwarded to the scheduler or the worker side."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ascend_kv_connector import keys, transport
-from ascend_kv_connector.config import Options, windows_of
+from ascend_kv_connector import auth, transport
+from ascend_kv_connector.config import Options, sliding_windows
 from ascend_kv_connector.metrics import TransferMetrics, TransferStats
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata, P2PScheduler
 from ascend_kv_connector.worker import P2PWorker
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # vLLM 0.31 does not ask
+except ImportError:  # not in vLLM 0.31
     CacheHitSource = None  # type: ignore[assignment, misc]
 
 
 class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV cache from an instance that computes prompts to one that goes on with them."""
+    """Transfers KV cache from prefill instances to decode instances."""
 
     if CacheHitSource is not None:
         _cache_hit_source = CacheHitSource.P2P
@@ -35,23 +35,23 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def check_config(cls, vllm_config: Any) -> None:
-        """Asked by the platform before anything starts.
+        """Validate the configuration; the platform calls it before anything starts.
 
         Raises:
-            RefusedError: what cannot be served, in one line.
+            RefusedError: an unsupported configuration, in one line.
         """
-        options = Options.take(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        options = Options.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         transport.check(options.transport)
-        keys.secret(options.secret_file)
+        auth.read_secret(options.secret_file)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
-            raise extension.RefusedError("AscendP2PConnector does not serve decode context parallelism; leave one of the two out")
+            raise extension.RefusedError("AscendP2PConnector does not support decode context parallelism; remove one of the two")
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
-        windows = windows_of("AscendP2PConnector", groups)
+        windows = sliding_windows("AscendP2PConnector", groups)
         transfer = self._kv_transfer_config
-        self._options = Options.take(transfer.kv_connector_extra_config)
+        self._options = Options.from_config(transfer.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = P2PScheduler(
                 str(transfer.engine_id),
@@ -65,10 +65,10 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = P2PWorker(vllm_config, groups, self._options)
 
-    # In the scheduler
+    # Scheduler side
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Endpoint]) -> None:
-        self._scheduler.take_endpoints(metadata)
+        self._scheduler.set_endpoints(metadata)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -80,7 +80,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.take_finished(connector_output.finished_recving or ())
+        self._scheduler.update_finished_loads(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, block_ids)
@@ -88,7 +88,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, [block for table in block_ids for block in table])
 
-    # In a worker
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker.register_kv_caches(kv_caches)
@@ -103,16 +103,16 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, P2PMetadata)
-        self._worker.start(metadata)
+        self._worker.start_transfers(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs here only when all its layers are there."""
+        """No-op: a request is scheduled only after all its layers are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        self._worker.layer_is_enqueued(layer_name)
+        self._worker.save_kv_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: blocks that are still to be read are kept."""
+        """No wait: blocks that consumers still read are kept."""
         self._worker.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

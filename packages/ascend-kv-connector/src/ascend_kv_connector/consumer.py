@@ -1,4 +1,4 @@
-"""A consumer's rank: threads that fetch requests' tokens from a producer's ranks and put them into the blocks that wait."""
+"""Consumer side of a rank: threads that fetch tokens of requests from a producer's ranks and unpack them into local blocks."""
 
 from __future__ import annotations
 
@@ -15,33 +15,45 @@ import zmq
 from msgspec.structs import replace
 
 from ascend_kv_connector import protocol
-from ascend_kv_connector.buffers import allocate, checksum
-from ascend_kv_connector.cache import PagedCache, Share, plan
+from ascend_kv_connector.auth import CurveKeys
+from ascend_kv_connector.buffers import allocate_buffer, checksum
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.control import Caller, ControlServer
-from ascend_kv_connector.errors import REST, TransferError
-from ascend_kv_connector.keys import Keys
-from ascend_kv_connector.protocol import Announce, Answer, Cache, Chunk, Dropped, Fetch, Hello, Noted, Question, Refused, Release
+from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError
+from ascend_kv_connector.paged_cache import FetchPlan, PagedCache, plan_fetches
+from ascend_kv_connector.protocol import (
+    Ack,
+    CacheInfo,
+    Chunk,
+    Fetch,
+    Handshake,
+    PrefillCancelled,
+    PrefillStarted,
+    Query,
+    Refused,
+    Release,
+    Reply,
+)
+from ascend_kv_connector.rpc import RpcClient, RpcServer
 from ascend_kv_connector.transfers import Done, Failed, Source, Transfer
 from ascend_kv_connector.transport import Transport
 
-EAGER = 0.005
-"""The longest pause, in seconds, before a prompt that is being computed is asked for anew."""
+MAX_LAYERWISE_POLL = 0.005
+"""Longest pause in seconds between fetches of a prompt that is being computed."""
 
-REMEMBERED = 4096
-"""Announcements that came before the request they are for, and requests that ended before their announcement."""
+MAX_REMEMBERED = 4096
+"""Notifications received before their request, and requests that ended before their notification."""
 
-WHOLE = -1
-"""Among the places of what has landed: the transfer itself, where nothing counts before all is there."""
+WHOLE_TRANSFER = -1
+"""Key in ``written_until`` for the transfer as a whole, where partial results do not count."""
 
-STUCK = 16
-"""Threads that may wait for reads that do not return; with more of them no transfer is taken any more."""
+MAX_STUCK_THREADS = 16
+"""Threads that may be stuck in reads; beyond that, stuck threads are not replaced."""
 
 
 class Consumer:
-    """One rank, number ``rank`` of ``ranks`` of its instance.
+    """Rank ``rank`` of ``ranks`` of a consumer instance.
 
-    ``queue()`` is entered around all work on the device, in the fetching threads; at its end that work is done.
+    ``stream_context()`` is entered around all device work, in the fetch threads; on exit that work has completed.
     """
 
     def __init__(
@@ -53,372 +65,383 @@ class Consumer:
         model: str,
         rank: int = 0,
         ranks: int = 1,
-        device_queue: Callable[[], AbstractContextManager] = nullcontext,
+        stream_context: Callable[[], AbstractContextManager] = nullcontext,
         host: str = "127.0.0.1",
         port: int = 0,
-        keys: Keys | None = None,
+        keys: CurveKeys | None = None,
     ) -> None:
         self.cache, self.transport, self.options = cache, transport, options
         self.model, self.rank, self.ranks, self.reader = model, rank, ranks, f"{engine}/{rank}"
-        self.device_queue, self.keys = device_queue, keys
+        self.stream_context, self.keys = stream_context, keys
         self.context = zmq.Context()
-        self.waiting: queue.SimpleQueue[Transfer | Source | None] = queue.SimpleQueue()
-        self._open: dict[str, Transfer] = {}
-        self._resting: list[tuple[float, torch.Tensor]] = []
+        self.work_queue: queue.SimpleQueue[Transfer | Source | None] = queue.SimpleQueue()
+        self._transfers: dict[str, Transfer] = {}
+        self._quarantined: list[tuple[float, torch.Tensor]] = []
         self._lock = threading.Lock()
-        self._lanes = [Lane(self) for _ in range(options.lanes)]
-        self._stuck: list[Lane] = []
+        self._threads = [FetchThread(self) for _ in range(options.lanes)]
+        self._stuck: list[FetchThread] = []
         self._announced: OrderedDict[str, Source] = OrderedDict()
         self._unannounced: OrderedDict[str, None] = OrderedDict()
-        self.server = ControlServer(self.answer, host, port, keys)
+        self.server = RpcServer(self.answer, host, port, keys)
 
     def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int) -> None:
-        """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`take` tells how it ends.
+        """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`get_finished` reports the outcome.
 
-        Without a source it begins when a producer announces that it computes this prompt, and follows it layer by layer.
+        Without a source the transfer starts when a producer sends PrefillStarted, and proceeds layer by layer.
         """
         transfer = Transfer(request, source, blocks, start, stop, self.options.transfer_timeout)
         with self._lock:
-            self._open[request] = transfer
+            self._transfers[request] = transfer
             if source is None:
                 transfer.source = self._announced.pop(request, None)
         if transfer.source is not None:
-            self.waiting.put(transfer)
+            self.work_queue.put(transfer)
 
-    def answer(self, question: Question) -> Answer:
-        """What this rank says to a producer's question."""
-        if isinstance(question, Dropped):
-            self.lose(question.request, f"its prefill instance says: {question.cause}")
-            return Noted()
-        if not isinstance(question, Announce):
-            return Refused("mismatch", "this rank takes prompts from others and computes none for them")
-        source = Source(question.source_engine, question.source_request, tuple(map(tuple, question.ranks)))
+    def answer(self, query: Query) -> Reply:
+        """Reply to a producer's query."""
+        if isinstance(query, PrefillCancelled):
+            self.cancel_unstarted(query.request, f"the prefill instance cancelled it: {query.cause}")
+            return Ack()
+        if not isinstance(query, PrefillStarted):
+            return Refused("mismatch", "this rank is a consumer only")
+        source = Source(query.source_engine, query.source_request, tuple((host, port) for host, port in query.ranks))
         with self._lock:
-            transfer = self._open.get(question.request)
-            if question.request in self._unannounced:
-                self.waiting.put(source)  # it is not wanted any more
+            transfer = self._transfers.get(query.request)
+            if query.request in self._unannounced:
+                self.work_queue.put(source)  # no longer needed: release it
             elif transfer is None:
-                _remember(self._announced, question.request, source)
+                _remember(self._announced, query.request, source)
             elif transfer.source is None:
                 transfer.source = source
-                self.waiting.put(transfer)
-        return Noted()
+                self.work_queue.put(transfer)
+        return Ack()
 
-    def end(self, request: str, error: TransferError) -> None:
-        """Give a transfer up, unless it has ended; :meth:`take` tells of it, and nothing is written any more."""
-        if transfer := self._open.get(request):
+    def cancel(self, request: str, error: TransferError) -> None:
+        """Fail a transfer, unless it has ended; :meth:`get_finished` reports it, and nothing more is written."""
+        if transfer := self._transfers.get(request):
             transfer.fail(error, self.transport.name, self.cache.block_size)
 
-    def lose(self, request: str, cause: str) -> None:
-        """Give a transfer up that no producer will take, unless one has."""
-        if (transfer := self._open.get(request)) and transfer.source is None:
-            self.end(request, TransferError("peer", cause, "see the router's log, and that of the prefill instance"))
+    def cancel_unstarted(self, request: str, cause: str) -> None:
+        """Fail a transfer that has no producer yet."""
+        if (transfer := self._transfers.get(request)) and transfer.source is None:
+            self.cancel(request, TransferError("peer", cause, "check the logs of the router and the prefill instance"))
 
     def decline(self, source: Source) -> None:
-        """Tell the producer that this request's blocks are not wanted."""
-        self.waiting.put(source)
+        """Tell the producer that this request's blocks are not needed."""
+        self.work_queue.put(source)
 
-    def take(self) -> list[Done | Failed]:
-        """The transfers that have ended since the last call, each once. Ends those whose deadline has passed."""
+    def get_finished(self) -> list[Done | Failed]:
+        """Transfers that ended since the last call. Fails those whose deadline has passed."""
         now = monotonic()
-        self._stuck = [lane for lane in self._stuck if lane.thread.is_alive()]
-        for transfer in list(self._open.values()):
+        self._stuck = [worker for worker in self._stuck if worker.thread.is_alive()]
+        for transfer in list(self._transfers.values()):
             if transfer.deadline <= now and transfer.outcome is None:
-                self._overdue(transfer)
+                self._expire(transfer)
         with self._lock:
-            ended = {name: transfer.outcome for name, transfer in self._open.items() if transfer.outcome is not None}
+            ended = {name: transfer.outcome for name, transfer in self._transfers.items() if transfer.outcome is not None}
             for name in ended:
-                if self._open.pop(name).source is None:
+                if self._transfers.pop(name).source is None:
                     _remember(self._unannounced, name, None)
         return list(ended.values())
 
     def close(self) -> None:
         self.server.close()
-        for lane in self._lanes:
-            lane.leave = True
-            self.waiting.put(None)
-        for lane in self._lanes:
-            lane.thread.join(2)
-        if not any(lane.thread.is_alive() for lane in [*self._lanes, *self._stuck]):
-            self.context.destroy(linger=0)  # a thread that is still at work uses it
+        for worker in self._threads:
+            worker.stop = True
+            self.work_queue.put(None)
+        for worker in self._threads:
+            worker.thread.join(2)
+        if not any(worker.thread.is_alive() for worker in [*self._threads, *self._stuck]):
+            self.context.destroy(linger=0)  # a running thread still uses it
 
-    def buffer(self) -> torch.Tensor:
-        """A registered buffer: one that has rested, or a new one."""
+    def get_buffer(self) -> torch.Tensor:
+        """A registered buffer: one whose quarantine is over, or a new one."""
         with self._lock:
-            for place, (until, buffer) in enumerate(self._resting):
+            for index, (until, buffer) in enumerate(self._quarantined):
                 if until <= monotonic():
-                    del self._resting[place]
+                    del self._quarantined[index]
                     return buffer
-        return allocate(self.transport, self.options.chunk_bytes, self.cache.device)
+        return allocate_buffer(self.transport, self.options.chunk_bytes, self.cache.device)
 
-    def rest(self, buffer: torch.Tensor, seconds: float = REST) -> None:
+    def quarantine(self, buffer: torch.Tensor, seconds: float = QUARANTINE_SECONDS) -> None:
         with self._lock:
-            self._resting.append((monotonic() + seconds, buffer))
+            self._quarantined.append((monotonic() + seconds, buffer))
 
-    def _overdue(self, transfer: Transfer) -> None:
-        error = TransferError("deadline", f"its deadline of {transfer.seconds:g} s has passed")
+    def _expire(self, transfer: Transfer) -> None:
+        error = TransferError("deadline", f"the deadline of {transfer.seconds:g} s has passed")
         if transfer.source is None:
-            error = TransferError("peer", f"no prefill instance has announced itself in {transfer.seconds:g} s")
+            error = TransferError("peer", f"no prefill instance started the prompt in {transfer.seconds:g} s")
         transfer.fail(error, self.transport.name, self.cache.block_size)
         if transfer.source is not None:
-            self.decline(transfer.source)  # the thread that works on it may not come back to say so
-        for place, lane in enumerate(self._lanes):
-            if lane.at_work_on is transfer and len(self._stuck) < STUCK:
-                lane.leave = True
-                self._stuck.append(lane)
-                self._lanes[place] = Lane(self)
+            self.decline(transfer.source)  # its thread may be stuck and not release it
+        for index, worker in enumerate(self._threads):
+            if worker.transfer is transfer and len(self._stuck) < MAX_STUCK_THREADS:
+                worker.stop = True
+                self._stuck.append(worker)
+                self._threads[index] = FetchThread(self)
 
 
-class Lane:
-    """A thread, its connections to producers' ranks, and two buffers: another thread unpacks one while the other is read into."""
+class FetchThread:
+    """Thread with connections to producers' ranks and two buffers: one is read into while another thread unpacks the other."""
 
     def __init__(self, consumer: Consumer) -> None:
-        self._of = consumer
-        self._buffers = deque(consumer.buffer() for _ in range(2))
+        self._consumer = consumer
+        self._buffers = deque(consumer.get_buffer() for _ in range(2))
         self._unpacker = ThreadPoolExecutor(1, "kv-unpack")
         self._unpacking: Future[None] | None = None
-        self._callers: dict[tuple[str, int], Caller] = {}
-        self._caches: dict[tuple[str, int], tuple[Cache, int]] = {}
-        self.at_work_on: Transfer | None = None
-        self.leave = False
-        self.thread = threading.Thread(target=self._run, name="kv-lane", daemon=True)
+        self._clients: dict[tuple[str, int], RpcClient] = {}
+        self._caches: dict[tuple[str, int], tuple[CacheInfo, int]] = {}
+        self.transfer: Transfer | None = None
+        self.stop = False
+        self.thread = threading.Thread(target=self._run, name="kv-fetch", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        while not self.leave:
-            work = self._of.waiting.get()
+        while not self.stop:
+            work = self._consumer.work_queue.get()
             if isinstance(work, Transfer):
-                self.at_work_on = work
-                self._serve(work)
-                self.at_work_on = None
+                self.transfer = work
+                self._run_transfer(work)
+                self.transfer = None
             elif work is not None:
                 self._release(work)
         self._unpacker.shutdown(wait=False)
         for buffer in self._buffers:
-            self._of.rest(buffer)
-        for caller in self._callers.values():
-            caller.close()
+            self._consumer.quarantine(buffer)
+        for client in self._clients.values():
+            client.close()
 
-    def _serve(self, transfer: Transfer) -> None:
+    def _run_transfer(self, transfer: Transfer) -> None:
         assert transfer.source is not None
-        transport, block_size = self._of.transport.name, self._of.cache.block_size
+        transport, block_size = self._consumer.transport.name, self._consumer.cache.block_size
         try:
-            self._fetch_all(transfer)
+            self._fetch(transfer)
             transfer.succeed()
         except Exception as error:
-            with suppress(Exception):  # what was read before it counts, and cannot fail it once more
-                self._unpacked()
-            if not isinstance(error, TransferError):  # after a ClosedError it has ended, and this changes nothing
+            with suppress(Exception):  # chunks read before the error count; a second error is ignored
+                self._wait_unpacked()
+            if not isinstance(error, TransferError):  # after a TransferEndedError, fail() below has no effect
                 error = TransferError("internal", f"{type(error).__name__}: {error}")
             transfer.fail(error, transport, block_size)
         self._release(transfer.source)
         if isinstance(transfer.outcome, Failed) and transfer.outcome.kind != "aborted":
-            self._forget(transfer.source)
+            self._disconnect(transfer.source)
 
-    def _fetch_all(self, transfer: Transfer) -> None:
+    def _fetch(self, transfer: Transfer) -> None:
         assert transfer.source is not None
-        peers = [self._cache_of(transfer, rank) for rank in range(len(transfer.source.ranks))]
-        shares = plan(self._of.cache, peers, self._of.rank)
-        cache = self._of.cache
-        firsts = [cache.kept_from(transfer.start, transfer.stop, share.group) for share in shares]
+        peers = [self._handshake(transfer, rank) for rank in range(len(transfer.source.ranks))]
+        plans = plan_fetches(self._consumer.cache, peers, self._consumer.rank)
+        cache = self._consumer.cache
+        firsts = [cache.first_needed_token(transfer.start, transfer.stop, plan.group) for plan in plans]
         transfer.total = sum(
-            (transfer.stop - first) * cache.token_bytes(share.local, share.heads.number)
-            for first, share in zip(firsts, shares, strict=True)
+            (transfer.stop - first) * cache.token_bytes(plan.local, plan.heads.num)
+            for first, plan in zip(firsts, plans, strict=True)
         )
-        if transfer.growing:
-            self._follow(transfer, shares, peers)
+        if transfer.layerwise:
+            self._fetch_layerwise(transfer, plans, peers)
             return
-        transfer.landed = dict.fromkeys(range(len(shares)), transfer.start)
-        if cache.windowed:  # it fails as a whole: vLLM takes no single blocks of several tables back
-            transfer.landed[WHOLE] = transfer.start
+        transfer.written_until = dict.fromkeys(range(len(plans)), transfer.start)
+        if cache.is_hybrid:  # fails as a whole: vLLM does not accept single invalid blocks with several KV cache groups
+            transfer.written_until[WHOLE_TRANSFER] = transfer.start
         read: dict[int, list[int]] = {}
-        for place, (first, share) in enumerate(zip(firsts, shares, strict=True)):
+        for part, (first, plan) in enumerate(zip(firsts, plans, strict=True)):
             if first < transfer.stop:
-                read[share.rank] = self._fetch_share(transfer, place, first, share, peers[share.rank], read.get(share.rank, []))
-        self._unpacked()
+                read[plan.rank] = self._fetch_from_rank(transfer, part, first, plan, peers[plan.rank], read.get(plan.rank, []))
+        self._wait_unpacked()
 
-    def _fetch_share(self, transfer: Transfer, place: int, begin: int, share: Share, peer: Cache, read: list[int]) -> list[int]:
-        """All tokens from ``begin`` on of one rank's share, the next piece asked for while one is read.
+    def _fetch_from_rank(
+        self, transfer: Transfer, part: int, begin: int, plan: FetchPlan, peer: CacheInfo, read: list[int]
+    ) -> list[int]:
+        """Fetch all tokens from ``begin`` on according to a plan; the next chunk is requested while one is read.
 
-        ``read`` has the tickets of that rank that are read and not yet given back; so has what it returns.
+        ``read`` and the return value are tickets of that rank's chunks that are read but not released.
         """
         assert transfer.source is not None
-        caller = self._caller(transfer.source.ranks[share.rank])
-        transfer.peer = caller.peer
-        each = self._tokens_of_a_piece(share, peer)
-        pieces = [self._piece(transfer, share, first, each) for first in range(begin, transfer.stop, each)]
+        client = self._client_of(transfer.source.ranks[plan.rank])
+        transfer.peer = client.peer
+        each = self._tokens_per_chunk(plan, peer)
+        fetches = [self._make_fetch(transfer, plan, first, each) for first in range(begin, transfer.stop, each)]
         asked = monotonic()
-        number = caller.send(replace(pieces[0], read=read))
-        for index, piece in enumerate(pieces):
+        number = client.send(replace(fetches[0], read=read))
+        for index, fetch in enumerate(fetches):
             transfer.remaining()
-            # asked anew, it names what has been read meanwhile: readers that all keep one buffer would wait for each other
-            chunk = _chunk(caller.settle(number, replace(piece, read=read), transfer.deadline))
+            # a retry releases what was read meanwhile; otherwise readers that each hold a buffer could deadlock
+            chunk = _expect_chunk(client.await_reply(number, replace(fetch, read=read), transfer.deadline))
             until = asked + chunk.seconds
-            if index + 1 < len(pieces):
+            if index + 1 < len(fetches):
                 asked = monotonic()
-                number = caller.send(replace(pieces[index + 1], read=read))
-            self._read(transfer, place, share, piece, chunk, peer.session, until)
+                number = client.send(replace(fetches[index + 1], read=read))
+            self._read_chunk(transfer, part, plan, fetch, chunk, peer.session, until)
             read = [chunk.ticket]
         return read
 
-    def _follow(self, transfer: Transfer, shares: list[Share], peers: list[Cache]) -> None:
-        """Fetch a prompt that is being computed: of one layer after another what is there of it, until all of it is."""
-        consumer, source = self._of, transfer.source
+    def _fetch_layerwise(self, transfer: Transfer, plans: list[FetchPlan], peers: list[CacheInfo]) -> None:
+        """Fetch a prompt during its prefill: the tokens that are ready, layer after layer, until all are fetched."""
+        consumer, source = self._consumer, transfer.source
         assert source is not None
         regions = consumer.cache.regions
-        by_layer: dict[tuple[int, str], Share] = {}
-        for share in shares:
-            for remote, local in zip(share.remote, share.local, strict=True):
-                part = by_layer.setdefault((share.rank, regions[local].layer), share._replace(remote=[], local=[]))
-                part.remote.append(remote)
-                part.local.append(local)
-        parts = sorted(by_layer.values(), key=lambda share: share.local)
-        transfer.landed = dict.fromkeys(range(len(parts)), transfer.start)
-        at = [transfer.start] * len(parts)
-        turns = deque(range(len(parts)))
+        by_layer: dict[tuple[int, str], FetchPlan] = {}
+        for plan in plans:
+            for remote, local in zip(plan.remote, plan.local, strict=True):
+                layer_plan = by_layer.setdefault((plan.rank, regions[local].layer), plan._replace(remote=[], local=[]))
+                layer_plan.remote.append(remote)
+                layer_plan.local.append(local)
+        layer_plans = sorted(by_layer.values(), key=lambda plan: plan.local)
+        transfer.written_until = dict.fromkeys(range(len(layer_plans)), transfer.start)
+        at = [transfer.start] * len(layer_plans)
+        pending = deque(range(len(layer_plans)))
         read: dict[int, list[int]] = {}
 
-        def ask(turn: int) -> tuple[Fetch, Caller, int, float]:
-            share = parts[turn]
-            caller = self._caller(source.ranks[share.rank])
-            each = self._tokens_of_a_piece(share, peers[share.rank])
-            piece = self._piece(transfer, share, at[turn], each)
-            return piece, caller, caller.send(replace(piece, read=read.get(share.rank, []))), monotonic()
+        def ask(part: int) -> tuple[Fetch, RpcClient, int, float]:
+            plan = layer_plans[part]
+            client = self._client_of(source.ranks[plan.rank])
+            each = self._tokens_per_chunk(plan, peers[plan.rank])
+            fetch = self._make_fetch(transfer, plan, at[part], each)
+            return fetch, client, client.send(replace(fetch, read=read.get(plan.rank, []))), monotonic()
 
-        asked = ask(turns[0])
-        while turns:
+        asked = ask(pending[0])
+        while pending:
             left = transfer.remaining()
-            turn = turns.popleft()
-            share, (piece, caller, number, since) = parts[turn], asked
-            transfer.peer = caller.peer
-            again = replace(piece, read=read.pop(share.rank, []))
-            chunk = _chunk(caller.settle(number, again, transfer.deadline, patience=left, longest_pause=EAGER))
-            if not piece.start < chunk.stop <= piece.stop:
-                raise TransferError("mismatch", f"tokens up to {chunk.stop} came for {piece.start} to {piece.stop}")
+            part = pending.popleft()
+            plan, (fetch, client, number, since) = layer_plans[part], asked
+            transfer.peer = client.peer
+            again = replace(fetch, read=read.pop(plan.rank, []))
+            chunk = _expect_chunk(
+                client.await_reply(number, again, transfer.deadline, retry_seconds=left, max_pause=MAX_LAYERWISE_POLL)
+            )
+            if not fetch.start < chunk.stop <= fetch.stop:
+                raise TransferError("mismatch", f"the peer sent tokens up to {chunk.stop} for {fetch.start} to {fetch.stop}")
             if chunk.stop < transfer.stop:
-                (turns.appendleft if chunk.stop == piece.stop else turns.append)(turn)  # a full piece: there may be more of it
-            at[turn] = chunk.stop
-            if turns:
-                asked = ask(turns[0])
-            got = replace(piece, stop=chunk.stop)
-            self._read(transfer, turn, share, got, chunk, peers[share.rank].session, since + chunk.seconds)
-            read.setdefault(share.rank, []).append(chunk.ticket)
-        self._unpacked()
+                (pending.appendleft if chunk.stop == fetch.stop else pending.append)(part)  # full chunk: more may be ready
+            at[part] = chunk.stop
+            if pending:
+                asked = ask(pending[0])
+            got = replace(fetch, stop=chunk.stop)
+            self._read_chunk(transfer, part, plan, got, chunk, peers[plan.rank].session, since + chunk.seconds)
+            read.setdefault(plan.rank, []).append(chunk.ticket)
+        self._wait_unpacked()
 
-    def _tokens_of_a_piece(self, share: Share, peer: Cache) -> int:
-        chunk_bytes = min(peer.chunk_bytes, self._of.options.chunk_bytes)
-        each = chunk_bytes // self._of.cache.token_bytes(share.local, share.heads.number)
+    def _tokens_per_chunk(self, plan: FetchPlan, peer: CacheInfo) -> int:
+        chunk_bytes = min(peer.chunk_bytes, self._consumer.options.chunk_bytes)
+        each = chunk_bytes // self._consumer.cache.token_bytes(plan.local, plan.heads.num)
         if not each:
-            raise TransferError("mismatch", "one token is larger than a piece", "raise chunk_mib on both instances")
+            raise TransferError("mismatch", "one token is larger than a chunk", "raise chunk_mib on both instances")
         return each
 
-    def _piece(self, transfer: Transfer, share: Share, first: int, each: int) -> Fetch:
+    def _make_fetch(self, transfer: Transfer, plan: FetchPlan, first: int, each: int) -> Fetch:
         assert transfer.source is not None
         return Fetch(
             request=transfer.source.request,
-            reader=self._of.reader,
+            reader=self._consumer.reader,
             start=first,
             stop=min(first + each, transfer.stop),
-            regions=share.remote,
-            first_head=share.heads.first,
-            heads=share.heads.number,
-            verify=self._of.options.verify,
-            growing=transfer.growing,
+            regions=plan.remote,
+            first_head=plan.heads.first,
+            heads=plan.heads.num,
+            verify=self._consumer.options.verify,
+            allow_partial=transfer.layerwise,
         )
 
-    def _read(self, transfer: Transfer, place: int, share: Share, piece: Fetch, chunk: Chunk, session: str, until: float) -> None:
-        """Read a piece, which is unpacked while the next one is read, and then counts as landed at this place."""
-        consumer, cache = self._of, self._of.cache
-        expected = (piece.stop - piece.start) * cache.token_bytes(share.local, piece.heads)
+    def _read_chunk(
+        self, transfer: Transfer, part: int, plan: FetchPlan, fetch: Fetch, chunk: Chunk, session: str, until: float
+    ) -> None:
+        """Read a chunk; it is unpacked while the next one is read, and then counts as written."""
+        consumer, cache = self._consumer, self._consumer.cache
+        expected = (fetch.stop - fetch.start) * cache.token_bytes(plan.local, fetch.heads)
         if chunk.size != expected:
-            raise TransferError("mismatch", f"a piece of {chunk.size} bytes came instead of {expected}")
+            raise TransferError("mismatch", f"the peer sent a chunk of {chunk.size} bytes instead of {expected}")
         seconds = max(0.0, min(transfer.remaining(), until - monotonic()))
         while len(self._buffers) < 2:
-            self._buffers.append(consumer.buffer())
+            self._buffers.append(consumer.get_buffer())
         buffer = self._buffers.popleft()
         try:
             consumer.transport.read(session, chunk.address, buffer.data_ptr(), chunk.size, seconds)
         except Exception as error:
-            if rest := getattr(error, "rest", REST):
-                consumer.rest(buffer, rest)
+            if duration := getattr(error, "quarantine", QUARANTINE_SECONDS):
+                consumer.quarantine(buffer, duration)
             else:
                 self._buffers.append(buffer)
             raise
         self._buffers.append(buffer)
         if monotonic() >= until:
-            raise TransferError("lease", f"a piece took longer than the {chunk.seconds:g} s for which it was kept")
-        self._unpacked()
-        self._unpacking = self._unpacker.submit(self._unpack, transfer, place, share, piece, chunk, buffer[: chunk.size])
+            raise TransferError("lease", f"reading a chunk took longer than the {chunk.seconds:g} s for which the peer kept it")
+        self._wait_unpacked()
+        self._unpacking = self._unpacker.submit(self._unpack_chunk, transfer, part, plan, fetch, chunk, buffer[: chunk.size])
 
-    def _unpack(self, transfer: Transfer, place: int, share: Share, piece: Fetch, chunk: Chunk, data: torch.Tensor) -> None:
-        cache = self._of.cache
-        if piece.verify and checksum(data) != chunk.checksum:
-            raise TransferError("verify", f"{chunk.size} bytes came with another checksum than they were sent with")
-        with transfer.landing(), self._of.device_queue():
-            rows = cache.rows(transfer.blocks, piece.start - transfer.start, piece.stop - transfer.start, share.group)
-            cache.unpack(rows, share.local, share.heads, data)
+    def _unpack_chunk(
+        self, transfer: Transfer, part: int, plan: FetchPlan, fetch: Fetch, chunk: Chunk, data: torch.Tensor
+    ) -> None:
+        cache = self._consumer.cache
+        if fetch.verify and checksum(data) != chunk.checksum:
+            raise TransferError("verify", f"a chunk of {chunk.size} bytes failed its checksum")
+        with transfer.writing(), self._consumer.stream_context():
+            slots = cache.slot_mapping(transfer.blocks, fetch.start - transfer.start, fetch.stop - transfer.start, plan.group)
+            cache.unpack(slots, plan.local, plan.heads, data)
         transfer.size += chunk.size
-        transfer.landed[place] = piece.stop
+        transfer.written_until[part] = fetch.stop
 
-    def _unpacked(self) -> None:
-        """Wait for the piece that is being unpacked, if there is one.
+    def _wait_unpacked(self) -> None:
+        """Wait for the chunk that is being unpacked, if any.
 
         Raises:
-            TransferError: it was not what was sent.
-            ClosedError: the transfer has ended.
+            TransferError: its checksum was wrong.
+            TransferEndedError: the transfer has ended.
         """
         unpacking, self._unpacking = self._unpacking, None
         if unpacking is not None:
             unpacking.result()
 
-    def _cache_of(self, transfer: Transfer, rank: int) -> Cache:
-        """What a rank of the producer holds, asked once for each connection."""
+    def _handshake(self, transfer: Transfer, rank: int) -> CacheInfo:
+        """CacheInfo of a producer's rank, requested once per connection."""
         assert transfer.source is not None
         transfer.remaining()
-        place = transfer.source.ranks[rank]
-        transfer.peer = f"{place[0]}:{place[1]}"
-        caller = self._caller(place)
-        known, connection = self._caches.get(place, (None, 0))
-        if known is None or known.engine != transfer.source.engine or connection != caller.connection():
-            answer = caller.ask(Hello(protocol.VERSION, transfer.source.engine), transfer.deadline)
-            if not isinstance(answer, Cache):
-                raise TransferError("mismatch", f"{type(answer).__name__} is no answer to Hello")
-            if answer.model != self._of.model or answer.transport != self._of.transport.name:
-                here = f"{self._of.model} by {self._of.transport.name}"
-                raise TransferError("mismatch", f"it serves {answer.model} by {answer.transport}, this instance {here}")
+        address = transfer.source.ranks[rank]
+        transfer.peer = f"{address[0]}:{address[1]}"
+        client = self._client_of(address)
+        known, connection = self._caches.get(address, (None, 0))
+        if known is None or known.engine != transfer.source.engine or connection != client.connection_count():
+            answer = client.call(Handshake(protocol.VERSION, transfer.source.engine), transfer.deadline)
+            if not isinstance(answer, CacheInfo):
+                raise TransferError("mismatch", f"unexpected reply to Handshake: {type(answer).__name__}")
+            if answer.model != self._consumer.model or answer.transport != self._consumer.transport.name:
+                here = f"{self._consumer.model} by {self._consumer.transport.name}"
+                raise TransferError("mismatch", f"the peer serves {answer.model} by {answer.transport}, this instance {here}")
             known = answer
-            self._caches[place] = known, caller.connection()
+            self._caches[address] = known, client.connection_count()
         return known
 
-    def _caller(self, place: tuple[str, int]) -> Caller:
-        if place not in self._callers:
+    def _client_of(self, address: tuple[str, int]) -> RpcClient:
+        if address not in self._clients:
             try:
-                self._callers[place] = Caller(self._of.context, *place, self._of.options.answer_timeout, self._of.keys)
+                self._clients[address] = RpcClient(
+                    self._consumer.context, *address, self._consumer.options.answer_timeout, self._consumer.keys
+                )
             except zmq.ZMQError as error:
-                raise TransferError("peer", f"{place[0]}:{place[1]} is no address ({error})") from None
-        return self._callers[place]
+                raise TransferError("peer", f"{address[0]}:{address[1]} is not a valid address ({error})") from None
+        return self._clients[address]
 
-    def _forget(self, source: Source) -> None:
-        """Drop the connections to a producer and what is known of it: it may be another one by the next time."""
-        for place in source.ranks:
-            self._caches.pop(place, None)
-            if caller := self._callers.pop(place, None):
-                caller.close()
+    def _disconnect(self, source: Source) -> None:
+        """Drop the connections to a producer and its CacheInfo: another process may use the address next time."""
+        for address in source.ranks:
+            self._caches.pop(address, None)
+            if client := self._clients.pop(address, None):
+                client.close()
 
     def _release(self, source: Source) -> None:
-        """Tell all ranks of the producer without a wait; one that does not hear it keeps the blocks until the lease ends."""
-        for place in source.ranks:
+        """Send Release to all ranks of the producer without waiting; a rank that does not receive it keeps the blocks until the
+        lease expires."""
+        for address in source.ranks:
             with suppress(TransferError):
-                self._caller(place).send(Release(source.request, self._of.reader, self._of.ranks))
+                self._client_of(address).send(Release(source.request, self._consumer.reader, self._consumer.ranks))
 
 
-def _chunk(answer: Answer) -> Chunk:
+def _expect_chunk(answer: Reply) -> Chunk:
     if not isinstance(answer, Chunk):
-        raise TransferError("mismatch", f"{type(answer).__name__} is no answer to Fetch")
+        raise TransferError("mismatch", f"unexpected reply to Fetch: {type(answer).__name__}")
     return answer
 
 
 def _remember(names: OrderedDict, name: str, what: object) -> None:
     names[name] = what
-    while len(names) > REMEMBERED:
+    while len(names) > MAX_REMEMBERED:
         names.popitem(last=False)

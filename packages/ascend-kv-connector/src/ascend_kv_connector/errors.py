@@ -1,4 +1,4 @@
-"""Why a transfer fails: a cause for people, one of a few kinds for the metrics, and what to do."""
+"""Transfer errors: a cause for users, a kind for the metrics, and a hint."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ Kind = Literal["peer", "transport", "lease", "deadline", "verify", "mismatch", "
 KINDS: tuple[Kind, ...] = ("peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "internal")
 
 HINTS: dict[Kind, str] = {
-    "peer": "see whether that instance is alive and its ports can be reached from here",
-    "transport": "see that instance's log and the network between the two",
-    "lease": "raise lease on the prefill instance, or send the request to a decode instance with less to do",
-    "deadline": "raise transfer_timeout, or look for what is slow between the two instances",
-    "verify": "what arrived is not what was sent: see the network and the memory of both machines",
+    "peer": "check that the instance is alive and its ports are reachable from here",
+    "transport": "check the peer's log and the network between the two",
+    "lease": "raise lease on the prefill instance, or route the request to a less loaded decode instance",
+    "deadline": "raise transfer_timeout, or find what is slow between the two instances",
+    "verify": "data was corrupted in transit: check the network and the memory of both machines",
     "mismatch": "start both instances with the same model, dtype and connector",
-    "aborted": "its client has left, nothing is to be done",
-    "internal": "this is a defect of ascend-kv-connector; please report it with this line",
+    "aborted": "the client disconnected; nothing to do",
+    "internal": "this is a bug in ascend-kv-connector; please report it with this line",
 }
 
 
-REST = 60.0
-"""Seconds that a buffer is left alone after a read into it failed: a transport may still write there."""
+QUARANTINE_SECONDS = 60.0
+"""Seconds for which a buffer is not reused after a failed read: the transport may still write to it."""
 
 
 class TransferError(Exception):
-    """A transfer cannot go on. ``kind`` is for counting, the message for people; ``rest`` is of a read that has failed, the
-    seconds for which its buffer may still change: 0 if it was not begun."""
+    """A transfer failed.
 
-    def __init__(self, kind: Kind, cause: str, hint: str = "", rest: float = REST) -> None:
+    ``kind`` is a label of the metrics. ``quarantine`` is for failed reads: the seconds for which the target buffer may still
+    change; 0 if the read had not started.
+    """
+
+    def __init__(self, kind: Kind, cause: str, hint: str = "", quarantine: float = QUARANTINE_SECONDS) -> None:
         super().__init__(cause)
         self.kind: Kind = kind
-        self.rest = rest
+        self.quarantine = quarantine
         self.hint = hint or HINTS[kind]

@@ -1,4 +1,4 @@
-"""What vLLM logs and Prometheus shows of transfers (``vllm/distributed/kv_transfer/kv_connector/v1/metrics.py``)."""
+"""Statistics of transfers for vLLM's log and Prometheus (``vllm/distributed/kv_transfer/kv_connector/v1/metrics.py``)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from ascend_kv_connector.errors import KINDS
 from ascend_kv_connector.transfers import Done, Failed
 
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """``data``: seconds and bytes of each transfer that was done, how many failed by kind, how many leases expired."""
+    """``data``: seconds and bytes of each completed transfer, failures by kind, and expired leases."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -53,22 +53,22 @@ class TransferStats(KVConnectorStats):
 
 
 class TransferMetrics(KVConnectorPromMetrics):
-    """The metrics that the README lists, for each engine."""
+    """Prometheus metrics per engine, listed in the README."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         name = "vllm:ascend_kv_"
         self._seconds = metric_types[Histogram](
-            name=f"{name}transfer_seconds", documentation="KV transfers that were done", buckets=SECONDS, labelnames=labelnames
+            name=f"{name}transfer_seconds", documentation="Completed KV transfers", buckets=BUCKETS, labelnames=labelnames
         )
         self._bytes = metric_types[Counter](
             name=f"{name}transfer_bytes", documentation="Bytes of KV cache received", labelnames=labelnames
         )
         self._failures = metric_types[Counter](
-            name=f"{name}transfer_failures", documentation="KV transfers that failed, by cause", labelnames=[*labelnames, "cause"]
+            name=f"{name}transfer_failures", documentation="Failed KV transfers by cause", labelnames=[*labelnames, "cause"]
         )
         self._expired = metric_types[Counter](
-            name=f"{name}leases_expired", documentation="Prompts whose blocks nobody read in time", labelnames=labelnames
+            name=f"{name}leases_expired", documentation="Prompts whose lease expired unread", labelnames=labelnames
         )
         for values in per_engine_labelvalues.values():
             for kind in KINDS:

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from ascend_platform import extension
 
+from ascend_kv_connector.auth import CurveKeys
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.keys import Keys
 
 WHEELS = ("mooncake-transfer-engine-npu", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
-"""They have the same modules; which one fits depends on the machine, so that this wheel requires none."""
+"""Wheels with the same modules; which one to install depends on the machine, so this wheel requires none of them."""
 
-GIVES_UP = "MC_TRANSFER_TIMEOUT"
-"""Seconds after which Mooncake ends a read by itself; it reads this as an engine is made, 30 without it, and takes at least 5
-(Mooncake, ``mooncake-integration/transfer_engine/transfer_engine_py.cpp``)."""
+TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
+"""Seconds after which Mooncake aborts a read; read when an engine is created, default 30, at least 5 (Mooncake,
+``mooncake-integration/transfer_engine/transfer_engine_py.cpp``)."""
 
 
 def check() -> None:
-    """Look whether Mooncake is installed, without loading it.
+    """Check that Mooncake is installed, without loading it.
 
     Raises:
         RefusedError: it is not.
@@ -30,12 +30,12 @@ def check() -> None:
     if importlib.util.find_spec("mooncake") is None:
         raise extension.RefusedError(
             f"transport mooncake: Mooncake's transfer engine is not installed; run: pip install {WHEELS[0]} "
-            f"(or {WHEELS[1]} where protocol tcp is enough)"
+            f"(or {WHEELS[1]} if protocol tcp is enough)"
         )
 
 
-def load(module: str, title: str) -> Any:
-    """A module of Mooncake's; ``title`` begins the line that refuses.
+def import_mooncake(module: str, title: str) -> Any:
+    """Import a Mooncake module; ``title`` is the prefix of the error message.
 
     Raises:
         RefusedError: Mooncake is not installed, or lacks a library.
@@ -45,31 +45,31 @@ def load(module: str, title: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise extension.RefusedError(
-            f"{title} cannot be loaded ({error}); install that library, on Debian libibverbs1, libnuma1 and libcurl4"
+            f"{title} cannot be loaded ({error}); install the missing library, on Debian libibverbs1, libnuma1 and libcurl4"
         ) from None
 
 
 class MooncakeTransport:
     """Reads of a peer's registered memory; see :class:`~ascend_kv_connector.transport.Transport`.
 
-    Peers find each other by host and port, without a metadata server (``P2PHANDSHAKE``).
+    Peers connect by host and port, without a metadata server (``P2PHANDSHAKE``).
     """
 
-    def __init__(self, host: str, protocol: str, keys: Keys | None = None) -> None:
-        """Start an engine; it has no use for keys.
+    def __init__(self, host: str, protocol: str, keys: CurveKeys | None = None) -> None:
+        """Start an engine; the keys are not used.
 
         Raises:
             RefusedError: Mooncake is not installed, lacks a library, or does not start.
         """
-        engine = load("mooncake.engine", "transport mooncake: Mooncake's transfer engine")
-        os.environ.setdefault(GIVES_UP, "30")
+        engine = import_mooncake("mooncake.engine", "transport mooncake: Mooncake's transfer engine")
+        os.environ.setdefault(TIMEOUT_VARIABLE, "30")
         self.name = f"mooncake ({protocol})"
         self.on_device = protocol == "ascend"
         self._engine = engine.TransferEngine()
         if code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
             raise extension.RefusedError(
-                f"transport mooncake: an engine for {protocol} on {host} does not start (code {code}); protocol "
-                f"can be tcp, or ascend with {WHEELS[0]}"
+                f"transport mooncake: cannot start with protocol {protocol} on {host} (code {code}); protocol "
+                f"must be tcp, or ascend with {WHEELS[0]}"
             )
         self.session = f"{host}:{self._engine.get_rpc_port()}"
 
@@ -79,7 +79,7 @@ class MooncakeTransport:
 
     def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
         if code := self._engine.transfer_sync_read(session, local, remote, size):
-            raise TransferError("transport", f"mooncake's read of {size} bytes has failed (code {code})")
+            raise TransferError("transport", f"mooncake failed to read {size} bytes (code {code})")
 
     def close(self) -> None:
         del self._engine

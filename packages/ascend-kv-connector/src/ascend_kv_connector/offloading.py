@@ -1,8 +1,7 @@
-"""vLLM's OffloadingConnector with the NPU's part: host memory as a second tier of prefix cache, behind the NPU's own.
+"""vLLM's OffloadingConnector for NPUs: host memory as a second tier of prefix cache.
 
-Bookkeeping, eviction, metrics and options are vLLM's (``vllm/v1/kv_offload``), and so are the tiers behind host memory; what
-CUDA's kernels do there, copies of blocks between NPU and host, is done here with PyTorch alone. A block of a layer is two pages,
-its keys and its values.
+Bookkeeping, eviction, metrics, options and the tiers behind host memory are vLLM's (``vllm/v1/kv_offload``). The block copies
+between device and host, CUDA kernels in vLLM, are done here by PyTorch. A layer's block is two pages, keys and values.
 """
 
 from __future__ import annotations
@@ -29,61 +28,62 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from ascend_kv_connector.config import windows_of
+from ascend_kv_connector.config import sliding_windows
 
 SPECS = {"CPUOffloadingSpec": "HostSpec", "TieringOffloadingSpec": "TieredSpec"}
-"""By vLLM's name of a spec the one here that takes its place."""
+"""Spec used on NPUs, by vLLM's name."""
 
 TIERS = {
     "ascend_disk": ("ascend_kv_connector.store.disk", "DiskTier"),
     "ascend_mooncake": ("ascend_kv_connector.store.mooncake", "MooncakeTier"),
 }
-"""Tiers behind host memory that this wheel adds to vLLM's, by ``type`` of an entry of ``secondary_tiers``."""
+"""Secondary tiers of this wheel, by ``type`` of an entry of ``secondary_tiers``."""
 
 for _name, _place in TIERS.items():
     if _name not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(_name, *_place)
 
-MAPPED = 0x2
-"""ACL_HOST_REG_MAPPED, of aclrtHostRegisterV2's flags; torch_npu's ``test/npu/test_npurt.py`` has it."""
+HOST_REGISTER_MAPPED = 0x2
+"""ACL_HOST_REG_MAPPED, a flag of aclrtHostRegisterV2; source: torch_npu's ``test/npu/test_npurt.py``."""
 
 
 class OffloadingConnector(offloading_connector.OffloadingConnector):
-    """As vLLM's, for host memory (``cpu_bytes_to_use``, the bytes of all ranks) and the tiers behind it."""
+    """vLLM's OffloadingConnector with host memory (``cpu_bytes_to_use``, total of all ranks) and secondary tiers."""
 
     @classmethod
     def check_config(cls, vllm_config: Any) -> None:
-        """Asked by the platform before anything starts.
+        """Validate the configuration; the platform calls it before anything starts.
 
         Raises:
-            RefusedError: another spec than these two, or tiers over several machines, in one line.
+            RefusedError: an unsupported spec, or tiers across several hosts, in one line.
         """
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         if (spec := given.get("spec_name", "CPUOffloadingSpec")) not in (*SPECS, *SPECS.values()):
             raise extension.RefusedError(
-                f"OffloadingConnector: spec_name is {spec!r}; on NPUs it can be CPUOffloadingSpec, which is its default, or "
+                f"OffloadingConnector: spec_name is {spec!r}; supported on NPUs: CPUOffloadingSpec (default) and "
                 "TieringOffloadingSpec"
             )
         if SPECS.get(spec, spec) == "TieredSpec":
-            check_one_host("OffloadingConnector", vllm_config)
+            check_single_host("OffloadingConnector", vllm_config)
         if vllm_config.cache_config.kv_offloading_size is None and not given.get("cpu_bytes_to_use"):
             raise extension.RefusedError(
-                "OffloadingConnector: kv_connector_extra_config has no cpu_bytes_to_use, the bytes of host memory for all ranks"
+                "OffloadingConnector: set cpu_bytes_to_use in kv_connector_extra_config, the bytes of host memory for all ranks"
             )
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return None  # attention's own; keys and values are taken apart in it
+        return None  # the attention backend's own, with separate keys and values
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        windows_of(type(self).__name__, kv_cache_config.kv_cache_groups)
+        sliding_windows(type(self).__name__, kv_cache_config.kv_cache_groups)
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         spec = given.get("spec_name", "CPUOffloadingSpec")
         given.update(spec_name=SPECS.get(spec, spec), spec_module_path=__name__)
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Layers of several groups may have the same memory, which is copied once: a block is one group's at a time."""
+        """Register each page tensor once: layers of several groups may share memory, as a block belongs to one group."""
+        assert self.connector_worker is not None
         tensors: dict[int, CanonicalKVCacheTensor] = {}
         refs = []
         for group in self.connector_worker.kv_cache_config.kv_cache_groups:
@@ -97,7 +97,9 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
 
 
 class HostSpec(CPUOffloadingSpec):
-    """vLLM's bookkeeping of host memory, with :class:`HostWorker` for the copies."""
+    """vLLM's host memory management with :class:`HostWorker` for the copies."""
+
+    _worker: Any  # vLLM declares a worker for CUDA
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> HostWorker:
         if not self._worker:
@@ -108,21 +110,23 @@ class HostSpec(CPUOffloadingSpec):
 
 
 class TieredSpec(TieringOffloadingSpec):
-    """vLLM's host memory with tiers behind it, which is one file in /dev/shm that all ranks and the scheduler map."""
+    """vLLM's tiered offloading; host memory is one file in /dev/shm that all ranks and the scheduler map."""
+
+    _worker: Any  # vLLM declares a worker for CUDA
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         if self.num_chunks < 1 and self.kv_bytes_per_chunk:
             raise extension.RefusedError(
-                f"cpu_bytes_to_use is {self.extra_config['cpu_bytes_to_use']}, and a chunk of {self.blocks_per_chunk} blocks has "
-                f"{self.kv_bytes_per_chunk} bytes in all ranks; it holds none, give more"
+                f"cpu_bytes_to_use is {self.extra_config['cpu_bytes_to_use']}, less than a chunk of {self.blocks_per_chunk} "
+                f"blocks, which has {self.kv_bytes_per_chunk} bytes in all ranks; increase it"
             )
 
     def get_manager(self) -> Any:
         made = self._manager is None
         manager = super().get_manager()
         if made and self._scheduler_mmap is not None and not self._scheduler_mmap._creator:
-            # The workers, which vLLM makes first, have it: without its name the kernel frees it however the processes end.
+            # The workers, created first, have mapped it. Unlinked, the kernel frees it however the processes end.
             _unlink(self._scheduler_mmap)
         return manager
 
@@ -147,22 +151,22 @@ def _unlink(region: SharedOffloadRegion) -> None:
             os.unlink(path)
 
 
-def check_one_host(name: str, vllm_config: Any) -> None:
-    """Look whether all ranks can map the same memory.
+def check_single_host(name: str, vllm_config: Any) -> None:
+    """Check that all ranks can map the same memory.
 
     Raises:
-        RefusedError: they are on several machines, in one line.
+        RefusedError: the instance spans several hosts, in one line.
     """
     if (nodes := vllm_config.parallel_config.nnodes_within_dp) > 1:
         raise extension.RefusedError(
-            f"{name}: an instance on {nodes} machines; its ranks share host memory, so it has to be on one; instances can share "
+            f"{name}: the instance spans {nodes} machines; its ranks share host memory, so use one machine; instances can share "
             "a pool"
         )
 
 
 @dataclass
-class Copies:
-    """What one job has enqueued."""
+class CopyJob:
+    """Copies enqueued for one job."""
 
     job: int
     began: Any
@@ -171,10 +175,10 @@ class Copies:
 
 
 class HostWorker(OffloadingWorker):
-    """Copies blocks between the NPU and pinned host memory, in the order of the jobs, on a stream of its own.
+    """Copies blocks between NPU and pinned host memory on a private stream, in the order of the jobs.
 
-    ``pages[i]`` is ``[blocks, bytes]`` on the NPU, ``host[i]`` ``[chunks, blocks_per_chunk, bytes]``; ``groups`` has for each
-    group of layers which of them are its.
+    ``pages[i]`` is ``[blocks, bytes]`` on the NPU, ``host[i]`` ``[chunks, blocks_per_chunk, bytes]``; ``groups`` has the indices
+    of each KV cache group's pages.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, host: Sequence[torch.Tensor]) -> None:
@@ -183,13 +187,13 @@ class HostWorker(OffloadingWorker):
         self.groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
         self.blocks_per_chunk = self.host[0].shape[1]
         self._stream = torch.npu.Stream(self.pages[0].device)
-        self._jobs: deque[Copies] = deque()
+        self._jobs: deque[CopyJob] = deque()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._enqueue(job_id, src_spec, dst_spec, store=True)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **later: Any) -> bool:
-        """``later``: vLLM 0.33 says whether a load is urgent; jobs keep their order here."""
+        """Start a load. ``later``: vLLM 0.33 passes whether it is urgent; jobs keep their order here."""
         return self._enqueue(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
@@ -217,7 +221,7 @@ class HostWorker(OffloadingWorker):
         with torch.npu.stream(self._stream):
             began.record()
             for group, count, first in zip(self.groups, blocks.group_sizes, blocks.block_indices, strict=True):
-                # first: where in the request, counted in blocks; chunks begin at multiples of their size
+                # first: block index in the request; chunks are aligned to their size
                 for place in range(first, first + count):
                     block, within = next(block_ids), place % self.blocks_per_chunk
                     if not within or place == first:
@@ -228,20 +232,20 @@ class HostWorker(OffloadingWorker):
                         to.copy_(origin, non_blocking=True)
                         size += page.numel()
             ended.record()
-        self._jobs.append(Copies(job, began, ended, size))
+        self._jobs.append(CopyJob(job, began, ended, size))
         return True
 
 
 class RegionWorker(HostWorker):
-    """With host memory that the scheduler's process has too."""
+    """HostWorker on host memory that is shared with the scheduler's process."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, host: Sequence[torch.Tensor], region: SharedOffloadRegion) -> None:
         super().__init__(kv_caches, host)
         self._region: SharedOffloadRegion | None = region
         self._address = region._base.data_ptr()
-        if code := torch.npu.npurt().npuHostRegister(self._address, region.total_size_bytes, MAPPED):
+        if code := torch.npu.npurt().npuHostRegister(self._address, region.total_size_bytes, HOST_REGISTER_MAPPED):
             extension.logger.warning(
-                "aclrtHostRegister fails with code %d for %d bytes of host memory; copies of KV cache will hold up steps",
+                "aclrtHostRegister failed with code %d for %d bytes of host memory; KV cache copies will block steps",
                 code,
                 region.total_size_bytes,
             )

@@ -1,4 +1,4 @@
-"""A producer's rank: keeps finished prompts' blocks, packs what readers ask for, and knows when the blocks are free."""
+"""Producer side of a rank: keeps the blocks of finished prompts, packs the tokens that readers fetch, and frees the blocks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from ascend_kv_connector import protocol
-from ascend_kv_connector.buffers import Slots, allocate, checksum
-from ascend_kv_connector.cache import Heads, PagedCache
+from ascend_kv_connector.auth import CurveKeys
+from ascend_kv_connector.buffers import SendBuffers, allocate_buffer, checksum
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.control import ControlServer
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.keys import Keys
-from ascend_kv_connector.leases import Leases, NotYetError
-from ascend_kv_connector.protocol import Answer, Cache, Chunk, Fetch, Hello, Noted, Question, Refused, Release
+from ascend_kv_connector.leases import Leases, NotReadyError
+from ascend_kv_connector.paged_cache import Heads, PagedCache
+from ascend_kv_connector.protocol import Ack, CacheInfo, Chunk, Fetch, Handshake, Query, Refused, Release, Reply
+from ascend_kv_connector.rpc import RpcServer
 from ascend_kv_connector.transport import Transport
 
 
 class Producer:
-    """One rank that others read from; ``leases`` is its bookkeeping, ``server`` where it answers.
+    """One rank that others read from; ``leases`` is its bookkeeping, ``server`` receives queries.
 
-    ``queue()`` is entered around all work on the device, in the answering thread; at its end that work is done.
+    ``stream_context()`` is entered around all device work, in the server's thread; on exit that work has completed.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class Producer:
         model: str,
         host: str,
         port: int = 0,
-        queue: Callable[[], AbstractContextManager] = nullcontext,
-        keys: Keys | None = None,
+        stream_context: Callable[[], AbstractContextManager] = nullcontext,
+        keys: CurveKeys | None = None,
     ) -> None:
         self.cache, self.transport, self.options, self.leases = cache, transport, options, Leases()
-        self._queue = queue
-        self._slots = Slots([allocate(transport, options.chunk_bytes, cache.device) for _ in range(options.slots)])
-        self._about = Cache(
+        self._stream_context = stream_context
+        self._buffers = SendBuffers([allocate_buffer(transport, options.chunk_bytes, cache.device) for _ in range(options.slots)])
+        self._cache_info = CacheInfo(
             version=protocol.VERSION,
             engine=engine,
             model=model,
@@ -47,80 +47,82 @@ class Producer:
             session=transport.session,
             total_heads=cache.total_heads,
             first_head=cache.heads.first,
-            heads=cache.heads.number,
+            heads=cache.heads.num,
             chunk_bytes=options.chunk_bytes,
             regions=cache.regions,
         )
-        self.server = ControlServer(self.answer, host, port, keys)
+        self.server = RpcServer(self.answer, host, port, keys)
 
     @property
-    def lent(self) -> int:
-        """Buffers that readers have."""
-        return self._slots.lent
+    def buffers_in_use(self) -> int:
+        """Number of buffers lent to readers."""
+        return self._buffers.in_use
 
-    def answer(self, question: Question) -> Answer:
-        """What this rank says to a question.
+    def answer(self, query: Query) -> Reply:
+        """Reply to a query.
 
         Raises:
-            TransferError: it will not be answered, and why.
+            TransferError: the query is invalid or failed.
         """
-        match question:
-            case Hello(version=version, engine=engine):
+        match query:
+            case Handshake(version=version, engine=engine):
                 if version != protocol.VERSION:
-                    found = f"protocol {protocol.VERSION} there and {version} here"
+                    found = f"the peer has protocol {protocol.VERSION}, this instance {version}"
                     return Refused("mismatch", f"{found}; install the same ascend-kv-connector on both sides")
-                if engine != self._about.engine:
-                    return Refused("peer", f"engine {self._about.engine} is at this address and engine {engine} is not")
-                return self._about
+                if engine != self._cache_info.engine:
+                    return Refused("peer", f"engine {self._cache_info.engine} listens at this address instead of engine {engine}")
+                return self._cache_info
             case Fetch():
-                return self._fetch(question)
+                return self._fetch(query)
             case Release(request=request, reader=reader, readers=readers):
-                self._slots.give_back(request, reader)
+                self._buffers.release(request, reader)
                 self.leases.release(request, reader, readers)
             case _:
-                return Refused("mismatch", "this rank computes prompts for others and takes none")
-        return Noted()
+                return Refused("mismatch", "this rank is a producer only")
+        return Ack()
 
     def close(self) -> None:
         self.server.close()
 
-    def _fetch(self, ask: Fetch) -> Answer:
-        self._slots.give_back(ask.request, ask.reader, ask.read)
+    def _fetch(self, fetch: Fetch) -> Reply:
+        self._buffers.release(fetch.request, fetch.reader, fetch.read)
         try:
-            with self.leases.use(ask.request) as lease:
-                self._check(ask, lease.tokens)
-                there = lease.there({self.cache.regions[index].layer for index in ask.regions})
-                if there <= ask.start or (there < ask.stop and not ask.growing):
-                    raise NotYetError("its blocks are still being written")
-                stop = min(ask.stop, there)
+            with self.leases.use(fetch.request) as lease:
+                self._check(fetch, lease.tokens)
+                ready = lease.ready_tokens({self.cache.regions[index].layer for index in fetch.regions})
+                if ready <= fetch.start or (ready < fetch.stop and not fetch.allow_partial):
+                    raise NotReadyError("the request's blocks are still being written")
+                stop = min(fetch.stop, ready)
                 seconds = 3 * self.options.answer_timeout
-                loan = self._slots.take(ask.request, ask.reader, seconds)
+                loan = self._buffers.acquire(fetch.request, fetch.reader, seconds)
                 if loan is None:
-                    return Refused("deadline", f"all {len(self._slots.buffers)} buffers there are in use", again=True)
+                    return Refused("deadline", f"all {len(self._buffers.buffers)} send buffers are in use", again=True)
                 ticket, buffer = loan
-                with self._queue():
-                    rows = self.cache.rows(lease.blocks, ask.start, stop, self.cache.groups[ask.regions[0]])
-                    size = self.cache.pack(rows, ask.regions, Heads(ask.first_head, ask.heads), buffer)
-        except NotYetError as error:
+                with self._stream_context():
+                    slots = self.cache.slot_mapping(lease.blocks, fetch.start, stop, self.cache.region_groups[fetch.regions[0]])
+                    size = self.cache.pack(slots, fetch.regions, Heads(fetch.first_head, fetch.heads), buffer)
+        except NotReadyError as error:
             return Refused("lease", str(error), again=True)
-        crc = checksum(buffer[:size]) if ask.verify else None
+        crc = checksum(buffer[:size]) if fetch.verify else None
         return Chunk(ticket, buffer.data_ptr(), size, stop, seconds, crc)
 
-    def _check(self, ask: Fetch, tokens: int) -> None:
-        """Refuse what is not in the lease or in the cache, whoever asks."""
-        if not 0 <= ask.start < ask.stop <= tokens:
-            raise TransferError("mismatch", f"tokens {ask.start} to {ask.stop} of a prompt of {tokens} were asked for")
-        if not ask.regions or not all(0 <= index < len(self.cache.regions) for index in ask.regions):
-            raise TransferError("mismatch", f"regions {ask.regions} of {len(self.cache.regions)} were asked for")
-        if self.cache.windowed and (ask.growing or len({self.cache.groups[index] for index in ask.regions}) > 1):
+    def _check(self, fetch: Fetch, tokens: int) -> None:
+        """Reject a query outside the lease or the cache, whoever sends it."""
+        if not 0 <= fetch.start < fetch.stop <= tokens:
+            raise TransferError("mismatch", f"invalid fetch: tokens {fetch.start} to {fetch.stop} of a prompt of {tokens}")
+        if not fetch.regions or not all(0 <= index < len(self.cache.regions) for index in fetch.regions):
+            raise TransferError("mismatch", f"invalid fetch: regions {fetch.regions} of {len(self.cache.regions)}")
+        if self.cache.is_hybrid and (
+            fetch.allow_partial or len({self.cache.region_groups[index] for index in fetch.regions}) > 1
+        ):
             raise TransferError(
                 "mismatch",
-                "its layers have several KV caches, which are read one by one, when the prompt is computed; give both instances "
-                "--disable-hybrid-kv-cache-manager, or none of them (mode push needs it)",
+                "the prefill instance has several KV cache groups, which are read separately after the prefill; give both "
+                "instances --disable-hybrid-kv-cache-manager or neither (mode push needs it)",
             )
-        wanted = Heads(ask.first_head, ask.heads)
-        if ask.heads < 1 or self.cache.heads.common(wanted) != wanted:
-            raise TransferError("mismatch", f"heads {wanted} of {self.cache.heads} were asked for")
-        size = (ask.stop - ask.start) * self.cache.token_bytes(ask.regions, ask.heads)
+        wanted = Heads(fetch.first_head, fetch.heads)
+        if fetch.heads < 1 or self.cache.heads.intersection(wanted) != wanted:
+            raise TransferError("mismatch", f"invalid fetch: heads {wanted} of {self.cache.heads}")
+        size = (fetch.stop - fetch.start) * self.cache.token_bytes(fetch.regions, fetch.heads)
         if size > self.options.chunk_bytes:
-            raise TransferError("mismatch", f"{size} bytes at once were asked for; a piece has {self.options.chunk_bytes}")
+            raise TransferError("mismatch", f"invalid fetch: {size} bytes; a chunk has {self.options.chunk_bytes}")

@@ -1,8 +1,8 @@
-"""What the ranks of two instances say to each other: msgpack over zmq, each message of one of these types, nothing else.
+"""Control protocol between the ranks of two instances: msgpack messages over ZMQ.
 
-A consumer's rank asks, a producer's rank answers each message with one. A producer asks :class:`Announce`
-and :class:`Dropped`. No message holds an address of a KV cache: a producer packs what it is asked for into a buffer of its own,
-and tells its address.
+A consumer's rank sends queries and a producer's rank replies to each with one message; PrefillStarted and PrefillCancelled go the
+other way. No message has an address of a KV cache: a producer packs tokens into a buffer of its own and sends the buffer's
+address. A message's ``tag`` is its name on the wire.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from __future__ import annotations
 import msgspec
 
 VERSION = 1
-"""Of this protocol. Two instances must have the same."""
+"""Protocol version; both instances must have the same."""
 
 LONGEST_MESSAGE = 1 << 20
-"""Bytes; a longer one ends the connection that it came by (ZMQ_MAXMSGSIZE)."""
+"""Bytes; a longer message closes its connection (ZMQ_MAXMSGSIZE)."""
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """The base of all of them; ``tag`` names the type in each message."""
+    """Base of all messages; ``tag`` identifies the type."""
 
 
-class Hello(Message, frozen=True):
-    """Who are you? Answered by :class:`Cache`, or :class:`Refused` where ``engine`` is another."""
+class Handshake(Message, frozen=True, tag="Hello"):
+    """Start of a connection, for the given engine. Reply: CacheInfo, or Refused if another engine or version answers."""
 
     version: int
     engine: str
 
 
-class Region(msgspec.Struct, frozen=True):
-    """One tensor of one layer: ``part`` is ``key`` or ``value``, ``size`` the elements of a head's row."""
+class CacheRegion(msgspec.Struct, frozen=True):
+    """One KV cache tensor of a layer: ``part`` is ``key`` or ``value``, ``size`` the elements per head and token."""
 
     layer: str
     part: str
     size: int
 
 
-class Cache(Message, frozen=True):
-    """What a rank holds: of each region the heads ``first_head`` to ``first_head + heads`` of the model's ``total_heads``."""
+class CacheInfo(Message, frozen=True, tag="Cache"):
+    """KV cache of a rank: of each region, heads ``first_head`` to ``first_head + heads`` of the model's ``total_heads``."""
 
     version: int
     engine: str
@@ -48,13 +48,16 @@ class Cache(Message, frozen=True):
     first_head: int
     heads: int
     chunk_bytes: int
-    regions: list[Region]
+    regions: list[CacheRegion]
 
 
-class Fetch(Message, frozen=True):
-    """Pack tokens ``start`` to ``stop`` of a request: of each of ``regions`` (indices into Cache's) the heads ``first_head`` to
-    ``first_head + heads``. ``read`` has the tickets of what the reader is done with. With ``growing`` it may be fewer tokens,
-    those that are computed. Answered by :class:`Chunk` or :class:`Refused`."""
+class Fetch(Message, frozen=True, rename={"allow_partial": "growing"}):
+    """Pack tokens ``start`` to ``stop`` of a request into a chunk. Reply: Chunk or Refused.
+
+    Of each of ``regions`` (indices into CacheInfo.regions), heads ``first_head`` to ``first_head + heads``. ``read`` has the
+    tickets of chunks that the reader has finished reading. With ``allow_partial`` the reply may have fewer tokens: those that are
+    computed.
+    """
 
     request: str
     reader: str
@@ -65,15 +68,14 @@ class Fetch(Message, frozen=True):
     heads: int
     read: list[int] = []
     verify: bool = False
-    growing: bool = False
+    allow_partial: bool = False
 
 
 class Chunk(Message, frozen=True):
-    """It is packed: ``[regions][tokens, heads, size]`` without gaps, ``size`` bytes from ``address``, the tokens up to ``stop``.
+    """A packed chunk: ``[regions][tokens, heads, size]`` without padding, ``size`` bytes at ``address``, tokens up to ``stop``.
 
-    ``ticket`` names this loan of the buffer, and no other one. The buffer is the reader's for ``seconds`` from when the answer
-    was sent, which is later than when it was asked for: whoever has read all by then, on a clock of its own that began before it
-    asked, has read what was packed.
+    ``ticket`` identifies this loan of the buffer. The reader owns the buffer for ``seconds`` after the reply was sent, hence at
+    least as long after it sent the query: measured on its own clock from before the query, data read in that time is valid.
     """
 
     ticket: int
@@ -85,16 +87,18 @@ class Chunk(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """This reader, one of ``readers``, wants nothing more of the request. Answered by :class:`Noted`, also when repeated."""
+    """This reader, one of ``readers``, has finished with the request. Reply: Ack, also when repeated."""
 
     request: str
     reader: str
     readers: int
 
 
-class Announce(Message, frozen=True):
-    """A producer has begun to compute the prompt that the asked instance waits for under the name ``request``: engine
-    ``source_engine`` does so as ``source_request``, and its ranks answer at ``ranks``. Answered by :class:`Noted`."""
+class PrefillStarted(Message, frozen=True, tag="Announce"):
+    """A producer started the prefill that the receiver waits for as ``request``. Reply: Ack.
+
+    Engine ``source_engine`` runs it as ``source_request``; its ranks listen at ``ranks``.
+    """
 
     request: str
     source_engine: str
@@ -102,28 +106,30 @@ class Announce(Message, frozen=True):
     ranks: list[tuple[str, int]]
 
 
-class Dropped(Message, frozen=True):
-    """No producer will compute the prompt that the asked instance waits for as ``request``. Answered by :class:`Noted`."""
+class PrefillCancelled(Message, frozen=True, tag="Dropped"):
+    """No producer will run the prefill that the receiver waits for as ``request``. Reply: Ack."""
 
     request: str
     cause: str
 
 
-class Meet(Message, frozen=True):
-    """By transport hccl, on a port of its own: connect with ``reader``, a pair's name. Answered by :class:`Meeting`."""
+class Connect(Message, frozen=True, tag="Meet"):
+    """HCCL transport, on a port of its own: establish a link with ``reader``, a link's name. Reply: RootInfo."""
 
     reader: str
 
 
-class Meeting(Message, frozen=True):
-    """HCCL's root information, of which the asked one is rank 0 and the reader rank 1."""
+class RootInfo(Message, frozen=True, tag="Meeting"):
+    """HCCL root info; the replying side is rank 0, the reader rank 1."""
 
     info: bytes
 
 
 class Send(Message, frozen=True):
-    """Send these bytes of a registered buffer to ``reader``, which receives them next, for ``seconds`` at most. Answered by
-    :class:`Noted`."""
+    """HCCL transport: send bytes of a registered buffer to ``reader``, which receives them next. Reply: Ack.
+
+    The send may take ``seconds``.
+    """
 
     reader: str
     address: int
@@ -131,27 +137,27 @@ class Send(Message, frozen=True):
     seconds: float
 
 
-class Part(Message, frozen=True):
-    """``reader`` receives nothing more. Answered by :class:`Noted`."""
+class Disconnect(Message, frozen=True, tag="Part"):
+    """HCCL transport: ``reader`` receives nothing more. Reply: Ack."""
 
     reader: str
 
 
-class Noted(Message, frozen=True):
+class Ack(Message, frozen=True, tag="Noted"):
     pass
 
 
 class Refused(Message, frozen=True):
-    """No. ``again`` says that the same question may be answered a moment later; ``kind`` is one of errors.KINDS."""
+    """Negative reply. ``again``: the same query may succeed a moment later; ``kind`` is one of errors.KINDS."""
 
     kind: str
     cause: str
     again: bool = False
 
 
-Question = Hello | Fetch | Release | Announce | Dropped | Meet | Send | Part
-Answer = Cache | Chunk | Noted | Refused | Meeting
+Query = Handshake | Fetch | Release | PrefillStarted | PrefillCancelled | Connect | Send | Disconnect
+Reply = CacheInfo | Chunk | Ack | Refused | RootInfo
 
 encode = msgspec.msgpack.Encoder().encode
-decode_question = msgspec.msgpack.Decoder(Question).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_query = msgspec.msgpack.Decoder(Query).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode

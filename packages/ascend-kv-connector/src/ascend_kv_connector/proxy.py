@@ -1,10 +1,10 @@
-"""A router for trying prefill and decode instances out: ``python -m ascend_kv_connector.proxy --prefill URL… --decode URL…``.
+"""Router for trying out prefill and decode instances: ``python -m ascend_kv_connector.proxy --prefill URL… --decode URL…``.
 
-It sends each completion to a prefill instance for its first token and then, with what that answers, to a decode instance, each
-kind in turn. With ``--layerwise`` it is the other way round: the decode instance takes blocks and posts to the router, that sends
-the prompt to a prefill instance with what was posted, and the KV cache goes over layer by layer while that computes it.
+It sends each completion to a prefill instance for one token and then, with the returned parameters, to a decode instance, both
+round-robin. With ``--layerwise`` the decode instance is first: it allocates blocks and posts to the router, which sends the
+prompt with these parameters to a prefill instance, and the KV cache is transferred layer by layer during the prefill.
 
-It has no queues, retries or health checks; for real use take a router that has, such as vLLM's own or llm-d.
+It has no queues, retries or health checks; in production use a router such as vLLM's own or llm-d.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 SESSION = web.AppKey("session", ClientSession)
 PATHS = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
-"""By path how vLLM's server names a request with this X-Request-Id (``vllm/entrypoints/openai``)."""
+"""vLLM's request id for an X-Request-Id, by path (``vllm/entrypoints/openai``)."""
 
 METASERVER = "/v1/metaserver"
-"""Where a decode instance asks for the prefill of its request, as vllm-ascend calls it."""
+"""Path where a decode instance requests a prefill; vllm-ascend's name."""
 
 
 def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = "") -> web.Application:
-    """The router over base URLs such as ``http://10.0.0.1:8100``; ``layerwise`` is its own, if prompts go over layer by layer."""
-    turns = [itertools.cycle(url.rstrip("/") for url in urls) for urls in (prefill, decode)]
+    """The router for base URLs such as ``http://10.0.0.1:8100``; ``layerwise`` is its own URL, for layer-by-layer transfers."""
+    instances = [itertools.cycle(url.rstrip("/") for url in urls) for urls in (prefill, decode)]
     app = web.Application(client_max_size=64 << 20)
-    asked_for: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {}
+    waiting: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {}
 
     async def session(app: web.Application) -> Any:
         app[SESSION] = ClientSession(timeout=ClientTimeout(total=None, sock_connect=10))
@@ -39,8 +39,8 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
 
     async def complete(request: web.Request) -> web.StreamResponse:
         try:
-            asked = json.loads(await request.text())
-            assert isinstance(asked, dict)
+            body = json.loads(await request.text())
+            assert isinstance(body, dict)
         except (ValueError, AssertionError):
             return _error(400, "the body is not a JSON object")
         headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
@@ -48,13 +48,13 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
         if layerwise:
             params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": layerwise.rstrip("/") + METASERVER}
             name = PATHS[request.path].format(headers["X-Request-Id"])
-            asked_for[name] = request.path, asked, headers
+            waiting[name] = request.path, body, headers
             try:
-                return await to_decode(request, asked, headers, params)
+                return await send_to_decode(request, body, headers, params)
             finally:
-                asked_for.pop(name, None)
-        first = _first(asked, {"do_remote_decode": True})
-        where = next(turns[0]) + request.path
+                waiting.pop(name, None)
+        first = _prefill_body(body, {"do_remote_decode": True})
+        where = next(instances[0]) + request.path
         try:
             async with request.app[SESSION].post(where, json=first, headers=headers) as answer:
                 text = await answer.text()
@@ -62,53 +62,53 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
                 return web.Response(status=answer.status, text=text, content_type="application/json")
             params = json.loads(text).get("kv_transfer_params")
         except (ClientError, ValueError, TimeoutError) as error:
-            return _error(502, f"the prefill instance at {where} has failed: {type(error).__name__}: {error}")
+            return _error(502, f"the prefill instance at {where} failed: {type(error).__name__}: {error}")
         if not params:
             return _error(
-                502, f"{where} answers without kv_transfer_params; start it with --kv-transfer-config and kv_role kv_producer"
+                502, f"{where} returned no kv_transfer_params; start it with --kv-transfer-config and kv_role kv_producer"
             )
-        return await to_decode(request, asked, headers, params)
+        return await send_to_decode(request, body, headers, params)
 
-    async def meet(request: web.Request) -> web.StreamResponse:
+    async def metaserver(request: web.Request) -> web.StreamResponse:
         """A decode instance has blocks for a request and asks for its prefill."""
         params = json.loads(await request.text())
-        if params.get("request_id") not in asked_for:
-            return _error(404, f"no request {params.get('request_id')!r} is waiting here")
-        path, asked, headers = asked_for[params["request_id"]]
-        where = next(turns[0]) + path
+        if params.get("request_id") not in waiting:
+            return _error(404, f"unknown request {params.get('request_id')!r}")
+        path, body, headers = waiting[params["request_id"]]
+        where = next(instances[0]) + path
         try:
-            async with request.app[SESSION].post(where, json=_first(asked, params), headers=headers) as answer:
+            async with request.app[SESSION].post(where, json=_prefill_body(body, params), headers=headers) as answer:
                 return web.Response(status=answer.status, text=await answer.text(), content_type="application/json")
         except (ClientError, TimeoutError) as error:
-            return _error(502, f"the prefill instance at {where} has failed: {type(error).__name__}: {error}")
+            return _error(502, f"the prefill instance at {where} failed: {type(error).__name__}: {error}")
 
-    async def to_decode(
-        request: web.Request, asked: dict[str, Any], headers: dict[str, str], params: dict[str, Any]
+    async def send_to_decode(
+        request: web.Request, body: dict[str, Any], headers: dict[str, str], params: dict[str, Any]
     ) -> web.StreamResponse:
-        where = next(turns[1]) + request.path
+        where = next(instances[1]) + request.path
         response = None
         try:
-            async with request.app[SESSION].post(where, json=asked | {"kv_transfer_params": params}, headers=headers) as answer:
+            async with request.app[SESSION].post(where, json=body | {"kv_transfer_params": params}, headers=headers) as answer:
                 response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]})
                 await response.prepare(request)
                 async for data in answer.content.iter_any():
                     await response.write(data)
         except (ClientError, TimeoutError) as error:
             if response is not None:
-                raise  # the client has a part of the answer, and its connection ends
-            return _error(502, f"the decode instance at {where} has failed: {type(error).__name__}: {error}")
+                raise  # a part of the response was sent: close the connection
+            return _error(502, f"the decode instance at {where} failed: {type(error).__name__}: {error}")
         return response
 
     app.cleanup_ctx.append(session)
     for path in PATHS:
         app.router.add_post(path, complete)
-    app.router.add_post(METASERVER, meet)
+    app.router.add_post(METASERVER, metaserver)
     return app
 
 
-def _first(asked: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-    """What a prefill instance is sent: the same for one token."""
-    first = {key: value for key, value in asked.items() if key not in ("stream", "stream_options", "max_completion_tokens")}
+def _prefill_body(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """The request for the prefill instance: the same with one token."""
+    first = {key: value for key, value in body.items() if key not in ("stream", "stream_options", "max_completion_tokens")}
     return first | {"max_tokens": 1, "kv_transfer_params": params}
 
 
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--decode", nargs="+", required=True, metavar="URL", help="base URLs of decode instances")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--layerwise", metavar="URL", default="", help="send KV cache layer by layer; URL is this router's own")
+    parser.add_argument("--layerwise", metavar="URL", default="", help="layer-by-layer transfers; URL is this router's own")
     given = parser.parse_args()
     web.run_app(application(given.prefill, given.decode, given.layerwise), host=given.host, port=given.port)
 

@@ -1,4 +1,4 @@
-"""The connector's part in vLLM's scheduler: which requests are read from elsewhere, and whose blocks are kept for others."""
+"""Scheduler side of AscendP2PConnector: which requests to load from a producer, and whose blocks to keep for consumers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from ascend_platform import extension
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from vllm.v1.request import RequestStatus
 
-from ascend_kv_connector.cache import table_of
-from ascend_kv_connector.rendezvous import Rendezvous, routers_name
+from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
+from ascend_kv_connector.paged_cache import group_block_table
 from ascend_kv_connector.transfers import Source
 
 
 @dataclass
 class Endpoint(KVConnectorHandshakeMetadata):
-    """Where a worker answers, which it tells the scheduler once: ``port`` as producer, ``landing_port`` as consumer; 0 if not."""
+    """Handshake metadata of a worker: ``port`` of its producer, ``consumer_port`` of its consumer; 0 if it has none."""
 
     host: str
     port: int
-    landing_port: int = 0
+    consumer_port: int = 0
 
 
 @dataclass
 class Load:
-    """Tokens ``start`` to ``stop`` are to come into ``blocks``, of which the first holds token ``start``; from a source that
-    announces itself, if it is None."""
+    """Load of tokens ``start`` to ``stop`` into ``blocks``, of which the first holds token ``start``.
+
+    ``source`` is None for a layer-by-layer load, whose producer sends PrefillStarted.
+    """
 
     source: Source | None
     blocks: list[int]
@@ -37,12 +39,14 @@ class Load:
 
 
 @dataclass
-class Growing:
-    """A prompt of ``total`` tokens that is computed for a reader which waits at ``places``, under the name ``reader``; after this
-    step its first ``tokens`` are in ``blocks``."""
+class LayerwisePrefill:
+    """Prefill of a prompt of ``total`` tokens for a consumer whose request is ``reader`` and whose ranks are ``reader_ranks``.
+
+    After this step its first ``tokens`` are in ``blocks``.
+    """
 
     reader: str
-    places: tuple[tuple[str, int], ...]
+    reader_ranks: tuple[tuple[str, int], ...]
     total: int
     blocks: list[int] = field(default_factory=list)
     tokens: int = 0
@@ -51,183 +55,187 @@ class Growing:
 
 @dataclass
 class P2PMetadata(KVConnectorMetadata):
-    """What one step's scheduling means for the workers: by request loads to start, blocks to keep with the tokens they hold,
-    sources whose blocks are not wanted, prompts that this step computes for readers, those whose blocks are taken back (with the
-    cause, or "" for a preemption), loads whose request has ended, those that no prefill instance will take, with the cause,
-    prompts that are not computed although a reader waits for them, and where all ranks answer."""
+    """Connector metadata of one step for the workers.
+
+    ``loads``: loads to start, by request. ``leases``: blocks to keep and their number of tokens, by request. ``declined``:
+    sources whose blocks are not needed. ``layerwise``: prefills of this step with a waiting consumer. ``revoked``: prefills whose
+    blocks are taken back, with the reason, "" for a preemption. ``aborted``: loads whose request ended. ``failed_loads``: loads
+    that no prefill instance will serve, with the cause. ``cancelled``: prefills with a waiting consumer that will not run.
+    ``ranks``: (host, port) of this instance's producers.
+    """
 
     loads: dict[str, Load] = field(default_factory=dict)
     leases: dict[str, tuple[list[int], int]] = field(default_factory=dict)
     declined: list[Source] = field(default_factory=list)
-    growing: dict[str, Growing] = field(default_factory=dict)
-    withdrawn: dict[str, str] = field(default_factory=dict)
-    ended: list[str] = field(default_factory=list)
-    lost: dict[str, str] = field(default_factory=dict)
-    dropped: list[tuple[Growing, str]] = field(default_factory=list)
+    layerwise: dict[str, LayerwisePrefill] = field(default_factory=dict)
+    revoked: dict[str, str] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    failed_loads: dict[str, str] = field(default_factory=dict)
+    cancelled: list[tuple[LayerwisePrefill, str]] = field(default_factory=list)
     ranks: list[tuple[str, int]] = field(default_factory=list)
 
 
 class P2PScheduler:
-    """See the methods of the same names in ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``.
+    """Implements the scheduler methods of ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``.
 
-    The keys of ``kv_transfer_params`` are vLLM's own connectors': a prefill instance gets ``do_remote_decode`` and answers with
-    ``do_remote_prefill``, which a decode instance gets. A decode instance that gets ``do_remote_prefill`` with ``metaserver``
-    instead, a router's URL, takes blocks first and posts there; what it posts a prefill instance gets as its
-    ``kv_transfer_params``, and the prompt is read layer by layer while it is computed. For a request that names neither a source
-    nor a router ``metaserver`` is asked, if there is one.
+    The keys of ``kv_transfer_params`` are those of vLLM's own connectors: a prefill instance gets ``do_remote_decode`` and
+    returns ``do_remote_prefill`` for the decode instance. A decode instance that gets ``do_remote_prefill`` with ``metaserver``,
+    a router's URL, allocates blocks first and posts there; a prefill instance gets that post as its ``kv_transfer_params``, and
+    the prompt is read layer by layer during its prefill. For a request that names neither a source nor a router, the configured
+    ``metaserver`` is used, if any.
     """
 
     def __init__(
         self,
         engine: str,
         block_size: int,
-        produces: bool,
-        consumes: bool,
+        is_producer: bool,
+        is_consumer: bool,
         seconds: float = 120.0,
         metaserver: str = "",
         windows: tuple[int, ...] = (0,),
     ) -> None:
-        self._windows, self._windowed = windows, windows != (0,)
-        self._engine, self._block_size, self._produces, self._consumes = engine, block_size, produces, consumes
+        self._windows, self._is_hybrid = windows, windows != (0,)
+        self._engine, self._block_size, self._is_producer, self._is_consumer = engine, block_size, is_producer, is_consumer
         self._metaserver = metaserver
         self._ranks: list[tuple[str, int]] = []
-        self._landing: list[tuple[str, int]] = []
-        self._next = P2PMetadata()
-        self._growing: dict[str, Growing] = {}
+        self._consumer_ranks: list[tuple[str, int]] = []
+        self._metadata = P2PMetadata()
+        self._layerwise: dict[str, LayerwisePrefill] = {}
         self._loading: set[str] = set()
-        self._lost: SimpleQueue[tuple[str, str]] = SimpleQueue()
-        self._rendezvous = Rendezvous(seconds, lambda request, cause: self._lost.put((request, cause)))
+        self._failed_loads: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self._metaserver_client = MetaserverClient(seconds, lambda request, cause: self._failed_loads.put((request, cause)))
 
-    def take_endpoints(self, endpoints: dict[tuple[int, int], Endpoint]) -> None:
-        """Endpoints by (pipeline rank, tensor rank)."""
+    def set_endpoints(self, endpoints: dict[tuple[int, int], Endpoint]) -> None:
+        """Set the workers' endpoints, by (pipeline rank, tensor rank)."""
         ordered = [endpoints[rank] for rank in sorted(endpoints)]
         self._ranks = [(each.host, each.port) for each in ordered]
-        self._landing = [(each.host, each.landing_port) for each in ordered]
+        self._consumer_ranks = [(each.host, each.consumer_port) for each in ordered]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         tokens = (self._remote_tokens(request) or 0) - num_computed_tokens
         return (tokens, True) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._grow(request)
+        self._track_prefill(request)
         stop = self._remote_tokens(request)
         if stop is None:
             return
         params, name = request.kv_transfer_params, request.request_id
         source = None if "metaserver" in params else _source(params)
-        params["do_remote_prefill"] = False  # once: after a preemption it is computed here
+        params["do_remote_prefill"] = False  # only once: after a preemption the prompt is computed here
         if not num_external_tokens:
             if source is not None:
-                self._next.declined.append(source)
+                self._metadata.declined.append(source)
             return
         start = stop - num_external_tokens
-        places = slice(start // self._block_size, -(-stop // self._block_size))
-        wanted = [block for table in blocks.get_block_ids() for block in table[places]]
-        self._next.loads[name] = Load(source, wanted, start, stop)
+        columns = slice(start // self._block_size, -(-stop // self._block_size))
+        wanted = [block for table in blocks.get_block_ids() for block in table[columns]]
+        self._metadata.loads[name] = Load(source, wanted, start, stop)
         self._loading.add(name)
         if source is None:
-            self._rendezvous.ask(name, params["metaserver"], self._wanted(name, start))
+            self._metaserver_client.post(name, params["metaserver"], self._prefill_params(name, start))
 
     def build_connector_meta(self, scheduled: Any) -> P2PMetadata:
-        """``scheduled`` is vLLM's SchedulerOutput of the step."""
-        self._follow(scheduled)
-        while not self._lost.empty():
-            request, cause = self._lost.get()
-            self._next.lost[request] = cause
-        built, self._next = self._next, P2PMetadata(ranks=self._ranks)
+        """Metadata of a step; ``scheduled`` is vLLM's SchedulerOutput."""
+        self._update_progress(scheduled)
+        while not self._failed_loads.empty():
+            request, cause = self._failed_loads.get()
+            self._metadata.failed_loads[request] = cause
+        built, self._metadata = self._metadata, P2PMetadata(ranks=self._ranks)
         return built
 
-    def take_finished(self, requests: Iterable[str]) -> None:
-        """These requests' loads have ended in all ranks."""
+    def update_finished_loads(self, requests: Iterable[str]) -> None:
+        """Loads of these requests have ended in all ranks."""
         self._loading.difference_update(requests)
 
     def close(self) -> None:
-        self._rendezvous.close()
+        self._metaserver_client.close()
 
-    def _wanted(self, name: str, start: int) -> dict[str, Any]:
-        """What a prefill instance gets; the keys are vllm-ascend's, but for remote_ranks and remote_reader."""
-        host, port = self._landing[0]
+    def _prefill_params(self, name: str, start: int) -> dict[str, Any]:
+        """``kv_transfer_params`` for the prefill instance; keys as vllm-ascend's, except remote_ranks and remote_reader."""
+        host, port = self._consumer_ranks[0]
         return {
-            "request_id": routers_name(name),
+            "request_id": external_request_id(name),
             "do_remote_prefill": False,
             "do_remote_decode": True,
             "remote_engine_id": self._engine,
             "remote_host": host,
             "remote_port": port,
-            "remote_ranks": [list(rank) for rank in self._landing],
+            "remote_ranks": [list(rank) for rank in self._consumer_ranks],
             "remote_reader": name,
             "remote_cached_tokens": start,
         }
 
-    def _grow(self, request: Any) -> None:
-        """A prompt that a reader waits for begins to be computed here, perhaps anew."""
+    def _track_prefill(self, request: Any) -> None:
+        """Track a prompt that a consumer waits for, when its prefill starts or restarts."""
         name = request.request_id
-        if not self._windowed and name not in self._growing and (growing := self._waited_for(request)):
-            self._growing[name] = growing
+        if not self._is_hybrid and name not in self._layerwise and (layerwise := self._waiting_reader(request)):
+            self._layerwise[name] = layerwise
 
-    def _waited_for(self, request: Any) -> Growing | None:
-        """What is to be known of the reader that waits for a prompt; None if there is none."""
+    def _waiting_reader(self, request: Any) -> LayerwisePrefill | None:
+        """The prefill that a consumer waits for; None if no consumer waits."""
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or "remote_reader" not in params or not self._produces:
+        if not params.get("do_remote_decode") or "remote_reader" not in params or not self._is_producer:
             return None
-        if wrong := _wrong(params, {"remote_reader": str, "remote_ranks": list}):
-            extension.logger.warning("request %s: do_remote_decode %s; nobody reads it", request.request_id, wrong)
+        if wrong := _invalid_params(params, {"remote_reader": str, "remote_ranks": list}):
+            extension.logger.warning("request %s: do_remote_decode %s; its blocks are not sent", request.request_id, wrong)
             return None
-        places = tuple((host, port) for host, port in params["remote_ranks"])
-        return Growing(params["remote_reader"], places, request.num_prompt_tokens)
+        reader_ranks = tuple((host, port) for host, port in params["remote_ranks"])
+        return LayerwisePrefill(params["remote_reader"], reader_ranks, request.num_prompt_tokens)
 
-    def _follow(self, scheduled: Any) -> None:
-        """Note which tokens of growing prompts this step computes, and where."""
-        if not self._growing:
+    def _update_progress(self, scheduled: Any) -> None:
+        """Record tokens and blocks of this step's layer-by-layer prefills."""
+        if not self._layerwise:
             return
         for name in scheduled.preempted_req_ids or ():
-            if name in self._growing:
-                self._growing[name].blocks, self._growing[name].tokens = [], 0
-                self._next.withdrawn[name] = ""
+            if name in self._layerwise:
+                self._layerwise[name].blocks, self._layerwise[name].tokens = [], 0
+                self._metadata.revoked[name] = ""
         steps = [(new.req_id, new.block_ids, new.num_computed_tokens, True) for new in scheduled.scheduled_new_reqs]
         old = scheduled.scheduled_cached_reqs
         for name, more, computed in zip(old.req_ids, old.new_block_ids, old.num_computed_tokens, strict=True):
             steps.append((name, more, computed, name in old.resumed_req_ids))
         for name, blocks, computed, anew in steps:
-            growing = self._growing.get(name)
-            if growing is None or (growing.tokens >= growing.total and not anew):
+            layerwise = self._layerwise.get(name)
+            if layerwise is None or (layerwise.tokens >= layerwise.total and not anew):
                 continue
             (own,) = blocks or ([],)
-            growing.blocks = list(own) if anew else growing.blocks + own
-            growing.tokens = min(growing.total, computed + scheduled.num_scheduled_tokens[name])
-            self._next.growing[name] = replace(growing)
-            growing.announced = True
+            layerwise.blocks = list(own) if anew else layerwise.blocks + own
+            layerwise.tokens = min(layerwise.total, computed + scheduled.num_scheduled_tokens[name])
+            self._metadata.layerwise[name] = replace(layerwise)
+            layerwise.announced = True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         params, name = request.kv_transfer_params or {}, request.request_id
-        if self._remote_tokens(request) is not None:  # it never got blocks here, for example because the client has left
+        if self._remote_tokens(request) is not None:  # it was never scheduled, for example because its client disconnected
             if "metaserver" not in params:
-                self._next.declined.append(_source(params))
+                self._metadata.declined.append(_source(params))
             params["do_remote_prefill"] = False
             return False, None
-        if name in self._loading:  # its client has left meanwhile
+        if name in self._loading:  # its client disconnected
             self._loading.discard(name)
-            self._next.ended.append(name)
+            self._metadata.aborted.append(name)
         ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        grown = self._growing.pop(name, None)
+        prefill = self._layerwise.pop(name, None)
         if not params.get("do_remote_decode") or not ended or not block_ids:
-            how = f"the request has ended there before its prompt was computed ({request.status.name})"
-            if grown is not None:
-                self._next.withdrawn[name] = how
-            if (waited := grown or self._waited_for(request)) and not waited.announced:
-                self._next.dropped.append((waited, how))
+            reason = f"the request ended before its prefill ({request.status.name})"
+            if prefill is not None:
+                self._metadata.revoked[name] = reason
+            if (waited := prefill or self._waiting_reader(request)) and not waited.announced:
+                self._metadata.cancelled.append((waited, reason))
             return False, None
-        if not self._produces:
+        if not self._is_producer:
             extension.logger.warning(
                 "request %s: do_remote_decode needs kv_role kv_producer or kv_both; its blocks are not kept", request.request_id
             )
             return False, None
-        if self._windowed and (waited := self._waited_for(request)):
-            self._next.dropped.append((waited, WINDOWED))
+        if self._is_hybrid and (waited := self._waiting_reader(request)):
+            self._metadata.cancelled.append((waited, NO_LAYERWISE_WINDOWS))
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if not self._kept(block_ids, tokens):
+        if not self._windows_complete(block_ids, tokens):
             return False, None
-        self._next.leases[request.request_id] = (list(block_ids), tokens)
+        self._metadata.leases[request.request_id] = (list(block_ids), tokens)
         host, port = self._ranks[0]
         return True, {
             "do_remote_prefill": True,
@@ -241,54 +249,54 @@ class P2PScheduler:
         }
 
     def _remote_tokens(self, request: Any) -> int | None:
-        """How many of the prompt's tokens another instance has computed for this request, as far as they are wanted; None if
-        there is no such instance, or if it is told wrongly."""
+        """Number of prompt tokens that a producer has for this request, as far as needed; None without a producer or with invalid
+        parameters."""
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return None
-        if self._metaserver and not params.keys() & {"metaserver", *ANSWER}:
+        if self._metaserver and not params.keys() & {"metaserver", *REMOTE_PARAMS}:
             params["metaserver"] = self._metaserver
-        wrong = _wrong(params, {"metaserver": str} if "metaserver" in params else ANSWER)
-        if self._windowed and "metaserver" in params:
-            wrong = f"comes with metaserver: {WINDOWED}"
-        if not self._consumes:
+        wrong = _invalid_params(params, {"metaserver": str} if "metaserver" in params else REMOTE_PARAMS)
+        if self._is_hybrid and "metaserver" in params:
+            wrong = f"has metaserver: {NO_LAYERWISE_WINDOWS}"
+        if not self._is_consumer:
             wrong = "needs kv_role kv_consumer or kv_both"
         if wrong:
             extension.logger.warning("request %s: do_remote_prefill %s; its prompt is computed here", request.request_id, wrong)
             params["do_remote_prefill"] = False
             return None
-        # The last token of a prompt is computed here, and looks a window back: vLLM keeps that only if it is not among the read.
-        most = request.num_prompt_tokens - self._windowed
+        # The prompt's last token is computed here and needs a full window, which vLLM retains only if that token is not loaded.
+        most = request.num_prompt_tokens - self._is_hybrid
         return min(params.get("remote_num_tokens", most), most)
 
-    def _kept(self, blocks: list[int], tokens: int) -> bool:
-        """Whether the windows hold what a reader needs, who computes the last token.
+    def _windows_complete(self, blocks: list[int], tokens: int) -> bool:
+        """Whether the sliding windows still hold what a consumer needs to compute the last token.
 
-        vLLM has given back what the token after it does not see, which is a block more wherever one ends there.
+        vLLM has freed blocks outside of the window of the next token, which is one more if the window starts a block there.
         """
-        tables = [table_of(blocks, group, len(self._windows)) for group in range(len(self._windows))]
+        tables = [group_block_table(blocks, group, len(self._windows)) for group in range(len(self._windows))]
         return all(
             not window or table[max(0, tokens - window) // self._block_size]
             for table, window in zip(tables, self._windows, strict=True)
         )
 
 
-WINDOWED = "of a model with windows a prompt is not read layer by layer; --disable-hybrid-kv-cache-manager allows it"
+NO_LAYERWISE_WINDOWS = "layer-by-layer transfers do not support sliding windows; use --disable-hybrid-kv-cache-manager"
 
-ANSWER = {"remote_engine_id": str, "remote_request_id": str, "remote_num_tokens": int, "remote_ranks": list}
-"""What a decode instance needs to know of a prompt that has been computed elsewhere."""
+REMOTE_PARAMS = {"remote_engine_id": str, "remote_request_id": str, "remote_num_tokens": int, "remote_ranks": list}
+"""Parameters that a decode instance needs for a prompt with a remote prefill, and their types."""
 
 
-def _wrong(params: dict[str, Any], forms: dict[str, type]) -> str:
-    """What is missing from a router's parameters, or is not of its form; "" if nothing."""
+def _invalid_params(params: dict[str, Any], forms: dict[str, type]) -> str:
+    """Which of a router's parameters is missing or has the wrong type; "" if none."""
     for key, form in forms.items():
         if not isinstance(params.get(key), form):
-            return f"comes with {key} {params.get(key)!r}, which is not what AscendP2PConnector answers with"
+            return f"has {key} {params.get(key)!r}, which is not from AscendP2PConnector"
     if "remote_ranks" not in forms:
         return ""
     ranks = params["remote_ranks"]
     if not ranks or not all(isinstance(rank, (list, tuple)) and list(map(type, rank)) == [str, int] for rank in ranks):
-        return f"comes with remote_ranks {ranks!r}, which are no hosts and ports"
+        return f"has remote_ranks {ranks!r}, which are not hosts and ports"
     return ""
 
 

@@ -1,13 +1,13 @@
-"""A conformance suite for KV connectors: subclass :class:`ConnectorTests` in a test module, and pytest runs it.
+"""Conformance suite for KV connectors: subclass :class:`ConnectorTests` in a test module, and pytest runs it.
 
     from ascend_kv_connector.testing import ConnectorTests
 
     class TestMine(ConnectorTests):
         transfer = {"kv_connector": "Mine", "kv_connector_module_path": "my.module", "kv_role": "kv_both"}
 
-It has vLLM's scheduler with the connector in it, and a worker with the connector in it, but no model: the KV cache of a token is
-made of the tokens up to it, and so is the next token. So each token of each block that a step uses can be compared, whichever way
-it came there, on whatever device there is.
+It runs vLLM's scheduler and a worker, each with the connector, but no model: the KV cache of a token is a function of the tokens
+up to it, and so is the next token. Thus every token of every block that a step uses can be checked, however it was loaded, on any
+device.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import random
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ MODEL = {
 
 
 def prompts(count: int, seed: int = 0, longest: int = 150) -> dict[str, list[int]]:
-    """By name prompts of 1 to ``longest`` tokens, of which every third begins as others do."""
+    """Prompts of 1 to ``longest`` tokens by name; every third starts with a shared prefix."""
     draw = random.Random(seed)
     shared = [draw.randrange(VOCABULARY) for _ in range(longest)]
     out = {}
@@ -56,11 +57,11 @@ def prompts(count: int, seed: int = 0, longest: int = 150) -> dict[str, list[int
 
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[None]:
-    """vLLM's process groups, of this process alone."""
+    """vLLM's process groups with this process as the only rank."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():  # another module of tests has imported this too
+    if parallel_state.model_parallel_is_initialized():  # another test module uses this fixture too
         yield
         return
     with socket.socket() as free:
@@ -75,12 +76,11 @@ def one_rank() -> Iterator[None]:
 
 
 class ConnectorTests:
-    """What every connector has to keep to. ``transfer`` is its ``--kv-transfer-config``.
+    """Tests that every connector has to pass. ``transfer`` is its ``--kv-transfer-config``.
 
-    ``device`` is where the KV cache is. With ``paged`` a layer's is :class:`Pages`, as on Ascend NPUs, and otherwise one tensor
-    ``[blocks, HEADS, BLOCK, 2 * SIZE]``, as vLLM makes it elsewhere. ``keeps`` says that it remembers KV cache when the device's
-    own prefix cache has been reset. The layers numbered in ``windowed`` look back 40 tokens alone, and have a block table of
-    their own.
+    ``device`` is the device of the KV cache. With ``paged`` a layer's cache is :class:`Pages`, as on Ascend NPUs, otherwise one
+    tensor ``[blocks, HEADS, BLOCK, 2 * SIZE]``, as in vLLM elsewhere. ``keeps``: the connector keeps KV cache after a reset of
+    the device's prefix cache. The layers in ``windowed`` have a sliding window of 40 tokens, and a block table of their own.
     """
 
     transfer: ClassVar[dict[str, Any]] = {}
@@ -90,14 +90,14 @@ class ConnectorTests:
     windowed: Sequence[int] = ()
 
     def make_caches(self, layers: int, blocks: int) -> list[Any]:
-        """Each layer's, all in one allocation, which layers follow each other in."""
+        """KV cache of each layer, in one allocation."""
         whole = torch.full((layers, blocks * BLOCK * HEADS * 2 * SIZE), -1.0, device=self.device)
         if self.paged:
             return [Pages(*layer.view(2, blocks, BLOCK, HEADS, SIZE)) for layer in whole]
         return [layer.view(blocks, BLOCK, HEADS, 2 * SIZE).transpose(1, 2) for layer in whole]
 
     def parts(self, cache: Any) -> list[torch.Tensor]:
-        """A layer's keys and values, each ``[blocks, BLOCK, HEADS, SIZE]``, in the memory of the cache."""
+        """A layer's keys and values, views ``[blocks, BLOCK, HEADS, SIZE]`` of the cache."""
         if self.paged:
             return [cache.key, cache.value]
         apart = cache.transpose(1, 2)
@@ -105,7 +105,7 @@ class ConnectorTests:
 
     @pytest.fixture
     def engine(self, one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-        """A function that makes an engine; its arguments are of the connector's configuration, but for ``blocks``."""
+        """Factory of engines; its arguments override the connector's configuration, except ``blocks``."""
         made = []
 
         def make(blocks: int = 200, **transfer: Any) -> Engine:
@@ -115,7 +115,7 @@ class ConnectorTests:
         yield make
         for each in made:
             each.close()
-            each.close()  # it may be asked twice
+            each.close()  # shutdown may be called twice
 
     def config(self, transfer: dict[str, Any]) -> Any:
         from vllm.engine.arg_utils import EngineArgs
@@ -135,7 +135,7 @@ class ConnectorTests:
                 kv_transfer_config=json.loads(json.dumps(transfer)),
             ).create_engine_config()
 
-    def check(self, engine: Engine, given: dict[str, list[int]], length: int, left: set[str] = frozenset()) -> None:
+    def check(self, engine: Engine, given: dict[str, list[int]], length: int, left: AbstractSet[str] = frozenset()) -> None:
         assert engine.wrong == [], f"the KV cache differs, first at (request, token, layer) {engine.wrong[0]}"
         for name, prompt in given.items():
             reason, tokens, _ = engine.ended[name]
@@ -143,9 +143,9 @@ class ConnectorTests:
                 assert (reason, tokens) == ("length", expected_tokens(prompt, length)), name
         assert engine.held == 0
 
-    # What is tested
+    # Tests
 
-    def test_it_can_be_made_and_answers_as_it_is_asked(self, engine: Callable[..., Engine]) -> None:
+    def test_signatures_match_vllms(self, engine: Callable[..., Engine]) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
         kind = type(engine().worker)
@@ -160,14 +160,14 @@ class ConnectorTests:
                 except TypeError as error:
                     pytest.fail(f"{kind.__name__}.{name} cannot be called as vLLM does: {error}")
 
-    def test_requests_end_with_the_right_tokens(self, engine: Callable[..., Engine]) -> None:
+    def test_requests_generate_the_expected_tokens(self, engine: Callable[..., Engine]) -> None:
         made, given = engine(), prompts(24)
         for name, prompt in given.items():
             made.add(name, prompt, 5)
         made.run()
         self.check(made, given, 5)
 
-    def test_prompts_that_come_again(self, engine: Callable[..., Engine]) -> None:
+    def test_repeated_prompts(self, engine: Callable[..., Engine]) -> None:
         made, given = engine(), prompts(8, 1, 200)
         for turn in range(3):
             for name, prompt in given.items():
@@ -178,9 +178,9 @@ class ConnectorTests:
         if self.keeps:
             long = [f"{name}-2" for name, prompt in given.items() if len(prompt) > 3 * BLOCK]
             assert long
-            assert all(made.loaded[name] >= BLOCK for name in long), "nothing was kept"
+            assert all(made.loaded[name] >= BLOCK for name in long), "no KV cache was kept"
 
-    def test_requests_that_are_aborted(self, engine: Callable[..., Engine]) -> None:
+    def test_aborted_requests(self, engine: Callable[..., Engine]) -> None:
         made, given, draw = engine(), prompts(24, 2), random.Random(2)
         when = {name: draw.randrange(12) for name in list(given)[::2]}
         for name, prompt in given.items():
@@ -193,9 +193,9 @@ class ConnectorTests:
         made.run(leave)
         self.check(made, given, 5, set(when))
 
-    def test_requests_that_are_preempted(self, engine: Callable[..., Engine]) -> None:
+    def test_preempted_requests(self, engine: Callable[..., Engine]) -> None:
         made, given = engine(blocks=30), prompts(12, 3)
-        preempted = []
+        preempted: list[str] = []
         schedule = made.scheduler.schedule
 
         def watch(*arguments: Any, **more: Any) -> Any:
@@ -203,29 +203,30 @@ class ConnectorTests:
             preempted.extend(out.preempted_req_ids or ())
             return out
 
-        made.scheduler.schedule = watch
+        made.scheduler.schedule = watch  # type: ignore[method-assign]
         for name, prompt in given.items():
             made.add(name, prompt, 40)
         made.run()
-        assert preempted, "no request was preempted, so this has shown nothing"
+        assert preempted, "no request was preempted; the test is inconclusive"
         self.check(made, given, 40)
 
-    def test_stats_can_be_added_up_and_sent(self, engine: Callable[..., Engine]) -> None:
+    def test_stats_can_be_aggregated_and_pickled(self, engine: Callable[..., Engine]) -> None:
         made = engine()
         kind = type(made.worker)
         if (stats := kind.build_kv_connector_stats()) is None:
-            pytest.skip("it has no stats")
+            pytest.skip("the connector has no stats")
         stats = pickle.loads(pickle.dumps(stats))
         again = kind.build_kv_connector_stats(data=stats.data)
+        assert again is not None
         assert again.aggregate(stats).is_empty()
         assert isinstance(again.reduce(), dict)
 
 
 class HandoffTests(ConnectorTests):
-    """Of connectors that hand a prompt from one instance to another by ``kv_transfer_params``.
+    """Tests of connectors that pass a prompt from one instance to another by ``kv_transfer_params``.
 
-    The first gets ``do_remote_decode``, the other what the first answers.
-    ``prefill`` and ``decode`` are what each configuration has in addition to ``transfer``.
+    The first instance gets ``do_remote_decode``, the other the parameters that the first returns. ``prefill`` and ``decode`` are
+    merged into ``transfer`` for the two.
     """
 
     prefill: ClassVar[dict[str, Any]] = {"kv_role": "kv_producer"}
@@ -239,8 +240,8 @@ class HandoffTests(ConnectorTests):
         for name, prompt in given.items():
             reason, _, params = one.ended[name]
             assert reason == "length"
-            assert params, "the prefill instance answers without kv_transfer_params"
-            other.add(name, prompt, 5, json.loads(json.dumps(params)))  # it goes by a router
+            assert params, "the prefill instance returned no kv_transfer_params"
+            other.add(name, prompt, 5, json.loads(json.dumps(params)))  # serialized as by a router
 
         def both(step: int) -> None:
             one.step()
@@ -250,21 +251,21 @@ class HandoffTests(ConnectorTests):
         other.run(both)
         one.run()
 
-    def test_prompts_are_handed_over(self, engine: Callable[..., Engine]) -> None:
+    def test_handoff(self, engine: Callable[..., Engine]) -> None:
         one, other, given = engine(**self.prefill), engine(**self.decode), prompts(16, 4)
         self.hand_over(one, other, given)
         self.check(other, given, 5)
         assert one.wrong == []
         for name, prompt in given.items():
-            assert other.loaded[name] >= len(prompt) - 1, f"{name} was computed anew"
+            assert other.loaded[name] >= len(prompt) - 1, f"{name} was recomputed"
 
-    def test_readers_that_leave(self, engine: Callable[..., Engine]) -> None:
+    def test_aborted_readers(self, engine: Callable[..., Engine]) -> None:
         one, other, given = engine(**self.prefill), engine(**self.decode), prompts(16, 5)
         left = {name: place % 4 for place, name in enumerate(list(given)[::2])}
         self.hand_over(one, other, given, left)
         self.check(other, given, 5, set(left))
 
-    def test_parameters_of_somebody_else(self, engine: Callable[..., Engine]) -> None:
+    def test_params_of_another_connector(self, engine: Callable[..., Engine]) -> None:
         other, given = engine(**self.decode), prompts(3, 6)
         for name, prompt in given.items():
             other.add(name, prompt, 5, {"do_remote_prefill": True, "remote_host": "nowhere"})

@@ -1,4 +1,4 @@
-"""What the conformance suite runs: vLLM's scheduler and a worker with a KV connector, and no model."""
+"""Engine of the conformance suite: vLLM's scheduler and a worker with a KV connector, without a model."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ PATIENCE = 30.0
 
 
 class Pages(NamedTuple):
-    """A layer's keys and values, each ``[blocks, BLOCK, HEADS, SIZE]``, as ascend-platform hands them to connectors."""
+    """A layer's keys and values, each ``[blocks, BLOCK, HEADS, SIZE]``, as ascend-platform passes them to connectors."""
 
     key: torch.Tensor
     value: torch.Tensor
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the model without weights says after these."""
+    """The next token that the modelless engine generates."""
     return zlib.crc32(bytes(str(tokens), "ascii")) % VOCABULARY
 
 
 def content(tokens: list[int], layer: int, part: int) -> torch.Tensor:
-    """float32 ``[tokens]``: what is in the cache for each of them."""
+    """float32 ``[tokens]``: expected KV cache value of each token."""
     made, running = [], 1
     for token in tokens:
         running = (running * 31 + token + 7) % 65521
@@ -41,9 +41,9 @@ def content(tokens: list[int], layer: int, part: int) -> torch.Tensor:
 
 
 class Engine:
-    """vLLM's scheduler and a worker of one rank, each with the connector, and the model without weights.
+    """vLLM's scheduler and a worker of one rank, each with the connector, without a model.
 
-    ``wrong`` has (request, token, layer) where the KV cache was not what it should be as a step used it.
+    ``wrong`` has (request, token, layer) where a step found an unexpected KV cache value.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Engine:
         hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self.hasher = get_request_block_hasher(BLOCK, hashing)
-        shape = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.float32}
+        shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.float32}
         spec = FullAttentionSpec(**shape)
         self.layers = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
         size = blocks * spec.page_size_bytes
@@ -92,6 +92,7 @@ class Engine:
         self.worker.register_kv_caches(self.caches)
         if (handshake := self.worker.get_handshake_metadata()) is not None:
             told = pickle.loads(pickle.dumps(handshake))
+            assert self.scheduler.connector is not None
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
         self.tables: dict[str, list[list[int]]] = {}
         self.wrong: list[tuple[str, int, str]] = []
@@ -116,12 +117,12 @@ class Engine:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> None:
-        """One step, as vLLM's engine core and its model runner do it (``vllm/v1/worker/kv_connector_model_runner_mixin.py``)."""
+        """One step, as in vLLM's engine core and model runner (``vllm/v1/worker/kv_connector_model_runner_mixin.py``)."""
         from vllm.forward_context import get_forward_context, set_forward_context
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         out, worker = self.scheduler.schedule(), self.worker
-        metadata = pickle.loads(pickle.dumps(out.kv_connector_metadata))  # it goes to other processes
+        metadata = pickle.loads(pickle.dumps(out.kv_connector_metadata))  # serialized as between processes
         self._take_tables(out)
         described = {name: self._describe(out, self.group[name]) for name in self.layers} if out.num_scheduled_tokens else None
         with set_forward_context(described, self.config):
@@ -155,10 +156,12 @@ class Engine:
                 self.ended[answer.request_id] = reason, known[1] + list(answer.new_token_ids), answer.kv_transfer_params
 
     def run(self, while_running: Callable[[int], None] = lambda step: None) -> None:
-        """Until all requests have ended and all blocks are free."""
+        """Step until all requests have ended and all blocks are free."""
         until, steps = monotonic() + PATIENCE, 0
         while self.scheduler.has_unfinished_requests() or self.held:
-            assert monotonic() < until, f"after {PATIENCE} s {sorted(self.scheduler.requests)} are open, {self.held} blocks held"
+            assert monotonic() < until, (
+                f"after {PATIENCE} s {sorted(self.scheduler.requests)} are unfinished, {self.held} blocks in use"
+            )
             while_running(steps)
             self.step()
             steps += 1
@@ -166,11 +169,12 @@ class Engine:
 
     @property
     def held(self) -> int:
-        """Blocks that are somebody's."""
+        """Number of allocated blocks."""
         return self.blocks - 1 - self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def close(self) -> None:
         self.worker.shutdown()
+        assert self.scheduler.connector is not None
         self.scheduler.connector.shutdown()
 
     def _take_tables(self, out: Any) -> None:
@@ -194,12 +198,12 @@ class Engine:
         return computed[name], computed[name] + out.num_scheduled_tokens[name]
 
     def _describe(self, out: Any, group: int) -> Any:
-        """What connectors look at of an attention's metadata."""
+        """Attention metadata as connectors use it."""
         rows = [self._rows(name, group, *self._span(out, name)) for name in out.num_scheduled_tokens]
         return SimpleNamespace(slot_mapping=torch.cat(rows), num_actual_tokens=sum(out.num_scheduled_tokens.values()))
 
     def _forward(self, out: Any, described: Any) -> dict[str, list[int]]:
-        """Write this step's tokens, layer by layer, look at all before them that they see, and say the next."""
+        """Write this step's tokens layer by layer, check all visible tokens before them, and return the next tokens."""
         for number, layer in enumerate(self.layers if out.num_scheduled_tokens else ()):
             self.worker.wait_for_layer_load(layer)
             for name in out.num_scheduled_tokens:
@@ -224,7 +228,7 @@ class Engine:
 
 
 def _tensors(kind: Any, layers: list[str], size: int, page: int) -> list[Any]:
-    """All layers in one allocation, one behind the other, as vLLM's KVCacheTensor says it (``vllm/v1/kv_cache_interface.py``)."""
+    """All layers in one allocation, consecutively, as vLLM's KVCacheTensor describes it (``vllm/v1/kv_cache_interface.py``)."""
     if "layer_stride" in inspect.signature(kind).parameters:
         return [kind(size=size * len(layers), layers=layers, layer_stride=size, block_stride=page)]
     return [kind(size=size, shared_by=[layer]) for layer in layers]

@@ -1,4 +1,4 @@
-"""Bookkeeping of a consumer's transfers: each ends exactly once, done or failed, and nothing of it is written afterwards."""
+"""State of a consumer's transfers: each ends exactly once, done or failed, and nothing is written to its blocks afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ascend_kv_connector.errors import Kind, TransferError
 
 
 class Source(NamedTuple):
-    """Where a request's blocks are: the producer's engine, its name for the request, and (host, port) of each of its ranks."""
+    """Location of a request's blocks: the producer's engine id, its request id, and (host, port) of each of its ranks."""
 
     engine: str
     request: str
@@ -22,7 +22,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Done:
-    """All tokens are in their blocks. ``size`` in bytes, ``seconds`` from when the transfer was asked for."""
+    """All tokens were loaded. ``size`` in bytes, ``seconds`` since the transfer was requested."""
 
     request: str
     size: int
@@ -34,7 +34,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """It has failed. ``blocks`` are those of this instance that hold nothing, ``size`` of ``total`` bytes were read."""
+    """The transfer failed. ``blocks`` are local blocks that were not loaded; ``size`` of ``total`` bytes were read."""
 
     request: str
     blocks: tuple[int, ...]
@@ -57,26 +57,26 @@ class Failed:
         )
 
 
-class ClosedError(Exception):
-    """The transfer has ended meanwhile; whoever works on it stops."""
+class TransferEndedError(Exception):
+    """The transfer has already ended; work on it stops."""
 
 
 class Transfer:
-    """Tokens ``start`` to ``stop`` of a request, into ``blocks``, of which the first holds token ``start``.
+    """Load of tokens ``start`` to ``stop`` of a request into ``blocks``; the first block holds token ``start``.
 
-    A thread works on it and another may end it at its deadline. ``landing`` is held while the cache is written: the transfer
-    does not end within, and nothing lands after its end. Of a prompt that is being computed while it is fetched (``growing``) the
-    source is not known before a producer has announced itself.
+    One thread works on it and another may end it at its deadline. ``writing`` is held while the cache is written: the transfer
+    does not end meanwhile, and nothing is written after its end. A layer-by-layer transfer (``layerwise``) has no source until a
+    producer sends PrefillStarted.
     """
 
     def __init__(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int, seconds: float) -> None:
         self.request, self.source, self.blocks, self.start, self.stop = request, source, blocks, start, stop
-        self.began = monotonic()
-        self.deadline = self.began + seconds
+        self.started = monotonic()
+        self.deadline = self.started + seconds
         self.seconds = seconds
         self.peer, self.size, self.total = "(none)", 0, 0
-        self.landed: dict[int, int] = {}
-        self.growing = source is None
+        self.written_until: dict[int, int] = {}
+        self.layerwise = source is None
         self._lock = threading.Lock()
         self._outcome: Done | Failed | None = None
 
@@ -85,39 +85,39 @@ class Transfer:
         return self._outcome
 
     def remaining(self) -> float:
-        """Seconds to the deadline.
+        """Seconds until the deadline.
 
         Raises:
             TransferError: it has passed.
-            ClosedError: the transfer has ended.
+            TransferEndedError: the transfer has ended.
         """
         if self._outcome is not None:
-            raise ClosedError
+            raise TransferEndedError
         left = self.deadline - monotonic()
         if left <= 0:
-            raise TransferError("deadline", f"its deadline of {self.seconds:g} s has passed")
+            raise TransferError("deadline", f"the deadline of {self.seconds:g} s has passed")
         return left
 
     @contextmanager
-    def landing(self) -> Iterator[None]:
-        """Held while tokens are written into the blocks.
+    def writing(self) -> Iterator[None]:
+        """Held while tokens are written to the blocks.
 
         Raises:
-            ClosedError: the transfer has ended; nothing may be written.
+            TransferEndedError: the transfer has ended; nothing may be written.
         """
         with self._lock:
             if self._outcome is not None:
-                raise ClosedError
+                raise TransferEndedError
             yield
 
     def succeed(self) -> bool:
-        return self._end(Done(self.request, self.size, monotonic() - self.began))
+        return self._end(Done(self.request, self.size, monotonic() - self.started))
 
     def fail(self, error: TransferError, transport: str, block_size: int) -> bool:
-        """End it as failed, unless it has ended; whether this call has."""
-        whole = min(self.landed.values(), default=self.start)
-        # of a block that is not whole all tokens count as missing
-        first = min((whole - self.start) // block_size, len(self.blocks))
+        """End the transfer as failed, unless it has ended; returns whether this call ended it."""
+        written = min(self.written_until.values(), default=self.start)
+        # all tokens of a partly written block count as missing
+        first = min((written - self.start) // block_size, len(self.blocks))
         failed = Failed(
             request=self.request,
             blocks=tuple(self.blocks[first:]),
@@ -129,7 +129,7 @@ class Transfer:
             transport=transport,
             size=self.size,
             total=self.total,
-            seconds=monotonic() - self.began,
+            seconds=monotonic() - self.started,
         )
         return self._end(failed)
 

@@ -1,4 +1,4 @@
-"""What carries the bytes: buffers that a peer can read, and reading a peer's. Each transport is a class of this form."""
+"""Interface of transports: registered memory, and one-sided reads of a peer's."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from typing import Any, Protocol
 import torch
 from ascend_platform import extension
 
-from ascend_kv_connector.keys import Keys
+from ascend_kv_connector.auth import CurveKeys
 
 TRANSPORTS = {
     "mooncake": "ascend_kv_connector.mooncake.MooncakeTransport",
     "hccl": "ascend_kv_connector.hccl.HcclTransport",
 }
-"""Name, as ``transport`` of the options has it, to the qualified name of the class; its module has ``check()``."""
+"""Class by value of option ``transport``; its module has ``check()``."""
 
 
 class Transport(Protocol):
-    """One rank's end. Its constructor takes the host, the protocol and the keys, if instances share a secret, and raises
-    RefusedError where it cannot serve.
+    """One rank's side of a transport.
+
+    The constructor takes the host, the protocol and, if instances share a secret, the keys; it raises RefusedError if the
+    transport is not available.
 
     Attributes:
-        name: for people, such as ``mooncake (tcp)``; two ranks need the same.
-        session: what a peer gives to :meth:`read` to read from here.
-        on_device: whether it reads and writes the NPU's memory; otherwise its buffers are on the host.
+        name: for messages, such as ``mooncake (tcp)``; must be the same on both ranks.
+        session: what a peer passes to :meth:`read` to read from this rank.
+        on_device: whether buffers are in NPU memory; otherwise they are on the host.
     """
 
     name: str
@@ -32,24 +34,24 @@ class Transport(Protocol):
     on_device: bool
 
     def register(self, buffer: torch.Tensor) -> None:
-        """Let peers read this buffer, uint8 ``[bytes]``, and :meth:`read` write it. Raises TransferError."""
+        """Register a buffer, uint8 ``[bytes]``, for peers to read and for :meth:`read` to write. Raises TransferError."""
 
     def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
-        """Copy ``size`` bytes from a peer's address to a registered one here; returns when they are there.
+        """Copy ``size`` bytes from a peer's address to a registered one here; returns when they have arrived.
 
-        ``seconds`` is for transports that can stop by themselves. One that cannot may return late: the caller does not wait for
-        it, and does not use the bytes.
+        ``seconds`` is for transports that can abort a read. Others may return late: the caller does not wait for them and
+        discards the bytes.
 
         Raises:
-            TransferError: what is at ``local`` is then undefined, and may still change for its ``rest`` in seconds.
+            TransferError: the memory at ``local`` is undefined, and may change for the error's ``quarantine`` seconds.
         """
 
     def close(self) -> None:
-        """Let go of everything; no read is under way any more, or can be waited for."""
+        """Release all resources; no read is in progress any more, or can be waited for."""
 
 
 def check(name: str) -> None:
-    """Look whether there is a transport of this name and whether what it needs is installed, without loading it.
+    """Check that a transport exists and its dependencies are installed, without loading it.
 
     Raises:
         RefusedError: in one line.
@@ -57,16 +59,16 @@ def check(name: str) -> None:
     _module(name).check()
 
 
-def make(name: str, host: str, protocol: str, keys: Keys | None = None) -> Transport:
-    """The transport of this name.
+def make_transport(name: str, host: str, protocol: str, keys: CurveKeys | None = None) -> Transport:
+    """Create the transport of this name.
 
     Raises:
-        RefusedError: there is none, or it cannot serve here.
+        RefusedError: it does not exist, or is not available.
     """
     return getattr(_module(name), TRANSPORTS[name].rpartition(".")[2])(host, protocol, keys)
 
 
 def _module(name: str) -> Any:
     if name not in TRANSPORTS:
-        raise extension.RefusedError(f"kv_connector_extra_config.transport is {name!r}; it can be {', '.join(TRANSPORTS)}")
+        raise extension.RefusedError(f"kv_connector_extra_config.transport is {name!r}; supported: {', '.join(TRANSPORTS)}")
     return importlib.import_module(TRANSPORTS[name].rpartition(".")[0])

@@ -1,4 +1,4 @@
-"""The connector's part in a worker: the rank as producer, as consumer or as both, on the NPU."""
+"""Worker side of AscendP2PConnector: the rank as producer, consumer or both."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip
 
-from ascend_kv_connector.announcer import Announcer
-from ascend_kv_connector.cache import PagedCache, heads_of
-from ascend_kv_connector.config import Options, windows_of
+from ascend_kv_connector.auth import SECRET_ENV, CurveKeys, is_loopback, read_secret
+from ascend_kv_connector.config import Options, sliding_windows
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.keys import VARIABLE, Keys, is_loopback, secret
-from ascend_kv_connector.leases import Growth
+from ascend_kv_connector.leases import PrefillProgress
 from ascend_kv_connector.metrics import TransferStats
+from ascend_kv_connector.paged_cache import PagedCache, kv_heads_of_rank
+from ascend_kv_connector.prefill_notifier import PrefillNotifier
 from ascend_kv_connector.producer import Producer
-from ascend_kv_connector.protocol import Announce, Dropped
+from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata
 from ascend_kv_connector.transfers import Failed
-from ascend_kv_connector.transport import Transport, make
+from ascend_kv_connector.transport import Transport, make_transport
 
-ANY_PORT = 14579
-"""vLLM's default of ``kv_port``, which says that nobody has chosen one (``vllm/config/kv_transfer.py``)."""
+DEFAULT_KV_PORT = 14579
+"""vLLM's default of ``kv_port``: the user has chosen none (``vllm/config/kv_transfer.py``)."""
 
 
 class P2PWorker:
-    """See the methods of the same names in ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``."""
+    """Implements the worker methods of ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``."""
 
     def __init__(self, vllm_config: Any, groups: list[Any], options: Options, transport: Transport | None = None) -> None:
         """``groups`` are the KVCacheGroupSpecs of vLLM's KVCacheConfig."""
@@ -42,17 +42,17 @@ class P2PWorker:
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
         self._stats = TransferStats()
-        self._not_loaded: set[int] = set()
+        self._failed_block_ids: set[int] = set()
         self._written: Any = None
-        self._announcer: Announcer | None = None
-        self._growths: dict[str, Growth] = {}
-        self._step: dict[str, int] = {}
+        self._notifier: PrefillNotifier | None = None
+        self._progress: dict[str, PrefillProgress] = {}
+        self._step_tokens: dict[str, int] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Make the buffers and start to answer, and to ask.
+        """Allocate buffers and start the producer's and the consumer's threads.
 
         Raises:
-            RefusedError: the transport cannot serve, or the port is taken.
+            RefusedError: the transport is not available, or the port is in use.
         """
         groups = {layer: number for number, group in enumerate(self._groups) for layer in group.layer_names}
         regions = [
@@ -62,114 +62,118 @@ class P2PWorker:
         tp, pp = get_tp_group(), get_pp_group()
         rank, ranks = pp.rank_in_group * tp.world_size + tp.rank_in_group, pp.world_size * tp.world_size
         total = self._config.model_config.get_total_num_kv_heads()
-        heads, block_size = heads_of(tp.rank_in_group, tp.world_size, total), self._groups[0].kv_cache_spec.block_size
-        cache = PagedCache(regions, block_size, heads, total, groups, windows_of("AscendP2PConnector", self._groups))
+        heads, block_size = kv_heads_of_rank(tp.rank_in_group, tp.world_size, total), self._groups[0].kv_cache_spec.block_size
+        cache = PagedCache(regions, block_size, heads, total, groups, sliding_windows("AscendP2PConnector", self._groups))
         host = self._options.host or get_ip()
-        shared = secret(self._options.secret_file)
+        shared = read_secret(self._options.secret_file)
         if rank == 0 and not shared and not is_loopback(host):
-            said = "KV connector: whoever reaches %s can ask for prompts' KV cache: no secret_file is given, and %s is not set"
-            extension.logger.warning(said, host, VARIABLE)
-        keys = Keys(shared) if shared else None
-        transport = self._transport = self._transport or make(self._options.transport, host, self._options.protocol, keys)
-        about = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id, "keys": keys}
-        about["model"] = fingerprint(self._config.model_config)
+            said = "KV connector: anyone who can reach %s can fetch KV cache; fix: set secret_file or %s"
+            extension.logger.warning(said, host, SECRET_ENV)
+        keys = CurveKeys(shared) if shared else None
+        transport = self._transport = self._transport or make_transport(
+            self._options.transport, host, self._options.protocol, keys
+        )
+        common = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id, "keys": keys}
+        common["model"] = model_fingerprint(self._config.model_config)
         port = int(transfer.kv_port)
-        port = 0 if port == ANY_PORT else port + parallel.data_parallel_index * ranks + rank
+        port = 0 if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
         if transfer.is_kv_producer:
-            self._producer = Producer(**about, host=host, port=port, queue=self._queue(cache.device))
+            self._producer = Producer(**common, host=host, port=port, stream_context=self._stream_context(cache.device))
             if rank == 0:
-                self._announcer = Announcer(self._options.answer_timeout, keys)
+                self._notifier = PrefillNotifier(self._options.answer_timeout, keys)
         if transfer.is_kv_consumer:
             landing = 0 if self._producer else port
-            queue = self._queue(cache.device)
-            self._consumer = Consumer(**about, rank=rank, ranks=ranks, device_queue=queue, host=host, port=landing)
+            stream_context = self._stream_context(cache.device)
+            self._consumer = Consumer(**common, rank=rank, ranks=ranks, stream_context=stream_context, host=host, port=landing)
 
     def get_handshake_metadata(self) -> Endpoint | None:
         ports = [part.server.port if part else 0 for part in (self._producer, self._consumer)]
         return Endpoint(self._options.host or get_ip(), *ports) if any(ports) else None
 
     def begin_step(self, metadata: P2PMetadata) -> None:
-        """Before the model runs: blocks that are no longer a prompt's are taken from its readers, new ones are given to them."""
+        """Before the forward pass: revoke and update blocks of layer-by-layer prefills, and notify their consumers."""
         if self._producer is None:
             return
         leases = self._producer.leases
-        for request, how in metadata.withdrawn.items():
-            leases.withdraw(request, self._options.answer_timeout, how)
-            self._growths.pop(request, None)
-        for growing, how in metadata.dropped if self._announcer else ():
-            self._announcer.announce(growing.places, Dropped(growing.reader, how))
-        self._step = {}
-        for request, growing in metadata.growing.items():
-            growth = self._growths.setdefault(request, Growth())
-            leases.grow(request, growing.blocks, growing.total, growth)
-            self._step[request] = growing.tokens
-            if self._announcer and not growing.announced:
-                what = Announce(growing.reader, self._config.kv_transfer_config.engine_id, request, metadata.ranks)
-                self._announcer.announce(growing.places, what)
+        for request, reason in metadata.revoked.items():
+            leases.revoke(request, self._options.answer_timeout, reason)
+            self._progress.pop(request, None)
+        for layerwise, reason in metadata.cancelled:
+            if self._notifier:
+                self._notifier.notify(layerwise.reader_ranks, PrefillCancelled(layerwise.reader, reason))
+        self._step_tokens = {}
+        for request, layerwise in metadata.layerwise.items():
+            progress = self._progress.setdefault(request, PrefillProgress())
+            leases.track(request, layerwise.blocks, layerwise.total, progress)
+            self._step_tokens[request] = layerwise.tokens
+            if self._notifier and not layerwise.announced:
+                what = PrefillStarted(layerwise.reader, self._config.kv_transfer_config.engine_id, request, metadata.ranks)
+                self._notifier.notify(layerwise.reader_ranks, what)
 
-    def layer_is_enqueued(self, layer: str) -> None:
-        """This step's tokens of a layer will be in their blocks when the current stream has come here."""
-        self._mark([layer])
+    def save_kv_layer(self, layer: str) -> None:
+        """Record that this step's tokens of a layer are ready once the current stream reaches this point."""
+        self._record_progress([layer])
 
     def end_step(self) -> None:
-        """As :meth:`layer_is_enqueued` for all layers: in a graph nobody calls that."""
+        """:meth:`save_kv_layer` for all layers: vLLM does not call it in graphs."""
         if self._producer is not None:
-            self._mark(dict.fromkeys(region.layer for region in self._producer.cache.regions))
-        self._step = {}
+            self._record_progress(dict.fromkeys(region.layer for region in self._producer.cache.regions))
+        self._step_tokens = {}
 
-    def _mark(self, layers: Iterable[str]) -> None:
-        if self._step:
+    def _record_progress(self, layers: Iterable[str]) -> None:
+        if self._step_tokens:
             event = torch.npu.Event()
             event.record()
             for layer in layers:
-                for request, tokens in self._step.items():
-                    self._growths[request].mark(layer, tokens, event.query)
+                for request, tokens in self._step_tokens.items():
+                    self._progress[request].record(layer, tokens, event.query)
 
-    def start(self, metadata: P2PMetadata) -> None:
-        """Take this step's orders, once the step's own work is enqueued on the current stream."""
+    def start_transfers(self, metadata: P2PMetadata) -> None:
+        """Apply this step's metadata, after the step's work was enqueued on the current stream."""
         if metadata.leases or metadata.loads:
             self._written = torch.npu.Event()
             self._written.record()
         if self._producer:
             for request, (blocks, tokens) in metadata.leases.items():
                 self._producer.leases.grant(request, blocks, tokens, self._options.lease, self._written.query)
-                self._growths.pop(request, None)
+                self._progress.pop(request, None)
         if self._consumer:
             for request, load in metadata.loads.items():
                 self._consumer.start(request, load.source, load.blocks, load.start, load.stop)
             for source in metadata.declined:
                 self._consumer.decline(source)
-            for request in metadata.ended:
-                self._consumer.end(request, TransferError("aborted", "the request has ended"))
-            for request, cause in metadata.lost.items():
-                self._consumer.lose(request, cause)
+            for request in metadata.aborted:
+                self._consumer.cancel(request, TransferError("aborted", "the request has ended"))
+            for request, cause in metadata.failed_loads.items():
+                self._consumer.cancel_unstarted(request, cause)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
         if self._producer:
-            ended = self._producer.leases.ended()
+            ended = self._producer.leases.pop_ended()
             results.finished_sending = set(ended)
-            for request, how in ended.items():
-                if "expired" in how:
+            for request, reason in ended.items():
+                if "expired" in reason:
                     self._stats.data["expired"] += 1
-                    extension.logger.warning("KV blocks of %s are freed unread: %s", request, how)
-        for outcome in self._consumer.take() if self._consumer else ():
-            self._stats.add(outcome)
-            results.finished_recving.add(outcome.request)
-            if isinstance(outcome, Failed) and outcome.kind == "aborted":
-                extension.logger.info("%s", outcome)
-            elif isinstance(outcome, Failed):
-                extension.logger.error("%s", outcome)
-                if self._consumer.cache.windowed:
-                    results.failed_recving.add(outcome.request)
+                    extension.logger.warning("KV blocks of %s were freed unread: %s", request, reason)
+        if self._consumer:
+            for outcome in self._consumer.get_finished():
+                self._stats.add(outcome)
+                results.finished_recving.add(outcome.request)
+                if isinstance(outcome, Failed) and outcome.kind == "aborted":
+                    extension.logger.info("%s", outcome)
+                elif isinstance(outcome, Failed):
+                    extension.logger.error("%s", outcome)
+                    if self._consumer.cache.is_hybrid:
+                        results.failed_recving.add(outcome.request)
+                    else:
+                        self._failed_block_ids.update(outcome.blocks)
                 else:
-                    self._not_loaded.update(outcome.blocks)
-            else:
-                extension.logger.debug("%s", outcome)
+                    extension.logger.debug("%s", outcome)
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        blocks, self._not_loaded = self._not_loaded, set()
+        blocks, self._failed_block_ids = self._failed_block_ids, set()
         return blocks
 
     def get_kv_connector_stats(self) -> TransferStats | None:
@@ -179,21 +183,21 @@ class P2PWorker:
         return stats
 
     def shutdown(self) -> None:
-        for part in (self._announcer, self._producer, self._consumer, self._transport):
+        for part in (self._notifier, self._producer, self._consumer, self._transport):
             if part is not None:
                 part.close()
-        self._announcer = self._producer = self._consumer = self._transport = None
+        self._notifier = self._producer = self._consumer = self._transport = None
 
-    def _queue(self, device: torch.device) -> Callable[[], AbstractContextManager]:
-        return lambda: on_stream(device, self._written)
+    def _stream_context(self, device: torch.device) -> Callable[[], AbstractContextManager]:
+        return lambda: private_stream(device, self._written)
 
 
 _streams = threading.local()
 
 
 @contextmanager
-def on_stream(device: torch.device, behind: Any) -> Iterator[None]:
-    """Work on a stream that is this thread's own, behind an event, if there is one; at the end it is done."""
+def private_stream(device: torch.device, behind: Any) -> Iterator[None]:
+    """Run work on this thread's private stream after an event, if given; synchronize on exit."""
     torch.npu.set_device(device)
     if not hasattr(_streams, "own"):
         _streams.own = torch.npu.Stream(device)
@@ -204,8 +208,8 @@ def on_stream(device: torch.device, behind: Any) -> Iterator[None]:
     _streams.own.synchronize()
 
 
-def fingerprint(model: Any) -> str:
-    """The architecture and a digest of the model's configuration: instances must agree in it. It does not see the weights."""
+def model_fingerprint(model: Any) -> str:
+    """Architecture and a digest of the model's configuration, which must be equal in both instances. Weights are not included."""
     values = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith(("_", "transformers"))}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return f"{'+'.join(model.hf_config.architectures or ['?'])}/{digest}"

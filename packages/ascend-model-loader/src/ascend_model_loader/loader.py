@@ -1,4 +1,4 @@
-"""The load format ``ascend_peer``: a chain of strategies, each of which loads all weights or leaves them to the next."""
+"""Load format ``ascend_peer``: a chain of strategies, each of which loads all weights or falls back to the next one."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -15,26 +15,26 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ascend_model_loader import identity, options, peer, registry, server, stream
+from ascend_model_loader.chunks import byte_view, chunk_digests, chunk_layout, is_plain, named_tensors
 from ascend_model_loader.report import Report
-from ascend_model_loader.state import bytes_of, digests, is_plain, layout_of, tensors_of
 from ascend_model_loader.wire import PeerError
 
 logger = extension.logger
 
-IN_PLACE = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-"""Methods whose ``process_weights_after_loading`` leaves the weights as they are."""
+UNCHANGED_BY_PROCESSING = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Quantize methods whose ``process_weights_after_loading`` leaves the weights unchanged."""
 
 
 class PeerModelLoader(BaseModelLoader):
-    """Loads from a peer, by a streamer or by vLLM's default loader, and serves what it has loaded if asked to.
+    """Model loader that reads weights from a peer, from a streamer or by vLLM's default loader, and optionally serves them.
 
-    What travels is what ``load_weights`` makes, before ``process_weights_after_loading``: that step puts what it derives where no
-    state dict has it (absorbed projections, scales as Python's numbers), so each engine carries it out for itself.
+    Transferred are the weights as ``load_weights`` made them, before ``process_weights_after_loading``: that step stores derived
+    values outside the state dict (absorbed projections, scales as Python numbers), so each engine runs it itself.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
-        self.options = options.read(load_config.model_loader_extra_config)
+        self.options = options.parse_options(load_config.model_loader_extra_config)
         self.report = Report()
         self._vllm_config: VllmConfig | None = None
         self._identity: dict[str, str] = {}
@@ -44,14 +44,14 @@ class PeerModelLoader(BaseModelLoader):
         stream.default_loader(self.load_config).download_model(model_config)
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the checkpoint, for ``reload_weights``."""
+        """Weights of the checkpoint, for ``reload_weights``."""
         return stream.default_loader(self.load_config).get_all_weights(model_config, model)
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
-        """As vLLM's; then the table of phases, and the server if ``serve_weights`` says so."""
-        # A drafter shares this loader's options, but not the weights that they are about.
+        """Load the model as vLLM does, log the table of phases, and start the weight server if ``serve_weights`` is set."""
+        # A drafter is loaded with the same options, but they describe the target model's weights.
         self._vllm_config = vllm_config if model_config is vllm_config.model_config else None
-        with self.report.phase("all, with making the model"):
+        with self.report.phase("total, including model construction"):
             model = super().load_model(vllm_config, model_config, prefix)
         if self._loaded and self._vllm_config:
             self._serve(self._loaded, model, self._vllm_config)
@@ -59,59 +59,60 @@ class PeerModelLoader(BaseModelLoader):
         return model
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Load by the first strategy that can.
+        """Load the weights by the first strategy that succeeds.
 
         Raises:
-            RuntimeError: none could, and why each could not.
+            RuntimeError: all strategies failed; the message has each one's reason.
         """
-        serves = self.options.serve_weights and self._vllm_config is not None
-        before = flags(model) if serves else {}
-        if self._vllm_config and (serves or self.options.peers or self.options.registry):
-            # now, as processing may change the model's configuration (vLLM's weight_cache/daemon.py)
-            self._identity = identity.of(self._vllm_config, model_config, self.options.name)
+        serving = self.options.serve_weights and self._vllm_config is not None
+        before = scalar_attributes(model) if serving else {}
+        if self._vllm_config and (serving or self.options.peers or self.options.registry):
+            # before processing, which may change the model's configuration (vLLM's weight_cache/daemon.py)
+            self._identity = identity.weight_identity(self._vllm_config, model_config, self.options.name)
         reasons: list[str] = []
         for strategy in self.options.strategies:
             try:
-                known = getattr(self, f"_by_{strategy}")(model, model_config)
+                known_digests = getattr(self, f"_by_{strategy}")(model, model_config)
                 break
             except Exception as error:
                 kind = "" if isinstance(error, PeerError) else f"{type(error).__name__}: "
                 reasons.append(f"{strategy}: {kind}{error}")
                 following = self.options.strategies[len(reasons) :]
-                told = f"; all weights are loaded anew by: {following[0]}" if following else ""
+                fallback = f"; falling back to: {following[0]}" if following else ""
                 if strategy != "peer" or self.options.peers or self.options.registry:
-                    logger.warning("weights are not loaded by %s%s", " ".join(reasons[-1].split()), told)
+                    logger.warning("cannot load weights by %s%s", " ".join(reasons[-1].split()), fallback)
                 if strategy != "peer" and any(each.is_meta for each in model.parameters()):
-                    raise  # quantized as they are loaded, which can be begun once
+                    raise  # weights that are quantized during loading: cannot be restarted
         else:
-            raise RuntimeError(f"no strategy has loaded the weights of {model_config.model}: {'; '.join(reasons)}")
-        if serves:
-            self._take_snapshot(model, before, known)
+            raise RuntimeError(f"no strategy could load the weights of {model_config.model}: {'; '.join(reasons)}")
+        if serving:
+            self._take_snapshot(model, before, known_digests)
 
-    # The strategies, each of which returns the digests of what it has loaded, if it knows them
+    # Strategies; each returns the chunk digests of what it loaded, if it knows them
 
     def _by_peer(self, model: nn.Module, model_config: ModelConfig) -> list[bytes] | None:
         if self._vllm_config is None:
-            raise PeerError("a drafter's weights are not taken from peers")
+            raise PeerError("a drafter's weights are not loaded from peers")
         own = self._identity
-        offset = _rank(self._vllm_config, of_engine=not model_config.is_moe)  # data-parallel engines differ in experts alone
-        listed = [(host, port + offset) for host, port in map(options.address, self.options.peers)]
+        # data-parallel engines differ in their experts only
+        offset = _worker_rank(self._vllm_config, within_engine=not model_config.is_moe)
+        addresses = [(host, port + offset) for host, port in map(options.parse_address, self.options.peers)]
         if self.options.registry:
-            for each in registry.find(self.options.registry, identity.key(own)):
-                with contextlib.suppress(extension.RefusedError):  # somebody's file, which is no address
-                    listed.append(options.address(each))
-        if not listed:
-            raise PeerError("none is listed, and none is in the registry with such weights")
-        tensors, secret = tensors_of(model), options.secret(self.options)
+            for each in registry.find(self.options.registry, identity.registry_key(own)):
+                with contextlib.suppress(extension.RefusedError):  # not an address
+                    addresses.append(options.parse_address(each))
+        if not addresses:
+            raise PeerError("no peer is given, and the registry has none with these weights")
+        tensors, secret = named_tensors(model), options.read_secret(self.options)
         device = next(iter(tensors.values())).device
         reasons = []
-        for host, port in dict.fromkeys(listed):
+        for host, port in dict.fromkeys(addresses):
             try:
                 manifest = peer.fetch((host, port), tensors, own, self.options, secret, device, self.report)
             except PeerError as error:
                 reasons.append(f"{host}:{port}: {error}")
             else:
-                logger.info("weights taken from %s:%d", host, port)
+                logger.info("weights loaded from peer %s:%d", host, port)
                 return manifest.digests if manifest.checksum == self.options.checksum else None
         raise PeerError(", ".join(reasons))
 
@@ -120,29 +121,29 @@ class PeerModelLoader(BaseModelLoader):
         reader = "runai_streamer" if isinstance(loader, stream.RunaiLoader) else "threads"
         with self.report.phase(f"streamed by {reader}") as phase:
             loader.load_weights(model, model_config)
-            phase.bytes = _size(model)
+            phase.bytes = _parameter_bytes(model)
 
     def _by_default(self, model: nn.Module, model_config: ModelConfig) -> None:
         with self.report.phase("vLLM's default loader") as phase:
             stream.default_loader(self.load_config).load_weights(model, model_config)
-            phase.bytes = _size(model)
+            phase.bytes = _parameter_bytes(model)
 
     # Serving
 
-    def _take_snapshot(self, model: nn.Module, before: Mapping[str, str], known: list[bytes] | None) -> None:
+    def _take_snapshot(self, model: nn.Module, before: Mapping[str, str], known_digests: list[bytes] | None) -> None:
         try:
-            if changed := sorted(set(flags(model).items()) - set(before.items())):
-                raise PeerError(f"loading has set what is not a tensor: {changed[0][0]}")
+            if changed := sorted(set(scalar_attributes(model).items()) - set(before.items())):
+                raise PeerError(f"load_weights set an attribute that is not a tensor: {changed[0][0]}")
             with self.report.phase("checksums for peers") as phase:
-                self._loaded = Snapshot(model, self.options.checksum, known)
-                phase.bytes = 0 if known else self._loaded.size
+                self._loaded = Snapshot(model, self.options.checksum, known_digests)
+                phase.bytes = 0 if known_digests else self._loaded.size
         except PeerError as error:
             logger.warning("weights are not served: %s", error)
 
     def _serve(self, loaded: "Snapshot", model: nn.Module, vllm_config: VllmConfig) -> None:
         try:
-            loaded.settle(model)
-            own, secret, rank = self._identity, options.secret(self.options), _rank(vllm_config)
+            loaded.release_unchanged(model)
+            own, secret, rank = self._identity, options.read_secret(self.options), _worker_rank(vllm_config)
             made = server.WeightServer(loaded.tensors, loaded.digests, own, self.options, secret, loaded.device, rank)
             server.publish(made)
         except (PeerError, OSError, OverflowError) as error:
@@ -150,70 +151,75 @@ class PeerModelLoader(BaseModelLoader):
 
 
 class Snapshot:
-    """A model's weights as they were loaded: the live tensors, and on the host those that processing is going to replace.
+    """A model's weights as loaded: tensors on the device, and host copies of those that processing is going to replace.
 
     Args:
-        checksum: by which name of ``state.CHECKSUMS``.
-        known: the digests of the pieces, if somebody has made them.
+        checksum: name of a function in ``chunks.CHECKSUMS``.
+        known_digests: digests of the chunks, if they are already known.
 
     Raises:
-        PeerError: there are tensors without bytes of their own.
+        PeerError: a tensor has no storage of its own that could be sent.
     """
 
-    def __init__(self, model: nn.Module, checksum: str, known: list[bytes] | None = None) -> None:
-        found = tensors_of(model)
+    def __init__(self, model: nn.Module, checksum: str, known_digests: list[bytes] | None = None) -> None:
+        found = named_tensors(model)
         processed = {
             f"{name}.{own}".lstrip(".")
             for name, module in model.named_modules()
-            if isinstance(method := getattr(module, "quant_method", None), QuantizeMethodBase) and type(method) not in IN_PLACE
+            if isinstance(method := getattr(module, "quant_method", None), QuantizeMethodBase)
+            and type(method) not in UNCHANGED_BY_PROCESSING
             for own in module.state_dict()
         }
         self.device = next((each.device for each in found.values()), torch.device("cpu"))
-        self.kept = {
+        self.host_copies = {
             name: torch.empty(each.shape, dtype=each.dtype).copy_(each.detach())
             for name, each in found.items()
             if name in processed or not is_plain(each)
         }
-        self._places = {name: _place(each) for name, each in found.items()}
-        self.tensors: dict[str, torch.Tensor] = found | self.kept
-        self.size = layout_of(self.tensors).total
-        self.digests = known or digests(self.tensors, checksum, self.device)
+        self._storage_keys = {name: _storage_key(each) for name, each in found.items()}
+        self.tensors: dict[str, torch.Tensor] = found | self.host_copies
+        self.size = chunk_layout(self.tensors).total
+        self.digests = known_digests or chunk_digests(self.tensors, checksum, self.device)
 
-    def settle(self, model: nn.Module) -> None:
-        """Take what processing has left alone from the device.
+    def release_unchanged(self, model: nn.Module) -> None:
+        """Drop host copies of tensors that processing left unchanged, and serve those from the device.
 
         Raises:
-            PeerError: it has changed something of which there is no copy.
+            PeerError: processing changed a tensor of which there is no host copy.
         """
-        after = tensors_of(model)
-        for name, place in self._places.items():
+        after = named_tensors(model)
+        for name, storage in self._storage_keys.items():
             live = after.get(name)
-            if live is None or _place(live) != place:
-                if name not in self.kept:
-                    raise PeerError(f"processing has replaced {name}, of which no copy was kept")
-            elif name in self.kept and is_plain(live) and torch.equal(bytes_of(live).cpu(), bytes_of(self.kept[name])):
+            if live is None or _storage_key(live) != storage:
+                if name not in self.host_copies:
+                    raise PeerError(f"process_weights_after_loading replaced {name}, of which there is no host copy")
+            elif (
+                name in self.host_copies
+                and is_plain(live)
+                and torch.equal(byte_view(live).cpu(), byte_view(self.host_copies[name]))
+            ):
                 self.tensors[name] = live
-                del self.kept[name]
+                del self.host_copies[name]
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _size(model: nn.Module) -> int:
+def _parameter_bytes(model: nn.Module) -> int:
     return sum(each.numel() * each.element_size() for each in model.parameters())
 
 
-def _rank(vllm_config: VllmConfig, *, of_engine: bool = False) -> int:
-    """Of this worker in all data-parallel engines, each of which serves at ports of its own; or in its engine."""
+def _worker_rank(vllm_config: VllmConfig, *, within_engine: bool = False) -> int:
+    """Rank of this worker across all data-parallel engines, each of which serves at its own ports; or within its engine."""
     parallel = vllm_config.parallel_config
-    together = parallel.distributed_executor_backend == "external_launcher"  # whose world is that of all engines
+    together = parallel.distributed_executor_backend == "external_launcher"  # its world has all engines' ranks
     size = parallel.world_size // (parallel.data_parallel_size if together else 1)
-    return int(parallel.rank % size + (0 if of_engine else parallel.data_parallel_index * size))
+    return int(parallel.rank % size + (0 if within_engine else parallel.data_parallel_index * size))
 
 
-def flags(model: nn.Module) -> dict[str, str]:
-    """The numbers, texts and truth values that a model's modules have as attributes."""
+def scalar_attributes(model: nn.Module) -> dict[str, str]:
+    """Numbers, strings and booleans among the attributes of a model's modules."""
     return {
         f"{name}.{key}": repr(value)
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""What ``--model-loader-extra-config`` can hold for the load format ``ascend_peer``, and the secret, which it cannot."""
+"""Options of ``--model-loader-extra-config`` for load format ``ascend_peer``, and the shared secret, which is not one of them."""
 
 import difflib
 import os
@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from ascend_platform import extension
 
-VARIABLE = "VLLM_ASCEND_WEIGHTS_SECRET"
-LEAST_SECRET = 16
+SECRET_ENV = "VLLM_ASCEND_WEIGHTS_SECRET"
+MIN_SECRET_BYTES = 16
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Strategy = Literal["peer", "stream", "default"]
@@ -18,7 +18,7 @@ Transport = Literal["tcp", "hccl", "mooncake"]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The keys and their defaults; docs/model-loader.md explains them. Times are in seconds, sizes in bytes."""
+    """Options and their defaults, documented in docs/model-loader.md. Times are in seconds, sizes in bytes."""
 
     strategies: tuple[Strategy, ...] = ("peer", "stream", "default")
     peers: tuple[str, ...] = ()
@@ -46,75 +46,75 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return (self.transport,) if isinstance(self.transport, str) else self.transport
 
 
-def read(given: object) -> Options:
-    """The options of an extra config.
+def parse_options(given: object) -> Options:
+    """Validate ``--model-loader-extra-config``.
 
     Raises:
-        RefusedError: a key that is unknown, a value that cannot be, or a secret that is missing, in one line.
+        RefusedError: an unknown key, an invalid value or a missing secret, in one line.
     """
     if not isinstance(given, Mapping):
-        raise _refused(f"is {given!r}; it can be an object")
+        raise _refusal(f"is {given!r}; it must be a JSON object")
     known = Options.__struct_fields__
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             if key == "secret":
-                hint = f"a secret is read from the file that secret_file names, or from {VARIABLE}"
-            raise _refused(f"has no key {key!r}; {hint}")
+                hint = f"put the secret into a file named by secret_file, or into {SECRET_ENV}"
+            raise _refusal(f"has no key {key!r}; {hint}")
     try:
         options = msgspec.convert(dict(given), Options)
     except msgspec.ValidationError as error:
-        raise _refused(f"cannot be taken: {error}") from None
+        raise _refusal(f"is invalid: {error}") from None
     if not options.strategies or len({*options.strategies}) < len(options.strategies):
-        raise _refused(f"strategies is {[*options.strategies]}; it can be some of peer, stream and default, each once")
+        raise _refusal(f"strategies is {[*options.strategies]}; supported: peer, stream and default, each at most once")
     if not options.transports or len({*options.transports}) < len(options.transports):
-        raise _refused(f"transport is {[*options.transports]}; it can be tcp, hccl or mooncake, or some of them, each once")
+        raise _refusal(f"transport is {[*options.transports]}; supported: tcp, hccl and mooncake, each at most once")
     for peer in options.peers:
-        address(peer)
+        parse_address(peer)
     if options.serve_weights or options.peers or options.registry:
-        secret(options)
+        read_secret(options)
     return options
 
 
-def address(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """Host and port of ``host:port`` or ``[host]:port``.
 
     Raises:
-        RefusedError: it is not of that form.
+        RefusedError: the text has another form.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise _refused(f"peers has {text!r}; it can be host:port")
+        raise _refusal(f"peers has {text!r}; it must be host:port")
     return host.strip("[]"), int(port)
 
 
-def secret(options: Options) -> bytes:
-    """The secret that engines share: the content of ``secret_file``, else of the environment variable.
+def read_secret(options: Options) -> bytes:
+    """The shared secret: content of ``secret_file``, otherwise of the environment variable.
 
     Raises:
-        RefusedError: there is none, or one of less than 16 bytes.
+        RefusedError: there is none, or it is shorter than 16 bytes.
     """
     if options.secret_file is None:
-        found, where = os.environ.get(VARIABLE, "").encode(), VARIABLE
+        found, where = os.environ.get(SECRET_ENV, "").encode(), SECRET_ENV
     else:
         where = f"secret_file {options.secret_file}"
         try:
             found = Path(options.secret_file).read_bytes()
         except OSError as error:
-            raise _refused(f"names a secret_file that cannot be read: {error.strerror}: {options.secret_file}") from None
+            raise _refusal(f"names a secret_file that cannot be read: {error.strerror}: {options.secret_file}") from None
     found = found.strip()
-    if len(found) < LEAST_SECRET:
-        raise _refused(
-            f"needs a secret of at least {LEAST_SECRET} bytes and {where} has {len(found)}; give secret_file, or set {VARIABLE}"
+    if len(found) < MIN_SECRET_BYTES:
+        raise _refusal(
+            f"needs a secret of at least {MIN_SECRET_BYTES} bytes and {where} has {len(found)}; set secret_file or {SECRET_ENV}"
         )
     return found
 
 
-def _refused(what: str) -> extension.RefusedError:
+def _refusal(what: str) -> extension.RefusedError:
     return extension.RefusedError(f"--model-loader-extra-config {what}")
 
 
 def defaults() -> dict[str, Any]:
-    """Each key with its default."""
+    """Default of each option."""
     return msgspec.structs.asdict(Options())

@@ -1,7 +1,7 @@
-"""A directory, seen by all engines, in which each that serves has a file with its address: the registry of peers.
+"""Peer registry: a shared directory with one file per serving rank, holding its address.
 
-A file is touched as long as its engine lives; one that has not been for a minute counts as left behind. The directory is no proof
-of anything: whoever is found in it has to know the secret.
+A server updates its file's mtime while it lives; a file not updated for a minute is stale. The registry proves nothing: a peer
+found there still has to know the secret.
 """
 
 import contextlib
@@ -12,19 +12,21 @@ from pathlib import Path
 
 import msgspec
 
-LEASE = 60.0
-HEARTBEAT = 15.0
-MOST = 4096
+TTL = 60.0
+"""Seconds after its last heartbeat for which an entry is valid."""
+HEARTBEAT_INTERVAL = 15.0
+"""Seconds between updates of an entry."""
+MAX_ENTRY_BYTES = 4096
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file holds."""
+    """Content of a registry file."""
 
     address: str
 
 
-class Lease:
-    """An address in the registry, until ``end``.
+class Registration:
+    """A server's entry in the registry, until ``remove``.
 
     Raises:
         OSError: the directory cannot be written.
@@ -37,23 +39,23 @@ class Lease:
         unfinished.write_bytes(msgspec.json.encode(Entry(address)))
         unfinished.rename(self.path)
 
-    def renew(self) -> None:
+    def heartbeat(self) -> None:
         with contextlib.suppress(OSError):
             os.utime(self.path)
 
-    def end(self) -> None:
+    def remove(self) -> None:
         with contextlib.suppress(OSError):
             self.path.unlink()
 
 
 def find(directory: str, key: str) -> list[str]:
-    """The addresses of engines whose weights have this key, the latest seen first. What cannot be read is left out."""
+    """Addresses of servers whose weights have this key, the most recently updated first. Unreadable entries are skipped."""
     found = []
     with contextlib.suppress(OSError):
         for path in Path(directory).glob(f"{key}-*.json"):
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 status = path.stat()
-                if time.time() - status.st_mtime < LEASE and status.st_size <= MOST:
+                if time.time() - status.st_mtime < TTL and status.st_size <= MAX_ENTRY_BYTES:
                     entry = msgspec.json.decode(path.read_bytes(), type=Entry)
                     found.append((status.st_mtime, entry.address))
     return [address for _, address in sorted(found, reverse=True)]

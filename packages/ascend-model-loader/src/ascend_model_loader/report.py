@@ -1,4 +1,4 @@
-"""What loading took: seconds, bytes and GB/s of each phase, as one table in the log."""
+"""Timing report of a load: seconds, bytes and GB/s of each phase, logged as one table."""
 
 import contextlib
 import time
@@ -14,14 +14,14 @@ class Phase:
 
 
 class Report:
-    """The phases of one load, in their order; also those of strategies that came to nothing."""
+    """Phases of one load in order, including those of strategies that failed."""
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Measure what is done in it; its bytes are set by who knows them."""
+        """Time a phase; the caller sets its ``bytes``."""
         phase = Phase(name)
         begin = time.perf_counter()
         try:
@@ -34,7 +34,7 @@ class Report:
             self.phases.append(phase)
 
     def table(self) -> str:
-        """With a first line for the heads."""
+        """The table as text, with a header line."""
         rows = [("phase", "seconds", "bytes", "GB/s")]
         for each in self.phases:
             rate = f"{each.bytes / each.seconds / 1e9:.2f}" if each.bytes and each.seconds else ""

@@ -1,4 +1,4 @@
-"""The loading server of an engine that has opted in: one thread accepts, and one for each connection sends pieces."""
+"""Weight server of an engine with ``serve_weights``: an accept thread, and a thread per connection that sends chunks."""
 
 import atexit
 import contextlib
@@ -12,17 +12,17 @@ import torch
 from ascend_platform import extension
 
 from ascend_model_loader import identity, registry, transports, wire
+from ascend_model_loader.chunks import CHUNK_BYTES, ChunkCopier, chunk_layout, tensor_specs, use_private_stream
 from ascend_model_loader.options import Options
-from ascend_model_loader.state import PIECE, Copier, describe, layout_of, own_stream
 
 HANDSHAKE = 10.0
-"""Seconds that a client has to prove that it knows the secret."""
+"""Seconds that a client has for the handshake."""
 
 logger = extension.logger
 
 
-class Gate:
-    """Open while the weights can be read; ``shut`` returns once nobody reads."""
+class ReadGate:
+    """Admits readers while the weights can be read; ``close`` waits until the last reader has left."""
 
     def __init__(self) -> None:
         self._state = threading.Condition()
@@ -32,22 +32,22 @@ class Gate:
         with self._state:
             self._open = True
 
-    def shut(self, timeout: float) -> bool:
-        """Whether all readers have left in time."""
+    def close(self, timeout: float) -> bool:
+        """Close the gate; whether all readers left within ``timeout`` seconds."""
         with self._state:
             self._open = False
             return self._state.wait_for(lambda: not self._readers, timeout)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """While the gate is open.
+        """Hold the gate while reading.
 
         Raises:
-            PeerError: it is shut.
+            PeerError: the gate is closed.
         """
         with self._state:
             if not self._open:
-                raise wire.PeerError("the engine is asleep or does not serve yet")
+                raise wire.PeerError("the engine is asleep or not ready")
             self._readers += 1
         try:
             yield
@@ -57,13 +57,13 @@ class Gate:
                 self._state.notify_all()
 
 
-class Throttle:
-    """Lets so many bytes a second through, of all connections together; None lets all through."""
+class RateLimiter:
+    """Limit in bytes per second over all connections; None means unlimited."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._lock, self._free = rate, threading.Lock(), 0.0
 
-    def take(self, size: int) -> None:
+    def acquire(self, size: int) -> None:
         if self._rate is None:
             return
         with self._lock:
@@ -73,35 +73,35 @@ class Throttle:
 
 
 class WeightServer:
-    """Serves tensors with the checksums that they had when they were loaded.
+    """Server of tensors, with the checksums that they had when they were loaded.
 
-    A client compares what it gets with these: weights that have changed since are not taken.
+    A client verifies the checksums: it rejects weights that changed after loading.
 
     Args:
-        tensors: plain ones, by name, on ``device`` or on the host.
-        digests: of the pieces, by ``options.checksum``.
-        rank: of this worker in its engine, which is added to the port.
+        tensors: plain tensors by name, on ``device`` or on the host.
+        digests: of the chunks, by ``options.checksum``.
+        rank: of this worker in its engine; added to the port.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
         digests: Sequence[bytes],
-        described: Mapping[str, str],
+        weight_identity: Mapping[str, str],
         options: Options,
         secret: bytes,
         device: torch.device,
         rank: int = 0,
     ) -> None:
-        self.gate = Gate()
-        self._tensors, self._layout = list(tensors.values()), layout_of(tensors)
-        self._identity = dict(described)
-        self._manifest = wire.Described(self._identity, describe(tensors), PIECE, options.checksum, [*digests])
+        self.gate = ReadGate()
+        self._tensors, self._layout = list(tensors.values()), chunk_layout(tensors)
+        self._identity = dict(weight_identity)
+        self._manifest = wire.Manifest(self._identity, tensor_specs(tensors), CHUNK_BYTES, options.checksum, [*digests])
         self._options, self._secret, self._device = options, secret, device
-        self._throttle = Throttle(options.max_bytes_per_second)
+        self._rate_limiter = RateLimiter(options.max_bytes_per_second)
         self._connections: set[socket.socket] = set()
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._lease: registry.Lease | None = None
+        self._registration: registry.Registration | None = None
         self._listening = socket.create_server(
             (options.host, options.port + rank if options.port else 0),
             family=socket.AF_INET6 if ":" in options.host else socket.AF_INET,
@@ -122,16 +122,18 @@ class WeightServer:
         threading.Thread(target=self._accept, name="weights", daemon=True).start()
         if self._options.registry:
             try:
-                self._lease = registry.Lease(self._options.registry, identity.key(self._identity), self.address)
+                self._registration = registry.Registration(
+                    self._options.registry, identity.registry_key(self._identity), self.address
+                )
             except OSError as error:
-                logger.warning("weights served at %s are not in the registry: %s", self.address, error)
+                logger.warning("cannot register the weight server at %s: %s", self.address, error)
         logger.info("serving %.2f GB of weights at %s", self._layout.total / 1e9, self.address)
 
     def stop(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self._ended.set()
-        if self._lease:
-            self._lease.end()
+        if self._registration:
+            self._registration.remove()
         with self._lock:
             for connection in self._connections:
                 with contextlib.suppress(OSError):
@@ -141,30 +143,30 @@ class WeightServer:
         self._listening.close()
 
     def _accept(self) -> None:
-        beat = 0.0
+        next_heartbeat = 0.0
         while not self._ended.is_set():
             try:
                 ready, _, _ = select.select([self._listening], [], [], 1.0)
-                if self._lease and time.monotonic() > beat:
-                    self._lease.renew()
-                    beat = time.monotonic() + registry.HEARTBEAT
+                if self._registration and time.monotonic() > next_heartbeat:
+                    self._registration.heartbeat()
+                    next_heartbeat = time.monotonic() + registry.HEARTBEAT_INTERVAL
                 if not ready:
                     continue
                 connection, _ = self._listening.accept()
             except (OSError, ValueError):
                 if not self._ended.is_set():
-                    time.sleep(0.1)  # too many open files, for example, which passes
+                    time.sleep(0.1)  # such as too many open files, which is transient
                 continue
             with self._lock:
                 full = len(self._connections) >= self._options.max_connections
                 if not full:
                     self._connections.add(connection)
             if full:
-                self._turn_away(connection)
+                self._reject(connection)
             else:
                 threading.Thread(target=self._serve, args=[connection], name="weights", daemon=True).start()
 
-    def _turn_away(self, connection: socket.socket) -> None:
+    def _reject(self, connection: socket.socket) -> None:
         with contextlib.suppress(wire.PeerError):
             channel = wire.Channel(connection, 1, time.monotonic() + 1)
             channel.send(wire.Refused(f"all {self._options.max_connections} connections are in use"))
@@ -173,7 +175,7 @@ class WeightServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             channel = wire.Channel(connection, self._options.timeout, time.monotonic() + HANDSHAKE)
-            channel.demand(self._secret)
+            channel.authenticate_as_server(self._secret)
             channel.deadline = time.monotonic() + self._options.deadline
             try:
                 self._answer(channel)
@@ -182,44 +184,44 @@ class WeightServer:
                     channel.send(wire.Refused(str(error)))
                 raise
         except wire.PeerError as error:
-            logger.debug("a connection for weights ends: %s", error)
-        except Exception as error:  # the engine goes on whatever becomes of a connection
-            logger.warning("a connection for weights fails: %s: %s", type(error).__name__, error)
+            logger.debug("closing a weight connection: %s", error)
+        except Exception as error:  # an error on a connection must not affect the engine
+            logger.warning("error on a weight connection: %s: %s", type(error).__name__, error)
         finally:
             connection.close()
             with self._lock:
                 self._connections.discard(connection)
 
     def _answer(self, channel: wire.Channel) -> None:
-        with contextlib.ExitStack() as at_end:
-            copier: Copier | None = None
-            way: transports.Sending | None = None
+        with contextlib.ExitStack() as stack:
+            copier: ChunkCopier | None = None
+            sender: transports.Sender | None = None
             while not self._ended.is_set():
-                message, _ = channel.receive(wire.Ask, wire.Over, wire.Get)
-                if isinstance(message, wire.Ask):
+                message, _ = channel.receive(wire.GetManifest, wire.UseTransport, wire.GetChunks)
+                if isinstance(message, wire.GetManifest):
                     with self.gate.reading():
-                        pass  # says so now if the engine is asleep; a client that takes no bytes does not keep it awake
+                        pass  # refuse if the engine is asleep; a client that reads no chunks must not delay sleep
                     channel.send(self._manifest)
                     continue
                 if copier is None:
-                    own_stream(self._device)
-                    copier = Copier(self._tensors)
-                if way is None:
-                    name = message.transport if isinstance(message, wire.Over) else "tcp"
-                    way = transports.sending(name, channel, self._device, self._options)
-                    at_end.callback(way.close)
-                if isinstance(message, wire.Get):
-                    self._send(message, copier, way)
+                    use_private_stream(self._device)
+                    copier = ChunkCopier(self._tensors)
+                if sender is None:
+                    name = message.transport if isinstance(message, wire.UseTransport) else "tcp"
+                    sender = transports.make_sender(name, channel, self._device, self._options)
+                    stack.callback(sender.close)
+                if isinstance(message, wire.GetChunks):
+                    self._send(message, copier, sender)
 
-    def _send(self, message: wire.Get, copier: Copier, way: transports.Sending) -> None:
+    def _send(self, message: wire.GetChunks, copier: ChunkCopier, sender: transports.Sender) -> None:
         if not 0 <= message.first < message.last <= self._layout.count:
-            raise wire.PeerError(f"there are no pieces {message.first} to {message.last} of {self._layout.count}")
-        way.begin(message.last - message.first)
+            raise wire.PeerError(f"chunks {message.first} to {message.last} are out of range (0 to {self._layout.count})")
+        sender.begin_request(message.last - message.first)
         for index in range(message.first, message.last):
-            self._throttle.take(self._layout.size(index))
+            self._rate_limiter.acquire(self._layout.size(index))
             with self.gate.reading():
-                piece = copier.read(index, way.room())
-            way.send(index, piece)
+                chunk = copier.read(index, sender.buffer())
+            sender.send(index, chunk)
 
 
 _published: WeightServer | None = None
@@ -227,7 +229,7 @@ _started = False
 
 
 def publish(server: WeightServer) -> None:
-    """Have a server start as soon as the engine has captured its graphs: reading from an NPU while it captures would end that."""
+    """Let a server start after the engine has captured its graphs: reads from an NPU during capture would abort it."""
     global _published, _started
     if _published:
         _published.stop()
@@ -236,13 +238,13 @@ def publish(server: WeightServer) -> None:
 
 
 def awake(state: bool) -> None:
-    """What the platform's worker calls: True once it can serve, also after sleep, and False before its weights go to sleep."""
+    """Hook of the platform's worker: True once the engine can serve, also after wake-up; False before its weights sleep."""
     global _started
     if _published is None:
         return
     if not state:
-        if not _published.gate.shut(30.0):
-            logger.warning("weights are put to sleep while a peer still reads them, after 30 s")
+        if not _published.gate.close(30.0):
+            logger.warning("a peer is still reading weights after 30 s; putting them to sleep anyway")
     elif _started:
         _published.gate.open()
     else:

@@ -1,7 +1,7 @@
-"""How the bytes of pieces travel: behind their headers on TCP, or by HCCL from NPU to NPU, or by Mooncake's transfer engine.
+"""Transports for chunks: inline over TCP, NPU to NPU over HCCL, or reads by Mooncake's transfer engine.
 
-The proof, the manifest with its checksums and a header for each piece are on TCP in any case. A connection has one of these at
-either end; at the server ``room`` and ``send`` take turns, at the client ``receive``.
+Handshake, manifest and a header per chunk use the TCP connection in any case. A connection has one Sender (server) and one
+Receiver (client); the server calls ``buffer`` and ``send`` alternately, the client ``receive``.
 """
 
 import functools
@@ -16,272 +16,273 @@ from ascend_platform import extension
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ascend_model_loader import wire
+from ascend_model_loader.chunks import CHUNK_BYTES, host_bytes, staging_buffer
 from ascend_model_loader.options import Options
-from ascend_model_loader.state import PIECE, staging, view
 
-LINK = "hccl.link"
-"""The slot of ascend_platform.extension in which HCCL between engines is offered."""
+HCCL_LINK_SLOT = "hccl.link"
+"""Slot of ascend_platform.extension for HCCL between engines."""
 
-HALF = 2
-"""Pieces of a request over Mooncake: so many lie ready at the server while as many are read."""
+MOONCAKE_CHUNKS = 2
+"""Chunks per request over Mooncake; the server stages this many while the client reads as many."""
 
-GIVES_UP = "MC_TRANSFER_TIMEOUT"
-"""Seconds after which Mooncake ends a read; it reads this as an engine is made, and takes at least 5 (Mooncake,
-``transfer_engine_py.cpp``). Another component of the process may have set it for its own."""
+TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
+"""Seconds after which Mooncake aborts a read; read when an engine is created, at least 5 (Mooncake, ``transfer_engine_py.cpp``).
+Another component of the process may have set it for its own engine."""
 
-ABANDONED: list[torch.Tensor] = []
-"""Memory into which a read that has failed may still write."""
-
-
-ENGINES = threading.Lock()
+QUARANTINED: list[torch.Tensor] = []
+"""Buffers that a failed read may still write to."""
 
 
-class Sending(Protocol):
-    """The server's end."""
+ENGINE_LOCK = threading.Lock()
 
-    def begin(self, count: int) -> None:
-        """So many pieces are asked for. Raises PeerError where they are too many."""
 
-    def room(self) -> torch.Tensor:
-        """Where the next piece is to be put, ``uint8`` of a piece at least."""
+class Sender(Protocol):
+    """Server side of a transport."""
 
-    def send(self, index: int, piece: torch.Tensor) -> None:
-        """Send what is in the room, with its header. Raises PeerError."""
+    def begin_request(self, count: int) -> None:
+        """Start a request of ``count`` chunks. Raises PeerError if that is too many."""
+
+    def buffer(self) -> torch.Tensor:
+        """Where to put the next chunk, ``uint8 [>= chunk bytes]``."""
+
+    def send(self, index: int, chunk: torch.Tensor) -> None:
+        """Send the chunk in the buffer, with its header. Raises PeerError."""
 
     def close(self) -> None: ...
 
 
-class Receiving(Protocol):
-    """The client's end. ``block``: pieces of a request at most; ``inline``: whether they are the payload of their headers."""
+class Receiver(Protocol):
+    """Client side of a transport. ``chunks_per_request`` is a limit; ``inline``: chunks are the payload of their headers."""
 
-    block: int
+    chunks_per_request: int
     inline: bool
 
-    def begin(self, count: int) -> None:
-        """The answer to a request of so many pieces is next."""
+    def begin_request(self, count: int) -> None:
+        """Start receiving the answer to a request of ``count`` chunks."""
 
     def receive(self, size: int) -> torch.Tensor:
-        """The piece whose header has come, in memory that the next one may overwrite. Raises PeerError."""
+        """Receive the chunk whose header was received, into memory that the next one may overwrite. Raises PeerError."""
 
     def close(self) -> None: ...
 
 
-class Tcp:
-    """Either end of TCP."""
+class TcpTransport:
+    """Both sides of TCP."""
 
-    block, inline = 8, True
+    chunks_per_request, inline = 8, True
 
     def __init__(self, channel: wire.Channel, device: torch.device) -> None:
-        self._channel, self._buffer = channel, staging(device)
+        self._channel, self._buffer = channel, staging_buffer(device)
 
-    def begin(self, count: int) -> None: ...
+    def begin_request(self, count: int) -> None: ...
 
-    def room(self) -> torch.Tensor:
+    def buffer(self) -> torch.Tensor:
         return self._buffer
 
-    def send(self, index: int, piece: torch.Tensor) -> None:
-        self._channel.send(wire.Piece(index), view(piece))
+    def send(self, index: int, chunk: torch.Tensor) -> None:
+        self._channel.send(wire.Chunk(index), host_bytes(chunk))
 
     def receive(self, size: int) -> torch.Tensor:
-        piece = self._buffer[:size]
-        self._channel.receive_into(view(piece))
-        return piece
+        chunk = self._buffer[:size]
+        self._channel.receive_into(host_bytes(chunk))
+        return chunk
 
     def close(self) -> None: ...
 
 
-class Hccl:
-    """Either end of HCCL: the server is rank 0. Pieces go from an NPU's memory to the other's.
+class HcclTransport:
+    """Both sides of HCCL, between buffers on the NPUs; the server is rank 0.
 
     Raises:
-        PeerError: HCCL is not offered, the other did not come, or one of the two has no NPU.
+        PeerError: HCCL is not available, the other rank did not connect, or a side has no NPU.
     """
 
-    block, inline = 8, False
+    chunks_per_request, inline = 8, False
 
     def __init__(self, channel: wire.Channel, device: torch.device, info: bytes, rank: int) -> None:
         self._channel = channel
         try:
-            self._link = linking(device)(rank, info)
+            self._link = hccl_link_class(device)(rank, info)
         except (RuntimeError, ValueError) as error:
-            raise wire.PeerError(f"HCCL does not connect: {_line(error)}") from None
-        self._buffer = torch.empty(PIECE, dtype=torch.uint8, device=device)
+            raise wire.PeerError(f"HCCL cannot connect: {_one_line(error)}") from None
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device)
 
-    def begin(self, count: int) -> None: ...
+    def begin_request(self, count: int) -> None: ...
 
-    def room(self) -> torch.Tensor:
+    def buffer(self) -> torch.Tensor:
         return self._buffer
 
-    def send(self, index: int, piece: torch.Tensor) -> None:
-        self._channel.send(wire.Piece(index))
-        self._carry(self._link.send, piece, "taken")
+    def send(self, index: int, chunk: torch.Tensor) -> None:
+        self._channel.send(wire.Chunk(index))
+        self._transfer(self._link.send, chunk, "taken")
 
     def receive(self, size: int) -> torch.Tensor:
-        self._carry(self._link.recv, self._buffer[:size], "sent")
+        self._transfer(self._link.recv, self._buffer[:size], "sent")
         return self._buffer[:size]
 
     def close(self) -> None:
         self._link.destroy()
 
-    def _carry(self, call: Any, piece: torch.Tensor, did: str) -> None:
+    def _transfer(self, call: Any, chunk: torch.Tensor, did: str) -> None:
         try:
-            call(piece)
+            call(chunk)
             self._channel.wait_for(self._link.wait, did)
         except RuntimeError as error:  # HCCL's
-            raise wire.PeerError(f"HCCL has failed: {_line(error)}") from None
+            raise wire.PeerError(f"HCCL failed: {_one_line(error)}") from None
 
 
-class MooncakeSending:
-    """Memory with room for two requests, which the client reads."""
+class MooncakeSender:
+    """Server side of Mooncake: registered memory for two requests, which the client reads."""
 
     def __init__(self, channel: wire.Channel, device: torch.device, protocol: str) -> None:
         self._channel = channel
         host = str(channel.connection.getsockname()[0])
-        self._engine, session = engine(host, protocol, channel.timeout)
-        self._memory = _registered(self._engine, device, protocol, 2 * HALF * PIECE)
-        self._half, self._at = 1, 0
-        channel.send(wire.Region(session, self._memory.data_ptr()))
+        self._engine, session = mooncake_engine(host, protocol, channel.timeout)
+        self._memory = _registered_buffer(self._engine, device, protocol, 2 * MOONCAKE_CHUNKS * CHUNK_BYTES)
+        self._half, self._index = 1, 0
+        channel.send(wire.ReadableRegion(session, self._memory.data_ptr()))
 
-    def begin(self, count: int) -> None:
-        if count > HALF:
-            raise wire.PeerError(f"{count} pieces were asked for at once; by mooncake {HALF} can be")
-        self._half, self._at = 1 - self._half, 0  # the client has read what was in it, or it would not ask
+    def begin_request(self, count: int) -> None:
+        if count > MOONCAKE_CHUNKS:
+            raise wire.PeerError(f"a request for {count} chunks over mooncake; at most {MOONCAKE_CHUNKS} are supported")
+        self._half, self._index = 1 - self._half, 0  # free: the client requests more only after reading it
 
-    def room(self) -> torch.Tensor:
-        return self._memory[(self._half * HALF + self._at) * PIECE :]
+    def buffer(self) -> torch.Tensor:
+        return self._memory[(self._half * MOONCAKE_CHUNKS + self._index) * CHUNK_BYTES :]
 
-    def send(self, index: int, piece: torch.Tensor) -> None:
-        self._at += 1
-        self._channel.send(wire.Piece(index))
+    def send(self, index: int, chunk: torch.Tensor) -> None:
+        self._index += 1
+        self._channel.send(wire.Chunk(index))
 
     def close(self) -> None:
         self._engine.unregister_memory(self._memory.data_ptr())
 
 
-class MooncakeReceiving:
-    """Reads of the server's memory."""
+class MooncakeReceiver:
+    """Client side of Mooncake: reads of the server's memory."""
 
-    block, inline = HALF, False
+    chunks_per_request, inline = MOONCAKE_CHUNKS, False
 
-    def __init__(self, channel: wire.Channel, device: torch.device, protocol: str, where: wire.Region) -> None:
-        self._where, self._half, self._at = where, 1, 0
-        self._engine, _ = engine(str(channel.connection.getsockname()[0]), protocol, channel.timeout)
-        self._memory = _registered(self._engine, device, protocol, PIECE)
+    def __init__(self, channel: wire.Channel, device: torch.device, protocol: str, region: wire.ReadableRegion) -> None:
+        self._region, self._half, self._index = region, 1, 0
+        self._engine, _ = mooncake_engine(str(channel.connection.getsockname()[0]), protocol, channel.timeout)
+        self._memory = _registered_buffer(self._engine, device, protocol, CHUNK_BYTES)
 
-    def begin(self, count: int) -> None:
-        self._half, self._at = 1 - self._half, 0
+    def begin_request(self, count: int) -> None:
+        self._half, self._index = 1 - self._half, 0
 
     def receive(self, size: int) -> torch.Tensor:
-        begin = self._where.address + (self._half * HALF + self._at) * PIECE
-        self._at += 1
-        if code := self._engine.transfer_sync_read(self._where.session, self._memory.data_ptr(), begin, size):
-            ABANDONED.append(self._memory)
-            raise wire.PeerError(f"mooncake's read of {size} bytes has failed (code {code})")
+        begin = self._region.address + (self._half * MOONCAKE_CHUNKS + self._index) * CHUNK_BYTES
+        self._index += 1
+        if code := self._engine.transfer_sync_read(self._region.session, self._memory.data_ptr(), begin, size):
+            QUARANTINED.append(self._memory)
+            raise wire.PeerError(f"mooncake failed to read {size} bytes (code {code})")
         return self._memory[:size]
 
     def close(self) -> None:
         self._engine.unregister_memory(self._memory.data_ptr())
 
 
-def sending(transport: str, channel: wire.Channel, device: torch.device, options: Options) -> Sending:
-    """The server's end of what a client has asked for.
+def make_sender(transport: str, channel: wire.Channel, device: torch.device, options: Options) -> Sender:
+    """Sender for the transport that a client requested.
 
     Raises:
-        PeerError: it is not served, or cannot be.
+        PeerError: it is not enabled, or not available.
     """
     if transport not in ("tcp", *options.transports):
         raise wire.PeerError(
-            f"pieces are served by {', '.join(dict.fromkeys(['tcp', *options.transports]))}, not by {wire.printable(transport)}"
+            f"transport {wire.printable(transport)} is not served; supported: "
+            f"{', '.join(dict.fromkeys(['tcp', *options.transports]))}"
         )
     if transport == "mooncake":
-        return MooncakeSending(channel, device, options.mooncake_protocol)
+        return MooncakeSender(channel, device, options.mooncake_protocol)
     if transport == "tcp":
-        return Tcp(channel, device)
+        return TcpTransport(channel, device)
     try:
-        info = linking(device).root_info()
+        info = hccl_link_class(device).root_info()
     except RuntimeError as error:
-        raise wire.PeerError(f"HCCL does not connect: {_line(error)}") from None
-    channel.send(wire.Meeting(info))
-    return Hccl(channel, device, info, rank=0)
+        raise wire.PeerError(f"HCCL cannot connect: {_one_line(error)}") from None
+    channel.send(wire.RootInfo(info))
+    return HcclTransport(channel, device, info, rank=0)
 
 
-def receiving(transport: str, channel: wire.Channel, device: torch.device, options: Options) -> Receiving:
-    """The client's end.
+def make_receiver(transport: str, channel: wire.Channel, device: torch.device, options: Options) -> Receiver:
+    """Receiver for a transport, after requesting it from the server.
 
     Raises:
-        PeerError: it cannot be, here or at the server.
+        PeerError: it is not available here or at the server.
     """
     if transport == "tcp":
-        return Tcp(channel, device)
+        return TcpTransport(channel, device)
     check(transport, device)
-    channel.send(wire.Over(transport))
+    channel.send(wire.UseTransport(transport))
     if transport == "mooncake":
-        region, _ = channel.receive(wire.Region)
-        return MooncakeReceiving(channel, device, options.mooncake_protocol, region)
-    meeting, _ = channel.receive(wire.Meeting, most=2 * wire.SMALL)
-    return Hccl(channel, device, meeting.info, rank=1)
+        region, _ = channel.receive(wire.ReadableRegion)
+        return MooncakeReceiver(channel, device, options.mooncake_protocol, region)
+    root, _ = channel.receive(wire.RootInfo, max_size=2 * wire.MAX_HEADER_BYTES)
+    return HcclTransport(channel, device, root.info, rank=1)
 
 
 def check(transport: str, device: torch.device) -> None:
-    """Look whether a transport can be, before a peer is asked for it.
+    """Check whether a transport is available here, before requesting it from a peer.
 
     Raises:
-        PeerError: it cannot; in one line.
+        PeerError: it is not; in one line.
     """
     if transport == "hccl":
-        linking(device)
+        hccl_link_class(device)
     if transport == "mooncake" and importlib.util.find_spec("mooncake") is None:
         raise wire.PeerError("Mooncake's transfer engine is not installed; run: pip install mooncake-transfer-engine-npu")
 
 
-def linking(device: torch.device) -> Any:
-    """The class that is offered for HCCL between engines.
+def hccl_link_class(device: torch.device) -> Any:
+    """Class registered for HCCL between engines.
 
     Raises:
-        PeerError: there is none, or no NPU.
+        PeerError: none is registered, or the device is not an NPU.
     """
     if device.type != "npu":
-        raise wire.PeerError(f"hccl moves bytes between NPUs, and the weights are on {device.type}")
-    if (name := extension.offered(LINK)) is None:
-        raise wire.PeerError(f"hccl is ascend-communicator's, which is {extension.state('ascend-communicator')} here")
+        raise wire.PeerError(f"transport hccl needs weights on an NPU; these are on {device.type}")
+    if (name := extension.offered(HCCL_LINK_SLOT)) is None:
+        raise wire.PeerError(f"transport hccl needs ascend-communicator, which is {extension.state('ascend-communicator')}")
     return resolve_obj_by_qualname(name)
 
 
-def engine(host: str, protocol: str, timeout: float) -> tuple[Any, str]:
-    """Mooncake's engine of this process, and its session.
+def mooncake_engine(host: str, protocol: str, timeout: float) -> tuple[Any, str]:
+    """This process's Mooncake engine and its session.
 
     Raises:
         PeerError: Mooncake is not installed, lacks a library, or does not start.
     """
-    with ENGINES:
-        return _engine(host, protocol, timeout)
+    with ENGINE_LOCK:
+        return _start_mooncake_engine(host, protocol, timeout)
 
 
 @functools.cache
-def _engine(host: str, protocol: str, timeout: float) -> tuple[Any, str]:
+def _start_mooncake_engine(host: str, protocol: str, timeout: float) -> tuple[Any, str]:
     check("mooncake", torch.device("cpu"))
-    before = os.environ.get(GIVES_UP)
-    os.environ[GIVES_UP] = str(max(5, int(timeout)))
+    before = os.environ.get(TIMEOUT_VARIABLE)
+    os.environ[TIMEOUT_VARIABLE] = str(max(5, int(timeout)))
     try:
-        made = importlib.import_module("mooncake.engine").TransferEngine()
+        engine = importlib.import_module("mooncake.engine").TransferEngine()
     except ImportError as error:
-        raise wire.PeerError(f"Mooncake's transfer engine cannot be loaded: {_line(error)}") from None
+        raise wire.PeerError(f"Mooncake's transfer engine cannot be loaded: {_one_line(error)}") from None
     finally:
-        del os.environ[GIVES_UP]
+        del os.environ[TIMEOUT_VARIABLE]
         if before is not None:
-            os.environ[GIVES_UP] = before
-    if code := made.initialize(host, "P2PHANDSHAKE", protocol, ""):
-        raise wire.PeerError(f"mooncake does not start for {protocol} on {host} (code {code})")
-    return made, f"{host}:{made.get_rpc_port()}"
+            os.environ[TIMEOUT_VARIABLE] = before
+    if code := engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
+        raise wire.PeerError(f"mooncake cannot start with protocol {protocol} on {host} (code {code})")
+    return engine, f"{host}:{engine.get_rpc_port()}"
 
 
-def _registered(made: Any, device: torch.device, protocol: str, size: int) -> torch.Tensor:
+def _registered_buffer(engine: Any, device: torch.device, protocol: str, size: int) -> torch.Tensor:
     on_device = protocol == "ascend"
-    memory = torch.empty(size, dtype=torch.uint8, device=device) if on_device else staging(device, size)
-    if code := made.register_memory(memory.data_ptr(), size):
+    memory = torch.empty(size, dtype=torch.uint8, device=device) if on_device else staging_buffer(device, size)
+    if code := engine.register_memory(memory.data_ptr(), size):
         raise wire.PeerError(f"mooncake cannot register {size} bytes (code {code})")
     return memory
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return wire.printable(" ".join(str(error).split()))

@@ -1,9 +1,9 @@
-"""Frames between engines: a fixed prefix, a header that is decoded strictly, and raw bytes behind it.
+"""Wire format between engines: length-prefixed frames with a strictly decoded header and a raw payload.
 
-A frame is ``AWP1``, the header's length (4 bytes) and the payload's (8 bytes), both in network order, the header in MessagePack,
-once both sides have proved that they know the secret the header's HMAC-SHA256 (32 bytes), and the payload. Lengths are compared
-with what can be expected before anything is read or allocated. Headers are decoded by msgspec into the types below and nothing
-else: there is no pickle, and no name of a type or function is taken from the network.
+A frame is ``AWP1``, the header's length (4 bytes) and the payload's (8 bytes), both in network byte order, the header in
+MessagePack, after the handshake the header's HMAC-SHA256 (32 bytes), and the payload. Lengths are checked against what is
+expected before anything is read or allocated. Headers are decoded by msgspec into the message types below only: no pickle, and no
+type or function name is taken from the network. A message's ``tag`` is its name on the wire.
 """
 
 import functools
@@ -21,113 +21,113 @@ import msgspec
 MAGIC = b"AWP1"
 PREFIX = struct.Struct("!4sIQ")
 TIMEVAL = struct.Struct("@ll")
-MAC = 32
-NONCE = 32
-SMALL = 4096
-"""Bytes of a header, of those that are not a manifest."""
-LARGE = 64 << 20
-"""Bytes of a manifest."""
+MAC_BYTES = 32
+NONCE_BYTES = 32
+MAX_HEADER_BYTES = 4096
+"""Limit of a header other than a manifest."""
+MAX_MANIFEST_BYTES = 64 << 20
+"""Limit of a manifest."""
 
 
 class PeerError(Exception):
-    """What was asked of a peer, or by one, cannot be; the message is one line."""
+    """A request to or from a peer failed; the message is one line."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The header of a frame."""
+    """Header of a frame."""
 
 
 class Challenge(Message, frozen=True):
-    """The server begins."""
+    """Handshake, server to client."""
 
     nonce: bytes
 
 
 class Answer(Message, frozen=True):
-    """The client has the secret: ``proof`` is made of both nonces with it."""
+    """Handshake, client to server: ``proof`` is an HMAC of both nonces with the secret."""
 
     nonce: bytes
     proof: bytes
 
 
 class Welcome(Message, frozen=True):
-    """So has the server."""
+    """Handshake, server to client: the server's proof that it has the secret."""
 
     proof: bytes
 
 
-class Ask(Message, frozen=True):
-    """For the manifest."""
+class GetManifest(Message, frozen=True, tag="Ask"):
+    """Request for the manifest."""
 
 
-class Get(Message, frozen=True):
-    """For the pieces ``first`` to ``last - 1``."""
+class GetChunks(Message, frozen=True, tag="Get"):
+    """Request for chunks ``first`` to ``last - 1``."""
 
     first: int
     last: int
 
 
-class Piece(Message, frozen=True):
-    """One piece, which is the payload, or comes by the transport that was asked for."""
+class Chunk(Message, frozen=True, tag="Piece"):
+    """Header of one chunk, which is the payload or follows by the requested transport."""
 
     index: int
 
 
-class Over(Message, frozen=True):
-    """For another transport than TCP, on this connection; the answer is one of the next two."""
+class UseTransport(Message, frozen=True, tag="Over"):
+    """Request for a transport other than TCP on this connection; answered by ReadableRegion or RootInfo."""
 
     transport: str
 
 
-class Region(Message, frozen=True):
-    """Mooncake: the session and the address where pieces can be read."""
+class ReadableRegion(Message, frozen=True, tag="Region"):
+    """Mooncake: session and address at which chunks can be read."""
 
     session: str
     address: int
 
 
-class Meeting(Message, frozen=True):
-    """HCCL: its root information, of some 4 KiB, with which the server connects as rank 0."""
+class RootInfo(Message, frozen=True, tag="Meeting"):
+    """HCCL root info (about 4 KiB), with which the server connects as rank 0."""
 
     info: bytes
 
 
 class Refused(Message, frozen=True):
-    """The server does not go on, and why."""
+    """The server refuses, with the reason."""
 
     reason: str
 
 
-class Described(Message, frozen=True):
-    """The manifest: what the weights are (``identity``), their tensors as (name, dtype, shape), and a checksum of each piece.
+class Manifest(Message, frozen=True, tag="Described", rename={"chunk_bytes": "piece"}):
+    """Manifest: identity of the weights, (name, dtype, shape) of each tensor, and a checksum of each chunk.
 
-    The tensors' bytes, one tensor after another in this order, are cut into pieces of ``piece`` bytes, the last perhaps shorter.
+    The bytes of all tensors, concatenated in this order, are cut into chunks of ``chunk_bytes``; the last may be shorter.
     """
 
     identity: dict[str, str]
     tensors: list[tuple[str, str, list[int]]]
-    piece: int
+    chunk_bytes: int
     checksum: str
     digests: list[bytes]
 
 
-Asked = TypeVar("Asked", bound=Message)
+M = TypeVar("M", bound=Message)
 
 
 class Channel:
-    """One connection, of which every wait ends: after ``timeout`` seconds without a byte, and at ``deadline`` in any case.
+    """Connection with bounded waits: ``timeout`` seconds without a byte, and ``deadline`` in any case.
 
-    The kernel counts them, and fills or empties whole buffers: in the midst of one it may be twice ``timeout``.
+    The kernel applies the timeout to whole buffers: within one it may take twice ``timeout``.
 
     Args:
-        connection: connected; closed by ``close``.
+        connection: a connected socket; ``close`` closes it.
         timeout: seconds.
-        deadline: on ``time.monotonic``'s clock.
+        deadline: in terms of ``time.monotonic``.
     """
 
     def __init__(self, connection: socket.socket, timeout: float, deadline: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)  # Python would otherwise ask for each part that has come
+        connection.settimeout(None)  # with a timeout, Python would poll before each part
         self.connection, self.timeout, self.deadline = connection, timeout, deadline
         self._key = b""
         self._waits: dict[int, float] = {}
@@ -140,11 +140,11 @@ class Channel:
         """Send one frame.
 
         Raises:
-            PeerError: the peer is gone, or does not take it in time.
+            PeerError: the peer is gone, or does not read in time.
         """
         header = msgspec.msgpack.encode(message)
         prefix = PREFIX.pack(MAGIC, len(header), len(payload or b""))
-        frame = prefix + header + self._mac(self._side, self._sent, prefix, header)
+        frame = prefix + header + self._mac(self._is_server, self._sent, prefix, header)
         self._sent += 1
         self._send_all([frame, payload] if payload else [frame])
 
@@ -155,7 +155,7 @@ class Channel:
                 self._wait(socket.SO_SNDTIMEO)
                 count = self.connection.sendmsg(parts)
             except BlockingIOError:
-                raise self._late("took") from None
+                raise self._timeout_error("took") from None
             except OSError as error:
                 raise PeerError(f"the peer is gone: {error.strerror or error}") from None
             left -= count
@@ -163,22 +163,25 @@ class Channel:
                 count -= len(parts.pop(0))
             parts[0] = memoryview(parts[0])[count:]
 
-    def receive(self, *kinds: type[Asked], most: int = SMALL) -> tuple[Asked, int]:
-        """The next frame's header, of one of these kinds and at most so many bytes, and the length of its payload.
+    def receive(self, *kinds: type[M], max_size: int = MAX_HEADER_BYTES) -> tuple[M, int]:
+        """Receive the next frame's header, of one of ``kinds`` and at most ``max_size`` bytes.
+
+        Returns:
+            The message, and the length of its payload.
 
         Raises:
-            PeerError: it is none of these, was not made with the secret, does not come in time, or is the peer's refusal.
+            PeerError: another or invalid message, a wrong HMAC, a timeout, or the peer's refusal.
         """
         prefix = bytes(self.receive_bytes(PREFIX.size))
         magic, length, payload = PREFIX.unpack(prefix)
         if magic != MAGIC:
-            raise PeerError(f"a frame begins with {magic.hex()}, not with {MAGIC.hex()}: the peer does not speak this protocol")
-        if length > most:
-            raise PeerError(f"a header of {length} bytes was announced; at most {most} are taken here")
+            raise PeerError(f"a frame begins with {magic.hex()} instead of {MAGIC.hex()}: the peer does not use this protocol")
+        if length > max_size:
+            raise PeerError(f"the peer announced a header of {length} bytes; the limit is {max_size}")
         header = bytes(self.receive_bytes(length))
-        mac = self._mac(not self._side, self._received, prefix, header)
-        if mac and not hmac.compare_digest(mac, bytes(self.receive_bytes(MAC))):
-            raise PeerError("a header was not made with the secret, or was changed on its way")
+        mac = self._mac(not self._is_server, self._received, prefix, header)
+        if mac and not hmac.compare_digest(mac, bytes(self.receive_bytes(MAC_BYTES))):
+            raise PeerError("a header's HMAC is wrong: it was made with another secret, or changed in transit")
         self._received += 1
         try:
             message = _decoder(*kinds).decode(header)
@@ -186,13 +189,13 @@ class Channel:
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise PeerError(f"a header is not {expected}: {printable(str(error))}") from None
         if isinstance(message, Refused):
-            raise PeerError(f"it answers: {printable(message.reason)}")
-        if payload and not isinstance(message, Piece):
-            raise PeerError(f"{payload} bytes were announced behind {type(message).__name__}, which has none")
+            raise PeerError(f"the peer refused: {printable(message.reason)}")
+        if payload and not isinstance(message, Chunk):
+            raise PeerError(f"the peer announced a payload of {payload} bytes with {type(message).__name__}, which has none")
         return message, payload
 
     def receive_bytes(self, size: int) -> memoryview:
-        """So many bytes."""
+        """Receive ``size`` bytes."""
         buffer = memoryview(bytearray(size))
         self.receive_into(buffer)
         return buffer
@@ -201,7 +204,7 @@ class Channel:
         """Fill the buffer.
 
         Raises:
-            PeerError: the peer ends before, or does not send in time.
+            PeerError: the peer closes the connection, or does not send in time.
         """
         filled = 0
         while filled < len(buffer):
@@ -209,16 +212,16 @@ class Channel:
                 self._wait(socket.SO_RCVTIMEO)
                 count = self.connection.recv_into(buffer[filled:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
-                raise self._late("sent") from None
+                raise self._timeout_error("sent") from None
             except OSError as error:
                 raise PeerError(f"the peer is gone: {error.strerror or error}") from None
             if not count:
-                raise PeerError(f"the peer ended the connection after {filled} of {len(buffer)} bytes")
+                raise PeerError(f"the peer closed the connection after {filled} of {len(buffer)} bytes")
             filled += count
 
     @property
-    def ended(self) -> bool:
-        """Whether the peer has closed the connection, and all that it sent before was received."""
+    def closed_by_peer(self) -> bool:
+        """Whether the peer has closed the connection and everything it sent was received."""
         try:
             return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -227,66 +230,66 @@ class Channel:
             return True
 
     def wait_for(self, done: Callable[[float], bool], did: str) -> None:
-        """Ask ``done`` for parts of a second until it is true, which is the transport's work.
+        """Poll ``done`` until it returns true; it waits for the transport, for the seconds that it is given.
 
         Raises:
-            PeerError: the peer has ended meanwhile, or it took ``timeout`` seconds or the deadline has passed.
+            PeerError: the peer closed the connection, or ``timeout`` or the deadline passed.
         """
         end = min(self.deadline, time.monotonic() + self.timeout)
         while not done(min(0.2, max(0.001, end - time.monotonic()))):
-            if self.ended:
-                raise PeerError(f"the peer ended while a piece was {did}")
+            if self.closed_by_peer:
+                raise PeerError(f"the peer closed the connection while a chunk was {did}")
             if time.monotonic() >= end:
-                raise self._late(did)
+                raise self._timeout_error(did)
 
-    def prove(self, secret: bytes) -> None:
-        """The client's side of the mutual proof.
+    def authenticate_as_client(self, secret: bytes) -> None:
+        """Client side of the mutual authentication.
 
         Raises:
             PeerError: the peer does not have this secret.
         """
-        self._side = False
+        self._is_server = False
         challenge, _ = self.receive(Challenge)
-        mine = os.urandom(NONCE)
-        nonces = _checked(challenge.nonce) + mine
+        mine = os.urandom(NONCE_BYTES)
+        nonces = _check_nonce(challenge.nonce) + mine
         self.send(Answer(mine, _proof(secret, b"client", nonces)))
         welcome, _ = self.receive(Welcome)
         if not hmac.compare_digest(welcome.proof, _proof(secret, b"server", nonces)):
-            raise PeerError("it does not have this engine's secret")
+            raise PeerError("the peer does not have this engine's secret")
         self._key = _proof(secret, b"session", nonces)
 
-    def demand(self, secret: bytes) -> None:
-        """The server's side.
+    def authenticate_as_server(self, secret: bytes) -> None:
+        """Server side of the mutual authentication.
 
         Raises:
             PeerError: the peer does not have this secret.
         """
-        self._side = True
-        mine = os.urandom(NONCE)
+        self._is_server = True
+        mine = os.urandom(NONCE_BYTES)
         self.send(Challenge(mine))
         answer, _ = self.receive(Answer)
-        nonces = mine + _checked(answer.nonce)
+        nonces = mine + _check_nonce(answer.nonce)
         if not hmac.compare_digest(answer.proof, _proof(secret, b"client", nonces)):
-            self.send(Refused("the secret is another one"))
-            raise PeerError("the secret is another one")
+            self.send(Refused("the secrets differ"))
+            raise PeerError("the secrets differ")
         self.send(Welcome(_proof(secret, b"server", nonces)))
         self._key = _proof(secret, b"session", nonces)
 
-    _side = False
+    _is_server = False
 
     def _mac(self, server: bool, number: int, prefix: bytes, header: bytes) -> bytes:
         if not self._key:
             return b""
         return hmac.digest(self._key, b"%d %d " % (server, number) + prefix + header, "sha256")
 
-    def _late(self, did: str) -> PeerError:
+    def _timeout_error(self, did: str) -> PeerError:
         past = time.monotonic() >= self.deadline
         return PeerError("the deadline has passed" if past else f"the peer {did} nothing for {self.timeout:g} s")
 
     def _wait(self, option: int) -> None:
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise self._late("")
+            raise self._timeout_error("")
         if (seconds := min(self.timeout, left)) != self._waits.get(option):
             self._waits[option] = seconds
             whole = int(seconds)
@@ -294,7 +297,7 @@ class Channel:
 
 
 def printable(text: str) -> str:
-    """What a peer has said, as one line of at most 500 characters."""
+    """A peer's text as one printable line of at most 500 characters."""
     return "".join(each if each.isprintable() else "?" for each in text[:500])
 
 
@@ -303,9 +306,9 @@ def _decoder(*kinds: type[Message]) -> msgspec.msgpack.Decoder:
     return msgspec.msgpack.Decoder(functools.reduce(operator.or_, kinds, Refused))
 
 
-def _checked(nonce: bytes) -> bytes:
-    if len(nonce) != NONCE:
-        raise PeerError(f"a nonce has {len(nonce)} bytes; it needs {NONCE}")
+def _check_nonce(nonce: bytes) -> bytes:
+    if len(nonce) != NONCE_BYTES:
+        raise PeerError(f"a nonce has {len(nonce)} bytes; it needs {NONCE_BYTES}")
     return nonce
 
 

@@ -1,6 +1,6 @@
-"""Patches of vLLM: each for a range of versions, in one kind of process, bound to the source that it was written against."""
+"""Patches of vLLM, each for a range of versions, one kind of process and a known source of its target."""
 
 from ascend_patches.apply import enter, register
-from ascend_patches.declaration import SCOPES, Patch, patch
+from ascend_patches.registry import SCOPES, Patch, patch
 
 __all__ = ["SCOPES", "Patch", "enter", "patch", "register"]

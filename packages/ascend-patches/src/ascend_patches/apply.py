@@ -1,4 +1,4 @@
-"""Applying patches in this process: when its scope is entered, or as soon as a target's module has been imported."""
+"""Applying patches in this process: when a scope is entered, or when the target's module is imported later."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 
 from ascend_platform import extension
 
-from ascend_patches.declaration import Patch, discover, environment_disabled, read
+from ascend_patches.registry import Patch, discover, environment_disabled
 
 DISABLE = "VLLM_ASCEND_DISABLE_PATCHES"
 
 
 def register() -> None:
-    """Report to ascend-platform; never raises. The entry point of group ``vllm.general_plugins``."""
+    """Register with ascend-platform; never raises. The entry point of group ``vllm.general_plugins``."""
     if not _Process.joined:
         _Process.joined = True
         patches = discover()
         note = f"{len(patches)} patch{'es' * (len(patches) != 1)}"
         take = functools.partial(_setup, patches)
         options: dict[str, object] = {"disable": []}
-        extension.join("ascend-patches", "ascend_patches", take, note=note, options=options, configured=_configured, api="1.0")
+        extension.join("ascend-patches", "ascend_patches", take, note=note, options=options, configured=_configured, api="1.4")
 
 
 def enter(scope: str) -> None:
-    """Apply the patches of a scope in this process, now and as modules come; again does nothing. Never raises.
+    """Apply the patches of a scope in this process, now and as modules are imported. Idempotent; never raises.
 
     The entry point of group ``vllm_ascend.scopes``, which ascend-platform calls (``extension.enter``).
     """
@@ -40,15 +40,15 @@ def enter(scope: str) -> None:
 
 
 class _Process:
-    """What is known in this process."""
+    """The state of this process."""
 
     joined = False
     patches: tuple[Patch, ...] = ()
     scopes: set[str] = set()  # noqa: RUF012
     switched_off: set[str] = set()  # noqa: RUF012
-    applied: dict[str, tuple[Patch, Callable[[], None]]] = {}  # noqa: RUF012  # name: the patch and what undoes it
+    applied: dict[str, tuple[Patch, Callable[[], None]]] = {}  # noqa: RUF012  # by name: the patch and the function that undoes it
     said: set[str] = set()  # noqa: RUF012
-    from_environment: str | None = None  # before the configuration was added
+    from_environment: str | None = None  # of DISABLE, before the names of the configuration are added
 
 
 def _setup(patches: Iterable[Patch]) -> None:
@@ -61,7 +61,7 @@ def _setup(patches: Iterable[Patch]) -> None:
 
 
 def _configured(options: Mapping[str, object]) -> None:
-    """Take ``ascend.patches.disable``, and hand it on to the processes that this one starts.
+    """Read ``ascend.patches.disable``, and pass it to child processes through the environment.
 
     Raises:
         RefusedError: not a list of names, or an unknown name.
@@ -91,7 +91,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def _synchronize() -> None:
-    """Make this process as its scopes and its configuration say."""
+    """Apply and undo patches until this process has those of its scopes that are not disabled."""
     for name in [name for name in _Process.applied if name in _Process.switched_off]:
         _Process.applied.pop(name)[1]()
     for each in _Process.patches:
@@ -100,12 +100,12 @@ def _synchronize() -> None:
 
 
 def _apply(patch: Patch) -> None:
-    """Apply one patch to its imported module, or say in one line why it stands aside."""
+    """Apply one patch to its imported module, or log in one line why it is disabled."""
     if patch.name in _Process.applied or patch.name in _Process.switched_off:
         return
     try:
         module = sys.modules[patch.module]
-        reason = patch.obstacle(extension.version("vllm"), read(patch.module))
+        reason = patch.obstacle(extension.version("vllm"), extension.module_source(patch.module))
         others = [other.name for other, _ in _Process.applied.values() if other.overlaps(patch)]
         if not reason and others:
             reason = f"target {patch.target} is patched by {others[0]} already; disable one of the two: {DISABLE}={others[0]}"
@@ -117,13 +117,13 @@ def _apply(patch: Patch) -> None:
         extension.logger.info("patch %s applied to %s (%s): %s", patch.name, patch.target, patch.scope, patch.reason)
     elif patch.name not in _Process.said:
         _Process.said.add(patch.name)
-        # out of range is how a patch ends, not something to look into
+        # a patch out of its range is no longer needed
         say = extension.logger.warning if patch.in_range(extension.version("vllm")) else extension.logger.debug
-        say("patch %s stands aside: %s", patch.name, reason)
+        say("patch %s disabled: %s", patch.name, reason)
 
 
 def replace(module: ModuleType, qualname: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Put what `make` makes of the original in its place; returns what puts the original back."""
+    """Replace a name by ``make(original)``; returns a function that restores the original."""
     *path, name = qualname.split(".")
     owner = functools.reduce(getattr, path, module)
     raw = vars(owner)[name]
@@ -141,7 +141,7 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 
 
 def when_imported(name: str, act: Callable[[], None]) -> None:
-    """Call `act` once the module has run to its end: at once if it has, and never if nothing imports it."""
+    """Call ``act`` after the module has been executed: now if it has been, and never if nothing imports it."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):
@@ -155,11 +155,11 @@ def when_imported(name: str, act: Callable[[], None]) -> None:
 
 
 class _Watched(ModuleSpec):
-    """The spec of an awaited module. Import sets `_initializing` to False when the module has run to its end.
+    """The spec of an awaited module. Python sets `_initializing` to False when the module has been executed.
 
-    A finder could wrap the loader instead, but is too late for a module whose import is under way, which is what the engine
-    core's is: the spawned process unpickles ``EngineCoreProc.run_engine_core``, hence imports ``vllm.v1.engine.core``, which
-    imports ``vllm.config``, which asks for the platform. (CPython 3.11 to 3.13, ``importlib/_bootstrap.py``,
+    Wrapping the loader in a finder would be too late for a module whose import is in progress, such as the engine core's: the
+    spawned process unpickles ``EngineCoreProc.run_engine_core`` and so imports ``vllm.v1.engine.core``, which imports
+    ``vllm.config``, which asks for the platform. (CPython 3.11 to 3.13, ``importlib/_bootstrap.py``,
     ``_load_unlocked``; the attribute is also what tells its C code of circular imports.)
     """
 
@@ -171,13 +171,13 @@ class _Watched(ModuleSpec):
     def _initializing(self, value: bool) -> None:
         ended = self._initializing and not value
         vars(self)["_initializing"] = value
-        if ended and self.name in sys.modules:  # not there: it has failed, and may be tried again
+        if ended and self.name in sys.modules:  # a failed import removes it, and may be repeated
             for act in _waiting.pop(self.name, ()):
                 act()
 
 
 class _Finder:
-    """Finds nothing itself; puts the watch on the spec of awaited modules."""
+    """A finder that marks the specs of awaited modules; the other finders find them."""
 
     _asking: set[str] = set()  # noqa: RUF012
 

@@ -42,7 +42,7 @@ def _missing_device() -> str:
     import importlib.util
     import os
 
-    from ascend_platform import extension, startup
+    from ascend_platform import extension, host
 
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed; run: pip install torch-npu"
@@ -51,7 +51,7 @@ def _missing_device() -> str:
     try:
         import torch_npu
     except ImportError as error:
-        return startup.missing_library(error) or f"torch_npu cannot be loaded: {error}"
+        return host.missing_library(error) or f"torch_npu cannot be loaded: {error}"
     if torch_npu.npu.device_count() == 0:
         visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
         restriction = "" if visible is None else f" with ASCEND_RT_VISIBLE_DEVICES={visible!r}"

@@ -1,7 +1,8 @@
 """What some of the supported versions of vLLM lack; a function here goes once the lowest of them has it.
 
 Whether it is needed is asked of vLLM's code, never of its version. ``until``, the first vLLM that has what is missing, is for
-the tests (``tests/test_compat.py``), which fail when no supported vLLM is below it, and for the table in the documentation.
+the tests (``tests/plugins/test_compat.py``), which fail when no supported vLLM is below it, and for the table in the
+documentation.
 """
 
 import inspect

@@ -15,38 +15,55 @@ import importlib.metadata
 import logging
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ascend_platform.dense import DenseBackend, DenseImpl, graph_task, host_lengths, is_captured
+from ascend_platform import chips
+from ascend_platform.attention.base import (
+    AttentionBackendBase,
+    AttentionFeature,
+    AttentionImplBase,
+    graph_task,
+    host_lengths,
+    is_captured,
+)
+from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
 
 __all__ = [
     "API_VERSION",
+    "AttentionBackendBase",
+    "AttentionFeature",
+    "AttentionImplBase",
     "Chip",
-    "DenseBackend",
-    "DenseImpl",
     "RefusedError",
     "allowed",
     "cache_parts",
     "chip",
     "config",
+    "drift",
+    "fingerprint",
     "graph_task",
     "host_lengths",
     "is_captured",
     "join",
     "logger",
+    "module_source",
     "offer",
     "offered",
+    "overrides",
     "state",
+    "tree_version",
     "unmet",
     "version",
 ]
 
-API_VERSION = "1.3"
+API_VERSION = "1.4"
 """Of this interface, apart from the wheel's version: the second number counts additions, the first all other changes."""
 
 # vLLM's log handler hangs on the logger called "vllm" (vllm/logger.py); a logger below it shows its lines.
@@ -65,10 +82,22 @@ COMPONENTS = {
 VARIABLES = {
     "VLLM_VERSION": "the version of vLLM that requirements and patches are compared with, in place of the installed one",
     "VLLM_ASCEND_DISABLE_PATCHES": "names of patches to leave out, with commas between",
+    "VLLM_ASCEND_ACCEPT_OVERRIDES": "names of overrides to apply to a vLLM whose source differs, with commas between",
     "VLLM_ASCEND_WEIGHTS_SECRET": "the secret of engines that take weights from each other, where no file is named for it",
     "VLLM_ASCEND_KV_SECRET": "the secret of instances that pass KV cache to each other, where no file is named for it",
 }
 """Environment variables of all components, which the platform makes known to vLLM so that it does not warn of them."""
+
+
+_RENAMED = {"DenseBackend": "AttentionBackendBase", "DenseImpl": "AttentionImplBase"}
+"""Deprecated names of this interface, and what they are called now."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} is deprecated; use {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]
 
 
 class RefusedError(ValueError):
@@ -86,6 +115,11 @@ class Chip:
     memory: int
     cube_cores: int
     vector_cores: int
+
+    @property
+    def family(self) -> chips.ChipFamily:
+        """Capabilities of the chip's family; see ``ascend_platform/chips.py``."""
+        return chips.family_of(self.name)
 
 
 _states: dict[str, str] = {}
@@ -312,6 +346,21 @@ def config(namespace: str) -> dict[str, object]:
     return _options.get(namespace, {}) | _given.get(namespace, {})
 
 
+def overrides(tree: Path | None = None) -> list[dict[str, str]]:
+    """The names of vLLM that ascend-platform overrides, compared with a vLLM.
+
+    Args:
+        tree: a checkout or a site-packages that contains vLLM; the installed one without.
+
+    Returns:
+        For each its ``name``, ``target``, ``action``, ``vllm`` (the versions whose source is known), ``why``, ``remove_when`` and
+        ``problem``, "" where vLLM's source is as supported.
+    """
+    from ascend_platform import vllm_overrides
+
+    return [each.row(tree) for each in vllm_overrides.OVERRIDES]
+
+
 def chip() -> Chip:
     """The NPU that this process uses. Opens the device's context, so call it in a worker only."""
     import torch
@@ -331,7 +380,8 @@ def cache_parts(kv_cache: Any) -> dict[str, Any]:
         TypeError: something else.
     """
     if not hasattr(kv_cache, "_asdict"):
-        raise TypeError(f"a layer's KV cache is expected, as ascend_platform.kv_cache.PagedKV, not {type(kv_cache).__name__}")
+        found = type(kv_cache).__name__
+        raise TypeError(f"a layer's KV cache is expected, as ascend_platform.attention.kv_cache.KVCachePair, not {found}")
     return kv_cache._asdict()
 
 

@@ -1,1 +1,1 @@
-"""A pool of KV cache that instances share: ``AscendStoreConnector``, and the tiers behind host memory that it is made of."""
+"""Shared pool of KV cache: ``AscendStoreConnector`` and its secondary tiers behind host memory."""

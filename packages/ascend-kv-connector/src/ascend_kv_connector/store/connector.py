@@ -1,4 +1,4 @@
-"""``AscendStoreConnector``: vLLM's tiered offloading with a pool behind host memory, and vllm-ascend's name and keys for it."""
+"""``AscendStoreConnector``: vLLM's tiered offloading with a shared pool, under vllm-ascend's name and options."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ascend_kv_connector.store.options import StoreOptions
 
 
 class AscendStoreConnector(OffloadingConnector):
-    """Prefixes that any instance has computed are loaded from the pool by all that share it.
+    """Loads prefixes that any instance has computed from a shared pool.
 
     ``kv_both`` and ``kv_producer`` load and store, ``kv_consumer`` loads.
     """
 
     @classmethod
     def check_config(cls, vllm_config: Any) -> None:
-        StoreOptions.take(vllm_config.kv_transfer_config.kv_connector_extra_config).check(vllm_config)
+        StoreOptions.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config).check(vllm_config)
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        options = StoreOptions.take(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        options = StoreOptions.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._loads, self._stores = options.roles(vllm_config.kv_transfer_config)
-        super().__init__(options.translated(vllm_config), role, kv_cache_config)
+        super().__init__(options.to_offloading_config(vllm_config), role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
@@ -33,5 +33,5 @@ class AscendStoreConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *more: Any) -> Any:
-        options = StoreOptions.take(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        return super().build_prom_metrics(options.translated(vllm_config), *more)
+        options = StoreOptions.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return super().build_prom_metrics(options.to_offloading_config(vllm_config), *more)

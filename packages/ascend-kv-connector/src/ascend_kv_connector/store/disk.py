@@ -1,4 +1,4 @@
-"""A directory as a pool: a file a chunk, on a disk of this machine or on one that others mount too."""
+"""Directory as a pool: one file per chunk, on a local disk or a shared mount."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT, probe_o_direct
 from ascend_kv_connector.store.pool import LOADED, STORED
 from ascend_kv_connector.store.tier import PoolTier
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskPool:
-    """See :class:`~ascend_kv_connector.store.pool.Pool`. Reads and writes go past the page cache where the disk can."""
+    """See :class:`~ascend_kv_connector.store.pool.Pool`. Reads and writes use O_DIRECT if the disk supports it."""
 
     def __init__(self, path: str) -> None:
-        """Make the directory.
+        """Create the directory.
 
         Raises:
-            RefusedError: it cannot be written to.
+            RefusedError: it is not writable.
         """
         self.root = Path(path)
         try:
@@ -36,8 +36,8 @@ class DiskPool:
             (probe := self.root / f".{os.getpid()}.tmp").write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise extension.RefusedError(f"disk_path {path} cannot be written to ({error}); name a directory that can") from None
-        self.where = f"disk {path}"
+            raise extension.RefusedError(f"disk_path {path} is not writable ({error}); choose a writable directory") from None
+        self.description = f"disk {path}"
         self._direct = O_DIRECT if probe_o_direct(path) else 0
 
     def buffer(self, size: int) -> memoryview:
@@ -58,14 +58,14 @@ class DiskPool:
                 self._path(name).unlink()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No-op: no files stay open."""
 
     def _path(self, name: str) -> Path:
         space, _, chunk = name.partition("/")
         return self.root / space / chunk[:3] / f"{chunk}.kv"
 
     def _write(self, path: Path, record: memoryview) -> str:
-        """Under another name first, so that whoever reads it finds all of it or nothing."""
+        """Write to a temporary file and rename it, so that readers see the whole chunk or none."""
         part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ class DiskPool:
         except OSError as error:
             with suppress(OSError):
                 part.unlink()
-            return "full" if error.errno in FULL else "failed"
+            return "full" if error.errno in NO_SPACE else "failed"
         return STORED
 
     def _read(self, path: Path, record: memoryview) -> str:
@@ -97,7 +97,7 @@ class DiskPool:
 
 
 class DiskTier(PoolTier):
-    """``path``: the directory."""
+    """Tier over a DiskPool. ``path``: the directory."""
 
     medium = Medium.STORAGE
 

@@ -1,4 +1,4 @@
-"""Mooncake's store (``mooncake.store``) as a pool: a master that knows where chunks are, and processes that lend it memory."""
+"""Mooncake's store (``mooncake.store``) as a pool: a master that locates chunks, and processes that contribute memory."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing import Any
 
 from ascend_platform import extension
 
-from ascend_kv_connector.mooncake import WHEELS, check, load
+from ascend_kv_connector.mooncake import WHEELS, check, import_mooncake
 from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier
 
-PATH = "MOONCAKE_CONFIG_PATH"
-"""The environment variable that Mooncake, vLLM and vllm-ascend have for the path of the configuration."""
+CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
+"""Environment variable that Mooncake, vLLM and vllm-ascend use for the path of the configuration."""
 
 FULL, MISSING = (-200,), (-704,)
 """Mooncake's codes (``mooncake-store/include/types.h``): no space; no such object, or none of its replicas."""
 
 UNREACHABLE = (-900, -901)
-"""The master has not answered."""
+"""Codes for a master that does not respond."""
 
 UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 
 
 @dataclass(frozen=True)
 class MooncakeConfig:
-    """What is read of Mooncake's configuration; sizes are in bytes, or strings as "4GB" in the file.
+    """Mooncake's configuration, as far as used; sizes are in bytes, or strings such as "4GB" in the file.
 
-    ``global_segment_size`` is the memory that this instance lends to the pool, with which what is in it goes when it ends.
+    ``global_segment_size`` is the memory that this instance contributes to the pool; its content is lost when the instance ends.
     """
 
     master_server_address: str
@@ -49,33 +49,34 @@ class MooncakeConfig:
 
     @classmethod
     def read(cls, path: str) -> MooncakeConfig:
-        """Of the file, or of ``MOONCAKE_CONFIG_PATH``'s; ``MOONCAKE_MASTER`` and ``MOONCAKE_GLOBAL_SEGMENT_SIZE`` go before it.
+        """Read the file, by default that of ``MOONCAKE_CONFIG_PATH``; ``MOONCAKE_MASTER`` and ``MOONCAKE_GLOBAL_SEGMENT_SIZE``
+        override it.
 
         Raises:
-            RefusedError: there is none, or it cannot be read, in one line.
+            RefusedError: it is missing or invalid, in one line.
         """
-        if not (path := path or os.environ.get(PATH, "")):
+        if not (path := path or os.environ.get(CONFIG_ENV, "")):
             raise extension.RefusedError(
-                f'backend mooncake: set {PATH} to the path of a file with {{"master_server_address": "HOST:PORT"}}, or '
+                f'backend mooncake: set {CONFIG_ENV} to the path of a file with {{"master_server_address": "HOST:PORT"}}, or '
                 "mooncake_config_path in kv_connector_extra_config"
             )
         try:
             given = json.loads(Path(path).read_text())
             known = {name: given[name] for name in cls.__dataclass_fields__ if given.get(name) is not None}
-            return cls(**cls._sized(known | cls._of_environment()))
+            return cls(**cls._parse_sizes(known | cls._from_environment()))
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise extension.RefusedError(
-                f"backend mooncake: {path} is not a configuration of Mooncake's ({type(error).__name__}: {error}); it is a JSON "
+                f"backend mooncake: {path} is not a Mooncake configuration ({type(error).__name__}: {error}); it must be a JSON "
                 'object with at least "master_server_address"'
             ) from None
 
     @staticmethod
-    def _of_environment() -> dict[str, str]:
+    def _from_environment() -> dict[str, str]:
         named = {"master_server_address": "MOONCAKE_MASTER", "global_segment_size": "MOONCAKE_GLOBAL_SEGMENT_SIZE"}
         return {name: os.environ[variable] for name, variable in named.items() if os.environ.get(variable)}
 
     @staticmethod
-    def _sized(given: Mapping[str, Any]) -> dict[str, Any]:
+    def _parse_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
         out = dict(given)
         for name in ("global_segment_size", "local_buffer_size"):
             if isinstance(value := out.get(name), str):
@@ -85,10 +86,10 @@ class MooncakeConfig:
         return out
 
     def check(self, seconds: float = 3.0) -> None:
-        """Look whether Mooncake is installed and the master is there.
+        """Check that Mooncake is installed and the master is reachable.
 
         Raises:
-            RefusedError: one of them is not, in one line.
+            RefusedError: it is not, in one line.
         """
         check()
         host, _, port = self.master_server_address.rpartition(":")
@@ -96,14 +97,14 @@ class MooncakeConfig:
             socket.create_connection((host.strip("[]"), int(port)), seconds).close()
         except (OSError, ValueError) as error:
             raise extension.RefusedError(
-                f"backend mooncake: no master answers at master_server_address {self.master_server_address!r} ({error}); start "
+                f"backend mooncake: no master at master_server_address {self.master_server_address!r} ({error}); start "
                 "one with mooncake_master --port PORT, or correct the address"
             ) from None
 
 
 class MooncakePool:
-    """See :class:`~ascend_kv_connector.store.pool.Pool`. Mooncake's calls let other threads run, and end by
-    themselves after 30 s, or after what ``MC_RPC_TIMEOUT_MS`` and others say."""
+    """See :class:`~ascend_kv_connector.store.pool.Pool`. Mooncake's calls release the GIL and time out after 30 s, or as
+    ``MC_RPC_TIMEOUT_MS`` and others say."""
 
     def __init__(self, config: MooncakeConfig) -> None:
         """Join the pool.
@@ -112,12 +113,12 @@ class MooncakePool:
             RefusedError: Mooncake is not installed, lacks a library, or does not start.
         """
         config.check()
-        store = load("mooncake.store", "backend mooncake: Mooncake's store")
+        store = import_mooncake("mooncake.store", "backend mooncake: Mooncake's store")
         from vllm.utils.network_utils import get_ip
 
-        self.where = f"Mooncake's store of master {config.master_server_address} ({config.protocol})"
+        self.description = f"Mooncake's store of master {config.master_server_address} ({config.protocol})"
         self._store: Any = store.MooncakeDistributedStore()
-        asked = {
+        setup = {
             "local_hostname": config.local_hostname or get_ip(),
             "metadata_server": config.metadata_server,
             "global_segment_size": config.global_segment_size,
@@ -127,10 +128,10 @@ class MooncakePool:
             "master_server_addr": config.master_server_address,
             "tenant_id": config.tenant_id,
         }
-        if code := self._store.setup(asked):
+        if code := self._store.setup(setup):
             raise extension.RefusedError(
-                f"backend mooncake: {self.where} cannot be joined from {asked['local_hostname']} (code {code}); protocol can be "
-                f"tcp, or ascend with {WHEELS[0]}, and local_hostname is this machine's address for the others"
+                f"backend mooncake: cannot join {self.description} from {setup['local_hostname']} (code {code}); protocol is "
+                f"tcp, or ascend with {WHEELS[0]}, and local_hostname this machine's address"
             )
         self._buffers: list[mmap.mmap] = []
 
@@ -138,32 +139,32 @@ class MooncakePool:
         memory = mmap.mmap(-1, size)
         if code := self._store.register_buffer(_address(memory), size):
             raise PoolError(f"{size} bytes of host memory cannot be registered (code {code})")
-        self._buffers.append(memory)  # as long as Mooncake knows it
+        self._buffers.append(memory)  # must outlive its registration
         return memoryview(memory)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        return [code > 0 for code in self._answered(self._store.batch_is_exist(list(names)))]
+        return [code > 0 for code in self._check_reachable(self._store.batch_is_exist(list(names)))]
 
     def put(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        codes = self._store.batch_put_from(list(names), *_places(records))
-        return [_outcome(code, STORED) for code in self._answered(codes)]
+        codes = self._store.batch_put_from(list(names), *_addresses_and_sizes(records))
+        return [_outcome(code, STORED) for code in self._check_reachable(codes)]
 
     def get(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        codes = self._answered(self._store.batch_get_into(list(names), *_places(records)))
+        codes = self._check_reachable(self._store.batch_get_into(list(names), *_addresses_and_sizes(records)))
         cut = [0 <= code < len(record) for code, record in zip(codes, records, strict=True)]
         return ["cut" if short else _outcome(code, LOADED) for code, short in zip(codes, cut, strict=True)]
 
     def remove(self, names: Sequence[str]) -> None:
-        self._answered(self._store.batch_remove(list(names), True))
+        self._check_reachable(self._store.batch_remove(list(names), True))
 
     def close(self) -> None:
         store, self._store = self._store, None
         if store is not None:
             store.close()
 
-    def _answered(self, codes: list[int]) -> list[int]:
+    def _check_reachable(self, codes: list[int]) -> list[int]:
         if codes and all(code in UNREACHABLE for code in codes):
-            raise PoolError(f"the master does not answer (code {codes[0]})")
+            raise PoolError(f"the master does not respond (code {codes[0]})")
         return codes
 
 
@@ -173,7 +174,7 @@ def _outcome(code: int, good: str) -> str:
     return "full" if code in FULL else "missing" if code in MISSING else f"failed ({code})"
 
 
-def _places(records: Sequence[memoryview]) -> tuple[list[int], list[int]]:
+def _addresses_and_sizes(records: Sequence[memoryview]) -> tuple[list[int], list[int]]:
     return [_address(record) for record in records], [len(record) for record in records]
 
 
@@ -182,7 +183,7 @@ def _address(memory: Any) -> int:
 
 
 class MooncakeTier(PoolTier):
-    """``config_path``: the path of Mooncake's configuration, if the environment does not have it."""
+    """Tier over a MooncakePool. ``config_path``: path of Mooncake's configuration, overriding the environment."""
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, config_path: str = "", **more: Any

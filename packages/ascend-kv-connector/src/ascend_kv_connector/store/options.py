@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` may hold for ``AscendStoreConnector``, and what it is in vLLM's words."""
+"""Options of ``AscendStoreConnector``, and their translation to vLLM's tiered offloading."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 from ascend_platform import extension
 
-from ascend_kv_connector.config import take
+from ascend_kv_connector.config import parse_options
 
 NAME = "AscendStoreConnector"
-SHARED = "/dev/shm"
+SHM = "/dev/shm"
 BACKENDS = {"mooncake": "ascend_mooncake", "disk": "ascend_disk"}
-"""By name the tier."""
+"""Tier type by backend name."""
 
-IGNORED = (
+IGNORED_KEYS = (
     "lookup_rpc_port",
     "mooncake_rpc_port",
     "load_async",
@@ -29,18 +29,18 @@ IGNORED = (
     "register_buffer",
     "use_layerwise",
 )
-"""Keys of vllm-ascend's connectors that say how its processes find each other, or what ranks of this one know; left unread."""
+"""Options of vllm-ascend's connectors for its processes' discovery, or for facts that ranks know here; ignored."""
 
-PLACES = {"_name_or_path", "transformers_version"}
-"""Of a model's configuration what differs from machine to machine."""
+HOST_SPECIFIC_KEYS = {"_name_or_path", "transformers_version"}
+"""Keys of a model's configuration that may differ between machines."""
 
-PASSED = ("block_size", "blocks_per_chunk", "eviction_policy", "offload_prompt_only")
-"""Keys of vLLM's OffloadingConnector that mean here what they mean there."""
+PASSED_THROUGH = ("block_size", "blocks_per_chunk", "eviction_policy", "offload_prompt_only")
+"""Options of vLLM's OffloadingConnector with the same meaning here."""
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """The keys and their defaults; the README explains them. Times are in seconds."""
+    """Options and their defaults, documented in docs/kv-connector.md. Times are in seconds."""
 
     backend: str | list[str] = "mooncake"
     cpu_bytes_to_use: int = 4 << 30
@@ -60,22 +60,22 @@ class StoreOptions:
     offload_prompt_only: bool | None = None
 
     @classmethod
-    def take(cls, given: Mapping[str, object]) -> StoreOptions:
-        """Check what the user gave.
+    def from_config(cls, given: Mapping[str, object]) -> StoreOptions:
+        """Validate ``kv_connector_extra_config``.
 
         Raises:
-            RefusedError: an unknown key, with the nearest known one, or a value that cannot be, in one line.
+            RefusedError: an unknown key, with the closest known one, or an invalid value, in one line.
         """
         if given.get("use_layerwise"):
             raise extension.RefusedError(
-                f"{NAME}: use_layerwise is true; here chunks are stored beside the computation as they are finished; leave it out"
+                f"{NAME}: use_layerwise is not supported; chunks are stored asynchronously as they are finished; remove it"
             )
-        options = take(cls, given, IGNORED, f"{NAME}: ")
+        options = parse_options(cls, given, IGNORED_KEYS, f"{NAME}: ")
         for backend in options.backends:
             if backend not in BACKENDS:
                 raise extension.RefusedError(
-                    f"{NAME}: backend is {backend!r}; it can be {', '.join(BACKENDS)}, a list of these, which are asked in its "
-                    "order, or [] for host memory alone, which is not shared"
+                    f"{NAME}: backend is {backend!r}; supported: {', '.join(BACKENDS)}, a list of these in lookup "
+                    "order, or [] for host memory only, which is not shared"
                 )
         if "disk" in options.backends and not options.disk_path:
             raise extension.RefusedError(f"{NAME}: backend disk needs disk_path, a directory that instances share")
@@ -86,25 +86,25 @@ class StoreOptions:
         return [self.backend] if isinstance(self.backend, str) else list(self.backend)
 
     def check(self, vllm_config: Any) -> None:
-        """Look whether instances that are started like this can share what they store.
+        """Check that instances started with this configuration can share what they store.
 
         Raises:
             RefusedError: they cannot, in one line.
         """
-        from ascend_kv_connector.offloading import check_one_host
+        from ascend_kv_connector.offloading import check_single_host
         from ascend_kv_connector.store.mooncake import MooncakeConfig
 
-        check_one_host(NAME, vllm_config)
-        if (free := shutil.disk_usage(SHARED).free) < self.cpu_bytes_to_use:
+        check_single_host(NAME, vllm_config)
+        if (free := shutil.disk_usage(SHM).free) < self.cpu_bytes_to_use:
             raise extension.RefusedError(
-                f"{NAME}: cpu_bytes_to_use is {self.cpu_bytes_to_use}, and {SHARED} has {free} bytes left; give it less, or "
-                f"{SHARED} more (of a container: --shm-size)"
+                f"{NAME}: cpu_bytes_to_use is {self.cpu_bytes_to_use}, but {SHM} has {free} bytes left; reduce it or enlarge "
+                f"{SHM} (for a container: --shm-size)"
             )
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         if self.backends and algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
             raise extension.RefusedError(
                 f"{NAME}: --prefix-caching-hash-algo is {algorithm}, whose hashes differ from process to process without a seed; "
-                "set PYTHONHASHSEED to the same number for all instances, or leave the algorithm out"
+                "set PYTHONHASHSEED to the same number for all instances, or use the default algorithm"
             )
         if "mooncake" in self.backends:
             MooncakeConfig.read(self.mooncake_config_path).check()
@@ -115,8 +115,8 @@ class StoreOptions:
             return self.enable_lookup and self.consumer_is_to_load, self.consumer_is_to_put
         return self.enable_lookup, True
 
-    def translated(self, vllm_config: Any) -> Any:
-        """A VllmConfig in which all this is said with the keys of vLLM's OffloadingConnector."""
+    def to_offloading_config(self, vllm_config: Any) -> Any:
+        """VllmConfig with the equivalent options of vLLM's OffloadingConnector."""
         config, transfer = copy.copy(vllm_config), copy.copy(vllm_config.kv_transfer_config)
         common = {name: getattr(self, name) for name in ("answer_timeout", "transfer_timeout", "rest", "threads")}
         common["identity"] = self._identity(vllm_config)
@@ -125,16 +125,16 @@ class StoreOptions:
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": self.cpu_bytes_to_use,
             "secondary_tiers": [{"type": BACKENDS[name]} | own[name] | common for name in self.backends],
-        } | {name: value for name in PASSED if (value := getattr(self, name)) is not None}
-        transfer.engine_id = f"{transfer.engine_id}-store"  # of MultiConnector's others each has host memory of its own
+        } | {name: value for name in PASSED_THROUGH if (value := getattr(self, name)) is not None}
+        transfer.engine_id = f"{transfer.engine_id}-store"  # MultiConnector's connectors need separate host memory
         config.kv_transfer_config = transfer
         return config
 
     def _identity(self, vllm_config: Any) -> dict[str, Any]:
-        """What may change the KV cache of a prefix, in addition to what vLLM's own file tier tells apart."""
+        """What determines the KV cache of a prefix, in addition to what vLLM's own file tier distinguishes."""
         model = vllm_config.model_config
         known = model.hf_config.to_dict()
-        described = json.dumps({key: known[key] for key in known.keys() - PLACES}, sort_keys=True, default=str)
+        described = json.dumps({key: known[key] for key in known.keys() - HOST_SPECIFIC_KEYS}, sort_keys=True, default=str)
         return {
             "namespace": self.namespace,
             "revision": model.revision,

@@ -1,4 +1,4 @@
-"""What a tier asks of a pool: disk, Mooncake's store, or another."""
+"""Interface of a pool of KV cache chunks, implemented for disk and Mooncake's store."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ STORED, LOADED = "stored", "loaded"
 
 
 class PoolError(Exception):
-    """The pool as a whole does not answer, and is to be left alone for a while; the text says which one and why, in one line."""
+    """The pool does not respond and should be backed off from; the message says which pool and why, in one line."""
 
 
 class Pool(Protocol):
-    """Records by name; each call may be made by several threads at once, and may block.
+    """Records by name; thread-safe, calls may block.
 
-    ``records[i]`` is uint8 ``[bytes]``, all of one size, and a part of one of ``buffer``.
+    ``records[i]`` is uint8 ``[bytes]``, all of one size, a slice of a ``buffer``.
 
     Raises:
-        PoolError: each of them but ``close``.
+        PoolError: any method except ``close``.
     """
 
-    where: str
-    """For people: which pool it is."""
+    description: str
+    """The pool's name for messages."""
 
     def buffer(self, size: int) -> memoryview:
-        """Memory for records, at a multiple of a page."""
+        """Page-aligned memory for records."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which of them there are."""
+        """Whether each name exists."""
 
     def put(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        """What came of each: ``stored``, or in a word why not, such as ``full``."""
+        """Outcome for each: ``stored``, or a word for the reason, such as ``full``."""
 
     def get(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        """What came of each: ``loaded``, or in a word why not, such as ``missing`` or ``cut``."""
+        """Outcome for each: ``loaded``, or a word for the reason, such as ``missing`` or ``cut``."""
 
     def remove(self, names: Sequence[str]) -> None:
-        """Forget these, of which some are broken."""
+        """Remove these records, which may be corrupt."""
 
     def close(self) -> None:
-        """It may come twice, and while a call has not returned."""
+        """Close the pool; may be called twice, and while another call is in progress."""

@@ -1,8 +1,8 @@
-"""A pool as a tier behind host memory (``vllm/v1/kv_offload/tiering``): who moves chunks, how long it may take, what came of it.
+"""Secondary tier over a pool (``vllm/v1/kv_offload/tiering``): jobs, deadlines, verification and outcomes.
 
-vLLM's manager, in the scheduler's process, asks a tier whether it has a chunk, and lends it rows of host memory to copy from or
-into. Whatever a pool does, each of these ends before its deadline, and a chunk counts as loaded only if its bytes are those that
-were stored: threads copy by way of buffers of their own, and touch a lent row only while their job is open.
+vLLM's manager, in the scheduler's process, looks up chunks in a tier and lends it rows of host memory to copy from or to. Each of
+these operations ends before its deadline whatever the pool does, and a chunk counts as loaded only if its checksum matches:
+threads copy through private buffers, and access a lent row only while its job is open.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
+from ascend_kv_connector.store.chunk_format import FOOTER_BYTES, ChunkNames, is_intact, read_footer, write_footer
 from ascend_kv_connector.store.pool import LOADED, STORED, Pool, PoolError
-from ascend_kv_connector.store.records import PAGE, Names, is_whole, seal, sealed
 
-CHUNKS = "vllm:ascend_store_chunks"
-"""The metric: chunks by tier and outcome."""
+CHUNKS_METRIC = "vllm:ascend_store_chunks"
+"""Metric: chunks by tier and outcome."""
 
-BATCH = 16 << 20
-"""Bytes that a thread moves at once, if they are more than one chunk."""
+BATCH_BYTES = 16 << 20
+"""Bytes that a thread transfers at once, unless one chunk is larger."""
 
 BROKEN = ("cut", "corrupt")
-NO_ANSWER = object()
+NO_REPLY = object()
 
 
 @dataclass
 class Job:
-    """One of vLLM's: ``rows[i]`` of host memory is the chunk of ``keys[i]``. Times are of ``monotonic``, in seconds."""
+    """A job of vLLM's: ``rows[i]`` of host memory is the chunk of ``keys[i]``. Times are ``monotonic`` seconds."""
 
     keys: list[OffloadKey]
     names: list[str]
     rows: list[int]
     load: bool
-    until: float
-    good: list[OffloadKey] = field(default_factory=list)
+    deadline: float
+    done: list[OffloadKey] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     open: bool = True
 
 
-class Lookups(AsyncLookupManager):
-    """vLLM's thread that asks, so that the scheduler does not wait."""
+class PoolLookups(AsyncLookupManager):
+    """vLLM's lookup thread, which keeps the scheduler from waiting."""
 
     def __init__(self, tier: PoolTier) -> None:
         self._tier = tier
         super().__init__(tier.tier_type)
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: Any) -> Iterable[bool]:
-        return self._tier.look_for(keys)
+        return self._tier.lookup_keys(keys)
 
 
 class PoolTier(SecondaryTierManager):
-    """A tier over a pool.
+    """Secondary tier over a pool.
 
-    ``answer_timeout``: seconds for an answer whether chunks are there. ``transfer_timeout``: seconds for a job of vLLM's, the
-    chunks of a request. ``rest``: seconds for which a pool that did not answer is left alone; prompts are computed meanwhile.
-    ``threads``: that load, and as many that store. ``identity``: see :class:`~ascend_kv_connector.store.records.Names`.
+    ``answer_timeout``: seconds for a lookup. ``transfer_timeout``: seconds for a job, the chunks of a request. ``rest``: seconds
+    of backoff from a pool that did not respond, in which prompts are computed. ``threads``: number of load threads, and of store
+    threads. ``identity``: see :class:`~ascend_kv_connector.store.chunk_format.ChunkNames`.
     """
 
     medium: ClassVar[Medium | None] = None
@@ -87,28 +87,30 @@ class PoolTier(SecondaryTierManager):
         backpressure_detector: Any = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.names = Names(offloading_spec, identity or {})
+        self.names = ChunkNames(offloading_spec, identity or {})
         self._pool = pool
-        self._answer_timeout, self._transfer_timeout, self._rest = answer_timeout, transfer_timeout, rest
-        self._size = self.block_size_bytes + PAGE
-        self._batch = max(1, BATCH // self._size)
+        self._answer_timeout, self._transfer_timeout, self._backoff = answer_timeout, transfer_timeout, rest
+        self._size = self.block_size_bytes + FOOTER_BYTES
+        self._batch = max(1, BATCH_BYTES // self._size)
         self._threads = DualQueueThreadPool(threads, threads, thread_name_prefix=f"kv_{tier_type}")
-        self._own = threading.local()
+        self._local = threading.local()
         self._jobs: dict[int, Job] = {}
         self._ended: list[JobResult] = []
-        self._rests_until = 0.0
-        self._asked: threading.Thread | None = None
+        self._backoff_until = 0.0
+        self._lookup_thread: threading.Thread | None = None
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
-        self._lookups = Lookups(self)
-        extension.logger.info("%s holds KV cache as %s; instances with the same name share it", pool.where, self.names.space)
+        self._lookups = PoolLookups(self)
+        extension.logger.info(
+            "%s stores KV cache under %s; instances with the same name share it", pool.description, self.names.prefix
+        )
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        text = "Chunks of KV cache by what came of storing, finding or loading them in a pool."
-        return {CHUNKS: OffloadingCounterMetadata(documentation=text, labelnames=("tier", "outcome"))}
+        text = "KV cache chunks in a pool by outcome of lookup, load or store."
+        return {CHUNKS_METRIC: OffloadingCounterMetadata(documentation=text, labelnames=("tier", "outcome"))}
 
-    # Asked by vLLM's manager, in the scheduler's thread
+    # Called by vLLM's manager, in the scheduler's thread
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -123,7 +125,7 @@ class PoolTier(SecondaryTierManager):
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if found and not self.is_resting else LookupResult.MISS
+        return LookupResult.HIT if found and not self.is_backing_off else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
         self._submit(job_metadata, load=False)
@@ -137,16 +139,16 @@ class PoolTier(SecondaryTierManager):
         return ended
 
     def drain_jobs(self) -> None:
-        """End all jobs, at most in their time; then have other names.
+        """Finish all jobs, in their time at most; then switch to new names.
 
-        vLLM asks for this when KV cache that there is shall not be used any more, as after new weights (``reset_cache``).
+        vLLM calls this when existing KV cache must not be used any more, such as after a weight update (``reset_cache``).
         """
         while self._jobs:
             self._collect()
             sleep(0.001)
-        self.names.renew()
+        self.names.rotate()
         extension.logger.info(
-            "the KV cache was reset; what is stored from now on is %s in %s", self.names.space, self._pool.where
+            "the KV cache was reset; it is now stored under %s in %s", self.names.prefix, self._pool.description
         )
 
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -154,7 +156,7 @@ class PoolTier(SecondaryTierManager):
             counts, self._counts = self._counts, Counter()
         stats = OffloadingConnectorStats()
         for outcome, count in counts.items():
-            stats.increase_counter(CHUNKS, count, (self.tier_type, outcome))
+            stats.increase_counter(CHUNKS_METRIC, count, (self.tier_type, outcome))
         return stats
 
     def shutdown(self) -> None:
@@ -165,35 +167,33 @@ class PoolTier(SecondaryTierManager):
         self._threads.shutdown(wait=False)
         self._lookups.shutdown()
         until = monotonic() + self._answer_timeout
-        asking = [*self._threads._threads, *([self._asked] if self._asked else [])]
+        asking = [*self._threads._threads, *([self._lookup_thread] if self._lookup_thread else [])]
         for thread in asking:
             thread.join(max(0.0, until - monotonic()))
-        if not any(
-            thread.is_alive() for thread in asking
-        ):  # a client must not go while it is asked; then it ends with the process
+        if not any(thread.is_alive() for thread in asking):  # a thread may still use the client; it ends with the process
             self._pool.close()
 
-    # A pool that does not answer
+    # Backoff
 
     @property
-    def is_resting(self) -> bool:
-        return monotonic() < self._rests_until
+    def is_backing_off(self) -> bool:
+        return monotonic() < self._backoff_until
 
-    def _leave_alone(self, why: str) -> None:
+    def _back_off(self, why: str) -> None:
         with self._counting:
-            if self.is_resting:
+            if self.is_backing_off:
                 return
-            self._rests_until = monotonic() + self._rest
+            self._backoff_until = monotonic() + self._backoff
         extension.logger.warning(
-            "KV cache in %s: %s; it is left alone for %g s, prompts are computed; see whether it is alive and can be reached",
-            self._pool.where,
+            "KV cache in %s: %s; not used for %g s, prompts are computed; check that it is alive and reachable",
+            self._pool.description,
             why,
-            self._rest,
+            self._backoff,
         )
 
-    def look_for(self, keys: list[OffloadKey]) -> list[bool]:
-        """Which chunks there are, in the time for it; none of a pool that does not answer."""
-        if self.is_resting:
+    def lookup_keys(self, keys: list[OffloadKey]) -> list[bool]:
+        """Which chunks exist, within the timeout; none if the pool does not respond."""
+        if self.is_backing_off:
             self._count("not asked", len(keys))
             return [False] * len(keys)
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -202,13 +202,13 @@ class PoolTier(SecondaryTierManager):
         def ask() -> None:
             try:
                 answer.put(self._pool.exists(names))
-            except Exception as error:  # whatever the pool's client raises; it is said below
+            except Exception as error:  # of any type; logged below
                 answer.put(error)
 
-        found: Any = NO_ANSWER
-        if self._asked is None or not self._asked.is_alive():  # not one more behind one that hangs
-            self._asked = threading.Thread(target=ask, daemon=True, name="kv_ask")
-            self._asked.start()
+        found: Any = NO_REPLY
+        if self._lookup_thread is None or not self._lookup_thread.is_alive():  # at most one lookup, even if it hangs
+            self._lookup_thread = threading.Thread(target=ask, daemon=True, name="kv_ask")
+            self._lookup_thread.start()
             with suppress(queue.Empty):
                 found = answer.get(timeout=self._answer_timeout)
         if isinstance(found, list):
@@ -216,16 +216,16 @@ class PoolTier(SecondaryTierManager):
             self._count("not found", len(found) - sum(found))
             return found
         self._count("no answer", len(keys))
-        self._leave_alone(f"no answer in {self._answer_timeout:g} s" if found is NO_ANSWER else str(found))
+        self._back_off(f"no answer in {self._answer_timeout:g} s" if found is NO_REPLY else str(found))
         return [False] * len(keys)
 
     # Jobs
 
     def _submit(self, given: Any, load: bool) -> None:
-        until = monotonic() + self._transfer_timeout
+        deadline = monotonic() + self._transfer_timeout
         keys = list(given.keys)
-        job = Job(keys, [self.names(key) for key in keys], [int(row) for row in given.chunk_ids], load, until)
-        if not keys or self.is_resting:
+        job = Job(keys, [self.names(key) for key in keys], [int(row) for row in given.chunk_ids], load, deadline)
+        if not keys or self.is_backing_off:
             self._count("not loaded" if load else "not stored", len(job.keys))
             self._end(given.job_id, job)
             return
@@ -240,59 +240,59 @@ class PoolTier(SecondaryTierManager):
             if job := self._jobs.pop(number, None):
                 self._end(number, job, seconds)
         now = monotonic()
-        for number, job in [each for each in self._jobs.items() if each[1].until < now]:
-            with job.lock:  # from here on nobody touches its rows
+        for number, job in [each for each in self._jobs.items() if each[1].deadline < now]:
+            with job.lock:  # its rows are not accessed any more
                 job.open = False
             del self._jobs[number]
-            self._count("late to load" if job.load else "late to store", len(job.keys) - len(job.good))
-            self._leave_alone(f"{len(job.keys)} chunks have not gone over in {self._transfer_timeout:g} s")
+            self._count("late to load" if job.load else "late to store", len(job.keys) - len(job.done))
+            self._back_off(f"{len(job.keys)} chunks were not transferred in {self._transfer_timeout:g} s")
             self._end(number, job)
 
     def _end(self, number: int, job: Job, seconds: float | None = None) -> None:
-        good = set(job.good)
-        failed = [key for key in job.keys if key not in good]
+        done = set(job.done)
+        failed = [key for key in job.keys if key not in done]
         if job.load and failed:
             self._lookups.mark_miss(failed)
-        size = len(job.good) * self.block_size_bytes
-        self._ended.append(JobResult(number, not failed, (tuple(job.good) or None) if failed else None, seconds, size))
+        size = len(job.done) * self.block_size_bytes
+        self._ended.append(JobResult(number, not failed, (tuple(job.done) or None) if failed else None, seconds, size))
 
-    # In the threads
+    # In the pool's threads
 
     def _move(self, move: Callable[[Job, slice], None], job: Job, part: slice) -> None:
         try:
             move(job, part)
         except PoolError as error:
-            self._leave_alone(str(error))
+            self._back_off(str(error))
             self._count("failed to load" if job.load else "failed to store", len(job.keys[part]))
-        except Exception as error:  # of a pool's client; a chunk less, and not an engine
+        except Exception as error:  # an error of the pool's client must not stop the engine
             self._count("failed to load" if job.load else "failed to store", len(job.keys[part]))
-            extension.logger.warning("KV cache in %s: %s: %s", self._pool.where, type(error).__name__, error)
+            extension.logger.warning("KV cache in %s: %s: %s", self._pool.description, type(error).__name__, error)
 
     def _store(self, job: Job, part: slice) -> None:
         chunks = list(zip(job.keys[part], job.names[part], job.rows[part], strict=True))
         there = self._pool.exists(job.names[part])
         self._count("present", sum(there))
-        good = [key for (key, _, _), has in zip(chunks, there, strict=True) if has]
+        done = [key for (key, _, _), has in zip(chunks, there, strict=True) if has]
         chunks = [chunk for chunk, has in zip(chunks, there, strict=True) if not has]
-        records, names = self._records(len(chunks)), [name for _, name, _ in chunks]
+        records, names = self._record_buffers(len(chunks)), [name for _, name, _ in chunks]
         with job.lock:
             if not job.open:
                 return
             host = np.asarray(self._primary_kv_view)
             for record, (_, _, row) in zip(records, chunks, strict=True):
-                record[:-PAGE] = host[row].view(np.uint8)
+                record[:-FOOTER_BYTES] = host[row].view(np.uint8)
         for name, record in zip(names, records, strict=True):
-            seal(name, record)
+            write_footer(name, record)
         outcomes = self._pool.put(names, records) if chunks else []
         for (key, _, _), outcome in zip(chunks, outcomes, strict=True):
             self._count(outcome if outcome == STORED else f"{outcome}, not stored")
             if outcome == STORED:
-                good.append(key)
+                done.append(key)
         with job.lock:
-            job.good += good
+            job.done += done
 
     def _load(self, job: Job, part: slice) -> None:
-        names, records = job.names[part], self._records(len(job.names[part]))
+        names, records = job.names[part], self._record_buffers(len(job.names[part]))
         outcomes = self._pool.get(names, records)
         with job.lock:
             if not job.open:
@@ -301,26 +301,26 @@ class PoolTier(SecondaryTierManager):
             for place, (key, row, record) in enumerate(zip(job.keys[part], job.rows[part], records, strict=True)):
                 if outcomes[place] != LOADED:
                     continue
-                chunk, written = host[row].view(np.uint8), sealed(record)
-                chunk[:] = record[:-PAGE]
-                # The row is looked at, not the buffer: into that a read which was given up may still write.
-                if is_whole(names[place], memoryview(chunk), written):
-                    job.good.append(key)
+                chunk, written = host[row].view(np.uint8), read_footer(record)
+                chunk[:] = record[:-FOOTER_BYTES]
+                # Check the row, not the buffer: a timed-out read may still write to the buffer.
+                if is_intact(names[place], memoryview(chunk), written):
+                    job.done.append(key)
                 else:
                     outcomes[place] = "corrupt"
         for outcome in outcomes:
             self._count(outcome if outcome == LOADED else f"{outcome}, not loaded")
         if broken := [name for name, outcome in zip(names, outcomes, strict=True) if outcome in BROKEN]:
-            self._pool.remove(broken)  # so that the chunk is stored anew
+            self._pool.remove(broken)  # so that the chunk is stored again
             extension.logger.warning(
-                "KV cache in %s: %d chunks are cut or corrupt, and are removed", self._pool.where, len(broken)
+                "KV cache in %s: removed %d truncated or corrupt chunks", self._pool.description, len(broken)
             )
 
-    def _records(self, count: int) -> list[memoryview]:
-        """This thread's buffer, cut into records; what was in it is no longer needed."""
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = self._pool.buffer(self._batch * self._size)
-        return [self._own.buffer[place * self._size : (place + 1) * self._size] for place in range(count)]
+    def _record_buffers(self, count: int) -> list[memoryview]:
+        """This thread's buffer as ``count`` records; earlier content is overwritten."""
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = self._pool.buffer(self._batch * self._size)
+        return [self._local.buffer[place * self._size : (place + 1) * self._size] for place in range(count)]
 
     def _count(self, outcome: str, number: int = 1) -> None:
         if number:

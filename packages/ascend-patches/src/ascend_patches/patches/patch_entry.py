@@ -1,4 +1,4 @@
-"""``vllm serve`` ends with status 0 when its engine has died, so that whoever restarts failed services leaves it down."""
+"""``vllm serve`` exits with status 0 when its engine has died, so that a service manager does not restart it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ from ascend_patches import patch
     target="vllm.entrypoints.launchers.api_server.entry:build_and_serve",
     scope="platform",
     vllm=">=0.31,<0.34",
-    reason="`vllm serve` ends with status 0 when its engine dies while it serves",
+    reason="`vllm serve` exits with status 0 when its engine dies",
     upstream="https://github.com/vllm-project/vllm/issues/48966",
-    remove_when="the lowest supported vLLM ends with another status then",
+    remove_when="the lowest supported vLLM exits with another status",
     fingerprint=["2490f9ff8975", "d79aaaca1ebd"],
 )
 def build_and_serve(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +23,7 @@ def build_and_serve(original: Callable[..., Any]) -> Callable[..., Any]:
             stopped.append(True)
             return stop(*args, **kwargs)
 
-        engine_client.shutdown = shutdown  # what a signal calls (serve_http in vllm/entrypoints/launchers/launcher.py)
+        engine_client.shutdown = shutdown  # called on a signal (serve_http in vllm/entrypoints/launchers/launcher.py)
         ended = await original(engine_client, *args, **kwargs)
         return ended if stopped else _failed(ended)
 

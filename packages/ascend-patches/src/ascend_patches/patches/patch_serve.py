@@ -1,4 +1,4 @@
-"""``vllm serve --headless`` ends with status 0 when its workers or engines have died."""
+"""``vllm serve --headless`` exits with status 0 when its workers or engines have died."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +10,14 @@ from ascend_patches import patch
     target="vllm.entrypoints.cli.serve:run_headless",
     scope="platform",
     vllm=">=0.31,<0.34",
-    reason="`vllm serve --headless` ends with status 0 when its workers or engines die while they serve",
+    reason="`vllm serve --headless` exits with status 0 when its workers or engines die",
     upstream="https://github.com/vllm-project/vllm/issues/48966",
-    remove_when="the lowest supported vLLM ends with another status then",
+    remove_when="the lowest supported vLLM exits with another status",
     fingerprint=["d39696ca1a92", "cfb4ed7dc5f9"],
 )
 def run_headless(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(args: Any) -> None:
-        original(args)  # a signal ends it by SystemExit
+        original(args)  # raises SystemExit on a signal
         raise SystemExit("vllm serve --headless: a worker or engine of this machine has died; the first error above says why")
 
     return replacement

@@ -1,24 +1,18 @@
 """Quantized weights and KV caches: ModelSlim's checkpoints and compressed-tensors', on CANN's operators.
 
-A scheme is one small module, registered in ``schemes.py``; ``modelslim.py`` and ``compressed.py`` are the two formats.
+A scheme is one small module, registered in ``registry.py``; ``formats`` has the two formats.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ascend_platform import extension, machine
+from ascend_platform import extension
+from ascend_platform.quantization.common import DESCRIPTION, NAME
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-NAME = "ascend"
-"""What ``--quantization`` calls ModelSlim's checkpoints."""
-
-DESCRIPTION = "quant_model_description.json"
-METHODS = (NAME, "compressed-tensors")
 
 
 @functools.cache
@@ -28,8 +22,8 @@ def register() -> None:
     Never raises: in a vLLM that has other names for what is imported here, models that are not quantized are served as ever.
     """
     try:
-        import ascend_platform.quantization.compressed
-        import ascend_platform.quantization.modelslim  # noqa: F401
+        import ascend_platform.quantization.formats.compressed_tensors
+        import ascend_platform.quantization.formats.modelslim  # noqa: F401
     except ImportError as error:
         version = extension.version("vllm")
         extension.logger.warning("quantized weights are not served with vLLM %s: %s; upgrade ascend-platform", version, error)
@@ -51,14 +45,3 @@ def detect(vllm_config: VllmConfig) -> None:
     extension.logger.info("%s has a file %s: --quantization %s", model.model, DESCRIPTION, NAME)
     model.quantization = NAME
     vllm_config.quant_config = vllm_config.get_quantization_config(model, vllm_config.load_config)
-
-
-def check_chip(schemes: Iterable[str]) -> None:
-    """Raise RefusedError where the NPU's operators do not take these schemes, by torch_npu's documentation."""
-    found, served = machine.chip(), machine.ATLAS_A2_A3
-    names = sorted(set(schemes))
-    if found and names and not found.startswith(served):
-        raise extension.RefusedError(
-            f"the model has weights of {', '.join(names)}, which are served on {' and '.join(served)}; this NPU is {found}: "
-            "serve the model unquantized here"
-        )

@@ -1,0 +1,89 @@
+"""Decode context parallelism: the tokens of a request are distributed over the KV caches of vLLM's DCP ranks.
+
+Each rank computes attention from the query heads of all ranks to the context in its own KV cache, and from its own heads to the
+step's new tokens, whose keys and values are on all ranks. An all-to-all sends the partial outputs to the rank of their head,
+where npu_attention_update merges them by their softmax_lse (``torch_npu/_op_plugin_docs.py``).
+``vllm/v1/attention/backends/flash_attn.py`` is the reference.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch_npu
+from vllm.distributed import get_dcp_group
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+from ascend_attention.metadata import DCPMetadata, FusedAttentionMetadata
+
+
+def build_metadata(cu_query_lens: list[int], seq_lens: list[int], slot_mapping: torch.Tensor, interleave: int) -> DCPMetadata:
+    """Build this rank's share of a step on the host, without synchronizing with the device.
+
+    Args:
+        cu_query_lens: cumulative query length of each request.
+        seq_lens: sequence length of each request over all ranks, after this step's tokens are written.
+        slot_mapping: int64 ``[tokens]`` of this rank; only the slots of its own tokens are valid.
+        interleave: consecutive tokens per rank (``cp_kv_cache_interleave_size``).
+    """
+    group = get_dcp_group()
+    ends = torch.tensor(cu_query_lens)
+    query_lens = ends.diff(prepend=ends.new_zeros(1))
+    context_lens = torch.tensor(seq_lens) - query_lens
+    positions = torch.arange(cu_query_lens[-1]) + (context_lens + query_lens - ends).repeat_interleave(query_lens)
+    local = (positions // interleave % group.world_size == group.rank_in_group).nonzero().squeeze(1)
+    local = local.pin_memory().to(slot_mapping.device, non_blocking=True)
+    cached_lens = None
+    if context_lens.any():
+        cached_lens = get_dcp_local_seq_lens(context_lens, group.world_size, group.rank_in_group, interleave).tolist()
+    return DCPMetadata(cached_lens, local, slot_mapping[local])
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: tuple[torch.Tensor, torch.Tensor],
+    meta: FusedAttentionMetadata,
+    head_args: dict[str, Any],
+    output: torch.Tensor,
+) -> None:
+    """Compute attention of a step's tokens to each other and to the context in the KV caches of all DCP ranks.
+
+    Args:
+        query: ``[tokens, heads, head_size]`` of this rank; output has the same shape and is written.
+        key, value: ``[tokens, kv_heads, head_size]``.
+        kv_cache: keys and values, each ``[blocks, block_size, kv_heads, head_size]``.
+        meta: metadata with ``dcp``.
+        head_args: the kernel's ``num_heads``, ``num_key_value_heads`` and ``scale`` for this rank.
+    """
+    assert meta.dcp is not None
+    cu_query_lens = meta.lengths["actual_seq_lengths"]
+    common = head_args | {"input_layout": "TND", "actual_seq_lengths": cu_query_lens, "softmax_lse_flag": True}
+    fused = torch_npu.npu_fused_infer_attention_score
+    causal = {"atten_mask": meta.mask, "sparse_mode": 3, "actual_seq_lengths_kv": cu_query_lens}
+    out, softmax_lse = fused(query.contiguous(), key.contiguous(), value.contiguous(), **common | causal)
+    if meta.dcp.cached_lens is not None:
+        group = get_dcp_group()
+        all_heads = group.all_gather(query.contiguous(), dim=1)
+        paged = {
+            "block_table": meta.block_table,
+            "block_size": kv_cache[0].shape[1],
+            "actual_seq_lengths_kv": meta.dcp.cached_lens,
+            "num_heads": head_args["num_heads"] * group.world_size,
+        }
+        parts, lse_parts = fused(all_heads, *(cache.flatten(2) for cache in kv_cache), **common | paged)
+        lse_parts.masked_fill_(lse_parts == torch.inf, -torch.inf)  # requests without context on this rank
+        parts, lse_parts = (_exchange_heads(each, group) for each in (parts, lse_parts))
+        out, _ = torch_npu.npu_attention_update(
+            [*lse_parts.flatten(1), softmax_lse.flatten()], [*parts.flatten(1, 2), out.flatten(0, 1)], 0
+        )
+    output.copy_(out.view_as(output))
+
+
+def _exchange_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """All-to-all from ``[tokens, heads of all ranks, width]`` to ``[ranks, tokens, heads of this rank, width]``."""
+    sent = part.unflatten(1, (group.world_size, -1)).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.device_group)
+    return received

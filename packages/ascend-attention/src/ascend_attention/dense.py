@@ -1,0 +1,229 @@
+"""Dense decoder attention with npu_fused_infer_attention_score over the paged KV cache: causal, sliding-window or cross.
+
+Arguments, dtypes and limits of the kernel are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel. The KV cache is
+written by npu_scatter_pa_kv_cache, documented there for Atlas A2 and A3.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch_npu
+from ascend_platform import extension
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
+
+from ascend_attention import dcp, int8
+from ascend_attention.metadata import FusedAttentionMetadata, upper_triangle
+
+BLOCK_SIZE = 128
+"""Tokens per block: supported by the kernel for prefill and decode, and recommended by its documentation."""
+
+
+class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetadata]):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    length_args: ClassVar[tuple[str, str]] = ("actual_seq_lengths", "actual_seq_lengths_kv")
+    """The kernel's argument names for the cumulative query lengths and the sequence lengths."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.mask = upper_triangle(torch.int8, device)
+        self.softmax_lse = torch.empty(1, dtype=torch.float32, device=device)
+        parallel = vllm_config.parallel_config
+        self.interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
+        self.padded_block_table: torch.Tensor | None = None
+        self.int8_cache = kv_cache_spec.dtype == torch.int8
+        if self.int8_cache and self.interleave:
+            raise NotImplementedError("an int8 KV cache is not supported with decode context parallelism; disable one of them")
+        if self.int8_cache and getattr(kv_cache_spec, "sliding_window", None):
+            raise NotImplementedError("an int8 KV cache is not supported with sliding windows; quantize without kv_cache_type")
+        if self.int8_cache:
+            self._init_reorder_batch_threshold(1)  # int8.py needs the decodes first
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """NEVER for decode context parallelism, int8 KV caches and cross attention, whose kernel calls differ between steps."""
+        is_dynamic = vllm_config.parallel_config.decode_context_parallel_size > 1 or kv_cache_spec.dtype == torch.int8
+        return AttentionCGSupport.NEVER if is_dynamic or isinstance(kv_cache_spec, CrossAttentionSpec) else cls._cudagraph_support
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FusedAttentionMetadata:
+        """Build the metadata of one step on the host, without synchronizing with the device.
+
+        For a full graph vLLM pads the tokens, and pads the requests with dummy requests that have no tokens.
+        """
+        common, seq_lens = common_attn_metadata, extension.host_lengths(common_attn_metadata, FusedAttentionImpl.title)
+        cu_query_lens = common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist()
+        num_tokens, block_table = common.num_actual_tokens, common.block_table_tensor
+        share = None
+        if self.interleave:
+            share = dcp.build_metadata(cu_query_lens, seq_lens, common.slot_mapping[:num_tokens], self.interleave)
+        if common.num_reqs < num_tokens <= self._max_mixed_graph_tokens():
+            block_table = self._append_dummy_request(block_table)
+            cu_query_lens.append(cu_query_lens[-1])
+            seq_lens.append(0)
+        if padding := num_tokens - cu_query_lens[-1]:
+            _assign_padding(padding, cu_query_lens, seq_lens)
+        convert = list if self.int8_cache else _to_script_list  # int8.py slices the lists
+        return FusedAttentionMetadata(
+            lengths=dict(zip(self.length_args, (convert(cu_query_lens), convert(seq_lens)), strict=True)),
+            num_tokens=num_tokens,
+            block_table=block_table,
+            slot_mapping=common.slot_mapping[:num_tokens],
+            mask=self.mask,
+            softmax_lse=self.softmax_lse,
+            causal=bool(common.causal),
+            dcp=share,
+        )
+
+    def _max_mixed_graph_tokens(self) -> int:
+        """Tokens of the largest full graph for mixed prefill-decode batches; 0 without such graphs."""
+        compilation = self.vllm_config.compilation_config
+        mixed = compilation.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
+        return compilation.max_cudagraph_capture_size if mixed else 0
+
+    def _append_dummy_request(self, block_table: torch.Tensor) -> torch.Tensor:
+        """Copy the block table into a buffer at a fixed address and append a row of null blocks.
+
+        A mixed batch may have no dummy request to which padding tokens can be assigned.
+        """
+        if self.padded_block_table is None:
+            max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
+            self.padded_block_table = block_table.new_zeros(max_num_seqs + 1, block_table.shape[1])
+        padded = self.padded_block_table[: len(block_table) + 1]
+        padded[:-1].copy_(block_table)
+        padded[-1].zero_()
+        return padded
+
+
+def _to_script_list(lengths: list[int]) -> Any:
+    """Convert a list for operator calls once instead of in each layer, where it dominates a call with 256 requests."""
+    return torch._C.ScriptList(lengths)
+
+
+def _assign_padding(padding: int, cu_query_lens: list[int], seq_lens: list[int]) -> None:
+    """Assign padding tokens to the dummy requests at the end of a padded batch.
+
+    The kernel requires every token to belong to a request, and no request to have more query tokens than its sequence length.
+    """
+    first_dummy = seq_lens.index(0)
+    share, remainder = divmod(padding, len(seq_lens) - first_dummy)
+    for request in range(first_dummy, len(seq_lens)):
+        seq_lens[request] = share + (request - first_dummy < remainder)
+        cu_query_lens[request] = (cu_query_lens[request - 1] if request else 0) + seq_lens[request]
+
+
+class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttentionMetadata]):
+    """Fused attention; see ``extension.AttentionImplBase`` for the constructor."""
+
+    title = "the fused attention of ascend-attention"
+    serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_DECODER})
+    can_return_lse_for_decode = True
+    supports_dcp = True
+    int8_cache = True
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        attn_metadata: FusedAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write this step's keys and values into the KV cache and compute attention.
+
+        Args:
+            query: ``[tokens, heads, head_size]``; output has the same shape and is written.
+            key, value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens, or None.
+            kv_cache: keys and values, each ``[blocks, 128, kv_heads, head_size]``, contiguous.
+            attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the output is then zero.
+        """
+        if attn_metadata is None:
+            return output.zero_()
+        meta, (key_cache, value_cache) = attn_metadata, kv_cache
+        tokens = slice(meta.num_tokens)
+        if self.writes_cache and key is not None and value is not None:
+            self._write(layer, key, value, key_cache, value_cache, meta)
+        if key_cache.dtype == torch.int8:
+            int8.attend(self, layer, query, key_cache, value_cache, meta, output)
+        elif meta.dcp:
+            assert key is not None
+            assert value is not None
+            dcp.attend(query[tokens], key[tokens], value[tokens], kv_cache, meta, self._head_args(), output[tokens])
+        else:
+            self.attend(query[tokens], key_cache, value_cache, meta.lengths, meta.block_table, meta, output[tokens])
+        return output
+
+    def _write(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        meta: FusedAttentionMetadata,
+    ) -> None:
+        slots = meta.dcp.slot_mapping if meta.dcp else meta.slot_mapping
+        tokens = meta.dcp.local_token_indices if meta.dcp else slice(len(slots))
+        if key_cache.dtype == torch.int8:
+            int8.write(layer, key[tokens], value[tokens], key_cache, value_cache, slots)
+        elif len(slots):
+            # value is a slice of the fused QKV projection; the kernel needs it contiguous
+            new = key[tokens].contiguous(), value[tokens].contiguous()
+            torch_npu.npu_scatter_pa_kv_cache(*new, key_cache, value_cache, slots, cache_mode="Norm")
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        lengths: dict[str, Any],
+        block_table: torch.Tensor,
+        meta: FusedAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Write the attention output of these requests; the caches have the query's dtype."""
+        attend = {
+            "block_table": block_table,
+            "block_size": key_cache.shape[1],
+            "input_layout": "TND",
+            **self._mask_args(meta),
+            **self._head_args(),
+            **lengths,
+        }
+        tensors = query.contiguous(), key_cache.flatten(2), value_cache.flatten(2)
+        if extension.is_captured():  # workspace for the longest sequences, so that a graph's memory does not change
+            attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **attend)
+        with extension.graph_task():
+            torch_npu.npu_fused_infer_attention_score.out(*tensors, **attend, out=[output, meta.softmax_lse])
+
+    def _mask_args(self, meta: FusedAttentionMetadata) -> dict[str, Any]:
+        """The kernel's mask arguments: none for cross attention, causal, or causal with a sliding window."""
+        if not meta.causal:
+            return {"sparse_mode": 0}
+        if self.sliding_window:
+            return {"atten_mask": meta.mask, "sparse_mode": 4, "pre_tokens": self.sliding_window - 1, "next_tokens": 0}
+        return {"atten_mask": meta.mask, "sparse_mode": 3}
+
+    def _head_args(self) -> dict[str, Any]:
+        return {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}
+
+
+class FusedAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
+    """Fused attention backend (``vllm/v1/attention/backend.py``)."""
+
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
+    impl_cls, builder_cls = FusedAttentionImpl, FusedAttentionMetadataBuilder
+    block_sizes: ClassVar = [BLOCK_SIZE]
+    head_sizes = range(16, 257, 16)

@@ -1,0 +1,59 @@
+"""Metadata of the fused attention for one step, and the constants that it shares between steps."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionMetadata
+
+MASK_SIZE = 2048
+"""Rows and columns of the compressed mask that the kernels' sparse modes 3 and 4 take for sequences of any length."""
+
+
+@dataclass(frozen=True)
+class DCPMetadata:
+    """This rank's share of a step under decode context parallelism.
+
+    Attributes:
+        cached_lens: context length of each request in this rank's KV cache, on the host; None if no rank has context.
+        local_token_indices: int64 ``[n]``, the step's tokens whose keys and values this rank stores.
+        slot_mapping: int64 ``[n]``, their KV cache slots.
+    """
+
+    cached_lens: list[int] | None
+    local_token_indices: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+@dataclass
+class FusedAttentionMetadata(AttentionMetadata):
+    """Metadata of one step, the same for all layers of a KV cache group.
+
+    Attributes:
+        lengths: the kernel's host arguments, which a graph updates at each replay (``extension.graph_task``).
+            ``actual_seq_lengths`` is the cumulative query length of each request; the last entry is the number of tokens.
+            ``actual_seq_lengths_kv`` is the sequence length of each request after this step's tokens are written.
+        num_tokens: query tokens, including padding tokens in full-graph mode.
+        block_table: int32 ``[requests, blocks]``.
+        slot_mapping: int64, KV cache slot of each new key. vLLM replaces it in layers with cross attention.
+        mask: int8 ``[2048, 2048]``, 1 above the diagonal.
+        softmax_lse: float32 ``[1]``, placeholder for the unused softmax_lse output.
+        causal: False for cross attention, where every token attends to all of its request's keys.
+        dcp: this rank's share of the step under decode context parallelism.
+    """
+
+    lengths: dict[str, Any]
+    num_tokens: int
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    mask: torch.Tensor
+    softmax_lse: torch.Tensor
+    causal: bool = True
+    dcp: DCPMetadata | None = None
+
+
+@functools.cache
+def upper_triangle(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The compressed causal mask ``[2048, 2048]``, 1 above the diagonal; one per device and dtype."""
+    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=dtype).triu_(1).to(device)

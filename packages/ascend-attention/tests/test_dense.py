@@ -1,0 +1,191 @@
+"""The fused attention over random paged batches, against softmax(q k^T) v in float64."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ascend_attention import dense, sinks
+from ascend_attention.metadata import FusedAttentionMetadata
+from harness.paged_batches import KINDS, PagedBatch, Sizes, pairs, reference
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+BLOCK_SIZE, BLOCKS = dense.BLOCK_SIZE, 32
+
+
+@pytest.fixture(autouse=True)
+def current_config():
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (8, 2, 128), (4, 1, 16)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_over_pages(dtype, heads, kv_heads, size, kind):
+    check(dtype, heads, kv_heads, size, kind)
+
+
+@pytest.mark.parametrize("window", [1, 100, 128, 2000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sliding_windows(kind, window):
+    check(torch.bfloat16, 8, 2, 64, kind, sliding_window=window)
+
+
+@pytest.mark.parametrize("size", [80, 96, 112, 192, 256])
+def test_head_sizes(size):
+    check(torch.float16, 4, 2, size, "mixed")
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sinks(kind, window):
+    own = torch.tensor([0.5, 3.0, -1.0, 5.0], dtype=torch.bfloat16)
+    check(torch.bfloat16, 4, 2, 64, kind, sinks.SinkAttentionBackend, sliding_window=window, sinks=own)
+
+
+def check(dtype, heads, kv_heads, size, kind, backend=dense.FusedAttentionBackend, **beyond):
+    rng = random.Random(f"{heads}{kind}")
+    requests = pairs(kind, rng, rng.randint(1, 5), 600)
+    batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, heads, kv_heads, size, dtype, 1e4), requests, rng)
+    output = batch.run(backend, joined=True, **beyond)
+    expected = batch.expected(window=beyond.get("sliding_window"), sinks=beyond.get("sinks"))
+    bound = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.double(), expected, atol=bound, rtol=bound)
+
+
+def test_attention_to_an_encoder_s_tokens():
+    """Every token sees all of its request's keys; a request's are written once, a later step brings none."""
+    heads, size, lengths, counts, dtype = 4, 64, [140, 7, 300], [1, 5, 3], torch.bfloat16
+    keys, values = ([torch.randn(n, 2, size, dtype=dtype) for n in lengths] for _ in range(2))
+    slots = torch.cat([torch.arange(n) + 3 * BLOCK_SIZE * r for r, n in enumerate(lengths)])
+    cache = tuple(torch.full((2, 9, BLOCK_SIZE, 2, size), 1e4, dtype=dtype).npu())
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    layer = dense.FusedAttentionImpl(heads, size, size**-0.5, 2, attn_type="encoder_decoder")
+    for new in (slots, slots[:0]):
+        meta = FusedAttentionMetadata(
+            lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
+            num_tokens=ends[-1],
+            block_table=torch.arange(9, dtype=torch.int32).view(3, 3).npu(),
+            slot_mapping=new.npu(),
+            mask=torch.ones(2048, 2048, dtype=torch.int8).triu_(1).npu(),
+            softmax_lse=torch.empty(1, device="npu"),
+            causal=False,
+        )
+        queries = torch.randn(ends[-1], heads, size, dtype=dtype)
+        output = torch.empty(ends[-1], heads, size, dtype=dtype, device="npu")
+        pair = (torch.cat(keys).npu(), torch.cat(values).npu()) if len(new) else (None, None)
+        layer.forward(None, queries.npu(), *pair, cache, meta, output)
+        own = zip(queries.split(counts), keys, values, strict=True)
+        expected = torch.cat([reference(q, k, v, size**-0.5, causal=False) for q, k, v in own])
+        bound = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(output.cpu().double(), expected, atol=bound, rtol=bound)
+
+
+def quantized(rows, scale, offset):
+    """int8 of rows ``[tokens, kv_heads, head_size]``, and what a reader makes of it in float64."""
+    flat = rows.double().flatten(1)
+    small = (flat / scale.double() + offset.double()).round().clamp(-128, 127)
+    return small.to(torch.int8).view(rows.shape), ((small - offset.double()) * scale.double()).view(rows.shape)
+
+
+def off_ties(rows, scale, offset):
+    """Without values that are so near the middle of two steps that float32 and float64 may round them apart."""
+    steps = rows.flatten(1).double() / scale.double() + offset.double()
+    near = ((steps - steps.floor()) - 0.5).abs() < 1e-3
+    return rows.masked_fill(near.view(rows.shape), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_over_int8_pages(dtype, symmetric, kind):
+    heads, kv_heads, size = 8, 2, 64
+    rng = random.Random(kind)
+    requests = sorted(pairs(kind, rng, 4, 600), key=lambda pair: pair[0] != 1)  # as vLLM puts them for the builder
+    lengths = [new + before for new, before in requests]
+    table = [list(range(8 * r, 8 * r + 8)) for r in range(4)]
+    slots = [[table[r][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(n)] for r, n in enumerate(lengths)]
+    scales = [(torch.rand(kv_heads * size) * 0.02 + 0.02).to(dtype) for _ in range(2)]
+    offsets = [torch.zeros_like(scale) if symmetric else torch.randint(-40, 40, scale.shape).to(dtype) for scale in scales]
+    both = [
+        [off_ties(torch.randn(n, kv_heads, size, dtype=dtype), scale, offset) for n in lengths]
+        for scale, offset in zip(scales, offsets, strict=True)
+    ]
+    stored = [[quantized(x, s, o) for x in rows] for rows, s, o in zip(both, scales, offsets, strict=True)]
+    pages = torch.full((2, BLOCKS * BLOCK_SIZE, kv_heads, size), 99, dtype=torch.int8)
+    for part in range(2):
+        for request, (_, before) in enumerate(requests):
+            pages[part][slots[request][:before]] = stored[part][request][0][:before]
+    cache = tuple(pages.view(2, BLOCKS, BLOCK_SIZE, kv_heads, size).npu())
+    queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in requests]
+    ends = [sum(new for new, _ in requests[: r + 1]) for r in range(4)]
+    new_slots = [slot for own, (_, before) in zip(slots, requests, strict=True) for slot in own[before:]]
+    meta = FusedAttentionMetadata(
+        lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
+        num_tokens=ends[-1],
+        block_table=torch.tensor(table, dtype=torch.int32).npu(),
+        slot_mapping=torch.tensor(new_slots).npu(),
+        mask=torch.ones(2048, 2048, dtype=torch.int8).triu_(1).npu(),
+        softmax_lse=torch.empty(1, device="npu"),
+    )
+    names = ("k_cache_scale", "v_cache_scale", "k_cache_offset", "v_cache_offset")
+    values = [x.npu() for x in scales] + [None if symmetric else x.npu() for x in offsets]
+    layer = SimpleNamespace(**dict(zip(names, values, strict=True)))
+    impl = dense.FusedAttentionImpl(heads, size, size**-0.5, kv_heads)
+    output = torch.empty(ends[-1], heads, size, dtype=dtype, device="npu")
+    new_rows = [torch.cat([x[before:] for x, (_, before) in zip(rows, requests, strict=True)]).npu() for rows in both]
+    impl.forward(layer, torch.cat(queries).npu(), *new_rows, cache, meta, output)
+
+    def attended(keys, values):
+        return torch.cat([reference(q, k, v, size**-0.5) for q, k, v in zip(queries, keys, values, strict=True)])
+
+    (keys, values), bound = ([[x for _, x in rows] for rows in stored]), 6 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.cpu().double(), attended(keys, values), atol=bound, rtol=bound)
+    assert (output.cpu() - attended([k * 1.3 for k in keys], values)).abs().max() > 2 * bound
+    assert (output.cpu() - attended(keys, [v * 1.3 for v in values])).abs().max() > 2 * bound
+
+
+def test_profiling_without_metadata_gives_zero():
+    layer = dense.FusedAttentionImpl(2, 16, 1.0)
+    output = torch.full((3, 2, 16), torch.nan, device="npu", dtype=torch.float16)
+    assert layer.forward(None, output, output, output, (output, output), None, output).abs().sum().item() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
+        ({"logits_soft_cap": 30.0}, "logits soft cap"),
+        ({"attn_type": "encoder_only"}, "encoder-only attention"),
+        ({"sinks": torch.zeros(2)}, "sinks"),
+    ],
+)
+def test_what_it_has_not_is_refused_by_name(arguments, named):
+    with pytest.raises(NotImplementedError, match=named):
+        dense.FusedAttentionImpl(2, 16, 1.0, **arguments)
+
+
+@pytest.mark.parametrize("kind", [FullAttentionSpec, CrossAttentionSpec])
+def test_attention_to_an_encoder_is_in_no_graph(kind):
+    spec = kind(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    support = dense.FusedAttentionMetadataBuilder.get_cudagraph_support(VllmConfig(), spec)
+    assert support.name == ("ALWAYS" if kind is FullAttentionSpec else "NEVER")
+
+
+def test_windows_over_int8_pages_are_refused():
+    spec = SlidingWindowSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.int8, sliding_window=64)
+    with pytest.raises(NotImplementedError, match="int8 KV cache is not supported with sliding windows"):
+        dense.FusedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
+
+
+def test_sinks_are_served_in_bfloat16_and_small_heads():
+    backend = sinks.SinkAttentionBackend
+    assert [backend.supports_dtype(dtype) for dtype in (torch.bfloat16, torch.float16)] == [True, False]
+    assert [backend.supports_head_size(size) for size in (64, 128, 192)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("head_size", "taken"), [(16, True), (128, True), (256, True), (72, False), (512, False)])
+def test_head_sizes_are_those_of_the_kernel(head_size, taken):
+    assert dense.FusedAttentionBackend.supports_head_size(head_size) is taken

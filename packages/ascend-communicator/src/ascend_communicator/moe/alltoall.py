@@ -1,0 +1,48 @@
+"""All2all backend alltoall: each copy of a token is sent to the rank of its expert and back."""
+
+import torch
+import torch.distributed as dist
+import torch_npu
+
+from ascend_communicator.moe import Experts
+
+
+def dispatch_and_combine(
+    group: dist.ProcessGroup,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    experts: Experts,
+) -> torch.Tensor:
+    """Apply the experts of all ranks to this rank's tokens ``[tokens, hidden]``; see ``HCCLAll2AllManager.apply_experts``."""
+    # copies sorted by expert, hence by rank
+    rows, row_idx, counts, _ = torch_npu.npu_moe_init_routing_v2(
+        x,
+        topk_ids,
+        active_num=topk_ids.numel(),
+        expert_num=num_experts,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        active_expert_range=[0, num_experts],
+        quant_mode=-1,
+    )
+    local_counts = torch.empty_like(counts)
+    dist.all_to_all_single(local_counts, counts, group=group)
+    by_rank = torch.stack((counts, local_counts)).view(2, group.size(), -1)
+    sent, received = by_rank.sum(-1).tolist()  # synchronizes: HCCL takes the message sizes from the host
+    received_rows = rows.new_empty((sum(received), rows.shape[1]))
+    dist.all_to_all_single(received_rows, rows, received, sent, group=group)
+    outputs = _apply_sorted(received_rows, by_rank[1], experts) if len(received_rows) else received_rows
+    expert_out = torch.empty_like(rows)
+    dist.all_to_all_single(expert_out, outputs, sent, received, group=group)
+    weights = topk_weights.to(expert_out.dtype)
+    return torch_npu.npu_moe_finalize_routing(expert_out, None, None, None, weights, row_idx, None, drop_pad_mode=2)
+
+
+def _apply_sorted(rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Apply experts to rows sorted by rank and then by expert, after sorting them by expert; counts ``[ranks, experts]``."""
+    # the operator only moves rows and has no float32: view them as twice as many float16
+    dtype = torch.float16 if rows.dtype == torch.float32 else rows.dtype
+    grouped, _, row_idx, totals = torch_npu.npu_moe_re_routing(rows.view(dtype), counts.contiguous(), idx_type=1)
+    return experts(grouped.view(rows.dtype), totals.long()).index_select(0, row_idx)

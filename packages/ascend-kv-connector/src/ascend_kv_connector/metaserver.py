@@ -1,0 +1,53 @@
+"""Metaserver client: a decode instance that has allocated blocks for a prompt posts a prefill request to the router."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+
+REQUEST_ID_SUFFIX_LENGTH = 9
+"""vLLM appends a hyphen and eight random characters to a request id, which the router does not know
+(``vllm/v1/engine/input_processor.py``, ``assign_request_id``)."""
+
+
+def external_request_id(request: str) -> str:
+    """The request id as the router knows it."""
+    kept = os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") not in ("", "0")
+    return request if kept else request[:-REQUEST_ID_SUFFIX_LENGTH]
+
+
+class MetaserverClient:
+    """Posts from a background thread, started with the first post. A router may reply only after the prefill."""
+
+    def __init__(self, seconds: float, on_failure: Callable[[str, str], None]) -> None:
+        """``on_failure(request, cause)`` is called in that thread for each post that the router rejects or does not accept in
+        ``seconds``."""
+        self._seconds, self._on_failure = seconds, on_failure
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def post(self, request: str, url: str, message: dict[str, Any]) -> None:
+        """Post the prefill request for a request."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="kv-client", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._post(request, url, message), self._loop)
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _post(self, request: str, url: str, message: dict[str, Any]) -> None:
+        try:
+            async with (
+                ClientSession(timeout=ClientTimeout(total=self._seconds, sock_connect=10)) as session,
+                session.post(url, json=message) as answer,
+            ):
+                if answer.status >= 400:
+                    self._on_failure(request, f"the router at {url} replied {answer.status}: {(await answer.text())[:200]}")
+        except (ClientError, OSError, TimeoutError, ValueError) as error:
+            self._on_failure(request, f"cannot reach the router at {url}: {type(error).__name__}: {error}")

@@ -1,0 +1,220 @@
+"""Paged KV cache of a rank as a list of regions; packs tokens of a request into a buffer and unpacks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.protocol import CacheInfo, CacheRegion
+
+MIN_RUN_BYTES = 32 << 10
+"""Average bytes per contiguous run above which runs are copied directly instead of gathered on the device."""
+
+
+class Heads(NamedTuple):
+    """``num`` KV heads of the model from ``first`` on."""
+
+    first: int
+    num: int
+
+    def intersection(self, other: Heads) -> Heads:
+        first, stop = max(self.first, other.first), min(sum(self), sum(other))
+        return Heads(first, max(0, stop - first))
+
+
+def kv_heads_of_rank(rank: int, ranks: int, total: int) -> Heads:
+    """KV heads of a tensor-parallel rank, as vLLM shards them (``vllm/model_executor/layers/linear.py``, QKVParallelLinear):
+    evenly, or replicated if there are fewer heads than ranks."""
+    return Heads(rank * total // ranks, max(1, total // ranks))
+
+
+class PagedCache:
+    """Regions of one rank: ``caches[i]`` of ``regions[i]`` is ``[blocks, block_size, heads, size]``.
+
+    ``block_size`` is the scheduler's. An attention backend may split blocks into several kernel blocks, which are contiguous
+    (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``), so that a token's slot is the same.
+
+    KV cache groups have block tables of their own: ``windows`` has the tokens that each group retains, 0 meaning all, and
+    ``groups`` the group of each layer. A request's ``blocks`` are the tables of all groups concatenated, equally long; in a
+    sliding-window table block 0, vLLM's null block, stands for blocks that are not retained.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[tuple[str, str, torch.Tensor]],
+        block_size: int,
+        heads: Heads,
+        total_heads: int,
+        groups: Mapping[str, int] | None = None,
+        windows: Sequence[int] = (0,),
+    ) -> None:
+        """Take (layer, part, cache) of each region.
+
+        Raises:
+            ValueError: block size, dtype or number of heads differ between regions.
+        """
+        self.caches = [cache for _, _, cache in regions]
+        self.regions = [CacheRegion(layer, part, cache.shape[3]) for layer, part, cache in regions]
+        self.heads, self.total_heads = heads, total_heads
+        self.region_groups = [(groups or {}).get(layer, 0) for layer, _, _ in regions]
+        self.windows = tuple(windows)
+        kinds = {(cache.shape[1], cache.shape[2], cache.dtype) for cache in self.caches}
+        if len(kinds) != 1:
+            raise ValueError(f"the layers' KV caches differ in block size, heads or dtype: {sorted(map(str, kinds))}")
+        ((tokens, held, self.dtype),) = kinds
+        self.block_size = block_size
+        if block_size % tokens:
+            raise ValueError(f"the scheduler's block size {block_size} is not a multiple of the cache's, {tokens}")
+        if held != heads.num:
+            raise ValueError(f"the KV caches have {held} heads; this rank should have {heads.num} of {total_heads}")
+
+    @property
+    def device(self) -> torch.device:
+        return self.caches[0].device
+
+    def token_bytes(self, regions: Sequence[int], heads: int) -> int:
+        """Bytes of one token in these regions."""
+        return sum(self.regions[index].size for index in regions) * heads * self.dtype.itemsize
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are several KV cache groups, or a sliding window."""
+        return self.windows != (0,)
+
+    def first_needed_token(self, start: int, stop: int, group: int) -> int:
+        """First of tokens ``start`` to ``stop`` that the group needs to compute tokens from ``stop`` on."""
+        window = self.windows[group]
+        return max(start, stop + 1 - window) if window else start
+
+    def slot_mapping(self, blocks: Sequence[int], start: int, stop: int, group: int = 0) -> torch.Tensor:
+        """int64 ``[stop - start]`` on the host: the tokens' slots, indices into ``[blocks * block_size]``.
+
+        Raises:
+            TransferError: of kind ``lease``; a token has left the group's window.
+        """
+        tokens = torch.arange(start, stop)
+        table = torch.tensor(group_block_table(blocks, group, len(self.windows)), dtype=torch.int64)
+        if self.windows[group] and not bool(table[tokens // self.block_size].all()):
+            raise TransferError("lease", f"some of tokens {start} to {stop} have left the window of {self.windows[group]}")
+        return table[tokens // self.block_size] * self.block_size + tokens % self.block_size
+
+    def pack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor) -> int:
+        """Copy tokens to the beginning of a buffer, uint8 ``[bytes]``, in the layout of
+        :class:`~ascend_kv_connector.protocol.Chunk`.
+
+        Device work is enqueued on the current stream. Returns the number of bytes.
+        """
+        size = len(slots) * self.token_bytes(regions, heads.num)
+        values = buffer[:size].view(self.dtype)
+        if runs := self._contiguous_runs(slots, heads):
+            for index, part in self._region_views(values, regions, len(slots), heads):
+                for at, first, count in runs:
+                    part[at : at + count].copy_(self._token_rows(index)[first : first + count], non_blocking=True)
+            return size
+        gathered, slots = torch.empty(len(values), dtype=self.dtype, device=self.device), slots.to(self.device)
+        for index, part in self._region_views(gathered, regions, len(slots), heads):
+            part.copy_(self._token_rows(index)[:, self._head_slice(heads)].index_select(0, slots))
+        values.copy_(gathered, non_blocking=True)
+        return size
+
+    def unpack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor) -> None:
+        """Inverse of :meth:`pack`: copy uint8 ``[bytes]`` to the given heads of the cache."""
+        if runs := self._contiguous_runs(slots, heads):
+            for index, part in self._region_views(data.view(self.dtype), regions, len(slots), heads):
+                for at, first, count in runs:
+                    self._token_rows(index)[first : first + count].copy_(part[at : at + count], non_blocking=True)
+            return
+        values, slots = data.to(self.device, non_blocking=True).view(self.dtype), slots.to(self.device)
+        for index, part in self._region_views(values, regions, len(slots), heads):
+            if heads.num == self.heads.num:
+                self._token_rows(index).index_copy_(0, slots, part)
+            else:
+                self._token_rows(index)[slots, self._head_slice(heads)] = part
+
+    def _head_slice(self, heads: Heads) -> slice:
+        return slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.num)
+
+    def _contiguous_runs(self, slots: torch.Tensor, heads: Heads) -> list[tuple[int, int, int]]:
+        """Runs of tokens with contiguous slots as (token, slot, length); empty if they are too short to be copied without a
+        gather."""
+        if heads.num != self.heads.num:
+            return []
+        cuts = [0, *(torch.nonzero(slots.diff() != 1).flatten() + 1).tolist(), len(slots)]
+        token = min(region.size for region in self.regions) * heads.num * self.dtype.itemsize
+        if len(slots) * token < MIN_RUN_BYTES * (len(cuts) - 1):
+            return []
+        return [(at, int(slots[at]), stop - at) for at, stop in pairwise(cuts)]
+
+    def _region_views(
+        self, values: torch.Tensor, regions: Sequence[int], tokens: int, heads: Heads
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each region's part of a packed buffer, ``[tokens, heads, size]``."""
+        at = 0
+        for index in regions:
+            size = self.regions[index].size
+            count = tokens * heads.num * size
+            yield index, values[at : at + count].view(tokens, heads.num, size)
+            at += count
+
+    def _token_rows(self, index: int) -> torch.Tensor:
+        return self.caches[index].flatten(0, 1)
+
+
+def group_block_table(blocks: Sequence[int], group: int, groups: int) -> Sequence[int]:
+    """A group's part of concatenated block tables."""
+    each = len(blocks) // groups
+    return blocks[group * each : (group + 1) * each]
+
+
+class FetchPlan(NamedTuple):
+    """What to fetch from one rank: regions of one group, as pairs of remote and local indices, and heads."""
+
+    rank: int
+    remote: list[int]
+    local: list[int]
+    heads: Heads
+    group: int = 0
+
+
+def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list[FetchPlan]:
+    """Plan which of the producer's ranks this rank, number ``rank`` of its instance, fetches from.
+
+    If several ranks hold the same heads, the consumer's ranks choose different ones.
+
+    Raises:
+        TransferError: of kind ``mismatch``; the producer does not have all that this rank needs.
+    """
+    wanted = {(region.layer, region.part): index for index, region in enumerate(own.regions)}
+    dtype = str(own.dtype).removeprefix("torch.")
+    for peer in peers:
+        if (peer.dtype, peer.total_heads) != (dtype, own.total_heads):
+            raise TransferError(
+                "mismatch",
+                f"the peer's KV cache is {peer.dtype} with {peer.total_heads} heads, this one {dtype} with {own.total_heads}",
+            )
+    plans: list[FetchPlan] = []
+    missing = {(index, head) for index in wanted.values() for head in range(own.heads.first, sum(own.heads))}
+    rank_order = [(rank + offset) % len(peers) for offset in range(len(peers))]
+    for number in rank_order:
+        peer = peers[number]
+        common = own.heads.intersection(Heads(peer.first_head, peer.heads))
+        by_group: dict[int, FetchPlan] = {}
+        for remote, region in enumerate(peer.regions):
+            local = wanted.get((region.layer, region.part))
+            if local is None or (local, common.first) not in missing or not common.num:
+                continue
+            if region.size != own.regions[local].size:
+                raise TransferError("mismatch", f"the head size of {region.layer}'s {region.part} is {region.size} on the peer")
+            plan = by_group.setdefault(own.region_groups[local], FetchPlan(number, [], [], common, own.region_groups[local]))
+            plan.remote.append(remote)
+            plan.local.append(local)
+            missing -= {(local, head) for head in range(common.first, sum(common))}
+        plans += by_group.values()
+    if missing:
+        layer = own.regions[min(missing)[0]].layer
+        raise TransferError("mismatch", f"none of the peer's {len(peers)} ranks has all of {layer}")
+    return plans

@@ -1,0 +1,200 @@
+"""Request/reply over ZMQ for the messages of protocol.py: a server thread per rank, and clients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+import msgspec
+import zmq
+from ascend_platform import extension
+from zmq.utils.monitor import recv_monitor_message
+
+from ascend_kv_connector import protocol
+from ascend_kv_connector.auth import CurveKeys
+from ascend_kv_connector.errors import KINDS, TransferError
+from ascend_kv_connector.protocol import Query, Refused, Reply
+
+MAX_CONNECT_ATTEMPTS = 5
+"""Connection attempts, 0.1 s apart, before a peer counts as unreachable."""
+
+AUTH_FAILED = "authentication failed: the secrets differ or only one instance has one; give both the same secret_file"
+
+HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+POLL_MS = 100
+"""Milliseconds between checks of whether a wait should end."""
+
+
+def endpoint_url(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+class RpcServer:
+    """Answers queries one after another by ``handler``, in a thread of its own."""
+
+    def __init__(self, handler: Callable[[Query], Reply], host: str, port: int = 0, keys: CurveKeys | None = None) -> None:
+        """Listen on a port, or on any free one if it is 0; with keys only authenticated clients are accepted.
+
+        Raises:
+            RefusedError: the port or address is not available.
+        """
+        self._handler, self.host = handler, host
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.LONGEST_MESSAGE)
+        self._authenticator = keys.configure_server(self._socket) if keys else None
+        try:
+            self._socket.bind(endpoint_url(host, port).replace(":0", ":*") if port == 0 else endpoint_url(host, port))
+        except zmq.ZMQError as error:
+            self._close()
+            raise extension.RefusedError(
+                f"KV connector: cannot listen on {host}:{port} ({error}); change kv_port, or host in kv_connector_extra_config"
+            ) from None
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5)
+        self._close()
+
+    def _close(self) -> None:
+        if self._authenticator:
+            self._authenticator.stop()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if not self._socket.poll(POLL_MS):
+                continue
+            frames = self._socket.recv_multipart()
+            try:
+                sender, request_id, content = frames
+                reply: Reply = self._handler(protocol.decode_query(content))
+            except (ValueError, msgspec.MsgspecError) as error:
+                if len(frames) != 3:
+                    continue
+                reply = Refused("mismatch", f"the peer received an invalid message: {error}")
+            except TransferError as error:
+                reply = Refused(error.kind, str(error))
+            except Exception as error:
+                extension.logger.warning("KV connector: error while answering a peer: %s: %s", type(error).__name__, error)
+                reply = Refused("internal", f"{type(error).__name__}: {error}")
+            self._socket.send_multipart([sender, request_id, protocol.encode(reply)])
+
+
+class RpcClient:
+    """Client of one rank for one thread; only the latest query's reply is awaited."""
+
+    def __init__(self, context: zmq.Context, host: str, port: int, answer_timeout: float, keys: CurveKeys | None = None) -> None:
+        self.peer = f"{host}:{port}"
+        self._timeout = answer_timeout
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 2000)  # lets a final Release be sent in the background
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.LONGEST_MESSAGE)
+        if keys:
+            keys.configure_client(self._socket)
+        watched = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED
+        self._monitor = self._socket.get_monitor_socket(watched)
+        self._poller = zmq.Poller()
+        for socket in (self._socket, self._monitor):
+            self._poller.register(socket, zmq.POLLIN)
+        self._socket.connect(endpoint_url(host, port))
+        self._request_id = self._attempts = self._disconnects = self._handshake_failures = 0
+
+    def send(self, query: Query) -> int:
+        """Send a query and discard replies to earlier ones; returns a request id for :meth:`receive`."""
+        while self._socket.poll(0):
+            self._socket.recv_multipart()
+        self.connection_count()
+        self._attempts = self._handshake_failures = 0
+        self._request_id += 1
+        self._socket.send_multipart([str(self._request_id).encode(), protocol.encode(query)])
+        return self._request_id
+
+    def receive(self, request_id: int, deadline: float) -> Reply:
+        """The reply to this query; replies to earlier ones are discarded. ``deadline`` is monotonic time.
+
+        Raises:
+            TransferError: no reply in time, or an invalid one.
+        """
+        began = monotonic()
+        until = min(deadline, began + self._timeout)
+        while monotonic() < until:
+            if self._socket not in dict(self._poller.poll(max(1, min(POLL_MS, int((until - monotonic()) * 1000))))):
+                self._check_connection()
+                continue
+            frames = self._socket.recv_multipart()
+            if len(frames) == 2 and frames[0] == str(request_id).encode():
+                try:
+                    return protocol.decode_reply(frames[1])
+                except msgspec.MsgspecError as error:
+                    raise TransferError("mismatch", f"invalid reply: {error}") from None
+        raise TransferError("peer", f"no answer in {monotonic() - began:.2g} s")
+
+    def connection_count(self) -> int:
+        """Number of times the connection was lost; if it changed, another process may be listening at the address."""
+        while self._monitor.poll(0):
+            self._disconnects += recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+        return self._disconnects
+
+    def _check_connection(self) -> None:
+        """Detect lost connections; ZMQ itself reconnects forever.
+
+        Raises:
+            TransferError: nothing listens at the address, or the connection was closed after the query was sent.
+        """
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event & HANDSHAKE_FAILED:  # one without detail may also be a peer that is exiting
+                self._handshake_failures += 1
+                if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or self._handshake_failures > 1:
+                    raise TransferError("peer", AUTH_FAILED)
+                continue
+            if event == zmq.EVENT_DISCONNECTED:
+                self._disconnects += 1
+                if not self._handshake_failures:
+                    raise TransferError("peer", "the peer closed the connection")
+            self._attempts = self._attempts + 1 if event == zmq.EVENT_CONNECT_RETRIED else 0
+            if self._attempts >= MAX_CONNECT_ATTEMPTS:
+                raise TransferError("peer", f"nothing listens at its address ({MAX_CONNECT_ATTEMPTS} attempts)")
+
+    def call(self, query: Query, deadline: float) -> Reply:
+        """Send a query and await its reply, retrying while the peer asks for it.
+
+        Raises:
+            TransferError: as :meth:`receive`, or the peer refused.
+        """
+        return self.await_reply(self.send(query), query, deadline)
+
+    def await_reply(
+        self, request_id: int, query: Query, deadline: float, retry_seconds: float | None = None, max_pause: float = 0.1
+    ) -> Reply:
+        """Await the reply to a query that was sent, as :meth:`call` does.
+
+        Refused replies with ``again`` are retried for ``retry_seconds`` seconds, by default the answer timeout.
+        """
+        pause, first = 0.002, monotonic()
+        retry_seconds = self._timeout if retry_seconds is None else retry_seconds
+        while True:
+            reply = self.receive(request_id, deadline)
+            if not isinstance(reply, Refused):
+                return reply
+            if not reply.again or monotonic() - first > retry_seconds or monotonic() + pause > deadline:
+                waited = f" (for {monotonic() - first:.2g} s)" if reply.again else ""
+                raise TransferError(reply.kind if reply.kind in KINDS else "internal", f"{reply.cause}{waited}")
+            threading.Event().wait(pause)
+            pause = min(2 * pause, max_pause)
+            request_id = self.send(query)
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()

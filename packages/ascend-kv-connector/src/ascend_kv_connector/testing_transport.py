@@ -1,0 +1,108 @@
+"""In-memory transport within one process, for tests, with fault injection."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import threading
+from dataclasses import dataclass, field
+from time import sleep
+
+import torch
+
+from ascend_kv_connector.errors import TransferError
+
+
+@dataclass
+class Faults:
+    """Fault probabilities per read, drawn by ``draw``; ``hung`` releases hanging reads.
+
+    fail: the read fails after a part of the bytes. corrupt: one bit is flipped. delay: it takes ``seconds`` longer. late: it
+    fails, and the bytes arrive ``seconds`` later. hang: it does not return until ``hung`` is set.
+    """
+
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    fail: float = 0.0
+    corrupt: float = 0.0
+    delay: float = 0.0
+    late: float = 0.0
+    hang: float = 0.0
+    seconds: float = 0.05
+    hung: threading.Event = field(default_factory=threading.Event)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def choose(self) -> str:
+        """The fault of one read, or ""; it is counted."""
+        point, chosen = self.draw.random(), ""
+        for name in ("fail", "corrupt", "delay", "late", "hang"):
+            point -= getattr(self, name)
+            if point < 0:
+                chosen = name
+                break
+        self.counts[chosen] = self.counts.get(chosen, 0) + 1
+        return chosen
+
+
+class InMemoryNetwork:
+    """Sessions that can read from each other. ``killed`` sessions do not respond; ``cut`` pairs cannot reach each other."""
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.faults = faults or Faults()
+        self.killed: set[str] = set()
+        self.cut: set[frozenset[str]] = set()
+        self.transports: dict[str, InMemoryTransport] = {}
+        self._numbers = itertools.count()
+
+    def make_transport(self) -> InMemoryTransport:
+        transport = InMemoryTransport(self, f"memory-{next(self._numbers)}")
+        self.transports[transport.session] = transport
+        return transport
+
+
+class InMemoryTransport:
+    """See :class:`~ascend_kv_connector.transport.Transport`. It checks that both addresses are in registered memory."""
+
+    name = "memory"
+    on_device = False
+
+    def __init__(self, network: InMemoryNetwork, session: str) -> None:
+        self._network, self.session = network, session
+        self._memory: list[range] = []
+
+    def register(self, buffer: torch.Tensor) -> None:
+        self._memory.append(range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel()))
+
+    def is_registered(self, address: int, size: int) -> bool:
+        return any(address in region and address + size <= region.stop for region in self._memory)
+
+    def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
+        network, peer = self._network, self._network.transports.get(session)
+        if peer is None or session in network.killed:
+            raise TransferError("transport", f"session {session} does not exist")
+        if frozenset((session, self.session)) in network.cut:
+            sleep(seconds)
+            raise TransferError("transport", f"no data from session {session} in {seconds:g} s")
+        if not (peer.is_registered(remote, size) and self.is_registered(local, size)):
+            raise TransferError("transport", "the memory is not registered")
+        fault = network.faults.choose()
+        if fault == "hang":
+            network.faults.hung.wait(60)
+        if fault == "delay":
+            sleep(network.faults.seconds)
+        if fault == "late":
+            threading.Timer(network.faults.seconds, _overwrite, (local, size)).start()
+        if fault in ("fail", "late"):
+            ctypes.memmove(local, remote, size // 2)
+            raise TransferError("transport", f"session {session} closed the connection")
+        ctypes.memmove(local, remote, size)
+        if fault == "corrupt":
+            place = local + network.faults.draw.randrange(size)
+            ctypes.c_ubyte.from_address(place).value ^= 1
+
+    def close(self) -> None:
+        self._network.transports.pop(self.session, None)
+
+
+def _overwrite(address: int, size: int) -> None:
+    ctypes.memset(address, 0x5A, size)

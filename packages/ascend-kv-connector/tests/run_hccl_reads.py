@@ -1,0 +1,129 @@
+"""Program of test_hccl.py on two emulated NPUs, one per process: reads of a peer's registered memory over HCCL.
+
+Prints lines `RESULT {json}`.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+SIZE = 4 << 20
+
+
+def peer(pipe: Connection) -> None:
+    """Register a buffer, and fill it with the values received over the pipe."""
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1"
+    transport, buffer = end()
+    pipe.send((transport.session, buffer.data_ptr()))
+    while True:
+        value = pipe.recv()
+        buffer.fill_(value)
+        buffer[:1000] = 7
+        import torch
+
+        torch.npu.current_stream().synchronize()
+        pipe.send("written")
+
+
+def end(secret: bytes = b"") -> tuple[Any, Any]:
+    import ascend_communicator
+    import torch
+    from ascend_kv_connector.auth import CurveKeys
+    from ascend_kv_connector.hccl import HcclTransport
+
+    ascend_communicator.register()
+    transport = HcclTransport("127.0.0.1", keys=CurveKeys(secret) if secret else None)
+    buffer = torch.zeros(SIZE, dtype=torch.uint8, device="npu")
+    torch.npu.synchronize()
+    transport.register(buffer)
+    return transport, buffer
+
+
+class Deaf:
+    """RPC client whose peer accepts a Send query, but whose NPU sends nothing."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def call(self, *arguments: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+
+def failure(act: Callable[[], None]) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        act()
+    except Exception as error:
+        return {"kind": error.kind, "cause": str(error), "quarantine": str(error.quarantine), "seconds": time.monotonic() - began}
+    return {"kind": "none", "seconds": time.monotonic() - began}
+
+
+def main() -> None:
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "0"
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=peer, args=(theirs,), daemon=True)
+    process.start()
+    import torch
+
+    transport, buffer = end()
+    stranger, _ = end(b"another secret of instances")
+    assert pipe.poll(100)
+    session, address = pipe.recv()
+    here = buffer.data_ptr()
+
+    def read(value: int, at: int = 0, size: int = SIZE) -> bool:
+        """Read a range from the peer; whether its bytes arrived and those around it are unchanged."""
+        pipe.send(value)
+        pipe.recv()
+        buffer.zero_()
+        torch.npu.synchronize()
+        transport.read(session, address + at, here + at, size, 20)
+        expected = torch.full((SIZE,), value, dtype=torch.uint8)
+        expected[:1000] = 7
+        expected[:at] = expected[at + size :] = 0
+        return torch.equal(buffer.cpu(), expected)
+
+    def deafen() -> None:
+        reader = transport._readers[session]
+        reader.client = Deaf(reader.client)
+
+    right = {"some": [read(1), read(2, 12345, 100_000), read(3, SIZE - 1, 1), read(4)]}
+    results = {"not registered here": failure(lambda: transport.read(session, address, here + 1, SIZE, 5))}
+    results["not registered there"] = failure(lambda: transport.read(session, address + 1, here, SIZE, 5))
+    results["another secret"] = failure(lambda: transport.read(stranger.session, address, here, SIZE, 5))
+    right["after a refusal"] = [read(5)]
+    deafen()
+    results["nothing is sent"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
+    torch.npu.synchronize()  # must not block on the missing send
+    right["after nothing was sent"] = [read(6)]
+    os.kill(process.pid, signal.SIGSTOP)
+    results["stopped"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
+    os.kill(process.pid, signal.SIGCONT)
+    right["after it was stopped"] = [read(7)]
+    print("RESULT", json.dumps({"name": "read", "right": right}))
+    deafen()
+    threading.Timer(0.3, process.kill).start()
+    results["killed"] = failure(lambda: transport.read(session, address, here, SIZE, 10))
+    process.join()
+    results["gone"] = failure(lambda: transport.read(session, address, here, SIZE, 10))
+    began = time.monotonic()
+    torch.npu.synchronize()
+    results["killed"]["sum"] = int(torch.arange(100, device="npu").sum())
+    transport.close()
+    results["killed"]["closed"] = time.monotonic() - began
+    for name, result in results.items():
+        print("RESULT", json.dumps({"name": name} | result))
+
+
+if __name__ == "__main__":
+    main()

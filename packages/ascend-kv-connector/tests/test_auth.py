@@ -1,0 +1,89 @@
+"""Shared secret: clients with another secret or none are refused at once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import zmq
+from ascend_kv_connector.auth import SECRET_ENV, CurveKeys, is_loopback, read_secret
+from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.protocol import Ack, Release
+from ascend_kv_connector.rpc import RpcClient, RpcServer
+from ascend_kv_connector.transfers import Done
+from ascend_platform import extension
+
+OURS, OTHERS = CurveKeys(b"sixteen bytes or more"), CurveKeys(b"sixteen bytes, or more")
+
+
+@pytest.mark.parametrize("ours", [OURS, None], ids=["secret", "none"])
+@pytest.mark.parametrize("theirs", [OURS, OTHERS, None], ids=["secret", "another", "none"])
+def test_client_with_a_different_secret_is_refused(ours: CurveKeys | None, theirs: CurveKeys | None) -> None:
+    asked = []
+    server = RpcServer(lambda question: asked.append(question) or Ack(), "127.0.0.1", keys=theirs)
+    context = zmq.Context()
+    client = RpcClient(context, "127.0.0.1", server.port, 5.0, ours)
+    began = monotonic()
+    try:
+        if ours is theirs:
+            assert client.call(Release("r", "d/0", 1), began + 5) == Ack()
+        else:
+            with pytest.raises(TransferError, match="authentication failed: the secrets differ or only one instance has one"):
+                client.call(Release("r", "d/0", 1), began + 5)
+            assert asked == []
+        assert monotonic() - began < 2
+    finally:
+        client.close()
+        context.destroy(linger=0)
+        server.close()
+
+
+def test_client_with_only_the_public_keys_is_refused() -> None:
+    server = RpcServer(lambda question: Ack(), "127.0.0.1", keys=OURS)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = OURS._server_keys[0]
+    socket.connect(f"tcp://127.0.0.1:{server.port}")
+    socket.send_multipart([b"1", b""])
+    assert not socket.poll(300)
+    context.destroy(linger=0)
+    server.close()
+
+
+def test_tokens_are_transferred(instances: Callable) -> None:
+    producer, consumer = instances("p", keys=OURS).produce(), instances("d", keys=OURS).consume()
+    source, _ = producer.fill("r", 17)
+    blocks = consumer.take(17)
+    consumer.consumers[0].start("r", source, blocks, 0, 17)
+    assert isinstance(consumer.wait()[0][0], Done)
+    assert consumer.holds("r", blocks, 0, 17)
+    assert producer.all_free("r")
+
+
+def test_secret_file_takes_precedence_over_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_ENV, raising=False)
+    assert read_secret("") == b""
+    file = tmp_path / "secret"
+    file.write_text("of the file, in a line\n")
+    assert read_secret(str(file)) == b"of the file, in a line"
+    monkeypatch.setenv(SECRET_ENV, "of the environment")
+    assert read_secret("") == b"of the environment"
+    assert read_secret(str(file)) == b"of the file, in a line"
+    monkeypatch.setenv(SECRET_ENV, "short")
+    with pytest.raises(extension.RefusedError, match=f"{SECRET_ENV} has a secret of 5 bytes; it needs at least 16"):
+        read_secret("")
+    file.write_text("")
+    with pytest.raises(extension.RefusedError, match="secret has a secret of 0 bytes"):
+        read_secret(str(file))
+    with pytest.raises(extension.RefusedError, match=r"secret_file .*none cannot be read: No such file"):
+        read_secret(str(tmp_path / "none"))
+
+
+def test_is_loopback() -> None:
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("localhost")
+    assert is_loopback("::1")
+    assert not is_loopback("10.0.0.1")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("no such host!")

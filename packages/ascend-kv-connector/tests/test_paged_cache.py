@@ -1,0 +1,34 @@
+"""Packing and unpacking of tokens, gathered on the device and as contiguous runs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ascend_kv_connector import paged_cache as module
+from ascend_kv_connector.paged_cache import Heads
+
+
+@pytest.mark.parametrize("direct", [0, 1 << 30], ids=["as they lie", "gathered"])
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("blocks", [[3, 4, 5, 9], [9, 2, 3, 0]])
+def test_pack_and_unpack_round_trip(
+    blocks: list[int], device: str, direct: int, instances: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MIN_RUN_BYTES", direct)
+    one, other = instances("p", device=device).caches[0], instances("d", device=device).caches[0]
+    for number, held in enumerate(one.caches):
+        held.copy_(torch.arange(held.numel()).view(held.shape) % 7919 + number)
+    slots, there = one.slot_mapping(blocks, 2, 15), other.slot_mapping([7, 6, 5, 4], 2, 15)
+    wanted, regions = Heads(1, 2) if direct else one.heads, [2, 0, 3]
+    buffer = torch.zeros(4096, dtype=torch.uint8, pin_memory=device == "npu")
+    size = one.pack(slots, regions, wanted, buffer)
+    assert size == 13 * one.token_bytes(regions, wanted.num)
+    if device == "npu":
+        torch.npu.synchronize()
+    other.unpack(there, regions, wanted, buffer[:size])
+    mine = slice(wanted.first, sum(wanted))
+    for index, (held, got) in enumerate(zip(one.caches, other.caches, strict=True)):
+        sent = held.flatten(0, 1).cpu()[slots][:, mine] if index in regions else -1
+        assert bool((got.flatten(0, 1).cpu()[there][:, mine] == sent).all())
+        others = [row for row in range(64) if row not in there.tolist()]
+        assert bool((got.flatten(0, 1).cpu()[others] == -1).all())

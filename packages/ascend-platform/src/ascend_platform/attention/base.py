@@ -1,0 +1,200 @@
+"""Base classes of the attention backends of the slots ``attention.*``, in all wheels.
+
+This module imports neither torch nor vLLM, because ``ascend_platform.extension`` exports it. The base classes are mixins: list
+them before vLLM's own class (``vllm/v1/attention/backend.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from typing import Any, ClassVar
+
+
+class AttentionFeature(Enum):
+    """Optional features of an attention implementation, beyond causal decoder attention. The values are texts for messages."""
+
+    ALIBI = "ALiBi"
+    SLIDING_WINDOW = "sliding window"
+    LOGITS_SOFT_CAP = "logits soft cap"
+    SINKS = "attention sinks"
+    ENCODER = "encoder attention"
+    ENCODER_ONLY = "encoder-only attention"
+    ENCODER_DECODER = "encoder-decoder attention"
+
+    @classmethod
+    def of_attn_type(cls, attn_type: Any) -> AttentionFeature | None:
+        """The feature required by a vLLM ``AttentionType`` or its value; None for decoders."""
+        name = getattr(attn_type, "value", attn_type)
+        return None if name == "decoder" else cls[name.upper()]
+
+
+class AttentionBackendBase:
+    """Mixin for vLLM's ``AttentionBackend``: name, classes, KV cache layout and capability queries.
+
+    The queries about sliding windows, sinks and attention types are answered from ``serves`` of the implementation.
+
+    Attributes:
+        impl_cls: the implementation, a subclass of AttentionImplBase.
+        builder_cls: the metadata builder.
+        block_sizes: supported block sizes in tokens, as returned by vLLM's ``get_supported_kernel_block_sizes``.
+        head_sizes: supported head sizes in elements; empty means any.
+    """
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
+    impl_cls: ClassVar[type[Any]]
+    builder_cls: ClassVar[type[Any]]
+    block_sizes: ClassVar[list[Any]]
+    head_sizes: ClassVar[Sequence[int]] = ()
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Any]:
+        return cls.impl_cls
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        return cls.builder_cls
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        return cls.block_sizes
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [*cls.head_sizes]
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Whether ``serves`` has the type's feature. Encoder-only attention has no KV cache and does not serve decoders."""
+        serves, feature = cls.get_impl_cls().serves, AttentionFeature.of_attn_type(attn_type)
+        return AttentionFeature.ENCODER_ONLY not in serves if feature is None else feature in serves
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return AttentionFeature.SLIDING_WINDOW in cls.get_impl_cls().serves
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return AttentionFeature.SINKS in cls.get_impl_cls().serves
+
+    @staticmethod
+    def get_name() -> str:
+        """CUSTOM: ``Attention.__init__`` looks the name up in AttentionBackendEnum, whose members are fixed."""
+        return "CUSTOM"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """The layout from which keys and values are split (``ascend_platform/attention/kv_cache.py``)."""
+        from ascend_platform.attention.kv_cache import LAYOUT
+
+        return (LAYOUT,)
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return True
+
+
+class AttentionImplBase:
+    """Mixin for vLLM's ``AttentionImpl``: a constructor that raises for features that are not in ``serves``.
+
+    ``forward`` receives the KV cache as a pair of contiguous tensors, keys ``[blocks, block_size, kv_heads, head_size]`` and
+    values ``[blocks, block_size, kv_heads, head_size_v]``. Its metadata is None during vLLM's memory profiling run.
+
+    Attributes:
+        title: name of the attention in error messages.
+        serves: features beyond causal decoder attention.
+        num_heads, num_kv_heads: heads of the query and of the KV cache on this rank.
+        head_size: elements of one key.
+        scale: factor of the scores.
+        writes_cache: False for layers that share another layer's KV cache.
+        alibi_slopes, sliding_window, soft_cap, sinks: the layer's, or None. A window includes the token itself.
+    """
+
+    title: ClassVar[str] = "this attention"
+    serves: ClassVar[frozenset[AttentionFeature]] = frozenset()
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ) -> None:
+        """Take the arguments of vLLM's ``AttentionImpl``.
+
+        Raises:
+            NotImplementedError: a feature is not in ``serves``, or not supported with decode context parallelism.
+        """
+        uses_dcp = getattr(self, "dcp_world_size", 1) > 1
+        sinks = extra.pop("sinks", None)
+        requested = {
+            AttentionFeature.ALIBI: alibi_slopes is not None,
+            AttentionFeature.SLIDING_WINDOW: sliding_window is not None,
+            AttentionFeature.LOGITS_SOFT_CAP: bool(logits_soft_cap),
+            AttentionFeature.SINKS: sinks is not None,
+        }
+        if of_type := AttentionFeature.of_attn_type(attn_type):
+            requested[of_type] = True
+        needed = [feature for feature, is_requested in requested.items() if is_requested]
+        refused = [feature.value for feature in needed if feature not in self.serves]
+        refused += [name for name, value in extra.items() if value is not None]
+        if uses_dcp and not getattr(self, "supports_dcp", False):
+            refused.append("decode context parallelism")
+        elif uses_dcp and needed:
+            refused.append(f"decode context parallelism with {', '.join(feature.value for feature in needed)}")
+        if refused:
+            supported = ", ".join(["causal decoder attention", *sorted(feature.value for feature in self.serves)])
+            raise NotImplementedError(f"the model needs {', '.join(refused)}; {self.title} supports {supported}")
+        self.alibi_slopes, self.sliding_window, self.sinks = alibi_slopes, sliding_window, sinks
+        self.soft_cap = logits_soft_cap or None
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.writes_cache = kv_sharing_target_layer_name is None
+
+
+def host_lengths(common: Any, title: str) -> list[int]:
+    """Sequence lengths of a step as a host list, without synchronizing with the device.
+
+    A length counts the tokens in the KV cache after this step's are written. ``seq_lens_cpu_upper_bound`` is exact unless draft
+    tokens are in flight (see CommonAttentionMetadata). For speculative decoding, ``config/spec_decode.py`` and
+    ``triton_overrides/drafter.py`` keep it exact.
+
+    Args:
+        common: vLLM's CommonAttentionMetadata.
+        title: name of the attention in the error message.
+
+    Raises:
+        NotImplementedError: causality differs between requests, or the lengths are not on the host.
+    """
+    seq_lens = common.seq_lens_cpu_upper_bound
+    if not isinstance(common.causal, bool) or seq_lens is None:
+        raise NotImplementedError(f"{title} supports batches that are causal as a whole or not at all, with seq_lens on the host")
+    return seq_lens[: common.num_reqs].tolist()
+
+
+capturing: AbstractContextManager[Any] | None = None
+"""torch_npu's graph dispatch mode while ``ascend_platform.graph.acl_graph`` captures: kernel calls in it become task groups."""
+
+
+def graph_task() -> AbstractContextManager[Any]:
+    """Context manager for a kernel call whose sequence lengths are updated at each graph replay.
+
+    The new lengths are the attribute ``lengths`` of the attention metadata, a dictionary of the kernel's keyword arguments. The
+    kernel needs a handler in torch_npu (``torch_npu/npu/_npugraph_handlers``) and an explicit ``workspace``. A no-op outside of
+    graph capture.
+    """
+    return capturing or nullcontext()
+
+
+def is_captured() -> bool:
+    """Whether a graph that contains attention is being captured."""
+    return capturing is not None

@@ -1,0 +1,83 @@
+"""Paged KV cache in the layout of CANN's kernels: one contiguous key tensor and one contiguous value tensor per layer.
+
+vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, block_size, K|V]`` (``vllm/v1/worker/utils.py``,
+``allocate_kv_cache``). In the layout LBNHC a layer is one contiguous region, whose first part becomes the keys and whose second
+part becomes the values: same bytes, same block numbers, different order within the region. Code that needs the address of a
+block (attention, block copies, KV connectors, offloading) starts from :class:`KVCachePair`: a block of one layer is the two
+contiguous runs ``key[block]`` and ``value[block]``.
+"""
+
+from typing import NamedTuple
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+LAYOUT = KVCacheLayout.LBNHC
+"""vLLM's KV cache layout in which a layer is contiguous; our attention backends request it."""
+
+SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec)
+
+
+class KVCachePair(NamedTuple):
+    """Keys and values of one layer.
+
+    Attributes:
+        key: ``[blocks, block_size, kv_heads, head_size]``, contiguous.
+        value: ``[blocks, block_size, kv_heads, head_size_v]``, contiguous.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def split_kv_cache(cache: torch.Tensor, head_size: int) -> KVCachePair:
+    """Split one layer's region into keys and values, as views.
+
+    Args:
+        cache: vLLM's view ``[blocks, kv_heads, block_size, head_size + head_size_v]`` in layout LBNHC.
+        head_size: elements of a key per head.
+
+    Raises:
+        ValueError: the region is not contiguous (another layout, or padded blocks).
+    """
+    blocks, heads, block_size, width = cache.shape
+    region = cache.transpose(1, 2)
+    if not region.is_contiguous():
+        raise ValueError(
+            f"the KV cache of a layer is not contiguous (shape {tuple(cache.shape)}, strides {cache.stride()}); "
+            f"unset VLLM_KV_CACHE_LAYOUT or set it to {LAYOUT.name}"
+        )
+    key, value = region.view(-1).split([blocks * block_size * heads * w for w in (head_size, width - head_size)])
+    return KVCachePair(key.view(blocks, block_size, heads, head_size), value.view(blocks, block_size, heads, width - head_size))
+
+
+def check(config: KVCacheConfig) -> None:
+    """Raise for KV caches that cannot be split.
+
+    KV cache groups share memory, and a block belongs to one group at a time. With keys and values in separate tensors this holds
+    only if all groups divide a block's bytes in the same way.
+
+    Raises:
+        NotImplementedError: a state cache, a compressed cache, chunked attention, or groups with different block shapes.
+    """
+    # vLLM's runner adds a group for encoder-only layers, which have no cache
+    groups = [group for group in config.kv_cache_groups if not isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec)]
+    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    if others := sorted({type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS}):
+        raise NotImplementedError(
+            f"KV cache spec {', '.join(others)} is not supported; {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)} are"
+        )
+    shapes = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype)) for spec in specs}
+    if len(groups) > 1 and len(shapes) > 1:
+        raise NotImplementedError(
+            f"the model's KV cache groups share memory but have blocks of different shapes {sorted(shapes)}; "
+            "fix: --disable-hybrid-kv-cache-manager"
+        )

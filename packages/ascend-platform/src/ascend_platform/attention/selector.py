@@ -1,0 +1,71 @@
+"""Attention backend selection: the backend offered by a component, or the built-in one as a fallback."""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from ascend_platform import extension
+from ascend_platform.attention.base import AttentionFeature
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+BUILT_IN_ATTENTION = "ascend_platform.attention.paged.PagedAttentionBackend"
+BUILT_IN_ENCODER = "ascend_platform.attention.encoder.EncoderAttentionBackend"
+
+
+def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, str]:
+    """Select the attention backend of a layer.
+
+    The backend that is offered for the layer's slot is used if it supports the layer, otherwise the built-in one.
+
+    Returns:
+        The backend's qualified name, and a description with the reason of a fallback.
+
+    Raises:
+        RefusedError: neither backend supports the layer.
+    """
+    slot = "encoder" if config.attn_type == "encoder_only" else "sinks" if config.has_sink else "dense"
+    built_in = BUILT_IN_ENCODER if slot == "encoder" else BUILT_IN_ATTENTION
+    reason = f"ascend-attention is {extension.state('ascend-attention')}"
+    if path := extension.offered(f"attention.{slot}"):
+        reasons = _unsupported_reasons(path, config, model)
+        if not reasons:
+            return path, f"fused (ascend-attention {extension.version('ascend-attention')})"
+        reason = f"fused attention disabled: {', '.join(reasons)}"
+    if reasons := _unsupported_reasons(built_in, config, model):
+        own = f"ascend-platform {extension.version('ascend-platform')}"
+        raise extension.RefusedError(f"no attention backend of {own} supports the model: {', '.join(reasons)}")
+    return built_in, f"built-in PyTorch ({reason})"
+
+
+def _unsupported_reasons(path: str, config: "AttentionSelectorConfig", model: Any) -> list[str]:
+    backend = resolve_obj_by_qualname(path)
+    # vLLM passes these to the layer only; AttentionSelectorConfig lacks them
+    requested = {
+        AttentionFeature.ALIBI: model is not None and model.uses_alibi,
+        AttentionFeature.LOGITS_SOFT_CAP: model is not None
+        and bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
+    }
+    serves = getattr(backend.get_impl_cls(), "serves", ())
+    missing = [feature for feature, is_requested in requested.items() if is_requested and feature not in serves]
+    reasons = backend.validate_configuration(device_capability=None, **config._asdict())
+    return reasons + [f"{feature.value} not supported" for feature in missing]
+
+
+def describe_backend(vllm_config: "VllmConfig") -> str:
+    """Describe the model's attention backend for the log: ``fused (...)``, ``built-in PyTorch (reason)`` or ``none (error)``."""
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    block_size = cache.block_size if cache.user_specified_block_size else None
+    try:
+        dtype = cast(torch.dtype, model.dtype)  # resolved by now
+        config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size)
+        if model.attn_type == "encoder_only":
+            config = config._replace(attn_type="encoder_only")
+        return select_backend(config, model)[1]
+    except extension.RefusedError as error:
+        return f"none ({error})"

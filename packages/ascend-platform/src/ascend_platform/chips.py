@@ -1,0 +1,142 @@
+"""Facts of Ascend chips: the capabilities of each family and the published figures of each model.
+
+No other module of the product names a chip. A family lists a capability where the documentation of torch_npu or of op-plugin
+names it for the operators concerned; a chip of no family has the defaults of :class:`ChipFamily`. The module imports neither
+torch nor vLLM, because ``ascend_platform.extension`` imports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MC2Limits:
+    """Limits of npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2 by their documentation.
+
+    Attributes:
+        ranks: sizes of the expert-parallel group.
+        tokens: the most tokens of a rank.
+        hidden: sizes of a token, in elements.
+    """
+
+    ranks: frozenset[int]
+    tokens: int
+    hidden: range
+
+
+@dataclass(frozen=True)
+class ChipFamily:
+    """Capabilities that all chips of a family share.
+
+    Attributes:
+        name: the product's.
+        prefixes: of the chips' names, as ``aclrtGetSocName`` and torch_npu give them.
+        streams: of an NPU; each captured graph keeps some for as long as it lives (CANN's API reference, ``aclrtCreateStream``).
+        quantization: the operators of quantized weights.
+        top_k_top_p: npu_sim_exponential_ and npu_top_k_top_p_sample.
+        moe_routing: npu_moe_init_routing_v2 and npu_moe_re_routing, which all-to-all needs.
+        mc2: limits of MC2, None without its operators.
+    """
+
+    name: str
+    prefixes: tuple[str, ...]
+    streams: int = 1984
+    quantization: bool = False
+    top_k_top_p: bool = False
+    moe_routing: bool = False
+    mc2: MC2Limits | None = None
+
+
+FAMILIES = (
+    ChipFamily(
+        "Atlas A2",
+        ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4"),
+        quantization=True,
+        top_k_top_p=True,
+        moe_routing=True,
+        mc2=MC2Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32)),
+    ),
+    ChipFamily(
+        "Atlas A3",
+        ("Ascend910_93",),
+        quantization=True,
+        top_k_top_p=True,
+        moe_routing=True,
+        mc2=MC2Limits(frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
+    ),
+    ChipFamily("Ascend 950", ("Ascend950", "Ascend910_95")),
+    ChipFamily("Ascend 310P", ("Ascend310P",), streams=1024),
+    ChipFamily("Ascend 910A", ("Ascend910A", "Ascend910P", "Ascend910B")),  # the first generation has an Ascend910B, too
+)
+"""The first whose prefixes fit is a chip's family."""
+
+UNKNOWN = ChipFamily("unknown", ())
+
+
+def family_of(chip: str) -> ChipFamily:
+    """The family of a chip by its name, ``UNKNOWN`` if it is of none."""
+    return next((family for family in FAMILIES if chip.startswith(family.prefixes)), UNKNOWN)
+
+
+@dataclass(frozen=True)
+class ChipFigures:
+    """Published figures of one NPU, for estimates.
+
+    Attributes:
+        name: the chip's; a longer name that begins with it is the same chip.
+        memory_gib, bandwidth_gbs: device memory in GiB, its bandwidth in GB/s.
+        tflops: of 16-bit products; 8-bit products go twice as fast ("140 TOPS INT8" of 310P).
+        node: NPUs joined by the links below.
+        network_gbs: GB/s of one NPU beyond the node, in one direction.
+        collective_us: time of a collective without data, in microseconds.
+        link_gbs: GB/s to each other NPU of the node, in one direction; 0 where ``injection_gbs`` is the limit.
+        injection_gbs: GB/s out of one NPU in one direction, to any number of peers of the node.
+    """
+
+    name: str
+    memory_gib: float
+    bandwidth_gbs: float
+    tflops: float
+    node: int
+    network_gbs: float
+    collective_us: float
+    link_gbs: float = 0.0
+    injection_gbs: float = 0.0
+
+    def send_gbs(self, ranks: int) -> float:
+        """GB/s that an NPU sends to ``ranks`` - 1 peers at once."""
+        if ranks > self.node:
+            return self.network_gbs
+        return self.injection_gbs or self.link_gbs * (ranks - 1)
+
+
+def _atlas_a2(name: str, memory_gib: float, bandwidth_gbs: float, tflops: float) -> ChipFigures:
+    return ChipFigures(name, memory_gib, bandwidth_gbs, tflops, node=8, network_gbs=25, collective_us=20, link_gbs=28)
+
+
+# Sources:
+# - memory, bandwidth, cores, host link: Huawei's product pages for Atlas 800T A2, Atlas 800T A3 and Atlas 300I Duo.
+# - tflops: cube cores x 8192 operations a cycle x 1.8 GHz (1.08 GHz on 310P, for which 70 TFLOPS are published).
+# - link_gbs: HCCS of an Atlas 800T A2, 392 GB/s over seven links in both directions.
+# - injection_gbs: on A3 half of the 392 GB/s that "Serving Large Language Models on Huawei CloudMatrix384" (arXiv 2506.12708)
+#   gives for a package of two NPUs; on 310P half of a PCIe 4.0 x16 slot that two NPUs share.
+# - network_gbs: 200 Gbit/s RoCE.
+# - collective_us: an order of magnitude, of HCCL's AIV mode and, on 310P, over PCIe.
+FIGURES = {
+    figures.name: figures
+    for figures in (
+        _atlas_a2("Ascend910B1", 64, 1600, 354),
+        _atlas_a2("Ascend910B2", 64, 1600, 354),
+        _atlas_a2("Ascend910B3", 64, 1600, 295),
+        _atlas_a2("Ascend910B4", 32, 800, 295),
+        ChipFigures("Ascend910_93", 64, 1600, 354, node=16, network_gbs=25, collective_us=20, injection_gbs=196),
+        ChipFigures("Ascend310P3", 48, 204, 70, node=8, network_gbs=3, collective_us=100, injection_gbs=16),
+    )
+}
+"""By chip name."""
+
+
+def figures_of(chip: str) -> ChipFigures | None:
+    """The figures of a chip by its name, or None."""
+    return FIGURES.get(chip) or next((each for each in FIGURES.values() if chip.startswith(each.name)), None)

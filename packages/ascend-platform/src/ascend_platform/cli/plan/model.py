@@ -1,0 +1,155 @@
+"""What a model's configuration says of its size: weights, KV cache, and work for a token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BITS = {"none": 16, "w8a8": 8, "w8a16": 8, "w4a16": 4, "w4a8": 4}
+"""Bits of a weight of the linear layers; embeddings and the head stay at 16 (what ModelSlim leaves as it is)."""
+UNPLANNED = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
+UNGATED = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "bloom", "mpt"}
+"""Model types whose MLP has two matrices and not three (``modeling_*.py`` of transformers)."""
+TIED = {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "bloom"}
+"""Model types whose head is the embedding unless the configuration says otherwise."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes in elements. ``experts`` is 0 for a dense model; ``mixed`` is how many layers have experts."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool
+    attention: int  # weights of a layer's attention
+    score: int  # sizes of a head's query and value, together
+    kv: int  # elements that a token adds to a layer's cache; with MLA, the same on each rank
+    latent: bool  # MLA
+    mlp: int  # weights of a dense layer's MLP
+    mlp_width: int
+    mixed: int = 0
+    experts: int = 0
+    chosen: int = 0
+    expert: int = 0  # weights of one expert
+    shared: int = 0  # weights of a layer's shared experts and router
+    window: int = 0  # tokens that a sliding layer keeps
+    sliding: int = 0  # layers with such a window
+
+    @property
+    def head(self) -> int:
+        """Weights of the output projection, or of the embedding."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def dense(self) -> int:
+        """Weights of all layers but for routed experts."""
+        return self.layers * self.attention + (self.layers - self.mixed) * self.mlp + self.mixed * self.shared
+
+    @property
+    def parameters(self) -> int:
+        """All weights, but for norms and biases, which are less than a thousandth."""
+        return self.dense + self.mixed * self.experts * self.expert + self.head * (1 if self.tied else 2)
+
+    @property
+    def active(self) -> int:
+        """Weights that a token is multiplied with."""
+        return self.dense + self.mixed * self.chosen * self.expert + self.head
+
+
+def from_config(config: Mapping[str, Any], name: str = "") -> Model:
+    """The sizes in a Hugging Face configuration, the contents of a config.json.
+
+    Raises:
+        ValueError: a kind of model that is not planned for, or a configuration without the fields of a decoder.
+    """
+    text = {**config, **(config.get("text_config") or config.get("llm_config") or {})}
+    kind = text.get("model_type", "")
+
+    def get(*fields: str) -> Any:
+        return next((value for field in fields if (value := text.get(field)) is not None), 0)
+
+    types = list(get("layer_types") or [])
+    if odd := sorted(UNPLANNED.intersection(types)) or (["an encoder"] if get("is_encoder_decoder") else []):
+        raise ValueError(f"{kind}: models with {odd[0]} are not planned for; those with attention in each layer are")
+    hidden, layers, heads = (
+        get("hidden_size", "n_embd"),
+        get("num_hidden_layers", "n_layer"),
+        get("num_attention_heads", "n_head"),
+    )
+    if not (hidden and layers and heads and get("vocab_size")):
+        raise ValueError(f"{kind}: its configuration has no hidden_size, num_hidden_layers, num_attention_heads or vocab_size")
+    kv_heads = get("num_key_value_heads") or heads
+    size = get("head_dim") or hidden // heads
+    if latent := bool(get("kv_lora_rank")):
+        nope, rope, value, rank = get("qk_nope_head_dim"), get("qk_rope_head_dim"), get("v_head_dim"), get("kv_lora_rank")
+        query = heads * (nope + rope)
+        into = get("q_lora_rank")
+        attention = (hidden * into + into * query if into else hidden * query) + hidden * (rank + rope)
+        attention += rank * heads * (nope + value) + heads * value * hidden
+        score, kv, kv_heads = nope + rope + value, rank + rope, 1
+    else:
+        attention = hidden * size * (2 * heads + 2 * kv_heads)
+        score, kv = 2 * size, 2 * kv_heads * size
+    matrices = 2 if kind in UNGATED else 3
+    width = get("intermediate_size", "n_inner") or 4 * hidden
+    experts = get("n_routed_experts", "num_local_experts", "num_experts")
+    mixed = expert = shared = 0
+    if experts:
+        expert_width = get("moe_intermediate_size") or width
+        expert = 3 * hidden * expert_width
+        shared_width = get("shared_expert_intermediate_size") or get("n_shared_experts") * expert_width
+        shared = 3 * hidden * shared_width + hidden * experts
+        step, first, without = get("decoder_sparse_step") or 1, get("first_k_dense_replace"), get("mlp_only_layers") or []
+        mixed = sum(i >= first and i not in without and (i + 1) % step == 0 for i in range(layers))
+    sliding = types.count("sliding_attention") or (layers if get("sliding_window") and not types and kind == "mistral" else 0)
+    return Model(
+        name=name or kind,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocabulary=get("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", kind in TIED))),
+        attention=attention,
+        score=score,
+        kv=kv,
+        latent=latent,
+        mlp=matrices * hidden * width,
+        mlp_width=width,
+        mixed=mixed,
+        experts=experts,
+        chosen=get("num_experts_per_tok", "moe_topk"),
+        expert=expert,
+        shared=shared,
+        window=get("sliding_window") if sliding else 0,
+        sliding=sliding,
+    )
+
+
+def load(name: str) -> Model:
+    """The sizes of the model in a directory or, if it is none, on the Hugging Face Hub.
+
+    Only config.json is read, by neither torch nor transformers, which need CANN's libraries where torch_npu is installed.
+
+    Raises:
+        ValueError: see :func:`from_config`.
+        OSError: there is no such model.
+    """
+    path = Path(name) / "config.json"
+    if not path.parent.is_dir():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            path = Path(hf_hub_download(name, "config.json"))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+            why = str(error).strip().partition("\n")[0]
+            raise OSError(f"{name} is neither a directory nor a model that the Hugging Face Hub gives: {why}") from None
+    return from_config(json.loads(path.read_text()), name)

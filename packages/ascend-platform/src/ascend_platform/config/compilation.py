@@ -1,0 +1,46 @@
+"""Graph modes and passes of torch.compile: defaults on Ascend NPUs, and modes that are refused."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ascend_platform import extension
+from ascend_platform.attention import selector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def set_defaults(vllm_config: "VllmConfig") -> None:
+    """Choose the graph mode, the compilation mode and the passes that the user has left open."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.config.vllm import OptimizationLevel
+
+    compilation, model = vllm_config.compilation_config, vllm_config.model_config
+    if compilation.cudagraph_mode is None and vllm_config.optimization_level == OptimizationLevel.O2:
+        pooling = model is not None and model.pooler_config is not None
+        compilation.cudagraph_mode = CUDAGraphMode.NONE if pooling else CUDAGraphMode.FULL_DECODE_ONLY
+    mode = compilation.cudagraph_mode
+    if compilation.mode is None and mode is not None and not mode.requires_piecewise_compilation():
+        compilation.mode = CompilationMode.NONE  # without Inductor, compiling is only for taking a model to pieces
+    if compilation.compile_sizes is None:
+        compilation.compile_sizes = []
+    for field in dataclasses.fields(compilation.pass_config):
+        if getattr(compilation.pass_config, field.name) is None:  # vLLM's other fusions make CUDA's operators
+            setattr(compilation.pass_config, field.name, field.name == "fuse_norm_quant")
+
+
+def check(vllm_config: "VllmConfig") -> None:
+    """Refuse graphs with attention of prefills in them where the attention cannot be in a graph.
+
+    Raises:
+        RefusedError: which modes there are, in one line.
+    """
+    from vllm.config import CUDAGraphMode
+
+    if vllm_config.model_config is None or vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL:
+        return
+    if (attention := selector.describe_backend(vllm_config)).startswith("built-in"):
+        raise extension.RefusedError(
+            f"cudagraph_mode FULL needs attention that a graph can hold, and this model's is {attention}; "
+            "PIECEWISE and NONE remain"
+        )

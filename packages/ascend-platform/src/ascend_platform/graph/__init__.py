@@ -1,0 +1,1 @@
+"""ACL graphs: capture and replay, capture sizes, fusion passes."""

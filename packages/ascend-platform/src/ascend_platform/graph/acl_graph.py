@@ -1,0 +1,96 @@
+"""ACL graphs: vLLM's CUDAGraphWrapper on ``torch.npu``, with attention lengths updated at each replay.
+
+vLLM's CUDAGraphWrapper and ``graph_capture`` call ``torch.cuda`` directly. Their modules get a ``torch`` in which the names that
+they use are those of ``torch.npu``. CANN's attention kernels take sequence lengths as host lists, which a replay would repeat as
+captured. torch_npu captures such a call as a task group that waits for an external event, and updates the group's arguments from
+another stream before it records the event (``torch_npu/npu/graphs.py``).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+import torch_npu
+from vllm.distributed.parallel_state import GraphCaptureContext
+from vllm.forward_context import get_forward_context
+
+from ascend_platform.attention import base
+from ascend_platform.vllm_overrides import override
+
+
+def module_with_overrides(module: ModuleType, **replaced: object) -> ModuleType:
+    """Copy a module with some names replaced. Names that are added to the original later are found too."""
+    copy = ModuleType(module.__name__)
+    copy.__dict__.update(module.__dict__, __getattr__=lambda name: getattr(module, name), **replaced)
+    return copy
+
+
+class NPUGraph(torch_npu.npu.NPUGraph):
+    """A graph that is replayed with this step's attention lengths, from ``lengths`` of the metadata in the forward context."""
+
+    _lengths_read: ClassVar[torch_npu.npu.Event | None] = None
+    """Recorded after the last replay: until then a graph may still read its lengths."""
+
+    def replay(self) -> None:
+        tasks = self.graph_dispatch_mode.graph_dispatch_records
+        if not tasks:
+            super().replay()
+            return
+        stream, update_stream = torch.npu.current_stream(), self.graph_dispatch_mode.update_stream
+        if NPUGraph._lengths_read is not None:
+            update_stream.wait_event(NPUGraph._lengths_read)
+        super().replay()
+        try:
+            self.graph_dispatch_mode.update_capture_record([_host_lengths()])
+        except BaseException:
+            for task in tasks:  # release the graph, which waits for these events
+                task.event.record(update_stream)
+            raise
+        NPUGraph._lengths_read = stream.record_event(NPUGraph._lengths_read)
+
+
+def _host_lengths() -> dict[str, Any]:
+    """Merge ``lengths`` of all KV cache groups' metadata: the values are the same, the argument names differ by kernel."""
+    attn_metadata: Any = get_forward_context().attn_metadata
+    lengths: dict[str, Any] = {}
+    for metadata in {id(metadata): metadata for metadata in attn_metadata.values()}.values():
+        lengths |= metadata.lengths
+    return lengths
+
+
+class _Capture(torch_npu.npu.graph):
+    """``torch.npu.graph`` that sets the dispatch mode of ``attention.base.graph_task``."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        base.capturing = self.npu_graph.graph_dispatch_mode
+
+    def __exit__(self, *raised: Any) -> None:
+        base.capturing = None
+        super().__exit__(*raised)
+
+
+@contextlib.contextmanager
+def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
+    """Provide the capture stream; replaces ``vllm.distributed.parallel_state.graph_capture``.
+
+    vLLM's also prepares the communicators of CUDA and XPU. HCCL collectives are captured like other operators.
+    """
+    stream = torch.npu.Stream(device)
+    stream.wait_stream(torch.npu.current_stream(device))
+    with torch.npu.stream(stream):
+        yield GraphCaptureContext(stream)
+
+
+def _weak_ref_tensor(tensor: Any) -> Any:
+    """Return a tensor that does not own its memory; vLLM's version calls a CUDA operator."""
+    return torch_npu._C._weak_ref_tensor(tensor) if isinstance(tensor, torch.Tensor) and tensor.numel() else tensor
+
+
+override(
+    "vllm.compilation.cuda_graph:torch",
+    module_with_overrides(torch, cuda=module_with_overrides(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture)),
+)
+override("vllm.utils.torch_utils:weak_ref_tensor", _weak_ref_tensor)

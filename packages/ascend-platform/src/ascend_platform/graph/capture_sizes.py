@@ -1,0 +1,169 @@
+"""Capture sizes of a model runner: limited by the NPU's streams, and the same on all ranks.
+
+A graph holds one stream of the NPU for each stream that it captured, until it is freed. In piecewise mode every piece between two
+attention layers is a graph, so that sizes times layers reaches the limit.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.distributed import get_dp_group, get_ep_group, get_tp_group
+from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
+from vllm.platforms import current_platform
+
+from ascend_platform import extension
+from ascend_platform.vllm_overrides import require
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
+else:
+    Runner = object  # a mixin: the runner that it is mixed into names vLLM's
+
+RESERVED_STREAMS = 184
+"""Streams left to torch_npu's stream pools, HCCL and other processes on the NPU."""
+
+OUT_OF_STREAMS_CODES = ("207008", "207005")
+"""CANN's error codes when no stream is left (vllm-project/vllm-ascend, issues 9564 and 9691)."""
+
+
+require("vllm.platforms.interface:Platform._global_graph_pool")
+require("vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances")
+
+
+class OutOfStreamsError(RuntimeError):
+    """A capture failed on some rank because the NPU has no stream left."""
+
+
+class GraphSizeMixin(Runner):
+    """Mixin for vLLM's GPUModelRunner that limits the capture sizes."""
+
+    def _check_and_update_cudagraph_mode(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Choose the graph mode as vLLM does, then remove capture sizes until the graphs fit."""
+        super()._check_and_update_cudagraph_mode(*args, **kwargs)
+        self._graph_mode = self.cudagraph_dispatcher.cudagraph_mode
+        if self._graph_mode == CUDAGraphMode.NONE:
+            return
+        requested = self.compilation_config.cudagraph_capture_sizes
+        chip = extension.chip()
+        limit = chip.family.streams
+        count = _min_over_ranks(max_sizes_that_fit(requested, limit - RESERVED_STREAMS, self._num_streams))
+        if count < len(requested):
+            self._set_sizes(subsample_sizes(requested, count))
+            _warn(
+                "capturing graphs of %d of the %d requested sizes (%s tokens): all sizes need %d streams, and %s has %d, "
+                "%d of them reserved; steps are padded to the next captured size. fix: fewer cudagraph_capture_sizes, or "
+                '"cudagraph_mode": "FULL_DECODE_ONLY", in --compilation-config',
+                count,
+                len(requested),
+                ", ".join(map(str, self.compilation_config.cudagraph_capture_sizes)),
+                self._num_streams(requested),
+                chip.name,
+                limit,
+                RESERVED_STREAMS,
+            )
+
+    def capture_model(self: Any) -> int:
+        """Capture graphs as vLLM does, and retry with half of the sizes when the streams run out.
+
+        In mode NONE vLLM's method is not called, because its warning about a mode set by hand would be wrong.
+        """
+        while self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            try:
+                return super().capture_model()
+            except OutOfStreamsError as error:
+                reason = str(error)
+            sizes = self.compilation_config.cudagraph_capture_sizes
+            self.free_graphs()
+            if len(sizes) == 1:
+                self.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+                self.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)
+                _warn("graphs disabled: %s", reason)
+                break
+            self._set_sizes(subsample_sizes(sizes, len(sizes) // 2))
+            kept = self.compilation_config.cudagraph_capture_sizes
+            _warn("capturing graphs of %d of %d sizes (%s tokens): %s", len(kept), len(sizes), ", ".join(map(str, kept)), reason)
+        return 0
+
+    def free_graphs(self: Any) -> None:
+        """Free all graphs and their memory, and use a new memory pool for later captures.
+
+        torch_npu cannot capture into a pool after a failed start of a capture (``beginAllocateToPool: already recording``).
+        """
+        torch.npu.synchronize()
+        CUDAGraphWrapper.clear_all_graphs()
+        type(current_platform)._global_graph_pool = None
+        pool = current_platform.get_global_graph_pool()
+        for wrapper in CUDAGraphWrapper._all_instances:
+            wrapper.graph_pool = pool
+        torch.npu.empty_cache()
+
+    def _warmup_and_capture(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Capture one size. If one rank runs out of streams, fail on all; the others would hang in a collective."""
+        failure = ""
+        try:
+            super()._warmup_and_capture(*args, **kwargs)
+        except RuntimeError as error:
+            failure = str(error)
+            if not any(code in failure for code in OUT_OF_STREAMS_CODES):
+                raise
+        if _min_over_ranks(0 if failure else 1) == 0:
+            raise OutOfStreamsError(failure.strip().splitlines()[-1] if failure else "another rank ran out of streams")
+
+    def _set_sizes(self: Any, sizes: list[int]) -> None:
+        self.compilation_config.cudagraph_capture_sizes = sizes
+        self.compilation_config.max_cudagraph_capture_size = sizes[-1]
+        for keys in self.cudagraph_dispatcher.cudagraph_keys.values():
+            keys.clear()
+        self.cudagraph_dispatcher.initialize_cudagraph_keys(self._graph_mode, self.uniform_decode_query_len)
+
+    def _num_streams(self: Any, sizes: list[int]) -> int:
+        """Count one stream per graph, and one more per process group whose collectives it contains."""
+        groups = (get_tp_group(), get_dp_group(), *([get_ep_group()] if self.model_config.is_moe else []))
+        streams_per_graph = 1 + sum(group.world_size > 1 for group in groups)
+        pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
+        return streams_per_graph * num_graphs(self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs)
+
+
+def num_graphs(mode: CUDAGraphMode, sizes: list[int], pieces: int, max_decode_tokens: int) -> int:
+    """Count the graphs of these capture sizes.
+
+    Args:
+        pieces: graphs of one size in piecewise mode, which are the parts of the model between attention layers.
+        max_decode_tokens: tokens of the largest decode step, the limit of decode-only full graphs.
+    """
+    piecewise = pieces * len(sizes) if mode.has_mode(CUDAGraphMode.PIECEWISE) else 0
+    full = [size for size in sizes if size <= max_decode_tokens or not mode.separate_routine()]
+    return piecewise + (len(full) if mode.has_mode(CUDAGraphMode.FULL) else 0)
+
+
+def max_sizes_that_fit(sizes: list[int], max_streams: int, num_streams: Callable[[list[int]], int]) -> int:
+    """Count the evenly spaced sizes that need at most ``max_streams``; at least 1."""
+    count = len(sizes)
+    while count > 1 and num_streams(subsample_sizes(sizes, count)) > max_streams:
+        count -= 1
+    return count
+
+
+def subsample_sizes(sizes: list[int], count: int) -> list[int]:
+    """Select ``count`` evenly spaced sizes, with the first and the last; the last if there is only one."""
+    if count == 1:
+        return sizes[-1:]
+    return [sizes[round(i * (len(sizes) - 1) / (count - 1))] for i in range(count)]
+
+
+def _min_over_ranks(number: int) -> int:
+    """Return the minimum over all ranks of the world group."""
+    world = get_world_group()
+    if world.world_size > 1:
+        found = torch.tensor(number)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=world.cpu_group)
+        number = int(found)
+    return number
+
+
+def _warn(message: str, *arguments: object) -> None:
+    if is_global_first_rank():
+        extension.logger.warning(message, *arguments)

@@ -1,0 +1,235 @@
+"""What is on this machine, found without importing torch, torch_npu or vLLM and without opening an NPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+DRIVER = Path("/usr/local/Ascend/driver")
+VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
+"""The variable that lists the NPUs which a process may use."""
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+# In a process of its own: loading CANN starts threads, and what is broken may end the process. None of it opens a device.
+_QUESTIONS = """
+import ctypes
+def npus():
+    count = ctypes.c_int(-1)
+    status = ctypes.CDLL("libascend_hal.so").drvGetDevNum(ctypes.byref(count))
+    if status:
+        raise OSError(f"drvGetDevNum returned {status}")
+    return count.value
+def chip():
+    name = ctypes.CDLL("libascendcl.so").aclrtGetSocName
+    name.restype = ctypes.c_char_p
+    return (name() or b"").decode()
+for question in (npus, chip):
+    try:
+        print(question.__name__, question(), sep="=", flush=True)
+    except (OSError, AttributeError) as error:
+        print(question.__name__, "?", " ".join(str(error).split()), sep="=", flush=True)
+"""
+
+
+def package(name: str) -> Path | None:
+    """The directory of an installed package, which is not imported."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def has_library(stem: str) -> bool:
+    """Whether LD_LIBRARY_PATH or the linker's cache has a library whose name begins so, such as ``libopapi``."""
+    directories = [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
+    cache = Path("/etc/ld.so.cache")
+    return any(True for directory in directories for _ in directory.glob(f"{stem}*.so*")) or (
+        cache.is_file() and stem.encode() in cache.read_bytes()
+    )
+
+
+def missing_libraries(torch_npu: Path) -> tuple[list[str], str]:
+    """The libraries that torch_npu links against, directly or not, and the linker does not find; and what else it says.
+
+    Raises:
+        FileNotFoundError: there is no ldd.
+    """
+    command = ["ldd", str(torch_npu / "lib" / "libtorch_npu.so")]
+    done = subprocess.run(command, env=_with_torch(), capture_output=True, text=True, timeout=20)
+    missing = re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)
+    return sorted(set(missing)), "" if done.returncode == 0 else " ".join((done.stdout + done.stderr).split())
+
+
+def missing_library(error: BaseException | None) -> str:
+    """What is missing and what to do, if an error or its cause is torch_npu lacking a library of CANN; else ""."""
+    for each in error_chain(error):
+        name, _, rest = str(each).partition(": ")
+        if isinstance(each, ImportError) and "cannot open shared object file" in rest and through_torch_npu(each):
+            return (
+                f"CANN's library {name} was not found, so torch_npu cannot be loaded; source CANN's set_env.sh "
+                "(usually /usr/local/Ascend/ascend-toolkit/set_env.sh), or use ascend-emulator run where there is no NPU"
+            )
+    return ""
+
+
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, then its cause or context, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def through_torch_npu(error: BaseException) -> bool:
+    """Whether the error's traceback passes through torch_npu."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "torch_npu":
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+@functools.cache
+def query_driver() -> dict[str, str]:
+    """What the driver and CANN's runtime answer: ``npus`` and ``chip``; a value that begins with "?=" is why there is none."""
+    command = [sys.executable, "-I", "-S", "-c", _QUESTIONS]
+    try:
+        done = subprocess.run(command, env=_with_torch(), capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return {"npus": "?=no answer from the driver in 20 seconds"}
+    answers = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    return {"npus": f"?=asking the driver ended with status {done.returncode}"} | answers
+
+
+def npu_count() -> tuple[int, str]:
+    """The number of NPUs, whatever ASCEND_RT_VISIBLE_DEVICES says, and why the driver did not tell it ("" if it did)."""
+    answer = query_driver()["npus"]
+    if not answer.startswith("?="):
+        return int(answer), ""
+    return len([path for path in Path("/dev").glob("davinci*") if path.name[7:].isdigit()]), answer[2:]
+
+
+def visible(listed: str, npus: int) -> int:
+    """How many of ``npus`` NPUs torch_npu makes of a value of ASCEND_RT_VISIBLE_DEVICES.
+
+    The first character that is neither digit nor comma ends the list, as does an id too large; ids must ascend.
+    """
+    ids: list[int] = []
+    for word in re.split(r"[^\d,]", listed)[0].split(","):
+        if not word or int(word) >= npus:
+            break
+        if ids and int(word) <= ids[-1]:
+            return 0
+        ids.append(int(word))
+    return len(ids)
+
+
+def numa_nodes(devices: Path = PCI_DEVICES, listing: str | None = None) -> tuple[list[int], str]:
+    """The NUMA node next to each NPU that can be used, and why that is not known ("" if it is; the list is then complete).
+
+    The tool npu-smi tells where the NPUs are on the PCI bus, and the kernel where the bus is.
+
+    Args:
+        devices: where the kernel shows the devices of the PCI bus.
+        listing: what ``npu-smi info`` prints; None asks it.
+    """
+    if listing is None:
+        try:
+            done = subprocess.run(["npu-smi", "info"], capture_output=True, text=True, timeout=20, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            return [], f"npu-smi does not tell where the NPUs are ({' '.join(str(error).split())})"
+        listing = done.stdout
+    # the second line of each NPU: the number of its chip, that of the device, its place on the bus
+    buses = re.findall(r"^\|\s*\d+(?:\s+\d+)?\s*\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)\s*\|", listing, re.M)
+    listed = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    if listed is not None:
+        count = visible(listed, len(buses))
+        buses = [buses[int(index)] for index in listed.split(",")[:count]] if count else []
+    if not buses:
+        return [], "npu-smi names no NPU that can be used with its place on the PCI bus"
+    nodes = []
+    for bus in buses:
+        try:
+            node = int((devices / bus.lower() / "numa_node").read_text())
+        except (OSError, ValueError):
+            node = -1  # what the kernel says where it does not know either
+        if node < 0:
+            return [], f"the kernel does not tell the NUMA node of the NPU at {bus}"
+        nodes.append(node)
+    return nodes, ""
+
+
+def chip() -> str:
+    """The chip's name, or "" if nothing tells it."""
+    return query_driver().get("chip", "?=").partition("?=")[0]
+
+
+def cann_home() -> Path | None:
+    """Where set_env.sh says that CANN is."""
+    home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
+    return Path(home) if home else None
+
+
+def cann_version() -> str:
+    """CANN's version by the files of its installation, or ""."""
+    home = cann_home()
+    if home is None:
+        return ""
+    places = [home, home / f"{platform.machine()}-linux"]
+    files = [path for place in places for pattern in ("*_install.info", "*/version.info") for path in sorted(place.glob(pattern))]
+    return next(filter(None, map(_version_in, files)), "")
+
+
+def driver_version() -> str:
+    """The driver's version by its own file, or ""."""
+    return _version_in(DRIVER / "version.info")
+
+
+def set_env() -> str:
+    """The command that puts CANN on the path, if an installation is found, else what to do to have one."""
+    roots = [Path("/usr/local/Ascend"), Path.home() / "Ascend"]
+    for path in (root / name / "set_env.sh" for root in roots for name in ("ascend-toolkit", "cann", "nnae")):
+        if path.is_file():
+            return f"source {path}"
+    return "install CANN and source its set_env.sh; where there is no NPU, put `ascend-emulator run --` before the command"
+
+
+def driver_fix() -> str:
+    """What to do when the driver's library does not answer."""
+    libraries = DRIVER / "lib64" / "driver"
+    if (libraries / "libascend_hal.so").is_file():
+        return f"export LD_LIBRARY_PATH={libraries}:{libraries.parent / 'common'}:$LD_LIBRARY_PATH, then look at npu-smi info"
+    return "install the NPU driver, or mount it into the container (-v /usr/local/Ascend/driver:/usr/local/Ascend/driver)"
+
+
+def free_memory() -> int:
+    """Bytes that a process may still take: what the kernel says is available, a container's limit, this process's limit."""
+    available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+    limits = [int(available[1]) << 10] if available else []
+    own = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if own != resource.RLIM_INFINITY:
+        limits.append(own)
+    most, now = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+    if most.is_file() and now.is_file() and (most_text := most.read_text().strip()) != "max":
+        limits.append(int(most_text) - int(now.read_text()))
+    return min(limits)
+
+
+def _with_torch() -> dict[str, str]:
+    """This environment as torch_npu finds it, which is loaded after torch."""
+    torch = package("torch")
+    parts = [os.environ.get("LD_LIBRARY_PATH", ""), str(torch / "lib") if torch else ""]
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, parts))}
+
+
+def _version_in(path: Path) -> str:
+    try:
+        found = re.search(r"^\s*version\s*=\s*(\S+)", path.read_text(errors="replace"), re.IGNORECASE | re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found else ""

@@ -1,0 +1,69 @@
+"""vLLM's start_profile and stop_profile by torch_npu's profiler, whose traces MindStudio Insight and Perfetto open."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch_npu
+from vllm.config import ProfilerConfig
+from vllm.profiler import wrapper
+
+from ascend_platform.vllm_overrides import add
+
+ACTIVITIES = {
+    "CPU": torch_npu.profiler.ProfilerActivity.CPU,
+    "PrivateUse1": torch_npu.profiler.ProfilerActivity.NPU,
+}
+"""vLLM's names of what is recorded, and torch_npu's."""
+
+# vLLM asks these tables, by device type, whether a configuration can be served (validate_worker_profiler_config).
+add("vllm.profiler.wrapper:_SUPPORTED_PROFILER_KINDS", {"npu": frozenset({"torch"})})
+add("vllm.profiler.wrapper:_DEFAULT_TORCH_PROFILER_ACTIVITIES", {"npu": tuple(ACTIVITIES)})
+add("vllm.profiler.wrapper:_SUPPORTED_TORCH_PROFILER_ACTIVITIES", {"npu": frozenset(ACTIVITIES)})
+
+
+class NPUProfiler(wrapper.WorkerProfiler):
+    """torch_npu's profiler, with vLLM's delays and limits; each session has a directory ``{name}_…_ascend_pt`` of its own."""
+
+    def __init__(self, profiler_config: ProfilerConfig, name: str) -> None:
+        super().__init__(profiler_config)
+        self._config, self._name = profiler_config, name
+
+    def set_output_name(self, worker_name: str) -> None:
+        if not self._active:
+            self._name = worker_name
+
+    def annotate_context_manager(self, name: str) -> AbstractContextManager:
+        return torch.profiler.record_function(name) if self._running else nullcontext()
+
+    def _start(self) -> None:
+        config, npu = self._config, torch_npu.profiler
+        schedule = None
+        if config.warmup_iterations > 0 or config.wait_iterations > 0:
+            steps = {"wait": config.wait_iterations, "warmup": config.warmup_iterations, "active": config.active_iterations}
+            schedule = npu.schedule(**steps, repeat=1)
+        # the first of its steps is consumed by starting; vLLM's limit counts those that are recorded
+        self._before = max(config.wait_iterations + config.warmup_iterations - 1, 0)
+        self._scheduled = schedule is not None
+        self._profile = npu.profile(
+            activities=[ACTIVITIES[name] for name in config.torch_profiler_activities or ACTIVITIES],
+            schedule=schedule,
+            record_shapes=config.torch_profiler_record_shapes,
+            profile_memory=config.torch_profiler_with_memory,
+            with_stack=config.torch_profiler_with_stack,
+            with_flops=config.torch_profiler_with_flops,
+            on_trace_ready=npu.tensorboard_trace_handler(config.torch_profiler_dir, worker_name=self._name),
+            # kernels and what HCCL does; level 0, which is the default, leaves out HCCL
+            experimental_config=npu._ExperimentalConfig(profiler_level=npu.ProfilerLevel.Level1),
+        )
+        self._profile.start()
+
+    def _stop(self) -> None:
+        self._profile.stop()
+
+    def _profiler_step(self) -> bool:
+        if self._scheduled:
+            self._profile.step()
+            if self._before > 0:
+                self._before -= 1
+                return False
+        return True

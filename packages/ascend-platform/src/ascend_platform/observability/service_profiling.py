@@ -1,0 +1,108 @@
+"""The general plugin ``ascend_service_profiling``: tells msServiceProfiler which functions of vLLM and of ours to time.
+
+msServiceProfiler, of CANN's toolkit or of PyPI, is a plugin of vLLM's of its own. It times and labels the functions that
+``~/.config/vllm_ascend/service_profiling_symbols.VERSION.yaml`` names, VERSION being vLLM's, once ``SERVICE_PROF_CONFIG_PATH`` is
+set; ``PROFILING_SYMBOLS_PATH`` names another file. Its documentation describes both, and the fields of the file:
+https://docs.vllm.ai/projects/ascend/en/latest/developer_guide/performance_and_debug/service_profiling_guide.html
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+SWITCH = "SERVICE_PROF_CONFIG_PATH"
+HANDLERS = {
+    "ms_service_profiler": "ms_service_profiler.patcher.vllm.handlers.v1.{}_handlers:{}",
+    "msserviceprofiler": "msserviceprofiler.vllm_profiler.vllm_v1.{}_hookers:{}",
+}
+"""Of each form of the tool, newest first: the package with its handlers for vLLM, and what they are called."""
+
+
+class Symbol(NamedTuple):
+    """A function: timed under a name, or given to one of the tool's handlers, which labels requests and batches too."""
+
+    symbol: str
+    name: str = ""
+    domain: str = ""
+    handler: tuple[str, str] = ("", "")
+
+
+_CORE, _RUNNER = "vllm.v1.core", "ascend_platform.worker.model_runner:NPUModelRunner"
+SYMBOLS = [
+    Symbol(f"{_CORE}.sched.scheduler:Scheduler.schedule", "batchFrameworkProcessing", handler=("batch", "schedule")),
+    Symbol(f"{_CORE}.sched.scheduler:Scheduler.add_request", handler=("batch", "add_request")),
+    Symbol(f"{_CORE}.kv_cache_manager:KVCacheManager.free", handler=("kvcache", "free")),
+    Symbol(f"{_CORE}.kv_cache_manager:KVCacheManager.get_computed_blocks", handler=("kvcache", "get_computed_blocks")),
+    Symbol(
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
+        "computing_logits",
+        handler=("model", "compute_logits"),
+    ),
+    Symbol("vllm.v1.sample.sampler:Sampler.forward", "sample", handler=("model", "sampler_forward")),
+    Symbol("vllm.v1.executor.abstract:Executor.execute_model", "modelExec", handler=("model", "execute_model")),
+    Symbol(
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor.execute_model", "modelExec", handler=("model", "execute_model")
+    ),
+    Symbol("vllm.v1.executor.uniproc_executor:UniProcExecutor.execute_model", "modelExec", handler=("model", "execute_model")),
+    Symbol("vllm.v1.engine.async_llm:AsyncLLM.add_request", handler=("request", "add_request_async")),
+    Symbol("vllm.v1.engine.output_processor:OutputProcessor.process_outputs", handler=("request", "process_outputs")),
+    Symbol("vllm.v1.engine.core:DPEngineCoreProc.add_request", handler=("meta", "init_data_parallel")),
+    Symbol(f"{_RUNNER}.execute_model", "modelRunnerExec", "Execute"),
+    Symbol(f"{_RUNNER}.sample_tokens", "sample_tokens", "Execute"),
+    Symbol(f"{_RUNNER}._update_states", "_update_states", "Execute"),
+    Symbol(f"{_RUNNER}._prepare_inputs", "_prepare_inputs", "Execute"),
+    Symbol(f"{_RUNNER}._build_attention_metadata", "_build_attention_metadata", "Execute"),
+    Symbol(f"{_RUNNER}.propose_draft_token_ids", "propose_draft_token_ids", "SpecDecode"),
+    Symbol("ascend_platform.worker.worker:NPUWorker.execute_model", "workerExec", "Execute"),
+]
+
+
+def register() -> None:
+    """The entry point of group ``vllm.general_plugins``: write the file where the switch is set. Never raises.
+
+    A file that is there stays as it is: somebody may have changed it.
+    """
+    if not os.environ.get(SWITCH):
+        return
+    import vllm  # which is loading plugins
+
+    from ascend_platform import extension
+
+    package = next((name for name in HANDLERS if importlib.util.find_spec(name)), None)
+    if package is None:
+        extension.logger.warning(
+            "%s is set, and msServiceProfiler, which reads it, is not installed: source set_env.sh of CANN's toolkit, or run: "
+            "pip install msserviceprofiler",
+            SWITCH,
+        )
+        return
+    file = path(vllm.__version__)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x") as opened:
+            opened.write(text(package))
+    except FileExistsError:
+        return
+    except OSError as error:
+        extension.logger.warning("%s cannot be written, so msServiceProfiler has its own symbols: %s", file, error.strerror)
+        return
+    extension.logger.info("%s names what msServiceProfiler times", file)
+
+
+def path(version: str) -> Path:
+    """The file for this version of vLLM."""
+    return Path.home() / ".config" / "vllm_ascend" / f"service_profiling_symbols.{version}.yaml"
+
+
+def text(package: str) -> str:
+    """The file, for this form of the tool."""
+    lines = []
+    for each in SYMBOLS:
+        handler = HANDLERS[package].format(*each.handler) if any(each.handler) else ""
+        fields = {"symbol": each.symbol, "handler": handler, "domain": each.domain, "name": each.name}
+        given = [f"{key}: {value}" for key, value in fields.items() if value]
+        lines.append("- " + "\n  ".join(given))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""vLLM's layers on fused NPU operators."""

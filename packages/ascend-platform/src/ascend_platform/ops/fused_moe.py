@@ -1,0 +1,305 @@
+"""Fused MoE on CANN's operators: top-k routing, grouped matrix products and the weighted sum of expert outputs.
+
+vLLM's routers call ``torch.ops._moe_C`` (``vllm/model_executor/layers/fused_moe/router/fused_topk_router.py``), whose operators
+are defined here for the NPU. Unquantized experts are the CustomOp ``UnquantizedFusedMoEMethod``, replaced by ``register_oot``.
+Shapes, dtypes and limits of the NPU operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_npu
+from vllm.distributed import get_ep_group
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from ascend_platform.vllm_overrides import override, require
+
+SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
+MAX_SCORE, TOP2_SUM = 0, 1  # its group_select_mode
+
+_moe_library = torch.library.Library("_moe_C", "FRAGMENT")
+_OUTPUTS = "Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) rows"
+_moe_library.define(f"topk_softmax({_OUTPUTS}, Tensor logits, bool renormalize, Tensor? bias, Tensor? padding) -> ()")
+_moe_library.define(
+    f"topk_sigmoid({_OUTPUTS}, Tensor logits, bool renormalize, Tensor? bias, float factor, Tensor? padding) -> ()"
+)
+
+
+def topk_softmax(
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    logits: torch.Tensor,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+    padding: torch.Tensor | None,
+) -> None:
+    """Select the top-k experts by softmax; writes weights float32 and ids int32 ``[tokens, k]``, but not ``rows``.
+
+    Args:
+        logits: ``[tokens, experts]`` of float32, float16 or bfloat16.
+        renormalize: scale the weights of a token to a sum of 1.
+        bias: ``[experts]``, added for the selection only.
+        padding: ignored; the results of padding tokens are not used.
+    """
+    if bias is None:
+        topk_weights, topk_ids, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
+            logits.float(), k=ids.shape[1], renorm=int(renormalize)
+        )
+    else:
+        topk_weights, topk_ids = gating_top_k(logits, ids.shape[1], SOFTMAX, renormalize, bias)
+    weights.copy_(topk_weights)
+    ids.copy_(topk_ids)
+
+
+def topk_sigmoid(
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    logits: torch.Tensor,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+    factor: float,
+    padding: torch.Tensor | None,
+) -> None:
+    """As :func:`topk_softmax` with sigmoid scores; the weights are multiplied by ``factor``."""
+    topk_weights, topk_ids = gating_top_k(logits, ids.shape[1], SIGMOID, renormalize, bias, factor)
+    weights.copy_(topk_weights)
+    ids.copy_(topk_ids)
+
+
+for _function in (topk_softmax, topk_sigmoid):
+    require(f"vllm._custom_ops:{_function.__name__}")  # the caller of the operator
+    _moe_library.impl(_function.__name__, _function, "PrivateUse1")
+
+
+def gating_top_k(
+    logits: torch.Tensor,
+    k: int,
+    norm: int,
+    renormalize: bool,
+    bias: torch.Tensor | None = None,
+    factor: float = 1.0,
+    groups: int = 1,
+    topk_groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the top-k experts of each token with npu_moe_gating_top_k.
+
+    Args:
+        logits: ``[tokens, experts]``.
+        norm: SOFTMAX or SIGMOID, over a token's logits.
+        renormalize: scale the weights of a token to a sum of 1, before ``factor``.
+        bias: ``[experts]``, added for the selection only.
+        groups: number of expert groups; experts are selected from the best ``topk_groups`` of them. A group's score is that of
+            its best expert, or with a bias the sum of its best two.
+
+    Returns:
+        Weights float32 and ids int32, both ``[tokens, k]``.
+    """
+    select = MAX_SCORE if bias is None else TOP2_SUM
+    # the operator renormalizes sigmoid scores and never softmax scores; the other two cases are computed here
+    in_operator = renormalize == (norm == SIGMOID)
+    weights, ids, scores = torch_npu.npu_moe_gating_top_k(
+        logits.float(),
+        k,
+        bias=None if bias is None else bias.float(),
+        k_group=topk_groups,
+        group_count=groups,
+        group_select_mode=select,
+        renorm=0,
+        norm_type=norm,
+        out_flag=not in_operator and norm == SIGMOID,
+        routed_scaling_factor=factor if in_operator else 1.0,
+    )
+    if in_operator:
+        return weights, ids
+    if renormalize:
+        return weights * (factor / weights.sum(-1, keepdim=True)), ids
+    return scores.gather(1, ids.long()) * factor, ids
+
+
+_native_grouped_topk = grouped_topk_router.grouped_topk
+
+
+@functools.wraps(_native_grouped_topk)
+def grouped_topk(
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int = 0,
+    topk_group: int = 0,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's grouped_topk as one operator; groups of one or two experts fall back to vLLM's implementation."""
+    experts = gating_output.shape[-1]
+    if scoring_func not in ("softmax", "sigmoid") or (num_expert_group > 1 and experts // num_expert_group <= 2):
+        return _native_grouped_topk(
+            hidden_states,
+            gating_output,
+            topk,
+            renormalize,
+            num_expert_group,
+            topk_group,
+            scoring_func,
+            routed_scaling_factor,
+            e_score_correction_bias,
+        )
+    norm = SIGMOID if scoring_func == "sigmoid" else SOFTMAX
+    bias, factor = e_score_correction_bias, routed_scaling_factor
+    return gating_top_k(gating_output, topk, norm, renormalize, bias, factor, num_expert_group, topk_group)
+
+
+# the router has no hook for it: grouped_topk_router.py (_compute_routing) calls the function of its own module
+override("vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk", grouped_topk)
+
+
+def eplb_map_to_physical(
+    topk_ids: torch.Tensor,
+    expert_load_view: torch.Tensor,
+    logical_to_physical_map: torch.Tensor,
+    logical_replica_count: torch.Tensor,
+    record_enabled: torch.Tensor,
+    num_unpadded_tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Map logical expert ids to physical ones for EPLB, with replicas in round-robin order; ``[tokens, k]`` as ``topk_ids``.
+
+    Args:
+        expert_load_view: ``[physical experts]``, token counts; updated if ``record_enabled``, a scalar bool, is True.
+        logical_to_physical_map: ``[experts, max replicas]``; expert i has ``logical_replica_count[i]`` replicas.
+        num_unpadded_tokens: scalar; later tokens are padding and not counted. Without it all tokens are counted.
+    """
+    ids = topk_ids.long()
+    token = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+    physical = logical_to_physical_map[ids, token % logical_replica_count[ids]]
+    counts = record_enabled if num_unpadded_tokens is None else record_enabled & (token < num_unpadded_tokens)
+    expert_load_view.scatter_add_(0, physical.flatten(), counts.expand_as(physical).flatten().to(expert_load_view.dtype))
+    return physical.to(topk_ids.dtype)
+
+
+# vLLM's is a Triton kernel for three device types; on others it returns the ids unmapped (base_router.py)
+override("vllm.model_executor.layers.fused_moe.router.base_router:eplb_map_to_physical_and_record", eplb_map_to_physical)
+
+
+Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class NPUExperts:
+    """Mixin for vLLM's FusedMoEMethodBase that applies experts by grouped matrix products.
+
+    With data or sequence parallelism the tokens are exchanged by the all2all manager of vLLM's expert parallel group: by its
+    ``apply_experts`` if it has that method, else by dispatch and combine.
+    """
+
+    is_monolithic = False  # routing is a separate step
+    supports_internal_mk = True  # dispatch and combine are called here, not by vLLM's MoE runner
+    moe: Any
+
+    def setup_experts(self, layer: Any) -> None:
+        """Store the range of this rank's experts.
+
+        Raises:
+            ValueError: unsupported experts, with the reasons.
+        """
+        unsupported = {
+            f"activation {layer.activation.value}": layer.activation is not MoEActivation.SILU,
+            "biases": self.moe.has_bias,
+            "router weights on the experts' input": layer.apply_router_weight_on_input,
+        }
+        if reasons := [reason for reason, is_used in unsupported.items() if is_used]:
+            raise ValueError(f"MoE experts with {', '.join(reasons)} are not supported; SwiGLU experts without biases are")
+        local = range(self.moe.num_experts) if layer.expert_map is None else (layer.expert_map >= 0).nonzero().flatten().tolist()
+        self.first_expert, self.num_local_experts = local[0], len(local)
+
+    def apply_routed(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Compute the weighted sum of the outputs of each token's experts, ``[tokens, hidden]``.
+
+        With tensor parallelism, or expert parallelism without token exchange, it is a partial sum that vLLM's MoE runner
+        reduces. The runner applies shared experts, too.
+        """
+        parallel = self.moe.moe_parallel_config
+        if parallel.dp_size == 1 and not parallel.is_sequence_parallel:
+            return self.apply_local(experts, x, topk_weights, topk_ids)
+        group = get_ep_group()
+        manager = getattr(group.device_communicator, "all2all_manager", None)
+        if parallel.use_ep and (apply_experts := getattr(manager, "apply_experts", None)):
+            output = apply_experts(x, topk_weights, topk_ids, self.moe.num_experts, experts)
+            if output is not None:
+                return output
+        x, topk_weights, topk_ids = group.dispatch(x, topk_weights, topk_ids, parallel.is_sequence_parallel)[:3]
+        return group.combine(self.apply_local(experts, x, topk_weights, topk_ids), parallel.is_sequence_parallel)
+
+    def apply_local(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        rows, row_idx, counts, _ = torch_npu.npu_moe_init_routing_v2(
+            x,
+            topk_ids,
+            active_num=topk_ids.numel(),
+            expert_num=self.moe.num_experts,
+            expert_tokens_num_type=1,
+            expert_tokens_num_flag=True,
+            active_expert_range=[self.first_expert, self.first_expert + self.num_local_experts],
+            quant_mode=-1,
+        )
+        expert_out = experts(rows, counts)
+        weights = topk_weights.to(expert_out.dtype)
+        if self.num_local_experts < self.moe.num_experts:
+            # Experts of other ranks have row index -1. They read row 0 with weight 0, and row 0 is not written if no
+            # token is routed to this rank.
+            weights = weights * (row_idx >= 0).view(weights.shape)
+            row_idx = row_idx.clamp_min(0)
+            expert_out[:1].masked_fill_(counts.sum() == 0, 0)
+        return torch_npu.npu_moe_finalize_routing(expert_out, None, None, None, weights, row_idx, None, drop_pad_mode=2)
+
+
+@UnquantizedFusedMoEMethod.register_oot
+class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
+    """Unquantized experts: ``w13_weight [experts, 2 * inner, hidden]`` and ``w2_weight [experts, hidden, inner]``, as in vLLM."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        self.setup_experts(layer)
+
+    def forward_oot(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        experts = functools.partial(swiglu_experts, layer.w13_weight, layer.w2_weight)
+        return self.apply_routed(experts, x, topk_weights, topk_ids)
+
+
+def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Apply SwiGLU experts to rows sorted by expert; output rows after the last expert's are undefined.
+
+    Args:
+        w13: ``[experts, 2 * inner, hidden]``, gate and up projections.
+        w2: ``[experts, hidden, inner]``, down projection.
+        rows: ``[rows, hidden]``.
+        counts: int64 ``[experts]``, rows per expert.
+    """
+    inner = torch_npu.npu_swiglu(grouped_matmul(rows, w13.transpose(1, 2), counts))
+    return grouped_matmul(inner, w2.transpose(1, 2), counts)
+
+
+def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Multiply each expert's rows by its matrix; rows ``[rows, in]``, weight ``[experts, in, out]``, result ``[rows, out]``.
+
+    Args:
+        counts: int64 ``[experts]``, rows per expert.
+        options: arguments of npu_grouped_matmul; tensors are wrapped in lists.
+    """
+    list_type = 0 if len(counts) == 1 else 1  # a single group is supported as a cumulative sum only, which equals its count
+    lists = {name: [value] if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    return torch_npu.npu_grouped_matmul(
+        [rows], [weight], split_item=2, group_type=0, group_list=counts, group_list_type=list_type, **lists
+    )[0]

@@ -1,0 +1,36 @@
+"""RMSNorm on fused NPU operators, registered as implementations of vLLM's IR (``vllm/ir/op.py``) on import.
+
+Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+"""
+
+import torch
+import torch_npu
+from vllm import ir
+
+
+def _is_supported(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
+    """Whether npu_rms_norm supports the arguments: a weight of the input's dtype, and the whole last dimension."""
+    return weight is not None and weight.dtype == x.dtype and variance_size is None
+
+
+@ir.ops.rms_norm.register_impl(
+    "npu", supports_args=lambda x, weight, epsilon, variance_size=None: _is_supported(x, weight, variance_size)
+)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> torch.Tensor:
+    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; x ``[..., hidden]``, weight ``[hidden]``."""
+    return torch_npu.npu_rms_norm(x, weight, epsilon)[0]
+
+
+@ir.ops.fused_add_rms_norm.register_impl(
+    "npu", supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: _is_supported(x, weight, variance_size)
+)
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rms_norm(x + x_residual), x + x_residual)``; both inputs ``[..., hidden]`` of one dtype."""
+    normed, _, total = torch_npu.npu_add_rms_norm(x, x_residual, weight, epsilon)
+    return normed, total

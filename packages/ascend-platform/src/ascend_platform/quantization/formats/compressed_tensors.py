@@ -1,0 +1,222 @@
+"""Checkpoints of compressed-tensors: vLLM's own configuration, with kernels for linear layers that its registry takes.
+
+The registry does not reach experts (``vllm/model_executor/layers/fused_moe/oracle``): for them the configuration is subclassed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from vllm.model_executor.kernels.linear import register_linear_kernel
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    Int8ScaledMMLinearKernel,
+    Int8ScaledMMLinearLayerConfig,
+)
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.platforms.interface import PlatformEnum
+from vllm.scalar_type import scalar_types
+
+from ascend_platform import extension
+from ascend_platform.quantization.base import GROUP_STEP, Quantized, Scheme, Stored, Tensors, unpack_words
+from ascend_platform.quantization.common import check_chip
+from ascend_platform.quantization.methods.experts import QuantizedExperts
+from ascend_platform.quantization.methods.linear import apply, replace
+from ascend_platform.quantization.registry import SCHEMES
+from ascend_platform.quantization.schemes.w8a8 import W8A8
+
+PACKED, BYTES = "pack-quantized", "int-quantized"
+STATIC = "W8A8"
+UNUSED = WeightsMapper(orig_to_new_suffix={".weight_shape": None})
+SERVED = (
+    f"served are int8 and int4 weights with scales for each row or group, and with inputs that are not quantized ({PACKED}), "
+    f"int8 for each token as it comes, symmetric, or, with int8 weights ({BYTES}), int8 with one scale"
+)
+
+
+def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: str | None) -> str:
+    """The scheme's name for a group of compressed-tensors' configuration.
+
+    Raises:
+        RefusedError: none of those that are served.
+    """
+    bits, kind = weights.num_bits, None
+    rows = weights.strategy in ("channel", "group") or (bits == 8 and weights.strategy == "tensor")
+    if weights.type == "int" and bits in (4, 8) and rows and not weights.dynamic:
+        if inputs is None:
+            kind = f"W{bits}A16" if form == PACKED and weights.strategy != "tensor" else None
+        elif inputs.type == "int" and inputs.num_bits == 8 and weights.symmetric and form in (PACKED, BYTES):
+            if inputs.dynamic and inputs.strategy == "token" and inputs.symmetric:
+                kind = f"W{bits}A8_DYNAMIC"
+            elif not inputs.dynamic and inputs.strategy == "tensor" and bits == 8 and form == BYTES:
+                kind = STATIC
+    if kind is None:
+        found = f"{weights.num_bits}-bit {weights.type} weights ({weights.strategy})"
+        asked = f"{inputs.num_bits}-bit {inputs.type} inputs ({inputs.strategy})" if inputs else "inputs as they are"
+        raise extension.RefusedError(
+            f"compressed-tensors asks for {found} with {asked} in format {form}; {SERVED}: quantize the model again"
+        )
+    return kind
+
+
+@register_quantization_config("compressed-tensors")
+class NPUCompressedTensorsConfig(CompressedTensorsConfig):
+    """vLLM's, with experts on grouped matrix products."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:  # vLLM's has no self
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
+        """As vLLM's.
+
+        Raises:
+            RefusedError: a scheme or a KV cache that is not served.
+        """
+        if cache := config.get("kv_cache_scheme"):
+            raise extension.RefusedError(
+                f"compressed-tensors asks for a KV cache of {cache.get('num_bits')}-bit {cache.get('type')}; caches are served "
+                "in the model's dtype, and as ModelSlim's C8: quantize the model again without kv_cache_scheme"
+            )
+        made = super().from_config(config)
+        kinds = [
+            scheme_of(scheme["weights"], scheme["input_activations"], scheme.get("format") or made.quant_format)
+            for scheme in made.target_scheme_map.values()
+        ]
+        check_chip(kinds)
+        return made
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        return CompressedTensorsConfig.get_checkpoint_weight_mapper() | UNUSED
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            return self._experts(layer, prefix)
+        return None if isinstance(layer, Attention) else super().get_quant_method(layer, prefix)
+
+    def _experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+        self._add_fused_moe_to_target_scheme_map()
+        parts = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+        found = [self.get_scheme_dict(layer, f"{prefix}.0.{part}") for part in parts]
+        if any(each != found[0] for each in found):
+            raise extension.RefusedError(f"the matrices of {prefix} are of different schemes: quantize them alike")
+        if found[0] is None:
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        weights: Any = found[0]["weights"]
+        inputs: Any = found[0].get("input_activations")
+        form = str(found[0].get("format") or self.quant_format)
+        scheme = SCHEMES[scheme_of(weights, inputs, form)]
+        stored = tensors_of(weights, form)
+        read = reader(scheme.bits)
+        return QuantizedExperts(layer.moe_config, scheme, stored, read, weights.group_size or 0, prefix)
+
+
+def tensors_of(weights: QuantizationArgs, form: str) -> dict[str, Stored]:
+    """The tensors of a matrix in a checkpoint (``compressed_tensors_moe_wna16.py``, ``_w4a8_int8.py``, ``_w8a8_int8.py``)."""
+    scale = {"weight_scale": Stored(torch.float32, "groups")}
+    if form == BYTES:
+        return {"weight": Stored(torch.int8)} | scale
+    each = 32 // weights.num_bits
+    packed = {"weight_packed": Stored(torch.int32, columns=each)} | scale
+    if not weights.symmetric:
+        packed["weight_zero_point"] = Stored(torch.int32, "groups", rows=each)
+    return packed
+
+
+def reader(bits: int) -> Callable[[Tensors], Quantized]:
+    def read(given: Tensors) -> Quantized:
+        weight = given["weight"] if "weight" in given else unpack_words(given["weight_packed"], bits)
+        zero = given.get("weight_zero_point")
+        return Quantized(weight, given["weight_scale"].float(), None if zero is None else unpack_words(zero, bits, -2).float())
+
+    return read
+
+
+class NPUInt8Kernel(Int8ScaledMMLinearKernel):
+    """W8A8 and W8A8_DYNAMIC for vLLM's ``CompressedTensorsW8A8Int8``."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        if c.is_static_input_scheme or c.input_symmetric:
+            return True, None
+        return False, "takes inputs that are quantized as they come with symmetric scales alone"
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        names = self.layer_param_names
+        weight, scale, input_scale, zero, _ = self._get_layer_params(layer)
+        scale = scale.data.float()
+        if not self.config.is_channelwise:  # one for each matrix of a fused layer
+            widths = torch.tensor(layer.logical_widths, device=scale.device)
+            scale = scale.flatten().repeat_interleave(widths)
+        scale = scale.view(-1, 1)
+        if self.config.is_static_input_scheme:
+            assert input_scale is not None
+            self.scheme: Scheme = SCHEMES[STATIC]
+            offset = torch.zeros_like(input_scale.data) if zero is None else zero.data.to(input_scale.dtype)
+            bias = (-offset * weight.data.sum(1, dtype=torch.float32)).round().to(torch.int32)
+            assert isinstance(self.scheme, W8A8)
+            packed = self.scheme.pack_static(weight.data, (scale * input_scale.data).flatten(), bias, input_scale.data, offset)
+        else:
+            self.scheme = SCHEMES["W8A8_DYNAMIC"]
+            packed = self.scheme.pack(Quantized(weight.data, scale), torch.get_default_dtype())
+        replace(layer, names, packed)
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return apply(self.scheme, layer, x, bias)
+
+
+class NPUMixedPrecisionKernel(MPLinearKernel):
+    """W8A16, W4A16 and W4A8_DYNAMIC for vLLM's ``CompressedTensorsWNA16``, ``WNA8Int`` and ``W4A8Int``."""
+
+    TYPES = (scalar_types.int4, scalar_types.uint4b8, scalar_types.uint4, scalar_types.uint8b128, scalar_types.uint8)
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        inputs, out = c.partition_weight_shape
+        if c.weight_type not in cls.TYPES or c.act_type not in (torch.float16, torch.bfloat16):
+            return False, f"takes no weights of {c.weight_type} with inputs of {c.act_type}"
+        several = c.group_size not in (-1, inputs, c.full_weight_shape[0])
+        if several and (c.group_size % GROUP_STEP or inputs % c.group_size):
+            return False, f"takes groups of a multiple of {GROUP_STEP} that divide the {inputs} inputs, not of {c.group_size}"
+        if c.weight_type.size_bits == 4 and out % 8:
+            return False, f"takes multiples of 8 rows of four-bit weights, not {out}"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        kind, bits = self.config.weight_type, self.config.weight_type.size_bits
+        # vLLM tells a kernel of quantized inputs by this alone (compressed_tensors_wNa8.py)
+        quantized = kind == scalar_types.int4 or getattr(layer, "_humming_input_quant_config", None) is not None
+        self.scheme = SCHEMES[f"W{bits}A8_DYNAMIC" if quantized else f"W{bits}A16"]
+        weight, scale, zero = self._get_weight_params(layer)
+        given = {"weight_scale": scale.data}
+        given["weight" if kind == scalar_types.int4 else "weight_packed"] = weight.data
+        if zero is not None:
+            given["weight_zero_point"] = zero.data
+        matrix = self.scheme.checked(reader(bits)(given), type(self).__name__)
+        packed = self.scheme.pack(matrix, self.config.act_type)
+        loaded = {"weight", "weight_shape", self.w_q_name, self.w_s_name, self.w_zp_name or "weight_zero_point"}
+        replace(layer, loaded, packed)
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return apply(self.scheme, layer, x, bias)
+
+
+register_linear_kernel(NPUInt8Kernel, PlatformEnum.OOT, "int8")
+register_linear_kernel(NPUMixedPrecisionKernel, PlatformEnum.OOT, "mp")

@@ -1,0 +1,171 @@
+"""Checkpoints of ModelSlim (``--quantization ascend``): a file beside the weights names the scheme of each tensor.
+
+The format is that of msmodelslim's ``AscendV1Saver``: ``quant_model_description.json`` maps each tensor's name to its scheme,
+and has ``version``, ``group_size`` and ``kv_cache_type`` for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+from ascend_platform import extension
+from ascend_platform.quantization.common import DESCRIPTION, NAME, check_chip
+from ascend_platform.quantization.methods.experts import QuantizedExperts
+from ascend_platform.quantization.methods.kv_cache import CACHE_NAMES, Int8CacheMethod
+from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod
+from ascend_platform.quantization.registry import FLOAT, SCHEMES
+
+CACHE_KINDS = ("C8",)
+
+
+@register_quantization_config(NAME)
+class ModelSlimConfig(QuantizationConfig):
+    """The description, by which each layer gets its method."""
+
+    def __init__(self, description: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.description: dict[str, Any] = {}
+        self.int8_cache = False
+        if description:
+            self._take(description)
+
+    @classmethod
+    def get_name(cls) -> Any:
+        return NAME
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0  # NPUs have none
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # maybe_update_config reads it, and says what to do where there is none
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ModelSlimConfig:
+        """From ``quantization_config`` of a model's configuration, which may have the description or nothing of it."""
+        return cls({key: value for key, value in config.items() if key != "quant_method"})
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Read the description beside the weights.
+
+        Raises:
+            RefusedError: there is none, or it names what is not served.
+        """
+        if self.description:
+            return
+        description = get_hf_file_to_dict(DESCRIPTION, model_name, revision or "main")
+        if description is None:
+            raise extension.RefusedError(
+                f"--quantization {NAME} is for checkpoints of ModelSlim, which have a file {DESCRIPTION}; {model_name} has none: "
+                f"leave --quantization out, or quantize the model with ModelSlim"
+            )
+        self._take(description)
+
+    def _take(self, description: dict[str, Any]) -> None:
+        weights = {name: kind for name, kind in description.items() if _is_weight(name)}
+        if not weights:
+            return
+        unknown = sorted({str(kind) for kind in weights.values()} - {FLOAT, *SCHEMES})
+        if unknown:
+            example = next(name for name, kind in weights.items() if kind in unknown)
+            raise extension.RefusedError(
+                f"{DESCRIPTION} has weights of {', '.join(unknown)} (such as {example}); served are {', '.join(SCHEMES)} and "
+                f"{FLOAT}: quantize the model again with these"
+            )
+        cache = description.get("kv_cache_type") or description.get("kv_quant_type")
+        others = [kind for kind in (cache, description.get("fa_quant_type")) if kind and kind not in CACHE_KINDS]
+        if others:
+            raise extension.RefusedError(
+                f"{DESCRIPTION} asks for a KV cache or attention of {', '.join(map(str, others))}; C8, an int8 KV cache, is "
+                "served: quantize the model again with it, or without"
+            )
+        check_chip([kind for kind in weights.values() if kind != FLOAT])
+        self.description, self.int8_cache = description, bool(cache)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        self.description = hf_to_vllm_mapper.apply_dict(self.description)
+
+    def get_cache_scale_mapper(self) -> WeightsMapper:  # vLLM's is static, and called on the object
+        return WeightsMapper(orig_to_new_suffix=CACHE_NAMES) | QuantizationConfig.get_cache_scale_mapper()
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        """Leave out what is not used: sums that are computed here, and shapes before packing."""
+        return WeightsMapper(orig_to_new_suffix={".scale_bias": None, ".weight_shape": None})
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, Attention):
+            return Int8CacheMethod(prefix) if self.int8_cache else None
+        if isinstance(layer, RoutedExperts):
+            parts = [f"{prefix}.0.{part}" for part in _names_of_parts(layer)]
+            kind = self._kind(parts, prefix)
+            if kind == FLOAT:
+                return UnquantizedFusedMoEMethod(layer.moe_config)
+            scheme = SCHEMES[kind]
+            group_size = int(self.description.get("group_size") or 0) if scheme.expert_groups else 0
+            stored = scheme.stored(self.description, parts[0])
+            if not any(tensor.layout == "groups" for tensor in stored.values()):
+                group_size = 0
+            return QuantizedExperts(layer.moe_config, scheme, stored, scheme.read, group_size, prefix)
+        if isinstance(layer, LinearBase | VocabParallelEmbedding):
+            matrices = self._matrices(prefix)
+            if isinstance(layer, VocabParallelEmbedding):
+                if (kind := self._of(prefix) or FLOAT) != FLOAT:  # tied heads are not named
+                    raise extension.RefusedError(
+                        f"{prefix} is {kind}; embeddings and output heads are served as {FLOAT}: quantize the model without them"
+                    )
+                return UnquantizedEmbeddingMethod()
+            kind = self._kind(matrices, prefix)
+            if kind == FLOAT:
+                return UnquantizedLinearMethod()
+            scheme = SCHEMES[kind]
+            return ModelSlimLinearMethod(scheme, scheme.stored(self.description, matrices[0]), prefix)
+        return None
+
+    def _matrices(self, prefix: str) -> list[str]:
+        """The matrices that vLLM keeps as one layer, by the checkpoint's names."""
+        path, _, last = prefix.rpartition(".")
+        parts = self.packed_modules_mapping.get(last, [last])
+        names = [f"{path}.{part}" if path else part for part in parts]
+        return names if any(self._of(name) for name in names) else [prefix]
+
+    def _of(self, matrix: str) -> str | None:
+        return self.description.get(f"{matrix}.weight") or self.description.get(f"{matrix}.weight_packed")
+
+    def _kind(self, matrices: Iterable[str], prefix: str) -> str:
+        kinds = {name: self._of(name) for name in matrices}
+        if not any(kinds.values()):
+            raise extension.RefusedError(
+                f"{DESCRIPTION} does not say of which scheme {', '.join(kinds)} is: add it there, {FLOAT!r} if it is not "
+                "quantized"
+            )
+        if len(set(kinds.values())) > 1:
+            found = ", ".join(f"{name.rpartition('.')[2]} {kind}" for name, kind in kinds.items())
+            raise extension.RefusedError(
+                f"the matrices of {prefix}, which vLLM keeps as one, are of different schemes ({found}): quantize them alike"
+            )
+        return str(next(iter(kinds.values())))
+
+
+def _is_weight(name: str) -> bool:
+    return name.endswith((".weight", ".weight_packed"))
+
+
+def _names_of_parts(layer: RoutedExperts) -> tuple[str | None, ...]:
+    return layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name

@@ -1,0 +1,1 @@
+"""Quantization methods of layers: linear layers, experts, KV cache."""

@@ -1,0 +1,92 @@
+"""Quantized experts, whichever format their checkpoint has: loaded by vLLM's loader of experts, applied by a scheme."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoeWeightScaleSupported
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.utils import set_weight_attrs
+
+from ascend_platform import extension
+from ascend_platform.ops.fused_moe import NPUExperts
+from ascend_platform.quantization.base import Quantized, Scheme, Stored, Tensors
+from ascend_platform.quantization.methods.linear import replace
+
+
+class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
+    """Experts of one layer. Tokens travel to other ranks as they are and are quantized where their experts are.
+
+    Args:
+        stored: the tensors of an expert's matrix, which vLLM loads into ``w13_<name>`` and ``w2_<name>``.
+        read: makes matrices of these tensors.
+        group_size: inputs for which a row has one scale; 0 for all.
+    """
+
+    def __init__(
+        self,
+        moe: FusedMoEConfig,
+        scheme: Scheme,
+        stored: dict[str, Stored],
+        read: Callable[[Tensors], Quantized],
+        group_size: int,
+        name: str,
+    ) -> None:
+        super().__init__(moe)
+        if not scheme.experts:
+            raise extension.RefusedError(
+                f"{name} has experts of {scheme.name}; experts are served of W8A8_DYNAMIC, W8A16, W4A16 and W4A8_DYNAMIC: "
+                "quantize them again as one of these"
+            )
+        self.scheme, self.stored, self.read, self.group_size, self.name = scheme, stored, read, group_size, name
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        self.dtype = params_dtype
+        sizes = {
+            "w13_": (2 * intermediate_size_per_partition, hidden_size),
+            "w2_": (hidden_size, intermediate_size_per_partition),
+        }
+        for prefix, (out, inputs) in sizes.items():
+            groups = max(1, inputs // self.group_size) if self.group_size else 1
+            self.scheme.check_groups(inputs, groups, True, self.name)
+            for name, stored in self.stored.items():
+                made = torch.nn.Parameter(
+                    torch.zeros(num_experts, *stored.shape(out, inputs, groups), dtype=stored.dtype), requires_grad=False
+                )
+                several = stored.layout == "groups" and groups > 1
+                kind = FusedMoeWeightScaleSupported.GROUP if several else FusedMoeWeightScaleSupported.CHANNEL
+                layer.register_parameter(prefix + name, made)
+                set_weight_attrs(made, extra_weight_attrs | {"quant_method": kind.value})
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        for prefix in ("w13_", "w2_"):
+            given = {name: getattr(layer, prefix + name).data for name in self.stored}
+            matrix = self.scheme.checked(self.read(given), self.name)
+            replace(layer, self.stored, self.scheme.pack(matrix, self.dtype), prefix)
+        self.setup_experts(layer)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """vLLM's own kernels, which would want one, are not used."""
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        first, second = ({n: getattr(layer, p + n) for n in self.scheme.packed} for p in ("w13_", "w2_"))
+        return self.apply_routed(functools.partial(self.scheme.swiglu, first, second), x, topk_weights, topk_ids)

@@ -1,0 +1,132 @@
+"""Linear layers of ModelSlim checkpoints: their tensors are loaded by vLLM's parameters, and applied by a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear, register_weight_loader_v2_supported_method
+from vllm.model_executor.parameter import (
+    BasevLLMParameter,
+    ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PackedvLLMParameter,
+    PerTensorScaleParameter,
+)
+
+from ascend_platform import extension
+from ascend_platform.quantization.base import Scheme, Stored
+
+
+class ScaleParameter(GroupQuantScaleParameter):
+    """Scales or offsets ``[rows, groups]`` of which the checkpoint decides how many groups there are.
+
+    A description's ``group_size`` holds for a whole checkpoint, which may have rows with one scale all the same.
+    """
+
+    fitted = False
+
+    def _fit(self, loaded: torch.Tensor, parts: int = 1) -> torch.Tensor:
+        loaded = loaded.reshape(len(loaded), -1)
+        groups = loaded.shape[1]
+        if groups == 1:
+            parts = 1
+        if groups % parts or (self.fitted and self.data.shape[1] != groups // parts):
+            raise extension.RefusedError(
+                f"{groups} scales for each row do not divide among {parts} ranks, or are not as many as the "
+                f"{self.data.shape[1]} of the matrices beside it: lower --tensor-parallel-size, or quantize them alike"
+            )
+        if not self.fitted:
+            self.fitted = True
+            self.data = self.data.new_zeros(self.data.shape[0], groups // parts)
+        return loaded
+
+    def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        super().load_column_parallel_weight(self._fit(loaded_weight))
+
+    def load_merged_column_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
+        super().load_merged_column_weight(self._fit(loaded_weight), **kwargs)
+
+    def load_qkv_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
+        super().load_qkv_weight(self._fit(loaded_weight), **kwargs)
+
+    def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        loaded = self._fit(loaded_weight, self.tp_size)
+        if loaded.shape[1] == 1:  # one for the row, whose parts all ranks have
+            self.data.copy_(loaded)
+        else:
+            super().load_row_parallel_weight(loaded)
+
+
+def parameter(stored: Stored, rows: int, inputs: int, matrices: int, loader: Callable[..., None]) -> BasevLLMParameter:
+    """vLLM's parameter for a tensor of a linear layer whose rows are those of this many matrices."""
+
+    def load(own: BasevLLMParameter, loaded: torch.Tensor, *arguments: Any, **named: Any) -> None:
+        if loaded.dtype == torch.int64 and own.dtype == torch.float32:
+            loaded = loaded.to(torch.int32).view(torch.float32)  # deq_scale of float16 models: a float's bits
+        loader(own, loaded, *arguments, **named)
+
+    options: dict[str, Any] = {"weight_loader": load}
+    if stored.layout == "input":
+        return PerTensorScaleParameter(data=torch.zeros(matrices, dtype=stored.dtype), **options)
+    data = torch.zeros(stored.shape(rows, inputs, 1), dtype=stored.dtype)
+    if stored.layout in ("one", "none"):
+        return ChannelQuantScaleParameter(data=data, output_dim=0, **options)
+    if stored.layout == "groups":
+        return ScaleParameter(data=data, output_dim=0, input_dim=1, **options)
+    if stored.rows == stored.columns == 1:
+        return ModelWeightParameter(data=data, output_dim=0, input_dim=1, **options)
+    packed = {"packed_dim": 1, "packed_factor": stored.columns} if stored.columns > 1 else {}
+    packed = packed or {"packed_dim": 0, "packed_factor": stored.rows}
+    return PackedvLLMParameter(data=data, output_dim=0, input_dim=1, **packed, **options)
+
+
+def replace(layer: torch.nn.Module, loaded: Any, packed: dict[str, torch.Tensor], prefix: str = "") -> None:
+    """Put the tensors for the operators in the place of those that were loaded."""
+    for name in loaded:
+        if hasattr(layer, prefix + name):
+            delattr(layer, prefix + name)
+    for name, tensor in packed.items():
+        layer.register_parameter(prefix + name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+def apply(scheme: Scheme, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x ``[..., in]`` by the layer's matrix: ``[..., out]``."""
+    own = {name: getattr(layer, name) for name in scheme.packed}
+    product = scheme.apply(x.reshape(-1, x.shape[-1]), own, bias)
+    return product.view(*x.shape[:-1], product.shape[-1])
+
+
+@register_weight_loader_v2_supported_method
+class ModelSlimLinearMethod(LinearMethodBase):
+    """One linear layer, of the matrices ``stored`` says."""
+
+    def __init__(self, scheme: Scheme, stored: dict[str, Stored], name: str) -> None:
+        self.scheme, self.stored, self.name = scheme, stored, name
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        rows, loader = sum(output_partition_sizes), extra_weight_attrs["weight_loader"]
+        self.dtype = params_dtype
+        for name, stored in self.stored.items():
+            made = parameter(stored, rows, input_size_per_partition, len(output_partition_sizes), loader)
+            layer.register_parameter(name, made)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        given = {name: getattr(layer, name).data for name in self.stored}
+        first = not isinstance(layer, RowParallelLinear) or layer.tp_rank == 0
+        replace(layer, self.stored, self.scheme.load(given, self.dtype, self.name, first))
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        # a static layer's quant_bias has its own bias in it
+        return apply(self.scheme, layer, x, None if "quant_bias" in self.stored else bias)

@@ -1,0 +1,80 @@
+"""W4A8_DYNAMIC: four-bit weights with scales for each row or for groups of inputs, inputs with a scale for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch_npu
+
+from ascend_platform.ops.fused_moe import grouped_matmul
+from ascend_platform.quantization.base import (
+    Quantized,
+    Scheme,
+    Stored,
+    Tensors,
+    pack_int4,
+    unpack_int4_rows,
+)
+
+
+class W4A8Dynamic(Scheme):
+    """By npu_grouped_matmul, of one group for a linear layer: it alone has products of int8 and int4.
+
+    The operator halves an int8 into signed four-bit parts and so loses 8 times the matrix's sums, which are added as a bias
+    (op-plugin, ``test_npu_grouped_matmul_A8W4``). A checkpoint has them as ``scale_bias``; they are computed here, so that
+    each rank has those of its own part.
+    """
+
+    name = "W4A8_DYNAMIC"
+    bits = 4
+    groups = True
+    expert_groups = True
+    packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "scale_bias")
+
+    def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
+        """Two rows in a byte since version 1.0.0 of the format; scales of groups are factors of those of rows."""
+        rows = 2 if description.get("version") == "1.0.0" else 1
+        tensors = {"weight": Stored(torch.int8, rows=rows)}
+        tensors |= {name: Stored(torch.float32, "one") for name in ("weight_scale", "weight_offset")}
+        if f"{layer}.weight_scale_second" in description:
+            tensors |= {f"{name}_second": Stored(torch.float32, "groups") for name in ("weight_scale", "weight_offset")}
+        return tensors
+
+    def read(self, given: Tensors) -> Quantized:
+        scale, zero = given["weight_scale"].float(), given["weight_offset"].float()
+        if "weight_scale_second" in given:
+            second = given["weight_offset_second"].float()
+            scale, zero = scale * given["weight_scale_second"], second + zero
+        weight = given["weight"]
+        # packed weights have half as many rows as scales
+        return Quantized(unpack_int4_rows(weight) if weight.shape[-2] < scale.shape[-2] else weight, scale, zero)
+
+    def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        weight, scale = matrix.weight, matrix.scale.transpose(-1, -2).contiguous()  # [..., groups, out]
+        if weight.dim() == 2:
+            weight, scale = weight.unsqueeze(0), scale.unsqueeze(0)
+        sums = weight.unflatten(-1, (scale.shape[1], -1)).sum(-1, dtype=torch.float32).transpose(1, 2)
+        return {
+            "weight": pack_int4(weight),
+            "weight_scale": scale.view(torch.int32).long(),  # a float's bits in the lower half of a word
+            "scale_bias": 8 * (sums * scale).sum(1),
+        }
+
+    def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+        counts = torch.full((1,), len(x), dtype=torch.int64, device=x.device)
+        product = self.grouped(x, own, counts)
+        return product if bias is None else product.add_(bias)
+
+    def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
+        values, scale = torch_npu.npu_dynamic_quant(rows)
+        return grouped_matmul(
+            values,
+            own["weight"],
+            counts,
+            scale=own["weight_scale"],
+            bias=own["scale_bias"],
+            per_token_scale=scale,
+            output_dtype=rows.dtype,
+        )

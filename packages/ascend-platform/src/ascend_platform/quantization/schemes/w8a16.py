@@ -1,0 +1,15 @@
+"""W8A16: int8 weights with scales and offsets for each row, in linear layers also for groups of inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from ascend_platform.quantization.base import transpose_int8
+from ascend_platform.quantization.schemes.weight_only import WeightOnly
+
+
+class W8A16(WeightOnly):
+    name = "W8A16"
+
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return transpose_int8(weight)

@@ -1,0 +1,52 @@
+"""W8A8_DYNAMIC: int8 weights with a scale for each row, inputs with a scale for each token that is found as it comes."""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+
+from ascend_platform.ops.fused_moe import grouped_matmul
+from ascend_platform.quantization.base import Quantized, Scheme, Tensors, per_row, transpose_int8
+
+FUSED_STEP, FUSED_MOST = 64, 10496
+"""Inner sizes that npu_dequant_swiglu_quant takes with groups: multiples of the one up to the other (its documentation)."""
+
+
+class W8A8Dynamic(Scheme):
+    name = "W8A8_DYNAMIC"
+
+    def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {"weight": transpose_int8(matrix.weight), "weight_scale": per_row(matrix.scale)}
+
+    def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+        values, scale = torch_npu.npu_dynamic_quant(x)
+        return torch_npu.npu_quant_matmul(
+            values, own["weight"], own["weight_scale"], pertoken_scale=scale, bias=bias, output_dtype=x.dtype
+        )
+
+    def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
+        values, scale = torch_npu.npu_dynamic_quant(rows)
+        return self._grouped(values, scale, own, counts, rows.dtype)
+
+    def swiglu(self, first: Tensors, second: Tensors, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        inner = first["weight"].shape[-1] // 2
+        if inner % FUSED_STEP or inner > FUSED_MOST:
+            return super().swiglu(first, second, rows, counts)
+        values, scale = torch_npu.npu_dynamic_quant(rows)
+        sums = grouped_matmul(values, first["weight"], counts, output_dtype=torch.int32)
+        values, scale = torch_npu.npu_dequant_swiglu_quant(
+            sums,
+            weight_scale=first["weight_scale"],
+            activation_scale=scale,
+            group_index=counts,
+            activate_left=True,
+            quant_mode=1,
+        )
+        return self._grouped(values, scale, second, counts, rows.dtype)
+
+    def _grouped(
+        self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        # to bfloat16 the operator takes scales in bfloat16 alone
+        factor = own["weight_scale"].to(dtype) if dtype == torch.bfloat16 else own["weight_scale"]
+        return grouped_matmul(values, own["weight"], counts, scale=factor, per_token_scale=scale, output_dtype=dtype)

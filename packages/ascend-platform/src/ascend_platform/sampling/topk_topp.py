@@ -1,0 +1,111 @@
+"""Top-k, top-p and random sampling with two fused operators, on chips that have them.
+
+npu_sim_exponential_ draws the noise, npu_top_k_top_p_sample does the rest. The steps before are vLLM's, in PyTorch: penalties,
+bias, bad words, min-p, temperature. Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in
+the torch_npu wheel.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+import torch_npu
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+
+from ascend_platform import extension
+from ascend_platform.vllm_overrides import override
+
+MAX_TOP_K = 1024
+"""The operator ignores a larger k."""
+
+
+class NPUTopKTopPSampler(torch.nn.Module):
+    """TopKTopPSampler on the fused operators, with vLLM's (``vllm/v1/sample/ops/topk_topp_sampler.py``) as a fallback.
+
+    vLLM's implementation keeps all logits equal to the k-th largest; the operator keeps exactly k.
+    """
+
+    def __init__(self, native: TopKTopPSampler, runner: Any) -> None:
+        super().__init__()
+        self.native = native
+        # runner.input_batch, which is replaced at times, has top-k on the host; a proxy, so that the runner can be freed
+        self.runner = weakref.proxy(runner)
+        self.uses_float64 = getattr(native, "use_fp64_gumbel", False)
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sample one token per request.
+
+        Args:
+            logits: float32 ``[requests, vocab_size]``.
+            generators: by row, for requests with a seed.
+            k: int32 ``[requests]``, vocab_size for requests without top-k.
+            p: float32 ``[requests]``, 1 for requests without top-p.
+
+        Returns:
+            Token ids int64 ``[requests]``, and the processed logits or log-probabilities if ``logprobs_mode`` needs them.
+        """
+        if self.uses_float64 or not self.supports(k):
+            return self.native(logits, generators, k, p)
+        noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        if len(generators) < len(noise):
+            torch_npu.npu_sim_exponential_(noise)
+        for row, generator in generators.items():
+            torch_npu.npu_sim_exponential_(noise[row], generator=generator)
+        mode = self.native.logprobs_mode
+        need_logits = mode.startswith("processed")
+        tokens, processed = _top_k_top_p_sample(logits, k, p, q=noise, is_need_logits=need_logits)
+        if not need_logits:
+            return tokens, None
+        return tokens, processed.log_softmax(-1) if mode == "processed_logprobs" else processed
+
+    def mask_logits(self, logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+        """Mask logits ``[rows, vocab_size]`` outside of top-k and top-p with minus infinity; k and p are ``[rows]``."""
+        if (k is None and p is None) or not self.supports(k):
+            return apply_top_k_top_p(logits, k, p)
+        return _top_k_top_p_sample(logits, k, p, is_need_logits=True)[1]
+
+    def supports(self, k: torch.Tensor | None) -> bool:
+        """Whether the operator supports every request's k."""
+        if k is None:
+            return True
+        batch = self.runner.input_batch
+        top_k = batch.top_k_cpu[: batch.num_reqs]
+        return not ((top_k > MAX_TOP_K) & (top_k < batch.vocab_size)).any()
+
+
+def _top_k_top_p_sample(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, **options: Any) -> Any:
+    rows = logits.shape[0]
+    if k is None:
+        k = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+    p = torch.ones(rows, dtype=logits.dtype, device=logits.device) if p is None else p.to(logits.dtype)
+    return torch_npu.npu_top_k_top_p_sample(logits, k.int(), p, **options)
+
+
+_active: NPUTopKTopPSampler | None = None
+"""The sampler of the engine whose rejection sampler ran last; a process may have several engines."""
+
+
+def _mask_logits(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+    """Replacement of vLLM's ``apply_top_k_top_p`` for the rejection sampler."""
+    return apply_top_k_top_p(logits, k, p) if _active is None else _active.mask_logits(logits, k, p)
+
+
+def install(runner: Any) -> None:
+    """Use the fused operators in a model runner's sampler and rejection sampler, on chips that have them."""
+    if not extension.chip().family.top_k_top_p:
+        return
+    sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(runner.sampler.topk_topp_sampler, runner)
+    if (rejection := getattr(runner, "rejection_sampler", None)) is not None:
+        override("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", _mask_logits)
+
+        def activate(*_: object) -> None:
+            global _active
+            _active = sampler
+
+        rejection.register_forward_pre_hook(activate)

@@ -1,0 +1,29 @@
+"""PyTorch implementations of vLLM's Triton kernels, and their registration."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm.triton_utils import dispatcher
+
+from ascend_platform import vllm_overrides
+
+
+def register(overrides: Mapping[str, Callable[..., Any]]) -> None:
+    """Let vLLM launch these functions instead of its kernels; a second call for a kernel does nothing.
+
+    Raises:
+        RefusedError: a kernel is missing, or its source has changed.
+    """
+    new = {}
+    for target, kernel in overrides.items():
+        vllm_overrides.require(target)
+        name = target.replace(":", ".")
+        _, registered = dispatcher._registry.get(name, (None, None))
+        if registered is not None and registered is not kernel:
+            vllm_overrides.report_foreign(target, registered)
+        if registered is not kernel:
+            new[name] = kernel
+    with warnings.catch_warnings():  # vLLM looks at every name of every module, deprecated ones too
+        warnings.simplefilter("ignore")
+        dispatcher.register_kernels(new)

@@ -1,0 +1,77 @@
+"""PyTorch implementation of vLLM's slot mapping kernel.
+
+It takes the Triton kernel's arguments (``vllm/triton_utils/dispatcher.py``) and does not synchronize with the device.
+"""
+
+import functools
+
+import torch
+
+from ascend_platform.compat import slot_mapping_kernel
+
+
+def compute_slot_mapping(
+    num_tokens: int,
+    max_num_tokens: int,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    block_table_stride: int,
+    slot_mapping: torch.Tensor,
+    KV_CACHE_BLOCK_SIZE: int,
+    TOTAL_CP_WORLD_SIZE: int,
+    TOTAL_CP_RANK: int,
+    CP_KV_CACHE_INTERLEAVE_SIZE: int,
+    PAD_ID: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Write the slot mapping, ``block * block_size + offset``, with slots of the null block for padding tokens.
+
+    Replaces ``vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel``. Under context parallelism, consecutive runs of
+    CP_KV_CACHE_INTERLEAVE_SIZE tokens go to the ranks in turn. A rank stores its own tokens without gaps; other ranks' tokens get
+    PAD_ID.
+
+    Args:
+        num_tokens: tokens of this step.
+        max_num_tokens: length of ``slot_mapping``.
+        query_start_loc: int32 ``[requests + 1]``, first token of each request.
+        positions: int64 ``[num_tokens]``, position of each token in its request.
+        block_table: int32 ``[max_requests, block_table_stride]``.
+        slot_mapping: int64 ``[max_num_tokens]``, written.
+    """
+    if TOTAL_CP_WORLD_SIZE > 1:
+        runs = positions // CP_KV_CACHE_INTERLEAVE_SIZE
+        is_remote = runs % TOTAL_CP_WORLD_SIZE != TOTAL_CP_RANK
+        positions = runs // TOTAL_CP_WORLD_SIZE * CP_KV_CACHE_INTERLEAVE_SIZE + positions % CP_KV_CACHE_INTERLEAVE_SIZE
+    requests = query_start_loc.shape[0] - 1
+    blocks = positions // KV_CACHE_BLOCK_SIZE
+    if num_tokens == requests:  # one token per request, as vLLM schedules no empty request: a decode step
+        block_numbers = block_table[:requests].gather(1, blocks.unsqueeze(1)).squeeze(1)
+    else:
+        tokens = _arange(max_num_tokens, positions.device)[:num_tokens]
+        token_requests = torch.bucketize(tokens, query_start_loc[1:], right=True)
+        block_numbers = block_table.view(-1).index_select(0, torch.add(blocks, token_requests, alpha=block_table_stride))
+    # block * block_size + position % block_size == position + (block - position // block_size) * block_size
+    torch.add(positions, block_numbers - blocks, alpha=KV_CACHE_BLOCK_SIZE, out=slot_mapping[:num_tokens])
+    if TOTAL_CP_WORLD_SIZE > 1:
+        slot_mapping[:num_tokens].masked_fill_(is_remote, PAD_ID)
+    slot_mapping[num_tokens:].copy_(null_slots(max_num_tokens, KV_CACHE_BLOCK_SIZE, positions.device)[num_tokens:])
+
+
+@functools.lru_cache(maxsize=4)
+def _arange(length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=4)
+def _null_slots(length: int, block_size: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(length, device=device) % block_size
+
+
+def null_slots(length: int, block_size: int, device: torch.device) -> torch.Tensor:
+    """Slots in vLLM's null block (block 0), for padding tokens; int64 ``[length]``."""
+    return _null_slots(-(-length // 4096) * 4096, block_size, device)[:length]
+
+
+OVERRIDES = {"vllm.v1.worker.block_table:ComputeSlotMappingKernel.kernel": slot_mapping_kernel(compute_slot_mapping)}
+"""vLLM's kernel, as in ``vllm_overrides.OVERRIDES``, and the function that takes its arguments."""

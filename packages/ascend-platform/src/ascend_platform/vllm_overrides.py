@@ -1,0 +1,411 @@
+"""Names of vLLM that ascend-platform replaces or adds to: a table, and guards that compare vLLM's source with it.
+
+vLLM has no registry, platform hook or base class for these. :func:`check` compares all of them where an engine is configured;
+:func:`override`, :func:`add` and :func:`require` compare a single one again where it is applied, so that nothing is replaced in
+a vLLM that is not supported. The table is also the source of docs/patches-ledger.md and of ``vllm-ascend patches``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from ascend_platform import extension, fingerprint
+
+ACCEPT = "VLLM_ASCEND_ACCEPT_OVERRIDES"
+
+
+@dataclass(frozen=True)
+class Override:
+    """One name of vLLM.
+
+    Attributes:
+        target: ``package.module:qualified.name`` of the definition, or of the module's own ``torch``.
+        action: what is done to it: ``replaced``, ``entries added``, ``kernel registered``, ``operator defined`` or ``used``.
+        why: what fails on the NPU without it.
+        remove_when: the condition under which the entry can be deleted.
+        sources: fingerprints of the source that it was written for, by the first minor version of vLLM that has that source.
+        compared: the target whose source is compared, where it is not ``target`` itself.
+        replaced_in: the modules whose name is replaced, where that is not the defining module alone.
+        kept_in: modules, or packages, that import the name with ``from … import`` and keep vLLM's own.
+    """
+
+    target: str
+    action: str
+    why: str
+    remove_when: str
+    sources: Mapping[str, str]
+    compared: str = ""
+    replaced_in: tuple[str, ...] = ()
+    kept_in: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.module.rpartition('.')[2]}.{self.qualname}"
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def qualname(self) -> str:
+        return self.target.partition(":")[2]
+
+    def row(self, tree: Path | None = None) -> dict[str, str]:
+        """What a table of overrides shows; see ``extension.overrides``."""
+        fields = {"name": self.name, "target": self.target, "action": self.action, "vllm": ", ".join(self.sources)}
+        return fields | {"why": self.why, "remove_when": self.remove_when, "problem": self.problem(tree)}
+
+    def problem(self, tree: Path | None = None) -> str:
+        """The difference between a vLLM (of a source tree, or the installed one) and the supported ones; "" if there is none."""
+        module, _, qualname = self.target.partition(":")
+        source = fingerprint.module_source(module, tree)
+        compared = self.compared or self.target
+        found = source is not None and (compared.endswith(".*") or fingerprint.fingerprint(source, qualname))
+        if not found:
+            return fingerprint.drift(self.target, (), source)
+        source = fingerprint.module_source(compared.partition(":")[0], tree)
+        return fingerprint.drift(compared, self.sources.values(), source)
+
+
+def check() -> None:
+    """Compare all targets with the source that this version supports.
+
+    Raises:
+        RefusedError: a target is missing or has changed, in one line.
+    """
+    names = {each.name for each in OVERRIDES}
+    for name in sorted(_accepted() - names):
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        extension.logger.warning("%s names %r, which is no override%s", ACCEPT, name, hint)
+    different = [each for each in OVERRIDES if _problem(each.target)]
+    refused = [each for each in different if not _accept(each)]
+    fingerprint.parsed.cache_clear()
+    if refused:
+        more = f" (and {len(refused) - 1} more, see vllm-ascend patches check)" if refused[1:] else ""
+        raise _error(refused[0], f"{_problem(refused[0].target)}{more}")
+
+
+def override(target: str, replacement: Any) -> None:
+    """Replace a name of vLLM in this process; a second call for a target does nothing.
+
+    A module that has imported the original with ``from … import`` would keep it. vLLM's modules that have done so must be in
+    the entry's ``replaced_in`` or ``kept_in``.
+
+    Raises:
+        RefusedError: the target is missing or has changed, or a module that the entry does not name has imported it.
+    """
+    each = _entry(target)
+    if target in _applied:
+        return
+    original = _resolve(each)
+    report_foreign(target, original)
+    if "." in each.qualname:
+        owner = functools.reduce(getattr, each.qualname.split(".")[:-1], importlib.import_module(each.module))
+        setattr(owner, each.qualname.rpartition(".")[2], replacement)
+    else:
+        own = each.replaced_in or (each.module,)
+        if not isinstance(original, ModuleType):
+            _check_importers(each, original, {each.module, *own})
+        for name in own:
+            if name in sys.modules or each.module not in own:  # one that is imported later imports the replacement
+                setattr(importlib.import_module(name), each.qualname, replacement)
+    _applied.add(target)
+
+
+def add(target: str, entries: Mapping[Any, Any] | Iterable[Any]) -> None:
+    """Add entries to a dict, where it does not have the key, or members to a set of vLLM's.
+
+    Raises:
+        RefusedError: the target is missing, or its source or that of its user has changed.
+    """
+    table = _resolve(_entry(target))
+    if isinstance(entries, Mapping):
+        for key, value in entries.items():
+            table.setdefault(key, value)
+    else:
+        table.update(entries)
+
+
+def require(target: str) -> None:
+    """Compare a target that is used, or replaced through a registry of vLLM's, with the supported source.
+
+    Raises:
+        RefusedError: the target is missing or has changed.
+    """
+    if _problem(target) and not _accept(_entry(target)):
+        raise _error(_entry(target), _problem(target))
+    fingerprint.parsed.cache_clear()
+
+
+_applied: set[str] = set()
+
+
+def _entry(target: str) -> Override:
+    return next(each for each in OVERRIDES if each.target == target)
+
+
+def _accepted() -> set[str]:
+    return set(filter(None, map(str.strip, os.environ.get(ACCEPT, "").split(","))))
+
+
+@functools.cache
+def _problem(target: str) -> str:
+    return _entry(target).problem()
+
+
+def _accept(each: Override) -> bool:
+    """Whether the user accepts the difference; a missing target cannot be accepted."""
+    problem = _problem(each.target)
+    if each.name not in _accepted() or "is missing" in problem:
+        return False
+    extension.logger.warning("override %s is applied, as %s says: %s", each.name, ACCEPT, problem)
+    return True
+
+
+def _error(each: Override, problem: str) -> extension.RefusedError:
+    accept = ""
+    if "is missing" not in problem:
+        names = ",".join(sorted({*_accepted(), each.name}))
+        accept = f", or, if this vLLM is edited and the override fits it: export {ACCEPT}={names}"
+    return extension.RefusedError(
+        f"vLLM {extension.version('vllm')} is not as ascend-platform {extension.version('ascend-platform')} supports it: "
+        f"override {each.name}: {problem}; run: pip install --upgrade ascend-platform, or install an unedited release of "
+        f"{_supported()}{accept}"
+    )
+
+
+def _supported() -> str:
+    declared = map(Requirement, importlib.metadata.requires("ascend-platform") or [])
+    return next(str(each) for each in declared if each.name == "vllm")
+
+
+def _resolve(each: Override) -> Any:
+    require(each.target)
+    try:
+        return functools.reduce(getattr, each.qualname.split("."), importlib.import_module(each.module))
+    except (ImportError, AttributeError) as error:
+        raise _error(each, f"target {each.target} is missing: {error}") from error
+
+
+def _check_importers(each: Override, original: Any, known: set[str]) -> None:
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("vllm.") or name in known or any(f"{name}.".startswith(f"{kept}.") for kept in each.kept_in):
+            continue
+        if any(value is original for value in list(vars(module).values())) and each.name not in _accepted():
+            raise _error(each, f"{name} has imported {each.target} too, and would keep vLLM's own")
+
+
+def report_foreign(target: str, original: Any) -> None:
+    """Log which other plugin has put something in place of vLLM's own, if one has."""
+    name = getattr(original, "__globals__", {}).get("__name__") or getattr(original, "__module__", None) or ""
+    if isinstance(name, str) and name.partition(".")[0] not in (*sys.stdlib_module_names, "vllm", "torch", ""):
+        extension.logger.warning("override %s replaces what %s has put in place of %s", _entry(target).name, name, target)
+
+
+_ROUTER = "vllm.model_executor.layers.fused_moe.router."
+_HOOK = "vLLM has a platform hook for it"
+
+
+def _torch_view(module: str, why: str, fingerprint: str) -> Override:
+    remove_when = "the module uses torch.accelerator in place of torch.cuda"
+    return Override(f"{module}:torch", "replaced", why, remove_when, {"0.31": fingerprint}, compared=f"{module}:torch.cuda.*")
+
+
+def _kernel(module: str, qualname: str, why: str, **sources: str) -> Override:
+    """A Triton kernel with a PyTorch implementation that takes its arguments, through vLLM's registry of kernels."""
+    by_minor = {minor.replace("v", "").replace("_", "."): source for minor, source in sources.items()}
+    return Override(f"{module}:{qualname}", "kernel registered", why, "Triton runs on the NPU", by_minor)
+
+
+OVERRIDES: tuple[Override, ...] = (
+    _torch_view(
+        "vllm.v1.worker.gpu_model_runner",
+        "the V1 runner makes streams and events by torch.cuda",
+        "5a9f55bd7b2c",
+    ),
+    _torch_view("vllm.distributed.parallel_state", "graph_capture and the groups take torch.cuda's streams", "7420a0e96b51"),
+    _torch_view("vllm.compilation.cuda_graph", "CUDAGraphWrapper captures by torch.cuda.graph", "934f7fb345ba"),
+    Override(
+        "vllm.distributed.parallel_state:graph_capture",
+        "replaced",
+        "it prepares the communicators of CUDA and XPU; HCCL's collectives are captured without",
+        _HOOK,
+        {"0.31": "91b3eceb44f5", "0.33": "4312d0671379"},
+        replaced_in=("vllm.distributed.parallel_state", "vllm.distributed", "vllm.v1.worker.gpu_model_runner"),
+        kept_in=("vllm.v1.worker.gpu", "vllm.benchmarks"),
+    ),
+    Override(
+        "vllm.distributed.eplb.eplb_state:EplbState",
+        "replaced",
+        "it tells the thread that moves experts' weights its device on CUDA and XPU alone",
+        "EplbState sets device_index for every device",
+        {"0.31": "54ba80813d3b"},
+        compared="vllm.distributed.eplb.eplb_state:EplbState.__init__",
+        replaced_in=("vllm.v1.worker.gpu_model_runner",),
+        kept_in=(  # which use its static methods, or its name in annotations
+            "vllm.model_executor.layers.fused_moe.routed_experts",
+            "vllm.v1.spec_decode",
+            "vllm.v1.worker.gpu",
+        ),
+    ),
+    Override(
+        "vllm.utils.torch_utils:weak_ref_tensor",
+        "replaced",
+        "it calls an operator of vLLM's CUDA extension",
+        _HOOK,
+        {"0.31": "8af0c074cd0c"},
+        replaced_in=("vllm.utils.torch_utils", "vllm.compilation.breakable_cudagraph"),
+    ),
+    Override(
+        "vllm.platforms.interface:Platform._global_graph_pool",
+        "used",
+        "graphs that are captured again need another memory pool",
+        "vLLM can reset its graph pool",
+        {"0.31": "5d298078a162"},
+        compared="vllm.platforms.interface:Platform.get_global_graph_pool",
+    ),
+    Override(
+        "vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances",
+        "used",
+        "graphs that are captured again need another memory pool",
+        "vLLM can reset its graph pool",
+        {"0.31": "a9c2e5f493e3"},
+        compared="vllm.compilation.cuda_graph:CUDAGraphWrapper.__init__",
+    ),
+    Override(
+        "vllm.compilation.compiler_interface:EagerAdaptor",
+        "replaced",
+        "vLLM's eager compiler runs no passes, and there is no Inductor",
+        "the eager compiler runs the platform's pass manager",
+        {"0.31": "92739aeba699"},
+        compared="vllm.compilation.compiler_interface:EagerAdaptor.compile",
+        replaced_in=("vllm.compilation.backends",),
+    ),
+    Override(
+        f"{_ROUTER}grouped_topk_router:grouped_topk",
+        "replaced",
+        "npu_moe_gating_top_k does it in one operator, and the router has no hook",
+        "the router asks the platform for it",
+        {"0.31": "84e56a4c3d15"},
+    ),
+    Override(
+        f"{_ROUTER}base_router:eplb_map_to_physical_and_record",
+        "replaced",
+        "for other devices than CUDA, ROCm and XPU vLLM returns the logical ids unmapped, and counts nothing",
+        "vLLM's fallback maps the ids",
+        {"0.31": "b0dacc84bbf9"},
+        replaced_in=(
+            f"{_ROUTER}base_router",
+            "vllm.model_executor.layers.fused_moe.deep_gemm_mega_moe",
+            "vllm.models.deepseek_v4.nvidia.model",
+            "vllm.models.kimi_k3.nvidia.model",
+        ),
+    ),
+    Override(
+        "vllm._custom_ops:topk_softmax",
+        "operator defined",
+        "it calls torch.ops._moe_C.topk_softmax of vLLM's CUDA extension",
+        "the router asks the platform for it",
+        {"0.31": "e3fb0bdcef67"},
+    ),
+    Override(
+        "vllm._custom_ops:topk_sigmoid",
+        "operator defined",
+        "it calls torch.ops._moe_C.topk_sigmoid of vLLM's CUDA extension",
+        "the router asks the platform for it",
+        {"0.31": "675fdc3f3fa6"},
+    ),
+    Override(
+        "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p",
+        "replaced",
+        "npu_top_k_top_p_sample does it in one operator, and the rejection sampler has no hook",
+        "the rejection sampler uses the sampler's own method",
+        {"0.31": "a1916ce18e6c", "0.33": "1d6c2688bdca"},
+        replaced_in=("vllm.v1.sample.rejection_sampler",),
+        kept_in=(
+            "vllm.v1.sample.ops.topk_topp_sampler",
+            "vllm.v1.worker.gpu",
+            "vllm.v1.watermarking",
+            "vllm.model_executor.models.diffusion_gemma",
+        ),
+    ),
+    Override(
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata",
+        "replaced",
+        "a drafter updates seq_lens on the device alone, and marks padding by slot -1, which npu_scatter_pa_kv_cache rejects",
+        "drafters keep seq_lens_cpu_upper_bound up to date and use slots of the null block",
+        {"0.31": "1a23a12d0de6", "0.32": "c117a57e4063"},
+    ),
+    Override(
+        "vllm.v1.spec_decode.utils:extend_all_queries_by_N",
+        "replaced",
+        "it extends seq_lens on the device alone",
+        "it extends seq_lens_cpu_upper_bound",
+        {"0.31": "a4edf38c9dc1"},
+        replaced_in=("vllm.v1.spec_decode.llm_base_proposer",),
+    ),
+    *(
+        Override(
+            f"vllm.profiler.wrapper:{table}",
+            "entries added",
+            "vLLM looks up by device type what its profiler can record",
+            _HOOK,
+            {"0.31": "7858fd04a880"},
+            compared="vllm.profiler.wrapper:validate_worker_profiler_config",
+        )
+        for table in ("_SUPPORTED_PROFILER_KINDS", "_DEFAULT_TORCH_PROFILER_ACTIVITIES", "_SUPPORTED_TORCH_PROFILER_ACTIVITIES")
+    ),
+    Override(
+        "vllm.v1.executor.ray_utils:WORKER_SPECIFIC_ENV_VARS",
+        "entries added",
+        "Ray workers on other nodes must not get the driver's visible NPUs and address",
+        "vLLM takes the platform's device_control_env_var for it",
+        {"0.31": "c65f283590fa"},
+    ),
+    Override(
+        "vllm.envs:environment_variables",
+        "entries added",
+        "vLLM warns of environment variables that it does not know",
+        "vLLM lets plugins register environment variables",
+        {"0.31": "bd04f7d404be"},
+        compared="vllm.platforms.interface:Platform.validate_environ",
+    ),
+    _kernel(
+        "vllm.v1.worker.block_table",
+        "ComputeSlotMappingKernel.kernel",
+        "the slot of each token in the KV cache",
+        v0_31="258a232bfdb8",
+        v0_32="5ebee7d19b24",
+    ),
+    *(
+        _kernel("vllm.v1.sample.rejection_sampler", qualname, why, v0_31=source)
+        for qualname, why, source in (
+            ("expand_kernel", "a request's sampling parameter for each of its draft tokens", "c78260607249"),
+            ("rejection_greedy_sample_kernel", "accepted draft tokens at temperature 0", "8954f37cd20f"),
+            ("rejection_random_sample_kernel", "accepted draft tokens", "82b20c180407"),
+            ("sample_recovered_tokens_kernel", "the token in place of the first rejected one", "4ec2a810d3d8"),
+        )
+    ),
+    *(
+        _kernel("vllm.v1.spec_decode.utils", qualname, why, v0_31=source)
+        for qualname, why, source in (
+            ("eagle_step_slot_mapping_metadata_kernel", "positions and slots of the drafter's next step", "15bfc6d06e03"),
+            ("eagle_prepare_inputs_padded_kernel", "the drafter's inputs after rejection", "25a6038779a9"),
+            ("eagle_prepare_next_token_padded_kernel", "the last accepted token of each request", "dcb94ba9102c"),
+            ("copy_and_expand_eagle_inputs_kernel", "the inputs of parallel drafting", "bc6ff465c28d"),
+        )
+    ),
+)

@@ -1,0 +1,1 @@
+"""The worker process: device, model runner, sleep mode, watchdog."""

@@ -1,0 +1,110 @@
+"""vLLM's V1 model runner on the NPU: torch.npu streams, split KV caches and limited capture sizes."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.distributed.eplb.eplb_state import EplbState
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+import ascend_platform.ops.fused_moe  # noqa: F401  (before a model's layers are made)
+from ascend_platform import extension
+from ascend_platform.attention import kv_cache
+from ascend_platform.graph import acl_graph
+from ascend_platform.graph.acl_graph import module_with_overrides
+from ascend_platform.graph.capture_sizes import GraphSizeMixin
+from ascend_platform.sampling import topk_topp
+from ascend_platform.triton_overrides import drafter
+from ascend_platform.triton_overrides.slot_mapping import null_slots
+from ascend_platform.vllm_overrides import override
+
+STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
+
+
+# The V1 runner calls torch.cuda.Stream, Event, stream and current_stream directly, in __init__ and in every step
+# (gpu_model_runner.py:276-298, 745-753). Only these modules get torch.npu's; torch.cuda itself is unchanged.
+_torch = module_with_overrides(
+    torch, cuda=module_with_overrides(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES})
+)
+override("vllm.v1.worker.gpu_model_runner:torch", _torch)
+override("vllm.distributed.parallel_state:torch", _torch)
+override("vllm.distributed.parallel_state:graph_capture", acl_graph.graph_capture)
+
+
+class NPUEplbState(EplbState):
+    """EplbState with the device index that the weight transfer thread needs; vLLM sets it on CUDA and XPU only."""
+
+    def __init__(self, parallel_config: ParallelConfig, device: torch.device) -> None:
+        super().__init__(parallel_config, device)
+        self.device_index = device.index
+
+
+override("vllm.distributed.eplb.eplb_state:EplbState", NPUEplbState)  # load_model makes one by this name
+
+
+def register_vision_attention() -> None:
+    """Register the offered MMEncoderAttention for multimodal encoders, once."""
+    if (path := extension.offered("attention.vision")) and MMEncoderAttention.__name__ not in op_registry_oot:
+        MMEncoderAttention.register_oot(resolve_obj_by_qualname(path))
+
+
+class NPUModelRunner(GraphSizeMixin, GPUModelRunner):
+    """GPUModelRunner with limited capture sizes, and with keys and values in separate tensors."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        if vllm_config.speculative_config:
+            drafter.install()
+        if vllm_config.model_config.is_multimodal_model:
+            register_vision_attention()
+        super().__init__(vllm_config, *args, **kwargs)
+        topk_topp.install(self)
+
+    def reload_weights(self, *arguments: Any, **named: Any) -> None:
+        """Reload weights as vLLM does.
+
+        Raises:
+            RefusedError: the weights are quantized, so that the loaded tensors have been replaced by packed ones.
+        """
+        if self.vllm_config.quant_config is not None:
+            raise extension.RefusedError(
+                "reload_weights is not supported with quantized weights; fix: sleep(level=1), which keeps the weights on the host"
+            )
+        super().reload_weights(*arguments, **named)
+
+    def initialize_kv_cache_tensors(
+        self,
+        kv_cache_config: KVCacheConfig,
+        kernel_block_sizes: list[int],
+        kv_cache_allocation_context: AbstractContextManager | None = None,
+    ) -> dict[str, kv_cache.KVCachePair]:
+        """Allocate the KV cache as vLLM does, then bind a KVCachePair to each layer.
+
+        ``self.kv_caches``, in which the runner copies blocks (``copy_kv_cache_blocks_inplace``), lists the keys and the values of
+        each layer as two caches, both indexed by vLLM's block numbers.
+        """
+        kv_cache.check(kv_cache_config)
+        caches = super().initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes, kv_cache_allocation_context)
+        layers = self.compilation_config.static_forward_context
+        pairs = {name: kv_cache.split_kv_cache(layers[name].kv_cache, layers[name].head_size) for name in caches}
+        for name, pair in pairs.items():
+            layers[name].bind_kv_cache(pair)
+        tensors = [tensor for pair in pairs.values() for tensor in pair]
+        self.kv_caches[:] = {tensor.data_ptr(): tensor for tensor in tensors}.values()  # KV cache groups share tensors
+        return pairs
+
+    def _build_attention_metadata(self, num_tokens: int, *args: Any, slot_mappings: Any = None, **kwargs: Any) -> Any:
+        """Map padding slots to the null block; npu_scatter_pa_kv_cache rejects slot -1.
+
+        In a dummy run (without ``num_scheduled_tokens``) all tokens are padding tokens.
+        """
+        first_padding = 0 if kwargs.get("num_scheduled_tokens") is None else num_tokens
+        for slots in (slot_mappings or {}).values():
+            if first_padding < len(slots):
+                slots[first_padding:].copy_(null_slots(len(slots), self.cache_config.block_size, slots.device)[first_padding:])
+        kwargs["slot_mappings"] = slot_mappings
+        return super()._build_attention_metadata(num_tokens, *args, **kwargs)

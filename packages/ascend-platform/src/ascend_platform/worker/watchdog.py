@@ -1,0 +1,65 @@
+"""Watchdog threads that end a process when the process that it depends on has exited.
+
+Without them vLLM's engine core outlives its API server, and a worker outlives rank 0.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+
+import torch
+
+from ascend_platform import extension
+
+TCP_KEEPALIVE = 5, 5, 3  # TCP_KEEPIDLE and TCP_KEEPINTVL in seconds, TCP_KEEPCNT
+SIGTERM_GRACE = 10.0  # seconds; a process that waits in C++ does not handle SIGTERM
+VLLM_PROCESS_NAMES = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordinator")
+
+
+def exit_when_parent_exits() -> None:
+    """End this process when its parent exits, if it is a multiprocessing child of vLLM. Called when the platform is imported."""
+    if multiprocessing.current_process().name.startswith(VLLM_PROCESS_NAMES):
+        threading.Thread(target=_watch_parent, args=(os.getppid(),), name="ascend-parent", daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    _terminate("the parent process %d has exited; terminating", parent)
+
+
+def exit_when_rank_0_exits() -> None:
+    """End this process when rank 0 exits, detected by a connection to the TCP store of torch.distributed.
+
+    Call it after the process groups are initialized. Does nothing with other stores.
+    """
+    store = torch.distributed.distributed_c10d._get_default_store()
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, torch.distributed.TCPStore):
+        connection = socket.create_connection((store.host, store.port), timeout=60)
+        threading.Thread(target=_watch_rank_0, args=(connection,), name="ascend-rank-0", daemon=True).start()
+
+
+def _watch_rank_0(connection: socket.socket) -> None:
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in zip((socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), TCP_KEEPALIVE, strict=True):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    host, port = connection.getpeername()[:2]
+    try:
+        while connection.recv(1):
+            pass
+    except OSError:
+        pass
+    _terminate("lost the connection to rank 0 (%s port %d): its process or machine is down; terminating", host, port)
+
+
+def _terminate(line: str, *arguments: object) -> None:
+    extension.logger.error(line, *arguments)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(SIGTERM_GRACE)
+    os._exit(1)

@@ -1,0 +1,191 @@
+"""vLLM's V1 worker on the NPU: device initialization, process groups and the KV cache's memory budget."""
+
+import atexit
+import gc
+import os
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import CUDAGraphMode
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_pp_group
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.platforms import current_platform
+from vllm.platforms.interface import set_assigned_physical_gpu_ids
+from vllm.utils.gc_utils import freeze_gc_heap, maybe_attach_gc_debug_callback
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.utils.mem_utils import MemorySnapshot
+from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
+from vllm.v1.worker.utils import request_memory
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from ascend_platform import compat, extension
+from ascend_platform.config.components import announce
+from ascend_platform.observability import metrics
+from ascend_platform.observability.profiler import NPUProfiler
+from ascend_platform.worker import watchdog
+from ascend_platform.worker.model_runner import NPUModelRunner
+from ascend_platform.worker.sleep_mode import StorageBackend, notify_awake
+
+
+class NPUWorker(Worker):
+    """vLLM's GPU worker with an NPU as its device."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        announce(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+        directory = os.environ.get("VLLM_RPC_BASE_PATH")
+        if directory and self.distributed_init_method.startswith("file://"):
+            # a worker that dies leaves this file behind; the directory is removed with the main process
+            self.distributed_init_method = f"file://{directory}/{self.distributed_init_method.rpartition('/')[2]}"
+
+    def init_device(self) -> None:
+        """Open the device, initialize the process groups, take a memory snapshot and create the model runner.
+
+        Raises:
+            RuntimeError: there are fewer visible NPUs than local ranks.
+        """
+        parallel = self.parallel_config
+        if parallel.assigned_physical_gpu_ids is not None:
+            # vLLM assigns devices to the data-parallel engines that it starts (vllm/v1/engine/utils.py:298)
+            set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
+            num_devices = len(parallel.assigned_physical_gpu_ids)
+        else:
+            num_devices = torch.npu.device_count()
+            if (
+                parallel.distributed_executor_backend not in ("ray", "external_launcher")
+                and parallel.data_parallel_backend != "ray"
+                and parallel.nnodes_within_dp == 1
+            ):
+                # other engines of a node see all of its devices and use them in order
+                local_dp_rank = parallel.data_parallel_rank_local
+                if local_dp_rank is None:
+                    local_dp_rank = parallel.data_parallel_index
+                self.local_rank += parallel.world_size * local_dp_rank
+        if self.local_rank >= num_devices:
+            raise RuntimeError(
+                f"rank {self.rank} needs NPU {self.local_rank}, but {num_devices} are visible; fix: lower "
+                "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, or list more NPUs in "
+                f"{current_platform.device_control_env_var}"
+            )
+        index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
+        self.device = torch.device("npu", index)
+        torch.npu.set_device(self.device)
+        init_worker_distributed_environment(
+            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
+        )
+        is_remote = parallel.node_rank > 0 or parallel.data_parallel_index >= parallel.data_parallel_size_local
+        if is_remote and torch.distributed.get_rank() and parallel.distributed_executor_backend in ("mp", "uni"):
+            watchdog.exit_when_rank_0_exits()
+        atexit.register(_destroy_process_groups)
+        compat.set_random_seed(self.model_config.seed)
+        gc.collect()
+        torch.npu.empty_cache()
+        self.init_snapshot = MemorySnapshot(device=self.device)
+        self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
+        compat.init_workspace_and_model_runner(self)
+
+    def load_model(self, **options: Any) -> None:
+        """Load the model as vLLM does, after registering the load formats and weight transfer engines offered by components."""
+        engine = extension.offered("weight_transfer.hccl")
+        if engine and "hccl" not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine("hccl", *engine.rsplit(".", 1))
+        for load_config in filter(None, (self.load_config, _draft_load_config(self.vllm_config))):
+            if loader := extension.offered(f"load_format.{load_config.load_format}"):
+                register_model_loader(load_config.load_format)(resolve_obj_by_qualname(loader))
+        super().load_model(**options)
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes available for the KV cache: free memory minus graph memory, limited by CANN's attention kernels.
+
+        vLLM estimates graph memory on CUDA and XPU only. The keys of a layer, and its values, must have fewer than 2^31 elements
+        (torch_npu's documentation of npu_fused_infer_attention_score, page attention).
+        """
+        available = super().determine_available_memory()
+        if self._estimates_graph_memory():
+            available -= self.model_runner.profile_cudagraph_memory()
+        specs = self.get_kv_cache_spec().values()
+        if not specs:
+            return available
+        block_elements = max(spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v) for spec in specs)
+        # KV cache groups share memory; a group has at least the layers of the rarest spec (vllm/v1/core/kv_cache_utils.py)
+        block_bytes = min(sum(spec.page_size_bytes for spec in specs if spec == kind) for kind in set(specs))
+        return min(available, (2**31 - 1) // block_elements * block_bytes)
+
+    def _estimates_graph_memory(self) -> bool:
+        """Whether graph memory is subtracted: graphs are captured, the KV cache size is not fixed, and vLLM's switch is on."""
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        has_budget = self.cache_config.kv_cache_memory_bytes is None
+        return has_budget and mode != CUDAGraphMode.NONE and envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Capture graphs, run the largest step and its sampling once to reserve their memory, and set the seed.
+
+        vLLM's version (``vllm/v1/worker/gpu_worker.py``) also warms up JIT-compiled kernels, which NPUs do not have, and imports
+        models that need torchvision for it (``vllm/model_executor/warmup/kernel_warmup.py``).
+        """
+        self.model_runner.capture_model()
+        if get_pp_group().is_last_rank:
+            scheduler = self.scheduler_config
+            num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+            hidden, last_hidden = self.model_runner._dummy_run(
+                num_reqs, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
+            )
+            if self.model_runner.is_pooling_model:
+                self.model_runner._dummy_pooler_run(hidden)
+            else:
+                self.model_runner._dummy_sampler_run(last_hidden)
+        compat.set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
+        freeze_gc_heap()
+        maybe_attach_gc_debug_callback()
+        notify_awake(True)
+        assert self.device is not None
+        stop_metrics = metrics.report(self.vllm_config, self.rank, self.device.index)
+        weakref.finalize(self, stop_metrics)  # at exit, too: before the interpreter destroys the modules that the thread uses
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def checkpoint_prepare(self) -> None:
+        """Refuse checkpointing of the worker process.
+
+        Raises:
+            NotImplementedError: always; CANN cannot checkpoint and restore a process with an open NPU.
+        """
+        raise NotImplementedError("a process with an open NPU cannot be checkpointed; use sleep mode or start another process")
+
+    checkpoint_restore = checkpoint_prepare
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None, **iterations: Any) -> None:
+        """Start or stop torch_npu's profiler (``--profiler-config``), as vLLM's Worker.profile."""
+        configured = self.profiler_config is not None and self.profiler_config.profiler is not None
+        if is_start and configured and self.profiler is None:
+            self.profiler = NPUProfiler(self.profiler_config, f"rank{self.rank}")
+        super().profile(is_start, profile_prefix, **iterations)
+
+    def _make_model_runner(self) -> NPUModelRunner:
+        return NPUModelRunner(self.vllm_config, self.device)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
+        return nullcontext()
+
+    @cached_property
+    def sleep_mode_backend(self) -> StorageBackend:
+        return StorageBackend(self)
+
+
+def _draft_load_config(vllm_config: Any) -> Any:
+    return vllm_config.speculative_config and vllm_config.speculative_config.draft_load_config
+
+
+def _destroy_process_groups() -> None:
+    """Destroy the remaining process groups at exit, as vLLM's engine does on shutdown.
+
+    torch_npu destroys them in an exit handler of its own (``torch_npu/_init/core/runtime_lifecycle.py``), and an engine in the
+    main process, which is finalized after that, then fails. This handler is registered later, so it runs earlier.
+    """
+    if torch.distributed.is_initialized():
+        destroy_model_parallel()
+        destroy_distributed_environment()

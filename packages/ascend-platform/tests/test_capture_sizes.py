@@ -1,0 +1,33 @@
+"""How many sizes are captured, from what is known before any is."""
+
+import pytest
+from ascend_platform.graph import capture_sizes
+from vllm.config import CUDAGraphMode
+
+SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]  # vLLM's own, for 256 requests at a time
+
+
+@pytest.mark.parametrize(
+    ("mode", "graphs"),
+    [("FULL", 51), ("FULL_DECODE_ONLY", 35), ("PIECEWISE", 29 * 51), ("FULL_AND_PIECEWISE", 29 * 51 + 35)],
+)
+def test_graphs_of_28_layers(mode: str, graphs: int) -> None:
+    assert capture_sizes.num_graphs(CUDAGraphMode[mode], SIZES, 29, 256) == graphs
+
+
+@pytest.mark.parametrize(("most", "each"), [(1800, 1), (1800, 2), (840, 1), (840, 3)])
+def test_as_many_sizes_as_fit(most: int, each: int) -> None:
+    def streams(sizes: list[int]) -> int:
+        return each * capture_sizes.num_graphs(CUDAGraphMode.FULL_AND_PIECEWISE, sizes, 29, 256)
+
+    count = capture_sizes.max_sizes_that_fit(SIZES, most, streams)
+    kept = capture_sizes.subsample_sizes(SIZES, count)
+    assert len(set(kept)) == count
+    assert (kept[0], kept[-1]) == (1, 512)
+    assert streams(kept) <= most
+    assert count == len(SIZES) or streams(capture_sizes.subsample_sizes(SIZES, count + 1)) > most
+
+
+def test_one_size_is_tried_in_any_case() -> None:
+    assert capture_sizes.max_sizes_that_fit(SIZES, 10, lambda sizes: 2000 * len(sizes)) == 1
+    assert capture_sizes.subsample_sizes(SIZES, 1) == [512]

@@ -1,0 +1,162 @@
+"""The choice of experts and what a rank's experts make of tokens, against plain arithmetic in float64 on the CPU."""
+
+from types import SimpleNamespace
+
+import ascend_platform.ops.fused_moe as moe
+import pytest
+import torch
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.router import fused_topk_router, grouped_topk_router
+
+TOKENS, EXPERTS, HIDDEN, INNER = 33, 16, 64, 32
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def chosen(logits, k, scoring, renormalize, bias=None, factor=1.0, groups=1, best_groups=1):
+    """Weights of all experts, zero where one is not chosen."""
+    logits = logits.double()
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    ranked = scores if bias is None else scores + bias.double()
+    by_group = ranked.view(len(logits), groups, -1)
+    of_group = by_group.amax(-1) if bias is None else by_group.topk(2, -1).values.sum(-1)
+    allowed = torch.zeros_like(of_group).scatter_(1, of_group.topk(best_groups, -1).indices, 1)
+    ranked = ranked.masked_fill(allowed.repeat_interleave(logits.shape[1] // groups, 1) == 0, -torch.inf)
+    ids = ranked.topk(k, -1).indices
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return torch.zeros_like(scores).scatter_(1, ids, weights * factor)
+
+
+def spread(weights, ids):
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    return torch.zeros(len(ids), EXPERTS, dtype=torch.float64).scatter_(1, ids.cpu().long(), weights.cpu().double())
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_best_experts_through_vllms_router(scoring, renormalize, dtype):
+    logits = drawn(TOKENS, EXPERTS).to(dtype)
+    x = torch.empty(TOKENS, HIDDEN, dtype=dtype, device="npu")
+    weights, ids, _ = fused_topk_router.fused_topk(x, logits.npu(), 3, renormalize, scoring_func=scoring)
+    torch.testing.assert_close(spread(weights, ids), chosen(logits, 3, scoring, renormalize), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_best_experts_of_groups(scoring, renormalize, biased, groups, factor):
+    logits, bias = drawn(TOKENS, EXPERTS), drawn(EXPERTS, seed=1) * 0.1 if biased else None
+    weights, ids = grouped_topk_router.grouped_topk(
+        torch.empty(TOKENS, HIDDEN, device="npu"),
+        logits.npu(),
+        3,
+        renormalize,
+        *groups,
+        scoring,
+        factor,
+        None if bias is None else bias.npu(),
+    )
+    exact = chosen(logits, 3, scoring, renormalize, bias, factor, *groups)
+    torch.testing.assert_close(spread(weights, ids), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_that_the_operator_does_not_take_are_vllms():
+    logits = drawn(TOKENS, EXPERTS)
+    x = torch.empty(TOKENS, HIDDEN, device="npu")
+    weights, ids = grouped_topk_router.grouped_topk(x, logits.npu(), 3, True, 8, 3)
+    exact = chosen(logits, 3, "softmax", True, groups=8, best_groups=3)
+    torch.testing.assert_close(spread(weights, ids), exact, rtol=1e-5, atol=1e-6)
+
+
+def method(first, count):
+    made = moe.NPUFusedMoEMethod.__new__(moe.NPUFusedMoEMethod)
+    parallel = SimpleNamespace(dp_size=1, is_sequence_parallel=False, use_ep=count < EXPERTS)
+    made.moe = SimpleNamespace(num_experts=EXPERTS, has_bias=False, moe_parallel_config=parallel)
+    made.first_expert, made.num_local_experts = first, count
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("first", "count", "tokens"), [(0, EXPERTS, TOKENS), (4, 8, TOKENS), (15, 1, TOKENS), (0, 1, 1), (8, 8, 1)]
+)
+def test_this_ranks_experts(first, count, tokens, dtype):
+    x = drawn(tokens, HIDDEN).to(dtype)
+    w13, w2 = (drawn(EXPERTS, 2 * INNER, HIDDEN, seed=1) / 8).to(dtype), (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:3] for i in range(tokens)]).int()
+    if tokens == 1:
+        ids = torch.tensor([[3, 5, 7]], dtype=torch.int32)  # none is here
+    weights = drawn(tokens, 3, seed=3).softmax(-1)
+    expected = torch.zeros(tokens, HIDDEN, dtype=torch.float64)
+    for token, expert, weight in zip(range(tokens), ids.tolist(), weights.to(dtype).double(), strict=True):
+        for number, factor in zip(expert, weight, strict=True):
+            if first <= number < first + count:
+                gate, up = (w13[number].double() @ x[token].double()).chunk(2)
+                expected[token] += factor * (w2[number].double() @ (torch.nn.functional.silu(gate) * up))
+    layer = SimpleNamespace(w13_weight=w13[first : first + count].npu(), w2_weight=w2[first : first + count].npu())
+    actual = method(first, count).forward_oot(layer, x.npu(), weights.npu(), ids.npu(), None, None)
+    assert (actual.dtype, actual.shape) == (dtype, x.shape)
+    bound = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=bound, atol=bound)
+
+
+def test_rows_of_no_expert_are_not_read(monkeypatch):
+    """What the products leave unwritten may be anything, on an NPU also nan."""
+
+    def experts(w13, w2, rows, counts):
+        out = torch.full_like(rows, torch.nan)
+        out[: int(counts.sum())] = rows[: int(counts.sum())]
+        return out
+
+    monkeypatch.setattr(moe, "swiglu_experts", experts)
+    layer = SimpleNamespace(w13_weight=None, w2_weight=None)
+    x, ids = drawn(2, HIDDEN), torch.tensor([[1, 9], [2, 3]], dtype=torch.int32)
+    weights = torch.tensor([[0.25, 0.5], [0.5, 0.5]])
+    for first, expected in ((8, torch.stack([x[0] * 0.5, x[1] * 0])), (12, x * 0)):
+        actual = method(first, 4).forward_oot(layer, x.npu(), weights.npu(), ids.npu(), None, None)
+        torch.testing.assert_close(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"activation": MoEActivation.GELU}, "activation gelu"),
+        ({"apply_router_weight_on_input": True}, "router weights on the experts' input"),
+        ({"bias": True}, "biases"),
+    ],
+)
+def test_experts_of_another_kind_are_refused_by_name(monkeypatch, changes, named):
+    monkeypatch.setattr(moe.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None)
+    ours = method(0, EXPERTS)
+    ours.moe.has_bias = changes.pop("bias", False)
+    plain = {"activation": MoEActivation.SILU, "apply_router_weight_on_input": False, "expert_map": None}
+    layer = SimpleNamespace(**plain | changes)
+    with pytest.raises(ValueError, match=f"experts with {named} are not supported"):
+        ours.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("unpadded", [None, 5])
+def test_copies_of_an_expert_take_tokens_in_turn_and_are_counted(recorded, unpadded):
+    """Against a loop: experts 0 and 2 have two copies, the last two of seven tokens are padding."""
+    places, copies = torch.tensor([[0, 4, -1], [1, -1, -1], [2, 5, -1], [3, -1, -1]]), torch.tensor([2, 1, 2, 1])
+    ids = torch.tensor([[0, 2], [0, 1], [2, 3], [3, 0], [0, 2], [2, 0], [1, 2]], dtype=torch.int32)
+    load = torch.tensor([1, 0, 0, 0, 0, 0], dtype=torch.int32)
+    expected, counts = [], load.tolist()
+    for token, chosen in enumerate(ids.tolist()):
+        expected.append([places[expert][token % copies[expert]].item() for expert in chosen])
+        for place in expected[-1] if recorded and (unpadded is None or token < unpadded) else ():
+            counts[place] += 1
+    on_npu = load.npu()
+    number = None if unpadded is None else torch.tensor(unpadded, dtype=torch.int32).npu()
+    found = moe.eplb_map_to_physical(ids.npu(), on_npu, places.npu(), copies.npu(), torch.tensor(recorded).npu(), number)
+    assert (found.dtype, found.tolist()) == (ids.dtype, expected)
+    assert on_npu.tolist() == counts
+    assert [expected[0], expected[5]] == [[0, 2], [5, 4]]  # the same experts, other copies

@@ -1,0 +1,115 @@
+"""The built-in attention over random paged batches, against softmax(q k^T) v in float64."""
+
+import random
+
+import pytest
+import torch
+from ascend_platform.attention import paged
+from ascend_platform.attention.encoder import EncoderAttentionBackend
+from ascend_platform.attention.kv_cache import KVCachePair
+from harness.paged_batches import PagedBatch, Sizes, pairs, reference
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import AttentionType
+
+BLOCK_SIZE, BLOCKS = 16, 96
+
+
+@pytest.fixture(autouse=True)
+def current_config():
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (4, 1)])
+@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("max_elements", [1 << 24, 1 << 11])  # the second cuts the work in many pieces
+def test_attention_over_pages(dtype, heads, kv_heads, kind, max_elements, monkeypatch):
+    check(dtype, heads, kv_heads, kind, max_elements, monkeypatch)
+
+
+BEYOND = {
+    "window": {"sliding_window": 24},
+    "wide window": {"sliding_window": 100},
+    "soft cap": {"logits_soft_cap": 1.5},
+    "ALiBi": {"alibi_slopes": [0.5, 0.25, 0.1, 0.02]},
+    "sinks": {"sinks": torch.tensor([0.5, 3.0, -1.0, 2.0])},
+    "all": {"sliding_window": 24, "logits_soft_cap": 1.5, "alibi_slopes": [0.5, 0.25, 0.1, 0.02], "sinks": torch.ones(4)},
+}
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("max_elements", [1 << 24, 1 << 11])
+@pytest.mark.parametrize("beyond", BEYOND)
+def test_what_is_beyond_causal_attention(kind, max_elements, beyond, monkeypatch):
+    check(torch.float32, 4, 2, kind, max_elements, monkeypatch, **BEYOND[beyond])
+
+
+def check(dtype, heads, kv_heads, kind, max_elements, monkeypatch, **beyond):
+    monkeypatch.setattr(paged, "MAX_ELEMENTS", max_elements)
+    rng = random.Random(f"{heads}{kind}{max_elements}")
+    requests = pairs(kind, rng, rng.randint(1, 6), 150)
+    if rng.random() < 0.5:  # vLLM puts requests of one token first, but nothing may depend on it
+        requests.sort(key=lambda pair: pair[0] > 1)
+    batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, heads, kv_heads, 32, dtype, torch.nan), requests, rng)
+    output = batch.run(paged.PagedAttentionBackend, **beyond)
+    slopes = torch.tensor(beyond["alibi_slopes"]) if "alibi_slopes" in beyond else None
+    options = {"window": beyond.get("sliding_window"), "cap": beyond.get("logits_soft_cap"), "sinks": beyond.get("sinks")}
+    bound = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.double(), batch.expected(slopes=slopes, **options), atol=bound, rtol=bound)
+
+
+def test_profiling_without_metadata_gives_zero():
+    layer = paged.PagedAttentionImpl(2, 16, 1.0)
+    output = torch.full((3, 2, 16), torch.nan, device="npu")
+    assert layer.forward(None, output, output, output, KVCachePair(output, output), None, output).abs().sum().item() == 0
+
+
+@pytest.mark.parametrize("num_decodes", [0, 3])
+def test_attention_to_an_encoder_s_tokens(num_decodes):
+    """Every token sees all of its request's keys; a request's are written once, a later step brings none."""
+    heads, size, lengths, counts = 4, 32, [40, 7, 100], [1, 1, 1] if num_decodes else [1, 5, 3]
+    keys, values = ([torch.randn(n, 2, size) for n in lengths] for _ in range(2))
+    table = torch.arange(21, dtype=torch.int32).view(3, 7)
+    slots = torch.cat([torch.arange(n) + 7 * BLOCK_SIZE * r for r, n in enumerate(lengths)])
+    cache = KVCachePair(*torch.full((2, 21, BLOCK_SIZE, 2, size), torch.nan).npu())
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    layer = paged.PagedAttentionImpl(heads, size, size**-0.5, 2, attn_type="encoder_decoder")
+
+    def attend(meta_slots, key, value):
+        meta = paged.PagedAttentionMetadata(
+            query_start_loc=starts,
+            seq_lens=lengths,
+            block_table=table.npu(),
+            slot_mapping=meta_slots,
+            num_decodes=num_decodes,
+            decode_seq_lens=torch.tensor(lengths[:num_decodes], dtype=torch.int32).npu(),
+            max_decode_tokens=112 if num_decodes else 0,
+            causal=False,
+        )
+        output = torch.empty(starts[-1], heads, size, device="npu")
+        queries = torch.randn(starts[-1], heads, size)
+        layer.forward(None, queries.npu(), key, value, cache, meta, output)
+        own = zip(queries.split(counts), keys, values, strict=True)
+        expected = torch.cat([reference(q, k, v, size**-0.5, causal=False) for q, k, v in own])
+        torch.testing.assert_close(output.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+
+    attend(slots.npu(), torch.cat(keys).npu(), torch.cat(values).npu())
+    attend(slots[:0].npu(), None, None)
+
+
+def test_what_it_has_not_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="encoder-only attention"):
+        paged.PagedAttentionImpl(2, 16, 1.0, attn_type="encoder_only")
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_backends_answer_is_what_they_serve(plain):
+    """vLLM asks with members of AttentionType, whose text is not their value."""
+    asked = [kind.value if plain else kind for kind in AttentionType]
+    decoder, encoder = paged.PagedAttentionBackend, EncoderAttentionBackend
+    assert [kind for kind in asked if decoder.supports_attn_type(kind)] == ["decoder", "encoder_decoder"]
+    assert [kind for kind in asked if encoder.supports_attn_type(kind)] == ["encoder_only"]
+    assert (decoder.supports_sink(), encoder.supports_sink()) == (True, False)
+    assert decoder.supports_sliding_window()
+    assert encoder.supports_sliding_window()

@@ -1,0 +1,107 @@
+"""What layers with LoRA compute, against the product of each token with its own adapter in float64."""
+
+import types
+
+import pytest
+import torch
+from ascend_platform.ops.punica import NPUPunicaWrapper
+from vllm.lora.layers import LoRAMapping
+
+SLOTS, RANK, IN = 3, 8, 32
+IDS = [7, None, 9]  # of the adapters in the slots
+
+
+def adapters(out, slices, seed=0):
+    torch.manual_seed(seed)
+    a = tuple(torch.randn(SLOTS, 1, RANK, IN, device="npu") for _ in range(slices))
+    b = tuple(torch.randn(SLOTS, 1, width, RANK, device="npu") for width in out)
+    return a, b
+
+
+def wrapper(tokens, rows=()):
+    config = types.SimpleNamespace(max_loras=SLOTS, lora_dtype=torch.float32)
+    made = NPUPunicaWrapper(64, 16, torch.device("npu"), lora_config=config)
+    made.update_metadata(LoRAMapping(tuple(tokens), tuple(rows or tokens)), IDS, SLOTS, 100)
+    return made
+
+
+def slot(adapter):
+    return IDS.index(adapter) if adapter else None
+
+
+def expected(x, a, b, tokens):
+    """[tokens, out] of one slice, in float64."""
+    rows = []
+    for row, adapter in zip(x.cpu().double(), tokens, strict=True):
+        index = slot(adapter)
+        rows.append(
+            torch.zeros(b.shape[2]).double() if index is None else b[index, 0].cpu().double() @ (a[index, 0].cpu().double() @ row)
+        )
+    return torch.stack(rows)
+
+
+MIXED = [7, 0, 9, 9, 0, 7, 7]
+
+
+@pytest.mark.parametrize("out", [[16], [24, 8, 8]])
+@pytest.mark.parametrize("tokens", [MIXED, [0, 0], [9]])
+def test_linear(out, tokens):
+    a, b = adapters(out, len(out))
+    before = [weight.cpu() for weight in (*a, *b)]
+    x, y = torch.randn(len(tokens), IN, device="npu"), torch.randn(len(tokens), sum(out), device="npu")
+    added = torch.cat([expected(x, *pair, tokens) for pair in zip(a, b, strict=True)], 1) + y.cpu().double()
+    made = wrapper(tokens)
+    for _ in range(2):  # the second time the weights are in the order that the first brought them into
+        found = y.clone()
+        made.add_lora_linear(found, x, a, b, 1.0, tuple(out))
+        torch.testing.assert_close(found.cpu().double(), added, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(weight.cpu(), kept) for weight, kept in zip((*a, *b), before, strict=True))
+
+
+def test_slots_are_filled_outside_of_inference_mode_after_their_first_use_within():
+    """As by ``add_lora`` once graphs have been captured."""
+    a, b = adapters([24, 8, 8], 3)
+    x, y = torch.randn(1, IN, device="npu"), torch.zeros(1, 40, device="npu")
+    with torch.inference_mode():
+        wrapper([7]).add_lora_linear(y.clone(), x, a, b, 1.0, (24, 8, 8))
+    for weight in (*a, *b):
+        weight[0] = 0
+    with torch.inference_mode():
+        wrapper([7]).add_lora_linear(y, x, a, b, 1.0, (24, 8, 8))
+    assert not y.any()
+
+
+def test_an_adapter_that_is_put_into_its_slot_later_counts():
+    a, b = adapters([16], 1)
+    x, made = torch.randn(7, IN, device="npu"), wrapper(MIXED)
+    y = torch.zeros(7, 16, device="npu")
+    made.add_lora_linear(y, x, a, b, 1.0, (16,))
+    b[0][0, 0, :4].copy_(torch.ones(4, RANK))  # as vLLM's set_lora does
+    y.zero_()
+    made.add_lora_linear(y, x, a, b, 1.0, (16,))
+    torch.testing.assert_close(y.cpu().double(), expected(x, a[0], b[0], MIXED), rtol=1e-4, atol=1e-4)
+
+
+def test_shrink_and_expand_apart_as_fully_sharded_layers_have_them():
+    a, b = adapters([24, 8], 2)
+    x, made = torch.randn(7, IN, device="npu"), wrapper(MIXED)
+    shrunk = torch.zeros(2, 7, RANK, device="npu")
+    made.add_shrink(shrunk, x, a, 1.0)
+    y = torch.zeros(7, 40, device="npu")
+    made.add_expand(y, shrunk, b, (24, 8), offset_start=8)
+    added = torch.cat([expected(x, *pair, MIXED) for pair in zip(a, b, strict=True)], 1)
+    torch.testing.assert_close(y[:, 8:].cpu().double(), added, rtol=1e-4, atol=1e-4)
+    assert not y[:, :8].any()
+
+
+def test_embedding_and_logits():
+    a, b = adapters([20], 1)
+    made, x = wrapper(MIXED, rows=[9, 0, 7]), torch.randn(7, RANK, device="npu")
+    y = torch.zeros(7, 20, device="npu")
+    made.add_lora_embedding(y, x, b[0])
+    rows = [torch.zeros(20) if slot(t) is None else b[0][slot(t), 0].cpu() @ row for t, row in zip(MIXED, x.cpu(), strict=True)]
+    torch.testing.assert_close(y.cpu(), torch.stack(rows), rtol=1e-4, atol=1e-4)
+    hidden, logits = torch.randn(3, IN, device="npu"), torch.zeros(3, 18, device="npu")
+    made.add_lora_logits(logits, hidden, a[0], b[0], 1.0)
+    found = expected(hidden, a[0], b[0], [9, 0, 7])[:, :18]
+    torch.testing.assert_close(logits.cpu().double(), found, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,47 @@
+"""The PyTorch replacements of vLLM's Triton kernels, against the arithmetic written out."""
+
+import random
+
+import pytest
+import torch
+from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize(("ranks", "rank", "interleave"), [(1, 0, 1), (2, 0, 1), (3, 2, 1), (2, 1, 8)])
+@pytest.mark.parametrize("seed", range(4))
+def test_each_token_gets_its_place_in_its_request_s_block(decode, block_size, ranks, rank, interleave, seed):
+    rng = random.Random(seed)
+    requests = rng.randint(1, 6)
+    lengths = [1 if decode else rng.randint(1, 300) for _ in range(requests)]
+    starts = [rng.randint(0, 5 * block_size) for _ in range(requests)]
+    width = (5 * block_size + 300) // block_size + 1
+    table = [[rng.randint(0, 999) for _ in range(width)] for _ in range(8)]
+    positions = [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
+    owners = [request for request, length in enumerate(lengths) for _ in range(length)]
+    begins = [sum(lengths[:request]) for request in range(requests + 1)]
+    slots = torch.zeros(2048, dtype=torch.int64, device="npu")
+    compute_slot_mapping(
+        len(positions),
+        2048,
+        torch.tensor(begins, dtype=torch.int32, device="npu"),
+        torch.tensor(positions, device="npu"),
+        torch.tensor(table, dtype=torch.int32, device="npu"),
+        width,
+        slots,
+        block_size,
+        ranks,
+        rank,
+        interleave,
+        -1,
+        1024,
+    )
+    turn = [place for place in range(max(positions) + 1) if place // interleave % ranks == rank]  # what is here
+    at = {place: number for number, place in enumerate(turn)}
+    expected = [
+        table[o][at[p] // block_size] * block_size + at[p] % block_size if p in at else -1
+        for o, p in zip(owners, positions, strict=True)
+    ]
+    # tokens of no request: in the null block, apart from each other as far as it reaches
+    assert slots.tolist() == expected + [token % block_size for token in range(len(positions), 2048)]

@@ -1,0 +1,38 @@
+"""Speculative decoding in vLLM's configuration: what is refused, by its name, and what is set."""
+
+import functools
+import importlib.util
+import types
+
+import pytest
+from ascend_platform import extension
+from ascend_platform.config import spec_decode
+
+
+def config(method, **uses):
+    methods = ("dflash", "gemma4_mtp", "ngram_gpu")
+    asked = {f"use_{name}": functools.partial(uses.get, name, False) for name in methods}
+    speculative = types.SimpleNamespace(method=method, **asked)
+    return types.SimpleNamespace(speculative_config=speculative, scheduler_config=types.SimpleNamespace(async_scheduling=True))
+
+
+@pytest.mark.parametrize("name", spec_decode.REFUSED)
+def test_methods_are_refused_by_name_and_reason(name):
+    with pytest.raises(extension.RefusedError, match=rf"by {name} is not served: [^\n]+$"):
+        spec_decode.check(config(name, **{name: True}))
+
+
+def test_without_numba_there_is_no_ngram(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(extension.RefusedError, match=r"ngram needs numba; run: pip install 'ascend-platform\[ngram\]'"):
+        spec_decode.check(config("ngram"))
+
+
+def test_asynchronous_scheduling_is_off():
+    asked = config("eagle")
+    spec_decode.check(asked)
+    assert asked.scheduler_config.async_scheduling is False
+    asked.speculative_config = None
+    asked.scheduler_config.async_scheduling = True
+    spec_decode.check(asked)
+    assert asked.scheduler_config.async_scheduling is True

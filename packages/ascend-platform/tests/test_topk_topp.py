@@ -1,0 +1,68 @@
+"""Sampling on the NPU's operators: which batches they take, and what they leave in."""
+
+import types
+
+import numpy
+import pytest
+import torch
+from ascend_platform.sampling import topk_topp
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p_pytorch
+
+WORDS = 2000
+
+
+class Runner:
+    def __init__(self, input_batch):
+        self.input_batch = input_batch
+
+
+@pytest.fixture
+def sampler():
+    runners = []  # which the samplers do not keep
+
+    def make(ks, mode="raw_logprobs"):
+        batch = types.SimpleNamespace(top_k_cpu=numpy.array([*ks, 1500]), num_reqs=len(ks), vocab_size=WORDS)
+        runners.append(Runner(batch))
+        return topk_topp.NPUTopKTopPSampler(TopKTopPSampler(mode), runners[-1])
+
+    return make
+
+
+def inputs(ks, ps):
+    torch.manual_seed(0)
+    logits = torch.randn(len(ks), WORDS) * 3
+    return logits, torch.tensor(ks, dtype=torch.int32), torch.tensor(ps)
+
+
+@pytest.mark.parametrize("ks", [[1, 5, 1024, WORDS], [5, 1500, 3, WORDS]])
+def test_what_is_left_in_is_what_vllm_s_own_implementation_leaves_in(sampler, ks):
+    """Whichever of the two serves: the operator takes no k between 1024 and the vocabulary's size."""
+    logits, k, p = inputs(ks, [1.0, 0.7, 0.9, 0.5])
+    made = sampler(ks)
+    assert made.supports(k) == (1500 not in ks)
+    for arguments in ((k, p), (k, None), (None, p), (None, None)):
+        expected = apply_top_k_top_p_pytorch(logits.clone(), *arguments)
+        found = made.mask_logits(logits.to("npu"), *(each if each is None else each.to("npu") for each in arguments))
+        assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("mode", ["processed_logits", "processed_logprobs"])
+@pytest.mark.parametrize("ks", [[1, 5, 1024, WORDS], [5, 1500, 3, WORDS]])
+def test_tokens_and_processed_logits(sampler, ks, mode):
+    logits, k, p = inputs(ks, [1.0, 0.7, 0.9, 0.5])
+    expected = apply_top_k_top_p_pytorch(logits.clone(), k, p)
+    tokens, processed = sampler(ks, mode)(logits.to("npu"), {}, k.to("npu"), p.to("npu"))
+    assert (expected.gather(1, tokens.cpu().unsqueeze(1)) > -torch.inf).all()
+    torch.testing.assert_close(processed.cpu(), expected if mode == "processed_logits" else expected.log_softmax(-1))
+
+
+def test_a_request_s_seed_gives_its_token_again(sampler):
+    logits, k, p = (each.to("npu") for each in inputs([WORDS, WORDS], [0.99, 0.99]))
+
+    def once():
+        generator = torch.Generator(device="npu").manual_seed(5)
+        return sampler([WORDS, WORDS])(logits.clone(), {0: generator}, k, p)[0].tolist()
+
+    found = [once() for _ in range(8)]
+    assert len({seeded for seeded, _ in found}) == 1
+    assert len({free for _, free in found}) > 1

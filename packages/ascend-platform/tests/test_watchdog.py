@@ -1,0 +1,84 @@
+"""A process ends when the one that started it is gone, and a worker on another machine when rank 0's process is."""
+
+import itertools
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+SCRIPT = """
+import sys, time
+import torch
+from ascend_platform.worker import watchdog
+
+rank, port = sys.argv[1:]
+torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
+if rank == "1":
+    watchdog.exit_when_rank_0_exits()
+print("ready", flush=True)
+time.sleep(120)
+"""
+
+PARENT = """
+import multiprocessing, time
+from ascend_platform.worker import watchdog
+
+def child():
+    watchdog.exit_when_parent_exits()
+    print("ready", flush=True)
+    time.sleep(120)
+
+if __name__ == "__main__":
+    processes = [multiprocessing.get_context("spawn").Process(target=child, name=name) for name in ("EngineCore_DP0", "other")]
+    for process in processes:
+        process.start()
+    print(*(process.pid for process in processes), flush=True)
+    time.sleep(120)
+"""
+
+
+def test_engine_core_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert parent.stdout is not None
+    lines = [line.strip() for line in itertools.islice(filter(None, map(said, parent.stdout)), 3)]
+    assert sorted(lines)[1:] == ["ready", "ready"]
+    engine, other = map(psutil.Process, map(int, sorted(lines)[0].split()))
+    parent.kill()
+    try:
+        assert f"the parent process {parent.pid} has exited" in parent.stdout.readline()
+        psutil.wait_procs([engine], timeout=10)
+        assert not engine.is_running()
+        assert other.is_running()  # not one of vLLM's
+    finally:
+        other.kill()
+        parent.wait()
+
+
+def said(line: str) -> str:
+    """A line that the script prints, and none of the libraries' that it loads."""
+    return line if line[0].isdigit() or line.startswith("ready") else ""
+
+
+def test_worker_ends_with_rank_0() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", SCRIPT]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in (0, 1)
+    ]
+    try:
+        for rank in ranks:
+            assert any("ready" in line for line in rank.stdout or ())
+        ranks[0].kill()
+        said = ranks[1].communicate(timeout=20)[0]
+        assert ranks[1].returncode == -15
+        assert f"lost the connection to rank 0 (127.0.0.1 port {port})" in said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -1,0 +1,40 @@
+"""Expert load balancing: experts move between two NPUs while prompts are answered, and the answers stay transformers'."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from harness import checkout, layouts, npus
+
+PROGRAM = checkout.PROGRAMS / "serve_eplb.py"
+ROUNDS, EXPERTS, REDUNDANT = 3, 8, 2
+BALANCED = {"window_size": 60, "step_interval": 60, "num_redundant_experts": REDUNDANT}
+# how weights travel: in the step between its collectives, or in a thread by the CPU, which is vLLM's default
+WAYS = {"in the step": {"use_async": False, "communicator": "torch_nccl"}, "in a thread": {}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return layouts.make("qwen3-moe", tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_before_and_after_experts_moved_are_those_of_transformers(model: Path, way: str) -> None:
+    engine = {layouts.DP: 2, "enable_eplb": True, "eplb_config": BALANCED | WAYS[way]} | layouts.EP
+    case = layouts.case(way, model, engine, dtype="float32") | {"rounds": ROUNDS}
+    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(case), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (rounds,) = npus.results(done.stdout)
+    places = [served["experts"][0] for served in rounds]
+    for number, served in enumerate(rounds):
+        count, others, most, mean = layouts.compare(model, "float32", served["results"])
+        print(
+            f"{way}, round {number}: {count} tokens, {others} others, difference max {most:.2e} mean {mean:.2e}; {places[number]}"
+        )
+        assert (count, others) == (33, 0)
+        assert most < 1e-4
+        assert served["experts"][1] == places[number]  # both ranks have the same map
+        assert all(set(layer) == set(range(EXPERTS)) for layer in places[number])
+    assert places[0] == [[*range(EXPERTS), *range(REDUNDANT)]] * 2
+    assert places[-1] != places[0]

@@ -1,0 +1,124 @@
+"""Adapters, drafts, sampling and grammars through vLLM's API, against PEFT, transformers and distributions in float64.
+
+Here is one engine with sampling and grammars, and one with adapters and drafts too, and tensor parallelism.
+`tools/check features` runs every method and layout.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import features
+from harness.models import small as small_models
+
+ANSWERS = 150
+PLAIN = {"sampling": {"temperature": 0, "max_tokens": 12, "ignore_eos": True}}
+DRAWN = {"sampling": {"temperature": 1, "top_k": 5, "top_p": 0.9, "max_tokens": 12, "ignore_eos": True}}
+GRAMMAR = {"sampling": {"temperature": 0, "max_tokens": 12}, "structured": features.GRAMMARS["json"]}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("features")
+
+
+@pytest.fixture(scope="module")
+def served(directory: Path) -> dict[str, Any]:
+    prompt = {"prompt": features.prompts()[2]}
+    adapter = {"lora": features.adapters(directory)["wide"]}
+    one = features.lora(
+        "one",
+        directory,
+        1,
+        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+        async_scheduling=False,
+    )
+    one["steps"] = [
+        *(["count", [prompt | each] * 4] for each in (PLAIN, DRAWN, GRAMMAR, PLAIN | adapter)),
+        ["generate", features.sampled(ANSWERS)],
+        ["generate", features.structured(1)],
+    ]
+    draft = {"method": "eagle", "model": str(small_models.eagle(directory)), "num_speculative_tokens": 3}
+    two = features.lora("two", directory, 2, fully_sharded_loras=True, speculative_config=draft)
+    two["steps"] += [
+        ["generate", [features.greedy(prompt) for prompt in features.prompts()]],
+        ["generate", features.sampled(ANSWERS // 2, 4, drafts=True)[1:3]],
+        ["generate", features.structured(1)],
+    ]
+    return features.serve([one, two], ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
+
+
+def test_adapters_answer_as_peft_does(served: dict[str, Any], directory: Path) -> None:
+    steps = served["two"]["steps"]
+    assert steps[:8] == features.LORA_STATES
+    assert "99" in steps[8]  # an adapter that is not there cannot be pinned
+    answers = {"steps": [steps[9]]}
+    tokens, others, far = features.compare_lora(directory, answers)
+    print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
+    assert tokens == 120
+    assert others == 0
+    assert far < 1e-3
+    shuffled = {"steps": [steps[9][3:] + steps[9][:3]]}
+    assert features.compare_lora(directory, shuffled)[1:] > (20, 0.5)  # each adapter has answers of its own
+
+
+def test_drafts_change_no_answer(served: dict[str, Any], directory: Path) -> None:
+    asked = [features.greedy(prompt) for prompt in features.prompts()]
+    tokens, others, far = features.compare(features.reference(small_models.target(directory)), asked, served["two"]["steps"][10])
+    drafts, drafted, accepted = features.accepted(served["two"])
+    print(f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted} tokens, {accepted} accepted")
+    assert (tokens, others) == (144, 0)
+    assert far < 1e-3
+    assert 0 < accepted < drafted
+
+
+def test_sampled_tokens_have_their_distribution(served: dict[str, Any], directory: Path) -> None:
+    model = features.reference(small_models.target(directory))
+    found = features.check_sampling(model, features.sampled(ANSWERS), served["one"]["steps"][4])
+    for name, (tokens, impossible, first, spread) in found.items():
+        print(f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and {spread:.3f}")
+        assert tokens == 2 * ANSWERS
+        assert impossible == 0
+        assert min(first, spread) > features.FALSE_ALARM
+
+
+def test_sampled_tokens_have_it_with_drafts_too(served: dict[str, Any], directory: Path) -> None:
+    model, kinds = features.reference(small_models.target(directory)), list(features.SAMPLING)[1:3]
+    asked = features.sampled(ANSWERS // 2, 4, drafts=True)[1:3]
+    found = features.check_sampling(model, asked, served["two"]["steps"][11], kinds)
+    for name, (tokens, impossible, first, spread) in found.items():
+        print(f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and {spread:.3f}")
+        assert impossible == 0
+        assert min(first, spread) > features.FALSE_ALARM
+
+
+def test_another_distribution_would_be_noticed(served: dict[str, Any], directory: Path) -> None:
+    model, answers = features.reference(small_models.target(directory)), served["one"]["steps"][4]
+    hotter = [
+        {**each, "sampling": each["sampling"] | {"temperature": each["sampling"]["temperature"] * 1.6}}
+        for each in features.sampled(ANSWERS)
+    ]
+    found = features.check_sampling(model, hotter, answers)
+    assert (
+        sum(impossible > 0 or min(first, spread) < features.FALSE_ALARM for _, impossible, first, spread in found.values()) >= 4
+    )
+
+
+@pytest.mark.parametrize(("name", "step"), [("one", 5), ("two", 12)])
+def test_answers_match_their_grammar(served: dict[str, Any], name: str, step: int) -> None:
+    assert features.count_matches(served[name]["steps"][step], 1) == (3, 3)
+
+
+def test_the_host_waits_for_nothing(served: dict[str, Any]) -> None:
+    """Neither for adapters nor for sampling; a grammar costs one copy of its mask to the device."""
+    plain, drawn, grammar, adapter = served["one"]["steps"][:4]
+    assert [each["waits"] for each in (plain, drawn, grammar, adapter)] == [0, 0, 0, 0]
+    copies = [each["names"].get("aclrtMemcpyAsync", 0) for each in (plain, drawn, grammar)]
+    assert copies[1] == copies[0]
+    assert copies[2] == copies[0] + 1
+    assert drawn["names"]["aclnnTopKTopPSampleV2"] == 1
+    assert "aclnnSort" not in drawn["names"]
+    layers = 2
+    assert adapter["names"]["aclnnMul"] - plain["names"].get("aclnnMul", 0) == 4 * layers + 2  # and the embedding, and the head
+    assert adapter["names"]["aclnnInplaceAddmm"] == 7 * layers + 2
+    assert adapter["names"]["aclnnMatmul"] - plain["names"]["aclnnMatmul"] == 4 * layers + 1

@@ -1,0 +1,187 @@
+"""The engine's tokens and log-probabilities against Hugging Face transformers on the CPU."""
+
+import importlib.metadata
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import checkout, npus
+
+ADDER = checkout.ADDER
+FUSED, BUILT_IN = "ascend_attention.dense.FusedAttentionImpl", "ascend_platform.attention.paged.PagedAttentionImpl"
+VOCABULARY = 512
+SHAPES = {"llama": ("Llama", 4, 4), "qwen2": ("Qwen2", 4, 2), "qwen3": ("Qwen3", 8, 2), "mistral": ("Mistral", 4, 1)}
+LITTLE = {"gpu_memory_utilization": 0.3}
+SMALL_CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 32}
+NO_CHUNKS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
+
+# name: (shape, dtype, prompts at once, engine options)
+CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "qwen3-bf16": ("qwen3", "bfloat16", 32, {}),
+    "qwen3-bf16-small-chunks": ("qwen3", "bfloat16", 32, SMALL_CHUNKS),
+    "llama-fp16-no-chunks": ("llama", "float16", 8, NO_CHUNKS),
+    "qwen2-fp16-no-prefix-cache": ("qwen2", "float16", 8, {"enable_prefix_caching": False}),
+    "mistral-bf16-one": ("mistral", "bfloat16", 1, {}),
+    "llama-fp32": ("llama", "float32", 8, SMALL_CHUNKS),
+}
+BUILT_IN_CASES = ("qwen3-bf16-small-chunks", "qwen2-fp16-no-prefix-cache")
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Prompts of 1 to 600 tokens; every third shares a beginning with the others, for the prefix cache."""
+    draw = random.Random(count)
+    lengths = [600, 1, 257, 2, 400, 7, 129, 33]
+    shared = [draw.randrange(3, VOCABULARY) for _ in range(600)]
+    out = []
+    for i in range(count):
+        length = lengths[i % len(lengths)]
+        own = [draw.randrange(3, VOCABULARY) for _ in range(length)]
+        out.append((shared[:length] + own)[:length] if i % 3 == 2 else own)
+    return out
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Directory of a model with random weights of one of SHAPES."""
+
+    @cache
+    def make(shape: str) -> str:
+        import torch
+        import transformers
+
+        family, heads, kv_heads = SHAPES[shape]
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=3,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=64,
+            max_position_embeddings=2048,
+            sliding_window=None,
+            initializer_range=0.1,  # choices with clear margins
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+        directory = tmp_path_factory.mktemp(shape)
+        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(directory)
+        return str(directory)
+
+    return make
+
+
+def serve(cases: list[dict[str, Any]], plugins: str | None, python: str = sys.executable) -> dict[str, dict[str, Any]]:
+    """Results of serve_prompts.py by case name; with `python` of another environment, in that one."""
+    variables = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    if plugins is not None:
+        variables["VLLM_PLUGINS"] = plugins
+    command = [python, str(checkout.PROGRAMS / "serve_prompts.py"), json.dumps(cases)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=1200)
+    print(*(line for line in done.stdout.splitlines() if "vllm-ascend-all |" in line), sep="\n")
+    return npus.by_name(done)
+
+
+def case(name: str, directory: str) -> dict[str, Any]:
+    _, dtype, count, engine = CASES[name]
+    draw = random.Random(name)  # answers of different lengths, so that decodes go on while prompts come in
+    lengths = [draw.choice([3, 12, 24]) for _ in range(count)]
+    served = {"dtype": dtype, "prompts": prompts(count), "lengths": lengths, "engine": LITTLE | engine}
+    return {"name": name, "model": directory} | served
+
+
+@pytest.fixture(scope="module")
+def all_plugins(random_model: Callable[[str], str]) -> dict[str, dict[str, Any]]:
+    return serve([case(name, random_model(CASES[name][0])) for name in CASES], None)
+
+
+@pytest.fixture(scope="module")
+def platform_alone(random_model: Callable[[str], str]) -> dict[str, dict[str, Any]]:
+    return serve([case(name, random_model(CASES[name][0])) for name in BUILT_IN_CASES], "ascend")
+
+
+def check(result: dict[str, Any], dtype: str, attention: str, record: Callable[[str, object], None]) -> None:
+    assert result["attention"] == attention
+    errors = [error for served in result["results"] for error in served["errors"]]
+    own = [error for served in result["results"] for error in served["own_errors"]]
+    regret = max(regret for served in result["results"] for regret in served["regrets"])
+    mean, own_mean = sum(errors) / len(errors), sum(own) / len(own)
+    record("log-probability difference, max", max(errors))
+    record("the same of Hugging Face in this dtype, max", max(own))
+    print(
+        f"{result['name']}: {len(errors)} tokens, log-probability difference max {max(errors):.2e} mean {mean:.2e}, of Hugging "
+        f"Face in {dtype} max {max(own):.2e} mean {own_mean:.2e}; a choice's distance from the best at most {regret:.2e}"
+    )
+    if dtype == "float32":
+        assert max(errors) < 1e-3
+    else:  # rounding differs by the order of operations, not by size: held to what the dtype does to Hugging Face itself
+        assert mean < 1.5 * own_mean
+        assert max(errors) < 3 * max(own)
+    assert regret < 2 * max(errors)  # greedy: what was chosen is the best up to the difference
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_probabilities(name: str, all_plugins: dict[str, Any], record_property: Callable[[str, object], None]) -> None:
+    dtype = CASES[name][1]
+    check(all_plugins[name], dtype, BUILT_IN if dtype == "float32" else FUSED, record_property)  # the fused kernel has no float32
+
+
+@pytest.mark.parametrize("name", BUILT_IN_CASES)
+def test_log_probabilities_of_the_platform_alone(
+    name: str, platform_alone: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
+    check(platform_alone[name], CASES[name][1], BUILT_IN, record_property)
+
+
+SUMS = [(12, 34), (7, 8), (99, 1), (50, 49), (86, 77), (0, 0), (95, 99), (60, 6)]
+
+
+def check_adder(attention: str, plugins: str | None, python: str = sys.executable) -> None:
+    """Sums, and one long continuation (see the model card), token for token as Hugging Face has them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ADDER)
+    ids = [tokenizer(f"{a}+{b}=").input_ids for a, b in SUMS] + [tokenizer("1").input_ids]
+    lengths = [4] * len(SUMS) + [400]
+    asked = {"name": "adder", "model": str(ADDER), "dtype": "bfloat16", "prompts": ids, "lengths": lengths, "engine": LITTLE}
+    result = serve([asked], plugins, python)["adder"]
+    assert result["attention"] == attention
+    for served in result["results"]:
+        assert served["tokens"] == served["greedy"]
+    for (a, b), served in zip(SUMS, result["results"], strict=False):
+        assert tokenizer.decode(served["tokens"]).startswith(f"{a + b};")
+
+
+@pytest.mark.parametrize("plugins", [None, "ascend,ascend_attention", "ascend"], ids=["all", "fused", "built-in"])
+def test_trained_model_gives_the_same_greedy_tokens(plugins: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    check_adder(BUILT_IN if plugins == "ascend" else FUSED, plugins)
+    said = capsys.readouterr().out
+    version = importlib.metadata.version("ascend-attention")
+    if plugins == "ascend":
+        assert f"attention {version} off (filtered out by VLLM_PLUGINS)" in said
+        assert "attention: built-in PyTorch (ascend-attention is off (filtered out by VLLM_PLUGINS))" in said
+    else:
+        assert f"attention: fused (ascend-attention {version})" in said
+
+
+def test_platform_serves_when_its_siblings_are_uninstalled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "venv"
+    shutil.copytree(sys.prefix, copy, symlinks=True, copy_function=os.link)
+    uv, variables = checkout.find_uv()
+    siblings = ["ascend-attention", "ascend-communicator", "ascend-kv-connector", "ascend-model-loader", "ascend-patches"]
+    python = str(copy / "bin" / "python")
+    subprocess.run([uv, "pip", "uninstall", "-q", "--python", python, *siblings, "vllm-ascend-all"], env=variables, check=True)
+    check_adder(BUILT_IN, None, python)
+    said = capsys.readouterr().out
+    for sibling in siblings:
+        assert f"{sibling.removeprefix('ascend-')} not installed" in said
+    assert "attention: built-in PyTorch (ascend-attention is not installed)" in said

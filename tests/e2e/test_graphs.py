@@ -1,0 +1,38 @@
+"""Graphs: tokens as transformers has them, one launch for a decode step, fewer sizes where there are no streams for all."""
+
+from typing import Any
+
+import pytest
+from harness.graphs import check, serve
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return serve(tmp_path_factory.mktemp("trace") / "trace.json", mode="FULL_AND_PIECEWISE", ranks=2)
+
+
+def test_tokens_with_tensor_parallelism(two: dict[str, Any]) -> None:
+    """Collectives are in the graphs; prefills run piecewise, decodes as one graph, both padded to the sizes captured."""
+    assert two["mode"] == "FULL_AND_PIECEWISE"
+    assert two["captured"] == {"PIECEWISE": [1, 2, 4, 8, 16, 24, 32], "FULL": [1, 2, 4, 8, 16]}
+    check(two)
+
+
+def test_a_decode_step_is_one_launch(two: dict[str, Any]) -> None:
+    prefill, *decodes, finished = two["launched"]
+    assert prefill == 4  # three layers' attentions have four pieces around them
+    assert decodes == [1] * 5
+    assert finished == 0
+
+
+def test_the_kv_cache_leaves_memory_for_graphs(two: dict[str, Any]) -> None:
+    """At least a MiB for each graph but the first of its mode, which vLLM takes for the least."""
+    assert two["left"] >= 10 << 20
+
+
+def test_graphs_fit_into_the_streams_there_are() -> None:
+    """Prefills and decodes in full graphs, with streams for fewer sizes than are asked for."""
+    result = serve(mode="FULL", ranks=1, streams=40)
+    assert result["captured"] == {"PIECEWISE": [], "FULL": [1, 8, 32]}
+    assert "capturing graphs of 3 of 7 sizes (1, 8, 32 tokens): " in result["log"]
+    check(result)

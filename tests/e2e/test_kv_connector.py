@@ -1,0 +1,65 @@
+"""Prefill on one engine and decode on another, over real Mooncake: the tokens of one engine alone, and a peer that is killed; an
+engine that fills a pool of real Mooncake processes and is killed, and one that loads, also when the pool's master is killed."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import checkout, npus
+from harness.models.decoders import qwen3
+
+pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_one_engine(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    case: dict[str, Any] = {"model": qwen3(tmp_path), "prefill": {"devices": "0"}, "decode": {"devices": "1"}}
+    case["decode"]["tiers"] = {"cpu_bytes_to_use": 200 << 20}  # MultiConnector, with OffloadingConnector in it
+    case |= {"pull": 20, "layerwise": 20, "kill": 16, "transfer": {"secret_file": str(tmp_path / "secret")}}
+    (tmp_path / "secret").write_text("what both instances have")
+    program = [sys.executable, str(checkout.PROGRAMS / "serve_kv_transfer.py"), json.dumps(case)]
+    done = npus.run(2, *program, memory="4GiB", VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (result,) = npus.results(done.stdout)
+    print(result)
+    for phase in ("pull", "layerwise"):
+        record_property(f"seconds of {phase}", result[phase]["seconds"])
+        assert result[phase]["blocks are free"] == [True, True]
+    # of 20, two leave the decode instance and one the prefill instance
+    assert result["pull"]["ended"] == {"length": 17, "left": 2, "left there": 1}
+    ended = result["layerwise"]["ended"]
+    assert ended.pop("length") == 17
+    assert set(ended) <= {"left", "left there", "error"}
+    assert sum(ended.values()) == 3
+    assert result["from host memory"]["ended"] == {"length": 20}
+    for phase in ("pull", "layerwise", "from host memory", "killed"):
+        assert result[phase]["different"] == []
+        assert result[phase]["not transferred"] == []
+    assert sum(result["killed"]["ended"].values()) == 16
+    assert set(result["killed"]["ended"]) <= {"length", "error"}
+    assert result["killed"]["seconds"] < 25
+    assert result["killed"]["blocks are free"] == [True]
+
+
+@pytest.mark.slow
+def test_a_pool_outlives_its_engine(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    case = {"model": qwen3(tmp_path), "backend": "mooncake", "requests": 12, "harms": ["master killed"]}
+    program = [sys.executable, str(checkout.PROGRAMS / "serve_kv_store.py"), json.dumps(case)]
+    done = npus.run(2, *program, memory="4GiB", VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (result,) = npus.results(done.stdout)
+    print(result)
+    assert result["filled"]["ended"] == {"length": 24}
+    assert result["restart"]["not loaded"] == []
+    assert result["restart"]["chunks"]["loaded (mooncake)"] > 10
+    assert result["master killed"]["chunks"]["no answer (mooncake)"] > 0
+    for phase in ("restart", "master killed"):
+        record_property(f"seconds of {phase}", result[phase]["seconds"])
+        assert result[phase]["ended"] == {"length": 12}
+        assert result[phase]["different"] == []
+        assert result[phase]["blocks are free"]
+    assert result["master killed"]["seconds"] < 15
+    assert result["left in /dev/shm"] == []

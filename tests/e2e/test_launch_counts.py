@@ -1,0 +1,57 @@
+"""Launches and bytes of a decoder layer are those of the table that `tools/check launches` writes; the host waits for nothing."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import launches as table
+from harness import npus
+
+CASES = ["dense", "experts, TP2 EP2"]  # tools/check launches counts the others too
+STEPS = [(name, step) for name in CASES for step in ("prefill", "decode")]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return table.run(CASES, tmp_path_factory.mktemp("trace"))
+
+
+@pytest.mark.parametrize(("name", "step"), STEPS)
+def test_launches_and_bytes_are_those_of_the_table(counted: dict[str, Any], name: str, step: str) -> None:
+    kept, found = json.loads(table.KEPT.read_text())[name][step], counted[name][step]
+    assert found["launches"] == kept["launches"]
+    assert found["outside"] == kept["outside"]
+    assert found["bytes"] == pytest.approx(kept["bytes"], rel=0.01)  # which experts are chosen may differ by a rounding
+    assert (found["sent"], found["needed"]) == (kept["sent"], kept["needed"])
+
+
+@pytest.mark.parametrize(("name", "step"), STEPS)
+def test_not_much_more_is_moved_than_is_needed(counted: dict[str, Any], name: str, step: str) -> None:
+    found = counted[name][step]
+    assert 0.99 <= found["bytes"] / found["needed"] < (1.15 if step == "decode" else 4.5)  # prefill has its activations besides
+    assert found["sent"] == found["to send"]
+
+
+@pytest.mark.parametrize(("name", "step"), STEPS)
+def test_the_host_waits_for_nothing_before_the_sampled_tokens(counted: dict[str, Any], name: str, step: str) -> None:
+    assert counted[name][step]["waits"] == 0
+
+
+def test_a_wait_would_be_counted(tmp_path: Path) -> None:
+    """The count, on a trace of a program that waits in the middle."""
+    program = """
+import torch
+from harness import trace
+before = len(trace.events())
+x = torch.ones(8, device="npu") + 1
+if {wait}:
+    torch.npu.current_stream().synchronize()
+done = (x + 2).to("cpu", non_blocking=True)
+print("WAITS", trace.summary(trace.events()[before:-1])["waits"])
+"""
+    for wait in (False, True):
+        trace = str(tmp_path / f"{wait}.json")
+        done = npus.run(1, sys.executable, "-c", program.format(wait=wait), VLLM_PLUGINS="", ASCEND_EMULATOR_TRACE=trace)
+        assert f"WAITS {int(wait)}" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]

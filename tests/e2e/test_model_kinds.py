@@ -1,0 +1,49 @@
+"""Kinds of attention and of models, through vLLM's engine, against Hugging Face transformers on the CPU.
+
+Here are some that between them use each attention; `tools/check kinds` runs all, each with and without tensor parallelism.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import kinds, npus
+
+# name: (NPUs, how many tokens or numbers, the largest mean difference)
+CASES = {
+    "gemma3, windows between": (2, 82, 0.02),
+    "granite, sinks and windows": (1, 82, 0.03),
+    "bert cross-encoder": (1, 2, 5e-3),
+    "idefics3, an image": (1, 30, 0.03),
+    "whisper, a sound": (1, 36, 0.02),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory: Path = tmp_path_factory.mktemp("kinds")
+    return {name: kinds.case(name, directory, ranks, "bfloat16") for name, (ranks, _, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def served(cases: dict[str, Any]) -> dict[str, Any]:
+    return npus.by_name(kinds.run(list(cases.values())))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_transformers(name: str, cases: dict[str, Any], served: dict[str, Any]) -> None:
+    _, numbers, bound = CASES[name]
+    found = served[name]
+    assert found["alike"], "ranks have other answers"
+    assert found["kinds"] == kinds.KINDS[name].served_by[0]
+    told = kinds.compare(name, cases[name], found["results"])
+    print(f"{name}: {told}")
+    assert told.compared == numbers
+    assert told.mean < bound
+    assert told.regret < 2 * told.most  # greedy: what was chosen is the best up to the difference
+
+
+def test_layers_with_windows_have_a_cache_of_their_own(served: dict[str, Any]) -> None:
+    for name in ("gemma3, windows between", "granite, sinks and windows"):
+        assert (served[name]["groups"], served[name]["graphs"]) == (2, "FULL_DECODE_ONLY")
+    assert (served["whisper, a sound"]["groups"], served["whisper, a sound"]["graphs"]) == (2, "NONE")

@@ -1,0 +1,119 @@
+"""The load format ascend_peer in real models on an NPU: every strategy gives the same weights, an engine the right tokens."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import checkout, layouts, npus
+from harness.models import quantize
+from harness.models.quantize import Spec
+
+PROGRAM = checkout.PROGRAMS / "load_weights.py"
+OF_LAYOUTS = checkout.PROGRAMS / "load_weights_in_layouts.py"
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+}
+DIES = [f"dies at {tenth}0 %" for tenth in range(10)]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    directory = tmp_path_factory.mktemp("loading")
+    for seed, name in enumerate(("plain", "other")):
+        torch.manual_seed(seed)
+        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE)).to(torch.bfloat16).save_pretrained(directory / name)
+    spec = Spec(8, "dynamic")
+    quantize.quantize(
+        directory / "plain",
+        directory / "quantized",
+        "ascend",
+        lambda name: spec if "_proj" in name else None,
+        dtype=torch.bfloat16,
+        inputs={},
+    )
+    case = layouts.case("loading", layouts.ADDER, {})
+    done = npus.run(1, sys.executable, str(PROGRAM), str(directory), json.dumps(case), VLLM_PLUGINS="")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (found,) = npus.results(done.stdout)
+    return dict(found)
+
+
+def test_every_strategy_gives_the_same_weights(result: dict[str, Any]) -> None:
+    for way in ("threads", "threads, pinned", "runai_streamer", "runai_streamer, pinned"):
+        assert result[way] == {"digest": result["default"], "said": result[way]["said"]}
+    assert result["peer"]["digest"] == result["default"]
+    assert result["sharded state"]["digest"] == result["default"]
+    assert result["quantized"]["digest"] == result["quantized default"] != result["default"]
+
+
+@pytest.mark.parametrize("case", ["peer", "quantized"])
+def test_peer_is_named(result: dict[str, Any], case: str) -> None:
+    assert result[case]["said"][0].rpartition(":")[0] == "weights loaded from peer 127.0.0.1"
+
+
+@pytest.mark.parametrize("case", DIES)
+def test_peer_that_dies_leaves_the_weights_of_the_next_strategy(result: dict[str, Any], case: str) -> None:
+    assert result[case]["digest"] == result["default"]
+    (line,) = [each for each in result[case]["said"] if "cannot load" in each]
+    assert line.startswith("cannot load weights by peer: 127.0.0.1:")
+    assert line.endswith("; all weights are loaded anew by: default")
+    assert "the peer" in line
+
+
+def test_peer_that_dies_without_another_strategy_is_a_clear_error(result: dict[str, Any]) -> None:
+    error = result["dies, and no other strategy"]["error"]
+    assert error.startswith("no strategy could load the weights of ")
+    assert "peer: 127.0.0.1:" in error
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("other weights", "its weights differ: checkpoint: the peer has "),
+        ("other dtype", "its weights differ: dtype: the peer has bfloat16, this engine float16"),
+        ("other quantization", "quantization: the peer has ascend, this engine None"),
+        ("quantized sharded state", "--load-format sharded_state is served with weights that are not quantized: "),
+        ("asleep", "the peer refused: the engine is asleep or not ready"),
+    ],
+)
+def test_peer_that_cannot_serve_is_refused(result: dict[str, Any], case: str, said: str) -> None:
+    assert said in result[case]["error"]
+
+
+def test_tokens_of_an_engine_from_a_peer_are_those_of_transformers(result: dict[str, Any]) -> None:
+    assert layouts.compare(layouts.ADDER, "bfloat16", result["answers"])[:2] == (33, 0)
+    assert any(line.startswith("weights loaded from peer") for line in result["engine said"])
+    assert any(line.startswith("serving 0.0") for line in result["engine said"])
+
+
+def test_engine_that_has_loaded_from_a_peer_serves_others_also_after_sleep(result: dict[str, Any]) -> None:
+    assert result["from the engine"]["digest"] == result["awake"]["digest"]
+
+
+def test_weights_of_another_layout_are_refused_and_of_the_same_taken(tmp_path: Path) -> None:
+    """Of a mixture of experts; in data-parallel engines without expert parallelism each has another part of every expert."""
+    model, port = layouts.make("qwen3-moe", tmp_path), 20000 + os.getpid() % 200 * 40
+    done = npus.run(2, sys.executable, str(OF_LAYOUTS), str(model), str(port), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (ranks,) = npus.results(done.stdout)
+    names = [name for name in ranks[0] if " from " not in name]
+    assert len(names) == 4
+    for mine, other in zip(ranks, ranks[::-1], strict=True):
+        for name in names:
+            assert mine[name] != other[name]
+            for peer in names:
+                found = mine[f"{name} from {peer}"]
+                assert found == mine[name] if name == peer else "its weights differ: " in found

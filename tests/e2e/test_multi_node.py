@@ -1,0 +1,116 @@
+"""`vllm serve` on one and on several machines, with vLLM's own launcher and with Ray; and what is left when a part of it dies.
+
+The machines are processes of this one, each with an address of its own (127.0.0.2, 127.0.0.3) and an NPU of its own.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import checkout, layouts, npus
+
+pytestmark = pytest.mark.slow
+PROGRAM = checkout.PROGRAMS / "start_servers.py"
+COMMANDS = Path(sys.executable).parent
+SERVE = [
+    str(COMMANDS / "vllm"),
+    "serve",
+    str(layouts.ADDER),
+    "--served-model-name",
+    "m",
+    "--host",
+    "127.0.0.1",
+    "--port",
+    "{port}",
+]
+SERVE += ["--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--gpu-memory-utilization", "0.3"]
+TP2 = ["--tensor-parallel-size", "2"]
+NODES = ["--nnodes", "2", "--master-addr", "127.0.0.2", "--master-port", "{other}"]
+DATA_PARALLEL = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.2"]
+DATA_PARALLEL += ["--data-parallel-rpc-port", "{other}"]
+RAY = ["--distributed-executor-backend", "ray"]
+
+
+def machine(npu: int, *command: str, **variables: str) -> dict[str, Any]:
+    address = f"127.0.0.{npu + 2}"
+    environ = {"RAY_AUTH_MODE": "disabled", "ASCEND_RT_VISIBLE_DEVICES": str(npu), "VLLM_HOST_IP": address, "HCCL_IF_IP": address}
+    # the emulator's own way within one host is Unix sockets
+    return {"command": [*command], "environ": environ | {"ASCEND_EMULATOR_HCCL_TRANSPORT": "tcp"} | variables}
+
+
+def ray_node(npu: int, *options: str) -> dict[str, Any]:
+    small = ["--num-cpus", "1", "--object-store-memory", "80000000", "--disable-usage-stats", "--temp-dir", "{directory}/r"]
+    command = [str(COMMANDS / "ray"), "start", "--block", "--node-ip-address", f"127.0.0.{npu + 2}", *small, *options]
+    return machine(npu, *command) | {"ready": "Ray runtime started"}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one machine": {"machines": [{"command": [*SERVE, *TP2]}], "kill": "VLLM::Worker"},
+    "two nodes of Ray": {
+        "machines": [
+            ray_node(0, "--head", "--port", "{other}", "--include-dashboard=false"),
+            ray_node(1, "--address", "127.0.0.2:{other}"),
+            machine(0, *SERVE, *TP2, *RAY, RAY_ADDRESS="127.0.0.2:{other}"),
+        ],
+        "kill": 1,
+    },
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "two machines": {
+        "machines": [
+            machine(1, *SERVE, *TP2, *NODES, "--node-rank", "1", "--headless"),
+            machine(0, *SERVE, *TP2, *NODES, "--node-rank", "0"),
+        ],
+        "kill": 0,
+    },
+    "two machines, data parallel": {
+        "machines": [
+            machine(1, *SERVE, *DATA_PARALLEL, "--data-parallel-start-rank", "1", "--headless"),
+            machine(0, *SERVE, *DATA_PARALLEL),
+        ],
+    },
+    "Ray on one machine": {
+        "machines": [{"command": [*SERVE, *TP2, *RAY], "environ": {"RAY_AUTH_MODE": "disabled"}}],
+        "kill": "ray::RayWorkerProc",
+    },
+    "one machine, the main process dies": CASES["one machine"] | {"kill": "bin/vllm serve"},
+}
+OTHERS["two machines, idle, rank 0's dies"] = OTHERS["two machines"] | {"kill": 1, "idle": True}
+"""Run by hand: `PYTHONPATH=tests ascend-emulator run -- python tests/e2e/test_multi_node.py NAME…`."""
+
+
+def play(name: str) -> dict[str, Any]:
+    """One case's results; see start_servers.py."""
+    asked, lengths = layouts.prompts(json.loads((layouts.ADDER / "config.json").read_text())["vocab_size"])
+    case = {"name": name, "prompts": asked, "lengths": lengths} | (CASES | OTHERS)[name]
+    variables = dict.fromkeys(["VLLM_PLUGINS", "VLLM_RPC_BASE_PATH", "RAY_ADDRESS"], "") | {"OMP_NUM_THREADS": "1"}
+    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps([case]), **variables)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (found,) = npus.results(done.stdout)
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_those_of_transformers_and_a_death_is_an_error_that_leaves_nothing(name: str) -> None:
+    found = play(name)
+    assert "failed" not in found, found["failed"]
+    count, others, _, mean = layouts.compare(layouts.ADDER, "bfloat16", found["results"])
+    assert (count, others) == (33, 0)
+    assert mean < 0.01
+    if "kill" in CASES[name]:
+        assert "EngineCore encountered an issue" in found["said"]
+        assert found["answered"] < 30
+        assert found["gone"] < 30
+        assert found["codes"][-1] == 1
+        assert 0 not in found["codes"]
+        assert [found["left"], found["shared"], found["files"]] == [[], [], []]
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:] or CASES | OTHERS:
+        result = play(case)
+        results = result.pop("results", None)
+        compared = layouts.compare(layouts.ADDER, "bfloat16", results) if results else "no answers"
+        print(case, compared, json.dumps(result), flush=True)

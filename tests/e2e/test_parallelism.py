@@ -1,0 +1,68 @@
+"""Parallel layouts on several NPUs: each gives the tokens that Hugging Face transformers gives on the CPU.
+
+Here are those that cover the others, under vLLM's external launcher. `tools/check layouts` runs all of them, also under the
+multiprocessing executor, as `vllm serve` does.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import checkout, layouts, npus
+
+LAYOUTS = layouts.OF_EXPERTS | layouts.OF_ONE_KEY_HEAD
+PROGRAM = checkout.PROGRAMS / "serve_layout.py"
+# name: (model, dtype, layout, what it is served by). float32 shows any error of routing; MC2 takes half types alone.
+CASES = {
+    "dense TP2": ("adder", "bfloat16", "TP2", "FusedAttentionImpl"),
+    "dense PP2": ("adder", "bfloat16", "PP2", "FusedAttentionImpl"),
+    "shared experts, groups, TP2": ("glm4-moe", "float32", "TP2", "NPUFusedMoEMethod"),
+    "dense TP2 DCP2": ("one-key-head", "bfloat16", "TP2 DCP2", "FusedAttentionImpl"),
+    "DP2 EP2 by alltoall": ("qwen3-moe", "float32", "DP2 EP2 alltoall", "alltoall"),
+    "DP2 EP2 by mc2": ("mixtral", "bfloat16", "DP2 EP2", "mc2"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {"adder": layouts.ADDER} | {name: layouts.make(name, directory) for name in layouts.MODELS}
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[str, Path]) -> dict[str, Any]:
+    cases = [layouts.case(name, models[model], LAYOUTS[layout], dtype=dtype) for name, (model, dtype, layout, _) in CASES.items()]
+    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    return npus.by_name(done)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_transformers(served: dict[str, Any], models: dict[str, Path], name: str) -> None:
+    model, dtype, _, served_by = CASES[name]
+    assert served_by in served[name]["kinds"]
+    count, others, most, mean = layouts.compare(models[model], dtype, served[name]["results"])
+    print(f"{name}: {count} tokens, {others} others; log-probability difference max {most:.2e} mean {mean:.2e}")
+    assert count == 33
+    if dtype == "float32":
+        assert others == 0
+        assert most < 1e-4
+    elif model == "adder":  # trained: clear choices
+        assert others == 0
+        assert mean < 0.01
+    else:  # rounding can turn a near tie, of tokens or of experts
+        assert others <= 3
+        assert mean < 0.1
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it() -> None:
+    case = layouts.case("torchrun", layouts.ADDER, layouts.LAYOUTS["TP2"])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = npus.run(2, *torchrun, str(PROGRAM), json.dumps([case]), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    ranks = npus.results(done.stdout)
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert layouts.compare(layouts.ADDER, "bfloat16", rank["results"])[:2] == (33, 0)

@@ -1,0 +1,71 @@
+"""Quantized models served by vLLM, against transformers with the dequantized weights.
+
+Here are two models, each layer of which has another scheme; `tools/check quantized` runs all, and breaks each scheme once.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness import checkout, layouts, npus, quantized
+
+PROGRAM = checkout.PROGRAMS / "serve_layout.py"
+TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}  # with torch.compile's fusions
+TP1 = layouts.OF_EXPERTS["TP1"]
+# name: (model, format, dtype, int8 KV cache, engine, what it is served by)
+CASES = {
+    "linear layers with biases, ModelSlim, int8 KV cache, TP2": ("dense", "ascend", "float16", True, TP2, "FusedAttentionImpl"),
+    "experts, compressed-tensors": ("experts", "compressed-tensors", "bfloat16", False, TP1, "QuantizedExperts"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two for so small models cost more than they give."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, quantized.Model]:
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        name: quantized.make(kind, form, dtype, directory, cache=cache)
+        for name, (kind, form, dtype, cache, _, _) in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[str, quantized.Model]) -> dict[str, Any]:
+    cases = [quantized.case(name, model, CASES[name][4]) for name, model in models.items()]
+    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    return npus.by_name(done)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_probabilities_are_those_of_dequantized_weights(
+    served: dict[str, Any], models: dict[str, quantized.Model], name: str
+) -> None:
+    assert CASES[name][5] in served[name]["kinds"]
+    answers = served[name]["results"]
+    count, most, mean = quantized.Reference(models[name], quantized=False).compare(answers)
+    alike = quantized.Reference(models[name], quantized=True)
+    _, most_alike, mean_alike = alike.compare(answers)
+    print(
+        f"{name}: {count} tokens, average {mean:.4f} at most {most:.4f}; with inputs quantized {mean_alike:.4f}, {most_alike:.4f}"
+    )
+    assert count == 33
+    assert mean < quantized.FLOAT_BOUND
+    assert mean_alike < quantized.BOUND
+    # the bound is worth something: one scheme's scales that are a tenth too large go beyond it
+    scheme, own = next((name, own) for name, own in reversed(models[name].made.matrices.items()) if own.spec.bits == 4)
+    for other, its in models[name].made.matrices.items():
+        if its.spec == own.spec:
+            alike.put(other, quantized.wrong_scale(its))
+    assert alike.compare(answers)[2] > quantized.BOUND, scheme

@@ -1,0 +1,427 @@
+"""Adapters, drafts, sampling and grammars of an engine on emulated NPUs against references, for tools/check features and tests.
+
+References: transformers and PEFT in float32 on the CPU, under the engine's own tokens; the distribution that a token is sampled
+from, computed from their logits in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import math
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from harness import checkout, npus
+from harness.models import small as small_models
+
+PROGRAM = checkout.PROGRAMS / "serve_features.py"
+FALSE_ALARM = 1e-6
+"""How likely a statistical check would fail with another seed where all is right."""
+
+
+def prompts(count: int = 6) -> list[list[int]]:
+    draw = random.Random(0)
+    lengths = [1, 150, 7, 33, 64, 5]
+    return [[draw.randrange(2, 97) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
+
+
+def greedy(prompt: list[int], tokens: int = 24, **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "sampling": {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}} | more
+
+
+def case(name: str, model: Path, ranks: int, steps: list[Any], dtype: str = "float32", **engine: Any) -> dict[str, Any]:
+    return {"name": name, "ranks": ranks, "model": str(model), "engine": {"dtype": dtype} | engine, "steps": steps}
+
+
+def serve(cases: list[dict[str, Any]], timeout: float = 1500, **variables: str) -> dict[str, Any]:
+    """What tests/programs/serve_features.py gives for these cases, by name."""
+    ranks = max(each["ranks"] for each in cases)
+    quiet = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | variables
+    done = npus.run(ranks, sys.executable, str(PROGRAM), json.dumps(cases), timeout=timeout, **quiet)
+    found = npus.by_name(done)
+    assert all(each["alike"] for each in found.values()), "ranks have other answers"
+    return found
+
+
+@functools.cache
+def reference(model: Path, adapter: Path | None = None, dtype: str = "float32") -> Any:
+    """The model with the weights as the engine has them, with an adapter or without, computing in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).float().eval()
+    if adapter:
+        import peft
+
+        made = peft.PeftModel.from_pretrained(made, adapter).eval()
+    return made
+
+
+def logits(model: Any, prompt: list[int], answers: list[list[int]]) -> Any:
+    """Of answers of one length to a prompt: what each token was chosen from, ``[answers, tokens, vocabulary]``."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor([prompt + answer for answer in answers])).logits[:, len(prompt) - 1 : -1]
+
+
+def distance(model: Any, prompt: list[int], answer: dict[str, Any]) -> tuple[int, float]:
+    """How many of an answer's tokens are not the model's choice, and how far log-probabilities are apart at most."""
+    import torch
+
+    exact = logits(model, prompt, [answer["tokens"]])[0].log_softmax(-1)
+    tokens = torch.tensor(answer["tokens"])
+    others = int((exact.argmax(-1) != tokens).sum())
+    return others, float((exact.gather(1, tokens.unsqueeze(1)).squeeze(1) - torch.tensor(answer["logprobs"])).abs().max())
+
+
+# Speculation
+
+
+def methods(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """By name: the model, and vLLM's speculative_config."""
+    llama, glm = small_models.target(directory), small_models.target(directory, "Glm4Moe")
+    other = small_models.target(directory, seed=9)
+    three = {"num_speculative_tokens": 3}
+    return {
+        "draft model, the same": (llama, {"method": "draft_model", "model": str(llama)} | three),
+        "draft model, another": (llama, {"method": "draft_model", "model": str(other)} | three),
+        "n-gram": (llama, {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3} | three),
+        "suffix": (llama, {"method": "suffix"} | three),
+        "EAGLE": (llama, {"method": "eagle", "model": str(small_models.eagle(directory))} | three),
+        "EAGLE, wrong": (llama, {"method": "eagle", "model": str(small_models.eagle(directory, wrong=True))} | three),
+        "EAGLE-3": (llama, {"method": "eagle3", "model": str(small_models.eagle3(directory))} | three),
+        "Medusa": (llama, {"method": "medusa", "model": str(small_models.medusa(directory))} | three),
+        "MTP": (glm, {"method": "mtp", "num_speculative_tokens": 2}),
+    }
+
+
+def speculation(directory: Path, names: list[str], ranks: int, dtype: str = "float32") -> list[dict[str, Any]]:
+    known = methods(directory)
+    return [
+        case(
+            name,
+            known[name][0],
+            ranks,
+            [["generate", [greedy(prompt) for prompt in prompts()]]],
+            dtype,
+            speculative_config=known[name][1],
+        )
+        for name in names
+    ]
+
+
+def accepted(found: dict[str, Any]) -> tuple[int, int, int]:
+    """How often was drafted, how many tokens, and how many of them were accepted."""
+    counts = found["counts"]
+    return tuple(int(counts.get(name) or 0) for name in ("drafts", "draft_tokens", "accepted_tokens"))  # type: ignore[return-value]
+
+
+def compare(model: Any, asked: list[dict[str, Any]], answers: list[Any]) -> tuple[int, int, float]:
+    """Tokens, how many are not the reference's choice, and the largest difference of log-probabilities."""
+    pairs = [distance(model, request["prompt"], answer[0]) for request, answer in zip(asked, answers, strict=True)]
+    return sum(len(answer[0]["tokens"]) for answer in answers), sum(one for one, _ in pairs), max(far for _, far in pairs)
+
+
+# Adapters
+
+
+def adapters(directory: Path) -> dict[str, list[Any]]:
+    """By name, what LoRARequest takes."""
+    model = small_models.target(directory)
+    named = enumerate(small_models.ADAPTERS, 1)
+    return {name: [name, number, str(small_models.adapter(model, directory, name))] for number, name in named}
+
+
+def lora_requests(directory: Path, without: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Each prompt with every adapter and with none, in one batch."""
+    known = adapters(directory)
+    asked = [greedy(prompt, 8) for prompt in prompts(3)]
+    return asked + [
+        greedy(prompt, 8, lora=request) for name, request in known.items() if name not in without for prompt in prompts(3)
+    ]
+
+
+def lora_steps(directory: Path, slots: int) -> list[Any]:
+    known = adapters(directory)
+    if slots < len(known):  # vLLM's scheduler does not count a slot that an adapter is pinned to
+        return [["generate", lora_requests(directory)]]
+    return [
+        ["list"],
+        *(["add", *known[name]] for name in ("all", "attention", "wide")),
+        ["list"],
+        ["pin", known["attention"][1]],
+        ["remove", known["all"][1]],
+        ["list"],
+        ["pin", 99],
+        ["generate", lora_requests(directory)],
+    ]
+
+
+LORA_STATES = [[], True, True, True, [1, 2, 3], True, True, [2, 3]]
+"""What the steps before the last two give: listed, added three times, listed, pinned, removed, listed."""
+
+
+def lora(name: str, directory: Path, ranks: int, dtype: str = "float32", slots: int = 4, **engine: Any) -> dict[str, Any]:
+    options = {"enable_lora": True, "max_loras": slots, "max_cpu_loras": 4, "max_lora_rank": 16} | engine
+    return case(name, small_models.target(directory), ranks, lora_steps(directory, slots), dtype, **options)
+
+
+def compare_lora(directory: Path, found: dict[str, Any], dtype: str = "float32") -> tuple[int, int, float]:
+    """As :func:`compare`, each answer against PEFT with its adapter."""
+    sums = [0, 0, 0.0]
+    for request, answer in zip(lora_requests(directory), found["steps"][-1], strict=True):
+        path = Path(request["lora"][2]) if "lora" in request else None
+        model = reference(small_models.target(directory), path, dtype)
+        tokens, others, far = compare(model, [request], [answer])
+        sums = [sums[0] + tokens, sums[1] + others, max(sums[2], far)]
+    return tuple(sums)  # type: ignore[return-value]
+
+
+# Sampling
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.5},
+    "top-k 5": {"temperature": 0.4, "top_k": 5},
+    "top-p 0.7": {"temperature": 0.7, "top_p": 0.7},
+    "top-k 20, top-p 0.9, min-p 0.1, a seed": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "seed": 11},
+    "penalties": {"temperature": 0.5, "presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.4},
+    "logit bias, bad words, top-k 60": {
+        "temperature": 0.6,
+        "logit_bias": {"40": 2.0, "50": -3.0},
+        "bad_words": ["a"],
+        "top_k": 60,
+    },
+}
+
+
+DRAFTS_EXCLUDE = ("min_p", "logit_bias")
+"""vLLM refuses these in a request where it speculates."""
+
+
+def sampled(count: int, tokens: int = 2, drafts: bool = False) -> list[dict[str, Any]]:
+    """`count` answers for each kind of sampling, all in one batch."""
+    common = {"n": count, "max_tokens": tokens, "ignore_eos": True}
+    return [
+        {
+            "prompt": prompts()[2],
+            "sampling": common | {key: options[key] for key in options if not (drafts and key in DRAFTS_EXCLUDE)},
+        }
+        for options in SAMPLING.values()
+    ]
+
+
+def distribution(scores: Any, prompt: list[int], before: Any, options: dict[str, Any]) -> Any:
+    """What vLLM's documentation of SamplingParams says that tokens are drawn from: float64 ``[answers, vocabulary]``.
+
+    scores: the model's logits ``[answers, vocabulary]``; before: the tokens that each answer has already, ``[answers, places]``.
+    """
+    import torch
+
+    scores = scores.double().clone()
+    for word in options.get("bad_words", []):
+        scores[:, small_models.CHARACTERS.index(word)] = -math.inf
+    for token, bias in options.get("logit_bias", {}).items():
+        scores[:, int(token)] += bias
+    times = torch.zeros_like(scores).scatter_add_(1, before, torch.ones_like(before, dtype=scores.dtype))
+    seen = times > 0
+    factor = torch.where(seen.index_fill(1, torch.tensor(prompt), True), options.get("repetition_penalty", 1.0), 1.0)
+    scores = torch.where(scores > 0, scores / factor, scores * factor)
+    scores -= options.get("frequency_penalty", 0.0) * times + options.get("presence_penalty", 0.0) * seen
+    shares = (scores / options["temperature"]).softmax(-1)
+    shares = shares * (shares >= options.get("min_p", 0.0) * shares.amax(1, keepdim=True))
+    ranked, order = shares.sort(descending=True)
+    ranked[:, options.get("top_k", ranked.shape[1]) :] = 0
+    ranked = ranked / ranked.sum(1, keepdim=True)
+    ranked = ranked * ((ranked.cumsum(-1) - ranked) < options.get("top_p", 2.0))
+    return torch.empty_like(ranked).scatter_(1, order, ranked / ranked.sum(1, keepdim=True))
+
+
+def tail(statistic: float, freedom: int) -> float:
+    """The probability of a larger chi-square with this many degrees of freedom."""
+    import torch
+
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()))
+
+
+def chi_square(counts: list[float], expected: list[float]) -> float:
+    """The probability of counts further from what is expected; what is expected less than five times is put together."""
+    pairs = sorted(zip(expected, counts, strict=True), reverse=True)
+    bins, rest = [pair for pair in pairs if pair[0] >= 5], [pair for pair in pairs if pair[0] < 5]
+    if sum(e for e, _ in rest) >= 5:
+        bins.append((sum(e for e, _ in rest), sum(c for _, c in rest)))
+    return tail(sum((c - e) ** 2 / e for e, c in bins), max(1, len(bins) - 1))
+
+
+def check_sampling(
+    model: Any, requests: list[dict[str, Any]], served: list[Any], kinds: Iterable[str] = SAMPLING
+) -> dict[str, tuple[int, int, float, float]]:
+    """By kind: how many tokens, how many of them cannot be, and the probabilities of a chi-square of the first and of all.
+
+    For the latter each token becomes the place that a draw for it has in its own distribution, the likelier tokens first; where
+    all is right these places are spread evenly, whatever tokens went before.
+    """
+    import torch
+
+    result = {}
+    for name, request, answers in zip(kinds, requests, served, strict=True):
+        prompt, options = request["prompt"], request["sampling"]
+        tokens = torch.tensor([answer["tokens"] for answer in answers])
+        scores, draw = logits(model, prompt, tokens.tolist()), torch.Generator().manual_seed(1)
+        impossible, places = 0, []
+        for place in range(tokens.shape[1]):
+            shares = distribution(scores[:, place], prompt, tokens[:, :place], options)
+            share = shares.gather(1, tokens[:, place : place + 1])
+            impossible += int((share == 0).sum())
+            likelier = (shares * (shares > share)).sum(1)
+            places.append(likelier + torch.rand(len(tokens), generator=draw, dtype=torch.float64) * share.squeeze(1))
+            if not place:
+                counts = torch.bincount(tokens[:, 0], minlength=shares.shape[1])
+                alone = chi_square(counts.tolist(), (shares[0] * len(tokens)).tolist())
+        spread = torch.cat(places).histc(20, 0, 1)
+        total = tokens.numel()
+        result[name] = total, impossible, alone, chi_square(spread.tolist(), [total / 20] * 20)
+    return result
+
+
+# Grammars
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["ab", "cde", "f"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "json": {"json": SCHEMA},
+    "regex": {"regex": "[a-f]{3}-[0-9]{2,4}!"},
+    "choice": {"choice": ["yes", "no", "maybe"]},
+}
+
+
+def structured(count: int = 4) -> list[dict[str, Any]]:
+    """Requests with a grammar, and as many without, one after the other."""
+    sampling = {"temperature": 1.5, "max_tokens": 80}
+    asked = []
+    for number in range(count):
+        for grammar in GRAMMARS.values():
+            asked.append({"prompt": prompts()[number % 6], "sampling": sampling | {"seed": number}, "structured": grammar})
+            asked.append(greedy(prompts()[number % 6], 6))
+    return asked
+
+
+def matches(request: dict[str, Any], text: str) -> bool:
+    """Whether an answer is what its grammar says, by a reading of our own."""
+    grammar = request["structured"]
+    if "regex" in grammar:
+        return re.fullmatch(grammar["regex"], text) is not None
+    if "choice" in grammar:
+        return text in grammar["choice"]
+    try:
+        read = json.loads(text)
+    except ValueError:
+        return False
+    return (
+        sorted(read) == ["name", "size", "tags"]
+        and read["name"] in ("ab", "cde", "f")
+        and type(read["size"]) is int
+        and 0 <= read["size"] <= 99
+        and len(read["tags"]) <= 2
+        and all(type(tag) is bool for tag in read["tags"])
+    )
+
+
+def count_matches(served: list[Any], count: int = 4) -> tuple[int, int]:
+    """How many answers with a grammar there are, and how many of them match it."""
+    pairs = [
+        (request, answer[0]["text"]) for request, answer in zip(structured(count), served, strict=True) if "structured" in request
+    ]
+    return len(pairs), sum(matches(request, text) for request, text in pairs)
+
+
+def main() -> None:
+    """See tools/check features."""
+    parser = argparse.ArgumentParser(prog="tools/check features", description=__doc__)
+    parser.add_argument("what", nargs="*", metavar="PART", help=f"of {', '.join(TABLES)}; default: all")
+    parser.add_argument("--ranks", type=int, action="append", help="NPUs, for tensor parallelism; default: 1 and 2")
+    parser.add_argument("--method", action="append", help="of speculation; default: all")
+    parser.add_argument("--answers", type=int, default=2000, help="for each kind of sampling")
+    options = parser.parse_args()
+    wrong = False
+    with tempfile.TemporaryDirectory() as directory:
+        for what in options.what or ["speculation", "lora", "sampling"]:
+            for ranks in options.ranks or [1, 2]:
+                rows = TABLES[what](Path(directory), ranks, options)
+                for row, right in rows:
+                    print(f"| {ranks} | {' | '.join(map(str, row))} | {'yes' if right else 'NO'} |", flush=True)
+                    wrong |= not right
+    sys.exit(wrong)
+
+
+def _speculation_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[Any], bool]]:
+    names, rows = options.method or list(methods(directory)), []
+    if not options.method and importlib.util.find_spec("arctic_inference") is None:
+        names.remove("suffix")
+        print("suffix is left out: arctic-inference is not installed; docs/speculative-decoding.md says how", flush=True)
+    found = serve(speculation(directory, names, ranks))
+    for name in names:
+        asked = [greedy(prompt) for prompt in prompts()]
+        tokens, others, far = compare(reference(methods(directory)[name][0]), asked, found[name]["steps"][0])
+        drafts, drafted, taken = accepted(found[name])
+        right = not others and far < 1e-3 and (taken > 0) == ("wrong" not in name)
+        right &= taken == drafted or name != "draft model, the same"
+        rows.append(([name, tokens, others, f"{far:.1e}", drafts, drafted, taken], right))
+    return rows
+
+
+def _lora_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[Any], bool]]:
+    kinds: dict[str, dict[str, Any]] = {"4 in a batch": {}, "2 slots for 4": {"slots": 2}, "bfloat16": {"dtype": "bfloat16"}}
+    if ranks > 1:
+        kinds["fully sharded"] = {"fully_sharded_loras": True}
+    found, rows = serve([lora(name, directory, ranks, **kind) for name, kind in kinds.items()]), []
+    for name, kind in kinds.items():
+        dtype = kind.get("dtype", "float32")
+        tokens, others, far = compare_lora(directory, found[name], dtype)
+        right = (not others and far < 1e-3 if dtype == "float32" else far < 0.2) and found[name]["steps"][:-2] in (
+            LORA_STATES,
+            [],
+        )
+        rows.append(([name, tokens, others, f"{far:.1e}"], right))
+    return rows
+
+
+def _sampling_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[Any], bool]]:
+    model, rows = small_models.target(directory), []
+    draft = {"method": "draft_model", "model": str(small_models.target(directory, seed=9, size=0.3)), "num_speculative_tokens": 2}
+    grammar: dict[str, Any] = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+    kinds: dict[str, dict[str, Any]] = {"": {}, "with a draft model: ": {"speculative_config": draft}}
+    asked = {name: sampled(options.answers, 2 if not kind else 5, bool(kind)) for name, kind in kinds.items()}
+    steps = {name: [["generate", requests], ["generate", structured()]] for name, requests in asked.items()}
+    found = serve([case(name, model, ranks, steps[name], **grammar, **kind) for name, kind in kinds.items()], timeout=3000)
+    for prefix in kinds:
+        answers, grammars = found[prefix]["steps"]
+        for name, (tokens, impossible, first, spread) in check_sampling(reference(model), asked[prefix], answers).items():
+            rows.append(
+                (
+                    [prefix + name, tokens, impossible, f"{first:.3f}", f"{spread:.3f}"],
+                    not impossible and min(first, spread) > FALSE_ALARM,
+                )
+            )
+        given, matching = count_matches(grammars)
+        rows.append(([prefix + "grammars", given, given - matching, "", ""], given == matching))
+    return rows
+
+
+TABLES = {"speculation": _speculation_table, "lora": _lora_table, "sampling": _sampling_table}

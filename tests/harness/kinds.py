@@ -1,0 +1,246 @@
+"""Models by kind of attention and task, and the comparison with Hugging Face: `tools/check kinds` and e2e/test_model_kinds.py."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness import checkout, npus
+from harness.models import kinds as kind_models
+
+PROGRAM = checkout.PROGRAMS / "serve_kinds.py"
+SMALL = {"skip_tokenizer_init": True, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512}
+POOLING = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, "runner": "pooling"}
+IMAGES = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 256, "limit_mm_per_prompt": {"image": 2}}
+SOUNDS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 100}
+SOUNDS |= {"limit_mm_per_prompt": {"audio": 1}}
+QUESTIONS = ["2+2=", "what is it"], ["4", "a thing that is"]
+
+
+class Kind(NamedTuple):
+    """task: of serve_kinds.py. made: writes the model. served_by: the attentions with ascend-attention, and without.
+
+    most: NPUs that vLLM's model takes; ModernBERT's splits its joint projection as if one had all of it.
+    """
+
+    task: str
+    made: Callable[[Path, str], None]
+    engine: dict[str, Any]
+    served_by: tuple[list[str], list[str]]
+    media: str = ""
+    most: int = 2
+
+
+FUSED, BUILT_IN = ["FusedAttentionImpl"], ["PagedAttentionImpl"]
+SINKS, ENCODERS = ["SinkAttentionImpl"], (["FusedEncoderAttentionImpl"], ["EncoderAttentionImpl"])
+KINDS: dict[str, Kind] = {name: Kind("generate", kind_models.decoder, SMALL, (FUSED, BUILT_IN)) for name in kind_models.DECODERS}
+KINDS["granite, sinks and windows"] = KINDS["granite, sinks and windows"]._replace(served_by=(SINKS, BUILT_IN))
+for _name in ("gemma2, soft caps", "bloom, ALiBi"):
+    KINDS[_name] = KINDS[_name]._replace(served_by=(BUILT_IN, BUILT_IN))
+KINDS |= {
+    "bert embedding": Kind("embed", kind_models.embedding, POOLING, ENCODERS),
+    "roberta embedding": Kind("embed", kind_models.embedding, POOLING, ENCODERS),
+    "modernbert embedding, windows between": Kind("embed", kind_models.embedding, POOLING, ENCODERS, most=1),
+    "qwen3 embedding": Kind("embed", kind_models.embedding, POOLING, (FUSED, BUILT_IN)),
+    "bert classifier": Kind("classify", kind_models.classifier, POOLING, ENCODERS),
+    "bert cross-encoder": Kind("score", kind_models.classifier, POOLING, ENCODERS),
+    "idefics3, an image": Kind(
+        "generate",
+        kind_models.idefics3,
+        IMAGES,
+        (["FusedAttentionImpl", "FusedMMEncoderAttention"], ["MMEncoderAttention", "PagedAttentionImpl"]),
+        "image",
+    ),
+    "whisper, a sound": Kind(
+        "generate",
+        kind_models.whisper,
+        SOUNDS,
+        (["CrossAttentionImpl", "FusedAttentionImpl"], ["CrossAttentionImpl", "PagedAttentionImpl"]),
+        "audio",
+    ),
+}
+
+
+def make(name: str, directory: Path) -> Path:
+    """Write a kind's model there, unless it is there."""
+    import torch
+
+    path = directory / name.replace(" ", "-").replace(",", "")
+    if not path.exists():
+        torch.manual_seed(0)
+        KINDS[name].made(path, name)
+    return path
+
+
+def case(name: str, directory: Path, ranks: int, dtype: str, engine: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What serve_kinds.py is given."""
+    kind = KINDS[name]
+    asked: list[Any]
+    asked, lengths = kind_models.prompts()
+    if kind.media == "image":
+        asked, lengths = ["what is <image>?", "<image><image>: how many", "1+1="], [6, 5, 4]
+    if kind.media == "audio":
+        asked, lengths = [[3, 4 + i, 5] for i in range(3)], [6, 5, 7]
+    made = {"name": name, "model": str(make(name, directory)), "task": kind.task, "ranks": ranks, "dtype": dtype}
+    made |= {"prompts": asked, "lengths": lengths, "engine": kind.engine | (engine or {}), "media": kind.media}
+    return made | {"pairs": QUESTIONS}
+
+
+def reference(name: str, case: dict[str, Any]) -> Callable[[int, tuple[int, ...]], Any]:
+    """Hugging Face's logits ``[tokens, vocabulary]`` for an answer's tokens, with the engine's weights, in float32."""
+    import torch
+    import transformers
+
+    dtype, path = getattr(torch, case["dtype"]), case["model"]
+    if KINDS[name].media == "image":
+        model = transformers.Idefics3ForConditionalGeneration.from_pretrained(path, dtype=dtype).eval().float()
+        processor = transformers.Idefics3Processor.from_pretrained(path)
+    elif KINDS[name].media == "audio":
+        model = transformers.WhisperForConditionalGeneration.from_pretrained(path, dtype=dtype).eval().float()
+        extractor = transformers.WhisperFeatureExtractor.from_pretrained(path)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval().float()
+
+    @functools.cache  # the second answers are nearly always the first ones
+    def logits(number: int, tokens: tuple[int, ...]) -> Any:
+        prompt, more = case["prompts"][number], {}
+        if KINDS[name].media == "image":
+            own = kind_models.pictures(prompt, number)
+            made = processor(text=prompt, images=own or None, return_tensors="pt")
+            prompt = made.pop("input_ids")[0].tolist()
+            made.pop("attention_mask")
+            more = dict(made)
+        all_tokens = torch.tensor([prompt + list(tokens)])
+        with torch.no_grad():
+            if KINDS[name].media == "audio":
+                heard = extractor(kind_models.sound(number), sampling_rate=kind_models.SAMPLING_RATE, return_tensors="pt")
+                found = model(input_features=heard["input_features"], decoder_input_ids=all_tokens)
+            else:
+                found = model(input_ids=all_tokens, **more)
+        return found.logits[0, len(prompt) - 1 : -1].float()
+
+    return logits
+
+
+def pooled(name: str, case: dict[str, Any]) -> list[list[float]]:
+    """Hugging Face's embeddings, class probabilities or scores, in float32 of the weights as the engine has them."""
+    import torch
+    import transformers
+
+    dtype = getattr(torch, case["dtype"])
+    if KINDS[name].task == "embed":
+        model = transformers.AutoModel.from_pretrained(case["model"], dtype=dtype).eval().float()
+    else:
+        kind = transformers.AutoModelForSequenceClassification
+        model = kind.from_pretrained(case["model"], dtype=dtype).eval().float()
+    out = []
+    with torch.no_grad():
+        if KINDS[name].task == "score":
+            tokenizer = kind_models.tokenizer()
+            for pair in zip(*case["pairs"], strict=True):
+                out.append(model(**tokenizer(*pair, return_tensors="pt")).logits[0].sigmoid().tolist())
+            return out
+        for prompt in case["prompts"]:
+            found = model(input_ids=torch.tensor([prompt]))
+            if KINDS[name].task == "classify":
+                out.append(found.logits[0].softmax(-1).tolist())
+            else:
+                own = found.last_hidden_state[0, -1 if "qwen3" in name else 0]
+                out.append((own / own.norm()).tolist())
+    return out
+
+
+class Found(NamedTuple):
+    """What a comparison found.
+
+    compared: tokens, or numbers.
+    others: tokens that are not Hugging Face's choice.
+    regret: how far its log-probability of such a token is below that of its choice, at most.
+    most, mean: how far log-probabilities, or numbers, are from Hugging Face's.
+    """
+
+    compared: int
+    others: int
+    regret: float
+    most: float
+    mean: float
+
+
+def compare(name: str, case: dict[str, Any], results: list[Any]) -> Found:
+    """The engine's answers and Hugging Face's: log-probabilities under the engine's own tokens, or embeddings, or scores."""
+    import torch
+
+    if case["task"] != "generate":
+        got, exact = torch.tensor(results), torch.tensor(pooled(name, case))
+        assert got.shape == exact.shape, (got.shape, exact.shape)
+        return Found(got.numel(), 0, 0.0, float((got - exact).abs().max()), float((got - exact).abs().mean()))
+    logits = reference(name, case)
+    errors, regrets = [], []
+    assert len(results) == 2 * len(case["prompts"])
+    for number, answer in zip([*range(len(case["prompts"]))] * 2, results, strict=True):
+        tokens = torch.tensor(answer["tokens"])
+        assert len(tokens) == case["lengths"][number]
+        exact = logits(number, tuple(answer["tokens"])).log_softmax(-1)
+        chosen = exact[torch.arange(len(tokens)), tokens]
+        errors.append((torch.tensor(answer["logprobs"]) - chosen).abs())
+        regrets.append(exact.max(-1).values - chosen)
+    every, regret = torch.cat(errors), torch.cat(regrets)
+    return Found(len(every), int((regret > 0).sum()), float(regret.max()), float(every.max()), float(every.mean()))
+
+
+def run(cases: list[dict[str, Any]], plugins: str = "", timeout: float = 900) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROGRAM), json.dumps(cases)]
+    return npus.run(max(case["ranks"] for case in cases), *command, timeout=timeout, VLLM_PLUGINS=plugins, OMP_NUM_THREADS="1")
+
+
+def main() -> None:
+    """See tools/check kinds."""
+    parser = argparse.ArgumentParser(prog="tools/check kinds", description=__doc__)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="beginnings of names; default: all")
+    parser.add_argument("--npus", type=int, choices=[1, 2], action="append", help="default: both, by tensor parallelism")
+    parser.add_argument("--attention", choices=["fused", "built-in"], action="append", help="default: fused")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--engine", type=json.loads, default={}, help="options of the engine, in JSON")
+    parser.add_argument("--verbose", action="store_true")
+    options = parser.parse_args()
+    names = [name for name in KINDS if not options.kinds or any(name.startswith(start) for start in options.kinds)]
+    if not names:
+        parser.error(f"no such kind; there are {'; '.join(KINDS)}")
+    columns = ["kind", "attention", "NPUs", "graphs", "tokens or numbers", "not transformers' choice", "short of it by"]
+    columns += ["difference: max", "mean"]
+    print(f"| {' | '.join([*columns, 'seconds'])} |\n|{'---|' * (len(columns) + 1)}")
+    failed = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(os.environ.get("KINDS_MODELS", temporary))
+        for attention in options.attention or ["fused"]:
+            for ranks in options.npus or [1, 2]:
+                cases = {
+                    name: case(name, directory, ranks, options.dtype, options.engine)
+                    for name in names
+                    if ranks <= KINDS[name].most
+                }
+                done = run(list(cases.values()), "" if attention == "fused" else "ascend")
+                found = {each["name"]: each for each in npus.results(done.stdout)}
+                if options.verbose or len(found) < len(cases):
+                    print(done.stdout[-6000:] + done.stderr[-9000:])
+                failed += len(cases) - len(found)
+                for name, each in found.items():
+                    print(_row(name, cases[name], each), flush=True)
+    sys.exit(1 if failed else 0)
+
+
+def _row(name: str, case: dict[str, Any], found: dict[str, Any]) -> str:
+    told = compare(name, case, found["results"])
+    assert found["alike"], f"{name}: the ranks have other answers"
+    by = ", ".join(kind.removesuffix("Impl") for kind in found["kinds"])
+    cells = [name, by, case["ranks"], found["graphs"], told.compared, told.others, f"{told.regret:.3f}"]
+    cells += [f"{told.most:.4f}", f"{told.mean:.4f}", f"{found['seconds']:.0f}"]
+    return f"| {' | '.join(map(str, cells))} |"

@@ -1,0 +1,185 @@
+"""Ranks with made-up KV caches that reach each other without an engine."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from time import monotonic, sleep
+from typing import Any, Protocol
+
+import torch
+from ascend_kv_connector.auth import CurveKeys
+from ascend_kv_connector.config import Options
+from ascend_kv_connector.consumer import Consumer
+from ascend_kv_connector.paged_cache import Heads, PagedCache, group_block_table, kv_heads_of_rank
+from ascend_kv_connector.producer import Producer
+from ascend_kv_connector.transfers import Done, Failed, Source
+from ascend_kv_connector.worker import private_stream
+
+TOTAL_HEADS, SIZES = 4, {"key": 6, "value": 4}
+
+
+def values(request: str, layer: int, part: str, tokens: range, heads: Heads) -> torch.Tensor:
+    """What stands in the cache of a request, ``[tokens, heads]``: numbers that tell all of it apart."""
+    seed = zlib.crc32(f"{request} {layer} {part}".encode()) % 32749
+    token, head = torch.tensor(tokens)[:, None], torch.arange(heads.first, sum(heads))
+    return (seed + 131 * token + 7919 * head) % 32749 + 1
+
+
+class Network(Protocol):
+    """What gives each rank its transport."""
+
+    def make_transport(self) -> Any: ...
+
+
+class Instance:
+    """The ranks of one instance: caches ``[blocks, block_size, heads, size]`` of int16, for each rank its layers and heads.
+
+    With several windows (0: none) the layers are of these groups by turns, and a request's tables one behind the other.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        tp: int = 1,
+        pp: int = 1,
+        block_size: int = 4,
+        blocks: int = 64,
+        layers: int = 2,
+        total_heads: int = TOTAL_HEADS,
+        dtype: torch.dtype = torch.int16,
+        device: str = "cpu",
+        sizes: dict[str, int] | None = None,
+        cut: int = 1,
+        keys: CurveKeys | None = None,
+        windows: tuple[int, ...] = (0,),
+        **options: object,
+    ) -> None:
+        self.name, self.block_size, self.total_heads, self.layers, self.windows = name, block_size, total_heads, layers, windows
+        given = {"transfer_timeout": 5.0, "answer_timeout": 2.0, "lease": 5.0} | options
+        chunk_bytes = given.pop("chunk_bytes", 512)
+        self.options = type("SmallOptions", (Options,), {"chunk_bytes": chunk_bytes})(**given)
+        self.network, self.keys = network, keys
+        self.caches: list[PagedCache] = []
+        self.free = list(range(int(windows != (0,)), blocks))
+        random.Random(name).shuffle(self.free)
+        for stage in range(pp):
+            for rank in range(tp):
+                heads = kv_heads_of_rank(rank, tp, total_heads)
+                own = range(stage * layers // pp, (stage + 1) * layers // pp)
+                regions = [
+                    (
+                        f"layers.{layer}",
+                        part,
+                        torch.full((blocks * cut, block_size // cut, heads.num, size), -1).to(device, dtype),
+                    )
+                    for layer in own
+                    for part, size in (sizes or SIZES).items()
+                ]
+                groups = {f"layers.{layer}": layer % len(windows) for layer in own}
+                self.caches.append(PagedCache(regions, block_size, heads, total_heads, groups, windows))
+        self.queue = nullcontext if device == "cpu" else partial(private_stream, torch.device(device, 0), None)
+        self.producers: list[Producer] = []
+        self.consumers: list[Consumer] = []
+
+    def produce(self, model: str = "m", port: int = 0) -> Instance:
+        self.producers = [
+            Producer(
+                cache, self.network.make_transport(), self.options, self.name, model, "127.0.0.1", port, self.queue, self.keys
+            )
+            for cache in self.caches
+        ]
+        self.freed: list[set[str]] = [set() for _ in self.producers]
+        return self
+
+    def consume(self, model: str = "m") -> Instance:
+        count = len(self.caches)
+        self.consumers = [
+            Consumer(
+                cache, self.network.make_transport(), self.options, self.name, model, rank, count, self.queue, keys=self.keys
+            )
+            for rank, cache in enumerate(self.caches)
+        ]
+        return self
+
+    def take(self, tokens: int) -> list[int]:
+        """Blocks for so many tokens, of each group; of windows none for what has left them."""
+        count, taken = -(-tokens // self.block_size), []
+        for group in range(len(self.windows)):
+            gone = self.caches[0].first_needed_token(0, tokens, group) // self.block_size
+            taken += [0] * gone + self.free[: count - gone]
+            self.free = self.free[count - gone :]
+        return taken
+
+    def places(
+        self, request: str, blocks: list[int], start: int, stop: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of each region all rows, those of the tokens, and what belongs there; ``blocks`` begin with token ``start``."""
+        device = self.caches[0].device
+        for cache in self.caches:
+            for region, group, tensor in zip(cache.regions, cache.region_groups, cache.caches, strict=True):
+                first = cache.first_needed_token(start, stop, group)
+                table = torch.tensor(group_block_table(blocks, group, len(self.windows)), dtype=torch.int64)
+                tokens = torch.arange(first - start, stop - start)
+                rows = table[tokens // self.block_size] * self.block_size + tokens % self.block_size
+                layer = int(region.layer.split(".")[1])
+                expected = values(request, layer, region.part, range(first, stop), cache.heads)
+                rows_of_heads = expected[:, :, None].expand(-1, -1, region.size)
+                yield tensor.flatten(0, 1), rows.to(device), rows_of_heads.to(device, tensor.dtype)
+
+    def fill(self, request: str, tokens: int, seconds: float | None = None) -> tuple[Source, list[int]]:
+        """Compute a prompt and keep its blocks for readers."""
+        blocks = self.take(tokens)
+        for cache, rows, expected in self.places(request, blocks, 0, tokens):
+            cache[rows] = expected
+        written = self.mark()
+        for producer in self.producers:
+            producer.leases.grant(request, blocks, tokens, self.options.lease if seconds is None else seconds, written)
+        return self.source(request), blocks
+
+    def mark(self) -> Callable[[], bool]:
+        """Whether what has been enqueued so far is done."""
+        if self.caches[0].device.type == "cpu":
+            return lambda: True
+        event = torch.npu.Event()
+        event.record()
+        return event.query
+
+    def source(self, request: str) -> Source:
+        ranks = tuple((producer.server.host, producer.server.port) for producer in self.producers)
+        return Source(self.name, request, ranks)
+
+    def holds(self, request: str, blocks: list[int], start: int, stop: int) -> bool:
+        return all(torch.equal(cache[rows], expected) for cache, rows, expected in self.places(request, blocks, start, stop))
+
+    def wait(self, requests: int = 1, seconds: float = 20.0) -> list[list[Done | Failed]]:
+        """What each rank says of so many requests."""
+        ended: list[list[Done | Failed]] = [[] for _ in self.consumers]
+        until = monotonic() + seconds
+        while any(len(each) < requests for each in ended):
+            assert monotonic() < until, f"still open after {seconds} s: {ended}"
+            for rank, consumer in enumerate(self.consumers):
+                ended[rank] += consumer.get_finished()
+            sleep(0.002)
+        return ended
+
+    def all_free(self, request: str, seconds: float = 5.0) -> bool:
+        """Whether all producers' ranks say in time that the request's blocks are free."""
+        until = monotonic() + seconds
+        while not all(request in freed for freed in self.freed) and monotonic() < until:
+            for freed, producer in zip(self.freed, self.producers, strict=True):
+                freed.update(producer.leases.pop_ended())
+            sleep(0.002)
+        return all(request in freed for freed in self.freed)
+
+    def close(self) -> None:
+        """Its transports too: one of Mooncake's that is left to the garbage collector takes a second, of whoever runs then."""
+        parts = [*self.consumers, *self.producers]
+        for part in parts:
+            part.close()
+        for part in parts:
+            part.transport.close()

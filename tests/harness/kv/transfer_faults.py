@@ -1,0 +1,233 @@
+"""Hundreds of requests under transfer faults: how each ended, and what must not have happened."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic, sleep
+from typing import Any
+
+from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.leases import PrefillProgress
+from ascend_kv_connector.protocol import PrefillStarted
+from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork
+from ascend_kv_connector.transfers import Done, Failed
+
+TIMEOUT = 1.0
+LATE = 0.5
+"""Seconds after its deadline by which a transfer must have been reported on this machine, however busy."""
+
+BLOCKS, BLOCK_SIZE = 400, 4
+LENGTHS = (1, 3, 9, 17, 40)
+
+
+@dataclass
+class Result:
+    """``ended``: outcomes, of requests. The others should be empty: requests with wrong tokens, those that ended late, and blocks
+    or buffers that nobody has and that are not free."""
+
+    ended: Counter[str] = field(default_factory=Counter)
+    wrong: list[Any] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    leaked: list[str] = field(default_factory=list)
+    faults: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Prompt:
+    """A request on the producer's side: its blocks, how far it is computed, and whether it is the reader's to free."""
+
+    name: str
+    tokens: int
+    blocks: list[int]
+    progress: PrefillProgress = field(default_factory=PrefillProgress)
+    computed: int = 0
+    finished: bool = False
+
+
+@dataclass
+class Load:
+    """A request on the consumer's side."""
+
+    blocks: list[int]
+    start: int
+    tokens: int
+    began: float
+    outcomes: list[Done | Failed] = field(default_factory=list)
+
+
+class Endurance:
+    """One run of ``count`` requests between a producer, which is replaced by another each time it is killed, and a consumer.
+
+    ``layerwise``: prompts are read while they are computed, are preempted and given up in between.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        network: InMemoryNetwork,
+        count: int,
+        one: dict[str, Any],
+        other: dict[str, Any],
+        layerwise: bool = False,
+        kills: int = 3,
+        seed: int = 7,
+    ) -> None:
+        self.draw = random.Random(seed)
+        self.make, self.network, self.count, self.shape, self.layerwise = make, network, count, one, layerwise
+        corrupt = 0.02 if other.get("verify", True) else 0.0
+        rates: dict[str, Any] = {"fail": 0.02, "corrupt": corrupt, "delay": 0.03, "late": 0.02, "hang": 0.004}
+        if layerwise:  # as many per request, which has more reads
+            rates = {name: rate / 4 for name, rate in rates.items()}
+        network.faults = Faults(draw=random.Random(seed + 1), seconds=0.02, **rates)
+        options = {"transfer_timeout": TIMEOUT, "verify": True, "lanes": 8 if layerwise else 4} | other
+        self.consumer = make("d", blocks=BLOCKS, **options).consume()
+        self.deaths = [count * (place + 1) // (kills + 1) for place in range(kills)]
+        self.result = Result()
+        self.prompts: dict[str, Prompt] = {}
+        self.loads: dict[str, Load] = {}
+        self.cut_until = 0.0
+        self.lives = 0
+        self.new_producer()
+
+    def new_producer(self) -> None:
+        self.lives += 1
+        self.producer = self.make(f"p{self.lives}", blocks=BLOCKS, lease=3.0, **self.shape).produce()
+        self.prompts.clear()
+
+    def run(self) -> Result:
+        left = [(f"r{number}", self.draw.choice(LENGTHS)) for number in range(self.count)]
+        while left or self.loads or self.prompts:
+            if self.deaths and len(left) <= self.deaths[-1]:
+                self.deaths.pop()
+                self.kill()
+            self.cut()
+            while left and len(self.loads) < 8 and len(self.producer.free) > 20:
+                self.begin(*left.pop())
+            if self.layerwise:
+                self.compute()
+            self.collect()
+            sleep(0.001)
+        self.network.faults.hung.set()
+        self.result.faults = dict(self.network.faults.counts)
+        ranks = self.producer.producers
+        until = monotonic() + 2.0
+        while any(len(rank.leases) or rank.buffers_in_use for rank in ranks) and monotonic() < until:
+            sleep(0.005)
+        self.result.leaked += [
+            f"{len(rank.leases)} leases, {rank.buffers_in_use} buffers"
+            for rank in ranks
+            if len(rank.leases) or rank.buffers_in_use
+        ]
+        for name, instance in (("producer", self.producer), ("consumer", self.consumer)):
+            if len(set(instance.free)) != BLOCKS:
+                self.result.leaked.append(f"{BLOCKS - len(set(instance.free))} blocks of the {name}")
+        return self.result
+
+    def kill(self) -> None:
+        """The producer's process is gone, with its memory and its connections."""
+        self.result.ended["(a producer was killed)"] += 1
+        for rank in self.producer.producers:
+            self.network.killed.add(rank.transport.session)
+            rank.close()
+        self.new_producer()
+
+    def cut(self) -> None:
+        """Now and then nothing goes over the link for a while."""
+        sessions = [
+            frozenset((one.transport.session, other.transport.session))
+            for one in self.producer.producers
+            for other in self.consumer.consumers
+        ]
+        if self.cut_until and monotonic() > self.cut_until:
+            self.network.cut.clear()
+            self.cut_until = 0.0
+        elif not self.cut_until and self.draw.random() < 0.002:
+            self.result.ended["(the link was cut)"] += 1
+            self.network.cut.update(sessions)
+            self.cut_until = monotonic() + 0.05
+
+    def begin(self, name: str, tokens: int) -> None:
+        instance, ranks = self.producer, self.consumer.consumers
+        leaves = self.draw.random() < 0.02
+        if self.layerwise:
+            self.prompts[name] = prompt = Prompt(name, tokens, instance.take(tokens))
+            source = None
+            announcement = PrefillStarted(name, instance.name, name, list(instance.source(name).ranks))
+            self.grow(prompt)
+        else:
+            seconds = 0.001 if self.draw.random() < 0.02 else 3.0
+            source, blocks = instance.fill(name, tokens, seconds)
+            self.prompts[name] = Prompt(name, tokens, blocks, finished=True)
+            if leaves:
+                self.result.ended["declined"] += 1
+                for rank in ranks:
+                    rank.decline(source)
+                return
+        start = tokens // 2 // BLOCK_SIZE * BLOCK_SIZE
+        self.loads[name] = Load(self.consumer.take(tokens - start), start, tokens, monotonic())
+        for rank in ranks:
+            if self.layerwise:
+                rank.answer(announcement)
+            rank.start(name, source, self.loads[name].blocks, start, tokens)
+            if leaves:
+                rank.cancel(name, TransferError("aborted", "the request has ended"))
+
+    def grow(self, prompt: Prompt) -> None:
+        for rank in self.producer.producers:
+            rank.leases.track(prompt.name, prompt.blocks, prompt.tokens, prompt.progress)
+
+    def compute(self) -> None:
+        """A step of the model for the prompts that are being computed; some are preempted, some given up."""
+        for prompt in [prompt for prompt in self.prompts.values() if not prompt.finished]:
+            chance = self.draw.random()
+            if chance < 0.01:
+                how = "" if chance < 0.007 else "given up there"
+                for rank in self.producer.producers:
+                    rank.leases.revoke(prompt.name, 1.0, how)
+                self.producer.free += prompt.blocks
+                if how:
+                    del self.prompts[prompt.name]
+                    continue
+                prompt.blocks, prompt.computed, prompt.progress = self.producer.take(prompt.tokens), 0, PrefillProgress()
+                self.grow(prompt)
+            prompt.computed = min(prompt.tokens, prompt.computed + self.draw.choice((1, 4, 9, 20)))
+            instance = self.producer
+            regions = [region for cache in instance.caches for region in cache.regions]
+            places = list(instance.places(prompt.name, prompt.blocks, 0, prompt.computed))
+            for layer in dict.fromkeys(region.layer for region in regions):
+                for region, (cache, rows, expected) in zip(regions, places, strict=True):
+                    if region.layer == layer:
+                        cache[rows] = expected
+                prompt.progress.record(layer, prompt.computed, lambda: True)
+            if prompt.computed == prompt.tokens:
+                prompt.finished = True
+                for rank in self.producer.producers:
+                    rank.leases.grant(prompt.name, prompt.blocks, prompt.tokens, 3.0)
+
+    def collect(self) -> None:
+        """Take what has ended, on both sides."""
+        for rank in self.consumer.consumers:
+            for outcome in rank.get_finished():
+                self.loads[outcome.request].outcomes.append(outcome)
+        for name, load in list(self.loads.items()):
+            if len(load.outcomes) < len(self.consumer.consumers):
+                if monotonic() - load.began > TIMEOUT + LATE and name not in self.result.late:
+                    self.result.late.append(name)
+                continue
+            del self.loads[name]
+            failed = [outcome for outcome in load.outcomes if isinstance(outcome, Failed)]
+            self.result.ended[failed[0].kind if failed else "done"] += 1
+            missing = {block for outcome in failed for block in outcome.blocks}
+            good = next((place for place, block in enumerate(load.blocks) if block in missing), len(load.blocks)) * BLOCK_SIZE
+            stop = min(load.start + good, load.tokens)
+            if not self.consumer.holds(name, load.blocks[: -(-good // BLOCK_SIZE)], load.start, stop):
+                self.result.wrong.append((name, load.outcomes))
+            self.consumer.free += load.blocks
+        for rank, freed in zip(self.producer.producers, self.producer.freed, strict=True):
+            freed.update(rank.leases.pop_ended())
+        for name, prompt in list(self.prompts.items()):
+            if prompt.finished and all(name in freed for freed in self.producer.freed):
+                self.producer.free += self.prompts.pop(name).blocks

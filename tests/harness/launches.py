@@ -1,0 +1,114 @@
+"""Launches and bytes of a decoder layer, counted and as needed: `tools/check launches` and e2e/test_launch_counts.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from harness import checkout, npus
+
+PROGRAM = checkout.PROGRAMS / "count_launches.py"
+KEPT = checkout.TOOLS / "generated_docs" / "launches.json"
+REQUESTS, PROMPT = 16, 63
+CACHED = PROMPT + 2  # tokens in the cache at the second decode step, which is counted
+HIDDEN, HEADS, KV_HEADS, HEAD = 1024, 16, 8, 128  # of Qwen3-0.6B, but for the vocabulary
+BASE = {
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+DENSE = BASE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "intermediate_size": 3072}
+EXPERTS = BASE | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 768,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {"config": DENSE, "ranks": 1, "engine": {}},
+    "dense, TP2": {"config": DENSE, "ranks": 2, "engine": {"tensor_parallel_size": 2}},
+    "experts": {"config": EXPERTS, "ranks": 1, "engine": {}},
+    "experts, TP2 EP2": {"config": EXPERTS, "ranks": 2, "engine": {"tensor_parallel_size": 2, "enable_expert_parallel": True}},
+}
+
+
+def run(names: list[str], directory: Path) -> dict[str, Any]:
+    """The counts of these cases, with a trace in this directory."""
+    cases = [{"name": name, "requests": REQUESTS, "prompt": PROMPT} | CASES[name] for name in names]
+    variables: dict[str, Any] = {
+        "VLLM_PLUGINS": "",
+        "OMP_NUM_THREADS": "1",
+        "ASCEND_EMULATOR_TRACE": str(directory / "trace.json"),
+    }
+    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", **variables)
+    found = {result["name"]: per_layer(result) for result in npus.results(done.stdout)}
+    if done.returncode or list(found) != names:
+        sys.exit(f"launches: the program ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return found
+
+
+def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
+    """Bytes that one layer has to move in a rank's memory, and to send: each weight once, the keys and values that are seen
+    once, and the tokens' hidden state in and out; for each all-reduce what a ring sends, 2 (n - 1) / n of the tensor."""
+    config, ranks = case["config"], case["ranks"]
+    tokens, seen = (REQUESTS * PROMPT, REQUESTS * PROMPT) if step == "prefill" else (REQUESTS, REQUESTS * CACHED)
+    weights = (2 * HEADS + 2 * KV_HEADS) * HEAD * HIDDEN // ranks
+    if "num_experts" in config:
+        weights += HIDDEN * config["num_experts"] + 3 * HIDDEN * config["moe_intermediate_size"] * config["num_experts"] // ranks
+    else:
+        weights += 3 * HIDDEN * config["intermediate_size"] // ranks
+    cache = 2 * KV_HEADS * HEAD * (seen + (tokens if step == "decode" else 0)) // ranks
+    return 2 * (weights + cache + 2 * tokens * HIDDEN), 2 * 2 * 2 * (ranks - 1) * tokens * HIDDEN // ranks
+
+
+def per_layer(result: dict[str, Any]) -> dict[str, Any]:
+    """What count_launches.py prints, as one layer's part and what is outside of the layers."""
+    found: dict[str, Any] = {}
+    for step in ("prefill", "decode"):
+        fewer, more = result["fewer"][step], result["more"][step]
+        names = Counter(more["names"])
+        names.subtract(fewer["names"])
+        launches = {name: count for name, count in sorted(names.items()) if count}
+        moved, sent = needed(CASES[result["name"]], step)
+        found[step] = {
+            "launches": launches,
+            "outside": sum(fewer["names"].values()) - 2 * sum(launches.values()),
+            "bytes": more["bytes"] - fewer["bytes"],
+            "needed": moved,
+            "sent": more["sent"] - fewer["sent"],
+            "to send": sent,
+            "waits": max(fewer["waits"], more["waits"]),
+        }
+    return found
+
+
+def main() -> None:
+    """See tools/check launches."""
+    parser = argparse.ArgumentParser(prog="tools/check launches", description="Count what a decoder layer launches and moves.")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {'; '.join(CASES)} (default: all)")
+    names = parser.parse_args().cases or list(CASES)
+    if unknown := set(names) - set(CASES):
+        parser.error(f"no case {', '.join(sorted(unknown))}; there are: {'; '.join(CASES)}")
+    with tempfile.TemporaryDirectory() as directory:
+        found = run(names, Path(directory))
+    print(json.dumps(found, indent=1))
+    if names == list(CASES):
+        KEPT.write_text(json.dumps(found, indent=1) + "\n")
+        sys.exit(subprocess.run([sys.executable, checkout.TOOLS / "docs-tables"], check=False).returncode)

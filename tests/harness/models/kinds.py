@@ -1,0 +1,179 @@
+"""Small models with random weights of the kinds of attention and of tasks that are served, and what they are asked."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SAMPLING_RATE = 16000
+SECONDS = 2
+VOCABULARY = 512
+IMAGE_TOKEN = 511
+SIDE, PATCH = 56, 14
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+WINDOW = 24
+BOTH = ["sliding_attention", "full_attention"]
+ENCODER = {name: value for name, value in COMMON.items() if name not in ("head_dim", "num_key_value_heads")}
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral, window": ("Mistral", {"sliding_window": WINDOW}),
+    "gemma3, windows between": (
+        "Gemma3",
+        {"sliding_window": WINDOW, "layer_types": BOTH * 2, "num_hidden_layers": 4, "query_pre_attn_scalar": 64},
+    ),
+    "gemma2, soft caps": ("Gemma2", {"sliding_window": WINDOW, "layer_types": BOTH, "attn_logit_softcapping": 2.0}),
+    "granite, sinks and windows": (
+        "GraniteSWA",
+        {"sliding_window": WINDOW, "layer_types": BOTH * 2, "num_hidden_layers": 4, "attention_multiplier": 0.125},
+    ),
+    "bloom, ALiBi": ("Bloom", {"n_layer": 2, "n_head": 4}),
+    **{f"qwen3, heads of {size}": ("Qwen3", {"head_dim": size}) for size in (80, 96, 128, 192, 256)},
+}
+"""Families of Hugging Face's, and their configuration besides COMMON."""
+
+
+def _settings(family: str, special: dict[str, Any]) -> dict[str, Any]:
+    common = COMMON if family != "Bloom" else {name: COMMON[name] for name in ("vocab_size", "hidden_size", "initializer_range")}
+    return common | special
+
+
+def decoder(path: Path, name: str) -> None:
+    import torch
+    import transformers
+
+    family, special = DECODERS[name]
+    kind = {"Gemma3": "Gemma3Text"}.get(family, family)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{kind}Config")(**_settings(family, special)))
+    for key, weight in model.named_parameters():
+        if key.endswith("sinks"):
+            torch.nn.init.normal_(weight, mean=1.0)
+    model.save_pretrained(path)
+
+
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3 embedding": ("Qwen3", COMMON),
+    "bert embedding": ("Bert", ENCODER),
+    "roberta embedding": ("Roberta", ENCODER | {"max_position_embeddings": 1026}),
+    "modernbert embedding, windows between": (
+        "ModernBert",
+        ENCODER | {"local_attention": 32, "num_hidden_layers": 4, "cls_token_id": 0, "sep_token_id": 1},
+    ),
+}
+
+
+def embedding(path: Path, name: str) -> None:
+    import transformers
+
+    family, settings = ENCODERS[name]
+    getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**settings)).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+
+
+def classifier(path: Path, name: str) -> None:
+    import transformers
+
+    labels = 1 if name == "bert cross-encoder" else 3
+    config = transformers.BertConfig(**{**ENCODER, "num_labels": labels})
+    transformers.BertForSequenceClassification(config).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+
+
+def tokenizer() -> Any:
+    """A token for each character; of a pair, the second text's are of another type."""
+    import transformers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    words = {text: number for number, text in enumerate(["<s>", "<eos>", "<unk>", *map(chr, range(32, 127))])}
+    names = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    words |= {name: len(words) + number for number, name in enumerate(names)}
+    words |= {f"<{number}>": number for number in range(len(words), VOCABULARY - 1)} | {"<image>": IMAGE_TOKEN}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens([AddedToken(word, special=True) for word in words if word.startswith("<")])
+    marks = [("<s>", 0), ("<eos>", 1)]
+    made.post_processor = processors.TemplateProcessing("<s> $A <eos>", "<s> $A <eos> $B:1 <eos>:1", marks)
+    special = {"bos_token": "<s>", "eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def idefics3(path: Path, _: str) -> None:
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = transformers.LlamaConfig(**COMMON)
+    config = transformers.Idefics3Config(
+        vision_config=sizes | {"image_size": SIDE, "patch_size": PATCH},
+        text_config=text.to_dict(),
+        image_token_id=IMAGE_TOKEN,
+        scale_factor=2,
+        pad_token_id=1,
+        tie_word_embeddings=False,
+    )
+    model = transformers.Idefics3ForConditionalGeneration(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and ("vision" in name or "connector" in name):
+            torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(path)
+    pictures = transformers.Idefics3ImageProcessorPil(
+        size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}, do_image_splitting=False
+    )
+    processor = transformers.Idefics3Processor(pictures, tokenizer(), image_seq_len=(SIDE // PATCH // 2) ** 2)
+    processor.save_pretrained(path)
+
+
+def whisper(path: Path, _: str) -> None:
+    import transformers
+
+    special = {"decoder_start_token_id": 3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    parts = ("encoder", "decoder")
+    sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 256}
+    named: dict[str, Any] = {f"{part}_{name}": size for part in parts for name, size in sizes.items()} | special
+    config = transformers.WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=128,
+        max_source_positions=SECONDS * 50,
+        max_target_positions=128,
+        init_std=0.1,
+        **named,
+    )
+    transformers.WhisperForConditionalGeneration(config).save_pretrained(path)
+    extractor = transformers.WhisperFeatureExtractor(chunk_length=SECONDS)
+    transformers.WhisperProcessor(extractor, tokenizer()).save_pretrained(path)
+
+
+def pictures(prompt: str, number: int) -> list[Any]:
+    """As many as the prompt names, each of another size."""
+    from PIL import Image
+
+    draw = np.random.default_rng(number)
+    shapes = [(SIDE - 14 * number, SIDE - 7 * i, 3) for i in range(prompt.count("<image>"))]
+    return [Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8)) for shape in shapes]
+
+
+def sound(number: int) -> Any:
+    times = np.arange(SAMPLING_RATE * SECONDS) / SAMPLING_RATE
+    noise = np.random.default_rng(number).normal(0, 0.1, len(times))
+    return (np.sin(2 * np.pi * 220 * (number + 1) * times) * 0.5 + noise).astype(np.float32)
+
+
+def prompts() -> tuple[list[list[int]], list[int]]:
+    """Prompts of 1 to 400 tokens, and how many tokens to answer with; blocks that fall out of a window are given back."""
+    draw = random.Random(9)
+    return [[draw.randrange(3, 500) for _ in range(n)] for n in (1, 400, 7, 33, 290, 5)], [6, 12, 8, 3, 5, 7]

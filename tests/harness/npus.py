@@ -1,0 +1,45 @@
+"""For tests that need more NPUs than the one that the test session has."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run(
+    npus: int, *command: str, memory: str = "1GiB", timeout: float = 600, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command where this many NPUs are, output captured.
+
+    They are emulated if those of the session are; otherwise the test is skipped where there are not as many. `memory` is what
+    each emulated one has; a variable with the value "" is taken out. The command can import this package.
+    """
+    environ = {name: value for name, value in (os.environ | variables).items() if value}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), environ.get("PYTHONPATH", "")]))
+    if "ASCEND_EMULATOR_NPUS" in environ:
+        options = ["--npus", str(npus), "--soc", environ["ASCEND_EMULATOR_SOC"], "--memory", memory]
+        command = (sys.executable, "-m", "ascend_emulator.cli", "run", *options, "--", *command)
+    elif (found := _device_count()) < npus:
+        import pytest
+
+        pytest.skip(f"needs {npus} NPUs; there are {found}")
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def results(output: str) -> list[Any]:
+    """What a program printed in lines `RESULT {json}`."""
+    return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
+
+
+def by_name(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What a program that went well printed in lines `RESULT {json}`, by its `name`."""
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return {result["name"]: result for result in results(done.stdout)}
+
+
+def _device_count() -> int:
+    import torch
+
+    return torch.npu.device_count()

@@ -1,0 +1,149 @@
+"""Random batches over a paged KV cache, and what attention makes of them in float64: for the attentions' tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    slopes: torch.Tensor | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    causal: bool = True,
+) -> torch.Tensor:
+    """query ``[tokens, heads, d]`` at the end of key and value ``[length, kv_heads, d]``; float64."""
+    query, key, value = query.double(), key.double(), value.double()
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = torch.einsum("thd,lhd->htl", query, key) * scale
+    if cap:
+        scores = cap * (scores / cap).tanh()
+    after = torch.arange(len(key)) - torch.arange(len(key) - len(query), len(key))[:, None]
+    if slopes is not None:
+        scores = scores + slopes.double().view(-1, 1, 1) * after
+    if causal:
+        scores = scores.masked_fill((after > 0) | (after <= -(window or len(key))), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)], -1)
+    return torch.einsum("htl,lhd->thd", scores.softmax(-1)[..., : len(key)], value)
+
+
+def pairs(kind: str, rng: random.Random, requests: int, most: int) -> list[tuple[int, int]]:
+    """(new tokens, tokens in the cache before) of each request: decodes, prefills, or chunks and decodes mixed."""
+    draw: dict[str, Callable[[], tuple[int, int]]] = {
+        "decode": lambda: (1, rng.randint(0, most)),
+        "prefill": lambda: (rng.randint(1, most), 0),
+        "mixed": lambda: (rng.choice([1, rng.randint(2, most // 2)]), rng.choice([0, rng.randint(1, most // 2)])),
+    }
+    return [draw[kind]() for _ in range(requests)]
+
+
+KINDS = ("decode", "prefill", "mixed")
+
+
+@dataclass
+class Sizes:
+    """Of the cache and the heads; ``fill`` is what pages hold that belong to nobody, so that a wrong read shows."""
+
+    blocks: int
+    block_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    fill: float
+
+
+class PagedBatch:
+    """Requests of so many new tokens behind so many in the cache, in pages at random places.
+
+    Attributes:
+        queries, keys, values: of each request, ``[tokens, heads, head_size]`` on the host; keys and values also of tokens before.
+        cache: the pages ``[2, blocks, block_size, kv_heads, head_size]`` on the NPU, with the tokens before.
+    """
+
+    def __init__(self, sizes: Sizes, requests: Sequence[tuple[int, int]], rng: random.Random) -> None:
+        self.sizes, self.requests = sizes, requests
+        self.lengths = [new + before for new, before in requests]
+        free, size = rng.sample(range(sizes.blocks), sizes.blocks), sizes.block_size
+        self._table = [[free.pop() for _ in range(-(-length // size))] for length in self.lengths]
+        self._slots = [
+            [row[place // size] * size + place % size for place in range(length)]
+            for row, length in zip(self._table, self.lengths, strict=True)
+        ]
+        shape = sizes.kv_heads, sizes.head_size
+        self.keys, self.values = ([torch.randn(n, *shape, dtype=sizes.dtype) for n in self.lengths] for _ in range(2))
+        self.queries = [torch.randn(new, sizes.heads, sizes.head_size, dtype=sizes.dtype) for new, _ in requests]
+        pages = torch.full((2, sizes.blocks * size, *shape), sizes.fill, dtype=sizes.dtype)
+        for part, rows in zip(pages, (self.keys, self.values), strict=True):
+            for slots, own, (_, before) in zip(self._slots, rows, requests, strict=True):
+                part[slots[:before]] = own[:before]
+        self.cache = pages.view(2, sizes.blocks, size, *shape).npu()
+
+    def new(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        """Of keys or values those of the new tokens, ``[tokens, kv_heads, head_size]``."""
+        return torch.cat([own[before:] for own, (_, before) in zip(rows, self.requests, strict=True)])
+
+    def common(self) -> Any:
+        """vLLM's CommonAttentionMetadata of the batch."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        starts = torch.tensor([0, *(new for new, _ in self.requests)]).cumsum(0, dtype=torch.int32)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        slots = [slot for own, (_, before) in zip(self._slots, self.requests, strict=True) for slot in own[before:]]
+        longest = max(map(len, self._table))
+        table = [[*row, *[0] * (longest + 1 - len(row))] for row in self._table]
+        return CommonAttentionMetadata(
+            query_start_loc=starts.npu(),
+            query_start_loc_cpu=starts,
+            seq_lens=lengths.npu(),
+            seq_lens_cpu_upper_bound=lengths,
+            num_reqs=len(self.requests),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=max(new for new, _ in self.requests),
+            max_seq_len=max(self.lengths),
+            block_table_tensor=torch.tensor(table, dtype=torch.int32).npu(),
+            slot_mapping=torch.tensor(slots).npu(),
+        )
+
+    def run(self, backend: Any, joined: bool = False, **beyond: Any) -> torch.Tensor:
+        """The output of a backend, ``[tokens, heads, head_size]`` on the host, which writes the new tokens first.
+
+        ``joined``: keys and values are slices of one tensor, as a model's joint projection has them. ``beyond``: arguments of the
+        implementation's constructor.
+        """
+        from vllm.config import VllmConfig
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        of = self.sizes
+        spec = FullAttentionSpec(block_size=of.block_size, num_kv_heads=of.kv_heads, head_size=of.head_size, dtype=of.dtype)
+        builder = backend.get_builder_cls()(spec, ["layer"], VllmConfig(), torch.device("npu"))
+        placed = {name: x.npu() if isinstance(x, torch.Tensor) else x for name, x in beyond.items()}
+        layer = backend.get_impl_cls()(of.heads, of.head_size, of.head_size**-0.5, of.kv_heads, **placed)
+        query = torch.cat(self.queries).npu()
+        key, value = (self.new(rows).npu() for rows in (self.keys, self.values))
+        if joined:
+            key, value = torch.cat([key, value], dim=1).split(of.kv_heads, dim=1)
+        output = torch.full_like(query, torch.nan)
+        layer.forward(None, query, key, value, self.held(), builder.build(0, self.common()), output)
+        return output.cpu()
+
+    def held(self) -> Any:
+        """The cache as the platform gives it to attention."""
+        from ascend_platform.attention.kv_cache import KVCachePair
+
+        return KVCachePair(*self.cache)
+
+    def expected(self, **options: Any) -> torch.Tensor:
+        """What :func:`reference` makes of it; its options."""
+        each = zip(self.queries, self.keys, self.values, strict=True)
+        return torch.cat([reference(*own, self.sizes.head_size**-0.5, **options) for own in each])

@@ -1,0 +1,390 @@
+"""Quantized models on emulated NPUs against transformers: for tools/check quantized and tests/e2e/test_quantization.py."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import layouts, npus
+from harness.models import quantize
+from harness.models.quantize import Matrix, Spec
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.05,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "sliding_window": None,
+}
+BOUND, FLOAT_BOUND = 0.025, 0.05
+"""Of the average distance of log-probabilities from transformers' with dequantized weights: with inputs, keys and values
+quantized there too, and not. What is broken in one scheme of a model must go beyond the first
+(`tools/check quantized --break`)."""
+
+LAYOUTS = ["TP1", "TP2"]
+STATIC, DYNAMIC = Spec(8, "static"), Spec(8, "dynamic")
+# each layer of the model has the next of them
+DENSE = {
+    "ascend": [
+        STATIC,
+        DYNAMIC,
+        Spec(8, symmetric=False),
+        Spec(8, group=64, symmetric=False),
+        Spec(4, group=64, symmetric=False),
+        Spec(4, symmetric=False),
+        Spec(4, group=64, packed=True),
+        Spec(4, "dynamic"),
+        Spec(4, "dynamic", group=64),
+    ],
+    "compressed-tensors": [
+        STATIC,
+        DYNAMIC,
+        Spec(8),
+        Spec(8, group=64, symmetric=False),
+        Spec(4, group=64, symmetric=False),
+        Spec(4),
+        Spec(4, "dynamic"),
+        Spec(4, "dynamic", group=64),
+        Spec(4, "dynamic", group=64, packed=True),
+    ],
+}
+EXPERTS = {
+    "ascend": [
+        DYNAMIC,
+        Spec(8, symmetric=False),
+        Spec(4, group=32, symmetric=False),
+        Spec(4, group=32, packed=True),
+        Spec(4, "dynamic"),
+        Spec(4, "dynamic", group=32),
+    ],
+    "compressed-tensors": [
+        DYNAMIC,
+        Spec(8),
+        Spec(4, group=32, symmetric=False),
+        Spec(4),
+        Spec(4, "dynamic"),
+        Spec(4, "dynamic", group=32),
+    ],
+}
+
+
+def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
+    """The spec of a matrix by its name; ``only`` leaves all layers but one as they are.
+
+    Linear layers beside experts have the experts' spec, but in the first layer static inputs, which no experts have.
+    """
+
+    def find(name: str) -> Spec | None:
+        parts = name.split(".")
+        if "layers" not in parts or parts[-1] == "gate":
+            return None
+        layer = int(parts[parts.index("layers") + 1])
+        if only not in (None, layer):
+            return None
+        return STATIC if experts and layer == 0 and "experts" not in parts else specs[layer]
+
+    return find
+
+
+@functools.cache
+def float_model(kind: str, layers: int, directory: Path) -> Path:
+    """A model with random weights: dense with biases (Qwen2), or of experts (Qwen3-MoE)."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    path = directory / f"{kind}-{layers}"
+    if kind == "dense":
+        config: Any = transformers.Qwen2Config(**COMMON, intermediate_size=512, num_hidden_layers=layers)
+        model: Any = transformers.Qwen2ForCausalLM(config)
+        for layer in model.model.layers:
+            for part in "qkv":
+                torch.nn.init.normal_(getattr(layer.self_attn, f"{part}_proj").bias, std=0.5)
+    else:
+        config = transformers.Qwen3MoeConfig(
+            **COMMON,
+            intermediate_size=512,
+            moe_intermediate_size=128,
+            num_experts=8,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            num_hidden_layers=layers,
+        )
+        model = transformers.Qwen3MoeForCausalLM(config)
+    model.save_pretrained(path)
+    return path
+
+
+@functools.cache
+def calibrated(path: Path) -> tuple[dict[str, quantize.Range], dict[str, quantize.Range]]:
+    """The ranges of linear layers' inputs, and of the channels of keys and values, over this module's own texts."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    inputs: dict[str, quantize.Range] = {}
+    cache: dict[str, quantize.Range] = {}
+
+    def widen(into: dict[str, quantize.Range], name: str, least: torch.Tensor, most: torch.Tensor) -> None:
+        before = into.get(name, (least, most))
+        into[name] = torch.minimum(before[0], least), torch.maximum(before[1], most)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, given, name=name: widen(inputs, name, given[0].min(), given[0].max()))
+    with torch.no_grad():
+        for prompt in layouts.prompts(COMMON["vocab_size"])[0]:
+            found = model(torch.tensor([prompt]), use_cache=True).past_key_values
+            for index, layer in enumerate(found.layers):
+                for part, values in (("k", layer.keys), ("v", layer.values)):
+                    rows = values[0].transpose(0, 1).flatten(1)  # [tokens, kv_heads * head_size]
+                    widen(cache, f"model.layers.{index}.self_attn.{part}_proj", rows.amin(0), rows.amax(0))
+    return inputs, cache
+
+
+@dataclass
+class Model:
+    """A quantized model, and what transformers need to compute the same."""
+
+    kind: str
+    source: Path
+    path: Path
+    dtype: str
+    made: quantize.Made
+
+
+def make(
+    kind: str, form: str, dtype: str, directory: Path, *, cache: bool = False, only: int | None = None, layers: int = 0
+) -> Model:
+    """One of the models, whose layers have the schemes in turn: all, the first ``layers``, or only that one (-1: none)."""
+    import torch
+
+    specs = (DENSE if kind == "dense" else EXPERTS)[form][: layers or None]
+    source = float_model(kind, len(specs), directory)
+    inputs, ranges = calibrated(source)
+    target = directory / f"{kind}-{form}-{dtype}{'-c8' * cache}{'' if only is None else f'-{only}'}"
+    made = quantize.quantize(
+        source,
+        target,
+        form,
+        spec_of(specs, kind == "experts", only),
+        dtype=getattr(torch, dtype),
+        inputs=inputs,
+        cache=ranges if cache else None,
+    )
+    return Model(kind, source, target, dtype, made)
+
+
+class Reference:
+    """The model in transformers with dequantized weights, computing in float32.
+
+    Args:
+        quantized: quantize its inputs, keys and values too, as the engine does.
+    """
+
+    def __init__(self, of: Model, *, quantized: bool) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.of, self.quantized = of, quantized
+        self.read = {"k": (1.0, 1.0), "v": (1.0, 1.0)}  # factors of the scale and the offset when keys and values are read
+        self.model = AutoModelForCausalLM.from_pretrained(of.source, dtype=getattr(torch, of.dtype)).eval().float()
+        for name, own in of.made.matrices.items():
+            self.put(name, own)
+        for name, module in self.model.named_modules():
+            made = of.made.matrices.get(name)
+            if quantized and made is not None and made.spec.inputs != "none":
+                module.register_forward_pre_hook(lambda _, given, name=name: (self.inputs(name, given[0]),))
+            if name.endswith(".experts"):
+                module.forward = functools.partial(self.experts, name, module)
+
+    def put(self, name: str, own: Matrix) -> None:
+        """Let a matrix have these numbers."""
+        numbers = own.numbers().float()
+        base, _, last = name.rpartition(".")
+        if "experts" not in name:
+            self.model.get_submodule(name).weight.data = numbers
+            return
+        base, _, expert = base.rpartition(".")
+        module = self.model.get_submodule(base)
+        if last == "down_proj":
+            module.down_proj.data[int(expert)] = numbers
+        else:
+            half = slice(None, len(numbers)) if last == "gate_proj" else slice(len(numbers), None)
+            module.gate_up_proj.data[int(expert), half] = numbers
+
+    def inputs(self, name: str, x: Any) -> Any:
+        """x as a quantized matrix gets it."""
+        own = self.of.made.matrices[name]
+        if own.spec.inputs == "static":
+            scale, offset = self.of.made.inputs[name]
+            return ((x / scale + offset).round().clamp(-128, 127) - offset) * scale
+        if own.spec.inputs == "dynamic" and self.quantized:
+            scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 127
+            return (x / scale).round() * scale
+        return x
+
+    def experts(self, name: str, module: Any, x: Any, ids: Any, weights: Any) -> Any:
+        """Each expert in turn; transformers' own form of them has no inputs to take hold of."""
+        import torch
+
+        out = torch.zeros_like(x)
+        for expert in range(len(module.down_proj)):
+            token, place = (ids == expert).nonzero(as_tuple=True)
+            if not len(token):
+                continue
+            first, second = (f"{name}.{expert}.{part}" for part in ("gate_proj", "down_proj"))
+            gate, up = (self.expert_inputs(first, x[token]) @ module.gate_up_proj[expert].T).chunk(2, -1)
+            inner = torch.nn.functional.silu(gate) * up
+            made = self.expert_inputs(second, inner) @ module.down_proj[expert].T
+            out.index_add_(0, token, made * weights[token, place, None])
+        return out
+
+    def expert_inputs(self, name: str, x: Any) -> Any:
+        return self.inputs(name, x) if self.quantized and name in self.of.made.matrices else x
+
+    def logprobs(self, tokens: list[int]) -> Any:
+        """float32 ``[tokens, vocabulary]``."""
+        import torch
+        from transformers import DynamicCache
+
+        made, read = self.of.made.cache if self.quantized else {}, self.read
+
+        class Cache(DynamicCache):
+            def update(self, key_states: Any, value_states: Any, layer_idx: int, *arguments: Any, **named: Any) -> Any:
+                found = super().update(key_states, value_states, layer_idx, *arguments, **named)
+                return tuple(rounded(x, layer_idx, part) for x, part in zip(found, "kv", strict=True))
+
+        def rounded(x: Any, layer: int, part: str) -> Any:
+            if f"model.layers.{layer}.self_attn.{part}_proj" not in made:
+                return x
+            scale, offset = (each.view(x.shape[1], 1, -1) for each in made[f"model.layers.{layer}.self_attn.{part}_proj"])
+            factor, less = read[part]
+            return ((x / scale + offset).round().clamp(-128, 127) - offset * less) * scale * factor
+
+        with torch.no_grad():
+            return self.model(torch.tensor([tokens]), past_key_values=Cache(), use_cache=True).logits[0].float().log_softmax(-1)
+
+    def compare(self, served: list[list[dict[str, Any]]]) -> tuple[int, float, float]:
+        """How many tokens, and how far their log-probabilities are from the reference's: at most, and on average."""
+        count, _, most, mean = layouts.distances(self.logprobs, COMMON["vocab_size"], served)
+        return count, most, mean
+
+    def broken(self, served: list[list[dict[str, Any]]]) -> dict[tuple[str, str], float]:
+        """Average distances when all matrices of one scheme are broken in one way."""
+        found = {}
+        for spec in dict.fromkeys(own.spec for own in self.of.made.matrices.values()):
+            changes = {"wrong scale": wrong_scale}
+            changes |= {"swapped halves": swapped_halves} if spec.bits == 4 else {}
+            changes |= {} if spec.symmetric else {"no offset": no_offset}
+            mine = {name: own for name, own in self.of.made.matrices.items() if own.spec == spec}
+            for title, change in changes.items():
+                for name, own in mine.items():
+                    self.put(name, change(own))
+                found[str(spec), title] = self.compare(served)[2]
+            if spec.inputs == "static" and self.quantized:
+                kept = dict(self.of.made.inputs)
+                for name, (scale, offset) in kept.items():
+                    self.of.made.inputs[name] = scale, offset - 8
+                found[str(spec), "no input offset"] = self.compare(served)[2]
+                self.of.made.inputs.update(kept)
+            for name, own in mine.items():
+                self.put(name, own)
+        for part in "kv" if self.of.made.cache and self.quantized else "":
+            self.read[part] = 1.25, 1.0
+            found["int8 KV cache", f"wrong scale of {part}"] = self.compare(served)[2]
+            if part == "v":  # keys that are all shifted alike have the same attention
+                self.read[part] = 1.0, 0.0
+                found["int8 KV cache", "no offset of v"] = self.compare(served)[2]
+            self.read[part] = 1.0, 1.0
+        return found
+
+
+# What a bound has to tell from a right answer.
+
+
+def wrong_scale(own: Matrix) -> Matrix:
+    """The scales are a tenth too large."""
+    return Matrix(own.spec, own.values, own.scale * 1.1, own.zero)
+
+
+def swapped_halves(own: Matrix) -> Matrix:
+    """Of each byte, the lower four bits are taken for the upper ones."""
+    return Matrix(own.spec, own.values.unflatten(1, (-1, 2)).flip(-1).flatten(1), own.scale, own.zero)
+
+
+def no_offset(own: Matrix) -> Matrix:
+    return Matrix(own.spec, own.values, own.scale, own.zero * 0)
+
+
+def main() -> None:
+    """See tools/check quantized."""
+    parser = argparse.ArgumentParser(prog="tools/check quantized", description=__doc__)
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"as in tools/check layouts (default: {', '.join(LAYOUTS)})")
+    parser.add_argument("--model", choices=["dense", "experts"], action="append", help="default: both")
+    parser.add_argument("--format", choices=[*DENSE], action="append", help="default: both")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], action="append", help="default: both")
+    parser.add_argument(
+        "--break", dest="broken", action="store_true", help="also break each scheme once, and print how far it is then"
+    )
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")
+    options = parser.parse_args()
+    columns = ["model", "format", "dtype", "layout", "tokens", "average", "most", "average", "most", "seconds"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    wrong, broken = 0, []
+    with tempfile.TemporaryDirectory() as directory:
+        for kind in options.model or ["dense", "experts"]:
+            for form in options.format or DENSE:
+                for dtype in options.dtype or ["bfloat16", "float16"]:
+                    cache = kind == "dense" and form == "ascend"
+                    model = make(kind, form, dtype, Path(directory), cache=cache)
+                    for layout in options.layouts or LAYOUTS:
+                        label = f"| {kind} | {form}{', int8 KV cache' * cache} | {dtype} | {layout} |"
+                        served = serve(model, layouts.OF_EXPERTS[layout], options.timeout)
+                        if isinstance(served, str):
+                            print(f"{label} failed: {served} | | | | | |", flush=True)
+                            wrong += 1
+                            continue
+                        exact, alike = Reference(model, quantized=False), Reference(model, quantized=True)
+                        count, most, mean = exact.compare(served["results"])
+                        _, most_alike, mean_alike = alike.compare(served["results"])
+                        figures = " | ".join(f"{value:.4f}" for value in (mean_alike, most_alike, mean, most))
+                        print(f"{label} {count} | {figures} | {served['seconds']:.0f} |", flush=True)
+                        wrong += not (mean_alike < BOUND and mean < FLOAT_BOUND)
+                        if options.broken:
+                            found = alike.broken(served["results"])
+                            broken += [f"{label} {' | '.join(key)} | {value:.4f} |" for key, value in found.items()]
+                            wrong += any(value < BOUND for value in found.values())
+    if broken:
+        print(
+            "\n| model | format | dtype | layout | scheme | broken by | average |\n|---|---|---|---|---|---|---|",
+            *broken,
+            sep="\n",
+        )
+    sys.exit(1 if wrong else 0)
+
+
+def case(name: str, model: Model, engine: dict[str, Any]) -> dict[str, Any]:
+    return layouts.case(name, model.path, engine, dtype=model.dtype)
+
+
+def serve(model: Model, engine: dict[str, Any], timeout: float) -> dict[str, Any] | str:
+    """The engine's answers under the external launcher, or what it said last."""
+    command = [sys.executable, str(layouts.PROGRAM), json.dumps([case("one", model, engine)])]
+    try:
+        done = npus.run(layouts.ranks(engine), *command, timeout=timeout, OMP_NUM_THREADS="1")
+    except subprocess.TimeoutExpired:
+        return f"no answer after {timeout:g} s"
+    return next(iter(npus.results(done.stdout)), None) or (done.stdout + done.stderr)[-2000:]

@@ -1,0 +1,35 @@
+"""What the emulator's trace (ASCEND_EMULATOR_TRACE) says of this process's steps: launches, bytes moved and sent, host waits."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from ascend_emulator import tracing
+
+TRACE = Path(os.environ["ASCEND_EMULATOR_TRACE"])
+HOST_COPIES = {"aclrtMemcpy", "aclrtMemcpyBatch"}
+
+
+def events() -> list[dict]:
+    torch.npu.synchronize()
+    tracing.flush()
+    return [event for event in tracing.events(TRACE) if event["pid"] == os.getpid()]
+
+
+def summary(step: list[dict]) -> dict[str, Any]:
+    """Of one step: launches by name, the bytes that they move in memory and between NPUs, and how often the host waited."""
+    launched = [
+        event for event in step if event["cat"] in ("operator", "copy", "collective") and event["name"] not in HOST_COPIES
+    ]
+    launched.sort(key=lambda event: event["ts"])
+    first = next(event["ts"] for event in launched if event["cat"] == "operator")
+    last = launched[-1]["ts"]  # the sampled tokens' way to the host
+    waits = [event["ts"] + event["dur"] for event in step if event["cat"] == "synchronize" or event["name"] in HOST_COPIES]
+    sent = [event["args"].get("link", 0) for event in launched if event["cat"] == "collective"]
+    moved = [event["args"]["bytes"] for event in launched if event["cat"] == "operator"]
+    names = Counter(event["name"] for event in launched)
+    return {"names": names, "bytes": sum(moved), "sent": sum(sent), "waits": sum(first < end < last for end in waits)}

@@ -1,0 +1,171 @@
+"""KV transfer between two engines, under faults, and its throughput: `tools/check transfers`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ascend_kv_connector.testing_transport import InMemoryNetwork
+
+from harness import checkout, npus, quantized
+from harness.kv import store_checks, throughput
+from harness.kv.instances import Instance
+from harness.kv.transfer_faults import Endurance
+from harness.models import kinds as kind_models
+from harness.models.decoders import qwen3
+
+TP2, PP2, BF16, FP16 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"dtype": "bfloat16"}, {"dtype": "float16"}
+ONE, OTHER = {"devices": "0"}, {"devices": "1"}
+WEIGHED = {"weigh": True, "kill": 0}
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "TP1 to TP1": (ONE, OTHER, {}),
+    "TP2 to TP1": ({"devices": "0,1", "engine": TP2}, {"devices": "2"}, {}),
+    "TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {}),
+    "PP2 to TP1": ({"devices": "0,1", "engine": PP2}, {"devices": "2"}, {}),
+    "windows": (ONE, OTHER | {"tiers": {"cpu_bytes_to_use": 200 << 20}}, {"windows": True, "layerwise": 0, "kill": 0}),
+    "windows, TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {"windows": True, "layerwise": 0, "kill": 0}),
+    "HCCL": (ONE, OTHER, {"transfer": {"transport": "hccl"}}),
+    "bfloat16": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, WEIGHED),
+    "bfloat16, adder": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, WEIGHED | {"adder": True}),
+    "bfloat16, adder, HCCL": (
+        ONE | {"engine": BF16},
+        OTHER | {"engine": BF16},
+        {"adder": True, "transfer": {"transport": "hccl"}},
+    ),
+    "float16, int8 KV cache": (ONE | {"engine": FP16}, OTHER | {"engine": FP16}, WEIGHED | {"int8": True}),
+}
+"""By name the two instances, and what else is of the case; in float32 where it does not say otherwise."""
+
+
+def engines(chosen: list[str], requests: int) -> list[str]:
+    """Run each shape, and print a table; returns what is wrong."""
+    wrong, rows, gaps = [], [], []
+    with tempfile.TemporaryDirectory() as directory:
+        path = qwen3(Path(directory))
+        for name in chosen or SHAPES:
+            prefill, decode, more = SHAPES[name]
+            case: dict[str, Any] = {
+                "model": path,
+                "prefill": prefill,
+                "decode": decode,
+                "pull": requests,
+                "layerwise": requests,
+                "kill": 16,
+            } | more
+            case["transfer"] = {"transfer_timeout": 60} | more.get("transfer", {})
+            if more.get("adder"):
+                case["model"] = str(checkout.ADDER)
+            if more.get("windows"):
+                case["model"] = str(Path(directory, "windows"))
+                kind_models.decoder(Path(case["model"]), "gemma3, windows between")
+            if more.get("int8"):
+                case["model"] = str(quantized.make("dense", "ascend", "float16", Path(directory), cache=True, only=-1).path)
+            program = [sys.executable, str(checkout.PROGRAMS / "serve_kv_transfer.py"), json.dumps(case)]
+            done = npus.run(3, *program, memory="4GiB", timeout=3000, VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
+            found = npus.results(done.stdout)
+            if not found:
+                print(done.stdout[-3000:], done.stderr[-3000:])
+                wrong.append(f"{name}: no result")
+                continue
+            for phase, result in found[0].items():
+                others = {each.split(":")[0].split(",")[0] for each in result["different"]}
+                rows.append(
+                    f"| {name} | {phase} | {_counts(result['ended'])} | {len(others)} | "
+                    f"{len(result['not transferred'])} | {result['seconds']} |"
+                )
+                if "parted" in result:
+                    gaps.append(_gaps(name, phase, result))
+                    if max((each["gap"] for each in result["parted"]), default=0.0) <= 2 * result["log-probabilities apart"][0]:
+                        result["different"] = []  # both tokens' log-probabilities move as far in another batch
+                good = not result["different"] and not result["not transferred"] and all(result["blocks are free"])
+                if not good:
+                    wrong.append(f"{name}, {phase}: {result}")
+                print(rows[-1], flush=True)
+    print(
+        "\n| | KV cache is read | requests ended | other tokens | computed in spite of it | seconds |\n|---|---|---|---|---|---|"
+    )
+    print("\n".join(rows))
+    if gaps:
+        print("\n| | | places | other tokens | their gap, at most | places with such a gap | apart: max | mean |")
+        print("|---" * 8 + "|")
+        print("\n".join(gaps))
+    return wrong
+
+
+def _gaps(name: str, phase: str, result: dict[str, Any]) -> str:
+    """A row of what log-probabilities say of the tokens that are others."""
+    most, mean = result["log-probabilities apart"]
+    gap = f"{max(each['gap'] for each in result['parted']):.3f}" if result["parted"] else ""
+    small = result["gaps as small"] or ""
+    return f"| {name} | {phase} | {result['places']} | {len(result['parted'])} | {gap} | {small} | {most:.3f} | {mean:.4f} |"
+
+
+def _counts(ended: dict[str, int]) -> str:
+    return ", ".join(f"{count} {how}" for how, count in sorted(ended.items(), key=lambda item: -item[1]))
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "finished prompts": ({}, {}, False),
+    "finished prompts, TP2 to TP1, without checksums": ({"tp": 2}, {"verify": False}, False),
+    "layer by layer": ({}, {}, True),
+    "layer by layer, TP1 to TP2": ({}, {"tp": 2}, True),
+}
+
+
+def faults(requests: int) -> list[str]:
+    """Run each case under faults, and print a table; returns what is wrong."""
+    wrong, results = [], {}
+    for name, (one, other, layerwise) in CASES.items():
+        network = InMemoryNetwork()
+        made: list[Any] = []
+
+        def make(name: str, network: InMemoryNetwork = network, made: list[Any] = made, **shape: Any) -> Any:
+            made.append(Instance(network, name, **shape))
+            return made[-1]
+
+        results[name] = result = Endurance(make, network, requests, one, other, layerwise).run()
+        print(name, result, flush=True)
+        for what in ("wrong", "late", "leaked"):
+            if getattr(result, what):
+                wrong.append(f"{name}: {what}: {getattr(result, what)}")
+        for instance in made:
+            instance.close()
+    kinds = sorted({kind for result in results.values() for kind in result.ended}, key=lambda kind: (kind.startswith("("), kind))
+    print("\n| outcome |", " | ".join(results), "|")
+    print("|---" * (len(results) + 1) + "|")
+    for kind in kinds:
+        print(f"| {kind} |", " | ".join(str(result.ended[kind] or "") for result in results.values()), "|")
+    for what in ("wrong", "late", "leaked"):
+        print(f"| {what} |", " | ".join(str(len(getattr(result, what))) for result in results.values()), "|")
+    return wrong
+
+
+PARTS = ("engines", "faults", "throughput", "store")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="tools/check transfers")
+    parser.add_argument("part", nargs="?", choices=PARTS, help="all without it")
+    parser.add_argument("shapes", nargs="*", help=f"of engines: {', '.join(SHAPES)}; of store: see harness/kv/store_checks.py")
+    parser.add_argument("--requests", type=int, help="of each kind; 200 of engines, 500 of faults")
+    given = parser.parse_args()
+    wrong: list[str] = []
+    if given.part in (None, "engines"):
+        wrong += engines(given.shapes, given.requests or 200)
+    if given.part in (None, "faults"):
+        wrong += faults(given.requests or 500)
+    if given.part in (None, "throughput"):
+        wrong += throughput.compare(9)
+    if given.part in (None, "store"):
+        if given.shapes != ["faults"]:
+            wrong += store_checks.engines(given.shapes, given.requests or 60)
+        if given.shapes in ([], ["faults"]):
+            wrong += store_checks.faults(given.requests or 500)
+    for line in wrong:
+        print("WRONG", line)
+    raise SystemExit(bool(wrong))

@@ -1,0 +1,185 @@
+"""Import rules: packages meet in ascend_platform.extension alone, product code does not know the emulator, tools/ and tests/ do
+not import each other, and no modules import each other in a circle."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from harness import checkout
+
+PACKAGES = checkout.ROOT / "packages"
+OURS = {path.name for path in PACKAGES.glob("*/src/*") if path.is_dir()}
+FILES = sorted(path for path in PACKAGES.glob("*/src/**/*.py"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The qualified names of what a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGES)))
+def test_packages_meet_in_the_extension_module_alone(path: Path) -> None:
+    own = path.relative_to(PACKAGES).parts[2]
+    across = [name for name in imported(path) if (top := name.split(".")[0]) in OURS and top != own]
+    assert [name for name in across if not f"{name}.".startswith("ascend_platform.extension.")] == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if "ascend-emulator" not in path.parts],
+    ids=lambda path: str(path.relative_to(PACKAGES)),
+)
+def test_product_code_does_not_know_the_emulator(path: Path) -> None:
+    assert "ascend_emulator" not in path.read_text().lower()
+
+
+TESTS, TOOLS = checkout.ROOT / "tests", checkout.TOOLS
+PARTS = ("programs", "e2e", "plugins", "project")
+COMMANDS = [path for path in TOOLS.iterdir() if path.is_file() and path.read_bytes().startswith(b"#!/usr/bin/env python3")]
+
+
+def modules(top: Path, package: str = "") -> dict[str, Path]:
+    """The files of a folder by the names that they are imported under, commands without a suffix included."""
+    found = {}
+    for path in [*top.rglob("*.py"), *(path for path in COMMANDS if path.parent == top)]:
+        parts = path.relative_to(top).with_suffix("").parts
+        found[".".join(filter(None, (package, *(part for part in parts if part != "__init__"))))] = path
+    return found
+
+
+def imported_modules(path: Path, known: Collection[str]) -> set[str]:
+    """Those of the known modules that a file imports, also inside functions and under TYPE_CHECKING."""
+    names = set(imported(path))
+    return {name for name in names | {name.rpartition(".")[0] for name in names - {*known}} if name in known}
+
+
+def circles(known: dict[str, Path]) -> list[list[str]]:
+    """Groups of modules each of which imports all others of its group, directly or by way of them."""
+    graph = {name: imported_modules(path, known) - {name} for name, path in known.items()}
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        waiting, reached[start] = [start], set()
+        while waiting:
+            fresh = graph[waiting.pop()] - reached[start]
+            reached[start] |= fresh
+            waiting += fresh
+    groups = {tuple(sorted(name for name in reached[one] if one in reached[name])) for one in graph if one in reached[one]}
+    return [list(group) for group in sorted(groups)]
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("from p import two\n")
+    (tmp_path / "two.py").write_text("def f():\n    from p.three import x\n")
+    (tmp_path / "three.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.one import y\n")
+    (tmp_path / "four.py").write_text("from p import one, two\n")
+    assert circles(modules(tmp_path, "p")) == [["p.one", "p.three", "p.two"]]
+
+
+FOLDERS = {path.name: (path, path.name) for path in sorted(PACKAGES.glob("*/src/*")) if path.is_dir()}
+FOLDERS |= {"harness": (TESTS / "harness", "harness"), "programs": (TESTS / "programs", ""), "tools": (TOOLS, "")}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_no_modules_import_each_other(name: str) -> None:
+    assert circles(modules(*FOLDERS[name])) == []
+
+
+def tops(paths: Iterable[Path]) -> set[str]:
+    """The first part of the names of all that the files import."""
+    return {name.partition(".")[0] for path in paths for name in imported(path)}
+
+
+def test_tools_import_nothing_of_the_tests() -> None:
+    files = modules(TOOLS).values()
+    assert len(files) > len(COMMANDS) > 5
+    assert tops(files) & {"conftest", "harness", *PARTS, *modules(TESTS / "programs")} == set()
+
+
+def test_tests_import_nothing_of_the_tools() -> None:
+    own = {path.stem for path in TOOLS.iterdir() if path.is_dir() and any(path.glob("*.py"))} | {path.name for path in COMMANDS}
+    assert {"environment", "versions", "docs-tables"} <= own
+    assert tops([*TESTS.rglob("*.py"), *PACKAGES.glob("*/tests/*.py")]) & own == set()
+
+
+@pytest.mark.parametrize("part", ["harness", *PARTS, "packages"])
+def test_tests_import_of_each_other_the_harness_alone(part: str) -> None:
+    files = [*PACKAGES.glob("*/tests/*.py")] if part == "packages" else [*(TESTS / part).rglob("*.py")]
+    assert files
+    others = {*PARTS, "conftest"} | {path.stem for other in PARTS if other != part for path in (TESTS / other).glob("*.py")}
+    assert tops(files) & others == set()
+
+
+SIBLINGS = sorted(OURS - {"ascend_platform", "ascend_emulator"})
+WATCH = """
+import builtins, importlib, json, pkgutil, sys
+from types import ModuleType
+import ascend_platform
+from ascend_platform import extension
+
+siblings, crossed = json.loads(sys.argv[1]), set()
+plain = builtins.__import__
+
+def own(depth=2):
+    name = sys._getframe(depth).f_globals.get("__name__", "").partition(".")[0]
+    return name if name in siblings else ""
+
+def watched(name, globals=None, locals=None, fromlist=(), level=0):
+    top = name.partition(".")[0]
+    if level == 0 and (importer := own()) and top in (*siblings, "ascend_platform") and top != importer:
+        crossed.update({f"{importer}: {name}.{part}" for part in fromlist or [""]} - {f"{importer}: ascend_platform.extension"})
+    return plain(name, globals, locals, fromlist, level)
+
+class Watched(ModuleType):
+    def __getattribute__(self, name):
+        if (user := own()) and name not in __all__ and not name.startswith("__"):
+            crossed.add(f"{user}: extension.{name}")
+        return super().__getattribute__(name)
+
+__all__ = extension.__all__
+extension.__class__ = Watched
+builtins.__import__ = watched
+loaded = []
+for sibling in siblings:
+    package = importlib.import_module(sibling)
+    package.register()
+    loaded += [importlib.import_module(each.name).__name__ for each in pkgutil.walk_packages(package.__path__, f"{sibling}.")]
+print(json.dumps([sorted(crossed), loaded]))
+"""
+
+
+def crossings(path: Path | None = None) -> tuple[list[str], list[str]]:
+    """What the siblings reach in each other and in the platform when all their modules run, and those modules."""
+    script = WATCH if path is None else f"import sys\nsys.path.insert(0, {str(path)!r})\n{WATCH}"
+    names = SIBLINGS if path is None else sorted(each.name for each in path.iterdir())
+    command = [sys.executable, "-c", script, json.dumps(names)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    crossed, loaded = json.loads(done.stdout.splitlines()[-1])
+    return crossed, loaded
+
+
+@pytest.mark.slow
+def test_running_siblings_use_the_interface_alone() -> None:
+    crossed, loaded = crossings()
+    assert crossed == []
+    assert {"ascend_attention.dense", "ascend_patches.apply"} <= {*loaded}
+
+
+def test_sibling_that_reaches_further_is_found(tmp_path: Path) -> None:
+    (tmp_path / "plugin_of_somebody").mkdir()
+    (tmp_path / "plugin_of_somebody" / "__init__.py").write_text(
+        "from ascend_platform import extension, host\nimport ascend_platform.cli.main\n"
+        "def register():\n    extension.configure({})\n    extension.join('somebody', 'somebody')\n"
+    )
+    assert crossings(tmp_path)[0] == [
+        "plugin_of_somebody: ascend_platform.cli.main.",
+        "plugin_of_somebody: ascend_platform.host",
+        "plugin_of_somebody: extension.configure",
+    ]

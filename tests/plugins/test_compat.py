@@ -1,0 +1,70 @@
+"""The shims for versions of vLLM: each is needed by the lowest that is supported, used where it is needed, and right."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import tomllib
+from typing import Any
+
+import pytest
+import torch
+from ascend_platform import extension
+from ascend_platform.compat import SHIMS
+from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping
+from harness import checkout
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+MINORS = list(tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_text()))
+
+
+def admitted(distribution: str) -> SpecifierSet:
+    """The range of vLLM that an installed wheel declares."""
+    declared = map(Requirement, importlib.metadata.requires(distribution) or [])
+    return next(requirement.specifier for requirement in declared if requirement.name == "vllm")
+
+
+def shims() -> list[Any]:
+    """Every shim of every wheel that has a compat module."""
+    found = []
+    for distribution in extension.COMPONENTS:
+        module = f"{distribution.replace('-', '_')}.compat"
+        if importlib.util.find_spec(module):
+            for name, shim in importlib.import_module(module).SHIMS.items():
+                found.append(pytest.param(distribution, shim, id=f"{distribution}:{name}"))
+    return found
+
+
+@pytest.mark.parametrize("distribution", extension.COMPONENTS)
+def test_wheels_are_for_the_versions_that_the_suite_runs_on(distribution: str) -> None:
+    lowest, highest = MINORS[0], MINORS[-1]
+    major, _, minor = highest.partition(".")
+    assert admitted(distribution) == SpecifierSet(f">={lowest},<{major}.{int(minor) + 1}")
+
+
+@pytest.mark.parametrize(("distribution", "shim"), shims())
+def test_shim_is_needed_by_the_lowest_supported_vllm(distribution: str, shim: Any) -> None:
+    """When this fails, delete the shim: write its ``otherwise`` where it is called."""
+    (lowest,) = (Version(each.version) for each in admitted(distribution) if each.operator == ">=")
+    assert lowest < Version(shim.until), f"vLLM {lowest} has what {shim.function.__name__} makes up for"
+
+
+@pytest.mark.parametrize(("distribution", "shim"), shims())
+def test_shim_is_used_by_the_versions_that_need_it_alone(distribution: str, shim: Any) -> None:
+    installed = Version(importlib.metadata.version("vllm"))
+    assert shim.needed == (installed < Version(shim.until))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_tokens_are_placed_by_the_blocks_of_the_table(splits: int) -> None:
+    """The slot mapping of 0.31, whose table may be of smaller blocks than the KV cache has."""
+    size, positions, table = 16, [5, 40, 41, 42], [[7, 3, 9, 1], [2, 8, 4, 6]]  # one request decodes, one brings three tokens
+    slots = torch.zeros(8, dtype=torch.int64, device="npu")
+    mapping = SHIMS["slot_mapping_kernel"].function(compute_slot_mapping)
+    mapping(
+        4, 8, torch.tensor([0, 1, 4], dtype=torch.int32, device="npu"), torch.tensor(positions, device="npu"),
+        torch.tensor(table, dtype=torch.int32, device="npu"), 4, size, slots, size * splits, splits, 1, 0, 1, -1, 1024,
+    )  # fmt: skip
+    expected = [table[owner][p // size] * size + p % size for owner, p in zip([0, 1, 1, 1], positions, strict=True)]
+    assert slots.tolist() == expected + [token % size for token in range(4, 8)]  # of no request: the null block's

@@ -1,0 +1,68 @@
+"""What one step of small models launches and moves, on one rank: run by tools/check launches on emulated NPUs, with a trace.
+
+    python count_launches.py '[{"name": ..., "config": {...}, "ranks": 1, "engine": {...}, "requests": 16, "prompt": 63}]'
+
+Each case runs twice, with one more layer the second time: the difference is a layer's. Prints a line `RESULT {json}` a case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import torch
+from harness import launcher, trace
+from transformers import AutoConfig
+from vllm import LLM, SamplingParams
+from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
+
+COMMON: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "seed": 0,
+    "max_model_len": 1024,
+}
+COMMON |= {"gpu_memory_utilization": 0.3, "max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+COMMON |= {"disable_log_stats": True, "async_scheduling": False, "distributed_executor_backend": "external_launcher"}
+COMMON |= {"enforce_eager": True}  # which counts what a graph would hold
+
+
+def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
+    config = AutoConfig.for_model(**case["config"] | {"num_hidden_layers": case["layers"]})
+    config.save_pretrained(directory)
+    engine = LLM(str(directory), **COMMON, **case["engine"]).llm_engine
+    torch.manual_seed(0)
+    for request in range(case["requests"]):
+        prompt = torch.randint(3, config.vocab_size, (case["prompt"],)).tolist()
+        sampling = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
+        engine.add_request(str(request), {"prompt_token_ids": prompt}, sampling)
+    found, before = {}, len(trace.events())
+    for name in ("prefill", "first decode", "decode"):
+        engine.step()
+        found[name], before = trace.events()[before:], len(trace.events())
+    return {name: trace.summary(found[name]) for name in ("prefill", "decode")}
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """The summaries of rank 0 with `case["layers"]` layers."""
+
+    def one(rank: int, port: int) -> dict[str, Any]:
+        os.environ.update(launcher.as_torchrun_sets(rank, case["ranks"], port))
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory() as directory:
+            return steps(case, Path(directory))
+
+    return launcher.play(case["name"], case["ranks"], one)[0]
+
+
+if __name__ == "__main__":
+    for each in json.loads(sys.argv[1]):
+        fewer, more = (run(each | {"layers": layers}) for layers in (2, 3))
+        print("RESULT", json.dumps({"name": each["name"], "fewer": fewer, "more": more}), flush=True)

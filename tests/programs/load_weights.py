@@ -1,0 +1,140 @@
+"""Run by test_model_loading.py: loads models by every strategy and from every kind of peer, and an engine from one.
+
+    python tests/programs/load_weights.py DIRECTORY CASE
+
+DIRECTORY has checkpoints: `plain`, `other` (the same architecture with other weights), `quantized`. CASE is as in
+serve_layout.py. Prints `RESULT {json}`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+
+import serve_layout
+import torch
+from ascend_model_loader import server
+from ascend_platform import extension
+from harness.weights.peers import Cut
+from measure_loading import load
+from vllm import LLM
+from vllm.model_executor.model_loader import ShardedStateLoader
+
+LINES: list[str] = []
+
+
+class Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        LINES.append(record.getMessage())
+
+
+HANDLER = Lines()
+
+
+def said() -> list[str]:
+    """What the loader has logged since this was last asked, without the table."""
+    if HANDLER not in extension.logger.handlers:
+        extension.logger.addHandler(HANDLER)  # vLLM, configuring its logging, takes away what others have added
+    found = [line.partition("\n")[0] for line in LINES if "weights" in line]
+    LINES.clear()
+    return found
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Of all that a model has, also of what processing has made of its weights."""
+    made = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        made.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+def at(port: int, *more: str) -> dict[str, Any]:
+    return {"peers": [f"127.0.0.1:{port}"], "strategies": ["peer", *more], "timeout": 5, "deadline": 60}
+
+
+def serve(model: Path, **engine: Any) -> tuple[str, int]:
+    """Load by vLLM's default loader and serve: the digest, and the port."""
+    made, _ = load(str(model), 0, {"strategies": ["default"], "serve_weights": True, "port": 0}, **engine)
+    server.awake(True)
+    assert server._published is not None
+    return digest(made), server._published.port
+
+
+def attempt(model: Path, extra: dict[str, Any], **engine: Any) -> dict[str, Any]:
+    said()
+    try:
+        made, _ = load(str(model), 0, extra, **engine)
+    except RuntimeError as error:
+        return {"error": str(error), "said": said()}
+    return {"digest": digest(made), "said": said()}
+
+
+def sharded(model: Path) -> dict[str, Any]:
+    """What vLLM's load format for sharded states makes of what it has saved."""
+    directory = model.with_name(f"{model.name}-sharded")
+    directory.mkdir()
+    for path in model.glob("*.json"):
+        (directory / path.name).write_bytes(path.read_bytes())
+    made, _ = load(str(model), 0, {}, load_format="auto")
+    ShardedStateLoader.save_model(made, str(directory))
+    try:
+        made, _ = load(str(directory), 0, {}, load_format="sharded_state")
+    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"digest": digest(made)}
+
+
+def main(directory: Path, case: dict[str, Any]) -> None:
+    plain = directory / "plain"
+    result: dict[str, Any] = {}
+    result["default"], port = serve(plain)
+    size = sum(path.stat().st_size for path in plain.glob("*.safetensors"))
+    ways: dict[str, dict[str, Any]] = {
+        "threads": {"strategies": ["stream"], "stream": "multithread"},
+        "threads, pinned": {"strategies": ["stream"], "stream": "multithread", "stream_pinned": True},
+        "runai_streamer": {"strategies": ["stream"], "stream": "runai_streamer"},
+        "runai_streamer, pinned": {"strategies": ["stream"], "stream": "runai_streamer", "stream_pinned": True},
+        "peer": at(port),
+        "no peer": at(9, "default"),
+    }
+    for name, extra in ways.items():
+        result[name] = attempt(plain, extra)
+    for tenth in range(10):
+        with Cut(port, size * tenth // 10) as cut:
+            result[f"dies at {tenth}0 %"] = attempt(plain, at(cut.port, "default"))
+    with Cut(port, size // 2) as cut:
+        result["dies, and no other strategy"] = attempt(plain, at(cut.port))
+    result["other weights"] = attempt(directory / "other", at(port))
+    result["other dtype"] = attempt(plain, at(port), dtype="float16")
+    result["quantized default"], quantized = serve(directory / "quantized")
+    assert server._published is not None
+    result["quantized kept"] = len(server._published._tensors)
+    result["quantized"] = attempt(directory / "quantized", at(quantized))
+    result["other quantization"] = attempt(plain, at(quantized))
+    result["sharded state"] = sharded(plain)
+    result["quantized sharded state"] = sharded(directory / "quantized")
+
+    _, port = serve(Path(case["model"]))
+    said()
+    options = serve_layout.COMMON | {"load_format": "netloader", "enable_sleep_mode": True, "gpu_memory_utilization": 0.3}
+    options |= {"enable_lora": True}  # whose layers are put around those that are loaded
+    engine = LLM(case["model"], model_loader_extra_config=at(port) | {"serve_weights": True, "port": 0}, **options)
+    result["answers"] = [[each] for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()]
+    result["engine said"] = said()
+    assert server._published is not None
+    port = server._published.port
+    result["from the engine"] = attempt(Path(case["model"]), at(port))
+    engine.sleep(level=1)
+    result["asleep"] = attempt(Path(case["model"]), at(port))
+    engine.wake_up()
+    result["awake"] = attempt(Path(case["model"]), at(port))
+    print("RESULT", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

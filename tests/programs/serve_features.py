@@ -1,0 +1,109 @@
+"""Run by tests and tools on emulated NPUs: what an engine answers to requests with adapters, drafts, sampling and grammars.
+
+    python tests/programs/serve_features.py '[{"name": ..., "ranks": 1, "model": DIR, "engine": {...}, "steps": [...]}]'
+
+A step is `["generate", [request, ...]]`, where a request has `prompt` (token ids), `sampling`, and perhaps `structured` and
+`lora` (name, number, directory), or `["add" | "remove" | "pin" | "list", ...]` for adapters, or `["count", [request, ...]]`, for
+what one step of decode launches and how often the host waits in it, with a trace (ASCEND_EMULATOR_TRACE). Each case runs
+under vLLM's external launcher, with so many ranks forked, so that torch and vLLM are imported once.
+Prints one line `RESULT {json}` a case: what each step gave on rank 0, and the counts of drafts and of accepted ones.
+"""
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import serve_layout
+import torch
+from harness import launcher
+from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
+
+COMMON: dict[str, Any] = {
+    "max_model_len": 512,
+    "seed": 0,
+    "gpu_memory_utilization": 0.3,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 256,
+}
+COUNTS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+
+
+def read(request: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams, LoRARequest | None]:
+    structured = StructuredOutputsParams(**request["structured"]) if "structured" in request else None
+    params = SamplingParams.from_optional(structured_outputs=structured, **request["sampling"])
+    adapter = LoRARequest(*request["lora"]) if "lora" in request else None
+    return {"prompt_token_ids": request["prompt"]}, params, adapter
+
+
+def generate(engine: LLM, requests: list[dict[str, Any]]) -> list[Any]:
+    """Of each request, for each of its `n` answers: tokens, text, and the log-probabilities of the tokens if asked for."""
+    prompts, params, adapters = map(list, zip(*map(read, requests), strict=True))
+    served = engine.generate(prompts, params, lora_request=adapters, use_tqdm=False)
+    return [[answer(each) for each in output.outputs] for output in served]
+
+
+def count(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """``trace.summary`` of the second decode step, for requests that are prefilled in one step."""
+    from harness import trace
+
+    for number, request in enumerate(requests):
+        prompt, params, adapter = read(request)
+        engine.add_request(str(number), prompt, params, lora_request=adapter)
+    for _ in range(2):
+        engine.step()
+    before = len(trace.events())
+    engine.step()
+    found = trace.summary(trace.events()[before:])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return found
+
+
+def answer(completion: Any) -> dict[str, Any]:
+    found = {"tokens": list(completion.token_ids), "text": completion.text, "reason": completion.finish_reason}
+    return found if completion.logprobs is None else found | serve_layout.answer(completion)
+
+
+def perform(engine: LLM, step: list[Any]) -> Any:
+    do, *arguments = step
+    core = engine.llm_engine
+    if do == "generate":
+        return generate(engine, *arguments)
+    if do == "count":
+        return count(core, *arguments)
+    try:
+        if do == "list":
+            return sorted(core.list_loras())
+        calls: dict[str, Callable[[Any], bool]] = {"add": core.add_lora, "remove": core.remove_lora, "pin": core.pin_lora}
+        return calls[do](LoRARequest(*arguments) if do == "add" else arguments[0])
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def serve(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
+    os.environ.update(launcher.as_torchrun_sets(rank, case["ranks"], port))
+    torch.set_num_threads(1)
+    engine = LLM(case["model"], distributed_executor_backend="external_launcher", **options(case), disable_log_stats=False)
+    steps = [perform(engine, step) for step in case["steps"]]
+    found = {metric.name: metric for metric in engine.get_metrics()}
+    named = {count: found.get(f"vllm:spec_decode_num_{count}") for count in COUNTS}
+    counts = {name: getattr(metric, "value", None) or getattr(metric, "values", None) for name, metric in named.items() if metric}
+    return {"steps": steps, "counts": counts}
+
+
+def options(case: dict[str, Any]) -> dict[str, Any]:
+    return COMMON | {"tensor_parallel_size": case["ranks"]} | case["engine"]
+
+
+if __name__ == "__main__":
+    for each in json.loads(sys.argv[1]):
+        AsyncEngineArgs(each["model"]).create_model_config()  # vLLM looks at the model's class in a process, once
+        ranks = launcher.play(each["name"], each["ranks"], functools.partial(serve, each))
+        alike = all(rank["steps"] == ranks[0]["steps"] for rank in ranks)
+        print("RESULT", json.dumps({"name": each["name"], "alike": alike, **ranks[0]}), flush=True)

@@ -1,0 +1,121 @@
+"""Run by harness/graphs.py on emulated NPUs: serve prompts with one graph mode, and compare with transformers.
+
+    python tests/programs/serve_graphs.py '{"mode": "FULL", "ranks": 1, "prompts": [[1, 2]], "lengths": [3], "streams": 1984}'
+
+The model is a Qwen3 of three layers with random weights. Prints `RESULT {json}`: of each request the tokens, and how far their
+log-probabilities are from transformers' in float32; how many graphs each step of five requests launched, where a trace is
+written; the sizes that were captured; and how many bytes of the memory for the KV cache are left for graphs. `streams` leaves
+the engine that many of each NPU's streams: graphs of somebody else take the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import torch
+from harness import launcher
+from serve_prompts import compare
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
+
+COMMON: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "bfloat16",
+    "seed": 0,
+    "max_model_len": 1024,
+    "gpu_memory_utilization": 0.3,
+}
+COMMON |= {"max_num_seqs": 16, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
+COMMON |= {"distributed_executor_backend": "external_launcher"}
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+}
+SHAPE |= {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048}
+SHAPE |= {"initializer_range": 0.1}  # choices with clear margins
+
+
+def graphs_launched() -> int:
+    from harness import trace  # which wants a trace
+
+    return sum(event["name"] == "aclmdlRIExecuteAsync" for event in trace.events())
+
+
+def take_streams(count: int) -> list[Any]:
+    """That many captured graphs, each of which holds a stream."""
+    x, stream, graphs = torch.ones(1, device="npu"), torch.npu.Stream(), []
+    for _ in range(count):
+        graphs.append(torch.npu.NPUGraph())
+        with torch.npu.graph(graphs[-1], stream=stream):
+            x.add_(1)
+    return graphs
+
+
+def serve(case: dict[str, Any]) -> dict[str, Any]:
+    taken = take_streams(1984 - case["streams"]) if "streams" in case else []
+    options: dict[str, Any] = {"compilation_config": {"cudagraph_mode": case["mode"]}} if case["mode"] else {}
+    engine = LLM(case["model"], tensor_parallel_size=case["ranks"], **COMMON, **options)
+    greedy: dict[str, Any] = {"temperature": 0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+    asked = [SamplingParams(max_tokens=length, **greedy) for length in case["lengths"]]
+    outputs = engine.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in case["prompts"]], asked, use_tqdm=False)
+    launched = []
+    if "ASCEND_EMULATOR_TRACE" in os.environ:
+        inner = engine.llm_engine
+        for number, prompt in enumerate(case["prompts"][:5]):
+            inner.add_request(str(number), {"prompt_token_ids": prompt[:8]}, SamplingParams(max_tokens=6, ignore_eos=True))
+        before = graphs_launched()
+        while inner.has_unfinished_requests():
+            inner.step()
+            launched.append(graphs_launched() - before)
+            before += launched[-1]
+    worker = engine.llm_engine.model_executor.driver_worker.worker
+    runner = worker.model_runner
+    dispatcher = runner.cudagraph_dispatcher
+    captured = {mode.name: sorted(key.num_tokens for key in keys) for mode, keys in dispatcher.cudagraph_keys.items()}
+    del taken
+    left = worker.available_kv_cache_memory_bytes - sum(size for each in runner.kv_caches for size in map(nbytes, each))
+    mode = str(dispatcher.cudagraph_mode)
+    return {"outputs": outputs, "launched": launched, "captured": captured, "mode": mode, "left": left}
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def play(case: dict[str, Any], rank: int, port: int) -> dict[str, Any] | None:
+    """What one rank does; the first also compares."""
+    os.environ.update(launcher.as_torchrun_sets(rank, case["ranks"], port))
+    torch.set_num_threads(1)
+    result = serve(case)
+    if rank:
+        return None
+    rough = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.bfloat16).eval()
+    model = copy.deepcopy(rough).float()
+    pairs = zip(case["prompts"], result.pop("outputs"), strict=True)
+    return result | {"requests": [compare(model, rough, prompt, output.outputs[0]) for prompt, output in pairs]}
+
+
+def main(case: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(directory)
+        case |= {"model": directory}
+        result = launcher.play("graphs", case["ranks"], lambda rank, port: play(case, rank, port))[0]
+        print("RESULT", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

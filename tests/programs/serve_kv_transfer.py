@@ -1,0 +1,371 @@
+"""Run by test_kv_connector.py and `tools/check transfers`: a prefill instance and a decode instance.
+
+    python tests/programs/serve_kv_transfer.py '{"model": DIR, "prefill": {…}, "decode": {…}, "pull": 20, "kill": 16, …}'
+
+Each instance is an engine in processes of its own. Prints a line `RESULT {json}`: by phase how many requests ended in which way,
+those whose tokens differ from what the decode instance computes alone, and those whose KV cache was not transferred.
+"""
+
+import collections
+import contextlib
+import json
+import multiprocessing
+import os
+import queue
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from typing import Any
+
+VOCABULARY = 512
+TIMEOUT = 20.0
+"""Seconds that a transfer may take; one that has not ended a little later is a defect."""
+
+OPTIONS = {"transfer_timeout": TIMEOUT, "answer_timeout": 5, "lease": 60}
+
+
+def instance(
+    pipe: Connection, model: str, devices: str, role: str, transfer: dict[str, Any], tiers: dict[str, Any], engine: dict[str, Any]
+) -> None:
+    """Serve batches that come by the pipe until it says stop."""
+    config = {"kv_connector": "AscendP2PConnector", "kv_role": role, "kv_connector_extra_config": OPTIONS | transfer}
+    if tiers:
+        parts = [config, {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tiers}]
+        config = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": parts}}
+    serve(pipe, model, devices, config, engine)
+
+
+def serve(
+    pipe: Connection,
+    model: str,
+    devices: str,
+    transfer: dict[str, Any] | None,
+    engine: dict[str, Any],
+    answers: dict[str, Callable[[Any], Any]] | None = None,
+) -> None:
+    """An engine that answers what comes by the pipe until that is stop: batches, reset, and what else has an answer here."""
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = devices
+    from vllm import LLM
+
+    options: dict[str, Any] = {"max_num_batched_tokens": 256, "dtype": "float32"} | engine  # long prompts take several steps
+
+    llm = LLM(
+        model,
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        seed=0,
+        gpu_memory_utilization=0.3,
+        kv_transfer_config=transfer,
+        **options,
+    )
+    known = {"reset": lambda llm: llm.reset_prefix_cache()} | (answers or {})
+    pipe.send("ready")
+    while (asked := pipe.recv()) != "stop":
+        pipe.send(known[asked](llm) if isinstance(asked, str) else batch(llm, asked))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def batch(llm: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """By name (tokens, finish reason, kv_transfer_params, tokens that were not computed, log-probabilities of the two likeliest
+    tokens in each place) of requests that their client let end.
+
+    One with `leave` is aborted after so many steps; the log-probabilities are there of one with `weigh`.
+    """
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    for item in items:
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=item["length"],
+            detokenize=False,
+            ignore_eos=True,
+            logprobs=2 if item.get("weigh") else None,
+            extra_args={"kv_transfer_params": item["params"]} if item.get("params") else None,
+        )
+        engine.add_request(item["name"], {"prompt_token_ids": item["prompt"]}, sampling)
+    ended, steps = {}, 0
+    while engine.has_unfinished_requests():
+        steps += 1
+        if leaving := [item["name"] for item in items if item.get("leave") == steps]:
+            engine.abort_request(leaving)
+            if not engine.has_unfinished_requests():
+                break
+        for each in engine.step():
+            if each.finished:
+                result = each.outputs[0]
+                ended[each.request_id] = (
+                    list(result.token_ids),
+                    result.finish_reason,
+                    each.kv_transfer_params,
+                    each.num_cached_tokens,
+                    [{token: value.logprob for token, value in place.items()} for place in result.logprobs or ()],
+                )
+    return ended
+
+
+class Router(BaseHTTPRequestHandler):
+    """What decode instances ask for a prefill; `given` has what they post, and where to put the answer's status."""
+
+    given: "queue.Queue[tuple[dict[str, Any], queue.Queue[int]]]" = queue.Queue()
+    closed = False
+
+    def do_POST(self) -> None:
+        answer: queue.Queue[int] = queue.Queue()
+        self.given.put((json.loads(self.rfile.read(int(self.headers["Content-Length"]))), answer))
+        self.send_response(answer.get(timeout=240))
+        self.end_headers()
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+def prompts(count: int, seed: int, adder: bool = False) -> list[list[int]]:
+    """Prompts of 1 to 600 tokens; every third begins as others do. The adder's are sums that have one right continuation."""
+    draw = random.Random(seed)
+    if adder:
+        from harness.models.adder import chain, vocabulary
+
+        shared_chain = chain(3, 4, 200)
+        texts = [chain(draw.randrange(100), draw.randrange(100), 200) if each % 3 < 2 else shared_chain for each in range(count)]
+        return [[vocabulary()[sign] for sign in text[: draw.choice([7, 33, 127, 128, 129, 257, 400, 600])]] for text in texts]
+    shared = [draw.randrange(3, VOCABULARY) for _ in range(600)]
+    out = []
+    for number in range(count):
+        length = draw.choice([1, 2, 7, 33, 127, 128, 129, 257, 400, 600])
+        own = [draw.randrange(3, VOCABULARY) for _ in range(length)]
+        out.append((shared[: length // 2] + own)[:length] if number % 3 == 2 else own)
+    return out
+
+
+class Weighed:
+    """How far two engines' log-probabilities are apart where the tokens before are the same, and what lay between the two
+    likeliest tokens where they then took different ones."""
+
+    def __init__(self) -> None:
+        self.apart: list[float] = []
+        self.gaps: list[float] = []
+        self.parted: list[dict[str, Any]] = []
+
+    def add(self, name: str, tokens: list[int], weights: list[Any], others: list[int], other_weights: list[Any]) -> None:
+        """Weights are, by place, the log-probability of each of the likeliest tokens."""
+        for place, (one, other) in enumerate(zip(weights, other_weights, strict=False)):
+            self.apart += [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
+            best, second = sorted(other.values())[-1:-3:-1]
+            self.gaps.append(best - second)
+            if tokens[place] != others[place]:
+                self.parted.append({"name": name, "place": place, "gap": best - second})
+                break
+
+    def result(self) -> dict[str, Any]:
+        if not self.apart:
+            return {}
+        return {
+            "log-probabilities apart": [max(self.apart), sum(self.apart) / len(self.apart)],
+            "parted": self.parted,
+            "gaps as small": sum(gap <= max((each["gap"] for each in self.parted), default=0) for gap in self.gaps),
+            "places": len(self.gaps),
+        }
+
+
+class Pair:
+    """The two instances, and what the second computes alone."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+            ours, theirs = context.Pipe()
+            shape = case[name]
+            options = case.get("transfer", {}), shape.get("tiers", {}), shape.get("engine", {})
+            arguments = (theirs, case["model"], shape["devices"], role, *options)
+            self.processes.append(context.Process(target=instance, args=arguments))
+            self.processes[-1].start()
+            theirs.close()
+            self.pipes.append(ours)
+        self.prefill, self.decode = self.pipes
+        self.alone: dict[str, Any] = {}
+
+    def ask(self, pipe: Connection, what: Any, seconds: float = 240) -> Any:
+        pipe.send(what)
+        assert pipe.poll(seconds), f"no answer in {seconds} s"
+        return pipe.recv()
+
+    def compute_alone(self, items: list[dict[str, Any]]) -> None:
+        self.alone = self.ask(self.decode, [item | {"params": None, "leave": None} for item in items])
+        assert self.free(self.decode)
+
+    def compute_alone_again(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """The same engine in other batches: what its rounding alone changes."""
+        began = time.monotonic()
+        given = [item | {"params": None, "leave": None} for item in reversed(items)]
+        again = self.ask(self.decode, given)
+        result = self.judge(given, {}, {name: (each[0], each[1], None, 1 << 20, each[4]) for name, each in again.items()}, began)
+        return result | {"blocks are free": [self.free(self.decode)]}
+
+    def free(self, pipe: Connection, seconds: float = 20.0) -> bool:
+        """Whether all blocks of an instance are free, in time."""
+        until = time.monotonic() + seconds
+        while not (done := self.ask(pipe, "reset")) and time.monotonic() < until:
+            time.sleep(0.2)
+        return done
+
+    def compute_there(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Let the prefill instance compute prompts and keep them."""
+        given = {"do_remote_decode": True}
+        first = self.ask(
+            self.prefill, [item | {"length": 1, "params": given, "leave": item.get("leave there")} for item in items]
+        )
+        for _, _, params, *_ in first.values():
+            params.pop("remote_prefill_cached_tokens", None)  # vLLM's, which it would show in place of what it has not computed
+        return first
+
+    def pull(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """The decode instance reads finished prompts."""
+        first = self.compute_there(items)
+        there = [item | {"params": first[item["name"]][2]} for item in items if item["name"] in first]
+        began = time.monotonic()
+        return self.judge(items, first, self.ask(self.decode, there), began)
+
+    def layerwise(self, items: list[dict[str, Any]], port: int, finished: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The decode instance has blocks first; the prompts are read while they are computed, but for those that are finished."""
+        by_name = {item["name"]: item for item in items}
+        params = {"do_remote_prefill": True, "metaserver": f"http://127.0.0.1:{port}/v1/metaserver"}
+        began = time.monotonic()
+        first = dict(finished or {})
+        self.decode.send([item | {"params": first[item["name"]][2] if item["name"] in first else params} for item in items])
+        while not self.decode.poll(0.02):
+            assert time.monotonic() - began < 240
+            posted = []
+            while not Router.given.empty():
+                posted.append(Router.given.get())
+            wanted = [
+                by_name[each["request_id"]]
+                | {"length": 1, "params": each, "leave": by_name[each["request_id"]].get("leave there")}
+                for each, _ in posted
+            ]
+            status = 200
+            try:
+                first |= self.ask(self.prefill, wanted) if wanted else {}
+            except (EOFError, OSError):
+                assert Router.closed
+                status = 502
+            for _, answer in posted:
+                answer.put(status)
+        return self.judge(items, first, self.decode.recv(), began)
+
+    def offload(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """The decode instance has computed these before, alone, and its NPU no longer has them."""
+        began = time.monotonic()
+        again = self.ask(self.decode, [item | {"params": None, "leave": None} for item in items])
+        long = [item["name"] for item in items if len(item["prompt"]) > 2 * 128]
+        return {
+            "ended": dict(collections.Counter(str(each[1]) for each in again.values())),
+            "different": [name for name, each in again.items() if each[0] != self.alone[name][0]],
+            "not transferred": [name for name in long if again[name][3] < 128],
+            "seconds": round(time.monotonic() - began, 2),
+            "blocks are free": [self.free(self.decode)],
+        }
+
+    def judge(self, items: list[dict[str, Any]], first: dict[str, Any], second: dict[str, Any], began: float) -> dict[str, Any]:
+        ended: collections.Counter[str] = collections.Counter()
+        different, recomputed, weighed = [], [], Weighed()
+        left: tuple[Any, ...]
+        for item in items:
+            name = item["name"]
+            left = (None, "left" if name in first else "left there", None, 0, [])
+            tokens, reason, _, cached, weights = second.get(name, left)
+            ended[str(reason)] += 1
+            if reason == "length":
+                weighed.add(name, tokens, weights, *(self.alone[name][place] for place in (0, 4)))
+                if tokens != self.alone[name][0]:
+                    different.append(f"{name}: {tokens} and not {self.alone[name][0]}")
+            if reason == "length" and cached < len(item["prompt"]) - 1:
+                recomputed.append(f"{name}: {cached} of {len(item['prompt'])}")
+            if name in first and first[name][0] != self.alone[name][0][:1]:
+                different.append(f"{name}, first token")
+        return {
+            "ended": dict(ended),
+            "different": different,
+            "not transferred": recomputed,
+            "seconds": round(time.monotonic() - began, 2),
+        } | weighed.result()
+
+    def kill_prefill(self) -> None:
+        import psutil
+
+        Router.closed = True
+        process = psutil.Process(self.processes[0].pid)
+        for each in [*process.children(recursive=True), process]:
+            each.kill()
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send("stop")
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def requests(phase: str, count: int, seed: int, leaving: bool, adder: bool = False) -> list[dict[str, Any]]:
+    """`count` of them, of which, if so, every seventh leaves the decode instance and every eleventh the prefill instance."""
+    draw = random.Random(seed + 1)
+    out = []
+    for number, prompt in enumerate(prompts(count, seed, adder)):
+        item: dict[str, Any] = {"name": f"{phase}-{number}", "prompt": prompt, "length": draw.choice([1, 3, 12])}
+        if leaving and number % 7 == 6:
+            item["leave"], item["length"] = draw.choice([1, 2, 4]), 12
+        elif leaving and number % 11 == 10:
+            item["leave there"] = 1
+        out.append(item)
+    return out
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Router)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port, seed = server.server_address[1], case.get("seed", 0)
+    pair = Pair(case)
+    try:
+        for pipe in pair.pipes:
+            assert pipe.poll(480)
+            assert pipe.recv() == "ready"
+        phases = {
+            name: requests(name, case.get(name, 0), seed + 10 * place, not case.get("weigh"), case.get("adder", False))
+            for place, name in enumerate(("pull", "layerwise"))
+        }
+        if case.get("kill"):
+            phases["killed"] = requests("killed", case["kill"], seed + 20, False, case.get("adder", False))
+        every = [item | {"weigh": case.get("weigh", False)} for items in phases.values() for item in items]
+        phases = {name: [item for item in every if item["name"].startswith(name)] for name in phases}
+        pair.compute_alone(every)
+        result: dict[str, Any] = {}
+        if case.get("weigh"):
+            result["alone, again"] = pair.compute_alone_again(every)
+        for name in ("pull", "layerwise"):
+            if phases[name]:
+                result[name] = pair.pull(phases[name]) if name == "pull" else pair.layerwise(phases[name], port)
+                result[name]["blocks are free"] = [pair.free(pipe) for pipe in pair.pipes]
+        if case["decode"].get("tiers"):
+            result["from host memory"] = pair.offload(phases["pull"])
+        if case.get("kill"):  # a part reads finished prompts, the others those that are being computed
+            half, draw = len(phases["killed"]) // 2, random.Random(seed)
+            finished = pair.compute_there(phases["killed"][:half])
+            killer = threading.Timer(draw.uniform(0.0, 0.2), pair.kill_prefill)
+            killer.start()
+            result["killed"] = pair.layerwise(phases["killed"], port, finished)
+            killer.join()
+            result["killed"]["blocks are free"] = [pair.free(pair.decode)]
+        return result
+    finally:
+        pair.close()
+
+
+if __name__ == "__main__":
+    print("RESULT", json.dumps(run(json.loads(sys.argv[1]))), flush=True)

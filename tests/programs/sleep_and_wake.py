@@ -1,0 +1,72 @@
+"""Run by test_sleep.py in a process of its own: an engine that sleeps and wakes, level by level, and what it frees.
+
+    python tests/programs/sleep_and_wake.py MODEL CYCLES TENSOR_PARALLEL_SIZE
+
+Prints `RESULT {json}`; bytes are the device's own account (`mem_get_info`), not the allocator's.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function for the workers of tensor parallelism
+
+import torch
+from vllm import LLM, SamplingParams, TokensPrompt
+
+PROMPTS = [TokensPrompt(prompt_token_ids=[3 + (7 * i + j) % 500 for j in range(5 + 20 * i)]) for i in range(4)]
+
+
+def measure(worker: Any) -> dict:
+    """Bytes: used on the worker's NPU, and of the storages of weights and KV cache."""
+    torch.npu.synchronize()
+    free, total = torch.npu.mem_get_info()
+    weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in worker.model_runner.get_model().parameters()}
+    caches = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in worker.model_runner.kv_caches}
+    return {"used": total - free, "weights": sum(weights.values()), "kv_cache": sum(caches.values())}
+
+
+def main(directory: str, cycles: int, tensor: int) -> None:
+    engine = LLM(
+        directory,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        gpu_memory_utilization=0.2,
+        compilation_config={"cudagraph_capture_sizes": [1, 4]},  # each cycle captures them again
+        enable_sleep_mode=True,
+        tensor_parallel_size=tensor,
+        seed=0,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
+
+    def tokens() -> list:
+        return [list(one.outputs[0].token_ids) for one in engine.generate(PROMPTS, sampling, use_tqdm=False)]
+
+    def account() -> dict:
+        return engine.collective_rpc(measure)[-1]
+
+    result = {"tokens": tokens(), "awake": account()}
+    engine.sleep(level=1)
+    result["asleep"] = account()
+    engine.wake_up(tags=["weights"])
+    result["weights awake"] = account()
+    engine.wake_up(tags=["kv_cache"])
+    result["tokens after level 1"], result["awake again"] = tokens(), account()
+    engine.sleep(level=2)
+    result["asleep at level 2"] = account()
+    engine.wake_up(tags=["weights"])
+    engine.collective_rpc("reload_weights")
+    engine.wake_up(tags=["kv_cache"])
+    result["tokens after level 2"] = tokens()
+    for _ in range(cycles):
+        engine.sleep(level=1)
+        engine.wake_up()
+    result["tokens after cycles"], result["after cycles"] = tokens(), account()
+    print("RESULT", json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,75 @@
+"""tools/demo, as a newcomer runs it."""
+
+import functools
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import checkout
+
+pytestmark = pytest.mark.slow
+DEMO = [str(checkout.TOOLS / "demo")]
+
+
+@pytest.fixture
+def marked() -> Iterator[dict[str, str]]:
+    """Environment variables by which every process of the demo can be found; none may be left in the end."""
+    mark = f"DEMO_TEST={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    yield os.environ | {name: value}
+    assert processes(mark) == []
+
+
+def processes(mark: str) -> list[str]:
+    """Command lines of the live processes that carry the mark in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # it has ended, or is not ours
+    return found
+
+
+def test_answers_are_right_and_the_log_shows_the_plugin(marked: dict[str, str]) -> None:
+    done = subprocess.run(DEMO, env=marked, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    for line in (
+        "Available plugins for group vllm.platform_plugins:",
+        "- ascend -> ascend_platform:register",
+        "Platform plugin ascend is activated",
+        "12+34= 46",
+        "86+77= 163",
+    ):
+        assert line in lines
+    assert any(line.startswith("5 of 5 answers right") for line in lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_no_process(marked: dict[str, str], number: signal.Signals) -> None:
+    # where a shell has started the tests in the background, they ignore SIGINT, and so would their children
+    taken = {"preexec_fn": functools.partial(signal.signal, number, signal.SIG_DFL)}
+    with subprocess.Popen(DEMO, env=marked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **taken) as demo:
+        mark = f"DEMO_TEST={marked['DEMO_TEST']}"
+        deadline = time.monotonic() + 120
+        while not any("vllm serve" in command or "bin/vllm" in command for command in processes(mark)):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        time.sleep(2)
+        os.kill(demo.pid, number)
+        output = demo.communicate(timeout=60)[0]
+    assert demo.returncode == (130 if number == signal.SIGINT else 1), output
+
+
+def test_server_that_fails_is_reported_in_one_line(marked: dict[str, str]) -> None:
+    done = subprocess.run(DEMO, env=marked | {"VLLM_PLUGINS": "none"}, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "demo: the server ended with exit code 1" in done.stderr
+    assert "VLLM_PLUGINS=ascend" in done.stderr

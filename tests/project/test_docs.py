@@ -1,0 +1,142 @@
+"""The documentation: its tables are those of the code, its links lead somewhere, and it builds."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from harness import checkout
+
+DOCS = checkout.ROOT / "docs"
+TOOL = checkout.TOOLS / "docs-tables"
+
+
+def test_tables_are_those_of_the_code() -> None:
+    done = subprocess.run([sys.executable, str(TOOL), "--check"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_page_that_is_out_of_date_is_named_in_one_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- begin: chips -->\nold\n<!-- end: chips -->\nbehind\n")
+    command = [sys.executable, str(TOOL), "--docs", str(tmp_path)]
+    done = subprocess.run([*command, "--check"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "docs-tables: out of date: page.md; run tools/docs-tables\n")
+    assert "old" in page.read_text()
+    subprocess.run(command, check=True)
+    assert re.fullmatch(
+        r"before\n<!-- begin: chips -->\n\n\| chip .*`Ascend910B1`.*\n\n<!-- end: chips -->\nbehind\n",
+        page.read_text(),
+        re.DOTALL,
+    )
+    assert subprocess.run([*command, "--check"], check=False).returncode == 0
+
+
+def test_every_table_is_on_a_page() -> None:
+    names = re.findall(r'^    "([\w-]+)": \w+,$', TOOL.read_text(), re.MULTILINE)
+    assert len(names) > 5
+    regions = [name for page in DOCS.glob("*.md") for name in re.findall(r"^<!-- begin: (\S+) -->", page.read_text(), re.M)]
+    assert sorted(regions) == sorted(names)
+
+
+def test_every_supported_vllm_has_run_without_failures() -> None:
+    results = json.loads((checkout.TOOLS / "versions" / "compat.json").read_text())
+    assert list(results) == list(tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_text()))
+    for minor, result in results.items():
+        assert result["versions"]["vllm"].startswith(f"{minor}.")
+        assert all(counts["failed"] == 0 < counts["passed"] for counts in result["counts"].values()), minor
+
+
+def test_every_key_of_the_configuration_is_explained() -> None:
+    page = (DOCS / "configuration.md").read_text()
+    keys = re.findall(r"^\| `(ascend\.\S+)` \|", page, re.MULTILINE)
+    assert keys
+    assert [key for key in keys if f"### `{key}`" not in page] == []
+
+
+def test_every_variable_of_the_emulator_is_explained() -> None:
+    code = checkout.ROOT / "packages" / "ascend-emulator" / "src" / "ascend_emulator"
+    files = [path for path in code.rglob("*") if path.suffix in {".py", ".cpp"}]
+    used = {name for path in files for name in re.findall(r'"(ASCEND_EMULATOR_[A-Z_]+)"', path.read_text())}
+    # How `ascend-emulator run` hands its own options to the libraries.
+    internal = {f"ASCEND_EMULATOR_{name}" for name in ("CHIP", "MEMORY", "NPUS", "SOC", "WITHOUT")}
+    page = (DOCS / "emulator.md").read_text()
+    assert len(used) > 10
+    assert {name for name in used - internal if f"`{name}" not in page} == set()
+
+
+def build(config: Path, site: Path) -> tuple[int, str]:
+    """Exit status and warnings of a strict build. (With --quiet it would fail for nothing: what is not logged is not counted.)"""
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(site)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    return done.returncode, "\n".join(line for line in done.stderr.splitlines() if line.startswith(("WARNING", "ERROR")))
+
+
+def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path) -> None:
+    assert build(checkout.ROOT / "mkdocs.yml", tmp_path) == (0, "")
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(list(DOCS.glob("*.md")))  # and the one for what is not found
+    loaded = [re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="?(https?://[^">\s]+)', page.read_text()) for page in pages]
+    assert {address for addresses in loaded for address in addresses if "rel=canonical" not in address} == set()
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "said"),
+    [
+        ("index.md", "[nowhere](nowhere.md)", "nowhere.md"),
+        ("index.md", "[nowhere](installation.md#nowhere)", "#nowhere"),
+        ("extra.md", "# Extra", 'not included in the "nav"'),
+    ],
+    ids=["link", "anchor", "page outside the navigation"],
+)
+def test_strict_build_finds(page: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for path in DOCS.iterdir():
+        (tmp_path / "docs" / path.name).write_text(path.read_text())
+    (tmp_path / "mkdocs.yml").write_text((checkout.ROOT / "mkdocs.yml").read_text())
+    with open(tmp_path / "docs" / page, "a") as file:
+        file.write(f"\n{text}\n")
+    status, messages = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert status == 1
+    assert said in messages
+
+
+def test_links_of_the_readmes_lead_to_files() -> None:
+    for readme in [checkout.ROOT / "README.md", *checkout.ROOT.glob("packages/*/README.md")]:
+        text = readme.read_text()
+        ours = "https://github.com/vllm-ascend-all/vllm-ascend-all/"
+        targets = [readme.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
+        targets += [checkout.ROOT / link for link in re.findall(rf"{ours}(?:blob|tree)/main/([^)#\s]+)", text)]
+        assert [target for target in targets if not target.exists()] == [], readme
+
+
+def test_every_path_on_a_page_exists() -> None:
+    """Paths of this repository, of a folder in it, or of a test file; not those with a part in capitals to be filled in."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=checkout.ROOT, capture_output=True, text=True)
+    there = {str(each) for line in listed.stdout.splitlines() for each in (Path(line), *Path(line).parents)}
+    ends = {"/".join(Path(each).parts[-count:]) for each in there for count in range(1, len(Path(each).parts) + 1)}
+    pages = [*DOCS.glob("*.md"), checkout.ROOT / "README.md", *checkout.ROOT.glob("packages/*/README.md")]
+    named = re.compile(r"`((?:tests|tools|packages|docs|csrc|ascend_\w+)/[\w./-]+|test_\w+\.py)[ `]")
+    found = [(page.name, path) for page in pages for path in named.findall(page.read_text()) if not re.search("[A-Z]{3}", path)]
+    assert len(found) > 50
+    assert [(page, path) for page, path in found if path.rstrip("/.") not in ends] == []
+
+
+def test_every_combination_of_the_components_is_on_its_page() -> None:
+    """As tools/check wheels found it; the names are made here a second time."""
+    siblings = ["attention", "communicator", "kv-connector", "model-loader", "patches"]
+    chosen = [each for size in range(3) for each in itertools.combinations(siblings, size)]
+    expected = [" + ".join(("platform", *each)) for each in chosen] + ["all six"]
+    region = (DOCS / "combinations.md").read_text().partition("<!-- matrix: begin -->")[2].partition("<!-- matrix: end -->")[0]
+    rows = [[cell.strip() for cell in row[1:-1].split("|")] for row in region.split("\n") if row.startswith("|")][2:]
+    served = {row[0]: row[-1] for row in rows}
+    assert list(served) == expected + [f"{each}, forced" for each in siblings]
+    for name in expected:
+        fused = "attention" in name or name == "all six"
+        assert served[name] == f"serves; attention {'fused' if fused else 'built-in'}"

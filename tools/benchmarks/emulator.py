@@ -1,0 +1,112 @@
+"""The emulator beside plain CPU torch: matrix products, norms and attention of 0.6B-model sizes, as ratios from one run.
+
+    tools/bench emulator [--threads 2] [--repeat 15]
+
+Per case the median time of a call on the emulated NPU, where it ends with a synchronization, over that of the same call on
+the CPU; the two sides take turns. At last what launching an operator costs the host, with and without the null mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+LAUNCHES = """
+import time, torch, torch_npu
+x = torch.ones(16, 16, device="npu")
+for count in (200, 2000):
+    torch.npu.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        y = x + x
+    submitted = time.perf_counter() - start
+    torch.npu.synchronize()
+    done = time.perf_counter() - start
+print(submitted / count * 1e6, done / count * 1e6)
+"""
+
+
+def median(call: Callable[[], object], repeat: int) -> float:
+    """Seconds."""
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """In a process with an emulated NPU."""
+    import torch
+    import torch_npu  # noqa: F401
+    from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+
+    def cases(tokens: int) -> dict:
+        hidden, middle, heads, key_heads, size = 1024, 3072, 16, 8, 128
+        make = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)  # noqa: E731
+        x, q = make(tokens, hidden), make(1, heads, tokens, size)
+        k, v = make(1, key_heads, tokens, size), make(1, key_heads, tokens, size)
+        return {
+            "matmul qkv": (linear, (x, make((heads + 2 * key_heads) * size, hidden))),
+            "matmul up": (linear, (x, make(2 * middle, hidden))),
+            "matmul down": (linear, (make(tokens, middle), make(hidden, middle))),
+            "rms_norm": (lambda x, w: rms_norm(x, (hidden,), w, 1e-6), (x, make(hidden))),
+            "silu": (silu, (make(tokens, middle),)),
+            "attention": (lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), (q, k, v)),
+        }
+
+    print(f"{'case':<14}{'tokens':>7}{'cpu us':>10}{'emulated us':>13}{'ratio':>7}")
+    for tokens in (1, 8, 128, 512):
+        for name, (call, values) in cases(tokens).items():
+            device = [value.npu() for value in values]
+
+            def on_npu(call: Callable = call, device: list = device) -> None:
+                call(*device)
+                torch.npu.synchronize()
+
+            def on_cpu(call: Callable = call, values: tuple = values) -> None:
+                call(*values)
+
+            with torch.inference_mode():
+                on_npu()
+                on_cpu()
+                rounds = [(median(on_cpu, arguments.repeat), median(on_npu, arguments.repeat)) for _ in range(3)]
+            cpu, npu = (statistics.median(side) for side in zip(*rounds, strict=True))
+            print(f"{name:<14}{tokens:>7}{cpu * 1e6:>10.0f}{npu * 1e6:>13.0f}{npu / cpu:>7.2f}", flush=True)
+
+
+def launches() -> None:
+    """What 2,000 small additions cost each, up to their submission and up to their end."""
+    for label, options in {"computed": [], "null mode": ["--null"]}.items():
+        command = ["ascend-emulator", "run", *options, "--", sys.executable, "-c", LAUNCHES]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        print(f"{label}: {float(output[0]):.1f} us a launch on the host, {float(output[1]):.1f} us up to its end")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="tools/bench emulator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        measure(arguments)
+        return
+    inside = ["ascend-emulator", "run", "--", sys.executable, __file__, "--inside", f"--threads={arguments.threads}"]
+    subprocess.run([*inside, f"--repeat={arguments.repeat}"], check=True)
+    launches()
+
+
+if __name__ == "__main__":
+    main()

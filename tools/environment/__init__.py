@@ -1,0 +1,247 @@
+"""Makes and refreshes this checkout's environment, .venv, and does next to nothing when that is up to date.
+
+Standard library only, and any Python 3 that is still supported: it runs before there is an environment. The tools call
+`enter()`. What it does, in this order, each step only when its inputs have changed:
+
+1. finds uv on PATH, or installs it with pip into .uv;
+2. creates .venv and installs tools/environment/requirements.txt into it, building vLLM without compiled kernels;
+3. installs the packages of the workspace in editable form;
+4. compiles the emulator (`ascend-emulator build`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "ready.json"
+PRIVATE_UV = ROOT / ".uv"
+REQUIREMENTS = HERE / "requirements.txt"
+EXCLUDED = HERE / "excluded.txt"
+UV_VERSION = (0, 13, 8)
+
+# What uv calls the settings of pip that say where packages come from.
+PIP_TO_UV = {
+    "find-links": ("UV_FIND_LINKS", ","),
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+}
+
+_start = time.monotonic()
+
+
+def enter() -> None:
+    """Make .venv ready and go on in it: the calling script starts again with .venv's Python, and this call returns there.
+
+    Exits with one line that says what to do when a step fails.
+    """
+    try:
+        prepare()
+    except KeyboardInterrupt:
+        sys.exit("\nset-up: interrupted; start again to go on")
+    if Path(sys.prefix).resolve() != VENV.resolve():
+        sys.stdout.flush()
+        os.execve(PYTHON, [str(PYTHON), *sys.argv], variables())
+
+
+def variables() -> dict[str, str]:
+    """The environment variables of a process that runs in .venv, as its activation would set them."""
+    path = f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return {**os.environ, "VIRTUAL_ENV": str(VENV), "PATH": path}
+
+
+def prepare() -> None:
+    """Bring .venv up to date with the checkout."""
+    wanted = _wanted()
+    if _done() == wanted:
+        return
+    PRIVATE_UV.mkdir(exist_ok=True)
+    with open(PRIVATE_UV / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("waiting for another set-up of this checkout")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        done = _done()
+        steps = {"requirements": _install_requirements, "workspace": _install_workspace, "emulator": _compile_emulator}
+        for step, perform in steps.items():
+            if done.get(step) == wanted[step]:
+                continue
+            if step == "requirements":
+                done = {}
+            perform()
+            done[step] = wanted[step]
+            STAMP.write_text(json.dumps(done))
+    size = subprocess.run(["du", "-sm", str(VENV)], capture_output=True, text=True, check=False).stdout.split()
+    _say(f"ready; .venv takes {int(size[0]) / 1024:.1f} GB" if size else "ready")
+
+
+def _wanted() -> dict[str, str]:
+    """A hash of the inputs of each step. A moved checkout counts as changed: an environment contains its own path."""
+    sources = (ROOT / "packages" / "ascend-emulator" / "src").rglob("*")
+    return {
+        "requirements": _hash([REQUIREMENTS], str(ROOT)),
+        "workspace": _hash(sorted(ROOT.glob("packages/*/pyproject.toml"))),
+        "emulator": _hash(sorted(path for path in sources if path.is_file() and "__pycache__" not in path.parts)),
+    }
+
+
+def _hash(paths: list[Path], *texts: str) -> str:
+    digest = hashlib.sha256(repr(texts).encode())
+    for path in paths:
+        digest.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _done() -> dict[str, str]:
+    """The hashes of the steps that .venv has behind it; empty if it cannot be used."""
+    if not PYTHON.exists():
+        return {}
+    try:
+        return json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+@functools.cache  # the Python that runs this may be the environment's own, which is replaced, and its pip with it
+def _pip_settings() -> dict[str, str]:
+    """pip's settings under uv's names, where uv has none of its own: uv does not read pip's configuration."""
+    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
+    values: dict[str, tuple[int, str]] = {}
+    for line in listing.stdout.splitlines():
+        key, _, value = line.partition("=")
+        section, _, option = key.strip().rpartition(".")
+        rank = ["global", "install", ":env:"].index(section) if section in ("global", "install", ":env:") else -1
+        if option in PIP_TO_UV and rank >= values.get(option, (0, ""))[0]:
+            values[option] = (rank, ast.literal_eval(value.strip()))
+    found = {}
+    for option, (_, value) in values.items():
+        name, separator = PIP_TO_UV[option]
+        found[name] = separator.join(value.split())
+    if "UV_INDEX" in found:  # pip takes the best version of all indexes, uv by default that of the first that has any
+        found["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    return {name: value for name, value in found.items() if name not in os.environ}
+
+
+def find_uv() -> tuple[str, dict[str, str]]:
+    """The path of a uv that is recent enough, and the environment variables to run it with."""
+    settings = {**os.environ, **_pip_settings()}
+    for candidate in (shutil.which("uv") or "uv", str(PRIVATE_UV / "bin" / "uv")):
+        with contextlib.suppress(OSError):
+            output = subprocess.run([candidate, "--version"], capture_output=True, text=True, check=False).stdout
+            version = re.match(r"uv (\d+)\.(\d+)\.(\d+)", output)
+            if version and tuple(map(int, version.groups())) >= UV_VERSION:
+                return candidate, settings
+    pinned = ".".join(map(str, UV_VERSION))
+    _run(
+        f"installing uv {pinned} into .uv",
+        [sys.executable, "-m", "pip", "install", "-qq", "--upgrade", "--target", PRIVATE_UV, f"uv=={pinned}"],
+        settings,
+        f"install uv {pinned} or newer (https://docs.astral.sh/uv) or pip for {sys.executable}, then start again",
+    )
+    return str(PRIVATE_UV / "bin" / "uv"), settings
+
+
+def _install_requirements() -> None:
+    create(VENV)
+    what = "installing tools/environment/requirements.txt and building vLLM (downloads 0.6 GB, unless it is in uv's cache)"
+    install(VENV, REQUIREMENTS, what)
+
+
+def create(venv: Path) -> None:
+    """Make an empty environment with this Python, if it is one that is supported, or replace the one that is there."""
+    uv, settings = find_uv()
+    running = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    python = getattr(sys, "_base_executable", sys.executable) if running else "3.11"
+    _run(
+        f"creating {venv.name}",
+        [uv, "venv", "--quiet", "--clear", "--no-project", "--python", python, venv],
+        settings,
+        "install Python 3.11, 3.12 or 3.13, then start again",
+    )
+
+
+def install(venv: Path, requirements: Path, what: str) -> None:
+    """Install requirements that are complete: every dependency is listed, with its version."""
+    uv, settings = find_uv()
+    # torch's CPU build: it is what torch_npu is compiled against, and a tenth of the size of the CUDA build, which is
+    # PyPI's default on Linux. A configured find-links location that has torch comes first; else PyTorch's own CPU index.
+    torch = re.search(r"^torch==[\d.]+", requirements.read_text(), re.MULTILINE)
+    # --no-deps, because the dependencies of some packages name what tools/environment/excluded.txt leaves out.
+    # compiled here, once: with PYTHONDONTWRITEBYTECODE every process would compile torch and vLLM anew
+    command = [uv, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python"), "--no-deps", "--compile-bytecode"]
+    probe = [*command, "--dry-run", "--no-index", torch.group() if torch else "torch"]
+    local = subprocess.run(probe, env=settings, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    _run(
+        what,
+        [*command, *([] if local else ["--torch-backend", "cpu"]), "--requirement", requirements],
+        settings,
+        "check the network and the package indexes that pip and uv are configured with, then start again",
+    )
+
+
+def _install_workspace() -> None:
+    uv, settings = find_uv()
+    packages = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+    editable = [argument for package in packages for argument in ("--editable", package)]
+    _run(
+        f"installing the {len(packages)} packages of the workspace",
+        [uv, "pip", "install", "--quiet", "--python", PYTHON, "--no-deps", *editable],
+        settings,
+        "check packages/*/pyproject.toml",
+    )
+
+
+def _compile_emulator() -> None:
+    _run(
+        "compiling the emulator, unless it is in its cache",
+        [VENV / "bin" / "ascend-emulator", "build"],
+        variables(),
+        "the lines above name what is missing",
+        quiet=False,
+    )
+
+
+def _run(what: str, command: list, env: dict[str, str], advice: str, *, quiet: bool = True) -> None:
+    """Run one step; `quiet` steps print nothing themselves, so a terminal shows the seconds go by."""
+    _say(what)
+    ticking = quiet and sys.stdout.isatty()
+    try:
+        arguments, null = [str(part) for part in command], subprocess.DEVNULL
+        with subprocess.Popen(arguments, env=env, cwd=ROOT, stdin=null, stdout=null) as process:
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1 if ticking else None)
+                if ticking:
+                    print(f"\033[A\r{_elapsed()} {what}")
+            failed = process.returncode != 0
+    except OSError as error:
+        print(f"set-up: {error}", file=sys.stderr)
+        failed = True
+    if failed:
+        sys.exit(f"set-up: failed while {what}; {advice}")
+
+
+def _elapsed() -> str:
+    return f"set-up [{time.monotonic() - _start:3.0f} s]"
+
+
+def _say(what: str) -> None:
+    print(f"{_elapsed()} {what}", flush=True)

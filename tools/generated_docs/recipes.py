@@ -1,0 +1,146 @@
+"""The recipes of docs/recipes.md: one command for each model and chip, with the layout that ``vllm-ascend plan`` finds best.
+
+The models are in recipes.toml, with the sizes that their published config.json states, so that nothing is downloaded.
+"""
+
+import contextlib
+import importlib.metadata
+import io
+import json
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).with_name("recipes.toml")
+MIB = 1 << 20
+DEFAULT_BUFFER = 200
+"""MiB of HCCL_BUFFSIZE unless it is set."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One command. ``layout`` is as `vllm-ascend plan --json` has it; ``{}`` where one NPU serves and nothing is planned."""
+
+    model: Mapping[str, Any]
+    chip: Mapping[str, Any]
+    npus: int  # 0: the model does not fit on one server
+    layout: Mapping[str, Any]
+    environment: Mapping[str, str]
+    options: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """For a shell: variables, and `vllm serve` with an option a line."""
+        lines = [f"{name}={value}" for name, value in self.environment.items()]
+        return " \\\n    ".join([" ".join(lines), f"vllm serve {self.model['name']}", *self.options])
+
+
+def data() -> dict[str, Any]:
+    """recipes.toml, where a model that is ``like`` another has the other's entries too."""
+    found = tomllib.loads(DATA.read_text())
+    models = {model["name"]: model for family in found["family"] for model in family["model"] if "like" not in model}
+    for family in found["family"]:
+        family["model"] = [models.get(model.get("like", ""), {}) | model for model in family["model"]]
+    return found
+
+
+def recipes(model: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Recipe]:
+    """A recipe for each chip."""
+    model = found["load"] | model
+    for chip in found["chip"]:
+        layout: Mapping[str, Any] = {}
+        npus = model.get("npus", 0)
+        counts = [chip["npus"]] if model.get("engines") else [count for count in (1, 2, 4, 8, 16) if count <= chip["npus"]]
+        for count in () if npus else counts:
+            if best := _best(model, chip["soc"], count):
+                npus, layout = count, best
+                break
+        yield Recipe(model, chip, npus, layout, _environment(model, npus, found["variable"]), _options(model, layout))
+
+
+def _best(model: Mapping[str, Any], soc: str, npus: int) -> Mapping[str, Any] | None:
+    """The fastest layout whose KV cache holds all requests, and in each engine one request of the model's length.
+
+    It has one engine, or for a model with ``engines`` several, and experts spread over all of them.
+    """
+    load = (model["requests"], model["input"], model["output"])
+    for one in _plan(model["name"], soc, npus, model.get("quantization", "none"), *load):
+        sizes = one["layout"]
+        wanted = (sizes["data"] > 1 and sizes["expert"]) if model.get("engines") else sizes["data"] == 1
+        if wanted and one["requests"] == model["requests"] and one["kv_tokens"] >= model["length"] * sizes["data"]:
+            return one
+    return None
+
+
+@cache
+def _plan(name: str, soc: str, npus: int, quantization: str, requests: int, given: int, output: int) -> list[dict[str, Any]]:
+    """What `vllm-ascend plan --json` prints, best first; empty if no layout fits."""
+    model = next(model for family in data()["family"] for model in family["model"] if model["name"] == name)
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="vllm-ascend")
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(printed):
+        (Path(directory) / "config.json").write_text(json.dumps(model["config"]))
+        options = f"--soc {soc} --npus {npus} --requests {requests} --input {given} --output {output} --json".split()
+        quantized = ["--quantization", quantization] if quantization != "none" else []
+        if command.load()(["plan", directory, *options, *quantized]):
+            raise ValueError(f"vllm-ascend plan refuses {name} on {npus} {soc}")
+    return json.loads(printed.getvalue())["layouts"]
+
+
+def _environment(model: Mapping[str, Any], npus: int, variables: list[dict[str, str]]) -> dict[str, str]:
+    copies = model["config"]["num_experts_per_tok"] if model.get("engines") else 1
+    moved = -(-model["batched_tokens"] * copies * model["config"].get("hidden_size", 0) * 2 // MIB)
+    wanted = {"ranks": npus > 1, "buffer": npus > 1 and moved > DEFAULT_BUFFER, "modelscope": model.get("modelscope", False)}
+    chosen = [variable for variable in variables if wanted.get(variable.get("when", ""), "when" not in variable)]
+    return {variable["name"]: variable.get("value", str(moved)) for variable in chosen}
+
+
+def _options(model: Mapping[str, Any], layout: Mapping[str, Any]) -> tuple[str, ...]:
+    sizes = layout.get("layout", {})
+    options = [f"--{name}-parallel-size {sizes[name]}" for name in ("tensor", "pipeline", "data") if sizes.get(name, 1) > 1]
+    options += ["--enable-expert-parallel"] * bool(sizes.get("expert"))
+    if "length" in model:
+        options += [f"--max-model-len {model['length']}"]
+    if layout:
+        options += [f"--max-num-seqs {model['requests'] // sizes['data']}", f"--max-num-batched-tokens {model['batched_tokens']}"]
+    return (*options, *model.get("options", ()))
+
+
+def page() -> str:
+    """The part of docs/recipes.md between its marks."""
+    found, parts = data(), []
+    for family in found["family"]:
+        parts.append(f"### {family['title']}")
+        for model in family["model"]:
+            note = f" ({model['note']})" if "note" in model else ""
+            parts.append(f"**{model.get('title', model['name'])}**{note}")
+            commands: dict[str, list[Recipe]] = {}
+            for recipe in recipes(model, found):
+                commands.setdefault(recipe.command if recipe.npus else "", []).append(recipe)
+            for command, same in commands.items():
+                chips = ", ".join(recipe.chip["title"] for recipe in same)
+                if command:
+                    parts.append(f"{chips}: {_figures(same)}\n\n```\n{command}\n```")
+                else:
+                    parts.append(f"{chips}: does not fit on one server; see [Multi-node inference](multi-node.md).")
+    return "\n\n".join(parts)
+
+
+def _figures(same: list[Recipe]) -> str:
+    """NPUs, and what the plan says of memory and speed on each chip."""
+    count = f"{same[0].npus} NPU{'s' * (same[0].npus > 1)}"
+    if not same[0].layout:
+        return f"{count}."
+    cache = " / ".join(f"{one.layout['cache'] / 2**30:.0f}" for one in same)
+    speed = " / ".join(f"{one.layout['tokens_per_second']:.0f}" for one in same)
+    return f"{count}, {cache} GiB of KV cache per NPU, {speed} tokens/s (planned)."
+
+
+def variables() -> str:
+    """The table of the environment variables."""
+    rows = [f"| `{each['name']}` | {each['why']} | [documentation]({each['source']}) |" for each in data()["variable"]]
+    return "\n".join(["| variable | why | source |", "| --- | --- | --- |", *rows])

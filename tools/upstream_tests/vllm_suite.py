@@ -1,0 +1,181 @@
+"""Runs vLLM's own tests on the platform, and holds the outcome against the allow-list vllm.toml (see tools/upstream)."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+import environment
+
+LIST = environment.ROOT / "tools" / "upstream_tests" / "vllm.toml"
+REPORT = environment.ROOT / "docs" / "vllm-tests.md"
+HOME = environment.ROOT / ".upstream" / "vllm-run"
+NEEDS = ["tblib", "pytest-asyncio"]  # of the tests' conftest.py and markers
+# The public configurations of models that many tests make a VllmConfig of; no test here needs their weights.
+MODELS = {
+    "facebook/opt-125m": {
+        "model_type": "opt",
+        "architectures": ["OPTForCausalLM"],
+        "hidden_size": 768,
+        "word_embed_proj_dim": 768,
+        "ffn_dim": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "torch_dtype": "float16",
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    },
+    "Qwen/Qwen3-0.6B": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+    "Qwen/Qwen1.5-7B": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "torch_dtype": "bfloat16",
+    },
+}
+PLUGIN = """
+import json, os
+def pytest_collection_finish(session):
+    from ascend_platform.triton_overrides import drafter
+    from ascend_platform.worker import model_runner  # some tests call what is in vLLM's modules without a worker of ours
+    drafter.install()  # as the model runner does where tokens are drafted
+def keep(**fields):
+    with open(os.environ["UPSTREAM_RESULTS"], "a") as file:
+        print(json.dumps(fields), file=file)
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        keep(case=report.nodeid, outcome=report.outcome, message=(crash.message if crash else str(report.longrepr or ""))[:400])
+def pytest_collectreport(report):
+    if report.failed:
+        keep(case=report.nodeid, outcome="failed", message=str(report.longrepr)[-400:])
+"""
+
+
+def prepare() -> dict[str, str]:
+    """What the tests need besides the environment, and the variables to run them with."""
+    extra, models = HOME / "packages", HOME / "models"
+    if not (extra / "tblib").exists():
+        uv, settings = environment.find_uv()
+        command = [uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", str(extra), *NEEDS]
+        if subprocess.run(command, env=settings, check=False).returncode:
+            sys.exit(f"upstream: cannot install {' and '.join(NEEDS)}; check the network and pip's settings")
+    for name, config in MODELS.items():
+        model = models / "hub" / f"models--{name.replace('/', '--')}"
+        (model / "snapshots" / "0").mkdir(parents=True, exist_ok=True)
+        (model / "refs").mkdir(exist_ok=True)
+        (model / "refs" / "main").write_text("0")
+        (model / "snapshots" / "0" / "config.json").write_text(json.dumps(config))
+    (HOME / "upstream_plugin.py").write_text(PLUGIN)
+    variables = {"HF_HOME": str(models), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(extra), str(HOME)])}
+    return os.environ | variables | {"OMP_NUM_THREADS": "1"}
+
+
+def run(tests: Path, name: str, variables: dict[str, str], deadline: float) -> list[dict[str, str]]:
+    """The outcomes of one file's cases, in a process of its own; a deadline that passes is a failure of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        kept = Path(directory, "results")
+        kept.touch()
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "upstream_plugin"]
+        given = variables | {"UPSTREAM_RESULTS": str(kept)}
+        try:
+            done = subprocess.run(
+                [*command, f"tests/{name}"], cwd=tests.parent, env=given, capture_output=True, timeout=deadline, check=False
+            )
+            status = "" if done.returncode in (0, 1) else f"pytest ended with {done.returncode}: {done.stdout[-300:].decode()}"
+        except subprocess.TimeoutExpired:
+            status = f"not done within {deadline:g} s"
+        found = [json.loads(line) for line in kept.read_text().splitlines()]
+    for case in found:
+        case["case"] = case["case"].partition(".py::")[2]
+    return found + ([{"case": "", "outcome": "failed", "message": status}] if status else [])
+
+
+def judged(entry: dict, found: list[dict[str, str]]) -> list[str]:
+    """What is not as the allow-list says, a line each."""
+    wrong, fails = [], entry.get("fails", {})
+    failed = [case for case in found if case["outcome"] == "failed"]
+    for case in failed:
+        if not any(fnmatch.fnmatchcase(case["case"], pattern) for pattern in fails):
+            wrong.append(f"{case['case'] or 'the file'} failed: {case['message'].splitlines()[0] if case['message'] else ''}")
+    for pattern in fails:
+        if not any(fnmatch.fnmatchcase(case["case"], pattern) for case in failed):
+            wrong.append(f"{pattern} is expected to fail, and nothing of it did: take it off the list")
+    passed = len({case["case"] for case in found if case["outcome"] == "passed"})
+    if passed != entry["passes"]:
+        wrong.append(f"{passed} cases passed; the list says {entry['passes']}")
+    return wrong
+
+
+def report(entries: list[dict], version: str) -> str:
+    """The page of the documentation."""
+    total = sum(entry["passes"] for entry in entries)
+    rows = [f"| `{e['name']}` | {e['passes']} | {len(e.get('fails', {})) or ''} |" for e in entries]
+    reasons = [f"- `{e['name']}`, `{pattern}`: {why}" for e in entries for pattern, why in e.get("fails", {}).items()]
+    return f"""# vLLM's own tests
+
+`tools/upstream --suite vllm` runs these files of vLLM {version}'s tests with the platform installed, on emulated NPUs, without
+a network and without a model's weights. {total} cases have to pass; {len(reasons)} patterns of cases are expected to fail. The
+list is `tools/upstream_tests/vllm.toml`; a case that fails and is not in it, one that is in it and passes, and a number that
+is not the list's end the command with 1.
+
+| file | have to pass | patterns expected to fail |
+|---|---|---|
+{chr(10).join(rows)}
+
+## Why
+
+{chr(10).join(reasons)}
+"""
+
+
+def main(tests: Path, patterns: list[str], deadline: float) -> int:
+    """Run the files of the list, all or those that match, and write the page where all ran."""
+    import vllm
+
+    entries = tomllib.loads(LIST.read_text())["files"]
+    chosen = [e for e in entries if not patterns or any(fnmatch.fnmatch(e["name"], f"*{pattern}*") for pattern in patterns)]
+    wrong, variables = 0, prepare()
+    for number, entry in enumerate(chosen, 1):
+        started = time.monotonic()
+        lines = judged(entry, run(tests, entry["name"], variables, deadline))
+        print(
+            f"[{time.monotonic() - started:4.0f} s {number}/{len(chosen)}] {entry['name']}: {'; '.join(lines) or 'as listed'}",
+            flush=True,
+        )
+        wrong += bool(lines)
+    if not patterns:
+        REPORT.write_text(report(entries, vllm.__version__.partition("+")[0]))
+    return 1 if wrong else 0
