@@ -278,13 +278,35 @@ Tensor or_none(const Opt<Tensor>& x) { return x.value_or(Tensor()); }
 #define SETTINGS \
   double scale, double keep, int64_t before, int64_t after, int64_t heads, Text layout, int64_t, int64_t sparse_mode
 #define RESULTS Opt<Tensor> most, Opt<Tensor> sum, Opt<Tensor>, Tensor out
-#define FORWARD(ROPE, KEY_ROPE, SINK, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, PSE_TYPE, STATS)                            \
-  {                                                                                                                            \
-    refuse_given("padding_mask", padding);                                                                                     \
-    return forward(                                                                                                            \
-        {query, key, value, pse, drop, mask, ROPE, KEY_ROPE, SINK, prefix, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, scale, \
-            keep, before, after, heads, layout, sparse_mode, PSE_TYPE, STATS, or_none(most), or_none(sum)},                    \
-        out);                                                                                                                  \
+#define FORWARD(ROPE, KEY_ROPE, SINK, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, PSE_TYPE, STATS) \
+  {                                                                                                 \
+    refuse_given("padding_mask", padding);                                                          \
+    return forward({.query = query,                                                                 \
+                       .key = key,                                                                  \
+                       .value = value,                                                              \
+                       .pse = pse,                                                                  \
+                       .drop_mask = drop,                                                           \
+                       .mask = mask,                                                                \
+                       .query_rope = ROPE,                                                          \
+                       .key_rope = KEY_ROPE,                                                        \
+                       .sink = SINK,                                                                \
+                       .prefix = prefix,                                                            \
+                       .query_ends = QUERY_ENDS,                                                    \
+                       .kv_ends = KV_ENDS,                                                          \
+                       .query_first = QUERY_FIRST,                                                  \
+                       .key_first = KEY_FIRST,                                                      \
+                       .scale = scale,                                                              \
+                       .keep = keep,                                                                \
+                       .before = before,                                                            \
+                       .after = after,                                                              \
+                       .heads = heads,                                                              \
+                       .layout = layout,                                                            \
+                       .sparse_mode = sparse_mode,                                                  \
+                       .pse_type = PSE_TYPE,                                                        \
+                       .stats_layout = STATS,                                                       \
+                       .most = or_none(most),                                                       \
+                       .sum = or_none(sum)},                                                        \
+        out);                                                                                       \
   }
 CHECKED(aclnnFlashAttentionScore, (INPUTS, Opt<Ints> prefix, SETTINGS, RESULTS), FORWARD({}, {}, {}, {}, {}, {}, {}, 1, ""))
 CHECKED(aclnnFlashAttentionScoreV2, (INPUTS, Opt<Ints> prefix, STARTS, SETTINGS, int64_t pse_type, RESULTS),
@@ -314,14 +336,36 @@ CHECKED(aclnnFlashAttentionVarLenScoreV5,
 #define ROPED_GRAD_RESULTS                                                                                       \
   Tensor query_grad, Opt<Tensor> query_rope_grad, Tensor key_grad, Opt<Tensor> key_rope_grad, Tensor value_grad, \
       Opt<Tensor> pse_grad
-#define BACKWARD(                                                                                                              \
-    ROPE, KEY_ROPE, SINK, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, PSE_TYPE, STATS, ROPE_GRAD, KEY_ROPE_GRAD, SINK_GRAD)   \
-  {                                                                                                                            \
-    refuse_given("padding_mask", padding);                                                                                     \
-    return backward(                                                                                                           \
-        {query, key, value, pse, drop, mask, ROPE, KEY_ROPE, SINK, prefix, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, scale, \
-            keep, before, after, heads, layout, sparse_mode, PSE_TYPE, STATS, or_none(most), or_none(sum)},                    \
-        out, grad, {query_grad, key_grad, value_grad, ROPE_GRAD, KEY_ROPE_GRAD, or_none(pse_grad), SINK_GRAD});                \
+#define BACKWARD(                                                                                                            \
+    ROPE, KEY_ROPE, SINK, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, PSE_TYPE, STATS, ROPE_GRAD, KEY_ROPE_GRAD, SINK_GRAD) \
+  {                                                                                                                          \
+    refuse_given("padding_mask", padding);                                                                                   \
+    return backward({.query = query,                                                                                         \
+                        .key = key,                                                                                          \
+                        .value = value,                                                                                      \
+                        .pse = pse,                                                                                          \
+                        .drop_mask = drop,                                                                                   \
+                        .mask = mask,                                                                                        \
+                        .query_rope = ROPE,                                                                                  \
+                        .key_rope = KEY_ROPE,                                                                                \
+                        .sink = SINK,                                                                                        \
+                        .prefix = prefix,                                                                                    \
+                        .query_ends = QUERY_ENDS,                                                                            \
+                        .kv_ends = KV_ENDS,                                                                                  \
+                        .query_first = QUERY_FIRST,                                                                          \
+                        .key_first = KEY_FIRST,                                                                              \
+                        .scale = scale,                                                                                      \
+                        .keep = keep,                                                                                        \
+                        .before = before,                                                                                    \
+                        .after = after,                                                                                      \
+                        .heads = heads,                                                                                      \
+                        .layout = layout,                                                                                    \
+                        .sparse_mode = sparse_mode,                                                                          \
+                        .pse_type = PSE_TYPE,                                                                                \
+                        .stats_layout = STATS,                                                                               \
+                        .most = or_none(most),                                                                               \
+                        .sum = or_none(sum)},                                                                                \
+        out, grad, {query_grad, key_grad, value_grad, ROPE_GRAD, KEY_ROPE_GRAD, or_none(pse_grad), SINK_GRAD});              \
   }
 CHECKED(aclnnFlashAttentionScoreGrad, (GRAD_INPUTS, Opt<Ints> prefix, SETTINGS, GRAD_RESULTS),
     BACKWARD({}, {}, {}, {}, {}, {}, {}, 1, "", {}, {}, {}))
