@@ -55,7 +55,7 @@ FLAGS = (
     "-Wno-unused-function",
     f'-DCANN_VERSION="{CANN_VERSION}"',
 )
-# Units with loops of their own are compiled with -O2; most operators call ATen, so -O1 is enough.
+# Units with loops of their own are compiled with -O2 and vectorized; most operators call ATen, so -O1 is enough.
 LOOPS = ("ops/matmul", "ops/normalization", "ops/transformer")
 UNIT_BYTES = 60_000  # source size of a translation unit
 COMPILER_BYTES = 900 << 20  # memory of one compiler process
@@ -183,8 +183,8 @@ def units(directory: Path = SOURCES) -> dict[str, list[Path]]:
     return found
 
 
-def _optimization(unit: str) -> str:
-    return "-O2" if unit.startswith(LOOPS) else "-O1"
+def _optimization(unit: str) -> list[str]:
+    return ["-O2", "-ftree-vectorize"] if unit.startswith(LOOPS) else ["-O1"]
 
 
 def _with_headers(sources: list[Path]) -> list[Path]:
@@ -279,7 +279,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
     sources = {"stubs": [stubs], **units()}
     # A changed header rebuilds the units that include it only.
     contents = {name: [path.read_bytes() for path in _with_headers(paths)] for name, paths in sources.items()}
-    built = {name: objects / f"{_digest(*base, _optimization(name), *parts)}.o" for name, parts in contents.items()}
+    built = {name: objects / f"{_digest(*base, *_optimization(name), *parts)}.o" for name, parts in contents.items()}
 
     def compile_one(name: str) -> None:
         text = "".join(f'#include "{path}"\n' for path in sources[name])
@@ -287,7 +287,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
         command = [
             compiler,
             *_flags(),
-            _optimization(name),
+            *_optimization(name),
             f"-I{SOURCES}",
             f"-isystem{torch / 'include'}",
             f"-ffile-prefix-map={SOURCES}/=",  # relative file names in messages and in the registry

@@ -21,10 +21,7 @@ std::map<std::string, Entry>& entries() {
   return all;
 }
 
-std::string stem(const std::string& path) {
-  const auto start = path.find_last_of('/') + 1;
-  return path.substr(start, path.find_last_of('.') - start);
-}
+std::string without_suffix(const std::string& file) { return file.substr(0, file.find_last_of('.')); }
 
 const std::set<std::string>& removals() {
   static const std::set<std::string> names = [] {
@@ -39,7 +36,9 @@ const std::set<std::string>& removals() {
 std::atomic<const char*> calls{std::getenv("ASCEND_EMULATOR_CALLS")};
 }  // namespace
 
-Registration::Registration(const char* name, Effect effect, const char* file) { entries()[name] = {effect, stem(file)}; }
+Registration::Registration(const char* name, Effect effect, const char* file) {
+  entries()[name] = {effect, without_suffix(file)};
+}
 
 void note(const char* name) {
   const char* path = calls.load(std::memory_order_relaxed);

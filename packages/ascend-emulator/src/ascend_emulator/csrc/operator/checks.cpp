@@ -4,14 +4,13 @@
 
 namespace emu {
 
-void not_one_of(const char* argument, Printable found, const std::vector<Printable>& allowed) {
-  raise(kOpParam, {argument, " is ", found, "; allowed: ", listed(allowed)});
+void not_one_of(const char* argument, Printable found, const std::string& allowed) {
+  raise(kOpParam, {argument, " is ", found, "; allowed: ", allowed});
 }
 
 void one_of(const char* argument, const at::Tensor& tensor, DTypes allowed) {
   const auto found = tensor.scalar_type();
-  if (std::find(allowed.begin(), allowed.end(), found) == allowed.end())
-    not_one_of(argument, found, {allowed.begin(), allowed.end()});
+  if (std::find(allowed.begin(), allowed.end(), found) == allowed.end()) not_one_of(argument, found, listed(allowed));
 }
 
 void same_dtype(const char* argument, const at::Tensor& tensor, const char* other, const at::Tensor& like) {
@@ -39,7 +38,7 @@ void contiguous(const char* argument, const at::Tensor& tensor) {
 
 void chips(std::initializer_list<const char*> families) {
   if (std::any_of(families.begin(), families.end(), is_chip)) return;
-  raise(kOpParam, {"the chip is ", chip().name, "; this operator is supported on ", listed({families.begin(), families.end()})});
+  raise(kOpParam, {"the chip is ", chip().name, "; this operator is supported on ", listed(families)});
 }
 
 }  // namespace emu

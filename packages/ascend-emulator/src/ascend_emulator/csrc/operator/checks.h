@@ -19,11 +19,10 @@ inline constexpr DTypes kFloating(kFloatingList), kHalves(kFloatingList + 1, 2),
 
 // The dtype is one of `allowed`.
 void one_of(const char* argument, const at::Tensor& tensor, DTypes allowed);
-[[noreturn]] void not_one_of(const char* argument, Printable found, const std::vector<Printable>& allowed);
+[[noreturn]] void not_one_of(const char* argument, Printable found, const std::string& allowed);
 template <class T>
 void one_of(const char* argument, const T& value, std::initializer_list<T> allowed) {
-  if (std::find(allowed.begin(), allowed.end(), value) == allowed.end())
-    not_one_of(argument, value, {allowed.begin(), allowed.end()});
+  if (std::find(allowed.begin(), allowed.end(), value) == allowed.end()) not_one_of(argument, value, listed(allowed));
 }
 void same_dtype(const char* argument, const at::Tensor& tensor, const char* other, const at::Tensor& like);
 // The number of dimensions lies in [least, most].
