@@ -1,7 +1,8 @@
-"""How all tests are shared out to processes that run side by side."""
+"""How `tools/test` shares all tests out to processes that run side by side; garbage collection around all that is imported."""
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,17 +10,33 @@ import pytest
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import Scheduling
+    from xdist.workermanage import WorkerController
+
+
+gc.disable()  # while the tests and what they test are imported: some million objects
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a collection takes a third of a second otherwise
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
     """A file's tests go to one process, since they share engines; so do all of the emulator's, the last of which looks whether
-    every entry point was run."""
+    every entry point was run. What takes long comes first: these, and the files that start engines. By default xdist begins with
+    the files of most tests, and the longest, of one or two tests, are left for the end, when one process has nothing to do."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             return "emulator" if "/ascend-emulator/" in file else file
+
+        def _assign_work_unit(self, node: WorkerController) -> None:
+            if not any(self.assigned_work.values()):  # the first: the queue is complete
+                for file in [file for file in self.workqueue if not file.startswith(("emulator", "tests/"))]:
+                    self.workqueue.move_to_end(file)
+            super()._assign_work_unit(node)
 
     return ByFile(config, log)

@@ -1,4 +1,4 @@
-"""Adapters, drafts, sampling and grammars through vLLM's API, against PEFT, transformers and distributions in float64.
+"""LoRA, speculative decoding, sampling and structured output through vLLM's API, compared with references.
 
 Here is one engine with sampling and grammars, and one with adapters and drafts too, and tensor parallelism.
 `tools/check features` runs every method and layout.
@@ -48,7 +48,7 @@ def served(directory: Path) -> dict[str, Any]:
     return features.serve([one, two], ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
 
 
-def test_adapters_answer_as_peft_does(served: dict[str, Any], directory: Path) -> None:
+def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Path) -> None:
     steps = served["two"]["steps"]
     assert steps[:8] == features.LORA_STATES
     assert "99" in steps[8]  # an adapter that is not there cannot be pinned
@@ -62,7 +62,7 @@ def test_adapters_answer_as_peft_does(served: dict[str, Any], directory: Path) -
     assert features.compare_lora(directory, shuffled)[1:] > (20, 0.5)  # each adapter has answers of its own
 
 
-def test_drafts_change_no_answer(served: dict[str, Any], directory: Path) -> None:
+def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     asked = [features.greedy(prompt) for prompt in features.prompts()]
     tokens, others, far = features.compare(features.reference(small_models.target(directory)), asked, served["two"]["steps"][10])
     drafts, drafted, accepted = features.accepted(served["two"])
@@ -82,7 +82,7 @@ def test_sampled_tokens_have_their_distribution(served: dict[str, Any], director
         assert min(first, spread) > features.FALSE_ALARM
 
 
-def test_sampled_tokens_have_it_with_drafts_too(served: dict[str, Any], directory: Path) -> None:
+def test_sampled_tokens_have_their_distribution_with_draft_tokens(served: dict[str, Any], directory: Path) -> None:
     model, kinds = features.reference(small_models.target(directory)), list(features.SAMPLING)[1:3]
     asked = features.sampled(ANSWERS // 2, 4, drafts=True)[1:3]
     found = features.check_sampling(model, asked, served["two"]["steps"][11], kinds)
@@ -92,7 +92,7 @@ def test_sampled_tokens_have_it_with_drafts_too(served: dict[str, Any], director
         assert min(first, spread) > features.FALSE_ALARM
 
 
-def test_another_distribution_would_be_noticed(served: dict[str, Any], directory: Path) -> None:
+def test_wrong_distribution_is_detected(served: dict[str, Any], directory: Path) -> None:
     model, answers = features.reference(small_models.target(directory)), served["one"]["steps"][4]
     hotter = [
         {**each, "sampling": each["sampling"] | {"temperature": each["sampling"]["temperature"] * 1.6}}
@@ -109,7 +109,7 @@ def test_answers_match_their_grammar(served: dict[str, Any], name: str, step: in
     assert features.count_matches(served[name]["steps"][step], 1) == (3, 3)
 
 
-def test_the_host_waits_for_nothing(served: dict[str, Any]) -> None:
+def test_host_does_not_wait_for_the_npu(served: dict[str, Any]) -> None:
     """Neither for adapters nor for sampling; a grammar costs one copy of its mask to the device."""
     plain, drawn, grammar, adapter = served["one"]["steps"][:4]
     assert [each["waits"] for each in (plain, drawn, grammar, adapter)] == [0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""The engine's tokens and log-probabilities against Hugging Face transformers on the CPU."""
+"""Tokens and log-probabilities of the engine, compared with Hugging Face transformers on the CPU."""
 
 import importlib.metadata
 import json
@@ -80,15 +80,18 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
     return make
 
 
-def serve(cases: list[dict[str, Any]], plugins: str | None, python: str = sys.executable) -> dict[str, dict[str, Any]]:
-    """Results of serve_prompts.py by case name; with `python` of another environment, in that one."""
+Served = tuple[dict[str, dict[str, Any]], str]
+
+
+def serve(cases: list[dict[str, Any]], plugins: str | None, python: str = sys.executable) -> Served:
+    """Results of serve_prompts.py by case name, and what the platform logged; with `python` of another environment, in that."""
     variables = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    variables["PYTHONPATH"] = npus.path()
     if plugins is not None:
         variables["VLLM_PLUGINS"] = plugins
     command = [python, str(checkout.PROGRAMS / "serve_prompts.py"), json.dumps(cases)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=1200)
-    print(*(line for line in done.stdout.splitlines() if "vllm-ascend-all |" in line), sep="\n")
-    return npus.by_name(done)
+    return npus.by_name(done), "\n".join(line for line in done.stdout.splitlines() if "vllm-ascend-all |" in line)
 
 
 def case(name: str, directory: str) -> dict[str, Any]:
@@ -100,13 +103,15 @@ def case(name: str, directory: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def all_plugins(random_model: Callable[[str], str]) -> dict[str, dict[str, Any]]:
-    return serve([case(name, random_model(CASES[name][0])) for name in CASES], None)
+def served(random_model: Callable[[str], str]) -> Callable[[str | None], Served]:
+    """All models by the plugins that they are served with, in one process for each choice of plugins."""
 
+    @cache
+    def by_plugins(plugins: str | None) -> Served:
+        names = {None: tuple(CASES), "ascend": BUILT_IN_CASES}.get(plugins, ())
+        return serve([*(case(name, random_model(CASES[name][0])) for name in names), adder()], plugins)
 
-@pytest.fixture(scope="module")
-def platform_alone(random_model: Callable[[str], str]) -> dict[str, dict[str, Any]]:
-    return serve([case(name, random_model(CASES[name][0])) for name in BUILT_IN_CASES], "ascend")
+    return by_plugins
 
 
 def check(result: dict[str, Any], dtype: str, attention: str, record: Callable[[str, object], None]) -> None:
@@ -130,30 +135,40 @@ def check(result: dict[str, Any], dtype: str, attention: str, record: Callable[[
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_log_probabilities(name: str, all_plugins: dict[str, Any], record_property: Callable[[str, object], None]) -> None:
+def test_log_probabilities(
+    name: str, served: Callable[[str | None], Served], record_property: Callable[[str, object], None]
+) -> None:
     dtype = CASES[name][1]
-    check(all_plugins[name], dtype, BUILT_IN if dtype == "float32" else FUSED, record_property)  # the fused kernel has no float32
+    check(
+        served(None)[0][name], dtype, BUILT_IN if dtype == "float32" else FUSED, record_property
+    )  # the fused kernel has no float32
 
 
 @pytest.mark.parametrize("name", BUILT_IN_CASES)
 def test_log_probabilities_of_the_platform_alone(
-    name: str, platform_alone: dict[str, Any], record_property: Callable[[str, object], None]
+    name: str, served: Callable[[str | None], Served], record_property: Callable[[str, object], None]
 ) -> None:
-    check(platform_alone[name], CASES[name][1], BUILT_IN, record_property)
+    check(served("ascend")[0][name], CASES[name][1], BUILT_IN, record_property)
 
 
 SUMS = [(12, 34), (7, 8), (99, 1), (50, 49), (86, 77), (0, 0), (95, 99), (60, 6)]
 
 
-def check_adder(attention: str, plugins: str | None, python: str = sys.executable) -> None:
-    """Sums, and one long continuation (see the model card), token for token as Hugging Face has them."""
+def adder() -> dict[str, Any]:
+    """Sums, and one long continuation (see the model card)."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(ADDER)
     ids = [tokenizer(f"{a}+{b}=").input_ids for a, b in SUMS] + [tokenizer("1").input_ids]
     lengths = [4] * len(SUMS) + [400]
-    asked = {"name": "adder", "model": str(ADDER), "dtype": "bfloat16", "prompts": ids, "lengths": lengths, "engine": LITTLE}
-    result = serve([asked], plugins, python)["adder"]
+    return {"name": "adder", "model": str(ADDER), "dtype": "bfloat16", "prompts": ids, "lengths": lengths, "engine": LITTLE}
+
+
+def check_adder(result: dict[str, Any], attention: str) -> None:
+    """Token for token as Hugging Face has them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ADDER)
     assert result["attention"] == attention
     for served in result["results"]:
         assert served["tokens"] == served["greedy"]
@@ -162,9 +177,9 @@ def check_adder(attention: str, plugins: str | None, python: str = sys.executabl
 
 
 @pytest.mark.parametrize("plugins", [None, "ascend,ascend_attention", "ascend"], ids=["all", "fused", "built-in"])
-def test_trained_model_gives_the_same_greedy_tokens(plugins: str | None, capsys: pytest.CaptureFixture[str]) -> None:
-    check_adder(BUILT_IN if plugins == "ascend" else FUSED, plugins)
-    said = capsys.readouterr().out
+def test_trained_model_gives_the_same_greedy_tokens(plugins: str | None, served: Callable[[str | None], Served]) -> None:
+    results, said = served(plugins)
+    check_adder(results["adder"], BUILT_IN if plugins == "ascend" else FUSED)
     version = importlib.metadata.version("ascend-attention")
     if plugins == "ascend":
         assert f"attention {version} off (filtered out by VLLM_PLUGINS)" in said
@@ -173,15 +188,15 @@ def test_trained_model_gives_the_same_greedy_tokens(plugins: str | None, capsys:
         assert f"attention: fused (ascend-attention {version})" in said
 
 
-def test_platform_serves_when_its_siblings_are_uninstalled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_platform_serves_when_its_siblings_are_uninstalled(tmp_path: Path) -> None:
     copy = tmp_path / "venv"
     shutil.copytree(sys.prefix, copy, symlinks=True, copy_function=os.link)
     uv, variables = checkout.find_uv()
     siblings = ["ascend-attention", "ascend-communicator", "ascend-kv-connector", "ascend-model-loader", "ascend-patches"]
     python = str(copy / "bin" / "python")
     subprocess.run([uv, "pip", "uninstall", "-q", "--python", python, *siblings, "vllm-ascend-all"], env=variables, check=True)
-    check_adder(BUILT_IN, None, python)
-    said = capsys.readouterr().out
+    results, said = serve([adder()], None, python)
+    check_adder(results["adder"], BUILT_IN)
     for sibling in siblings:
         assert f"{sibling.removeprefix('ascend-')} not installed" in said
     assert "attention: built-in PyTorch (ascend-attention is not installed)" in said

@@ -1,4 +1,4 @@
-"""A graph's attention reads the lengths of its own replay, however far the host is ahead of the NPU."""
+"""Each replay of a graph uses its own sequence lengths, however far the host is ahead of the NPU."""
 
 import sys
 
@@ -50,7 +50,7 @@ print("SAME", [bool((a == b).all()) for a, b in zip(expected, found)])
 """
 
 
-def test_replays_in_a_row() -> None:
+def test_consecutive_replays_use_their_own_sequence_lengths() -> None:
     """Without the wait for the replay before, lengths are set that nobody has read, and the next replay waits for ever."""
     done = npus.run(1, sys.executable, "-c", PROGRAM, timeout=240, VLLM_PLUGINS="", ASCEND_EMULATOR_ADVERSARY="1")
     assert "SAME [True, True, True, True]" in done.stdout, done.stdout[-1000:] + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Graphs: tokens as transformers has them, one launch for a decode step, fewer sizes where there are no streams for all."""
+"""Graph modes: tokens, one launch a decode step, and fewer captured sizes where streams are short."""
 
 from typing import Any
 
@@ -7,8 +7,14 @@ from harness.graphs import check, serve
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return serve(tmp_path_factory.mktemp("trace") / "trace.json", mode="FULL_AND_PIECEWISE", ranks=2)
+def served(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    cases = {"mode": "FULL_AND_PIECEWISE", "ranks": 2}, {"mode": "FULL", "ranks": 1, "streams": 40}
+    return serve(tmp_path_factory.mktemp("trace") / "trace.json", *cases)
+
+
+@pytest.fixture(scope="module")
+def two(served: list[dict[str, Any]]) -> dict[str, Any]:
+    return served[0]
 
 
 def test_tokens_with_tensor_parallelism(two: dict[str, Any]) -> None:
@@ -30,9 +36,9 @@ def test_the_kv_cache_leaves_memory_for_graphs(two: dict[str, Any]) -> None:
     assert two["left"] >= 10 << 20
 
 
-def test_graphs_fit_into_the_streams_there_are() -> None:
+def test_fewer_sizes_are_captured_when_streams_are_short(served: list[dict[str, Any]]) -> None:
     """Prefills and decodes in full graphs, with streams for fewer sizes than are asked for."""
-    result = serve(mode="FULL", ranks=1, streams=40)
+    result = served[1]
     assert result["captured"] == {"PIECEWISE": [], "FULL": [1, 8, 32]}
     assert "capturing graphs of 3 of 7 sizes (1, 8, 32 tokens): " in result["log"]
     check(result)

@@ -1,5 +1,4 @@
-"""Prefill on one engine and decode on another, over real Mooncake: the tokens of one engine alone, and a peer that is killed; an
-engine that fills a pool of real Mooncake processes and is killed, and one that loads, also when the pool's master is killed."""
+"""KV transfer between two engines, and a pool of KV cache that outlives its engine, both over real Mooncake."""
 
 import json
 import sys
@@ -15,7 +14,9 @@ pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake la
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_one_engine(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_tokens_of_prefill_and_decode_instances_match_one_engine(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     case: dict[str, Any] = {"model": qwen3(tmp_path), "prefill": {"devices": "0"}, "decode": {"devices": "1"}}
     case["decode"]["tiers"] = {"cpu_bytes_to_use": 200 << 20}  # MultiConnector, with OffloadingConnector in it
     case |= {"pull": 20, "layerwise": 20, "kill": 16, "transfer": {"secret_file": str(tmp_path / "secret")}}

@@ -1,4 +1,4 @@
-"""Launches and bytes of a decoder layer are those of the table that `tools/check launches` writes; the host waits for nothing."""
+"""Launches and bytes of a decoder layer, held against the table that `tools/check launches` writes; host waits."""
 
 import json
 import sys
@@ -35,11 +35,11 @@ def test_not_much_more_is_moved_than_is_needed(counted: dict[str, Any], name: st
 
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
-def test_the_host_waits_for_nothing_before_the_sampled_tokens(counted: dict[str, Any], name: str, step: str) -> None:
+def test_host_does_not_wait_before_the_sampled_tokens(counted: dict[str, Any], name: str, step: str) -> None:
     assert counted[name][step]["waits"] == 0
 
 
-def test_a_wait_would_be_counted(tmp_path: Path) -> None:
+def test_host_wait_is_counted(tmp_path: Path) -> None:
     """The count, on a trace of a program that waits in the middle."""
     program = """
 import torch

@@ -1,4 +1,4 @@
-"""Kinds of attention and of models, through vLLM's engine, against Hugging Face transformers on the CPU.
+"""Models by kind of attention and task through vLLM's engine, compared with Hugging Face transformers.
 
 Here are some that between them use each attention; `tools/check kinds` runs all, each with and without tensor parallelism.
 """
@@ -43,7 +43,7 @@ def test_answers_are_those_of_transformers(name: str, cases: dict[str, Any], ser
     assert told.regret < 2 * told.most  # greedy: what was chosen is the best up to the difference
 
 
-def test_layers_with_windows_have_a_cache_of_their_own(served: dict[str, Any]) -> None:
+def test_sliding_window_layers_have_their_own_kv_cache_group(served: dict[str, Any]) -> None:
     for name in ("gemma3, windows between", "granite, sinks and windows"):
         assert (served[name]["groups"], served[name]["graphs"]) == (2, "FULL_DECODE_ONLY")
     assert (served["whisper, a sound"]["groups"], served["whisper, a sound"]["graphs"]) == (2, "NONE")

@@ -1,4 +1,4 @@
-"""The load format ascend_peer in real models on an NPU: every strategy gives the same weights, an engine the right tokens."""
+"""The load format ascend_peer with real models: the same weights by every strategy, and the tokens of transformers."""
 
 import json
 import os
@@ -99,11 +99,11 @@ def test_tokens_of_an_engine_from_a_peer_are_those_of_transformers(result: dict[
     assert any(line.startswith("serving 0.0") for line in result["engine said"])
 
 
-def test_engine_that_has_loaded_from_a_peer_serves_others_also_after_sleep(result: dict[str, Any]) -> None:
+def test_engine_loaded_from_a_peer_serves_other_engines_also_after_sleep(result: dict[str, Any]) -> None:
     assert result["from the engine"]["digest"] == result["awake"]["digest"]
 
 
-def test_weights_of_another_layout_are_refused_and_of_the_same_taken(tmp_path: Path) -> None:
+def test_weights_are_taken_from_the_same_layout_alone(tmp_path: Path) -> None:
     """Of a mixture of experts; in data-parallel engines without expert parallelism each has another part of every expert."""
     model, port = layouts.make("qwen3-moe", tmp_path), 20000 + os.getpid() % 200 * 40
     done = npus.run(2, sys.executable, str(OF_LAYOUTS), str(model), str(port), VLLM_PLUGINS="", OMP_NUM_THREADS="1")

@@ -1,4 +1,4 @@
-"""`vllm serve` on one and on several machines, with vLLM's own launcher and with Ray; and what is left when a part of it dies.
+"""`vllm serve` on one and on several machines, with vLLM's own launcher and with Ray, also when a part is killed.
 
 The machines are processes of this one, each with an address of its own (127.0.0.2, 127.0.0.3) and an NPU of its own.
 """
@@ -93,7 +93,7 @@ def play(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_are_those_of_transformers_and_a_death_is_an_error_that_leaves_nothing(name: str) -> None:
+def test_tokens_match_transformers_and_a_killed_part_is_a_clean_error(name: str) -> None:
     found = play(name)
     assert "failed" not in found, found["failed"]
     count, others, _, mean = layouts.compare(layouts.ADDER, "bfloat16", found["results"])

@@ -1,4 +1,4 @@
-"""Parallel layouts on several NPUs: each gives the tokens that Hugging Face transformers gives on the CPU.
+"""Parallel layouts on several NPUs: the tokens of Hugging Face transformers in each.
 
 Here are those that cover the others, under vLLM's external launcher. `tools/check layouts` runs all of them, also under the
 multiprocessing executor, as `vllm serve` does.
@@ -57,7 +57,7 @@ def test_answers_are_those_of_transformers(served: dict[str, Any], models: dict[
 
 
 @pytest.mark.slow
-def test_torchrun_starts_it() -> None:
+def test_torchrun_launches_a_layout() -> None:
     case = layouts.case("torchrun", layouts.ADDER, layouts.LAYOUTS["TP2"])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = npus.run(2, *torchrun, str(PROGRAM), json.dumps([case]), VLLM_PLUGINS="", OMP_NUM_THREADS="1")

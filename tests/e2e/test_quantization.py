@@ -1,4 +1,4 @@
-"""Quantized models served by vLLM, against transformers with the dequantized weights.
+"""Quantized models served by vLLM, compared with transformers with dequantized weights.
 
 Here are two models, each layer of which has another scheme; `tools/check quantized` runs all, and breaks each scheme once.
 """

@@ -1,4 +1,4 @@
-"""A trainer's weights reach a running engine by HCCL, and the engine's tokens are then those of transformers with them."""
+"""Weight transfer from a trainer to a running engine over HCCL."""
 
 import json
 import sys

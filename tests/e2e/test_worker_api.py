@@ -1,4 +1,4 @@
-"""What vLLM asks of a worker besides steps, through its API: profiles, weights' checksums, sharded state and the rest."""
+"""Worker methods other than steps, through vLLM's API: profiles, metrics, weight checksums, sharded state."""
 
 import sys
 from typing import Any
@@ -27,7 +27,7 @@ def test_each_session_of_the_profiler_has_a_trace_with_operators_and_steps(resul
         assert any(name.startswith("execute") for name in names)  # vLLM's annotation of a step
 
 
-def test_npus_are_among_the_metrics(result: dict[str, Any]) -> None:
+def test_npu_metrics_are_reported(result: dict[str, Any]) -> None:
     metrics = result["metrics"]
     assert {str(labels) for labels, _ in metrics.values()} == {"{'engine': '0', 'rank': '0', 'device': '0'}"}
     values = {name: value for name, (_, value) in metrics.items()}
@@ -44,12 +44,12 @@ def test_weights_come_back_from_the_checkpoint(result: dict[str, Any]) -> None:
     assert result["tokens reset"] != result["tokens"] == result["tokens reloaded"]
 
 
-def test_sharded_state_is_what_the_worker_holds(result: dict[str, Any]) -> None:
+def test_sharded_state_holds_the_weights_of_the_worker(result: dict[str, Any]) -> None:
     assert len(result["saved"]) > 10
     assert all(result["saved"].values())
 
 
-def test_other_methods_answer_or_say_why_not(result: dict[str, Any]) -> None:
+def test_other_methods_answer_or_are_refused(result: dict[str, Any]) -> None:
     assert result["answers"] == [None] * 4
     assert "generate" in result["tasks"]
     assert "Qwen3ForCausalLM" in result["inspection"] or "Llama" in result["inspection"]

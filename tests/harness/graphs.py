@@ -1,4 +1,4 @@
-"""Serve the same requests with each of vLLM's graph modes, on one emulated NPU and on two (TP2), and compare.
+"""Graph modes of vLLM on one emulated NPU and on two (TP2), compared with eager mode and with transformers.
 
 tools/check graphs                   all modes
 tools/check graphs FULL PIECEWISE    these
@@ -23,17 +23,18 @@ PROMPTS = [[DRAW.randrange(3, 512) for _ in range(length)] for length in (5, 120
 LENGTHS = [20, 20, 12, 40, 5, 30, 9, 70, 3, 10, 25]  # of the answers: some cross the end of a block of 128 tokens
 
 
-def serve(trace: Path | None = None, **case: Any) -> dict[str, Any]:
-    asked = {"prompts": PROMPTS, "lengths": LENGTHS} | case
-    variables: dict[str, Any] = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace or "")}
-    done = npus.run(case["ranks"], sys.executable, str(PROGRAM), json.dumps(asked), memory="2GiB", **variables)
+def serve(trace: Path, *cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """Results of serve_graphs.py for each case, with the log of all."""
+    asked = [{"prompts": PROMPTS, "lengths": LENGTHS} | case for case in cases]
+    variables: dict[str, Any] = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace)}
+    ranks = max(case["ranks"] for case in cases)
+    done = npus.run(ranks, sys.executable, str(PROGRAM), json.dumps(asked), memory="2GiB", **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (result,) = npus.results(done.stdout)
-    return result | {"log": done.stdout + done.stderr}
+    return [result | {"log": done.stdout + done.stderr} for result in npus.results(done.stdout)]
 
 
 def check(result: dict[str, Any]) -> None:
-    """As close to float32 as transformers is in the engine's dtype, and each choice the best up to that."""
+    """The error against float32 is that of transformers in the engine's dtype, and each token is the argmax within that error."""
     errors = [error for request in result["requests"] for error in request["errors"]]
     own = [error for request in result["requests"] for error in request["own_errors"]]
     assert sum(errors) / len(errors) < 1.5 * sum(own) / len(own)
@@ -55,7 +56,7 @@ def main() -> None:
         eager = None
         for mode in dict.fromkeys(["NONE", *modes]):
             with tempfile.TemporaryDirectory() as directory:
-                result = serve(Path(directory, "trace.json"), mode=mode, ranks=ranks)
+                (result,) = serve(Path(directory, "trace.json"), {"mode": mode, "ranks": ranks})
             tokens = [request["tokens"] for request in result["requests"]]
             eager = eager or tokens
             same = sum(a == b for one, other in zip(eager, tokens, strict=True) for a, b in zip(one, other, strict=True))

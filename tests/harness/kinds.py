@@ -1,4 +1,4 @@
-"""Models by kind of attention and task, and the comparison with Hugging Face: `tools/check kinds` and e2e/test_model_kinds.py."""
+"""Models by kind of attention and task, compared with Hugging Face: `tools/check kinds` and e2e/test_model_kinds.py."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ KINDS |= {
 
 
 def make(name: str, directory: Path) -> Path:
-    """Write a kind's model there, unless it is there."""
+    """Write the model of a kind to the directory, unless it exists."""
     import torch
 
     path = directory / name.replace(" ", "-").replace(",", "")
@@ -81,7 +81,7 @@ def make(name: str, directory: Path) -> Path:
 
 
 def case(name: str, directory: Path, ranks: int, dtype: str, engine: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What serve_kinds.py is given."""
+    """Arguments of serve_kinds.py for one model."""
     kind = KINDS[name]
     asked: list[Any]
     asked, lengths = kind_models.prompts()

@@ -1,5 +1,6 @@
-"""For programs of tests and tools that play several ranks: forks, so that torch and vLLM are imported once."""
+"""Launch ranks as torchrun does, but forked from one process, so that torch and vLLM are imported once."""
 
+import gc
 import json
 import os
 import socket
@@ -17,8 +18,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def as_torchrun_sets(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The variables that torchrun gives a rank of one machine."""
+def torchrun_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Environment variables that torchrun sets for a rank on a single node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -28,12 +29,13 @@ def as_torchrun_sets(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def play(what: str, ranks: int, work: Callable[[int, int], Any]) -> list[Any]:
-    """What `work(rank, port)` returns in a fork for each rank, through JSON; the port is a free one, the same for all.
+def run_ranks(what: str, ranks: int, work: Callable[[int, int], Any]) -> list[Any]:
+    """Run `work(rank, port)` in a fork for each rank; returns the results, passed as JSON. `port` is free, the same for all.
 
-    Where a rank fails, its traceback is printed and the program ends, with `what` in its last words.
+    If a rank fails, its traceback is printed and the program exits with a message that begins with `what`.
     """
     port = free_port()
+    gc.freeze()  # what is imported: see engine_imports
     with tempfile.TemporaryDirectory() as directory:
         files = [Path(directory, str(rank)) for rank in range(ranks)]
         children = [_fork(work, rank, port, file) for rank, file in enumerate(files)]

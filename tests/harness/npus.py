@@ -1,4 +1,4 @@
-"""For tests that need more NPUs than the one that the test session has."""
+"""Run programs on several NPUs, which are emulated if the test session's are, and read their results."""
 
 import json
 import os
@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 
+def path() -> str:
+    """PYTHONPATH with this package."""
+    return os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+
+
 def run(
     npus: int, *command: str, memory: str = "1GiB", timeout: float = 600, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command where this many NPUs are, output captured.
+    """Run a command with this many NPUs; output is captured.
 
     They are emulated if those of the session are; otherwise the test is skipped where there are not as many. `memory` is what
     each emulated one has; a variable with the value "" is taken out. The command can import this package.
     """
     environ = {name: value for name, value in (os.environ | variables).items() if value}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), environ.get("PYTHONPATH", "")]))
+    environ["PYTHONPATH"] = path()
     if "ASCEND_EMULATOR_NPUS" in environ:
         options = ["--npus", str(npus), "--soc", environ["ASCEND_EMULATOR_SOC"], "--memory", memory]
         command = (sys.executable, "-m", "ascend_emulator.cli", "run", *options, "--", *command)
@@ -29,12 +34,12 @@ def run(
 
 
 def results(output: str) -> list[Any]:
-    """What a program printed in lines `RESULT {json}`."""
+    """Parse the lines `RESULT {json}` of a program's output."""
     return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
 
 
 def by_name(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """What a program that went well printed in lines `RESULT {json}`, by its `name`."""
+    """Results of a program that succeeded, by their `name`."""
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return {result["name"]: result for result in results(done.stdout)}
 

@@ -26,7 +26,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGES)))
-def test_packages_meet_in_the_extension_module_alone(path: Path) -> None:
+def test_packages_import_only_the_extension_module_of_each_other(path: Path) -> None:
     own = path.relative_to(PACKAGES).parts[2]
     across = [name for name in imported(path) if (top := name.split(".")[0]) in OURS and top != own]
     assert [name for name in across if not f"{name}.".startswith("ascend_platform.extension.")] == []
@@ -166,13 +166,13 @@ def crossings(path: Path | None = None) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.slow
-def test_running_siblings_use_the_interface_alone() -> None:
+def test_siblings_use_only_the_public_interface() -> None:
     crossed, loaded = crossings()
     assert crossed == []
     assert {"ascend_attention.dense", "ascend_patches.apply"} <= {*loaded}
 
 
-def test_sibling_that_reaches_further_is_found(tmp_path: Path) -> None:
+def test_use_of_other_names_is_found(tmp_path: Path) -> None:
     (tmp_path / "plugin_of_somebody").mkdir()
     (tmp_path / "plugin_of_somebody" / "__init__.py").write_text(
         "from ascend_platform import extension, host\nimport ascend_platform.cli.main\n"

@@ -1,4 +1,4 @@
-"""The shims for versions of vLLM: each is needed by the lowest that is supported, used where it is needed, and right."""
+"""Shims for other versions of vLLM: each is needed by the lowest supported version, used only where needed, and correct."""
 
 import importlib
 import importlib.metadata
@@ -57,7 +57,7 @@ def test_shim_is_used_by_the_versions_that_need_it_alone(distribution: str, shim
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-def test_tokens_are_placed_by_the_blocks_of_the_table(splits: int) -> None:
+def test_slot_mapping_with_smaller_blocks_in_the_table(splits: int) -> None:
     """The slot mapping of 0.31, whose table may be of smaller blocks than the KV cache has."""
     size, positions, table = 16, [5, 40, 41, 42], [[7, 3, 9, 1], [2, 8, 4, 6]]  # one request decodes, one brings three tokens
     slots = torch.zeros(8, dtype=torch.int64, device="npu")

@@ -1,4 +1,4 @@
-"""A plugin's own patches in a real engine: each in the process that it is for, the engine core's before its object is made."""
+"""A third-party plugin's patches in a real engine: each is applied in its process, the engine core's before its creation."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The general plugins as vLLM calls them: in any order, more than once, in processes that must stay light."""
+"""The general plugins as vLLM calls them: in any order, more than once, without heavy imports."""
 
 import importlib.metadata
 import json

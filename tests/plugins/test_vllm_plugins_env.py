@@ -1,4 +1,4 @@
-"""The table of VLLM_PLUGINS' values in docs/plugins.md, row by row, against what vLLM does with each value."""
+"""VLLM_PLUGINS: the table of values in docs/plugins.md, held row by row against vLLM."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ def outcomes() -> list:
     return npus.results(done.stdout)[-1]["chosen"]
 
 
-def test_the_table_has_the_kinds_of_values() -> None:
+def test_table_covers_all_forms_of_the_variable() -> None:
     values = [value(row[0]) for row in ROWS]
     assert len(values) == len({*values}) >= 14
     assert {None, "", "ascend", "ascend,ascend_attention", "ascend, ascend_attention", "ascend_attention"} <= {*values}
@@ -39,7 +39,7 @@ def test_the_table_has_the_kinds_of_values() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: ROWS[number][0])
-def test_row(number: int) -> None:
+def test_row_of_the_table_matches_vllm(number: int) -> None:
     _, npu, active, says = ROWS[number]
     found, states, line = outcomes()[number]
     expected = {"all": SIBLINGS, "none": []}.get(active, [active])

@@ -1,4 +1,4 @@
-"""Run by test_worker_api.py in a process of its own: what vLLM asks of a worker besides steps.
+"""Run by test_worker_api.py: call the methods of a worker that are not part of a step.
 
     python tests/programs/call_worker.py MODEL DIRECTORY
 
@@ -14,6 +14,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 
+import harness.engine_imports  # noqa: F401
 import torch
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams, TokensPrompt

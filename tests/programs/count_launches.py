@@ -1,4 +1,4 @@
-"""What one step of small models launches and moves, on one rank: run by tools/check launches on emulated NPUs, with a trace.
+"""Run by `tools/check launches`, with a trace: count what a step of small models launches and moves on one rank.
 
     python count_launches.py '[{"name": ..., "config": {...}, "ranks": 1, "engine": {...}, "requests": 16, "prompt": 63}]'
 
@@ -16,11 +16,11 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+import harness.engine_imports  # noqa: F401
 import torch
 from harness import launcher, trace
 from transformers import AutoConfig
 from vllm import LLM, SamplingParams
-from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
 
 COMMON: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -54,12 +54,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     """The summaries of rank 0 with `case["layers"]` layers."""
 
     def one(rank: int, port: int) -> dict[str, Any]:
-        os.environ.update(launcher.as_torchrun_sets(rank, case["ranks"], port))
+        os.environ.update(launcher.torchrun_variables(rank, case["ranks"], port))
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as directory:
             return steps(case, Path(directory))
 
-    return launcher.play(case["name"], case["ranks"], one)[0]
+    return launcher.run_ranks(case["name"], case["ranks"], one)[0]
 
 
 if __name__ == "__main__":

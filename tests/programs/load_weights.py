@@ -1,4 +1,4 @@
-"""Run by test_model_loading.py: loads models by every strategy and from every kind of peer, and an engine from one.
+"""Run by test_model_loading.py: load models by every strategy and from every kind of peer, and an engine from a peer.
 
     python tests/programs/load_weights.py DIRECTORY CASE
 
@@ -16,6 +16,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 
+import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 from ascend_model_loader import server
@@ -37,7 +38,7 @@ HANDLER = Lines()
 
 
 def said() -> list[str]:
-    """What the loader has logged since this was last asked, without the table."""
+    """Lines that the loader has logged since the last call, without the table."""
     if HANDLER not in extension.logger.handlers:
         extension.logger.addHandler(HANDLER)  # vLLM, configuring its logging, takes away what others have added
     found = [line.partition("\n")[0] for line in LINES if "weights" in line]
@@ -46,7 +47,7 @@ def said() -> list[str]:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of all that a model has, also of what processing has made of its weights."""
+    """SHA-256 of a model's state, including what post-processing has made of its weights."""
     made = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         made.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -75,7 +76,7 @@ def attempt(model: Path, extra: dict[str, Any], **engine: Any) -> dict[str, Any]
 
 
 def sharded(model: Path) -> dict[str, Any]:
-    """What vLLM's load format for sharded states makes of what it has saved."""
+    """Save and load a sharded state with vLLM's load format."""
     directory = model.with_name(f"{model.name}-sharded")
     directory.mkdir()
     for path in model.glob("*.json"):

@@ -1,4 +1,4 @@
-"""Run by test_model_loading.py on two NPUs: a mixture of experts loaded in each layout from a server of each layout.
+"""Run by test_model_loading.py on two NPUs: load a mixture of experts in each layout from a server of each layout.
 
     python tests/programs/load_weights_in_layouts.py MODEL PORT
 
@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+import harness.engine_imports  # noqa: F401
 import torch
 from ascend_model_loader import server
 from harness import launcher
@@ -80,11 +81,11 @@ def main(model: str, port: int) -> None:
     os.environ["VLLM_ASCEND_WEIGHTS_SECRET"] = "a secret of two ranks"
 
     def one(rank: int, meeting: int) -> dict[str, str]:
-        os.environ.update(launcher.as_torchrun_sets(rank, 2, meeting))
+        os.environ.update(launcher.torchrun_variables(rank, 2, meeting))
         register_model_loader("ascend_peer")(Loader)
         return work(model, port)
 
-    print("RESULT", json.dumps(launcher.play("layouts", 2, one)), flush=True)
+    print("RESULT", json.dumps(launcher.run_ranks("layouts", 2, one)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run by tools/check loading on emulated NPUs: loads a checkpoint by each strategy, and copies as many bytes over plain TCP.
+"""Run by `tools/check loading`: load a checkpoint by each strategy, and copy as many bytes over plain TCP.
 
     python tests/programs/measure_loading.py MODEL ROUNDS
 
@@ -31,7 +31,7 @@ CONNECTIONS = 4
 
 
 class Loader(PeerModelLoader):
-    """With parameters that have been written to: the first write to an emulated NPU's memory is a page fault of the host's."""
+    """Touches the parameters first: the first write to an emulated NPU's memory is a page fault of the host."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         for each in model.parameters():

@@ -1,9 +1,9 @@
-"""Run by test_eplb.py: two data-parallel ranks serve the same prompts again and again while experts are rearranged.
+"""Run by test_eplb.py: two data-parallel ranks serve the same prompts in several rounds while experts are rearranged.
 
-    python tests/programs/serve_eplb.py '{"model": DIR, "prompts": [[1, 2]], "lengths": [3], "rounds": 4, "engine": {}}'
+    python tests/programs/serve_eplb.py '[{"name": ..., "model": DIR, "prompts": [[1, 2]], "lengths": [3], "rounds": 4, …}]'
 
-The ranks are forks, as in serve_layout.py. Prints `RESULT {json}`: for each round each prompt's answers, as serve_layout.py has
-them, and which logical expert each physical expert of each layer is afterwards.
+The ranks are forks, as in serve_layout.py. Prints a line `RESULT {json}` a case: for each round each prompt's answers, as
+serve_layout.py has them, and the map of physical to logical experts of each layer afterwards.
 """
 
 import json
@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+import harness.engine_imports  # noqa: F401
 import serve_layout
 
 
@@ -27,13 +28,14 @@ def serve(case: dict[str, Any]) -> list[dict[str, Any]]:
     return rounds
 
 
-def main(case: dict[str, Any]) -> None:
+def outcome(case: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for ranks in zip(*serve_layout.play(case, 2, lambda: serve(case)), strict=True):
         results = serve_layout.by_prompt([rank["answers"] for rank in ranks], case)
         found.append({"results": results, "experts": [rank["experts"] for rank in ranks]})
-    print("RESULT", json.dumps(found), flush=True)
+    return found
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    for each in json.loads(sys.argv[1]):
+        print("RESULT", json.dumps({"name": each["name"], "rounds": outcome(each)}), flush=True)

@@ -1,4 +1,4 @@
-"""Run by tests and tools on emulated NPUs: what an engine answers to requests with adapters, drafts, sampling and grammars.
+"""Run by tests and `tools/check`: serve requests with LoRA adapters, draft tokens, sampling parameters and grammars.
 
     python tests/programs/serve_features.py '[{"name": ..., "ranks": 1, "model": DIR, "engine": {...}, "steps": [...]}]'
 
@@ -16,13 +16,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 from harness import launcher
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
 
 COMMON: dict[str, Any] = {
     "max_model_len": 512,
@@ -42,7 +42,7 @@ def read(request: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams, LoRAR
 
 
 def generate(engine: LLM, requests: list[dict[str, Any]]) -> list[Any]:
-    """Of each request, for each of its `n` answers: tokens, text, and the log-probabilities of the tokens if asked for."""
+    """For each request and each of its `n` answers: tokens, text, and log-probabilities if requested."""
     prompts, params, adapters = map(list, zip(*map(read, requests), strict=True))
     served = engine.generate(prompts, params, lora_request=adapters, use_tqdm=False)
     return [[answer(each) for each in output.outputs] for output in served]
@@ -87,7 +87,7 @@ def perform(engine: LLM, step: list[Any]) -> Any:
 
 
 def serve(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
-    os.environ.update(launcher.as_torchrun_sets(rank, case["ranks"], port))
+    os.environ.update(launcher.torchrun_variables(rank, case["ranks"], port))
     torch.set_num_threads(1)
     engine = LLM(case["model"], distributed_executor_backend="external_launcher", **options(case), disable_log_stats=False)
     steps = [perform(engine, step) for step in case["steps"]]
@@ -104,6 +104,6 @@ def options(case: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     for each in json.loads(sys.argv[1]):
         AsyncEngineArgs(each["model"]).create_model_config()  # vLLM looks at the model's class in a process, once
-        ranks = launcher.play(each["name"], each["ranks"], functools.partial(serve, each))
+        ranks = launcher.run_ranks(each["name"], each["ranks"], functools.partial(serve, each))
         alike = all(rank["steps"] == ranks[0]["steps"] for rank in ranks)
         print("RESULT", json.dumps({"name": each["name"], "alike": alike, **ranks[0]}), flush=True)

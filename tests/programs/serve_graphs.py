@@ -1,16 +1,17 @@
 """Run by harness/graphs.py on emulated NPUs: serve prompts with one graph mode, and compare with transformers.
 
-    python tests/programs/serve_graphs.py '{"mode": "FULL", "ranks": 1, "prompts": [[1, 2]], "lengths": [3], "streams": 1984}'
+    python tests/programs/serve_graphs.py '[{"mode": "FULL", "ranks": 1, "prompts": [[1, 2]], "lengths": [3], "streams": 40}]'
 
-The model is a Qwen3 of three layers with random weights. Prints `RESULT {json}`: of each request the tokens, and how far their
-log-probabilities are from transformers' in float32; how many graphs each step of five requests launched, where a trace is
-written; the sizes that were captured; and how many bytes of the memory for the KV cache are left for graphs. `streams` leaves
-the engine that many of each NPU's streams: graphs of somebody else take the others.
+The model is a Qwen3 of three layers with random weights. Prints a line `RESULT {json}` a case: of each request the tokens, and
+how far their log-probabilities are from transformers' in float32; the graphs that each step of five requests launched, by the
+trace (ASCEND_EMULATOR_TRACE), except with `streams`; the sizes that were captured; and the bytes of KV cache memory that are left
+for graphs. `streams` leaves the engine that many of each NPU's streams: graphs that are captured before take the others.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import sys
@@ -19,12 +20,12 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+import harness.engine_imports  # noqa: F401
 import torch
 from harness import launcher
 from serve_prompts import compare
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
 
 COMMON: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -55,7 +56,7 @@ def graphs_launched() -> int:
 
 
 def take_streams(count: int) -> list[Any]:
-    """That many captured graphs, each of which holds a stream."""
+    """Capture `count` graphs, each of which holds a stream."""
     x, stream, graphs = torch.ones(1, device="npu"), torch.npu.Stream(), []
     for _ in range(count):
         graphs.append(torch.npu.NPUGraph())
@@ -72,7 +73,7 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     asked = [SamplingParams(max_tokens=length, **greedy) for length in case["lengths"]]
     outputs = engine.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in case["prompts"]], asked, use_tqdm=False)
     launched = []
-    if "ASCEND_EMULATOR_TRACE" in os.environ:
+    if "streams" not in case:
         inner = engine.llm_engine
         for number, prompt in enumerate(case["prompts"][:5]):
             inner.add_request(str(number), {"prompt_token_ids": prompt[:8]}, SamplingParams(max_tokens=6, ignore_eos=True))
@@ -96,8 +97,8 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 def play(case: dict[str, Any], rank: int, port: int) -> dict[str, Any] | None:
-    """What one rank does; the first also compares."""
-    os.environ.update(launcher.as_torchrun_sets(rank, case["ranks"], port))
+    """The work of one rank; the first also compares with transformers."""
+    os.environ.update(launcher.torchrun_variables(rank, case["ranks"], port))
     torch.set_num_threads(1)
     result = serve(case)
     if rank:
@@ -108,13 +109,14 @@ def play(case: dict[str, Any], rank: int, port: int) -> dict[str, Any] | None:
     return result | {"requests": [compare(model, rough, prompt, output.outputs[0]) for prompt, output in pairs]}
 
 
-def main(case: dict[str, Any]) -> None:
+def main(cases: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         torch.manual_seed(0)
         Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(directory)
-        case |= {"model": directory}
-        result = launcher.play("graphs", case["ranks"], lambda rank, port: play(case, rank, port))[0]
-        print("RESULT", json.dumps(result), flush=True)
+        for case in cases:
+            given = case | {"model": directory}
+            ranks = launcher.run_ranks("graphs", case["ranks"], functools.partial(play, given))
+            print("RESULT", json.dumps(ranks[0]), flush=True)
 
 
 if __name__ == "__main__":

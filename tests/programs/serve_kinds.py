@@ -1,4 +1,4 @@
-"""Run by test_model_kinds.py and tools/check kinds: serve a model of some kind on one or several NPUs, and print what it answers.
+"""Run by test_model_kinds.py and `tools/check kinds`: serve a model of one kind, and print its answers.
 
     python tests/programs/serve_kinds.py '[{"name": ..., "ranks": 1, "model": DIR, "task": "generate", "prompts": [[1, 2]], ...}]'
 
@@ -13,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+import harness.engine_imports  # noqa: F401
 import numpy as np
 import serve_layout
 import torch
@@ -76,15 +77,15 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def play(case: dict[str, Any]) -> list[Any]:
-    """What each rank answers."""
+    """The answers of each rank."""
     options = {name: case["engine"][name] for name in ("max_model_len", "runner") if name in case["engine"]}
     AsyncEngineArgs(case["model"], **options).create_model_config()  # vLLM looks at the model's class in a process, once
 
     def one(rank: int, port: int) -> Any:
-        os.environ.update(launcher.as_torchrun_sets(rank, case["ranks"], port))
+        os.environ.update(launcher.torchrun_variables(rank, case["ranks"], port))
         return serve(case)
 
-    return launcher.play(case["name"], case["ranks"], one)
+    return launcher.run_ranks(case["name"], case["ranks"], one)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from typing import Any
 
+if __name__ == "__mp_main__":  # in an instance, and in its engine core
+    import harness.engine_imports  # noqa: F401
+
 VOCABULARY = 512
 TIMEOUT = 20.0
 """Seconds that a transfer may take; one that has not ended a little later is a defect."""
@@ -31,7 +34,7 @@ OPTIONS = {"transfer_timeout": TIMEOUT, "answer_timeout": 5, "lease": 60}
 def instance(
     pipe: Connection, model: str, devices: str, role: str, transfer: dict[str, Any], tiers: dict[str, Any], engine: dict[str, Any]
 ) -> None:
-    """Serve batches that come by the pipe until it says stop."""
+    """Serve batches from the pipe until "stop"."""
     config = {"kv_connector": "AscendP2PConnector", "kv_role": role, "kv_connector_extra_config": OPTIONS | transfer}
     if tiers:
         parts = [config, {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tiers}]
@@ -47,7 +50,7 @@ def serve(
     engine: dict[str, Any],
     answers: dict[str, Callable[[Any], Any]] | None = None,
 ) -> None:
-    """An engine that answers what comes by the pipe until that is stop: batches, reset, and what else has an answer here."""
+    """Run an engine that serves batches, "reset" and the commands of `answers` from the pipe, until "stop"."""
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = devices
     from vllm import LLM
 
@@ -109,7 +112,7 @@ def batch(llm: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Router(BaseHTTPRequestHandler):
-    """What decode instances ask for a prefill; `given` has what they post, and where to put the answer's status."""
+    """The metaserver that decode instances ask for a prefill; `given` holds their posts, each with a queue for the status."""
 
     given: "queue.Queue[tuple[dict[str, Any], queue.Queue[int]]]" = queue.Queue()
     closed = False
@@ -152,7 +155,7 @@ class Weighed:
         self.parted: list[dict[str, Any]] = []
 
     def add(self, name: str, tokens: list[int], weights: list[Any], others: list[int], other_weights: list[Any]) -> None:
-        """Weights are, by place, the log-probability of each of the likeliest tokens."""
+        """`weights`: for each position, the log-probabilities of the most likely tokens."""
         for place, (one, other) in enumerate(zip(weights, other_weights, strict=False)):
             self.apart += [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
             best, second = sorted(other.values())[-1:-3:-1]
@@ -173,7 +176,7 @@ class Weighed:
 
 
 class Pair:
-    """The two instances, and what the second computes alone."""
+    """The two instances, and the answers that the second computes alone."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -200,7 +203,7 @@ class Pair:
         assert self.free(self.decode)
 
     def compute_alone_again(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """The same engine in other batches: what its rounding alone changes."""
+        """The same engine with other batches, which shows the effect of rounding alone."""
         began = time.monotonic()
         given = [item | {"params": None, "leave": None} for item in reversed(items)]
         again = self.ask(self.decode, given)
@@ -225,7 +228,7 @@ class Pair:
         return first
 
     def pull(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """The decode instance reads finished prompts."""
+        """The decode instance reads the KV cache of finished prompts."""
         first = self.compute_there(items)
         there = [item | {"params": first[item["name"]][2]} for item in items if item["name"] in first]
         began = time.monotonic()
@@ -259,7 +262,7 @@ class Pair:
         return self.judge(items, first, self.decode.recv(), began)
 
     def offload(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """The decode instance has computed these before, alone, and its NPU no longer has them."""
+        """The decode instance loads from host memory what it computed before and no longer has on the NPU."""
         began = time.monotonic()
         again = self.ask(self.decode, [item | {"params": None, "leave": None} for item in items])
         long = [item["name"] for item in items if len(item["prompt"]) > 2 * 128]

@@ -1,4 +1,4 @@
-"""Run by test_parallelism.py and tools/check layouts: serve prompts in parallel layouts on several NPUs, and print the tokens.
+"""Run by test_parallelism.py and `tools/check layouts`: serve prompts in a parallel layout, and print the tokens.
 
     python tests/programs/serve_layout.py '[{"name": ..., "ranks": 2, "model": DIR, "prompts": [[1, 2]], "lengths": [3], …}]'
 
@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import harness.engine_imports  # noqa: F401
 import torch
 from harness import launcher
 from vllm import LLM, AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.distributed import parallel_state
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.worker import gpu_worker  # noqa: F401  (before the forks, each of which would import it again)
 
 COMMON: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 1024, "seed": 0, "disable_log_stats": True}
 
@@ -37,7 +37,7 @@ def answer(completion: Any) -> dict[str, Any]:
 
 
 def attention_and_experts(engine: LLM) -> list[str]:
-    """What the engine's layers compute with, and how the tokens of experts travelled."""
+    """Implementations of the engine's attention and MoE layers, and the all-to-all backends that were used."""
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     kinds = {type(getattr(layer, "impl", None) or layer._quant_method).__name__ for layer in layers}
     group = parallel_state._EP  # with dense models there is none
@@ -71,14 +71,14 @@ def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]:
-    """What each rank's `work` returns, with the variables of torchrun."""
+    """Run `work` on each rank, with torchrun's environment variables; returns the results."""
     AsyncEngineArgs(case["model"], **COMMON).create_model_config()  # vLLM looks at the model's class in a process, once
 
     def one(rank: int, port: int) -> Any:
-        os.environ.update(launcher.as_torchrun_sets(rank, ranks, port))
+        os.environ.update(launcher.torchrun_variables(rank, ranks, port))
         return work()
 
-    return launcher.play(case["name"], ranks, one)
+    return launcher.run_ranks(case["name"], ranks, one)
 
 
 def external_launcher(case: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Run by tools/check loading: one engine loads its checkpoint and serves its weights, and another takes them.
+"""Run by `tools/check loading`: one engine loads its checkpoint and serves its weights, and another loads from it.
 
     python tests/programs/serve_loaded_weights.py CASE RANKS
 

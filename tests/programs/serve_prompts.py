@@ -1,4 +1,4 @@
-"""Run by test_generation.py in a process of its own: serve prompts with vLLM on an NPU and compare with Hugging Face on the CPU.
+"""Run by test_generation.py: serve prompts on an NPU, and compare with Hugging Face on the CPU.
 
     python tests/programs/serve_prompts.py '[{"name": ..., "model": DIR, "dtype": ..., "prompts": [[1, 2]], "lengths": [3], …}]'
 
@@ -14,6 +14,7 @@ import sys
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process: no spawn for each case
 
+import harness.engine_imports  # noqa: F401
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -28,7 +29,7 @@ def reference(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> t
 
 
 def compare(model: torch.nn.Module, rough: torch.nn.Module, prompt: list[int], output: object) -> dict:
-    """How far the engine's log-probabilities are from the reference, and how far Hugging Face is in the engine's own dtype."""
+    """Log-probability errors of the engine, and of Hugging Face in the engine's dtype, against float32."""
     tokens = list(output.token_ids)
     rows, chosen = torch.arange(len(tokens)), torch.tensor(tokens)
     exact = reference(model, prompt, tokens)
@@ -45,6 +46,7 @@ def compare(model: torch.nn.Module, rough: torch.nn.Module, prompt: list[int], o
 def run(case: dict) -> dict:
     """Serve the case's prompts twice (the second time with whatever the prefix cache holds) and compare both."""
     dtype = getattr(torch, case["dtype"])
+    gc.freeze()  # see engine_imports
     rough = AutoModelForCausalLM.from_pretrained(case["model"], dtype=dtype).eval()
     model = copy.deepcopy(rough).float()  # the weights as the engine has them, computed in float32
     engine = LLM(case["model"], dtype=case["dtype"], skip_tokenizer_init=True, max_model_len=1024, seed=0, **case["engine"])

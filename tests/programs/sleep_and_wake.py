@@ -1,4 +1,4 @@
-"""Run by test_sleep.py in a process of its own: an engine that sleeps and wakes, level by level, and what it frees.
+"""Run by test_sleep.py: put an engine to sleep and wake it, at each level, and measure the memory it frees.
 
     python tests/programs/sleep_and_wake.py MODEL CYCLES TENSOR_PARALLEL_SIZE
 
@@ -13,6 +13,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function for the workers of tensor parallelism
 
+import harness.engine_imports  # noqa: F401
 import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -20,7 +21,7 @@ PROMPTS = [TokensPrompt(prompt_token_ids=[3 + (7 * i + j) % 500 for j in range(5
 
 
 def measure(worker: Any) -> dict:
-    """Bytes: used on the worker's NPU, and of the storages of weights and KV cache."""
+    """Bytes used on the worker's NPU, and held by the storages of weights and KV cache."""
     torch.npu.synchronize()
     free, total = torch.npu.mem_get_info()
     weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in worker.model_runner.get_model().parameters()}

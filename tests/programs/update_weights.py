@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 from harness import launcher
@@ -23,7 +24,7 @@ TRAINER, WORKERS = 0, 1
 
 
 class Client:
-    """What vLLM's trainers call (``VLLMWeightSyncClient``), carried out by the process at the other end."""
+    """The client that vLLM's trainers call (``VLLMWeightSyncClient``), executed by the process at the other end of the pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
@@ -91,7 +92,9 @@ def main(case: dict[str, Any]) -> None:
     if "tensor_parallel_size" not in case["engine"]:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     torch.set_num_threads(1)
-    served, _ = launcher.play(case["name"], 2, lambda rank, port: serve(case, ends[1]) if rank else train(case, ends[0], port))
+    served, _ = launcher.run_ranks(
+        case["name"], 2, lambda rank, port: serve(case, ends[1]) if rank else train(case, ends[0], port)
+    )
     print("RESULT", json.dumps(served), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The documentation: its tables are those of the code, its links lead somewhere, and it builds."""
+"""The documentation: generated tables are up to date, links resolve, and the site builds."""
 
 import itertools
 import json
@@ -126,6 +126,21 @@ def test_every_path_on_a_page_exists() -> None:
     found = [(page.name, path) for page in pages for path in named.findall(page.read_text()) if not re.search("[A-Z]{3}", path)]
     assert len(found) > 50
     assert [(page, path) for page, path in found if path.rstrip("/.") not in ends] == []
+
+
+AVOIDED = r"stands? aside|standing aside|to cure it|tak(?:es?|en) (?:apart|to pieces)|in vain|slips? of the pen|gives? back"
+
+
+def test_pages_avoid_what_the_style_guide_replaces() -> None:
+    """Outside of generated tables, of messages in backticks, and of the style guide itself."""
+    guide = (DOCS / "development.md").read_text()
+    assert re.search(AVOIDED, guide)
+    found = []
+    for page in [*DOCS.glob("*.md"), checkout.ROOT / "README.md", *checkout.ROOT.glob("packages/*/README.md")]:
+        text = page.read_text().replace(guide.partition("## Style guide")[2].partition("\n## ")[0], "")
+        text = re.sub(r"<!-- begin: (\S+) -->.*?<!-- end: \1 -->|```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+        found += [(page.name, match[0]) for match in re.finditer(AVOIDED, text)]
+    assert found == []
 
 
 def test_every_combination_of_the_components_is_on_its_page() -> None:

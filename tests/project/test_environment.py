@@ -1,4 +1,4 @@
-"""The environment that tools/environment makes."""
+"""The environment that tools/environment makes: versions, no CUDA packages, nothing to do the second time."""
 
 import importlib.metadata
 import re

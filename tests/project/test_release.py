@@ -1,4 +1,4 @@
-"""Releases, made by tools/release in scratch clones of this checkout, and the workflows that publish them."""
+"""Releases by tools/release in scratch clones, and the workflows that publish them."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What the built wheels say of themselves, read from the wheels and not from the sources they are built from."""
+"""Contents and metadata of the built wheels, read from the wheels, not from the sources."""
 
 import ast
 import email
@@ -77,7 +77,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wheel]:
     return {canonicalize_name(wheel.metadata["Name"]): wheel for wheel in built}
 
 
-def test_twine_has_nothing_to_object_to(wheels: dict[str, Wheel]) -> None:
+def test_twine_check_passes(wheels: dict[str, Wheel]) -> None:
     """Of the wheels and of the source distributions."""
     files = [file for wheel in wheels.values() for file in wheel.path.parent.iterdir() if file.name.endswith((".whl", ".gz"))]
     files = sorted(set(files))

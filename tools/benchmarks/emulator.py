@@ -1,4 +1,4 @@
-"""The emulator beside plain CPU torch: matrix products, norms and attention of 0.6B-model sizes, as ratios from one run.
+"""The emulator relative to plain CPU torch: matrix products, norms and attention of a 0.6B model's sizes.
 
     tools/bench emulator [--threads 2] [--repeat 15]
 

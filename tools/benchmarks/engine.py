@@ -1,4 +1,4 @@
-"""One side of tools/bench: an engine that measures what it is asked on stdin, in plain vLLM, whatever its platform.
+"""One side of tools/bench: an engine of plain vLLM, on any platform, that measures what is asked on stdin.
 
     python tools/benchmarks/engine.py '{"model": DIRECTORY, ...}'      the argument: keywords of vllm.LLM
 

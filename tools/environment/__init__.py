@@ -1,4 +1,4 @@
-"""Makes and refreshes this checkout's environment, .venv, and does next to nothing when that is up to date.
+"""The environment of this checkout, .venv: creates it, updates it, and does next to nothing when it is up to date.
 
 Standard library only, and any Python 3 that is still supported: it runs before there is an environment. The tools call
 `enter()`. What it does, in this order, each step only when its inputs have changed:

@@ -1,4 +1,4 @@
-"""Which methods vLLM asks of a worker, and whose code answers: the table of docs/platform.md, for tools/docs-tables."""
+"""The worker methods that vLLM calls, and where each is implemented: the table of docs/platform.md, for tools/docs-tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of tools/upstream in Markdown: counts per suite and file, each failure with its reason, what is refused."""
+"""The report of tools/upstream in Markdown: counts per suite and file, failures with reasons, refused cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the cases of one unittest file in processes that may die, and keeps what becomes of each (see tools/upstream)."""
+"""Run the cases of one unittest file in processes that may crash, and record each outcome (see tools/upstream)."""
 
 from __future__ import annotations
 

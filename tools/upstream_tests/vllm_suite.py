@@ -1,4 +1,4 @@
-"""Runs vLLM's own tests on the platform, and holds the outcome against the allow-list vllm.toml (see tools/upstream)."""
+"""Run vLLM's own tests on the platform, and compare the outcome with the allow-list vllm.toml (see tools/upstream)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Install the built wheels in every combination, outside of the workspace, and look at what each makes of vLLM.
+"""Install the built wheels in every combination, outside of the workspace, and check plugins and an engine in each.
 
     tools/check wheels                      all combinations; writes the table of docs/combinations.md
     tools/check wheels --only "ascend-platform ascend-attention"      one combination; writes nothing

@@ -1,4 +1,4 @@
-"""The fused attention over random paged batches, against softmax(q k^T) v in float64."""
+"""Fused attention on random paged batches, compared with softmax(q k^T) v in float64."""
 
 import random
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def current_config():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (8, 2, 128), (4, 1, 16)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_over_pages(dtype, heads, kv_heads, size, kind):
+def test_causal_attention(dtype, heads, kv_heads, size, kind):
     check(dtype, heads, kv_heads, size, kind)
 
 
@@ -55,8 +55,8 @@ def check(dtype, heads, kv_heads, size, kind, backend=dense.FusedAttentionBacken
     torch.testing.assert_close(output.double(), expected, atol=bound, rtol=bound)
 
 
-def test_attention_to_an_encoder_s_tokens():
-    """Every token sees all of its request's keys; a request's are written once, a later step brings none."""
+def test_cross_attention():
+    """Each token attends to all keys of its request. They are written in the first step; the second step has none."""
     heads, size, lengths, counts, dtype = 4, 64, [140, 7, 300], [1, 5, 3], torch.bfloat16
     keys, values = ([torch.randn(n, 2, size, dtype=dtype) for n in lengths] for _ in range(2))
     slots = torch.cat([torch.arange(n) + 3 * BLOCK_SIZE * r for r, n in enumerate(lengths)])
@@ -84,14 +84,14 @@ def test_attention_to_an_encoder_s_tokens():
 
 
 def quantized(rows, scale, offset):
-    """int8 of rows ``[tokens, kv_heads, head_size]``, and what a reader makes of it in float64."""
+    """Quantize rows ``[tokens, kv_heads, head_size]`` to int8; also returns the dequantized values in float64."""
     flat = rows.double().flatten(1)
     small = (flat / scale.double() + offset.double()).round().clamp(-128, 127)
     return small.to(torch.int8).view(rows.shape), ((small - offset.double()) * scale.double()).view(rows.shape)
 
 
 def off_ties(rows, scale, offset):
-    """Without values that are so near the middle of two steps that float32 and float64 may round them apart."""
+    """Zero values near a rounding tie, which float32 and float64 may round differently."""
     steps = rows.flatten(1).double() / scale.double() + offset.double()
     near = ((steps - steps.floor()) - 0.5).abs() < 1e-3
     return rows.masked_fill(near.view(rows.shape), 0)
@@ -100,10 +100,12 @@ def off_ties(rows, scale, offset):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_over_int8_pages(dtype, symmetric, kind):
+def test_int8_kv_cache(dtype, symmetric, kind):
     heads, kv_heads, size = 8, 2, 64
     rng = random.Random(kind)
-    requests = sorted(pairs(kind, rng, 4, 600), key=lambda pair: pair[0] != 1)  # as vLLM puts them for the builder
+    requests = sorted(
+        pairs(kind, rng, 4, 600), key=lambda pair: pair[0] != 1
+    )  # decodes first, as vLLM sorts them for the builder
     lengths = [new + before for new, before in requests]
     table = [list(range(8 * r, 8 * r + 8)) for r in range(4)]
     slots = [[table[r][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(n)] for r, n in enumerate(lengths)]
@@ -147,7 +149,7 @@ def test_attention_over_int8_pages(dtype, symmetric, kind):
     assert (output.cpu() - attended(keys, [v * 1.3 for v in values])).abs().max() > 2 * bound
 
 
-def test_profiling_without_metadata_gives_zero():
+def test_profiling_run_returns_zeros():
     layer = dense.FusedAttentionImpl(2, 16, 1.0)
     output = torch.full((3, 2, 16), torch.nan, device="npu", dtype=torch.float16)
     assert layer.forward(None, output, output, output, (output, output), None, output).abs().sum().item() == 0
@@ -162,30 +164,30 @@ def test_profiling_without_metadata_gives_zero():
         ({"sinks": torch.zeros(2)}, "sinks"),
     ],
 )
-def test_what_it_has_not_is_refused_by_name(arguments, named):
+def test_unsupported_features_are_refused(arguments, named):
     with pytest.raises(NotImplementedError, match=named):
         dense.FusedAttentionImpl(2, 16, 1.0, **arguments)
 
 
 @pytest.mark.parametrize("kind", [FullAttentionSpec, CrossAttentionSpec])
-def test_attention_to_an_encoder_is_in_no_graph(kind):
+def test_cross_attention_has_no_graph_support(kind):
     spec = kind(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     support = dense.FusedAttentionMetadataBuilder.get_cudagraph_support(VllmConfig(), spec)
     assert support.name == ("ALWAYS" if kind is FullAttentionSpec else "NEVER")
 
 
-def test_windows_over_int8_pages_are_refused():
+def test_sliding_windows_with_int8_are_refused():
     spec = SlidingWindowSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.int8, sliding_window=64)
     with pytest.raises(NotImplementedError, match="int8 KV cache is not supported with sliding windows"):
         dense.FusedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
 
 
-def test_sinks_are_served_in_bfloat16_and_small_heads():
+def test_sinks_support_bfloat16_and_small_heads():
     backend = sinks.SinkAttentionBackend
     assert [backend.supports_dtype(dtype) for dtype in (torch.bfloat16, torch.float16)] == [True, False]
     assert [backend.supports_head_size(size) for size in (64, 128, 192)] == [True, True, False]
 
 
 @pytest.mark.parametrize(("head_size", "taken"), [(16, True), (128, True), (256, True), (72, False), (512, False)])
-def test_head_sizes_are_those_of_the_kernel(head_size, taken):
+def test_supported_head_sizes(head_size, taken):
     assert dense.FusedAttentionBackend.supports_head_size(head_size) is taken

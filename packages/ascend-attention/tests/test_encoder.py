@@ -1,4 +1,4 @@
-"""The fused attention of encoders over random batches, against softmax(q k^T) v in float64."""
+"""Fused encoder attention on random batches, compared with softmax(q k^T) v in float64."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def current_config():
 
 
 def reference(query, key, value, lengths, scale, window=None):
-    """All in float64; query ``[tokens, heads, d]``, key and value ``[tokens, kv_heads, d]``."""
+    """Reference in float64; query ``[tokens, heads, d]``, key and value ``[tokens, kv_heads, d]``."""
     parts = []
     for q, k, v in zip(*(x.double().transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True):
         far = (torch.arange(q.shape[1]) - torch.arange(q.shape[1])[:, None]).abs() >= (window or q.shape[1])
@@ -32,7 +32,7 @@ def close(output, expected):
 
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 64), (torch.float16, 80), (torch.float32, 32)])
-def test_every_token_sees_its_request_s_others(dtype, size, window):
+def test_bidirectional_attention(dtype, size, window):
     lengths, heads = [40, 1, 7, 100], 4
     tokens = sum(lengths)
     query, (key, value) = torch.randn(tokens, heads, size, dtype=dtype), torch.randn(2, tokens, 2, size, dtype=dtype)
@@ -57,7 +57,7 @@ def test_every_token_sees_its_request_s_others(dtype, size, window):
     close(output[:tokens], reference(query, key, value, lengths, 0.2, window))
 
 
-def test_more_sequences_than_the_kernel_takes(monkeypatch):
+def test_more_sequences_than_one_call(monkeypatch):
     monkeypatch.setattr(encoder, "MAX_SEQUENCES", 3)
     lengths = [5, 1, 9, 4, 4, 30, 2]
     query, key, value = torch.randn(3, sum(lengths), 2, 32)
@@ -66,8 +66,8 @@ def test_more_sequences_than_the_kernel_takes(monkeypatch):
     close(output, reference(query, key, value, lengths, 0.3))
 
 
-def test_encoders_of_images():
-    """Of a batch, of sequences one after another, and with heads and head size together."""
+def test_mm_encoder_attention():
+    """A batch, packed sequences, and merged head dimensions."""
     layer = encoder.FusedMMEncoderAttention(4, 40, num_kv_heads=2)
     query, key, value = torch.randn(3, 10, 4, 40), torch.randn(3, 10, 2, 40), torch.randn(3, 10, 2, 40)
     expected = reference(*(x.flatten(0, 1) for x in (query, key, value)), [10] * 3, 40**-0.5)
@@ -80,7 +80,7 @@ def test_encoders_of_images():
     close(layer.forward_oot(*packed, cu_seqlens=ends, max_seqlen=torch.tensor(17))[0], expected)
 
 
-def test_what_it_has_not_is_refused_by_name():
+def test_unsupported_features_are_refused():
     with pytest.raises(NotImplementedError, match="ALiBi; the fused encoder-only attention"):
         encoder.FusedEncoderAttentionImpl(2, 16, 1.0, attn_type="encoder_only", alibi_slopes=[1.0, 0.5])
     assert [encoder.FusedEncoderAttentionBackend.supports_head_size(size) for size in (72, 768, 784)] == [True, True, False]

@@ -1,4 +1,4 @@
-"""The entry point, found and called as vLLM does it."""
+"""The entry point, found and called as in vLLM."""
 
 from importlib.metadata import entry_points
 
@@ -20,7 +20,7 @@ def test_entry_point_offers_the_fused_attention(monkeypatch):
     assert issubclass(resolve_obj_by_qualname(extension.offered("attention.vision")), MMEncoderAttention)
 
 
-def test_it_stands_aside_when_vllm_is_another(monkeypatch):
+def test_disabled_with_another_vllm(monkeypatch):
     for name in ("_states", "_offers"):
         monkeypatch.setattr(extension, name, {})
     monkeypatch.setenv("VLLM_VERSION", "0.99")

@@ -1,4 +1,4 @@
-"""What two NPUs say, for the tests of this directory: one run of ranks.py."""
+"""Results of one run of ranks.py on two NPUs, for the tests of this directory."""
 
 import json
 import sys

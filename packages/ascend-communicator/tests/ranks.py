@@ -26,7 +26,7 @@ SIZES = [3, 5]
 
 
 def data(rank: int, *shape: int, salt: int = 0) -> torch.Tensor:
-    """What a rank puts in, on the CPU."""
+    """Input of a rank, on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * salt + rank))
 
 
@@ -110,14 +110,14 @@ FACTORS = torch.tensor([0.5, -1.0, 2.0, -0.5])
 
 
 def routed(rank: int, tokens: int, to: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, weights and two different experts each, of the first ``to``."""
+    """Tokens, weights and two different experts per token, of the first ``to`` experts."""
     draw = torch.Generator().manual_seed(50 + rank)
     ids = torch.stack([torch.randperm(to, generator=draw)[:2] for _ in range(tokens)]).int()
     return data(rank, tokens, 64, salt=7), torch.rand(tokens, 2, generator=draw), ids
 
 
 def ways(rank: int) -> dict[str, Any]:
-    """Tokens of other numbers, to experts that multiply by a factor each; once all to the first rank's."""
+    """Different numbers of tokens per rank, routed to experts that multiply by a factor; once all to the first rank."""
     manager = parallel_state.get_ep_group().device_communicator.all2all_manager
     own = FACTORS[2 * rank : 2 * rank + 2].npu()
     seen = []
@@ -170,7 +170,7 @@ def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
 
 
 def direct(rank: int) -> dict[str, Any]:
-    """The same collectives by pyhccl, on the current stream and on one of its own; and what it refuses."""
+    """The same collectives by pyhccl, on the current stream and on another; and unsupported calls."""
     ours, stream = PyHcclCommunicator(parallel_state.get_dp_group().cpu_group, rank), torch.npu.Stream()
     x, y, z = data(rank, 4, 6).npu(), data(rank, 4, 6, salt=1).npu(), data(rank, 8, 6, salt=2).npu()
     mine = data(rank, SIZES[rank], 6, salt=3).npu()
@@ -267,7 +267,7 @@ def play(rank: int, port: int) -> dict[str, Any]:
 
 
 def options(rank: int) -> dict[str, Any]:
-    """New groups, one with options of its own, in which a rank then waits for the other in vain."""
+    """New groups, one with options, in which a rank waits for the other until the timeout."""
     extension.configure({"ascend": {"communicator": {"groups": {"dp": {"buffer_size": 64, "exec_timeout": 3}}}}})
     parallel_state.initialize_model_parallel(backend="hccl")
     groups = {"dp": parallel_state.get_dp_group(), "ep": parallel_state.get_ep_group()}
@@ -291,7 +291,7 @@ def options(rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    results = launcher.play("ranks.py", RANKS, play)
+    results = launcher.run_ranks("ranks.py", RANKS, play)
     for part in results[0]:
         print(json.dumps([part, [result[part] for result in results]]))
 

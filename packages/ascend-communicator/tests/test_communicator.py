@@ -1,4 +1,4 @@
-"""Each method of the communicator between two NPUs, against the same in float64, in groups that vLLM made."""
+"""Each method of the communicator on two NPUs in vLLM's groups, compared with float64."""
 
 import inspect
 from typing import Any
@@ -12,7 +12,7 @@ SIZES = [3, 5]
 
 
 def data(rank: int, *shape: int, salt: int = 0) -> torch.Tensor:
-    """What a rank puts in (ranks.py has the same), in float64."""
+    """Input of a rank in float64, as in ranks.py."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * salt + rank)).double()
 
 
@@ -79,11 +79,11 @@ def test_collective(played: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_tokens(played: dict[str, Any], name: str) -> None:
+def test_dispatch_and_combine(played: dict[str, Any], name: str) -> None:
     close([answer[name] for answer in played["experts"]], EXPERTS[name])
 
 
-def test_vllm_takes_it_for_its_groups_and_both_scripts_compare_all(played: dict[str, Any]) -> None:
+def test_vllm_groups_use_it_and_all_methods_are_compared(played: dict[str, Any]) -> None:
     for rank in range(2):
         name = "ascend_communicator.communicator.HCCLCommunicator"
         assert played["collectives"][rank].pop("communicator") == f"{name} on npu:{rank}"
@@ -92,7 +92,7 @@ def test_vllm_takes_it_for_its_groups_and_both_scripts_compare_all(played: dict[
         assert set(played["experts"][rank]) == set(EXPERTS)
 
 
-def test_what_cannot_be_done_is_refused_in_one_line(played: dict[str, Any]) -> None:
+def test_unsupported_calls_are_refused_in_one_line(played: dict[str, Any]) -> None:
     for said in played["refusals"]:
         assert said == {
             "dimension": "ValueError: all_gatherv along dimension 1 is not supported; only along 0",
@@ -104,8 +104,8 @@ def test_what_cannot_be_done_is_refused_in_one_line(played: dict[str, Any]) -> N
         }
 
 
-def test_every_method_of_the_base_class_is_ours_or_inherited_on_purpose() -> None:
-    """A later vLLM's new method is noticed here; the base class's default may be a wrong result without an error."""
+def test_base_class_methods_are_overridden_or_listed() -> None:
+    """Detects new methods of a later vLLM, whose default in the base class may be a wrong result without an error."""
     methods = {name for name, value in vars(DeviceCommunicatorBase).items() if inspect.isfunction(value)}
     ours = {name for name in vars(HCCLCommunicator) if name in methods}
     assert methods - ours == set(INHERITED)

@@ -1,4 +1,4 @@
-"""The three ways of experts' tokens: what they give between two NPUs, and the rule that chooses one."""
+"""All2all backends: results on two NPUs, and their selection."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def expected(rank: int, tokens: int, to: int, dtype: torch.dtype) -> torch.Tenso
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("asked", ["auto", "allgather", "alltoall", "mc2"])
 @pytest.mark.parametrize("name", NAMES)
-def test_way_between_two_npus(played: dict[str, Any], name: str, asked: str, dtype: str) -> None:
+def test_backends_on_two_npus(played: dict[str, Any], name: str, asked: str, dtype: str) -> None:
     sizes, to = NAMES[name]
     kind = getattr(torch, dtype)
     for rank in range(2):
@@ -44,7 +44,7 @@ def test_way_between_two_npus(played: dict[str, Any], name: str, asked: str, dty
             continue
         assert taken == [TAKEN.get((name, asked, dtype), "alltoall" if asked == "alltoall" else "allgather")]
         if taken == ["allgather"]:
-            assert made is None  # left to dispatch and combine, which test_communicator.py compares
+            assert made is None  # runs as dispatch and combine, which test_communicator.py compares
             continue
         bound = 1e-5 if dtype == "float32" else 0.03
         exact = expected(rank, sizes[rank], to, kind)
@@ -60,22 +60,22 @@ HALF, WIDE = torch.bfloat16, torch.float32
     [
         (A2, [64] * 8, 64, 8, 4096, HALF, "mc2"),
         (A2, [1, 256], 64, 8, 4096, HALF, "mc2"),
-        (A2, [1, 257], 64, 8, 4096, HALF, "allgather"),  # more tokens than it takes; 8 copies against 2
+        (A2, [1, 257], 64, 8, 4096, HALF, "allgather"),  # more tokens than mc2 supports; 8 copies against 2
         (A2, [300] * 16, 64, 8, 4096, HALF, "alltoall"),  # 8 copies against 16
-        (A2, [300] * 8, 64, 8, 4096, HALF, "allgather"),  # as much either way, and no wait
+        (A2, [300] * 8, 64, 8, 4096, HALF, "allgather"),  # equal traffic, and no synchronization
         (A2, [0, 4], 64, 1, 4096, HALF, "alltoall"),  # a rank without tokens
-        (A2, [4] * 12, 60, 8, 4096, HALF, "alltoall"),  # not among the numbers of ranks on this chip
+        (A2, [4] * 12, 60, 8, 4096, HALF, "alltoall"),  # unsupported number of ranks on this chip
         (A3, [4] * 12, 60, 8, 4096, HALF, "mc2"),
         (A3, [512] * 4, 64, 8, 4096, HALF, "mc2"),
         (A3, [4] * 4, 64, 8, 512, HALF, "allgather"),
         (A2, [4] * 4, 64, 8, 512 + 16, HALF, "allgather"),
         (A2, [4] * 4, 64, 17, 4096, HALF, "allgather"),
-        (A2, [4] * 4, 66, 2, 4096, HALF, "allgather"),  # experts that do not divide
+        (A2, [4] * 4, 66, 2, 4096, HALF, "allgather"),  # experts not divisible by ranks
         (A2, [4] * 4, 64, 2, 4096, WIDE, "alltoall"),
         (DUO, [4] * 4, 64, 2, 4096, torch.float16, "allgather"),
     ],
 )
-def test_rule(
+def test_select_backend(
     chip: extension.Chip, sizes: list[int], experts: int, choices: int, hidden: int, dtype: torch.dtype, taken: str
 ) -> None:
     assert select_backend("auto", chip, sizes, experts, choices, hidden, dtype) == taken
@@ -90,7 +90,7 @@ def test_rule(
         assert select_backend("mc2", chip, sizes, experts, choices, hidden, dtype) == "alltoall"
 
 
-def test_unknown_way_is_refused() -> None:
+def test_unknown_backend_is_refused() -> None:
     _take_options(OPTIONS | {"all2all": "mc2"})
     with pytest.raises(extension.RefusedError, match=r"all2all is 'nccl'; supported: auto, allgather, alltoall, mc2"):
         _take_options(OPTIONS | {"all2all": "nccl"})

@@ -1,4 +1,4 @@
-"""Options of HCCL as configuration: what is refused, what HCCL's variables become, and what a group gets."""
+"""HCCL options in the configuration: refused values, environment variables and group options."""
 
 import os
 from typing import Any
@@ -35,20 +35,20 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"connect_timeout": True}, "connect_timeout is True; supported: an integer from 120 to 7200 (seconds)"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], said: str) -> None:
+def test_unsupported_values_are_refused_in_one_line(given: dict[str, Any], said: str) -> None:
     with pytest.raises(extension.RefusedError) as caught:
         _take_options(OPTIONS | given)
     assert str(caught.value) == f"ascend.communicator.{said}"
 
 
-def test_hccls_variables_are_set_when_asked_for_and_left_alone_otherwise() -> None:
+def test_hccl_environment_variables() -> None:
     _take_options(OPTIONS)
     assert [os.environ.get(name) for name in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT")] == [None, None]
     _take_options(OPTIONS | {"deterministic": True, "connect_timeout": 300})
     assert [os.environ.get(name) for name in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT")] == ["true", "300"]
 
 
-def test_a_groups_options_reach_torch_npu_and_hccl_waits_no_longer(played: dict[str, Any]) -> None:
+def test_group_options_reach_hccl(played: dict[str, Any]) -> None:
     for group, options in played["options"][0]["given"].items():
         assert options == {"dp": {"hccl_buffer_size": 64, "hccl_exec_timeout": 3}, "ep": {}}[group]
     waited, said = played["options"][0]["waited"]

@@ -1,4 +1,4 @@
-"""HCCL's functions through ctypes between two NPUs, against the same in float64: on two streams, and captured in a graph."""
+"""PyHcclCommunicator on two NPUs, compared with float64: on two streams, and in graph capture."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ SIZES = [3, 5]
 
 
 def data(rank: int, *shape: int, salt: int = 0) -> torch.Tensor:
-    """What a rank puts in (ranks.py has the same), in float64."""
+    """Input of a rank in float64, as in ranks.py."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * salt + rank)).double()
 
 
@@ -55,7 +55,7 @@ def test_collective(played: dict[str, Any], name: str, where: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-def test_captured_in_a_graph_and_replayed_with_other_contents(played: dict[str, Any]) -> None:
+def test_graph_capture_and_replay(played: dict[str, Any]) -> None:
     for rank, answer in enumerate(played["direct"]):
         untouched, *replayed = answer["captured"]
         assert untouched == 0
@@ -65,7 +65,7 @@ def test_captured_in_a_graph_and_replayed_with_other_contents(played: dict[str, 
             torch.testing.assert_close(torch.tensor(after, dtype=torch.float64), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_what_it_cannot_do_is_refused_in_one_line(played: dict[str, Any]) -> None:
+def test_unsupported_calls_are_refused_in_one_line(played: dict[str, Any]) -> None:
     for rank, answer in enumerate(played["direct"]):
         said = answer["refusals"]
         assert said.pop("device") == f"ValueError: this PyHcclCommunicator is on npu:{rank}; a tensor is on cpu"

@@ -1,4 +1,4 @@
-"""The entry point, found and called as vLLM does it."""
+"""The entry point, found and called as in vLLM."""
 
 from importlib.metadata import entry_points
 
@@ -16,7 +16,7 @@ def nothing_joined(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(extension, name, {})
 
 
-def test_entry_point_offers_the_communicator_which_the_platform_takes() -> None:
+def test_entry_point_offers_the_communicator() -> None:
     assert current_platform.get_device_communicator_cls() == BASE
     (entry_point,) = entry_points(group="vllm.general_plugins", name="ascend_communicator")
     register = entry_point.load()
@@ -27,7 +27,7 @@ def test_entry_point_offers_the_communicator_which_the_platform_takes() -> None:
     assert current_platform.get_device_communicator_cls() == "ascend_communicator.communicator.HCCLCommunicator"
 
 
-def test_it_stands_aside_when_vllm_is_another_and_the_platform_takes_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_with_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_VERSION", "0.99")
     (entry_point,) = entry_points(group="vllm.general_plugins", name="ascend_communicator")
     entry_point.load()()

@@ -114,7 +114,7 @@ def test_damaged_files_are_recomputed_and_stored_again(engine: Callable[..., Eng
         else:
             file.unlink()
     assert serve(engine(), given, "harmed")[name] <= BLOCK  # serve() checks the tokens
-    assert serve(engine(), given, "anew")[name] == WHOLE[name]
+    assert serve(engine(), given, "again")[name] == WHOLE[name]
 
 
 def test_full_disk_is_tolerated(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:

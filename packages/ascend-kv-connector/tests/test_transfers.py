@@ -23,7 +23,7 @@ SHAPES = {
     "one head": ({"tp": 2, "total_heads": 1}, {"total_heads": 1}),
     "other block size": ({"block_size": 8}, {"block_size": 2, "blocks": 128}),
     "blocks cut for the kernel": ({"cut": 2}, {"cut": 4}),
-    "other pieces": ({"chunk_bytes": 4096}, {"chunk_bytes": 200}),
+    "other chunk size": ({"chunk_bytes": 4096}, {"chunk_bytes": 200}),
     "checksums": ({}, {"verify": True}),
     "windows": ({"windows": (0, 6)}, {"windows": (0, 6)}),
     "a window alone, tp 2 to 1": ({"windows": (6,), "tp": 2}, {"windows": (6,)}),

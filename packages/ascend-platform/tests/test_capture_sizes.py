@@ -1,4 +1,4 @@
-"""How many sizes are captured, from what is known before any is."""
+"""Number of capture sizes within the limit of streams."""
 
 import pytest
 from ascend_platform.graph import capture_sizes
@@ -11,12 +11,12 @@ SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]  # vLLM's own, for 25
     ("mode", "graphs"),
     [("FULL", 51), ("FULL_DECODE_ONLY", 35), ("PIECEWISE", 29 * 51), ("FULL_AND_PIECEWISE", 29 * 51 + 35)],
 )
-def test_graphs_of_28_layers(mode: str, graphs: int) -> None:
+def test_num_graphs(mode: str, graphs: int) -> None:
     assert capture_sizes.num_graphs(CUDAGraphMode[mode], SIZES, 29, 256) == graphs
 
 
 @pytest.mark.parametrize(("most", "each"), [(1800, 1), (1800, 2), (840, 1), (840, 3)])
-def test_as_many_sizes_as_fit(most: int, each: int) -> None:
+def test_max_sizes_that_fit(most: int, each: int) -> None:
     def streams(sizes: list[int]) -> int:
         return each * capture_sizes.num_graphs(CUDAGraphMode.FULL_AND_PIECEWISE, sizes, 29, 256)
 
@@ -28,6 +28,6 @@ def test_as_many_sizes_as_fit(most: int, each: int) -> None:
     assert count == len(SIZES) or streams(capture_sizes.subsample_sizes(SIZES, count + 1)) > most
 
 
-def test_one_size_is_tried_in_any_case() -> None:
+def test_at_least_one_size() -> None:
     assert capture_sizes.max_sizes_that_fit(SIZES, 10, lambda sizes: 2000 * len(sizes)) == 1
     assert capture_sizes.subsample_sizes(SIZES, 1) == [512]

@@ -1,4 +1,4 @@
-"""The built-in attention of encoders over random batches, against softmax(q k^T) v in float64."""
+"""Built-in encoder-only attention on random batches, compared with softmax(q k^T) v in float64."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("max_elements", [1 << 24, 1 << 9])
-def test_every_token_sees_its_request_s_others(window, max_elements, monkeypatch):
+def test_bidirectional_attention(window, max_elements, monkeypatch):
     monkeypatch.setattr(encoder, "MAX_ELEMENTS", max_elements)
     monkeypatch.setattr(paged, "MAX_ELEMENTS", max_elements)
     lengths, heads, size = [40, 1, 7, 100], 4, 32
@@ -33,7 +33,7 @@ def test_every_token_sees_its_request_s_others(window, max_elements, monkeypatch
         torch.testing.assert_close(output[start:end].cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_decoders_are_not_its():
+def test_decoders_are_refused():
     assert not encoder.EncoderAttentionBackend.supports_attn_type("decoder")
     with pytest.raises(NotImplementedError, match="needs logits soft cap; the built-in encoder-only attention"):
         encoder.EncoderAttentionImpl(4, 32, 0.2, attn_type="encoder_only", logits_soft_cap=2.0)

@@ -193,14 +193,14 @@ def test_attention_refuses_what_it_has_not():
 
     one = Attention(8, 64, 0.125, num_kv_heads=2, kv_sharing_target_layer_name="layers.0", sinks=None)
     assert (one.num_heads, one.num_kv_heads, one.head_size, one.writes_cache) == (8, 2, 64, False)
-    with pytest.raises(NotImplementedError, match="needs sliding window, attention sinks; the attention of somebody has causal"):
+    with pytest.raises(NotImplementedError, match="needs sliding window, attention sinks; the attention of somebody supports "):
         Attention(8, 64, 0.125, sliding_window=4096, sinks=[1.0])
     Attention.serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_ONLY})
     windowed = Attention(8, 64, 0.125, sliding_window=4096, attn_type=AttentionType.ENCODER_ONLY)
     assert (windowed.sliding_window, windowed.sinks, windowed.soft_cap) == (4096, None, None)
     with pytest.raises(
         NotImplementedError,
-        match="has causal decoder attention, encoder-only attention, sliding window",
+        match="supports causal decoder attention, encoder-only attention, sliding window",
     ):
         Attention(8, 64, 0.125, sliding_window=4096, sinks=[1.0])
     Attention.dcp_world_size, Attention.supports_dcp = 2, True

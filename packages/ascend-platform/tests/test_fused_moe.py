@@ -1,4 +1,4 @@
-"""The choice of experts and what a rank's experts make of tokens, against plain arithmetic in float64 on the CPU."""
+"""Expert selection and a rank's experts, compared with float64 on the CPU."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ def drawn(*shape, seed=0):
 
 
 def chosen(logits, k, scoring, renormalize, bias=None, factor=1.0, groups=1, best_groups=1):
-    """Weights of all experts, zero where one is not chosen."""
+    """Weights of all experts, zero for those that are not selected."""
     logits = logits.double()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias.double()
@@ -39,7 +39,7 @@ def spread(weights, ids):
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_best_experts_through_vllms_router(scoring, renormalize, dtype):
+def test_fused_topk(scoring, renormalize, dtype):
     logits = drawn(TOKENS, EXPERTS).to(dtype)
     x = torch.empty(TOKENS, HIDDEN, dtype=dtype, device="npu")
     weights, ids, _ = fused_topk_router.fused_topk(x, logits.npu(), 3, renormalize, scoring_func=scoring)
@@ -51,7 +51,7 @@ def test_best_experts_through_vllms_router(scoring, renormalize, dtype):
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_best_experts_of_groups(scoring, renormalize, biased, groups, factor):
+def test_grouped_topk(scoring, renormalize, biased, groups, factor):
     logits, bias = drawn(TOKENS, EXPERTS), drawn(EXPERTS, seed=1) * 0.1 if biased else None
     weights, ids = grouped_topk_router.grouped_topk(
         torch.empty(TOKENS, HIDDEN, device="npu"),
@@ -67,7 +67,7 @@ def test_best_experts_of_groups(scoring, renormalize, biased, groups, factor):
     torch.testing.assert_close(spread(weights, ids), exact, rtol=1e-5, atol=1e-6)
 
 
-def test_groups_that_the_operator_does_not_take_are_vllms():
+def test_small_groups_fall_back_to_vllm():
     logits = drawn(TOKENS, EXPERTS)
     x = torch.empty(TOKENS, HIDDEN, device="npu")
     weights, ids = grouped_topk_router.grouped_topk(x, logits.npu(), 3, True, 8, 3)
@@ -87,12 +87,12 @@ def method(first, count):
 @pytest.mark.parametrize(
     ("first", "count", "tokens"), [(0, EXPERTS, TOKENS), (4, 8, TOKENS), (15, 1, TOKENS), (0, 1, 1), (8, 8, 1)]
 )
-def test_this_ranks_experts(first, count, tokens, dtype):
+def test_local_experts(first, count, tokens, dtype):
     x = drawn(tokens, HIDDEN).to(dtype)
     w13, w2 = (drawn(EXPERTS, 2 * INNER, HIDDEN, seed=1) / 8).to(dtype), (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype)
     ids = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:3] for i in range(tokens)]).int()
     if tokens == 1:
-        ids = torch.tensor([[3, 5, 7]], dtype=torch.int32)  # none is here
+        ids = torch.tensor([[3, 5, 7]], dtype=torch.int32)  # none is local
     weights = drawn(tokens, 3, seed=3).softmax(-1)
     expected = torch.zeros(tokens, HIDDEN, dtype=torch.float64)
     for token, expert, weight in zip(range(tokens), ids.tolist(), weights.to(dtype).double(), strict=True):
@@ -107,8 +107,8 @@ def test_this_ranks_experts(first, count, tokens, dtype):
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=bound, atol=bound)
 
 
-def test_rows_of_no_expert_are_not_read(monkeypatch):
-    """What the products leave unwritten may be anything, on an NPU also nan."""
+def test_unrouted_rows_are_not_read(monkeypatch):
+    """Rows that the matrix products do not write may hold any values, on an NPU also NaN."""
 
     def experts(w13, w2, rows, counts):
         out = torch.full_like(rows, torch.nan)
@@ -132,7 +132,7 @@ def test_rows_of_no_expert_are_not_read(monkeypatch):
         ({"bias": True}, "biases"),
     ],
 )
-def test_experts_of_another_kind_are_refused_by_name(monkeypatch, changes, named):
+def test_unsupported_experts_are_refused(monkeypatch, changes, named):
     monkeypatch.setattr(moe.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None)
     ours = method(0, EXPERTS)
     ours.moe.has_bias = changes.pop("bias", False)
@@ -144,8 +144,8 @@ def test_experts_of_another_kind_are_refused_by_name(monkeypatch, changes, named
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("unpadded", [None, 5])
-def test_copies_of_an_expert_take_tokens_in_turn_and_are_counted(recorded, unpadded):
-    """Against a loop: experts 0 and 2 have two copies, the last two of seven tokens are padding."""
+def test_eplb_map_to_physical(recorded, unpadded):
+    """Compared with a loop: experts 0 and 2 have two replicas; the last two of seven tokens are padding."""
     places, copies = torch.tensor([[0, 4, -1], [1, -1, -1], [2, 5, -1], [3, -1, -1]]), torch.tensor([2, 1, 2, 1])
     ids = torch.tensor([[0, 2], [0, 1], [2, 3], [3, 0], [0, 2], [2, 0], [1, 2]], dtype=torch.int32)
     load = torch.tensor([1, 0, 0, 0, 0, 0], dtype=torch.int32)
@@ -159,4 +159,4 @@ def test_copies_of_an_expert_take_tokens_in_turn_and_are_counted(recorded, unpad
     found = moe.eplb_map_to_physical(ids.npu(), on_npu, places.npu(), copies.npu(), torch.tensor(recorded).npu(), number)
     assert (found.dtype, found.tolist()) == (ids.dtype, expected)
     assert on_npu.tolist() == counts
-    assert [expected[0], expected[5]] == [[0, 2], [5, 4]]  # the same experts, other copies
+    assert [expected[0], expected[5]] == [[0, 2], [5, 4]]  # the same experts, other replicas

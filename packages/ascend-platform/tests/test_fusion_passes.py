@@ -1,4 +1,4 @@
-"""What is fused in a model's graph, and what is left alone."""
+"""Fusion of RMSNorm and dynamic quantization in an FX graph."""
 
 import operator
 
@@ -11,7 +11,7 @@ HIDDEN, EPSILON = 256, 1e-5
 
 
 def traced(kept: tuple[int, ...], parts: tuple[int, ...] = (0, 2), **options: str) -> fx.GraphModule:
-    """A normalization and a quantization as Dynamo writes them; ``kept``: which results of the first are results of the whole."""
+    """RMSNorm and dynamic quantization as traced by Dynamo; ``kept``: outputs of the norm that the graph returns."""
     graph = fx.Graph()
     given = {name: graph.placeholder(name) for name in ("x", "residual", "weight")}
     norm = graph.call_function(torch.ops.npu.npu_add_rms_norm, (*given.values(), EPSILON))
@@ -27,7 +27,7 @@ def traced(kept: tuple[int, ...], parts: tuple[int, ...] = (0, 2), **options: st
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kept", [(2,), ()])
-def test_a_normalization_and_its_quantization_are_one(kept, dtype):
+def test_rms_norm_and_dynamic_quant_are_fused(kept, dtype):
     module = traced(kept, parts=(0, *kept))
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(shape, dtype=dtype).npu() for shape in ((9, HIDDEN), (9, HIDDEN), (HIDDEN,)))
@@ -54,7 +54,7 @@ def test_a_normalization_and_its_quantization_are_one(kept, dtype):
     [traced((0, 2)), traced((2,), smooth_scales="weight"), traced((1, 2), parts=(0, 1, 2))],
     ids=["also used as it is", "with a scale for each channel", "with its deviation"],
 )
-def test_what_the_operator_does_not_give_stays(module):
+def test_other_patterns_are_not_fused(module):
     before = str(module.graph)
     assert fusion_passes.fuse_norm_quant(module.graph) == 0
     assert str(module.graph) == before

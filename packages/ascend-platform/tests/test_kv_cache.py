@@ -1,4 +1,4 @@
-"""Taking keys and values apart: same memory, another view of it."""
+"""Split of the KV cache into keys and values: views of the same memory."""
 
 import pytest
 import torch
@@ -36,11 +36,11 @@ def config(layers=("a", "b"), groups=1, kind=None):
 
 @pytest.fixture
 def caches():
-    """vLLM's own allocation on the device, with the views it hands to layers."""
+    """vLLM's allocation on the device and the views that layers get."""
     return allocate_kv_cache(config(), torch.device("npu"), kv_cache.LAYOUT)
 
 
-def test_keys_and_values_are_contiguous_halves_of_the_layer_s_region(caches):
+def test_split_is_two_contiguous_views(caches):
     views = {name: kv_cache.split_kv_cache(cache, HEAD_SIZE) for name, cache in caches.items()}
     for name, (key, value) in views.items():
         assert key.shape == value.shape == (BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE)
@@ -54,7 +54,7 @@ def test_keys_and_values_are_contiguous_halves_of_the_layer_s_region(caches):
     assert [tensor.unique().tolist() for tensor in every] == [[0.0], [1.0], [2.0], [3.0]]
 
 
-def test_vllm_copies_blocks_of_keys_and_values(caches):
+def test_copy_of_kv_cache_blocks(caches):
     every = [tensor for cache in caches.values() for tensor in kv_cache.split_kv_cache(cache, HEAD_SIZE)]
     for number, tensor in enumerate(every):
         tensor.copy_(torch.arange(BLOCKS).view(-1, 1, 1, 1) + 10 * number)
@@ -63,7 +63,7 @@ def test_vllm_copies_blocks_of_keys_and_values(caches):
         assert tensor[:, 0, 0, 0].tolist() == [10 * number + b for b in (2, 1, 2, 3, 1, 5)]
 
 
-def test_other_layouts_are_refused_with_the_one_that_fits():
+def test_other_layouts_are_refused():
     other = allocate_kv_cache(config(), torch.device("npu"), KVCacheLayout.LBHNC)["a"]
     with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT or set it to LBNHC"):
         kv_cache.split_kv_cache(other, HEAD_SIZE)
@@ -73,7 +73,7 @@ def groups(*kinds):
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([], kind) for kind in kinds])
 
 
-def test_groups_that_cut_a_block_alike_are_taken_and_others_are_refused():
+def test_groups_with_different_block_shapes_are_refused():
     window, cross = spec(SlidingWindowSpec, sliding_window=64), spec(CrossAttentionSpec)
     kv_cache.check(groups(spec(), spec()))
     kv_cache.check(groups(window, spec(), window))
@@ -86,8 +86,8 @@ def test_groups_that_cut_a_block_alike_are_taken_and_others_are_refused():
         kv_cache.check(groups(spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)))
 
 
-def test_layers_of_several_groups_share_memory_block_by_block():
-    """What one group writes into its blocks is untouched by what another writes into its own."""
+def test_groups_share_memory_by_block():
+    """Writes of one group to its blocks do not change the blocks of another group."""
     page = spec().page_size_bytes
     shared = {"size": page * BLOCKS * 2, "layer_stride": page * BLOCKS, "block_stride": page}
     both = KVCacheConfig(

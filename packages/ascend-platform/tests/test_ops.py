@@ -1,4 +1,4 @@
-"""The fused operators behind vLLM's layers, against the same formula in float64 on the CPU."""
+"""Fused operators behind vLLM's layers, compared with float64 on the CPU."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def current_config():
 
 
 def close(actual, expected, ulps=4):
-    """Within a few units in the last place of the type, relative to the largest value."""
+    """Equal within a few units in the last place of the dtype, relative to the largest value."""
     bound = ulps * torch.finfo(actual.dtype).eps * max(1.0, expected.abs().max().item())
     torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=0)
 
@@ -41,7 +41,7 @@ def test_rms_norm(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_add_and_rms_norm_returns_the_sum_too(dtype):
+def test_fused_add_rms_norm(dtype):
     layer = RMSNorm(256, eps=1e-6, dtype=dtype)
     layer.weight.data.normal_()
     x, residual = torch.randn(2, 9, 256, dtype=dtype)
@@ -51,7 +51,7 @@ def test_add_and_rms_norm_returns_the_sum_too(dtype):
     close(left, total, ulps=1)
 
 
-def test_norm_of_a_part_goes_to_the_native_implementation():
+def test_partial_rms_norm_falls_back_to_native():
     layer = RMSNorm(64, var_hidden_size=32, dtype=torch.float32)
     x = torch.randn(3, 64)
     close(layer.to("npu")(x.npu()), x.double() / (x[:, :32].double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt())
@@ -68,7 +68,7 @@ def test_silu_and_mul(dtype, shape):
 
 
 def rotated(x, positions, inverse_frequencies, neox, head_size):
-    """Each pair (a, b) of a head turned by position times its frequency: pairs are halves (neox) or neighbours."""
+    """Rotate each pair (a, b) of a head by position times frequency; pairs are halves (neox) or neighbours."""
     turned = x.double().reshape(len(positions), -1, head_size).clone()
     angles = positions.double()[:, None] * inverse_frequencies.double()
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -95,7 +95,7 @@ def test_rotary_embedding(dtype, neox, head_size, rotary_dim):
     close(got_key, rotated(key, positions, frequencies, neox, head_size), ulps=300 if dtype is torch.float32 else 4)
 
 
-def test_rotary_variants_that_only_change_the_frequencies_are_fused_too():
+def test_rotary_subclasses_are_fused():
     layer = Llama3RotaryEmbedding(64, 64, 512, 10000.0, True, torch.float32, 8.0, 1.0, 4.0, 256)
     assert isinstance(layer, rotary_embedding.NPURotaryMixin)
     layer = layer.to("npu")

@@ -1,4 +1,4 @@
-"""The built-in attention over random paged batches, against softmax(q k^T) v in float64."""
+"""Built-in attention on random paged batches, compared with softmax(q k^T) v in float64."""
 
 import random
 
@@ -23,8 +23,8 @@ def current_config():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (4, 1)])
 @pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
-@pytest.mark.parametrize("max_elements", [1 << 24, 1 << 11])  # the second cuts the work in many pieces
-def test_attention_over_pages(dtype, heads, kv_heads, kind, max_elements, monkeypatch):
+@pytest.mark.parametrize("max_elements", [1 << 24, 1 << 11])  # the second needs many chunks
+def test_causal_attention(dtype, heads, kv_heads, kind, max_elements, monkeypatch):
     check(dtype, heads, kv_heads, kind, max_elements, monkeypatch)
 
 
@@ -41,7 +41,7 @@ BEYOND = {
 @pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
 @pytest.mark.parametrize("max_elements", [1 << 24, 1 << 11])
 @pytest.mark.parametrize("beyond", BEYOND)
-def test_what_is_beyond_causal_attention(kind, max_elements, beyond, monkeypatch):
+def test_optional_features(kind, max_elements, beyond, monkeypatch):
     check(torch.float32, 4, 2, kind, max_elements, monkeypatch, **BEYOND[beyond])
 
 
@@ -49,7 +49,7 @@ def check(dtype, heads, kv_heads, kind, max_elements, monkeypatch, **beyond):
     monkeypatch.setattr(paged, "MAX_ELEMENTS", max_elements)
     rng = random.Random(f"{heads}{kind}{max_elements}")
     requests = pairs(kind, rng, rng.randint(1, 6), 150)
-    if rng.random() < 0.5:  # vLLM puts requests of one token first, but nothing may depend on it
+    if rng.random() < 0.5:  # vLLM sorts decodes first, but the result must not depend on it
         requests.sort(key=lambda pair: pair[0] > 1)
     batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, heads, kv_heads, 32, dtype, torch.nan), requests, rng)
     output = batch.run(paged.PagedAttentionBackend, **beyond)
@@ -59,15 +59,15 @@ def check(dtype, heads, kv_heads, kind, max_elements, monkeypatch, **beyond):
     torch.testing.assert_close(output.double(), batch.expected(slopes=slopes, **options), atol=bound, rtol=bound)
 
 
-def test_profiling_without_metadata_gives_zero():
+def test_profiling_run_returns_zeros():
     layer = paged.PagedAttentionImpl(2, 16, 1.0)
     output = torch.full((3, 2, 16), torch.nan, device="npu")
     assert layer.forward(None, output, output, output, KVCachePair(output, output), None, output).abs().sum().item() == 0
 
 
 @pytest.mark.parametrize("num_decodes", [0, 3])
-def test_attention_to_an_encoder_s_tokens(num_decodes):
-    """Every token sees all of its request's keys; a request's are written once, a later step brings none."""
+def test_cross_attention(num_decodes):
+    """Each token attends to all keys of its request. They are written in the first step; the second step has none."""
     heads, size, lengths, counts = 4, 32, [40, 7, 100], [1, 1, 1] if num_decodes else [1, 5, 3]
     keys, values = ([torch.randn(n, 2, size) for n in lengths] for _ in range(2))
     table = torch.arange(21, dtype=torch.int32).view(3, 7)
@@ -98,14 +98,14 @@ def test_attention_to_an_encoder_s_tokens(num_decodes):
     attend(slots[:0].npu(), None, None)
 
 
-def test_what_it_has_not_is_refused_by_name():
+def test_unsupported_features_are_refused():
     with pytest.raises(NotImplementedError, match="encoder-only attention"):
         paged.PagedAttentionImpl(2, 16, 1.0, attn_type="encoder_only")
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_what_backends_answer_is_what_they_serve(plain):
-    """vLLM asks with members of AttentionType, whose text is not their value."""
+def test_capability_queries(plain):
+    """vLLM passes members of AttentionType, whose str() is not their value."""
     asked = [kind.value if plain else kind for kind in AttentionType]
     decoder, encoder = paged.PagedAttentionBackend, EncoderAttentionBackend
     assert [kind for kind in asked if decoder.supports_attn_type(kind)] == ["decoder", "encoder_decoder"]

@@ -1,4 +1,4 @@
-"""What layers with LoRA compute, against the product of each token with its own adapter in float64."""
+"""LoRA layers, compared with the product of each token with its adapter in float64."""
 
 import types
 
@@ -58,8 +58,8 @@ def test_linear(out, tokens):
     assert all(torch.equal(weight.cpu(), kept) for weight, kept in zip((*a, *b), before, strict=True))
 
 
-def test_slots_are_filled_outside_of_inference_mode_after_their_first_use_within():
-    """As by ``add_lora`` once graphs have been captured."""
+def test_slots_can_be_loaded_outside_of_inference_mode():
+    """As ``add_lora`` does after graph capture."""
     a, b = adapters([24, 8, 8], 3)
     x, y = torch.randn(1, IN, device="npu"), torch.zeros(1, 40, device="npu")
     with torch.inference_mode():
@@ -71,7 +71,7 @@ def test_slots_are_filled_outside_of_inference_mode_after_their_first_use_within
     assert not y.any()
 
 
-def test_an_adapter_that_is_put_into_its_slot_later_counts():
+def test_adapter_loaded_after_first_use():
     a, b = adapters([16], 1)
     x, made = torch.randn(7, IN, device="npu"), wrapper(MIXED)
     y = torch.zeros(7, 16, device="npu")
@@ -82,7 +82,7 @@ def test_an_adapter_that_is_put_into_its_slot_later_counts():
     torch.testing.assert_close(y.cpu().double(), expected(x, a[0], b[0], MIXED), rtol=1e-4, atol=1e-4)
 
 
-def test_shrink_and_expand_apart_as_fully_sharded_layers_have_them():
+def test_separate_shrink_and_expand():
     a, b = adapters([24, 8], 2)
     x, made = torch.randn(7, IN, device="npu"), wrapper(MIXED)
     shrunk = torch.zeros(2, 7, RANK, device="npu")

@@ -1,7 +1,7 @@
-"""vLLM's rejection sampler on the NPU gives tokens of the target's distribution, whatever was drafted.
+"""vLLM's rejection sampler on the NPU samples from the target's distribution for any drafts.
 
-Each test is a chi-square of counts against probabilities in float64; seeds are fixed. FALSE_ALARM is how likely one of them
-would be to fail with other seeds where all is right.
+Each test is a chi-square test of counts against probabilities in float64, with fixed seeds. FALSE_ALARM is the probability that
+a correct sampler fails with other seeds.
 """
 
 import functools
@@ -44,12 +44,12 @@ def metadata(temperature, generators=None):
 
 
 def upper_tail(statistic, freedom):
-    """The probability that a chi-square with this many degrees of freedom is larger."""
+    """P-value of a chi-square statistic."""
     return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2).double()))
 
 
 def check(tokens, probabilities):
-    """A chi-square of tokens against float64 probabilities; words of probability 0 must not occur."""
+    """Chi-square statistic of tokens against float64 probabilities; tokens of probability 0 must not occur."""
     counts = torch.bincount(tokens, minlength=WORDS).double()
     assert not counts[probabilities == 0].any()
     expected = probabilities[probabilities > 0] * len(tokens)
@@ -86,8 +86,8 @@ def sampled(kind):
 
 
 @pytest.mark.parametrize("kind", ["drawn", "certain"])
-def test_each_place_has_the_target_s_distribution(kind):
-    """What comes after an accepted draft is of the target's distribution for its place, too."""
+def test_each_position_has_the_target_distribution(kind):
+    """Tokens after an accepted draft token have the target's distribution of their position, too."""
     logits, drafts, out = sampled(kind)
     rows = torch.ones(REQUESTS, dtype=torch.bool)
     for place in range(DRAFTS):
@@ -98,7 +98,7 @@ def test_each_place_has_the_target_s_distribution(kind):
     assert (out[rows, DRAFTS] == 9).all()
 
 
-def test_a_wrong_distribution_would_be_noticed():
+def test_wrong_distribution_is_detected():
     logits, drafts, out = sampled("drawn")
     with pytest.raises(AssertionError):
         check(drafts[:, 0], logits[0].softmax(-1))  # as if all drafts were accepted
@@ -106,7 +106,7 @@ def test_a_wrong_distribution_would_be_noticed():
         check(out[:, 0], (logits[0] * 1.1).softmax(-1))
 
 
-def test_a_seed_gives_the_same_tokens():
+def test_seed_is_reproducible():
     torch.manual_seed(0)
     logits = torch.randn(DRAFTS * 2, WORDS).to("npu")
 

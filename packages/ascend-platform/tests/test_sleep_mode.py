@@ -1,4 +1,4 @@
-"""What a sleep takes and gives back, tensor by tensor, on a worker that is nothing but a model and caches."""
+"""Sleep mode: tensors freed and restored, with a worker that has only a model and KV caches."""
 
 import gc
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ NZ, ND = 29, 2
 
 
 class Model(torch.nn.Module):
-    """A tied weight, a buffer, a tensor that a layer derived, and keys and values that are views of one allocation."""
+    """A tied weight, a buffer and a derived tensor."""
 
     def __init__(self):
         super().__init__()
@@ -42,9 +42,9 @@ def values(model):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_all_tensors_come_back(worker, level):
+def test_all_tensors_are_restored(worker, level):
     model, backend = worker.model_runner.get_model(), StorageBackend(worker)
-    gc.collect()  # a former test's
+    gc.collect()  # tensors of former tests
     before, allocated = values(model), torch.npu.memory_allocated()
     backend.suspend(level)
     assert backend.state() == "SUSPENDED"
@@ -60,7 +60,7 @@ def test_all_tensors_come_back(worker, level):
     assert (model.second.weight == 3).all()
 
 
-def test_graphs_go_before_what_they_read_and_come_back_after_it(worker):
+def test_graphs_are_freed_first_and_captured_last(worker):
     backend = StorageBackend(worker)
     backend.discard(("kv_cache",))
     backend.suspend()
@@ -87,7 +87,7 @@ def test_tags(worker):
         backend.resume(["kv"])
 
 
-def test_a_private_format_is_kept(worker):
+def test_private_format_is_restored(worker):
     """torch_npu refuses to resize the storage of such a tensor."""
     model, backend = worker.model_runner.get_model(), StorageBackend(worker)
     before = torch.randn(64, 48).half()

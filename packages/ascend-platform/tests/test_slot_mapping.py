@@ -1,4 +1,4 @@
-"""The PyTorch replacements of vLLM's Triton kernels, against the arithmetic written out."""
+"""PyTorch implementation of vLLM's slot mapping kernel, compared with a loop."""
 
 import random
 
@@ -11,7 +11,7 @@ from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize(("ranks", "rank", "interleave"), [(1, 0, 1), (2, 0, 1), (3, 2, 1), (2, 1, 8)])
 @pytest.mark.parametrize("seed", range(4))
-def test_each_token_gets_its_place_in_its_request_s_block(decode, block_size, ranks, rank, interleave, seed):
+def test_slot_mapping(decode, block_size, ranks, rank, interleave, seed):
     rng = random.Random(seed)
     requests = rng.randint(1, 6)
     lengths = [1 if decode else rng.randint(1, 300) for _ in range(requests)]

@@ -1,4 +1,4 @@
-"""The PyTorch replacements of vLLM's Triton kernels for speculation, against the kernels' arithmetic written out in loops."""
+"""PyTorch implementations of vLLM's Triton kernels for speculative decoding, compared with loops."""
 
 import random
 import types
@@ -16,7 +16,7 @@ def npu(values, dtype=torch.int32):
 
 
 def batch(seed, longest=4):
-    """A generator, how many drafts each request has, their running sum, and where each request's begin."""
+    """A random generator, draft tokens per request, their cumulative sum, and the first draft token of each request."""
     rng = random.Random(seed)
     counts = [rng.randint(0, longest) for _ in range(rng.randint(1, 7))]
     if seed == 0:
@@ -119,7 +119,7 @@ def test_random_rejection(seed, with_probs):
 
 @pytest.mark.parametrize("with_probs", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_recovered_tokens(seed, with_probs):
+def test_sample_recovered_tokens(seed, with_probs):
     rng, counts, sums, _ = batch(seed)
     total, words = sums[-1], 12
     torch.manual_seed(seed)
@@ -150,7 +150,7 @@ def test_recovered_tokens(seed, with_probs):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_step(seed):
+def test_eagle_step(seed):
     rng = random.Random(seed)
     requests, padded, size, longest, blocks = rng.randint(1, 5), 7, 16, 64, 4
     positions = [rng.choice([0, 14, 15, 16, 30, 62, 63]) for _ in range(requests)]
@@ -170,7 +170,7 @@ def test_step(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_inputs_with_rejected_tokens(seed):
+def test_eagle_prepare_inputs(seed):
     rng, counts, sums, _ = batch(seed)
     valid = [rng.randint(1, count + 1) for count in counts]
     ends = [sum(count + 1 for count in counts[: i + 1]) for i in range(len(counts))]
@@ -182,7 +182,7 @@ def test_inputs_with_rejected_tokens(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_next_tokens(seed):
+def test_eagle_prepare_next_token(seed):
     rng = random.Random(seed)
     requests, width = rng.randint(1, 6), 4
     rows = [[rng.choice([-1, 5, 99, 3, 100]) for _ in range(width)] for _ in range(requests)]
@@ -199,7 +199,7 @@ def test_next_tokens(seed):
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_drafter_s_input(seed, slots, shift):
+def test_expand_eagle_inputs(seed, slots, shift):
     rng = random.Random(seed)
     requests = rng.randint(1, 5)
     lengths = [rng.randint(1, 6) for _ in range(requests)]
@@ -250,7 +250,7 @@ def test_a_drafter_s_input(seed, slots, shift):
         assert found_mapping.tolist() == mapping
 
 
-def test_a_drafter_s_attention_gets_the_lengths_that_the_device_has():
+def test_drafter_metadata_has_exact_host_lengths():
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.spec_decode import llm_base_proposer
 

@@ -1,4 +1,4 @@
-"""Sampling on the NPU's operators: which batches they take, and what they leave in."""
+"""Top-k and top-p sampling with the fused operators: supported batches and masked logits."""
 
 import types
 
@@ -35,8 +35,8 @@ def inputs(ks, ps):
 
 
 @pytest.mark.parametrize("ks", [[1, 5, 1024, WORDS], [5, 1500, 3, WORDS]])
-def test_what_is_left_in_is_what_vllm_s_own_implementation_leaves_in(sampler, ks):
-    """Whichever of the two serves: the operator takes no k between 1024 and the vocabulary's size."""
+def test_mask_agrees_with_vllm(sampler, ks):
+    """With the operator and with the fallback: the operator does not support k between 1024 and vocab_size."""
     logits, k, p = inputs(ks, [1.0, 0.7, 0.9, 0.5])
     made = sampler(ks)
     assert made.supports(k) == (1500 not in ks)
@@ -48,7 +48,7 @@ def test_what_is_left_in_is_what_vllm_s_own_implementation_leaves_in(sampler, ks
 
 @pytest.mark.parametrize("mode", ["processed_logits", "processed_logprobs"])
 @pytest.mark.parametrize("ks", [[1, 5, 1024, WORDS], [5, 1500, 3, WORDS]])
-def test_tokens_and_processed_logits(sampler, ks, mode):
+def test_sampled_tokens_and_processed_logits(sampler, ks, mode):
     logits, k, p = inputs(ks, [1.0, 0.7, 0.9, 0.5])
     expected = apply_top_k_top_p_pytorch(logits.clone(), k, p)
     tokens, processed = sampler(ks, mode)(logits.to("npu"), {}, k.to("npu"), p.to("npu"))
@@ -56,7 +56,7 @@ def test_tokens_and_processed_logits(sampler, ks, mode):
     torch.testing.assert_close(processed.cpu(), expected if mode == "processed_logits" else expected.log_softmax(-1))
 
 
-def test_a_request_s_seed_gives_its_token_again(sampler):
+def test_request_seed_is_reproducible(sampler):
     logits, k, p = (each.to("npu") for each in inputs([WORDS, WORDS], [0.99, 0.99]))
 
     def once():

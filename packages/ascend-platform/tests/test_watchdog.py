@@ -1,4 +1,4 @@
-"""A process ends when the one that started it is gone, and a worker on another machine when rank 0's process is."""
+"""Watchdog: a process exits with its parent, and a remote worker exits with rank 0."""
 
 import itertools
 import socket
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 """
 
 
-def test_engine_core_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_engine_core_exits_with_its_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -59,11 +59,11 @@ def test_engine_core_ends_with_the_process_that_started_it(tmp_path: Path) -> No
 
 
 def said(line: str) -> str:
-    """A line that the script prints, and none of the libraries' that it loads."""
+    """A line printed by the script, without the lines of libraries."""
     return line if line[0].isdigit() or line.startswith("ready") else ""
 
 
-def test_worker_ends_with_rank_0() -> None:
+def test_worker_exits_with_rank_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-c", SCRIPT]

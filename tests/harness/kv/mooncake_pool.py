@@ -1,4 +1,4 @@
-"""Mooncake's master and a process that lends it memory, as an operator starts them; for tests and tools/check transfers."""
+"""Mooncake's master and a client that lends it memory, started as an operator starts them."""
 
 from __future__ import annotations
 

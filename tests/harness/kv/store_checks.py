@@ -1,4 +1,4 @@
-"""A pool filled by an engine that is killed, used by the next one, and requests under faults: for tools/check transfers."""
+"""A pool of KV cache: filled by an engine that is killed, loaded by the next one, and requests under faults."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def engines(chosen: list[str], requests: int) -> list[str]:
 
 
 def faults(requests: int) -> list[str]:
-    """Requests with a pool that fails on purpose, and what came of them and of the chunks; returns what is wrong."""
+    """Run requests with fault injection in the pool, and print outcomes of requests and chunks; returns what is wrong."""
     ranks = one_rank.__wrapped__()
     next(ranks)
     with tempfile.TemporaryDirectory() as directory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -19,6 +19,7 @@ from ascend_kv_connector.auth import CurveKeys
 from ascend_kv_connector.buffers import allocate_buffer, checksum
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError
+from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.paged_cache import FetchPlan, PagedCache, plan_fetches
 from ascend_kv_connector.protocol import (
     Ack,
@@ -39,9 +40,6 @@ from ascend_kv_connector.transport import Transport
 
 MAX_LAYERWISE_POLL = 0.005
 """Longest pause in seconds between fetches of a prompt that is being computed."""
-
-MAX_REMEMBERED = 4096
-"""Notifications received before their request, and requests that ended before their notification."""
 
 WHOLE_TRANSFER = -1
 """Key in ``written_until`` for the transfer as a whole, where partial results do not count."""
@@ -80,8 +78,9 @@ class Consumer:
         self._lock = threading.Lock()
         self._threads = [FetchThread(self) for _ in range(options.lanes)]
         self._stuck: list[FetchThread] = []
-        self._announced: OrderedDict[str, Source] = OrderedDict()
-        self._unannounced: OrderedDict[str, None] = OrderedDict()
+        # PrefillStarted received before the request, and requests that ended before it
+        self._announced: BoundedDict[Source] = BoundedDict()
+        self._unannounced: BoundedDict[None] = BoundedDict()
         self.server = RpcServer(self.answer, host, port, keys)
 
     def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int) -> None:
@@ -110,7 +109,7 @@ class Consumer:
             if query.request in self._unannounced:
                 self.work_queue.put(source)  # no longer needed: release it
             elif transfer is None:
-                _remember(self._announced, query.request, source)
+                self._announced[query.request] = source
             elif transfer.source is None:
                 transfer.source = source
                 self.work_queue.put(transfer)
@@ -141,7 +140,7 @@ class Consumer:
             ended = {name: transfer.outcome for name, transfer in self._transfers.items() if transfer.outcome is not None}
             for name in ended:
                 if self._transfers.pop(name).source is None:
-                    _remember(self._unannounced, name, None)
+                    self._unannounced[name] = None
         return list(ended.values())
 
     def close(self) -> None:
@@ -439,9 +438,3 @@ def _expect_chunk(answer: Reply) -> Chunk:
     if not isinstance(answer, Chunk):
         raise TransferError("mismatch", f"unexpected reply to Fetch: {type(answer).__name__}")
     return answer
-
-
-def _remember(names: OrderedDict, name: str, what: object) -> None:
-    names[name] = what
-    while len(names) > MAX_REMEMBERED:
-        names.popitem(last=False)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import TypeVar
 
 from ascend_kv_connector.errors import TransferError
 
+Value = TypeVar("Value")
+
 MAX_REMEMBERED = 4096
-"""Ended requests whose end can still be reported to a late reader."""
+"""Requests that are remembered after their end or before their start, for messages that arrive out of order."""
+
+
+class BoundedDict(dict[str, Value]):
+    """Dictionary by request id; beyond ``MAX_REMEMBERED`` entries the oldest is dropped."""
+
+    def __setitem__(self, request: str, value: Value) -> None:
+        super().__setitem__(request, value)
+        if len(self) > MAX_REMEMBERED:
+            del self[next(iter(self))]
 
 
 class NotReadyError(Exception):
@@ -66,9 +78,9 @@ class Leases:
         self._clock = clock
         self._lock = threading.Condition()
         self._live: dict[str, Lease] = {}
-        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._ended: BoundedDict[str] = BoundedDict()
         self._unreported: dict[str, str] = {}
-        self._early_releases: OrderedDict[str, tuple[set[str], int]] = OrderedDict()
+        self._early_releases: BoundedDict[tuple[set[str], int]] = BoundedDict()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -102,7 +114,6 @@ class Leases:
             del self._live[request]
             if reason:
                 self._ended[request] = reason
-                _keep_last(self._ended)
             elif lease.readers:
                 self._early_releases[request] = lease.readers, lease.expected
 
@@ -135,8 +146,8 @@ class Leases:
             lease = self._live.get(request)
             if lease is None:
                 if request not in self._ended:  # a reader gave up before the lease was granted
-                    self._early_releases.setdefault(request, (set(), readers))[0].add(reader)
-                    _keep_last(self._early_releases)
+                    released, expected = self._early_releases.get(request, (set(), readers))
+                    self._early_releases[request] = released | {reader}, expected
                 return
             lease.readers.add(reader)
             lease.expected = readers
@@ -164,9 +175,3 @@ class Leases:
     def _end(self, request: str, reason: str) -> None:
         del self._live[request]
         self._unreported[request] = self._ended[request] = reason
-        _keep_last(self._ended)
-
-
-def _keep_last(names: OrderedDict) -> None:
-    while len(names) > MAX_REMEMBERED:
-        names.popitem(last=False)

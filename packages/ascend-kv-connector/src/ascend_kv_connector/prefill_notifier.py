@@ -50,8 +50,9 @@ class PrefillNotifier:
                         clients[rank] = RpcClient(self._context, *rank, self._timeout, self._keys)
                     clients[rank].call(message, monotonic() + self._timeout)
                 except (TransferError, zmq.ZMQError) as error:
-                    said = "KV transfer of %s: cannot notify the decode instance at %s:%d: %s"
-                    extension.logger.warning(said, message.request, *rank, error)
+                    extension.logger.warning(
+                        "KV transfer of %s: cannot notify the decode instance at %s:%d: %s", message.request, *rank, error
+                    )
                     if client := clients.pop(rank, None):
                         client.close()
         for client in clients.values():

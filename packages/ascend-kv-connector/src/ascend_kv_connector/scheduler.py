@@ -170,8 +170,8 @@ class P2PScheduler:
     def _track_prefill(self, request: Any) -> None:
         """Track a prompt that a consumer waits for, when its prefill starts or restarts."""
         name = request.request_id
-        if not self._is_hybrid and name not in self._layerwise and (layerwise := self._waiting_reader(request)):
-            self._layerwise[name] = layerwise
+        if not self._is_hybrid and name not in self._layerwise and (prefill := self._waiting_reader(request)):
+            self._layerwise[name] = prefill
 
     def _waiting_reader(self, request: Any) -> LayerwisePrefill | None:
         """The prefill that a consumer waits for; None if no consumer waits."""
@@ -196,15 +196,15 @@ class P2PScheduler:
         old = scheduled.scheduled_cached_reqs
         for name, more, computed in zip(old.req_ids, old.new_block_ids, old.num_computed_tokens, strict=True):
             steps.append((name, more, computed, name in old.resumed_req_ids))
-        for name, blocks, computed, anew in steps:
-            layerwise = self._layerwise.get(name)
-            if layerwise is None or (layerwise.tokens >= layerwise.total and not anew):
+        for name, blocks, computed, resumed in steps:
+            prefill = self._layerwise.get(name)
+            if prefill is None or (prefill.tokens >= prefill.total and not resumed):
                 continue
             (own,) = blocks or ([],)
-            layerwise.blocks = list(own) if anew else layerwise.blocks + own
-            layerwise.tokens = min(layerwise.total, computed + scheduled.num_scheduled_tokens[name])
-            self._metadata.layerwise[name] = replace(layerwise)
-            layerwise.announced = True
+            prefill.blocks = list(own) if resumed else prefill.blocks + own
+            prefill.tokens = min(prefill.total, computed + scheduled.num_scheduled_tokens[name])
+            self._metadata.layerwise[name] = replace(prefill)
+            prefill.announced = True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         params, name = request.kv_transfer_params or {}, request.request_id

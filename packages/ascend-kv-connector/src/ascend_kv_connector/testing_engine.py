@@ -91,9 +91,9 @@ class Engine:
             config.compilation_config.static_forward_context[name] = SimpleNamespace(kv_cache=held, layer_name=name)
         self.worker.register_kv_caches(self.caches)
         if (handshake := self.worker.get_handshake_metadata()) is not None:
-            told = pickle.loads(pickle.dumps(handshake))
+            metadata = pickle.loads(pickle.dumps(handshake))
             assert self.scheduler.connector is not None
-            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
         self.tables: dict[str, list[list[int]]] = {}
         self.wrong: list[tuple[str, int, str]] = []
         self.ended: dict[str, tuple[str, list[int], dict[str, Any] | None]] = {}

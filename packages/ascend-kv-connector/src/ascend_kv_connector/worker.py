@@ -67,8 +67,9 @@ class P2PWorker:
         host = self._options.host or get_ip()
         shared = read_secret(self._options.secret_file)
         if rank == 0 and not shared and not is_loopback(host):
-            said = "KV connector: anyone who can reach %s can fetch KV cache; fix: set secret_file or %s"
-            extension.logger.warning(said, host, SECRET_ENV)
+            extension.logger.warning(
+                "KV connector: anyone who can reach %s can fetch KV cache; fix: set secret_file or %s", host, SECRET_ENV
+            )
         keys = CurveKeys(shared) if shared else None
         transport = self._transport = self._transport or make_transport(
             self._options.transport, host, self._options.protocol, keys
@@ -98,17 +99,17 @@ class P2PWorker:
         for request, reason in metadata.revoked.items():
             leases.revoke(request, self._options.answer_timeout, reason)
             self._progress.pop(request, None)
-        for layerwise, reason in metadata.cancelled:
+        for prefill, reason in metadata.cancelled:
             if self._notifier:
-                self._notifier.notify(layerwise.reader_ranks, PrefillCancelled(layerwise.reader, reason))
+                self._notifier.notify(prefill.reader_ranks, PrefillCancelled(prefill.reader, reason))
         self._step_tokens = {}
-        for request, layerwise in metadata.layerwise.items():
+        for request, prefill in metadata.layerwise.items():
             progress = self._progress.setdefault(request, PrefillProgress())
-            leases.track(request, layerwise.blocks, layerwise.total, progress)
-            self._step_tokens[request] = layerwise.tokens
-            if self._notifier and not layerwise.announced:
-                what = PrefillStarted(layerwise.reader, self._config.kv_transfer_config.engine_id, request, metadata.ranks)
-                self._notifier.notify(layerwise.reader_ranks, what)
+            leases.track(request, prefill.blocks, prefill.total, progress)
+            self._step_tokens[request] = prefill.tokens
+            if self._notifier and not prefill.announced:
+                what = PrefillStarted(prefill.reader, self._config.kv_transfer_config.engine_id, request, metadata.ranks)
+                self._notifier.notify(prefill.reader_ranks, what)
 
     def save_kv_layer(self, layer: str) -> None:
         """Record that this step's tokens of a layer are ready once the current stream reaches this point."""
