@@ -85,7 +85,7 @@ def test_peer_that_dies_without_another_strategy_is_a_clear_error(result: dict[s
         ("other weights", "its weights differ: checkpoint: the peer has "),
         ("other dtype", "its weights differ: dtype: the peer has bfloat16, this engine float16"),
         ("other quantization", "quantization: the peer has ascend, this engine None"),
-        ("quantized sharded state", "--load-format sharded_state is served with weights that are not quantized: "),
+        ("quantized sharded state", "--load-format sharded_state supports unquantized weights: "),
         ("asleep", "the peer refused: the engine is asleep or not ready"),
     ],
 )

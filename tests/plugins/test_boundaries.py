@@ -176,10 +176,10 @@ def test_use_of_other_names_is_found(tmp_path: Path) -> None:
     (tmp_path / "plugin_of_somebody").mkdir()
     (tmp_path / "plugin_of_somebody" / "__init__.py").write_text(
         "from ascend_platform import extension, host\nimport ascend_platform.cli.main\n"
-        "def register():\n    extension.configure({})\n    extension.join('somebody', 'somebody')\n"
+        "def register():\n    extension.requirements.declared('x')\n    extension.join('somebody', 'somebody')\n"
     )
     assert crossings(tmp_path)[0] == [
         "plugin_of_somebody: ascend_platform.cli.main.",
         "plugin_of_somebody: ascend_platform.host",
-        "plugin_of_somebody: extension.configure",
+        "plugin_of_somebody: extension.requirements",
     ]

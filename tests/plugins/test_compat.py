@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_platform import extension
 from ascend_platform.compat import SHIMS
+from ascend_platform.components import COMPONENTS
 from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping
 from harness import checkout
 from packaging.requirements import Requirement
@@ -28,7 +28,7 @@ def admitted(distribution: str) -> SpecifierSet:
 def shims() -> list[Any]:
     """Every shim of every wheel that has a compat module."""
     found = []
-    for distribution in extension.COMPONENTS:
+    for distribution in COMPONENTS:
         module = f"{distribution.replace('-', '_')}.compat"
         if importlib.util.find_spec(module):
             for name, shim in importlib.import_module(module).SHIMS.items():
@@ -36,7 +36,7 @@ def shims() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("distribution", extension.COMPONENTS)
+@pytest.mark.parametrize("distribution", COMPONENTS)
 def test_wheels_are_for_the_versions_that_the_suite_runs_on(distribution: str) -> None:
     lowest, highest = MINORS[0], MINORS[-1]
     major, _, minor = highest.partition(".")

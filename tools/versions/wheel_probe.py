@@ -50,9 +50,9 @@ def plugins() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def states() -> dict[str, str]:
-    from ascend_platform import extension
+    from ascend_platform.components import COMPONENTS, registry
 
-    return {name: extension.state(name) for name in extension.COMPONENTS}
+    return {name: registry.state(name) for name in COMPONENTS}
 
 
 def registered(order: list[str]) -> object:

@@ -110,7 +110,7 @@ def _list(given: argparse.Namespace) -> int:
     taken: list[Patch] = []
     rows = []
     for each in discover():
-        why = off or ("disabled by VLLM_ASCEND_DISABLE_PATCHES" if each.name in disabled else "")
+        why = off or ("listed in VLLM_ASCEND_DISABLE_PATCHES" if each.name in disabled else "")
         why = why or each.obstacle(version, extension.module_source(each.module))
         if not why and (other := next((other for other in taken if other.overlaps(each)), None)):
             why = f"target {each.target} is patched by {other.name} already"
