@@ -36,7 +36,7 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "much", "8 apples", "GiB"])
 def test_no_sizes(text):
-    with pytest.raises(ValueError, match="write it as 8GiB"):
+    with pytest.raises(ValueError, match="use a form such as 8GiB"):
         parse_size(text)
 
 

@@ -57,7 +57,7 @@ def test_the_table_sums_up(trace, capsys):
     (row,) = [line.split() for line in out.splitlines() if "aclnnMatmul" in line]
     assert row[:3] == ["operator", "aclnnMatmul", "3"]
     assert float(row[4]) == pytest.approx(3 * 2 * 256 * 512 * 128 / 1e9, abs=1e-3)
-    assert "an estimate, no measurement" in out
+    assert "an estimate, not a measurement" in out
 
 
 def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys):

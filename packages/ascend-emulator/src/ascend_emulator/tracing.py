@@ -116,6 +116,6 @@ def table(trace: Path) -> str:
         [
             *lines,
             "",
-            "Estimated times are by a roofline model, summed over streams. Graphs contain operators.",
+            "Estimated times: roofline model, summed over streams (an estimate, not a measurement). Graphs contain operators.",
         ]
     )
