@@ -69,7 +69,7 @@ def test_peer_that_dies_leaves_the_weights_of_the_next_strategy(result: dict[str
     assert result[case]["digest"] == result["default"]
     (line,) = [each for each in result[case]["said"] if "cannot load" in each]
     assert line.startswith("cannot load weights by peer: 127.0.0.1:")
-    assert line.endswith("; all weights are loaded anew by: default")
+    assert line.endswith("; falling back to: default")
     assert "the peer" in line
 
 
