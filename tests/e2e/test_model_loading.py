@@ -85,7 +85,7 @@ def test_peer_that_dies_without_another_strategy_is_a_clear_error(result: dict[s
         ("other weights", "its weights differ: checkpoint: the peer has "),
         ("other dtype", "its weights differ: dtype: the peer has bfloat16, this engine float16"),
         ("other quantization", "quantization: the peer has ascend, this engine None"),
-        ("quantized sharded state", "--load-format sharded_state is served with weights that are not quantized: "),
+        ("quantized sharded state", "--load-format sharded_state supports unquantized weights: "),
         ("asleep", "the peer refused: the engine is asleep or not ready"),
     ],
 )
@@ -104,7 +104,7 @@ def test_engine_loaded_from_a_peer_serves_other_engines_also_after_sleep(result:
 
 
 def test_weights_are_taken_from_the_same_layout_alone(tmp_path: Path) -> None:
-    """Of a mixture of experts; in data-parallel engines without expert parallelism each has another part of every expert."""
+    """A mixture of experts; data-parallel engines without expert parallelism each hold a different shard of every expert."""
     model, port = layouts.make("qwen3-moe", tmp_path), 20000 + os.getpid() % 200 * 40
     done = npus.run(2, sys.executable, str(OF_LAYOUTS), str(model), str(port), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -13,7 +13,7 @@ REQUIREMENTS = TOOLS / "environment" / "requirements.txt"
 
 
 def run_tool(script: str) -> str:
-    """What a script prints that can import the modules of tools/, in a process of its own."""
+    """Run a script in a process that can import the modules of tools/; returns its standard output."""
     done = subprocess.run([sys.executable, "-c", script], cwd=TOOLS, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
 

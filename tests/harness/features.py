@@ -42,7 +42,7 @@ def case(name: str, model: Path, ranks: int, steps: list[Any], dtype: str = "flo
 
 
 def serve(cases: list[dict[str, Any]], timeout: float = 1500, **variables: str) -> dict[str, Any]:
-    """What tests/programs/serve_features.py gives for these cases, by name."""
+    """Results of tests/programs/serve_features.py by case name."""
     ranks = max(each["ranks"] for each in cases)
     quiet = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | variables
     done = npus.run(ranks, sys.executable, str(PROGRAM), json.dumps(cases), timeout=timeout, **quiet)
@@ -53,7 +53,7 @@ def serve(cases: list[dict[str, Any]], timeout: float = 1500, **variables: str) 
 
 @functools.cache
 def reference(model: Path, adapter: Path | None = None, dtype: str = "float32") -> Any:
-    """The model with the weights as the engine has them, with an adapter or without, computing in float32."""
+    """The model with the engine's weights (rounded to dtype), computing in float32, with or without an adapter."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -66,7 +66,7 @@ def reference(model: Path, adapter: Path | None = None, dtype: str = "float32") 
 
 
 def logits(model: Any, prompt: list[int], answers: list[list[int]]) -> Any:
-    """Of answers of one length to a prompt: what each token was chosen from, ``[answers, tokens, vocabulary]``."""
+    """Logits of each token of several equally long answers to a prompt, ``[answers, tokens, vocabulary]``."""
     import torch
 
     with torch.no_grad():
@@ -74,7 +74,7 @@ def logits(model: Any, prompt: list[int], answers: list[list[int]]) -> Any:
 
 
 def distance(model: Any, prompt: list[int], answer: dict[str, Any]) -> tuple[int, float]:
-    """How many of an answer's tokens are not the model's choice, and how far log-probabilities are apart at most."""
+    """Tokens of an answer that differ from the model's argmax, and the largest log-probability difference."""
     import torch
 
     exact = logits(model, prompt, [answer["tokens"]])[0].log_softmax(-1)
@@ -120,13 +120,13 @@ def speculation(directory: Path, names: list[str], ranks: int, dtype: str = "flo
 
 
 def accepted(found: dict[str, Any]) -> tuple[int, int, int]:
-    """How often was drafted, how many tokens, and how many of them were accepted."""
+    """Number of drafts, of draft tokens, and of accepted tokens."""
     counts = found["counts"]
     return tuple(int(counts.get(name) or 0) for name in ("drafts", "draft_tokens", "accepted_tokens"))  # type: ignore[return-value]
 
 
 def compare(model: Any, asked: list[dict[str, Any]], answers: list[Any]) -> tuple[int, int, float]:
-    """Tokens, how many are not the reference's choice, and the largest difference of log-probabilities."""
+    """Number of tokens, of those that differ from the reference's argmax, and the largest log-probability difference."""
     pairs = [distance(model, request["prompt"], answer[0]) for request, answer in zip(asked, answers, strict=True)]
     return sum(len(answer[0]["tokens"]) for answer in answers), sum(one for one, _ in pairs), max(far for _, far in pairs)
 
@@ -135,7 +135,7 @@ def compare(model: Any, asked: list[dict[str, Any]], answers: list[Any]) -> tupl
 
 
 def adapters(directory: Path) -> dict[str, list[Any]]:
-    """By name, what LoRARequest takes."""
+    """Arguments of LoRARequest by adapter name."""
     model = small_models.target(directory)
     named = enumerate(small_models.ADAPTERS, 1)
     return {name: [name, number, str(small_models.adapter(model, directory, name))] for number, name in named}
@@ -220,7 +220,7 @@ def sampled(count: int, tokens: int = 2, drafts: bool = False) -> list[dict[str,
 
 
 def distribution(scores: Any, prompt: list[int], before: Any, options: dict[str, Any]) -> Any:
-    """What vLLM's documentation of SamplingParams says that tokens are drawn from: float64 ``[answers, vocabulary]``.
+    """The distribution that vLLM's documentation of SamplingParams defines, float64 ``[answers, vocabulary]``.
 
     scores: the model's logits ``[answers, vocabulary]``; before: the tokens that each answer has already, ``[answers, places]``.
     """
@@ -246,14 +246,14 @@ def distribution(scores: Any, prompt: list[int], before: Any, options: dict[str,
 
 
 def tail(statistic: float, freedom: int) -> float:
-    """The probability of a larger chi-square with this many degrees of freedom."""
+    """Survival function of the chi-square distribution."""
     import torch
 
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()))
 
 
 def chi_square(counts: list[float], expected: list[float]) -> float:
-    """The probability of counts further from what is expected; what is expected less than five times is put together."""
+    """p-value of a chi-square test; bins with fewer than five expected counts are merged."""
     pairs = sorted(zip(expected, counts, strict=True), reverse=True)
     bins, rest = [pair for pair in pairs if pair[0] >= 5], [pair for pair in pairs if pair[0] < 5]
     if sum(e for e, _ in rest) >= 5:
@@ -264,7 +264,7 @@ def chi_square(counts: list[float], expected: list[float]) -> float:
 def check_sampling(
     model: Any, requests: list[dict[str, Any]], served: list[Any], kinds: Iterable[str] = SAMPLING
 ) -> dict[str, tuple[int, int, float, float]]:
-    """By kind: how many tokens, how many of them cannot be, and the probabilities of a chi-square of the first and of all.
+    """By kind: tokens, tokens of probability zero, and p-values of chi-square tests of the first token and of all.
 
     For the latter each token becomes the place that a draw for it has in its own distribution, the likelier tokens first; where
     all is right these places are spread evenly, whatever tokens went before.
@@ -312,7 +312,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 
 
 def structured(count: int = 4) -> list[dict[str, Any]]:
-    """Requests with a grammar, and as many without, one after the other."""
+    """Requests with a grammar, each followed by one without."""
     sampling = {"temperature": 1.5, "max_tokens": 80}
     asked = []
     for number in range(count):
@@ -323,7 +323,7 @@ def structured(count: int = 4) -> list[dict[str, Any]]:
 
 
 def matches(request: dict[str, Any], text: str) -> bool:
-    """Whether an answer is what its grammar says, by a reading of our own."""
+    """Whether an answer matches its grammar, checked without xgrammar."""
     grammar = request["structured"]
     if "regex" in grammar:
         return re.fullmatch(grammar["regex"], text) is not None
@@ -344,7 +344,7 @@ def matches(request: dict[str, Any], text: str) -> bool:
 
 
 def count_matches(served: list[Any], count: int = 4) -> tuple[int, int]:
-    """How many answers with a grammar there are, and how many of them match it."""
+    """Number of answers with a grammar, and of those that match it."""
     pairs = [
         (request, answer[0]["text"]) for request, answer in zip(structured(count), served, strict=True) if "structured" in request
     ]

@@ -24,7 +24,7 @@ LENGTHS = [20, 20, 12, 40, 5, 30, 9, 70, 3, 10, 25]  # of the answers: some cros
 
 
 def serve(trace: Path, *cases: dict[str, Any]) -> list[dict[str, Any]]:
-    """What serve_graphs.py prints of each case, and all that it logs."""
+    """Results of serve_graphs.py for each case, with the log of all."""
     asked = [{"prompts": PROMPTS, "lengths": LENGTHS} | case for case in cases]
     variables: dict[str, Any] = {"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1", "ASCEND_EMULATOR_TRACE": str(trace)}
     ranks = max(case["ranks"] for case in cases)
@@ -34,7 +34,7 @@ def serve(trace: Path, *cases: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check(result: dict[str, Any]) -> None:
-    """As close to float32 as transformers is in the engine's dtype, and each choice the best up to that."""
+    """The error against float32 is that of transformers in the engine's dtype, and each token is the argmax within that error."""
     errors = [error for request in result["requests"] for error in request["errors"]]
     own = [error for request in result["requests"] for error in request["own_errors"]]
     assert sum(errors) / len(errors) < 1.5 * sum(own) / len(own)

@@ -70,7 +70,7 @@ KINDS |= {
 
 
 def make(name: str, directory: Path) -> Path:
-    """Write a kind's model there, unless it is there."""
+    """Write the model of a kind to the directory, unless it exists."""
     import torch
 
     path = directory / name.replace(" ", "-").replace(",", "")
@@ -81,7 +81,7 @@ def make(name: str, directory: Path) -> Path:
 
 
 def case(name: str, directory: Path, ranks: int, dtype: str, engine: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What serve_kinds.py is given."""
+    """Arguments of serve_kinds.py for one model."""
     kind = KINDS[name]
     asked: list[Any]
     asked, lengths = kind_models.prompts()

@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 def torchrun_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The variables that torchrun gives a rank of one machine."""
+    """Environment variables that torchrun sets for a rank on a single node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -30,9 +30,9 @@ def torchrun_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def run_ranks(what: str, ranks: int, work: Callable[[int, int], Any]) -> list[Any]:
-    """What `work(rank, port)` returns in a fork for each rank, through JSON; the port is a free one, the same for all.
+    """Run `work(rank, port)` in a fork for each rank; returns the results, passed as JSON. `port` is free, the same for all.
 
-    Where a rank fails, its traceback is printed and the program ends, with `what` in its last words.
+    If a rank fails, its traceback is printed and the program exits with a message that begins with `what`.
     """
     port = free_port()
     gc.freeze()  # what is imported: see engine_imports

@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run(names: list[str], directory: Path) -> dict[str, Any]:
-    """The counts of these cases, with a trace in this directory."""
+    """Count the launches of these cases; the trace is written to the directory."""
     cases = [{"name": name, "requests": REQUESTS, "prompt": PROMPT} | CASES[name] for name in names]
     variables: dict[str, Any] = {
         "VLLM_PLUGINS": "",
@@ -79,7 +79,7 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
 
 
 def per_layer(result: dict[str, Any]) -> dict[str, Any]:
-    """What count_launches.py prints, as one layer's part and what is outside of the layers."""
+    """The output of count_launches.py, split into one layer and all that is outside of the layers."""
     found: dict[str, Any] = {}
     for step in ("prefill", "decode"):
         fewer, more = result["fewer"][step], result["more"][step]

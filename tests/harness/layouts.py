@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str, directory: Path) -> Path:
-    """Write one of MODELS there, unless it is there."""
+    """Write one of MODELS to the directory, unless it exists."""
     import torch
     import transformers
 
@@ -108,14 +108,14 @@ def make(name: str, directory: Path) -> Path:
 
 @functools.cache
 def prompts(vocabulary: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts of 1 to 150 tokens, and how many tokens to answer with."""
+    """Prompts of 1 to 150 tokens, and the number of tokens to generate for each."""
     draw = random.Random(vocabulary)
     lengths = [1, 150, 7, 33, 64, 5]
     return [[draw.randrange(3, vocabulary) for _ in range(n)] for n in lengths], [6, 4, 8, 3, 5, 7]
 
 
 def case(name: str, model: Path, engine: dict[str, Any], *, mp: bool = False, dtype: str = "bfloat16") -> dict[str, Any]:
-    """What serve_layout.py is given: a layout under the external launcher, or under the multiprocessing executor."""
+    """Arguments of serve_layout.py: a layout under the external launcher, or under the multiprocessing executor."""
     asked, lengths = prompts(json.loads((model / "config.json").read_text())["vocab_size"])
     made: dict[str, Any] = {"name": name, "model": str(model), "prompts": asked, "lengths": lengths}
     made["engine"] = SMALL | {"dtype": dtype} | engine
@@ -128,7 +128,7 @@ def ranks(engine: dict[str, Any]) -> int:
 
 @functools.cache
 def reference(model: Path, dtype: str) -> Any:
-    """Hugging Face's model with the weights as the engine has them, computing in float32."""
+    """Hugging Face's model with the engine's weights (rounded to dtype), computing in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -67,7 +67,7 @@ def speed(directory: Path, rounds: int) -> None:
 
 
 def engines(ranks: int) -> None:
-    """Two engines of so many NPUs, one from its checkpoint and one from the other: both have transformers' tokens."""
+    """Two engines of `ranks` NPUs, the second with weights from the first, both compared with transformers."""
     program = checkout.PROGRAMS / "serve_loaded_weights.py"
     case = layouts.case("engines", layouts.ADDER, {"tensor_parallel_size": ranks} if ranks > 1 else {}, mp=True)
     done = npus.run(2 * ranks, sys.executable, str(program), json.dumps(case), str(ranks), timeout=900)

@@ -16,7 +16,7 @@ def path() -> str:
 def run(
     npus: int, *command: str, memory: str = "1GiB", timeout: float = 600, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command where this many NPUs are, output captured.
+    """Run a command with this many NPUs; output is captured.
 
     They are emulated if those of the session are; otherwise the test is skipped where there are not as many. `memory` is what
     each emulated one has; a variable with the value "" is taken out. The command can import this package.
@@ -34,12 +34,12 @@ def run(
 
 
 def results(output: str) -> list[Any]:
-    """What a program printed in lines `RESULT {json}`."""
+    """Parse the lines `RESULT {json}` of a program's output."""
     return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
 
 
 def by_name(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """What a program that went well printed in lines `RESULT {json}`, by its `name`."""
+    """Results of a program that succeeded, by their `name`."""
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return {result["name"]: result for result in results(done.stdout)}
 

@@ -52,7 +52,7 @@ KINDS = ("decode", "prefill", "mixed")
 
 @dataclass
 class Sizes:
-    """Of the cache and the heads; ``fill`` is what pages hold that belong to nobody, so that a wrong read shows."""
+    """Sizes of cache and heads; ``fill`` is the content of unused pages, so that a wrong read shows."""
 
     blocks: int
     block_size: int
@@ -64,7 +64,7 @@ class Sizes:
 
 
 class PagedBatch:
-    """Requests of so many new tokens behind so many in the cache, in pages at random places.
+    """A batch of requests, each with new tokens after cached ones, in randomly chosen pages.
 
     Attributes:
         queries, keys, values: of each request, ``[tokens, heads, head_size]`` on the host; keys and values also of tokens before.
@@ -90,7 +90,7 @@ class PagedBatch:
         self.cache = pages.view(2, sizes.blocks, size, *shape).npu()
 
     def new(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        """Of keys or values those of the new tokens, ``[tokens, kv_heads, head_size]``."""
+        """Keys or values of the new tokens, ``[tokens, kv_heads, head_size]``."""
         return torch.cat([own[before:] for own, (_, before) in zip(rows, self.requests, strict=True)])
 
     def common(self) -> Any:
@@ -116,7 +116,7 @@ class PagedBatch:
         )
 
     def run(self, backend: Any, joined: bool = False, **beyond: Any) -> torch.Tensor:
-        """The output of a backend, ``[tokens, heads, head_size]`` on the host, which writes the new tokens first.
+        """Output of a backend, ``[tokens, heads, head_size]`` on the host; the backend writes the new tokens to the cache first.
 
         ``joined``: keys and values are slices of one tensor, as a model's joint projection has them. ``beyond``: arguments of the
         implementation's constructor.
@@ -144,6 +144,6 @@ class PagedBatch:
         return KVCachePair(*self.cache)
 
     def expected(self, **options: Any) -> torch.Tensor:
-        """What :func:`reference` makes of it; its options."""
+        """The result of :func:`reference`, with its options."""
         each = zip(self.queries, self.keys, self.values, strict=True)
         return torch.cat([reference(*own, self.sizes.head_size**-0.5, **options) for own in each])

@@ -129,7 +129,7 @@ def float_model(kind: str, layers: int, directory: Path) -> Path:
 
 @functools.cache
 def calibrated(path: Path) -> tuple[dict[str, quantize.Range], dict[str, quantize.Range]]:
-    """The ranges of linear layers' inputs, and of the channels of keys and values, over this module's own texts."""
+    """Calibration: ranges of the linear layers' inputs and of the channels of keys and values, over this module's texts."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -211,7 +211,7 @@ class Reference:
                 module.forward = functools.partial(self.experts, name, module)
 
     def put(self, name: str, own: Matrix) -> None:
-        """Let a matrix have these numbers."""
+        """Replace a matrix in the reference."""
         numbers = own.numbers().float()
         base, _, last = name.rpartition(".")
         if "experts" not in name:
@@ -226,7 +226,7 @@ class Reference:
             module.gate_up_proj.data[int(expert), half] = numbers
 
     def inputs(self, name: str, x: Any) -> Any:
-        """x as a quantized matrix gets it."""
+        """Quantize and dequantize the input of a matrix."""
         own = self.of.made.matrices[name]
         if own.spec.inputs == "static":
             scale, offset = self.of.made.inputs[name]
@@ -237,7 +237,7 @@ class Reference:
         return x
 
     def experts(self, name: str, module: Any, x: Any, ids: Any, weights: Any) -> Any:
-        """Each expert in turn; transformers' own form of them has no inputs to take hold of."""
+        """Compute each expert in turn: transformers' grouped form does not expose the inputs."""
         import torch
 
         out = torch.zeros_like(x)
@@ -278,12 +278,12 @@ class Reference:
             return self.model(torch.tensor([tokens]), past_key_values=Cache(), use_cache=True).logits[0].float().log_softmax(-1)
 
     def compare(self, served: list[list[dict[str, Any]]]) -> tuple[int, float, float]:
-        """How many tokens, and how far their log-probabilities are from the reference's: at most, and on average."""
+        """Number of tokens, and the largest and average log-probability difference from the reference."""
         count, _, most, mean = layouts.distances(self.logprobs, COMMON["vocab_size"], served)
         return count, most, mean
 
     def broken(self, served: list[list[dict[str, Any]]]) -> dict[tuple[str, str], float]:
-        """Average distances when all matrices of one scheme are broken in one way."""
+        """Average differences when all matrices of one scheme are made wrong in one way."""
         found = {}
         for spec in dict.fromkeys(own.spec for own in self.of.made.matrices.values()):
             changes = {"wrong scale": wrong_scale}
@@ -316,12 +316,12 @@ class Reference:
 
 
 def wrong_scale(own: Matrix) -> Matrix:
-    """The scales are a tenth too large."""
+    """Scales that are 10 % too large."""
     return Matrix(own.spec, own.values, own.scale * 1.1, own.zero)
 
 
 def swapped_halves(own: Matrix) -> Matrix:
-    """Of each byte, the lower four bits are taken for the upper ones."""
+    """The two 4-bit values of each byte, swapped."""
     return Matrix(own.spec, own.values.unflatten(1, (-1, 2)).flip(-1).flatten(1), own.scale, own.zero)
 
 
@@ -381,7 +381,7 @@ def case(name: str, model: Model, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(model: Model, engine: dict[str, Any], timeout: float) -> dict[str, Any] | str:
-    """The engine's answers under the external launcher, or what it said last."""
+    """The engine's answers under the external launcher, or the end of its log."""
     command = [sys.executable, str(layouts.PROGRAM), json.dumps([case("one", model, engine)])]
     try:
         done = npus.run(layouts.ranks(engine), *command, timeout=timeout, OMP_NUM_THREADS="1")

@@ -21,7 +21,7 @@ def events() -> list[dict]:
 
 
 def summary(step: list[dict]) -> dict[str, Any]:
-    """Of one step: launches by name, the bytes that they move in memory and between NPUs, and how often the host waited."""
+    """One step's launches by name, bytes moved in memory and between NPUs, and number of host waits."""
     launched = [
         event for event in step if event["cat"] in ("operator", "copy", "collective") and event["name"] not in HOST_COPIES
     ]

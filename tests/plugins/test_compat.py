@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_platform import extension
 from ascend_platform.compat import SHIMS
+from ascend_platform.components import COMPONENTS
 from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping
 from harness import checkout
 from packaging.requirements import Requirement
@@ -20,7 +20,7 @@ MINORS = list(tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_t
 
 
 def admitted(distribution: str) -> SpecifierSet:
-    """The range of vLLM that an installed wheel declares."""
+    """The range of vLLM versions in an installed wheel's metadata."""
     declared = map(Requirement, importlib.metadata.requires(distribution) or [])
     return next(requirement.specifier for requirement in declared if requirement.name == "vllm")
 
@@ -28,7 +28,7 @@ def admitted(distribution: str) -> SpecifierSet:
 def shims() -> list[Any]:
     """Every shim of every wheel that has a compat module."""
     found = []
-    for distribution in extension.COMPONENTS:
+    for distribution in COMPONENTS:
         module = f"{distribution.replace('-', '_')}.compat"
         if importlib.util.find_spec(module):
             for name, shim in importlib.import_module(module).SHIMS.items():
@@ -36,7 +36,7 @@ def shims() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("distribution", extension.COMPONENTS)
+@pytest.mark.parametrize("distribution", COMPONENTS)
 def test_wheels_are_for_the_versions_that_the_suite_runs_on(distribution: str) -> None:
     lowest, highest = MINORS[0], MINORS[-1]
     major, _, minor = highest.partition(".")
@@ -58,7 +58,7 @@ def test_shim_is_used_by_the_versions_that_need_it_alone(distribution: str, shim
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_slot_mapping_with_smaller_blocks_in_the_table(splits: int) -> None:
-    """The slot mapping of 0.31, whose table may be of smaller blocks than the KV cache has."""
+    """The slot mapping kernel of 0.31, whose block table may use smaller blocks than the KV cache."""
     size, positions, table = 16, [5, 40, 41, 42], [[7, 3, 9, 1], [2, 8, 4, 6]]  # one request decodes, one brings three tokens
     slots = torch.zeros(8, dtype=torch.int64, device="npu")
     mapping = SHIMS["slot_mapping_kernel"].function(compute_slot_mapping)

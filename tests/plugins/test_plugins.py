@@ -19,14 +19,14 @@ points = {point.name: point for point in entry_points(group="vllm.general_plugin
 for name in sys.argv[1:] * 2:
     assert points[name].load()() is None
 loaded = {name.partition(".")[0] for name in sys.modules}
-from ascend_platform import extension
-states = {name: extension.state(name) for name in extension.COMPONENTS if name != "ascend-platform"}
+from ascend_platform.components import COMPONENTS, registry
+states = {name: registry.state(name) for name in COMPONENTS if name != "ascend-platform"}
 print(json.dumps([sorted(loaded & {"torch", "torch_npu", "vllm", "numpy"}), states]))
 """
 
 
 def register(order: list[str], **variables: str) -> tuple[list[str], dict[str, str]]:
-    """Heavy modules that were imported, and each component's state, after `register()` of each was called twice."""
+    """Heavy modules in sys.modules, and each component's state, after two calls of each `register()`."""
     environ = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "VLLM_VERSION")}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *order], env=environ | variables, capture_output=True, text=True, check=True
@@ -44,13 +44,13 @@ def test_register_in_any_order_twice(order: list[str]) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.30.9", "0.99.0"])
-def test_all_stand_aside_of_another_vllm(version: str) -> None:
+def test_all_are_disabled_with_an_unsupported_vllm(version: str) -> None:
     heavy, states = register(PLUGINS, VLLM_VERSION=version)
     assert heavy == []
     for name, state in states.items():
         (declared,) = (it for it in importlib.metadata.requires(name) or [] if it.startswith("vllm"))
         of_source = f"VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm '{declared}'"
-        assert state == f"standing aside: it needs {declared} and found {version}; run: {of_source}"
+        assert state == f"disabled: requires {declared}, found {version}; fix: {of_source}"
 
 
 def test_every_component_has_features() -> None:

@@ -38,7 +38,7 @@ HANDLER = Lines()
 
 
 def said() -> list[str]:
-    """What the loader has logged since this was last asked, without the table."""
+    """Lines that the loader has logged since the last call, without the table."""
     if HANDLER not in extension.logger.handlers:
         extension.logger.addHandler(HANDLER)  # vLLM, configuring its logging, takes away what others have added
     found = [line.partition("\n")[0] for line in LINES if "weights" in line]
@@ -47,7 +47,7 @@ def said() -> list[str]:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of all that a model has, also of what processing has made of its weights."""
+    """SHA-256 of a model's state, including what post-processing has made of its weights."""
     made = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         made.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -76,7 +76,7 @@ def attempt(model: Path, extra: dict[str, Any], **engine: Any) -> dict[str, Any]
 
 
 def sharded(model: Path) -> dict[str, Any]:
-    """What vLLM's load format for sharded states makes of what it has saved."""
+    """Save and load a sharded state with vLLM's load format."""
     directory = model.with_name(f"{model.name}-sharded")
     directory.mkdir()
     for path in model.glob("*.json"):

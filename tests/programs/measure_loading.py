@@ -31,7 +31,7 @@ CONNECTIONS = 4
 
 
 class Loader(PeerModelLoader):
-    """With parameters that have been written to: the first write to an emulated NPU's memory is a page fault of the host's."""
+    """Touches the parameters first: the first write to an emulated NPU's memory is a page fault of the host."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         for each in model.parameters():

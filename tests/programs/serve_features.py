@@ -42,7 +42,7 @@ def read(request: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams, LoRAR
 
 
 def generate(engine: LLM, requests: list[dict[str, Any]]) -> list[Any]:
-    """Of each request, for each of its `n` answers: tokens, text, and the log-probabilities of the tokens if asked for."""
+    """For each request and each of its `n` answers: tokens, text, and log-probabilities if requested."""
     prompts, params, adapters = map(list, zip(*map(read, requests), strict=True))
     served = engine.generate(prompts, params, lora_request=adapters, use_tqdm=False)
     return [[answer(each) for each in output.outputs] for output in served]

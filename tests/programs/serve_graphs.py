@@ -56,7 +56,7 @@ def graphs_launched() -> int:
 
 
 def take_streams(count: int) -> list[Any]:
-    """That many captured graphs, each of which holds a stream."""
+    """Capture `count` graphs, each of which holds a stream."""
     x, stream, graphs = torch.ones(1, device="npu"), torch.npu.Stream(), []
     for _ in range(count):
         graphs.append(torch.npu.NPUGraph())
@@ -97,7 +97,7 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 def play(case: dict[str, Any], rank: int, port: int) -> dict[str, Any] | None:
-    """What one rank does; the first also compares."""
+    """The work of one rank; the first also compares with transformers."""
     os.environ.update(launcher.torchrun_variables(rank, case["ranks"], port))
     torch.set_num_threads(1)
     result = serve(case)

@@ -77,7 +77,7 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def play(case: dict[str, Any]) -> list[Any]:
-    """What each rank answers."""
+    """The answers of each rank."""
     options = {name: case["engine"][name] for name in ("max_model_len", "runner") if name in case["engine"]}
     AsyncEngineArgs(case["model"], **options).create_model_config()  # vLLM looks at the model's class in a process, once
 

@@ -32,12 +32,12 @@ OPTIONS = {"cpu_bytes_to_use": 200 << 20, "answer_timeout": 2, "transfer_timeout
 
 
 def instance(pipe: Connection, model: str, devices: str, transfer: dict[str, Any] | None, engine: dict[str, Any]) -> None:
-    """Serve batches that come by the pipe until it says stop."""
+    """Serve batches from the pipe until "stop"."""
     serve_kv_transfer.serve(pipe, model, devices, transfer, {"disable_log_stats": False} | engine, {"chunks": chunks})
 
 
 def chunks(llm: Any) -> dict[str, int]:
-    """By tier and outcome, as the metrics have them."""
+    """Chunk counts of the metrics, by outcome and tier."""
     found = {}
     for metric in llm.get_metrics():
         if metric.name == "vllm:ascend_store_chunks":
@@ -91,7 +91,7 @@ class Instance:
 
 
 def requests(phase: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Of prompts of 1 to 600 tokens, a third of which begin as others do."""
+    """Requests with prompts of 1 to 600 tokens, a third of which share a prefix."""
     prompts = serve_kv_transfer.prompts(count, seed)
     return [{"name": f"{phase}-{number}", "prompt": prompt, "length": 8} for number, prompt in enumerate(prompts)]
 
@@ -174,7 +174,7 @@ def run(case: dict[str, Any], pool: Any, disk: str) -> dict[str, Any]:
 
 
 def damage(pool: Any, disk: str) -> None:
-    """A bit of every second file, and a half of every fourth."""
+    """Flip a bit in every second file, and truncate every fourth to half."""
     for number, file in enumerate(sorted(Path(disk).rglob("*.kv"))):
         data = bytearray(file.read_bytes())
         if number % 4 == 0:

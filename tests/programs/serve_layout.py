@@ -37,7 +37,7 @@ def answer(completion: Any) -> dict[str, Any]:
 
 
 def attention_and_experts(engine: LLM) -> list[str]:
-    """What the engine's layers compute with, and how the tokens of experts travelled."""
+    """Implementations of the engine's attention and MoE layers, and the all-to-all backends that were used."""
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     kinds = {type(getattr(layer, "impl", None) or layer._quant_method).__name__ for layer in layers}
     group = parallel_state._EP  # with dense models there is none
@@ -71,7 +71,7 @@ def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]:
-    """What each rank's `work` returns, with the variables of torchrun."""
+    """Run `work` on each rank, with torchrun's environment variables; returns the results."""
     AsyncEngineArgs(case["model"], **COMMON).create_model_config()  # vLLM looks at the model's class in a process, once
 
     def one(rank: int, port: int) -> Any:

@@ -29,7 +29,7 @@ def reference(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> t
 
 
 def compare(model: torch.nn.Module, rough: torch.nn.Module, prompt: list[int], output: object) -> dict:
-    """How far the engine's log-probabilities are from the reference, and how far Hugging Face is in the engine's own dtype."""
+    """Log-probability errors of the engine, and of Hugging Face in the engine's dtype, against float32."""
     tokens = list(output.token_ids)
     rows, chosen = torch.arange(len(tokens)), torch.tensor(tokens)
     exact = reference(model, prompt, tokens)

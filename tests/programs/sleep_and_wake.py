@@ -21,7 +21,7 @@ PROMPTS = [TokensPrompt(prompt_token_ids=[3 + (7 * i + j) % 500 for j in range(5
 
 
 def measure(worker: Any) -> dict:
-    """Bytes: used on the worker's NPU, and of the storages of weights and KV cache."""
+    """Bytes used on the worker's NPU, and held by the storages of weights and KV cache."""
     torch.npu.synchronize()
     free, total = torch.npu.mem_get_info()
     weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in worker.model_runner.get_model().parameters()}

@@ -97,7 +97,7 @@ class Case:
         return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
 
     def engines(self) -> int:
-        """How many data-parallel engines have answered."""
+        """Number of data-parallel engines that have served requests."""
         with self.get("/metrics") as answer:
             counts = re.findall(r'^vllm:request_success_total{engine="(\d+)".* (\S+)$', answer.read().decode(), re.MULTILINE)
         return len({engine for engine, count in counts if float(count)})
@@ -131,7 +131,7 @@ class Case:
         return {"killed": len(victims), "said": said, "answered": time.monotonic() - began} | self.end(began, shared)
 
     def end(self, began: float, shared: set[str]) -> dict[str, Any]:
-        """What is left when all has ended that should, or after a while."""
+        """Processes, shared memory and files that are left after the shutdown, or after a timeout."""
         while time.monotonic() - began < GONE and self.left():
             time.sleep(0.1)
         return {
@@ -143,7 +143,7 @@ class Case:
         }
 
     def files(self) -> list[str]:
-        """What is left in the temporary directories of the machines that live, besides a cache of torch's."""
+        """Files left in the temporary directories of the surviving machines, except torch's cache."""
         living = [self.temporary(number) for number in range(len(self.running)) if number != self.case["kill"]]
         found = [path.name for directory in living for path in directory.iterdir()]
         return sorted(name for name in found if not name.startswith("torchinductor"))
@@ -172,7 +172,7 @@ def title(process: psutil.Process) -> str:
 
 
 def below() -> list[psutil.Process]:
-    """Every process below this one that is alive, in the order of starting."""
+    """All live descendants of this process, in the order of starting."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

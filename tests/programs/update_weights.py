@@ -24,7 +24,7 @@ TRAINER, WORKERS = 0, 1
 
 
 class Client:
-    """What vLLM's trainers call (``VLLMWeightSyncClient``), carried out by the process at the other end."""
+    """The client that vLLM's trainers call (``VLLMWeightSyncClient``), executed by the process at the other end of the pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe

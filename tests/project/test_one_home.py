@@ -1,22 +1,22 @@
-"""Facts that product code states in one module each."""
+"""Facts that product code states in one module each, and the vocabulary of its messages."""
 
 import ast
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
+from harness import checkout
 
-PACKAGES = Path(__file__).parents[2] / "packages"
+SOURCES = sorted(path for path in checkout.ROOT.glob("packages/*/src") if path.parent.name != "ascend-emulator")
 CHIP = re.compile(r"Ascend ?(910|950|310)|910_9|910B|310P|Atlas A[23]")
+OTHER_WORDS = re.compile(r"; run: |to cure it|stand(s|ing) aside")
 
 
 def strings(tree: ast.Module) -> Iterator[str]:
     """String constants other than docstrings."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            node.value.value = ""  # a docstring
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield node.value
 
 
@@ -24,17 +24,38 @@ def names_a_chip(tree: ast.Module) -> bool:
     return any(CHIP.search(text) for text in strings(tree))
 
 
+def reads_vllm_plugins(tree: ast.Module) -> bool:
+    return "VLLM_PLUGINS" in strings(tree)
+
+
+def reads_requirements(tree: ast.Module) -> bool:
+    attributes = any(isinstance(node, ast.Attribute) and node.attr == "requires" for node in ast.walk(tree))
+    return attributes or "Requires-Dist" in strings(tree)
+
+
 HOMES: dict[str, tuple[str, Callable[[ast.Module], bool]]] = {
     "chip names": ("ascend_platform/chips.py", names_a_chip),
+    "VLLM_PLUGINS": ("ascend_platform/components/plugin_filter.py", reads_vllm_plugins),
+    "declared requirements": ("ascend_platform/components/requirements.py", reads_requirements),
 }
+
+
+def parsed() -> Iterator[tuple[str, ast.Module]]:
+    for source in SOURCES:
+        for path in sorted(source.rglob("*.py")):
+            yield str(path.relative_to(source)), ast.parse(path.read_text())
 
 
 @pytest.mark.parametrize("fact", HOMES)
 def test_fact_has_one_home(fact: str) -> None:
     home, states = HOMES[fact]
-    found = []
-    for source in sorted(package / "src" for package in PACKAGES.iterdir() if package.name != "ascend-emulator"):
-        for path in sorted(source.rglob("*.py")):
-            if states(ast.parse(path.read_text())):
-                found.append(str(path.relative_to(source)))
-    assert found == [home]
+    assert [path for path, tree in parsed() if states(tree)] == [home]
+
+
+def test_messages_say_disabled_and_fix() -> None:
+    assert [(path, text) for path, tree in parsed() for text in strings(tree) if OTHER_WORDS.search(text)] == []
+
+
+def test_docstrings_are_not_looked_at() -> None:
+    tree = ast.parse('"""On Ascend910B1."""\nNAME = "Ascend310P3"\ndef f():\n    """For Atlas A2."""\n')
+    assert [*strings(tree)] == ["Ascend310P3"]

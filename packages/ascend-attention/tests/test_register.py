@@ -3,13 +3,14 @@
 from importlib.metadata import entry_points
 
 from ascend_platform import extension
+from ascend_platform.components import registry, slots
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 
 def test_entry_point_offers_the_fused_attention(monkeypatch):
-    for name in ("_states", "_offers"):
-        monkeypatch.setattr(extension, name, {})
+    monkeypatch.setattr(registry, "_statuses", {})
+    monkeypatch.setattr(slots, "_offers", {})
     (entry_point,) = entry_points(group="vllm.general_plugins", name="ascend_attention")
     register = entry_point.load()
     register()
@@ -21,10 +22,10 @@ def test_entry_point_offers_the_fused_attention(monkeypatch):
 
 
 def test_disabled_with_another_vllm(monkeypatch):
-    for name in ("_states", "_offers"):
-        monkeypatch.setattr(extension, name, {})
+    monkeypatch.setattr(registry, "_statuses", {})
+    monkeypatch.setattr(slots, "_offers", {})
     monkeypatch.setenv("VLLM_VERSION", "0.99")
     (entry_point,) = entry_points(group="vllm.general_plugins", name="ascend_attention")
     entry_point.load()()
-    assert extension.state("ascend-attention").startswith("standing aside: it needs vllm")
+    assert extension.state("ascend-attention").startswith("disabled: requires vllm")
     assert extension.offered("attention.dense") is None

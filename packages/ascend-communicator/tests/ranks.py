@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ascend_communicator.pyhccl import PyHcclCommunicator
-from ascend_platform import extension
+from ascend_platform.components.options import configure
 from harness import launcher
 from torch.distributed import ReduceOp
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
@@ -268,7 +268,7 @@ def play(rank: int, port: int) -> dict[str, Any]:
 
 def options(rank: int) -> dict[str, Any]:
     """New groups, one with options, in which a rank waits for the other until the timeout."""
-    extension.configure({"ascend": {"communicator": {"groups": {"dp": {"buffer_size": 64, "exec_timeout": 3}}}}})
+    configure({"ascend": {"communicator": {"groups": {"dp": {"buffer_size": 64, "exec_timeout": 3}}}}})
     parallel_state.initialize_model_parallel(backend="hccl")
     groups = {"dp": parallel_state.get_dp_group(), "ep": parallel_state.get_ep_group()}
     given = {

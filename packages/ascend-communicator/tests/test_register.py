@@ -4,6 +4,7 @@ from importlib.metadata import entry_points
 
 import pytest
 from ascend_platform import extension
+from ascend_platform.components import registry, slots
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -12,8 +13,8 @@ BASE = "vllm.distributed.device_communicators.base_device_communicator.DeviceCom
 
 @pytest.fixture(autouse=True)
 def nothing_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_states", "_offers"):
-        monkeypatch.setattr(extension, name, {})
+    monkeypatch.setattr(registry, "_statuses", {})
+    monkeypatch.setattr(slots, "_offers", {})
 
 
 def test_entry_point_offers_the_communicator() -> None:
@@ -31,5 +32,5 @@ def test_disabled_with_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_VERSION", "0.99")
     (entry_point,) = entry_points(group="vllm.general_plugins", name="ascend_communicator")
     entry_point.load()()
-    assert extension.state("ascend-communicator").startswith("standing aside: it needs vllm")
+    assert extension.state("ascend-communicator").startswith("disabled: requires vllm")
     assert current_platform.get_device_communicator_cls() == BASE

@@ -6,6 +6,7 @@ import pytest
 from ascend_kv_connector import CONNECTORS
 from ascend_kv_connector.config import Options
 from ascend_platform import extension
+from ascend_platform.components import registry, slots
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -58,8 +59,8 @@ def test_unsupported_kv_caches_are_refused() -> None:
 
 
 def test_entry_point_registers_all_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_states", "_offers"):
-        monkeypatch.setattr(extension, name, {})
+    monkeypatch.setattr(registry, "_statuses", {})
+    monkeypatch.setattr(slots, "_offers", {})
     monkeypatch.setattr(KVConnectorFactory, "_registry", {})
     (entry_point,) = entry_points(group="vllm.general_plugins", name="ascend_kv_connector")
     register = entry_point.load()

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from ascend_model_loader import FORMATS, options
 from ascend_platform import extension
+from ascend_platform.components import registry, slots
 from ascend_platform.config import load_format
 from vllm.config.load import LoadConfig
 
 
 @pytest.fixture(autouse=True)
 def nothing_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_states", "_offers"):
-        monkeypatch.setattr(extension, name, {})
+    monkeypatch.setattr(registry, "_statuses", {})
+    monkeypatch.setattr(slots, "_offers", {})
     monkeypatch.delenv(options.SECRET_ENV, raising=False)
 
 
@@ -37,9 +38,7 @@ def test_entry_point_registers_format_and_platform_validates_options(name: str) 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_format_is_refused_without_the_wheel(name: str) -> None:
-    with pytest.raises(
-        extension.RefusedError, match=rf"^--load-format {name} is ascend-model-loader's, which is .*; install it, and"
-    ):
+    with pytest.raises(extension.RefusedError, match=rf"^--load-format {name} needs ascend-model-loader, which is .*"):
         load_format.check(LoadConfig(load_format=name))
 
 
@@ -49,7 +48,7 @@ def test_vllm_formats_are_unaffected(name: str) -> None:
 
 
 def test_sharded_state_with_quantization_is_refused() -> None:
-    with pytest.raises(extension.RefusedError, match=r"^--load-format sharded_state is served with weights that are not q"):
+    with pytest.raises(extension.RefusedError, match=r"^--load-format sharded_state supports unquantized weights"):
         load_format.check(LoadConfig(load_format="sharded_state"), True)
 
 
@@ -62,7 +61,7 @@ def test_register_imports_no_heavy_modules() -> None:
 def test_disabled_with_unsupported_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_VERSION", "0.99")
     join()
-    assert extension.state("ascend-model-loader").startswith("standing aside: it needs vllm")
+    assert extension.state("ascend-model-loader").startswith("disabled: requires vllm")
 
 
 def test_report_table_has_a_row_per_phase() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_platform import extension
+from ascend_platform.components import slots
 from harness import npus
 from harness.weights.peers import as_bytes, room, weights
 
@@ -85,12 +85,12 @@ def test_unavailable_transport_is_reported(serving: Any, transport: str, said: s
 
 def test_missing_mooncake_is_reported(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Exception, match=r"^by mooncake: Mooncake's transfer engine is not installed; run: pip install mooncake"):
+    with pytest.raises(Exception, match=r"^by mooncake: Mooncake's transfer engine is not installed; fix: pip install mooncake"):
         serving().fetch(room(), transport="mooncake")
 
 
 def test_missing_hccl_link_is_reported(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(extension._offers, "hccl.link", raising=False)
+    monkeypatch.delitem(slots._offers, "hccl.link", raising=False)
     served = serving(device="npu")
     served.device = torch.device("npu", 0)
     with pytest.raises(Exception, match=r"^by hccl: transport hccl needs ascend-communicator, which is "):

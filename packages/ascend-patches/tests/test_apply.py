@@ -127,7 +127,7 @@ def test_switched_off_by_the_environment(patched):
 
 
 def test_switched_off_by_the_configuration_in_this_process_and_its_children(patched):
-    configure = "from ascend_platform import extension; import os; take = extension.configure\n"
+    configure = "from ascend_platform.components import options; import os; take = options.configure\n"
     off = "take({'ascend': {'patches': {'disable': ['p.one']}}}); print(os.environ['VLLM_ASCEND_DISABLE_PATCHES'])\n"
     on = "take({}); print('VLLM_ASCEND_DISABLE_PATCHES' in os.environ)\n"
     assert patched.run(ENTER + PRINT + configure + off + PRINT + on + PRINT) == ("11\np.one\n1\nFalse\n11", "")
@@ -138,16 +138,14 @@ def test_switched_off_by_the_configuration_in_this_process_and_its_children(patc
     [("['p.won']", "'p.won', which is no patch; did you mean 'p.one'?"), ("'p.one'", "must be a list of names, not 'p.one'")],
 )
 def test_configuration_that_is_wrong_is_refused(patched, disable, said):
-    configure = "from ascend_platform import extension\ntry:\n"
-    configure += (
-        f"    extension.configure({{'ascend': {{'patches': {{'disable': {disable}}}}}}})\nexcept ValueError as e: print(e)"
-    )
+    configure = "from ascend_platform.components import options\ntry:\n"
+    configure += f"    options.configure({{'ascend': {{'patches': {{'disable': {disable}}}}}}})\nexcept ValueError as e: print(e)"
     out, _ = patched.run(ENTER + configure)
     assert said in out
 
 
 def test_filtered_by_vllm_plugins(patched):
-    platform = "from ascend_platform import extension; extension.enter('platform')\n"
+    platform = "from ascend_platform.components import scopes; scopes.enter('platform')\n"
     assert patched.run(platform + PRINT)[0] == "11"
     for names, result in {"ascend": "1", "ascend,p": "1", "ascend,ascend_patches": "1", "ascend_patches,p": "11"}.items():
         patched.variables["VLLM_PLUGINS"] = names
@@ -162,7 +160,7 @@ def test_file_that_cannot_be_read_is_one_line_and_the_others_serve(patched):
 
 
 def test_names_of_processes_are_as_vllm_gives_them(world):
-    show = "import multiprocessing as m; from ascend_platform.extension import scopes_here\n"
+    show = "import multiprocessing as m; from ascend_platform.components.scopes import scopes_here\n"
     for name in ("MainProcess", "EngineCore", "EngineCore_DP1", "VllmWorker-0", "ApiServer_0"):
         show += f"m.current_process().name = '{name}'; print(*scopes_here())\n"
     assert world.run(show)[0].split() == ["platform", "engine", "engine", "worker", "platform"]

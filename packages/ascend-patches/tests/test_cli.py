@@ -34,7 +34,7 @@ def test_list_says_what_applies_and_why_not(world, command):
     world.variables["VLLM_ASCEND_DISABLE_PATCHES"] = "p.a"
     assert "p.a: disabled" in command("list")[1]
     (first,) = (each for each in json.loads(command("list", "--json")[1]) if each["name"] == "p.a")
-    assert (first["state"], first["why"]) == ("disabled", "disabled by VLLM_ASCEND_DISABLE_PATCHES")
+    assert (first["state"], first["why"]) == ("disabled", "listed in VLLM_ASCEND_DISABLE_PATCHES")
 
 
 def test_check_reads_a_given_vllm_and_fails_when_it_has_drifted(world, command, tmp_path):

@@ -1,7 +1,7 @@
-"""The doctor, and its two companions, in processes of their own on machines broken for real.
+"""``vllm-ascend doctor``, ``plugins`` and ``env`` in separate processes, in environments with real faults.
 
-What is broken is an environment variable, a distribution's metadata found first on PYTHONPATH, a linker path, a limit of the
-process, or a file system mounted for it.
+The faults are environment variables, distribution metadata found first on PYTHONPATH, linker paths, process limits and mounted
+file systems.
 """
 
 import json
@@ -22,7 +22,7 @@ SOURCES = str(Path(ascend_platform.__file__).parents[1])
 
 
 def run(*arguments, before=(), flags=(), path=(), **variables):
-    """A `vllm-ascend` command with directories put in front of the module path and variables added to a clean environment."""
+    """Run a `vllm-ascend` command with directories prepended to the module path and variables added to a clean environment."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(CLEAN)}
     environ["PYTHONPATH"] = os.pathsep.join([*map(str, path), SOURCES, environ.get("PYTHONPATH", "")])
     command = [*before, sys.executable, *flags, *CLI, *arguments]
@@ -30,7 +30,7 @@ def run(*arguments, before=(), flags=(), path=(), **variables):
 
 
 def examine(*arguments, **broken):
-    """Exit status and lines of the doctor: (category, title) to (state, found, fix)."""
+    """The doctor's exit status and results: (category, title) to (state, found, fix)."""
     done = run("doctor", "--json", *arguments, **broken)
     assert done.stderr == ""
     report = json.loads(done.stdout)
@@ -64,7 +64,7 @@ def installed(tmp_path):
     return install
 
 
-def test_a_sound_machine_passes():
+def test_all_checks_pass():
     status, lines = examine()
     assert failing(lines) == {}
     assert status == 0
@@ -85,7 +85,7 @@ def test_without_cann():
         "driver",
         "NPUs",
         "CANN",
-        "libraries torch_npu links against",
+        "libraries that torch_npu links against",
         "operators (libopapi)",
         "libhccl.so",
     ]
@@ -93,7 +93,7 @@ def test_without_cann():
     assert "install the NPU driver" in found["driver"][1]
     assert found["NPUs"][0] == "none found"
     for name in ("libascendcl.so", "libhccl.so", "libge_runner.so"):
-        assert name in found["libraries torch_npu links against"][0]
+        assert name in found["libraries that torch_npu links against"][0]
     for title in list(found)[2:]:
         assert "source its set_env.sh" in found[title][1]
 
@@ -105,15 +105,15 @@ def test_with_one_library_of_cann_missing(tmp_path):
     status, lines = examine(LD_LIBRARY_PATH=str(tmp_path))
     assert status == 1
     assert {title: found for title, (found, _) in failing(lines).items()} == {
-        "libraries torch_npu links against": "not found: libge_runner.so"
+        "libraries that torch_npu links against": "not found: libge_runner.so"
     }
 
 
 @pytest.mark.parametrize(("variable", "title"), [("ASCEND_HOME_PATH", "CANN"), ("ASCEND_OPP_PATH", "ASCEND_OPP_PATH")])
-def test_with_a_path_of_cann_that_is_not_there(variable, title):
+def test_cann_paths_that_do_not_exist(variable, title):
     status, lines = examine(**{variable: "/no/such/place"})
     assert status == 1
-    assert "/no/such/place is not there" in failing(lines)[title][0]
+    assert "/no/such/place does not exist" in failing(lines)[title][0]
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ def test_visible_devices(listed, state, says, fix):
 
 
 def test_another_torch_npu(installed):
-    """Its metadata, found first, is what a check at load reads."""
+    """The check at load reads the metadata that is found first."""
     status, lines = examine(path=[installed("torch-npu", "2.7.1", ["torch==2.7.1"])])
     assert status == 1
     found = failing(lines)
-    assert found["what ascend-platform requires"][0].endswith("and found 2.7.1")
-    assert found["what ascend-platform requires"][1].startswith("pip install 'torch-npu")
-    assert found["what torch-npu requires"][1] == "pip install 'torch==2.7.1'"
-    assert "standing aside" in found["ascend of ascend-platform 0.1.0"][0]
+    assert found["requirements of ascend-platform"][0].endswith(", found 2.7.1")
+    assert found["requirements of ascend-platform"][1].startswith("pip install 'torch-npu")
+    assert found["requirements of torch-npu"][1] == "pip install 'torch==2.7.1'"
+    assert "disabled" in found["ascend of ascend-platform 0.1.0"][0]
 
 
 def test_another_vllm_by_metadata_and_the_variable_that_overrides_it(installed):
@@ -157,38 +157,38 @@ def test_another_vllm_by_metadata_and_the_variable_that_overrides_it(installed):
     ours = ", ".join(
         f"ascend-{name}" for name in ("platform", "attention", "communicator", "kv-connector", "model-loader", "patches")
     )
-    reason, fix = found[f"what {ours} require"]
+    reason, fix = found[f"requirements of {ours}"]
     assert "found 0.18.0" in reason
     of_source = "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm 'vllm"
     assert fix.startswith(of_source)
-    reason, fix = bad(lines)["vLLM's torch"]
-    assert reason == "vLLM asks for torch==2.10.0 and found 2.13.0+cpu"
-    assert re.match(of_source + r"\S+' torch==2\.13\.0, or leave it if Compatibility lists this pair", fix)
+    reason, fix = bad(lines)["torch for vLLM"]
+    assert reason == "vLLM requires torch==2.10.0, found 2.13.0+cpu"
+    assert re.match(of_source + r"\S+' torch==2\.13\.0, or ignore this if Compatibility lists this pair", fix)
     status, lines = examine(path=path, VLLM_VERSION="0.32.0")
     assert status == 0
-    assert lines["versions", "VLLM_VERSION"][1] == "'0.32.0' stands for the installed 0.18.0"
+    assert lines["versions", "VLLM_VERSION"][1] == "'0.32.0' replaces the version of the installed vLLM (0.18.0)"
 
 
 @pytest.mark.parametrize("version", ["0.18.0", "main"])
-def test_an_overriding_version_that_does_not_fit_or_is_none(version):
+def test_vllm_version_that_is_unsupported_or_invalid(version):
     status, lines = examine(VLLM_VERSION=version)
     assert status == 1
     assert {fix for _, fix in failing(lines).values()} == {"unset VLLM_VERSION"}
 
 
 def test_metadata_without_its_package(tmp_path):
-    """torch_npu's metadata is there and its files are not: this environment, linked but for these, without start-up files."""
+    """torch_npu's metadata without its files: links to this environment except for these, without start-up files."""
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if entry.name != "torch_npu" and (not entry.name.startswith("ascend_") or entry.name.startswith("ascend_platform-")):
             (tmp_path / entry.name).symlink_to(entry)
     status, lines = examine(flags=["-S"], path=[tmp_path])
     assert status == 1
     assert failing(lines)["torch-npu"][1] == "pip install --force-reinstall --no-deps torch-npu"
-    assert failing(lines)["libraries torch_npu links against"][0] == "torch_npu is not installed"
+    assert failing(lines)["libraries that torch_npu links against"][0] == "torch_npu is not installed"
 
 
-def test_with_nothing_but_the_platform(tmp_path):
-    """No torch, torch_npu, vLLM, rich or sibling: the doctor runs and names what is not there."""
+def test_with_the_platform_only(tmp_path):
+    """Without torch, torch_npu, vLLM, rich and other components the doctor runs and names what is missing."""
     site = Path(sysconfig.get_path("purelib"))
     for name in (
         "packaging",
@@ -207,10 +207,10 @@ def test_with_nothing_but_the_platform(tmp_path):
         assert (done.returncode, done.stderr) == (0, "")
 
 
-# Plugins and the other wheel
+# Plugins and vllm-ascend
 
 
-def test_the_incumbent_is_installed_too(installed):
+def test_vllm_ascend_is_installed_too(installed):
     points = "[vllm.platform_plugins]\nascend = vllm_ascend:register\n[vllm.general_plugins]\n"
     points += "ascend_kv_connector = vllm_ascend:a\nascend_model = vllm_ascend:b\n"
     directory = installed("vllm-ascend", "0.18.0", points=points)
@@ -218,13 +218,13 @@ def test_the_incumbent_is_installed_too(installed):
     status, lines = examine(path=[directory])
     assert status == 1
     found = failing(lines)
-    assert found["vllm-ascend, the other NPU plugin"][1] == "pip uninstall -y vllm-ascend"
+    assert found["vllm-ascend"][1] == "pip uninstall -y vllm-ascend"
     shadowed = {title: fix for title, (reason, fix) in found.items() if "has a plugin of the same name" in reason}
     assert [title.split()[0] for title in shadowed] == ["ascend", "ascend_kv_connector"]
     assert set(shadowed.values()) == {"pip uninstall -y vllm-ascend"}
 
 
-def test_another_wheel_with_our_name_another_platform_and_a_lost_module(installed):
+def test_shadowed_plugin_another_platform_and_a_missing_module(installed):
     points = "[vllm.general_plugins]\nascend_attention = other:register\nlost = no_such_module:register\n"
     directory = installed("other-wheel", "1.0", points=points + "[vllm.platform_plugins]\nother = other:register\n")
     (directory / "other.py").write_text("")
@@ -237,17 +237,17 @@ def test_another_wheel_with_our_name_another_platform_and_a_lost_module(installe
     assert lines["plugins", "other, another platform"][0] == "warn"
 
 
-def test_a_component_that_stands_aside(installed):
+def test_a_disabled_component(installed):
     points = "[vllm.general_plugins]\nascend_attention = ascend_attention:register\n"
     directory = installed("ascend-attention", "9.0", ["ascend-platform>=9"], points)
     status, lines = examine(path=[directory])
     assert status == 1
     found, fix = failing(lines)["ascend_attention of ascend-attention 9.0"]
-    assert found.startswith("standing aside: it needs ascend-platform>=9 and found 0.1.0")
+    assert found.startswith("disabled: requires ascend-platform>=9, found 0.1.0")
     assert fix == "pip install 'ascend-platform>=9'"
 
 
-def test_metadata_that_cannot_be_read_becomes_a_line_that_names_the_check(installed):
+def test_invalid_metadata_fails_the_check(installed):
     status, lines = examine(path=[installed("ascend-attention", "9.0", ["!! no requirement"])])
     assert status == 1
     assert failing(lines)["versions"][0].startswith("could not be checked: InvalidRequirement")
@@ -255,7 +255,7 @@ def test_metadata_that_cannot_be_read_becomes_a_line_that_names_the_check(instal
     assert lines["triton", "triton"][0] == "ok"
 
 
-def test_another_wheel_adds_a_check_and_one_that_raises_is_a_line(installed):
+def test_checks_of_other_wheels_and_one_that_raises(installed):
     points = "[vllm_ascend.checks]\nfruit = fruit:check\nrotten = fruit:raises\nlost = no_such_module:check\n"
     directory = installed("fruit", "1.0", points=points)
     lines = ["def check(options):", "    yield 'apple', 'warn', 'has a worm', 'cut it'", "def raises(options):", "    1 / 0"]
@@ -283,7 +283,7 @@ def test_two_tritons(installed):
     ("value", "state", "says", "fix"),
     [
         ("", "fail", "no plugin load", "unset VLLM_PLUGINS"),
-        ("ascend, ascend_attention", "fail", "blanks", "export VLLM_PLUGINS=ascend,ascend_attention"),
+        ("ascend, ascend_attention", "fail", "spaces", "export VLLM_PLUGINS=ascend,ascend_attention"),
         ("ascend_attention", "fail", "leaves out ascend", "export VLLM_PLUGINS=ascend,ascend_attention"),
         (
             "ascend,ascend_atention",
@@ -302,12 +302,12 @@ def test_plugin_names(value, state, says, fix):
     assert says in line[1]
 
 
-def test_a_component_that_is_filtered_out_is_told_apart_from_the_platform():
+def test_filtered_component_is_a_warning_and_filtered_platform_a_failure():
     status, lines = examine(VLLM_PLUGINS="ascend")
     assert status == 0
     names = "ascend_attention, ascend_communicator, ascend_kv_connector, ascend_model_loader, ascend_patches"
-    cure = f"export VLLM_PLUGINS=ascend,{names.replace(', ', ',')}"
-    assert lines["plugins", "filtered out by VLLM_PLUGINS"] == ("warn", names, cure)
+    fix = f"export VLLM_PLUGINS=ascend,{names.replace(', ', ',')}"
+    assert lines["plugins", "filtered out by VLLM_PLUGINS"] == ("warn", names, fix)
     assert lines["plugins", "lora_hf_hub_resolver of vllm 0.32.0+empty"][0] == "ok"
     status, lines = examine(VLLM_PLUGINS="ascend_attention")
     assert status == 1
@@ -344,8 +344,8 @@ def test_variables_that_nothing_reads():
     ("variable", "value", "state", "says"),
     [
         ("HCCL_IF_IP", "127.0.0.1", "ok", "127.0.0.1"),
-        ("HCCL_IF_IP", "203.0.113.1", "fail", "no address of this machine"),
-        ("VLLM_HOST_IP", "here", "fail", "no address"),
+        ("HCCL_IF_IP", "203.0.113.1", "fail", "not an address of this machine"),
+        ("VLLM_HOST_IP", "here", "fail", "not an IP address"),
         ("HCCL_SOCKET_IFNAME", "lo", "ok", "lo: lo"),
         ("HCCL_SOCKET_IFNAME", "=l", "fail", "no such interface"),
         ("HCCL_SOCKET_IFNAME", "l", "ok", "l: lo"),
@@ -363,10 +363,10 @@ def test_interfaces(variable, value, state, says):
 # Disk, memory, configuration
 
 
-def test_model_cache_that_cannot_be_written():
+def test_model_cache_that_is_not_writable():
     status, lines = examine(HF_HOME="/dev/null/models")
     assert status == 0
-    assert "/dev/null/models/hub cannot be written" in bad(lines)["model cache"][0]
+    assert "/dev/null/models/hub is not writable" in bad(lines)["model cache"][0]
 
 
 def test_small_disk_and_shared_memory(tmp_path):
@@ -395,7 +395,7 @@ def test_little_memory():
         ('{"ascend": {"atention": {}}}', "fail", "no key 'atention'", "correct the key (did you mean 'attention'?)"),
         ('{"ascend": {"attention": {"fast": 1}}}', "fail", "no key 'fast'", "correct the key (known: none)"),
         ('{"ascend": 1}', "fail", "must be an object", "correct the value"),
-        ("{'ascend': {}}", "fail", "no JSON", "in single quotes"),
+        ("{'ascend': {}}", "fail", "not valid JSON", "in single quotes"),
         ("[]", "fail", "not an object", "--additional-config"),
     ],
 )
@@ -407,17 +407,17 @@ def test_additional_config(given, state, says, fix):
     assert fix in line[2]
 
 
-def test_keys_of_additional_config_that_are_another_plugins():
+def test_keys_of_additional_config_for_other_plugins():
     status, lines = examine("--additional-config", '{"ascend_scheduler_config": {}}')
     assert status == 0
-    assert bad(lines)["--additional-config, 'ascend_scheduler_config'"][0] == "nothing here reads this key"
+    assert bad(lines)["--additional-config, 'ascend_scheduler_config'"][0] == "no installed wheel of ours reads this key"
 
 
 # The commands
 
 
 @pytest.mark.parametrize("command", ["doctor", "plugins", "env"])
-def test_commands_import_nothing_heavy(command):
+def test_commands_import_no_heavy_modules(command):
     script = f"import sys\nfrom ascend_platform.cli.main import main\nmain([{command!r}, '--json'])\n"
     script += "print(sorted({'torch', 'torch_npu', 'vllm', 'numpy', 'rich'} & {*sys.modules}), file=sys.stderr)"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCES, os.environ.get("PYTHONPATH", "")])}
@@ -429,7 +429,7 @@ def test_commands_import_nothing_heavy(command):
 def test_plain_in_a_pipe_and_pretty_on_a_terminal():
     done = run("doctor", VLLM_TARGET_DEVICE="cpu")
     assert done.returncode == 1
-    assert "  FAIL VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU; to cure it: unset VLLM_TARGET_DEVICE\n" in done.stdout
+    assert "  FAIL VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU; fix: unset VLLM_TARGET_DEVICE\n" in done.stdout
     assert "\x1b" not in done.stdout
     environ = {**os.environ, "VLLM_TARGET_DEVICE": "cpu", "TERM": "xterm-256color", "COLUMNS": "60"}
     environ["PYTHONPATH"] = os.pathsep.join([SOURCES, environ.get("PYTHONPATH", "")])
@@ -440,16 +440,16 @@ def test_plain_in_a_pipe_and_pretty_on_a_terminal():
         try:
             while more := os.read(ours, 65536):
                 shown += more
-        except OSError:  # how the end of a pseudo-terminal shows itself
+        except OSError:  # end of a pseudo-terminal
             pass
     os.close(ours)
     assert process.returncode == 1
     assert "\N{CHECK MARK} NPUs: 1 Ascend910B1".encode() in shown
     assert b"\x1b[" in shown
-    assert "\N{BALLOT X} VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU; to cure it: unset VLLM_TARGET_DEVICE".encode() in shown
+    assert "\N{BALLOT X} VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU; fix: unset VLLM_TARGET_DEVICE".encode() in shown
 
 
-def test_plugins_lists_each_with_what_becomes_of_it():
+def test_plugins_lists_states():
     done = run("plugins", "--json", VLLM_PLUGINS="ascend,ascend_patches")
     assert done.returncode == 0
     plugins = {plugin["name"]: plugin for plugin in json.loads(done.stdout)["plugins"]}
@@ -466,10 +466,10 @@ def test_plugins_lists_each_with_what_becomes_of_it():
     assert plugins["ascend_attention"]["state"] == "off"
     table = run("plugins", VLLM_PLUGINS="ascend,ascend_patches").stdout
     (line,) = [line for line in table.splitlines() if line.startswith("ascend_attention ")]
-    assert line.endswith("run: export VLLM_PLUGINS=ascend,ascend_patches,ascend_attention")
+    assert line.endswith("; fix: export VLLM_PLUGINS=ascend,ascend_patches,ascend_attention")
 
 
-def test_env_tells_versions_and_hides_secrets():
+def test_env_shows_versions_and_hides_secrets():
     done = run("env", "--json", HF_TOKEN="hf_1234", VLLM_PLUGINS="ascend")
     found = json.loads(done.stdout)
     assert found["npu"]["npus"] == "1"

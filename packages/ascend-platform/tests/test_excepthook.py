@@ -1,4 +1,4 @@
-"""`vllm serve` where it cannot serve, or not as was meant: what a user sees last, or first, is one line with what to do."""
+"""`vllm serve` in broken environments: the last line, or a line at the start, names the problem and the fix."""
 
 import os
 import socket
@@ -10,12 +10,13 @@ import pytest
 from ascend_platform.cli import excepthook
 
 VLLM = str(Path(sys.executable).parent / "vllm")
+NO_DEVICE = "vLLM found no device: Ascend platform not activated:"
 ADDER = str(Path(__file__).parents[3] / "tools" / "models" / "adder")
 
 
 @pytest.fixture
 def installed(tmp_path):
-    """Installs a distribution's metadata, and perhaps a module, in a directory for PYTHONPATH, and returns the directory."""
+    """Installs a distribution's metadata, and optionally a module, in a directory for PYTHONPATH, and returns the directory."""
 
     def install(name, version, requires=(), module=None):
         info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -32,7 +33,7 @@ def installed(tmp_path):
 
 
 def vllm(*arguments, **variables):
-    """Exit status and standard error's lines of vLLM's command."""
+    """Run vLLM's command; return its exit status and the lines of standard error."""
     removed = ("VLLM_PLUGINS", "VLLM_VERSION", "VLLM_TARGET_DEVICE", "VLLM_LOGGING_LEVEL", "PYTHONPATH")
     env = {name: value for name, value in os.environ.items() if name not in removed} | {"HF_HUB_OFFLINE": "1"} | variables
     done = subprocess.run([VLLM, *arguments], env=env, capture_output=True, text=True, timeout=400)
@@ -56,15 +57,24 @@ def ends(status_and_lines):
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"VLLM_VERSION": "0.99.0"}, ("vLLM found no device: it needs vllm", "and found 0.99.0; run: VLLM_TARGET_DEVICE=empty")),
+        (
+            {"VLLM_VERSION": "0.99.0"},
+            (
+                f"{NO_DEVICE} requires vllm",
+                ", found 0.99.0; fix: VLLM_TARGET_DEVICE=empty",
+            ),
+        ),
         (
             {"VLLM_PLUGINS": "ascend_attention"},
             ("VLLM_PLUGINS: 'ascend_attention' leaves out ascend, without which vLLM", "=ascend,"),
         ),
-        ({"VLLM_PLUGINS": " ascend"}, ("VLLM_PLUGINS: ' ascend' has blanks", "to cure it: export VLLM_PLUGINS=ascend")),
-        ({"ASCEND_RT_VISIBLE_DEVICES": "7"}, ("vLLM found no device: no NPU is visible with ASCEND_RT_VISIBLE", "npu-smi info")),
+        ({"VLLM_PLUGINS": " ascend"}, ("VLLM_PLUGINS: ' ascend' has spaces", "fix: export VLLM_PLUGINS=ascend")),
+        (
+            {"ASCEND_RT_VISIBLE_DEVICES": "7"},
+            (f"{NO_DEVICE} no NPU is visible with ASCEND_RT_VISIBLE", "npu-smi info"),
+        ),
     ],
-    ids=["another vLLM", "plugin filtered out", "blanks in the filter", "no device"],
+    ids=["another vLLM", "plugin filtered out", "spaces in the filter", "no device"],
 )
 def test_without_a_platform(variables, said):
     line = ends(serve(**variables))
@@ -77,22 +87,23 @@ def test_port_in_use():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         line = ends(serve("--host", "127.0.0.1", "--port", str(port)))
-    assert line == f"port {port} is in use by another process (on 127.0.0.1); end that, or choose another with --port"
+    fix = "end that process, or choose another port with --port"
+    assert line == f"port {port} is in use by another process (on 127.0.0.1); fix: {fix}"
 
 
 @pytest.mark.slow
 def test_another_torch_npu(installed):
     line = ends(serve(PYTHONPATH=installed("torch-npu", "2.12.0")))
-    assert line.startswith("vLLM found no device: it needs torch-npu")
-    assert "and found 2.12.0; run: pip install 'torch-npu" in line
+    assert line.startswith(f"{NO_DEVICE} requires torch-npu")
+    assert ", found 2.12.0; fix: pip install 'torch-npu" in line
 
 
 def test_a_torch_npu_for_another_torch_that_cannot_be_loaded(installed):
     module = "raise ImportError('libtorch_npu.so: undefined symbol: _ZN3c10')"
     line = ends(serve(PYTHONPATH=installed("torch-npu", "2.12.0", ["torch==2.12.0"], module)))
     assert line == (
-        "torch_npu 2.12.0 cannot be loaded (libtorch_npu.so: undefined symbol: _ZN3c10): it needs torch==2.12.0 and found "
-        "2.13.0+cpu; run: pip install 'torch==2.12.0'"
+        "torch_npu 2.12.0 cannot be loaded (libtorch_npu.so: undefined symbol: _ZN3c10): requires torch==2.12.0, found "
+        "2.13.0+cpu; fix: pip install 'torch==2.12.0'"
     )
 
 
@@ -111,33 +122,33 @@ def test_a_wrong_key_of_the_configuration():
 
 
 @pytest.mark.slow
-def test_what_is_not_served_and_the_traceback_that_can_be_had():
+def test_refused_feature_and_its_traceback_with_debug_logging():
     options = ("--cpu-offload-gb", "1")
-    assert "without weight offloading; these come later" in ends(serve(*options))
+    assert "does not support weight offloading yet" in ends(serve(*options))
     status, lines = serve(*options, VLLM_LOGGING_LEVEL="DEBUG")
     assert status == 1
     assert "Traceback (most recent call last):" in lines
-    assert "without weight offloading" in lines[-1]
+    assert "does not support weight offloading" in lines[-1]
 
 
-def test_vllm_sent_to_a_cpu_that_it_has_no_kernels_for():
+def test_target_device_cpu_without_cpu_kernels():
     status, lines = serve(VLLM_TARGET_DEVICE="cpu")
     assert (status, len(lines)) == (1, 1)
     assert lines[0].startswith("ascend-platform: VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU, for which this vLLM has no")
-    assert lines[0].endswith("run: unset VLLM_TARGET_DEVICE")
+    assert lines[0].endswith("; fix: unset VLLM_TARGET_DEVICE")
 
 
-def test_two_tritons_and_a_variable_for_building_are_a_line_each_and_the_command_goes_on(installed):
+def test_two_tritons_and_target_device_are_warnings(installed):
     installed("triton", "3.9.0")
     status, lines = vllm("--version", PYTHONPATH=installed("triton-ascend", "3.2.0"), VLLM_TARGET_DEVICE="empty")
     assert status == 0
     assert [line for line in lines if line.startswith("ascend-platform: ")] == [
-        "ascend-platform: VLLM_TARGET_DEVICE: 'empty' is for building vLLM alone; to cure it: unset VLLM_TARGET_DEVICE",
-        "ascend-platform: triton: triton 3.9.0 and triton-ascend 3.2.0 overwrite each other's files; to cure it: "
+        "ascend-platform: VLLM_TARGET_DEVICE: 'empty' is only for building vLLM; fix: unset VLLM_TARGET_DEVICE",
+        "ascend-platform: triton: triton 3.9.0 and triton-ascend 3.2.0 overwrite each other's files; fix: "
         "pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend==3.2.0",
     ]
 
 
 def test_suffix_without_its_library():
     error = ImportError("Arctic Inference is required for suffix decoding. Install via `pip install arctic-inference==0.1.1`.")
-    assert excepthook.explain(error).endswith("run: pip install 'ascend-platform[suffix]'")
+    assert excepthook.explain(error).endswith("; fix: pip install 'ascend-platform[suffix]'")

@@ -1,4 +1,4 @@
-"""Joining, offering and configuring, against real distribution metadata in a directory on sys.path."""
+"""Registration, slots and options of components, with real distribution metadata in a directory on sys.path."""
 
 import inspect
 from enum import Enum
@@ -6,19 +6,22 @@ from pathlib import Path
 
 import pytest
 from ascend_platform import extension
+from ascend_platform.components import COMPONENTS, options, registry, slots
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    for name in ("_states", "_offers", "_options", "_given", "_configured"):
-        monkeypatch.setattr(extension, name, {})
+    monkeypatch.setattr(registry, "_statuses", {})
+    monkeypatch.setattr(slots, "_offers", {})
+    for name in ("_defaults", "_given", "_listeners"):
+        monkeypatch.setattr(options, name, {})
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.delenv("VLLM_VERSION", raising=False)
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Installs a distribution's metadata where importlib.metadata finds it first."""
+    """Installs a distribution's metadata so that importlib.metadata finds it first."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def install(name, version="1.0", requires=()):
@@ -30,7 +33,7 @@ def installed(tmp_path, monkeypatch):
     return install
 
 
-def test_component_whose_requirements_hold_becomes_active_once(installed):
+def test_component_with_met_requirements_is_active_and_set_up_once(installed):
     installed("wheel-a", requires=["packaging>=1", "no-such-thing; extra == 'more'", "no-such-thing; python_version < '3'"])
     calls = []
     extension.join("wheel-a", "ascend_a", lambda: calls.append(1), note="no features")
@@ -46,14 +49,14 @@ def test_component_whose_requirements_hold_becomes_active_once(installed):
         ("no-such-thing>=2", ["no-such-thing>=2", "not installed", "pip install 'no-such-thing>=2'"]),
     ],
 )
-def test_component_whose_requirement_fails_stands_aside_in_one_line(installed, lines, requirement, said):
+def test_component_with_unmet_requirement_is_disabled(installed, lines, requirement, said):
     installed("wheel-a", requires=[requirement])
-    extension.join("wheel-a", "ascend_a", lambda: pytest.fail("set up although its requirement does not hold"))
+    extension.join("wheel-a", "ascend_a", lambda: pytest.fail("set up with an unmet requirement"))
     ((level, line),) = lines
     assert level == "WARNING"
-    assert "wheel-a 1.0 is standing aside" in line
+    assert "wheel-a 1.0 disabled: requires " in line
     assert all(part in line for part in said)
-    assert extension.state("wheel-a").startswith("standing aside: ")
+    assert extension.state("wheel-a").startswith("disabled: ")
 
 
 def test_setup_that_raises_does_not_reach_vllm(installed, lines):
@@ -72,7 +75,7 @@ def test_vllm_version_overrides_the_installed_one(installed, monkeypatch, overri
     assert (extension.unmet("wheel-a") == "") is holds
 
 
-def test_slot_goes_to_one_implementation():
+def test_slot_has_one_implementation():
     assert extension.offered("attention.dense") is None
     extension.offer("attention.dense", "a.B")
     extension.offer("attention.dense", "a.B")
@@ -82,33 +85,33 @@ def test_slot_goes_to_one_implementation():
 
 
 def test_summary_names_every_component_with_its_state(installed, monkeypatch):
-    for name in extension.COMPONENTS:
+    for name in COMPONENTS:
         installed(name, requires=["packaging<1"] if name == "ascend-patches" else [])
     monkeypatch.setenv("VLLM_PLUGINS", "ascend,ascend_attention,ascend_patches, ascend_model_loader")
-    for name, entry_point in extension.COMPONENTS.items():
+    for name, entry_point in COMPONENTS.items():
         if name in ("ascend-platform", "ascend-attention", "ascend-patches"):
             extension.join(name, entry_point)
-    parts = extension.summary("fused").split(" | ")
+    parts = registry.summary("fused").split(" | ")
     assert parts[1] == "platform 1.0 active"
     assert parts[2] == "attention 1.0 active"
     assert parts[3] == "communicator 1.0 off (filtered out by VLLM_PLUGINS)"
     assert parts[5].startswith("model-loader 1.0 off (VLLM_PLUGINS has a space")
-    assert parts[6].startswith("patches 1.0 standing aside: it needs packaging<1")
+    assert parts[6].startswith("patches 1.0 disabled: requires packaging<1")
     assert parts[7] == "attention: fused"
     assert f"torch-npu {extension.version('torch-npu')}" in parts[8]
-    assert "\n" not in extension.summary("fused")
+    assert "\n" not in registry.summary("fused")
 
 
-def test_component_that_is_not_there_is_not_installed(monkeypatch):
-    monkeypatch.setitem(extension.COMPONENTS, "ascend-nothing", "ascend_nothing")
+def test_missing_component_is_not_installed(monkeypatch):
+    monkeypatch.setitem(COMPONENTS, "ascend-nothing", "ascend_nothing")
     assert extension.state("ascend-nothing") == "not installed"
 
 
 def test_options_are_defaults_under_what_is_given():
     extension.join("wheel-a", "ascend_a", options={"size": 1, "name": "x"})
-    extension.configure({"ascend": {"a": {"size": 2}}, "other": 1})
+    options.configure({"ascend": {"a": {"size": 2}}, "other": 1})
     assert extension.config("a") == {"size": 2, "name": "x"}
-    extension.configure({})
+    options.configure({})
     assert extension.config("a") == {"size": 1, "name": "x"}
 
 
@@ -124,11 +127,11 @@ def test_options_are_defaults_under_what_is_given():
 def test_unknown_option_is_refused_with_the_nearest_known(given, said):
     extension.join("wheel-a", "ascend_a", options={"size": 1})
     with pytest.raises(ValueError, match=said):
-        extension.configure({"ascend": given})
+        options.configure({"ascend": given})
 
 
 def test_interface_is_the_recorded_one():
-    """What siblings rely on. An addition raises API_VERSION's second number, any other change its first; then record it."""
+    """An addition raises API_VERSION's second number, any other change its first; then update the record."""
     record = Path(__file__).parent / f"extension_{extension.API_VERSION}.txt"
     found = []
     for name in sorted(extension.__all__):
@@ -156,33 +159,33 @@ def test_interface_is_the_recorded_one():
         ("0.9", "wheel-a"),
     ],
 )
-def test_component_written_for_another_interface_stands_aside(installed, lines, api, upgrade):
+def test_component_for_an_incompatible_interface_is_disabled(installed, lines, api, upgrade):
     assert extension.API_VERSION == "1.4"
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", api=api)
     if upgrade is None:
         assert (extension.state("wheel-a"), lines) == ("active", [])
         return
-    said = f"it was written for version {api} of ascend_platform.extension and found 1.4; run: pip install --upgrade {upgrade}"
-    assert extension.state("wheel-a") == f"standing aside: {said}"
-    assert lines == [("WARNING", f"wheel-a 1.0 is {extension.state('wheel-a')}")]
+    said = f"written for version {api} of ascend_platform.extension, found 1.4; fix: pip install --upgrade {upgrade}"
+    assert extension.state("wheel-a") == f"disabled: {said}"
+    assert lines == [("WARNING", f"wheel-a 1.0 {extension.state('wheel-a')}")]
 
 
-def test_interface_that_has_grown_serves_what_was_written_before(installed, monkeypatch):
-    monkeypatch.setattr(extension, "API_VERSION", "1.5")
+def test_later_minor_version_of_the_interface_is_compatible(installed, monkeypatch):
+    monkeypatch.setattr(registry, "API_VERSION", "1.5")
     for name, api in {"wheel-a": "1.0", "wheel-b": "1.5", "wheel-c": "1.6"}.items():
         installed(name)
         extension.join(name, name, api=api)
-    assert [extension.state(f"wheel-{letter}").partition(":")[0] for letter in "abc"] == ["active", "active", "standing aside"]
+    assert [extension.state(f"wheel-{letter}").partition(":")[0] for letter in "abc"] == ["active", "active", "disabled"]
 
 
-def test_argument_of_a_later_interface_does_not_raise(installed, lines):
+def test_unknown_argument_of_join_does_not_raise(installed, lines):
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", lambda: pytest.fail("set up"), api="1.0", colour="green")
-    assert extension.state("wheel-a").startswith("standing aside: ascend_platform.extension.join takes no colour; run: pip")
+    assert extension.state("wheel-a").startswith("disabled: ascend_platform.extension.join takes no colour; fix: pip")
     installed("wheel-b")
     extension.join("wheel-b", "ascend_b", lambda: pytest.fail("set up"), api="one")
-    assert extension.state("wheel-b").startswith("standing aside: ValueError")
+    assert extension.state("wheel-b").startswith("disabled: ValueError")
 
 
 def test_attention_refuses_what_it_has_not():

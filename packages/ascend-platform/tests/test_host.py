@@ -1,4 +1,4 @@
-"""What is told of the machine, against torch_npu, and against drivers that misbehave, compiled for the test."""
+"""Facts of the machine compared with torch_npu, and with faulty drivers that are compiled for the tests."""
 
 import os
 import shutil
@@ -73,7 +73,7 @@ LISTING = """
 @pytest.mark.parametrize(
     ("listed", "nodes"), [(None, [3, 0, 1]), ("0,2", [3, 1]), ("1", [0]), ("2,7", [1]), ("1,0", None), ("", None), ("7", None)]
 )
-def test_numa_nodes_of_the_npus_that_can_be_used(tmp_path, monkeypatch, listed, nodes):
+def test_numa_nodes_of_visible_npus(tmp_path, monkeypatch, listed, nodes):
     for bus, node in (("0000:c1:00.0", "3"), ("0000:01:00.0", "0"), ("0000:9d:00.0", "1")):
         (tmp_path / bus).mkdir()
         (tmp_path / bus / "numa_node").write_text(f"{node}\n")
@@ -81,18 +81,18 @@ def test_numa_nodes_of_the_npus_that_can_be_used(tmp_path, monkeypatch, listed, 
         monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", listed)
-    none = ([], "npu-smi names no NPU that can be used with its place on the PCI bus")
+    none = ([], "npu-smi info shows no visible NPU with its PCI address")
     assert host.numa_nodes(tmp_path, LISTING) == (none if nodes is None else (nodes, ""))
 
 
-def test_numa_nodes_that_nothing_tells_have_a_reason(tmp_path, monkeypatch):
+def test_unknown_numa_nodes_have_a_reason(tmp_path, monkeypatch):
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
-    assert host.numa_nodes(tmp_path, LISTING) == ([], "the kernel does not tell the NUMA node of the NPU at 0000:C1:00.0")
+    assert host.numa_nodes(tmp_path, LISTING) == ([], "the kernel does not know the NUMA node of the NPU at 0000:C1:00.0")
     (tmp_path / "0000:c1:00.0").mkdir()
     (tmp_path / "0000:c1:00.0" / "numa_node").write_text("-1\n")
-    assert host.numa_nodes(tmp_path, LISTING) == ([], "the kernel does not tell the NUMA node of the NPU at 0000:C1:00.0")
+    assert host.numa_nodes(tmp_path, LISTING) == ([], "the kernel does not know the NUMA node of the NPU at 0000:C1:00.0")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert host.numa_nodes()[1].startswith("npu-smi does not tell where the NPUs are (")
+    assert host.numa_nodes()[1].startswith("npu-smi info failed (")
     smi = tmp_path / "npu-smi"
     smi.write_text("#!/bin/sh\nexit 3\n")
     smi.chmod(0o755)

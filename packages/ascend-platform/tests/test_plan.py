@@ -1,4 +1,4 @@
-"""Sizes against the models that transformers builds, estimates against what has been published for real NPUs."""
+"""Sizes compared with models that transformers builds, estimates with figures published for real NPUs."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def test_the_page_has_what_was_published_and_what_is_estimated():
 
 
 def test_chips_are_those_of_the_emulator():
-    """Two files, as the product never imports the emulator; what both say is the same."""
+    """Both packages have these figures, as the product never imports the emulator."""
     emulated = tomllib.loads((resources.files("ascend_emulator") / "chips.toml").read_text())
     common = emulated.pop("all")
     assert emulated.keys() == chips.FIGURES.keys()
@@ -109,7 +109,7 @@ def test_chips_are_those_of_the_emulator():
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("npus", [1, 2, 6, 16])
-def test_layouts_are_legal_and_hold_all_weights(name, npus):
+def test_layouts_are_valid_and_hold_all_weights(name, npus):
     sizes = sizes_of(CONFIGS[name])
     found = list(estimate.layouts(sizes, npus))
     assert len(set(found)) == len(found)
@@ -122,18 +122,18 @@ def test_layouts_are_legal_and_hold_all_weights(name, npus):
         assert bool(one.obstacle) == (one.tokens_per_second == 0)
 
 
-def test_a_cache_holds_what_is_said():
-    """By hand: Qwen3-8B on one 64 GiB NPU, 16 bits: 36 layers of 2 x 8 x 128 elements a token."""
+def test_kv_cache_capacity_by_hand():
+    """Qwen3-8B on one 64 GiB NPU with 16 bits: 36 layers of 2 x 8 x 128 elements per token."""
     sizes = sizes_of(CONFIGS["Qwen3-8B"])
     one = estimate.estimate(sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load())
-    room = 64 * 2**30 * 0.92 - 2 * sizes.parameters - 3 * 2**30
-    assert one.kv_tokens == int(room / (36 * 2 * 8 * 128 * 2))
+    cache = 64 * 2**30 * 0.92 - 2 * sizes.parameters - 3 * 2**30
+    assert one.kv_tokens == int(cache / (36 * 2 * 8 * 128 * 2))
     half = estimate.estimate(sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load(kv_bytes=1))
     assert half.kv_tokens == pytest.approx(2 * one.kv_tokens, abs=2)
 
 
 def test_bytes_sent_by_hand():
-    """TP2: two all-reduces a layer, in each of which half a row goes out twice."""
+    """TP2: two all-reduces per layer, each of which sends half a row twice."""
     sizes = sizes_of(CONFIGS["Qwen3-8B"])
     load, chip = estimate.Load(), chips.FIGURES["Ascend910B1"]
     assert estimate.estimate(sizes, chip, estimate.Layout(1, 1, 1), load).sent == 0
@@ -165,7 +165,7 @@ def test_command(saved, capsys):
     speeds = [float(line.split()[-4]) for line in lines[3:-1]]
     assert len(speeds) == 6
     assert speeds == sorted(speeds, reverse=True)
-    assert lines[-1].startswith("estimates from published figures, no measurements; best: vllm serve")
+    assert lines[-1].startswith("estimated from published figures, not measured; best: vllm serve")
     assert main.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [round(one["tokens_per_second"]) for one in told["layouts"]] == speeds
@@ -174,31 +174,31 @@ def test_command(saved, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--soc", "H100", "--npus", "1"], "chip 'H100' is not known; give --soc, one of: Ascend910B1"),
+        (["--soc", "H100", "--npus", "1"], "unknown chip 'H100'; fix: --soc with one of: Ascend910B1"),
         (
             ["--soc", "Ascend910B4", "--npus", "1", "--input", "200000"],
-            "does not fit on 1 Ascend910B4: the layout with the least",
+            "does not fit on 1 Ascend910B4: the smallest layout",
         ),
         (["--soc", "Ascend910B4", "--npus", "1", "--requests", "0"], "--requests must be at least 1"),
-        (["--soc", "Ascend910B4", "--npus", "1", "--gpu-memory-utilization", "92"], "is a part: more than 0, at most 1"),
+        (["--soc", "Ascend910B4", "--npus", "1", "--gpu-memory-utilization", "92"], "must be greater than 0 and at most 1"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(saved, capsys, options, said):
+def test_errors_are_one_line(saved, capsys, options, said):
     assert main.main(["plan", saved, *options]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
 
 
-def test_other_kinds_of_models_are_refused():
-    with pytest.raises(ValueError, match="linear_attention are not planned for"):
+def test_unsupported_models_are_refused():
+    with pytest.raises(ValueError, match="linear_attention are not supported"):
         sizes_of(transformers.Qwen3NextConfig())
-    with pytest.raises(ValueError, match="an encoder are not planned for"):
+    with pytest.raises(ValueError, match="an encoder are not supported"):
         sizes_of(transformers.T5Config())
 
 
-def test_experts_are_spread_over_the_replicas():
-    """vLLM makes one group of tensor and data parallelism for experts, whole (EP) or in slices; the rest is in each replica."""
+def test_experts_are_sharded_over_the_replicas():
+    """vLLM has one group of tensor and data parallelism for experts, whole (EP) or in slices; other weights are per replica."""
     sizes = sizes_of(CONFIGS["Qwen3-30B-A3B"])
     chip = chips.FIGURES["Ascend910_93"]
     for expert in (False, True):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ascend_platform import extension, host
 from ascend_platform.attention.selector import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, select_backend
+from ascend_platform.components import VARIABLES, registry, slots
 from ascend_platform.platform import NPUPlatform
 from harness.models import small as small_models
 from vllm.config import CompilationMode, CUDAGraphMode
@@ -37,7 +38,7 @@ def engine_config(path, **arguments):
     return EngineArgs(model=path, skip_tokenizer_init=True, **arguments).create_engine_config()
 
 
-def test_vllm_takes_it_as_its_platform():
+def test_vllm_uses_it_as_its_platform():
     assert type(current_platform) is NPUPlatform
     assert current_platform.is_out_of_tree()
 
@@ -68,8 +69,8 @@ def test_graphs_are_those_asked_for(model, asked, mode, graphs):
     assert (compilation.mode.name, compilation.cudagraph_mode.name, compilation.backend) == (mode, graphs, "eager")
 
 
-def test_full_graphs_are_refused_where_the_attention_cannot_be_in_one(model):
-    message = "FULL needs attention that a graph can hold, and this model's is built-in PyTorch .*; PIECEWISE and NONE"
+def test_full_graphs_are_refused_where_the_attention_cannot_be_captured(model):
+    message = "FULL needs attention that can be captured, and this model's is built-in PyTorch .*; supported: PIECEWISE, NONE"
     with pytest.raises(Exception, match=message):
         engine_config(model(), dtype="float32", compilation_config={"cudagraph_mode": "FULL"})
 
@@ -77,25 +78,25 @@ def test_full_graphs_are_refused_where_the_attention_cannot_be_in_one(model):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
-        ({"kv_cache_dtype": "float16"}, "a KV cache of float16"),  # the model is bfloat16
+        ({"kv_cache_dtype": "fp8"}, r"KV cache dtypes other than the model's \(fp8\)"),
+        ({"kv_cache_dtype": "float16"}, r"KV cache dtypes other than the model's \(float16\)"),  # the model is bfloat16
         ({"cpu_offload_gb": 1}, "weight offloading"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
     ],
 )
-def test_later_features_are_refused_in_one_line(model, arguments, named):
-    with pytest.raises(ValueError, match=rf"serves models without [^\n]*{named}[^\n]*; these come later"):
+def test_unsupported_features_are_refused_in_one_line(model, arguments, named):
+    with pytest.raises(ValueError, match=rf"does not support [^\n]*{named}[^\n]* yet"):
         engine_config(model(), **arguments)
 
 
 @pytest.fixture
 def connectors(monkeypatch):
-    """The wheel has registered its connectors; afterwards nothing has."""
+    """Registers the connectors of ascend-kv-connector; undone after the test."""
     import ascend_kv_connector
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for name in ("_states", "_offers"):
-        monkeypatch.setattr(extension, name, {})
+    monkeypatch.setattr(registry, "_statuses", {})
+    monkeypatch.setattr(slots, "_offers", {})
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
     return ascend_kv_connector.register
 
@@ -104,15 +105,15 @@ def transfer(connector, **more):
     return {"kv_transfer_config": {"kv_connector": connector, "kv_role": "kv_both"} | more}
 
 
-def test_connectors_of_other_devices_are_refused_with_those_there_are(model, connectors):
-    with pytest.raises(ValueError, match=r"ExampleConnector is not for Ascend NPUs; .* is not loaded; install it, and let VLLM"):
+def test_connectors_of_other_devices_are_refused_with_the_supported_ones(model, connectors):
+    with pytest.raises(ValueError, match=r"ExampleConnector is not supported .* need .* is not loaded; fix: pip"):
         engine_config(model(), **transfer("ExampleConnector"))
     connectors()
-    with pytest.raises(ValueError, match=r"ExampleConnector is not for Ascend NPUs; .* is active .*; use one of AscendP2P"):
+    with pytest.raises(ValueError, match="ExampleConnector is not supported on Ascend NPUs; supported: AscendP2P"):
         engine_config(model(), **transfer("ExampleConnector"))
 
 
-def test_connector_looks_at_its_own_options_before_anything_starts(model, connectors):
+def test_connector_checks_its_options_before_the_engine_starts(model, connectors):
     connectors()
     with pytest.raises(ValueError, match=r"kv_connector_extra_config has no key 'leese'; did you mean 'lease'?"):
         engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"leese": 1}))
@@ -120,9 +121,9 @@ def test_connector_looks_at_its_own_options_before_anything_starts(model, connec
         engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"transport": "carrier pigeon"}))
 
 
-def test_host_memory_and_several_connectors_are_served_by_those_for_npus(model, connectors):
+def test_kv_offloading_and_multi_connector_use_the_connectors_for_npus(model, connectors):
     ours = "ascend_kv_connector.offloading"
-    with pytest.raises(ValueError, match=r"OffloadingConnector is not for Ascend NPUs; .* is not loaded"):
+    with pytest.raises(ValueError, match=r"OffloadingConnector is not supported on Ascend NPUs; .* is not loaded"):
         engine_config(model(), kv_offloading_size=1)
     connectors()
     config = engine_config(model(), kv_offloading_size=1).kv_transfer_config
@@ -138,18 +139,18 @@ def test_host_memory_and_several_connectors_are_served_by_those_for_npus(model, 
     config = engine_config(model(), **several).kv_transfer_config
     assert config.kv_connector_extra_config["connectors"][0]["kv_connector_module_path"] == ours
     host |= {"kv_connector": "NixlConnector", "kv_connector_module_path": None}
-    with pytest.raises(ValueError, match="NixlConnector is not for Ascend NPUs"):
+    with pytest.raises(ValueError, match="NixlConnector is not supported on Ascend NPUs"):
         engine_config(model(), **several)
     with pytest.raises(ValueError, match=r"MultiConnector: kv_connector_extra_config.connectors is None"):
         engine_config(model(), **transfer("MultiConnector"))
 
 
-def test_module_of_vllm_ascend_is_left_out_where_its_connector_has_a_counterpart(model, connectors, lines):
+def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connectors, lines):
     connectors()
     there = {"kv_connector_module_path": "vllm_ascend.distributed.mooncake_connector", "kv_connector_extra_config": {"leese": 1}}
     with pytest.raises(ValueError, match="no key 'leese'"):  # the counterpart has been asked
         engine_config(model(), **transfer("MooncakeConnectorV1", **there))
-    assert any("vllm_ascend.distributed.mooncake_connector is left out" in line for _, line in lines)
+    assert any("ignoring kv_connector_module_path vllm_ascend.distributed.mooncake_connector" in line for _, line in lines)
 
 
 @pytest.mark.parametrize(
@@ -158,15 +159,15 @@ def test_module_of_vllm_ascend_is_left_out_where_its_connector_has_a_counterpart
         ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "state-space layers"),
     ],
 )
-def test_models_of_later_versions_are_refused_in_one_line(model, changes, named):
-    with pytest.raises(ValueError, match=rf"serves models without [^\n]*{named}[^\n]*; these come later"):
+def test_unsupported_models_are_refused_in_one_line(model, changes, named):
+    with pytest.raises(ValueError, match=rf"does not support [^\n]*{named}[^\n]* yet"):
         engine_config(model(**changes))
 
 
 def test_lora_is_refused_on_experts_alone(model):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     directory = model(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **experts)
-    with pytest.raises(ValueError, match=r"without LoRA on experts \(--lora-target-modules without experts serves"):
+    with pytest.raises(ValueError, match=r"does not support LoRA on experts \(--lora-target-modules without experts serves"):
         engine_config(directory, enable_lora=True)
     assert engine_config(directory, enable_lora=True, lora_target_modules=["q_proj"]).lora_config.target_modules == ["q_proj"]
     assert engine_config(model(), enable_lora=True).lora_config.target_modules is None
@@ -181,10 +182,10 @@ def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model
     there = torch.npu.device_count()
     engine_config(model(), tensor_parallel_size=1)
     with pytest.raises(
-        ValueError, match=rf"needs {there + 1} NPUs \(tensor 1 x pipeline {there + 1} x data 1\) and {there} can be"
+        ValueError, match=rf"needs {there + 1} NPUs \(tensor 1 x pipeline {there + 1} x data 1\) and {there} are visible"
     ):
         engine_config(model(), pipeline_parallel_size=there + 1)
-    with pytest.raises(ValueError, match=rf"needs {there + 1} NPUs \(tensor 1 x pipeline 1 x data {there + 1}\) and {there} can"):
+    with pytest.raises(ValueError, match=rf"needs {there + 1} NPUs \(tensor 1 x pipeline 1 x data {there + 1}\) and {there} are"):
         engine_config(model(), data_parallel_size=there + 1)
     process = multiprocessing.current_process()
     monkeypatch.setattr(process, "_name", "EngineCore_DP0")  # it has its own devices of those of all
@@ -203,23 +204,23 @@ EXPERTS = {
 def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypatch):
     monkeypatch.setattr(torch.npu, "device_count", lambda: 2)
     assert engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True).model_config.is_moe
-    monkeypatch.setattr(extension, "_offers", {})
+    monkeypatch.setattr(slots, "_offers", {})
     assert engine_config(model(**EXPERTS)).model_config.is_moe
-    with pytest.raises(ValueError, match="need ascend-communicator, which is active; install it, and let VLLM_PLUGINS name"):
+    with pytest.raises(ValueError, match="engines needs ascend-communicator, which is active"):
         engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True)
 
 
-def test_numa_binding_goes_by_the_topology_and_is_off_where_that_is_not_known(model, monkeypatch, lines, tmp_path):
+def test_numa_binding_follows_the_topology_and_is_disabled_if_unknown(model, monkeypatch, lines, tmp_path):
     parallel = engine_config(model(), numa_bind=True).parallel_config
     assert (parallel.numa_bind, parallel.numa_bind_nodes) == (False, None)
     (line,) = [line for _, line in lines if "numa" in line]
-    assert line.startswith("--numa-bind is off: npu-smi does not tell where the NPUs are (")
+    assert line.startswith("--numa-bind disabled: npu-smi info failed (")
     given = engine_config(model(), numa_bind=True, numa_bind_nodes=[0]).parallel_config
     assert (given.numa_bind, given.numa_bind_nodes) == (True, [0])
     monkeypatch.setattr(host, "numa_nodes", lambda: ([1, 0], ""))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert engine_config(model(), numa_bind=True).parallel_config.numa_bind is False
-    assert "the program numactl is not installed" in lines[-2][1] + lines[-1][1]
+    assert "numactl is not installed" in lines[-2][1] + lines[-1][1]
     (tmp_path / "numactl").touch(mode=0o755)
     assert engine_config(model(), numa_bind=True).parallel_config.numa_bind_nodes == [1, 0]
 
@@ -230,12 +231,12 @@ def test_unknown_option_is_refused(model):
 
 
 def test_another_attention_backend_is_refused_by_name():
-    with pytest.raises(ValueError, match="FLASH_ATTN is not for Ascend NPUs; leave --attention-backend out"):
+    with pytest.raises(ValueError, match="FLASH_ATTN is not supported on Ascend NPUs; fix: remove --attention-backend"):
         NPUPlatform.get_attn_backend_cls(AttentionBackendEnum.FLASH_ATTN, DENSE)
 
 
 def test_built_in_attention_serves_when_nothing_is_offered(monkeypatch):
-    monkeypatch.setattr(extension, "_offers", {})
+    monkeypatch.setattr(slots, "_offers", {})
     path, why = select_backend(DENSE, None)
     assert path == BUILT_IN_ATTENTION
     assert select_backend(DENSE._replace(attn_type="encoder_only"), None)[0] == BUILT_IN_ENCODER
@@ -277,7 +278,7 @@ FUSED = {
 )
 def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(monkeypatch, change, asked, path, why):
     pytest.importorskip("ascend_attention")
-    monkeypatch.setattr(extension, "_offers", FUSED)
+    monkeypatch.setattr(slots, "_offers", FUSED)
     text = SimpleNamespace(attn_logit_softcapping=asked.get("cap"))
     model = SimpleNamespace(uses_alibi=asked.get("alibi", False), hf_text_config=text)
     found, reason = select_backend(DENSE._replace(**change), model)
@@ -302,7 +303,7 @@ def test_attention_that_nobody_has_is_refused_by_name(change, named):
 
 def test_memory_is_not_asked_of_a_process_without_device():
     if not torch.npu.is_initialized():
-        with pytest.raises(NotImplementedError, match="would open the NPU"):
+        with pytest.raises(NotImplementedError, match="this process has no device context"):
             NPUPlatform.get_device_total_memory()
     torch.zeros(1, device="npu")
     assert NPUPlatform.get_device_total_memory() == extension.chip().memory > 0
@@ -313,7 +314,7 @@ def test_vllm_knows_the_family_s_environment_variables(monkeypatch):
     for name in list(os.environ):
         if name.startswith("VLLM_"):
             monkeypatch.delenv(name)
-    for name in extension.VARIABLES:
+    for name in VARIABLES:
         monkeypatch.setenv(name, "1")
     NPUPlatform.validate_environ(hard_fail=True)
     monkeypatch.setenv("VLLM_ASCEND_NO_SUCH_THING", "1")

@@ -1,4 +1,4 @@
-"""Schemes of quantization against float64, and what is refused, through vLLM's own configuration."""
+"""Quantization schemes against float64, and refused configurations through vLLM's own configuration."""
 
 import json
 import sys
@@ -38,14 +38,14 @@ OF_EXPERTS = [spec for spec in SPECS if spec.inputs != "static" and (spec.bits =
 
 
 def described(spec):
-    """What a description says of a layer called x."""
+    """The description's entries for a layer called x."""
     second = {"x.weight_scale_second": spec.scheme} if spec.scheme == "W4A8_DYNAMIC" and spec.group else {}
     packed = {"x.weight_packed": spec.scheme} if spec.packed else {}
     return {"version": "1.0.0"} | second | packed
 
 
 def drawn(spec, dtype, *, experts=0):
-    """A random matrix (or one of each expert), and the tensors that a ModelSlim checkpoint has of it."""
+    """A random matrix (or one per expert), and its tensors in a ModelSlim checkpoint."""
     torch.manual_seed(0)
     made = [quantize.matrix(torch.randn(OUT, IN) * 0.1 + 0.02, spec, dtype) for _ in range(experts or 1)]
     inputs = torch.tensor(-1.5), torch.tensor(4.0)
@@ -67,16 +67,16 @@ def quantized_inputs(x, spec, dtype):
 
 
 def distance(actual, expected):
-    """Relative to the size of what is expected."""
+    """Relative error."""
     return ((actual.cpu().double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_product_of_a_linear_layer(spec, dtype):
+def test_linear_layer(spec, dtype):
     scheme = SCHEMES[spec.scheme]
     (own,), given = drawn(spec, dtype)
-    if spec.inputs == "static" and dtype == torch.float16:  # what vLLM's parameter makes of the bits
+    if spec.inputs == "static" and dtype == torch.float16:  # as vLLM's parameter converts the bits
         given["deq_scale"] = given["deq_scale"].to(torch.int32).view(torch.float32)
     packed = scheme.load(given, dtype, "x", True)
     assert set(packed) == set(scheme.packed)
@@ -88,12 +88,12 @@ def test_product_of_a_linear_layer(spec, dtype):
     bound = torch.finfo(dtype).eps
     assert distance(actual, values @ own.numbers().T + bias.double()) < bound
     changes = [wrong_scale] + [swapped] * (spec.bits == 4) + [no_zero] * (not spec.symmetric)
-    for change in changes:  # each error is far beyond the bound
+    for change in changes:  # each of these errors is far beyond the bound
         assert distance(actual, values @ change(own).numbers().T + bias.double()) > 3 * bound
     if spec.inputs == "static":
         shifted = values + (quantize.input_steps((torch.tensor(-1.5), torch.tensor(4.0)), dtype)[0])
         assert distance(actual, shifted @ own.numbers().T + bias.double()) > bound
-        later = scheme.load(given, dtype, "x", False)  # of the other ranks, which add no bias
+        later = scheme.load(given, dtype, "x", False)  # of the other ranks, which do not add the bias
         assert not later["quant_bias"].any()
 
 
@@ -112,7 +112,7 @@ def no_zero(own):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("spec", OF_EXPERTS, ids=str)
 @pytest.mark.parametrize("counts", [[3, 0, 4], [7]], ids=str)
-def test_product_of_experts(spec, dtype, counts):
+def test_experts(spec, dtype, counts):
     scheme = SCHEMES[spec.scheme]
     made, given = drawn(spec, dtype, experts=len(counts))
     packed = scheme.pack(scheme.checked(scheme.read(given), "x"), dtype)
@@ -123,7 +123,7 @@ def test_product_of_experts(spec, dtype, counts):
     assert distance(actual, torch.einsum("mk,mnk->mn", values, numbers[expert])) < torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("inner", [32, 64])  # the second by the operator that dequantizes, gates and quantizes in one
+@pytest.mark.parametrize("inner", [32, 64])  # the second by npu_dequant_swiglu_quant
 def test_swiglu_of_int8_experts(inner):
     scheme, dtype = SCHEMES["W8A8_DYNAMIC"], torch.float16
     torch.manual_seed(1)
@@ -139,7 +139,7 @@ def test_swiglu_of_int8_experts(inner):
     hidden = quantized_inputs(torch.nn.functional.silu(gate) * up, Spec(8, "dynamic"), dtype)
     assert (
         distance(actual, torch.einsum("mk,mnk->mn", hidden, second[expert])) < 0.01
-    )  # a value near a tie may be rounded otherwise
+    )  # a value near a tie may be rounded differently
 
 
 @pytest.mark.parametrize("spec", [Spec(8, symmetric=False), Spec(4, group=32, symmetric=False), Spec(4)], ids=str)
@@ -171,7 +171,7 @@ def engine_config(path, **arguments):
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
 
-def test_modelslim_checkpoint_needs_no_option(model):
+def test_modelslim_checkpoint_is_detected(model):
     config = engine_config(model({WEIGHT: "W8A8"}))
     assert config.model_config.quantization == NAME
     assert config.quant_config.description == {WEIGHT: "W8A8"}
@@ -181,20 +181,18 @@ def test_modelslim_checkpoint_needs_no_option(model):
 @pytest.mark.parametrize(
     ("description", "named"),
     [
-        ({WEIGHT: "W4A4_DYNAMIC"}, f"W4A4_DYNAMIC .such as {WEIGHT}.; served are W8A8, W8A8_DYNAMIC, W8A16, W4A16, W4A8_DYNAMIC"),
-        ({WEIGHT: "W8A8", "fa_quant_type": "FAKQuant"}, "KV cache or attention of FAKQuant; C8"),
-        ({WEIGHT: "W8A8", "kv_cache_type": "KV4"}, "KV cache or attention of KV4; C8"),
+        ({WEIGHT: "W4A4_DYNAMIC"}, f"W4A4_DYNAMIC .such as {WEIGHT}.; supported: W8A8, W8A8_DYNAMIC, W8A16, W4A16, W4A8_DYNAMIC"),
+        ({WEIGHT: "W8A8", "fa_quant_type": "FAKQuant"}, "KV cache or attention quantization FAKQuant; supported: C8"),
+        ({WEIGHT: "W8A8", "kv_cache_type": "KV4"}, "KV cache or attention quantization KV4; supported: C8"),
     ],
 )
-def test_descriptions_that_are_not_served_are_refused_in_one_line(model, description, named):
+def test_unsupported_descriptions_are_refused_in_one_line(model, description, named):
     with pytest.raises(ValueError, match=rf"{DESCRIPTION} [^\n]*{named}[^\n]*"):
         engine_config(model(description))
 
 
 def test_option_without_a_description_is_refused(model):
-    with pytest.raises(
-        ValueError, match=rf"--quantization {NAME} is for checkpoints of ModelSlim, which have a file {DESCRIPTION}"
-    ):
+    with pytest.raises(ValueError, match=rf"--quantization {NAME} is for ModelSlim checkpoints, which have a file {DESCRIPTION}"):
         engine_config(model(), quantization=NAME)
 
 
@@ -202,7 +200,7 @@ def test_other_chips_and_dtypes_are_refused(model, monkeypatch):
     with pytest.raises(ValueError, match="float32 is not supported for quantization method ascend"):
         engine_config(model({WEIGHT: "W8A8"}), dtype="float32")
     monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
-    with pytest.raises(ValueError, match="W4A16, W8A8, which are served on Atlas A2 and Atlas A3; this NPU is Ascend310P3"):
+    with pytest.raises(ValueError, match="W4A16, W8A8, which are supported on Atlas A2 and Atlas A3; this NPU is Ascend310P3"):
         engine_config(model({WEIGHT: "W8A8", "x.weight": "W4A16"}))
     engine_config(model({WEIGHT: "FLOAT"}))
 
@@ -231,28 +229,28 @@ TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "
         ),
         (
             compressed(INT4, kv_cache_scheme={"num_bits": 8, "type": "float"}),
-            "a KV cache of 8-bit float; caches are served in the model's",
+            "a KV cache of 8-bit float; supported: the model's",
         ),
     ],
 )
-def test_compressed_tensors_that_are_not_served_are_refused_in_one_line(model, config, named):
+def test_unsupported_compressed_tensors_are_refused_in_one_line(model, config, named):
     with pytest.raises(ValueError, match=rf"compressed-tensors asks for [^\n]*{named}"):
         engine_config(model(quantization_config=config))
     assert engine_config(model(quantization_config=compressed(INT4))).model_config.quantization == "compressed-tensors"
 
 
-def test_vllm_with_other_names_serves_what_is_not_quantized(model, monkeypatch, caplog):
+def test_unquantized_models_work_with_a_vllm_that_lacks_a_name(model, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "ascend_platform.quantization.formats.modelslim", None)
     monkeypatch.delattr(quantization.formats, "modelslim")
     quantization.register.cache_clear()
     monkeypatch.setattr(extension.logger, "propagate", True)
     engine_config(model())
-    assert "quantized weights are not served with vLLM" in caplog.text
+    assert "quantized weights are not supported with vLLM" in caplog.text
     quantization.register.cache_clear()
 
 
 def test_other_methods_are_refused_by_name(model):
-    with pytest.raises(ValueError, match="weights quantized by ascend or compressed-tensors; the model asks for 'fp8'"):
+    with pytest.raises(ValueError, match="supports quantization methods ascend, compressed-tensors; the model has 'fp8'"):
         engine_config(model(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}))
     assert NPUPlatform.supported_quantization == []
 
@@ -271,18 +269,18 @@ def attention(**changes):
     [
         (
             {"impl": SimpleNamespace(title="the built-in attention")},
-            "the fused attention keeps and the built-in attention does not",
+            "which the built-in attention does not support and the fused attention does",
         ),
-        ({"head_size": 48, "head_size_v": 48}, "heads of 48 for an int8 KV cache; multiples of 32"),
+        ({"head_size": 48, "head_size_v": 48}, "an int8 KV cache with head size 48; multiples of 32"),
     ],
 )
-def test_int8_caches_that_are_not_served_are_refused(changes, named):
+def test_unsupported_int8_caches_are_refused(changes, named):
     with pytest.raises(ValueError, match=named):
         Int8CacheMethod("x").create_weights(attention(**changes))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_scales_of_an_int8_cache_are_those_of_the_ranks_heads(monkeypatch, rank):
+def test_int8_cache_scales_are_loaded_per_rank(monkeypatch, rank):
     monkeypatch.setattr(kv_cache, "get_tensor_model_parallel_rank", lambda: rank)
     monkeypatch.setattr(kv_cache, "get_tensor_model_parallel_world_size", lambda: 2)
     layer, method = attention(), Int8CacheMethod("x")
@@ -290,7 +288,7 @@ def test_scales_of_an_int8_cache_are_those_of_the_ranks_heads(monkeypatch, rank)
     assert layer.kv_cache_torch_dtype == torch.int8
     scales = torch.rand(4 * 64)
     kv_cache.load_part(layer.k_cache_scale, scales)
-    with pytest.raises(ValueError, match=r"the checkpoint has no kv_cache_scale for x .v."):
+    with pytest.raises(ValueError, match=r"no kv_cache_scale for x .v."):
         method.process_weights_after_loading(layer)
     method.create_weights(layer)
     kv_cache.load_part(layer.k_cache_scale, scales)
@@ -300,7 +298,7 @@ def test_scales_of_an_int8_cache_are_those_of_the_ranks_heads(monkeypatch, rank)
     assert torch.equal(layer.k_cache_scale.data, scales.view(2, -1)[rank].half())
     assert layer.k_cache_offset is None
     assert (layer.v_cache_offset == 3).all()
-    with pytest.raises(ValueError, match="a KV cache's scale has 100 elements; one, or a multiple of the 128"):
+    with pytest.raises(ValueError, match="a KV cache scale has 100 elements; supported: one, or a multiple of the 128"):
         kv_cache.load_part(torch.nn.Parameter(torch.zeros(128), requires_grad=False), torch.zeros(100))
 
 
@@ -311,18 +309,18 @@ def test_scales_of_an_int8_cache_are_those_of_the_ranks_heads(monkeypatch, rank)
             Spec(8, "dynamic"),
             4,
             False,
-            "W8A8_DYNAMIC with 4 scales for each row; W8A8_DYNAMIC is served with one for each row: quantize",
+            "W8A8_DYNAMIC with 4 scales per channel; W8A8_DYNAMIC supports one per channel; fix: quantize",
         ),
-        (Spec(8), 4, True, "W8A16 is served with one for each row of experts"),
-        (Spec(4), 16, False, "16 scales for the 256 inputs that this rank has of each row; groups of a multiple of 32"),
+        (Spec(8), 4, True, "W8A16 supports one per channel in experts"),
+        (Spec(4), 16, False, "16 scales per channel for this rank's 256 inputs; group sizes that are multiples of 32"),
     ],
 )
-def test_groups_that_operators_do_not_take_are_refused(spec, groups, experts, named):
+def test_unsupported_groups_are_refused(spec, groups, experts, named):
     with pytest.raises(ValueError, match=named):
         SCHEMES[spec.scheme].check_groups(IN, groups, experts, "x")
 
 
 def test_asymmetric_weights_with_quantized_inputs_are_refused():
     own = base.Quantized(torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1), torch.ones(2, 1))
-    with pytest.raises(ValueError, match="x is W8A8_DYNAMIC with weights that are not symmetric"):
+    with pytest.raises(ValueError, match="x is W8A8_DYNAMIC with asymmetric weights"):
         SCHEMES["W8A8_DYNAMIC"].checked(own, "x")

@@ -1,4 +1,4 @@
-"""register() in processes of its own, since a process has its device, or the lack of it, for good."""
+"""register() in separate processes, as torch_npu finds its devices once per process."""
 
 import os
 import subprocess
@@ -27,13 +27,13 @@ def run(prologue="", flags=(), **environment):
     return result, [line for line in done.stderr.splitlines() if "not activated" in line]
 
 
-def test_with_a_device_it_names_the_platform_and_opens_nothing():
+def test_with_a_device_it_returns_the_platform_and_creates_no_context():
     out, said = run()
     assert out == ["ascend_platform.platform.NPUPlatform"] * 2 + ["untouched"]
     assert said == []
 
 
-def test_without_cann_it_names_the_library_and_what_to_do():
+def test_without_cann_it_names_the_library_and_the_fix():
     # the libraries are found through LD_LIBRARY_PATH; torch would load torch_npu itself and fail before us
     out, said = run(LD_LIBRARY_PATH="", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert out == ["None", "None", "untouched"]
@@ -44,14 +44,14 @@ def test_without_cann_it_names_the_library_and_what_to_do():
 
 
 @pytest.mark.parametrize("visible", ["", "7"])
-def test_without_a_visible_device_it_says_what_hides_them(visible):
+def test_without_a_visible_device_it_names_the_variable(visible):
     out, said = run(ASCEND_RT_VISIBLE_DEVICES=visible)
     assert out == ["None", "None", "untouched"]
     (line,) = said
     assert f"no NPU is visible with ASCEND_RT_VISIBLE_DEVICES='{visible}'" in line
 
 
-def test_without_torch_npu_it_says_how_to_install_it(tmp_path):
+def test_without_torch_npu_it_names_the_fix(tmp_path):
     # this environment without that one package: its other entries, linked, and no start-up files (-S)
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith("torch_npu"):
@@ -60,11 +60,11 @@ def test_without_torch_npu_it_says_how_to_install_it(tmp_path):
     out, said = run(flags=["-S"], PYTHONPATH=os.pathsep.join([str(tmp_path), str(sources)]), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert out == ["None", "None", "untouched"]
     (line,) = said
-    assert "it needs torch-npu" in line
-    assert "not installed; run: pip install" in line
+    assert "requires torch-npu" in line
+    assert "not installed; fix: pip install" in line
 
 
-def test_with_another_torch_it_says_which_one_fits(tmp_path):
+def test_with_an_unsupported_torch_it_names_the_supported_one(tmp_path):
     info = tmp_path / "torch-2.0.0.dist-info"
     info.mkdir()
     info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0.0\n")
@@ -75,7 +75,7 @@ def test_with_another_torch_it_says_which_one_fits(tmp_path):
     assert "pip install 'torch==2.13.0.*'" in line
 
 
-def test_with_another_vllm_it_stands_aside():
+def test_with_an_unsupported_vllm_it_is_not_activated():
     out, said = run(VLLM_VERSION="0.99.0")
     assert out == ["None", "None", "untouched"]
     (line,) = said
@@ -98,8 +98,8 @@ def test_vllm_command_without_cann_ends_in_one_line(autoload):
 
 
 @pytest.fixture
-def incumbent(tmp_path):
-    """A directory with the metadata of another wheel that has our plugins' names, as vllm-ascend 0.18 has."""
+def vllm_ascend(tmp_path):
+    """A directory with the metadata of vllm-ascend 0.18, whose plugins have the names of ours."""
     info = tmp_path / "vllm_ascend-0.18.0.dist-info"
     info.mkdir()
     info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: vllm-ascend\nVersion: 0.18.0\n")
@@ -110,35 +110,35 @@ def incumbent(tmp_path):
     return tmp_path
 
 
-CLASH = (
+CONFLICT = (
     "vllm-ascend 0.18.0 is installed too and has plugins of the same name (ascend, ascend_kv_connector), of which vLLM "
-    "keeps one; run: pip uninstall -y vllm-ascend"
+    "keeps one; fix: pip uninstall -y vllm-ascend"
 )
 
 
-def test_beside_another_wheel_with_our_names_nothing_is_activated(incumbent):
-    out, said = run(PYTHONPATH=str(incumbent))
+def test_with_vllm_ascend_nothing_is_activated(vllm_ascend):
+    out, said = run(PYTHONPATH=str(vllm_ascend))
     assert out == ["None", "None", "untouched"]
     (line,) = said
-    assert line.endswith(f"Ascend platform not activated: {CLASH}")
+    assert line.endswith(f"Ascend platform not activated: {CONFLICT}")
 
 
-def test_vllm_command_beside_another_wheel_with_our_names_ends_in_one_line(incumbent):
+def test_vllm_command_with_vllm_ascend_ends_in_one_line(vllm_ascend):
     command = [str(Path(sys.executable).parent / "vllm"), "serve", "a-model"]
-    env = {**os.environ, "PYTHONPATH": str(incumbent)}
+    env = {**os.environ, "PYTHONPATH": str(vllm_ascend)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"ascend-platform: {CLASH}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"ascend-platform: {CONFLICT}\n")
 
 
-def test_siblings_stand_aside_beside_another_wheel_with_our_names(incumbent):
+def test_components_are_disabled_with_vllm_ascend(vllm_ascend):
     script = "import ascend_attention; from ascend_platform import extension; ascend_attention.register(); "
     script += "print(extension.state('ascend-attention'))"
-    env = {**os.environ, "PYTHONPATH": str(incumbent)}
+    env = {**os.environ, "PYTHONPATH": str(vllm_ascend)}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip().endswith(f"standing aside: {CLASH}"), done.stderr
+    assert done.stdout.strip().endswith(f"disabled: {CONFLICT}"), done.stderr
 
 
-def test_start_hook_leaves_other_errors_as_they_are():
+def test_excepthook_does_not_change_other_errors():
     hook = "import ascend_platform.cli.excepthook; ascend_platform.cli.excepthook.install()\n"
     other = "raise RuntimeError('x') from ImportError('libother.so: cannot open shared object file')"
     done = subprocess.run([sys.executable, "-c", hook + other], capture_output=True, text=True, timeout=60)
@@ -146,7 +146,7 @@ def test_start_hook_leaves_other_errors_as_they_are():
     assert "libother.so" in done.stderr
 
 
-def test_start_hook_is_for_vllm_alone():
+def test_excepthook_is_installed_for_vllm_commands_only():
     script = "import sys; print(sys.excepthook is sys.__excepthook__)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "True"

@@ -18,13 +18,13 @@ def config(method, **uses):
 
 @pytest.mark.parametrize("name", spec_decode.REFUSED)
 def test_methods_are_refused_by_name_and_reason(name):
-    with pytest.raises(extension.RefusedError, match=rf"by {name} is not served: [^\n]+$"):
+    with pytest.raises(extension.RefusedError, match=rf"with {name} is not supported: [^\n]+$"):
         spec_decode.check(config(name, **{name: True}))
 
 
 def test_without_numba_there_is_no_ngram(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(extension.RefusedError, match=r"ngram needs numba; run: pip install 'ascend-platform\[ngram\]'"):
+    with pytest.raises(extension.RefusedError, match=r"ngram needs numba; fix: pip install 'ascend-platform\[ngram\]'"):
         spec_decode.check(config("ngram"))
 
 

@@ -85,7 +85,7 @@ def test_unchanged_vllm_of_another_version_is_taken(vllm_tree: Path, monkeypatch
     monkeypatch.setenv("VLLM_VERSION", "0.99.0")
     assert walk(vllm_tree, [vllm_copy.edited(GROUPED, renamed=True), ("vllm/__init__.py", "")]) == [
         "vLLM 0.99.0 is not as ascend-platform 0.1.0 supports it: override grouped_topk_router.grouped_topk: target "
-        f"{GROUPED} is missing: {GROUPED.partition(':')[0]} does not define grouped_topk; run: pip install --upgrade "
+        f"{GROUPED} is missing: {GROUPED.partition(':')[0]} does not define grouped_topk; fix: pip install --upgrade "
         f"ascend-platform, or install an unedited release of {vllm_overrides._supported()}",
         "",
     ]
@@ -176,7 +176,7 @@ def test_difference_that_the_user_accepts_is_a_line(plain: ModuleType, lines, mo
     assert lines == [("WARNING", said)]
     plain.problems["vllm.plain:TABLE"] = "target vllm.plain:TABLE is missing"
     monkeypatch.setenv(vllm_overrides.ACCEPT, "plain.one,plain.TABLE,plain.on")
-    with pytest.raises(extension.RefusedError, match=r"override plain.TABLE: .* is missing; run: "):
+    with pytest.raises(extension.RefusedError, match=r"override plain.TABLE: .* is missing; fix: "):
         vllm_overrides.check()
     assert ("WARNING", f"{vllm_overrides.ACCEPT} names 'plain.on', which is no override; did you mean 'plain.one'?") in lines
 
@@ -184,7 +184,7 @@ def test_difference_that_the_user_accepts_is_a_line(plain: ModuleType, lines, mo
 def test_more_than_one_difference_is_counted(plain: ModuleType) -> None:
     plain.problems.update({f"vllm.plain:{name}": f"target {name} is missing" for name in ("one", "TABLE", "NAMES")})
     with pytest.raises(
-        extension.RefusedError, match=r"override plain.one: .* \(and 2 more, see vllm-ascend patches check\); run"
+        extension.RefusedError, match=r"override plain.one: .* \(and 2 more, see vllm-ascend patches check\); fix"
     ):
         vllm_overrides.check()
 

@@ -23,14 +23,14 @@ TOTAL_HEADS, SIZES = 4, {"key": 6, "value": 4}
 
 
 def values(request: str, layer: int, part: str, tokens: range, heads: Heads) -> torch.Tensor:
-    """What stands in the cache of a request, ``[tokens, heads]``: numbers that tell all of it apart."""
+    """Cache contents of a request, ``[tokens, heads]``, distinct for each layer, part, token and head."""
     seed = zlib.crc32(f"{request} {layer} {part}".encode()) % 32749
     token, head = torch.tensor(tokens)[:, None], torch.arange(heads.first, sum(heads))
     return (seed + 131 * token + 7919 * head) % 32749 + 1
 
 
 class Network(Protocol):
-    """What gives each rank its transport."""
+    """Factory of each rank's transport."""
 
     def make_transport(self) -> Any: ...
 
@@ -107,7 +107,7 @@ class Instance:
         return self
 
     def take(self, tokens: int) -> list[int]:
-        """Blocks for so many tokens, of each group; of windows none for what has left them."""
+        """Allocate blocks for `tokens` in each group; none for tokens that are outside a sliding window."""
         count, taken = -(-tokens // self.block_size), []
         for group in range(len(self.windows)):
             gone = self.caches[0].first_needed_token(0, tokens, group) // self.block_size
@@ -142,7 +142,7 @@ class Instance:
         return self.source(request), blocks
 
     def mark(self) -> Callable[[], bool]:
-        """Whether what has been enqueued so far is done."""
+        """An event query: whether the work enqueued so far has finished."""
         if self.caches[0].device.type == "cpu":
             return lambda: True
         event = torch.npu.Event()
@@ -157,7 +157,7 @@ class Instance:
         return all(torch.equal(cache[rows], expected) for cache, rows, expected in self.places(request, blocks, start, stop))
 
     def wait(self, requests: int = 1, seconds: float = 20.0) -> list[list[Done | Failed]]:
-        """What each rank says of so many requests."""
+        """Wait for the outcome of `count` requests on each rank."""
         ended: list[list[Done | Failed]] = [[] for _ in self.consumers]
         until = monotonic() + seconds
         while any(len(each) < requests for each in ended):
@@ -168,7 +168,7 @@ class Instance:
         return ended
 
     def all_free(self, request: str, seconds: float = 5.0) -> bool:
-        """Whether all producers' ranks say in time that the request's blocks are free."""
+        """Whether all ranks of the producer report the request's blocks as free, in time."""
         until = monotonic() + seconds
         while not all(request in freed for freed in self.freed) and monotonic() < until:
             for freed, producer in zip(self.freed, self.producers, strict=True):
@@ -177,7 +177,7 @@ class Instance:
         return all(request in freed for freed in self.freed)
 
     def close(self) -> None:
-        """Its transports too: one of Mooncake's that is left to the garbage collector takes a second, of whoever runs then."""
+        """Close, with the transports: a Mooncake transport left to the garbage collector blocks a later test for a second."""
         parts = [*self.consumers, *self.producers]
         for part in parts:
             part.close()

@@ -65,13 +65,13 @@ def engines(chosen: list[str], requests: int) -> list[str]:
                     wrong.append(f"{name}, {phase}: {result}")
                 if phase == "restart" and result["not loaded"]:
                     wrong.append(f"{name}, {phase}: not loaded: {result['not loaded']}")
-    print("\n| | | requests ended | other tokens | tokens not computed | chunks | seconds |\n|---|---|---|---|---|---|---|")
+    print("\n| | | requests ended | different tokens | tokens loaded | chunks | seconds |\n|---|---|---|---|---|---|---|")
     print("\n".join(rows))
     return wrong
 
 
 def faults(requests: int) -> list[str]:
-    """Requests with a pool that fails on purpose, and what came of them and of the chunks; returns what is wrong."""
+    """Run requests with fault injection in the pool, and print outcomes of requests and chunks; returns what is wrong."""
     ranks = one_rank.__wrapped__()
     next(ranks)
     with tempfile.TemporaryDirectory() as directory:

@@ -8,7 +8,7 @@ from ascend_kv_connector.testing import BLOCK, MODEL, ConnectorTests, Engine
 
 
 class Suite(ConnectorTests):
-    """Its engines, all of the same model, so that they can share a pool."""
+    """Engines of the suite, all of the same model, so that they can share a pool."""
 
     __test__ = False
     device = "npu"

@@ -44,7 +44,7 @@ TRANSFER_CONFIG = {
 
 @dataclass
 class PoolFaults(Faults):
-    """In addition: cut, a part of the bytes; lost, a chunk is said to be there and is not; full, there is no space for it."""
+    """More faults. cut: truncated data; lost: a chunk is listed but missing; full: no space for a chunk."""
 
     cut: float = 0.0
     lost: float = 0.0
@@ -233,7 +233,7 @@ class Endurance:
         return self.result
 
     def _end(self, engine: Any, began: dict[str, float]) -> None:
-        """Of an instance: those that it has end with it, as their clients see it."""
+        """End an instance: its requests are lost for their clients."""
         for name in list(began):
             self.result.ended["left there"] += 1
             engine.abort(name)

@@ -19,7 +19,7 @@ AIM = 0.85
 
 
 class Loopback:
-    """What an instance asks a network for."""
+    """A network of Mooncake transports over loopback."""
 
     def make_transport(self) -> Any:
         from ascend_kv_connector.mooncake import MooncakeTransport
@@ -28,7 +28,7 @@ class Loopback:
 
 
 def instance(name: str, device: str) -> Any:
-    """One rank with room for all requests, 16-bit, ``[blocks, 128 tokens, 8 heads, 128]`` for keys and for values of a layer."""
+    """One rank with a cache for all requests, 16-bit, ``[blocks, 128 tokens, 8 heads, 128]`` for a layer's keys and values."""
     import torch
     from harness.kv.instances import Instance
 
@@ -52,7 +52,7 @@ def instance(name: str, device: str) -> Any:
 
 
 def serve(pipe: Connection, device: str) -> None:
-    """The other process: prompts, anew for each round, and a buffer for Mooncake alone."""
+    """The producer process: prompts for each round, and a buffer for the reads by Mooncake alone."""
     import torch
 
     producer = instance("p", device).produce()
@@ -123,7 +123,7 @@ def load(consumer: Any, sources: list[Any], blocks: list[list[int]]) -> None:
 
 
 def bare_reader(session: str, address: int, total: int) -> Callable[[], None]:
-    """Reads of as many bytes in pieces of the same size, as many at once as the connector has lanes."""
+    """Baseline: read as many bytes with Mooncake alone, with the connector's chunk size and number of lanes."""
     import torch
 
     transport = Loopback().make_transport()

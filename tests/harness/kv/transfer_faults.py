@@ -37,7 +37,7 @@ class Result:
 
 @dataclass
 class Prompt:
-    """A request on the producer's side: its blocks, how far it is computed, and whether it is the reader's to free."""
+    """A request on the producer: its blocks, the tokens computed, and whether the consumer frees it."""
 
     name: str
     tokens: int
@@ -49,7 +49,7 @@ class Prompt:
 
 @dataclass
 class Load:
-    """A request on the consumer's side."""
+    """A request on the consumer."""
 
     blocks: list[int]
     start: int
@@ -59,7 +59,7 @@ class Load:
 
 
 class Endurance:
-    """One run of ``count`` requests between a producer, which is replaced by another each time it is killed, and a consumer.
+    """``count`` requests between a consumer and a producer, which is replaced each time it is killed.
 
     ``layerwise``: prompts are read while they are computed, are preempted and given up in between.
     """
@@ -127,7 +127,7 @@ class Endurance:
         return self.result
 
     def kill(self) -> None:
-        """The producer's process is gone, with its memory and its connections."""
+        """Simulate a killed producer: its memory and connections are gone."""
         self.result.ended["(a producer was killed)"] += 1
         for rank in self.producer.producers:
             self.network.killed.add(rank.transport.session)
@@ -135,7 +135,7 @@ class Endurance:
         self.new_producer()
 
     def cut(self) -> None:
-        """Now and then nothing goes over the link for a while."""
+        """Interrupt the link for random intervals."""
         sessions = [
             frozenset((one.transport.session, other.transport.session))
             for one in self.producer.producers
@@ -180,7 +180,7 @@ class Endurance:
             rank.leases.track(prompt.name, prompt.blocks, prompt.tokens, prompt.progress)
 
     def compute(self) -> None:
-        """A step of the model for the prompts that are being computed; some are preempted, some given up."""
+        """One model step for the prompts in progress; some are preempted, some aborted."""
         for prompt in [prompt for prompt in self.prompts.values() if not prompt.finished]:
             chance = self.draw.random()
             if chance < 0.01:
@@ -208,7 +208,7 @@ class Endurance:
                     rank.leases.grant(prompt.name, prompt.blocks, prompt.tokens, 3.0)
 
     def collect(self) -> None:
-        """Take what has ended, on both sides."""
+        """Collect finished requests of producer and consumer."""
         for rank in self.consumer.consumers:
             for outcome in rank.get_finished():
                 self.loads[outcome.request].outcomes.append(outcome)

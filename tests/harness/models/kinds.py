@@ -94,7 +94,7 @@ def classifier(path: Path, name: str) -> None:
 
 
 def tokenizer() -> Any:
-    """A token for each character; of a pair, the second text's are of another type."""
+    """One token per character; the second text of a pair has token type 1."""
     import transformers
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -159,7 +159,7 @@ def whisper(path: Path, _: str) -> None:
 
 
 def pictures(prompt: str, number: int) -> list[Any]:
-    """As many as the prompt names, each of another size."""
+    """The images that the prompt refers to, each of a different size."""
     from PIL import Image
 
     draw = np.random.default_rng(number)
@@ -174,6 +174,6 @@ def sound(number: int) -> Any:
 
 
 def prompts() -> tuple[list[list[int]], list[int]]:
-    """Prompts of 1 to 400 tokens, and how many tokens to answer with; blocks that fall out of a window are given back."""
+    """Prompts of 1 to 400 tokens, long enough that blocks leave the sliding window, and the tokens to generate for each."""
     draw = random.Random(9)
     return [[draw.randrange(3, 500) for _ in range(n)] for n in (1, 400, 7, 33, 290, 5)], [6, 12, 8, 3, 5, 7]

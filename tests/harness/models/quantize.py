@@ -64,7 +64,7 @@ class Made:
 
 
 def steps(least: torch.Tensor, most: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> Range:
-    """The scale, which dtype has exactly, and the zero for these ranges."""
+    """Scale, exactly representable in dtype, and zero point for these ranges."""
     top = 2 ** (bits - 1) - 1
     if symmetric:
         scale = (torch.maximum(most, -least) / top).clamp_min(1e-6).to(dtype).float()
@@ -82,7 +82,7 @@ def matrix(weight: torch.Tensor, spec: Spec, dtype: torch.dtype) -> Matrix:
 
 
 def in_words(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """int32 of signed values as unsigned ones, the first in the lowest bits, packed along dim."""
+    """Pack signed values into int32 along dim, with an offset to unsigned, the first in the lowest bits."""
     each = 32 // bits
     fields = (values.long() + 2 ** (bits - 1)).unflatten(dim, (-1, each))
     fields = fields.movedim(dim % values.dim() + 1, -1)
@@ -91,7 +91,7 @@ def in_words(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def in_bytes(values: torch.Tensor) -> torch.Tensor:
-    """int8 ``[out / 2, in]``, the even row in the lower half."""
+    """Pack 4-bit values into int8 ``[out / 2, in]``, the even row in the lower half."""
     low, high = values[::2].int() & 15, values[1::2].int() & 15
     both = high << 4 | low
     return torch.where(both > 127, both - 256, both).to(torch.int8)

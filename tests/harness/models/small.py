@@ -64,7 +64,7 @@ def embedding() -> torch.Tensor:
 
 
 def following(steps: int = 1) -> torch.Tensor:
-    """For each token the one that comes so many steps later."""
+    """For each token, the token `steps` positions later."""
     once = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))
     out = torch.arange(VOCABULARY)
     for _ in range(steps):
@@ -73,7 +73,7 @@ def following(steps: int = 1) -> torch.Tensor:
 
 
 def head(steps: int = 1) -> torch.Tensor:
-    """The weight of an output layer that says of a token's embedding what comes so many steps later."""
+    """Weight of an output layer that maps a token's embedding to the token `steps` positions later."""
     weight = torch.empty(VOCABULARY, HIDDEN)
     weight[following(steps)] = embedding() * MARGIN
     return weight
@@ -89,7 +89,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def _shrink(model: torch.nn.Module, size: float, seed: int) -> None:
-    """Random weights in all layers, of which what they add to the hidden states is small."""
+    """Random weights in all layers, with small contributions to the hidden states."""
     torch.manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:

@@ -22,7 +22,7 @@ PICKLE = b"cposix\nsystem\n(S'touch executed-by-a-pickle'\ntR."
 
 
 def value(draw: random.Random, depth: int = 0) -> Any:
-    """Anything that MessagePack can hold, with a taste for the ends of ranges."""
+    """A random MessagePack value, often at the end of a range."""
     kind = draw.randrange(9 if depth < 4 else 7)
     if kind == 0:
         return draw.choice([0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, draw.randrange(2**20)])
@@ -44,7 +44,7 @@ def value(draw: random.Random, depth: int = 0) -> Any:
 
 
 def header(draw: random.Random) -> bytes:
-    """A header: right but for its values, or without sense, or cut and changed."""
+    """A header: valid but for its values, or random, or truncated and changed."""
     kind = draw.choice(KINDS)
     fields = {name: value(draw) for name in kind.__struct_encode_fields__ if draw.random() < 0.95}
     made = draw.choice(
@@ -65,7 +65,7 @@ def header(draw: random.Random) -> bytes:
 
 
 def frame(draw: random.Random, channel: wire.Channel) -> bytes:
-    """A frame whose lengths, MAC and magic are mostly, but not always, what belongs to its header."""
+    """A frame whose lengths, MAC and magic mostly match its header."""
     content = header(draw)
     odd = [0, 1, wire.MAX_HEADER_BYTES, wire.MAX_HEADER_BYTES + 1, wire.MAX_MANIFEST_BYTES + 1, 2**31, 2**32 - 1]
     length = len(content) if draw.random() < 0.8 else draw.choice(odd)
@@ -79,7 +79,7 @@ def frame(draw: random.Random, channel: wire.Channel) -> bytes:
 
 
 def to_server(draw: random.Random, port: int) -> str:
-    """One connection of a bad client; how it went."""
+    """One connection of a malicious client; returns its outcome."""
     connection = socket.create_connection(("127.0.0.1", port), 5)
     channel = wire.Channel(connection, 0.5, time.monotonic() + 5)
     kind = draw.choice(["bytes", "before the proof", "in place of the proof", "behind the proof", "behind the proof", "gone"])
@@ -110,7 +110,7 @@ def to_server(draw: random.Random, port: int) -> str:
 
 
 class BadServer:
-    """Accepts connections and plays a server up to a point that the seed says, and then does not."""
+    """A server that follows the protocol up to a random point."""
 
     def __init__(self, draw: random.Random, tensors: dict[str, torch.Tensor], honest: wire.Manifest) -> None:
         self._draw, self._tensors, self._honest = draw, tensors, honest
@@ -164,7 +164,7 @@ class BadServer:
 
 
 def fuzz(seconds: float, seed: int, say: Callable[[str], None] = lambda line: None) -> Counter[str]:
-    """For half of the time bad clients to a server that has to go on serving, for the other half bad servers to a client.
+    """Fuzz a server, which has to go on serving, for half of the time, and a client for the other half.
 
     Raises:
         AssertionError: the server does not serve right afterwards, or the client does not refuse with a PeerError.
@@ -214,7 +214,7 @@ def fuzz(seconds: float, seed: int, say: Callable[[str], None] = lambda line: No
 
 
 def check(served: Serving, into: dict[str, torch.Tensor], counts: Counter[str]) -> None:
-    """The server serves right bytes, at once or as soon as it has let bad connections go."""
+    """Check that the server serves correct bytes, at the latest when it has dropped the bad connections."""
     for each in into.values():
         each.zero_()
     until = time.monotonic() + 20

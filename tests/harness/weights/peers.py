@@ -47,7 +47,7 @@ def _weights() -> dict[str, torch.Tensor]:
 
 
 def room(device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Tensors for the weights, in which is something else."""
+    """Tensors to load the weights into, with other content."""
     return {name: torch.zeros_like(each) for name, each in weights(device=device).items()}
 
 
@@ -56,7 +56,7 @@ def as_bytes(tensors: dict[str, torch.Tensor]) -> list[bytes]:
 
 
 class Serving:
-    """A server, and what it serves."""
+    """A weight server, and the weights that it serves."""
 
     def __init__(self, tensors: dict[str, torch.Tensor] | None = None, device: str = "cpu", **options: Any) -> None:
         self.tensors = weights(device=device) if tensors is None else tensors
@@ -76,7 +76,7 @@ class Serving:
 
 
 class Cut:
-    """A way to a server that ends after so many bytes from it, or changes one of them, or lets one through at a time.
+    """A proxy to a server that disconnects after some bytes, changes one, or passes one at a time.
 
     Args:
         after: bytes of all connections together; None for no end.

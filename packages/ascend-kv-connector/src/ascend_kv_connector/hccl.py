@@ -46,7 +46,7 @@ def check() -> None:
     """
     if extension.offered(HCCL_LINK_SLOT) is None:
         raise extension.RefusedError(
-            "transport hccl needs ascend-communicator, which is not active; run: pip install "
+            "transport hccl needs ascend-communicator, which is not active; fix: pip install "
             "ascend-communicator, and add ascend_communicator to VLLM_PLUGINS if that is set"
         )
 

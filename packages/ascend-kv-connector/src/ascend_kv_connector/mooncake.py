@@ -29,7 +29,7 @@ def check() -> None:
     """
     if importlib.util.find_spec("mooncake") is None:
         raise extension.RefusedError(
-            f"transport mooncake: Mooncake's transfer engine is not installed; run: pip install {WHEELS[0]} "
+            f"transport mooncake: Mooncake's transfer engine is not installed; fix: pip install {WHEELS[0]} "
             f"(or {WHEELS[1]} if protocol tcp is enough)"
         )
 

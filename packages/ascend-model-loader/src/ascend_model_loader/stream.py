@@ -78,7 +78,7 @@ def streaming_loader(options: Options, load_config: LoadConfig) -> DefaultModelL
     """
     installed = importlib.util.find_spec("runai_model_streamer") is not None
     if options.stream == "runai_streamer" and not installed:
-        raise ImportError("stream is runai_streamer, which is not installed; run: pip install 'ascend-model-loader[runai]'")
+        raise ImportError("stream is runai_streamer, which is not installed; fix: pip install 'ascend-model-loader[runai]'")
     given = {"load_format": "auto", "safetensors_load_strategy": None}
     if installed and options.stream != "multithread":
         os.environ.setdefault("RUNAI_STREAMER_CONCURRENCY", str(options.stream_threads))

@@ -232,7 +232,7 @@ def check(transport: str, device: torch.device) -> None:
     if transport == "hccl":
         hccl_link_class(device)
     if transport == "mooncake" and importlib.util.find_spec("mooncake") is None:
-        raise wire.PeerError("Mooncake's transfer engine is not installed; run: pip install mooncake-transfer-engine-npu")
+        raise wire.PeerError("Mooncake's transfer engine is not installed; fix: pip install mooncake-transfer-engine-npu")
 
 
 def hccl_link_class(device: torch.device) -> Any:

@@ -32,7 +32,7 @@ def register() -> None:
 def enter(scope: str) -> None:
     """Apply the patches of a scope in this process, now and as modules are imported. Idempotent; never raises.
 
-    The entry point of group ``vllm_ascend.scopes``, which ascend-platform calls (``extension.enter``).
+    The entry point of group ``vllm_ascend.scopes``, which ascend-platform calls.
     """
     register()
     _Process.scopes.add(scope)

@@ -110,7 +110,7 @@ def _list(given: argparse.Namespace) -> int:
     taken: list[Patch] = []
     rows = []
     for each in discover():
-        why = off or ("disabled by VLLM_ASCEND_DISABLE_PATCHES" if each.name in disabled else "")
+        why = off or ("listed in VLLM_ASCEND_DISABLE_PATCHES" if each.name in disabled else "")
         why = why or each.obstacle(version, extension.module_source(each.module))
         if not why and (other := next((other for other in taken if other.overlaps(each)), None)):
             why = f"target {each.target} is patched by {other.name} already"
@@ -151,7 +151,8 @@ def _row(patch: Patch, state: str, why: str) -> dict[str, object]:
 
 def _override_row(row: dict[str, str], fits: str) -> dict[str, object]:
     reason = row["why"] if fits == "applies" else ""
-    return {"kind": "override"} | row | {"state": "differs" if row["problem"] else fits, "why": row["problem"] or reason}
+    fields: dict[str, object] = {"kind": "override", **row}
+    return fields | {"state": "differs" if row["problem"] else fits, "why": row["problem"] or reason}
 
 
 def _show(rows: Sequence[dict[str, object]], as_json: bool, last: str) -> int:

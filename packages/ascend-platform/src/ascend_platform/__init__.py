@@ -1,15 +1,18 @@
 """The Ascend NPU as a platform of vLLM: device, worker, model runner and operators."""
 
-_reason: str | None = None  # why the platform is not activated, "" if it is; None until asked
+NOT_ACTIVATED = "Ascend platform not activated"
+_reason: str | None = None  # why the platform is not activated, "" if it is, None before the first call
 
 
 def register() -> str | None:
-    """The entry point of group ``vllm.platform_plugins``.
+    """Entry point of group ``vllm.platform_plugins``; never raises.
+
+    Devices are counted without creating a context on one. vLLM calls it twice in each process
+    (``vllm/platforms/__init__.py``).
 
     Returns:
-        The qualified name of the platform class when torch_npu and an NPU are there; otherwise None, with the reason
-        in one logged line. Never raises. Counts devices without opening one. vLLM calls it twice in each process
-        (``vllm/platforms/__init__.py``).
+        The qualified name of the platform class if torch_npu and an NPU are present; otherwise None, and the reason is logged
+        in one line.
     """
     global _reason
     if _reason is None:
@@ -20,34 +23,35 @@ def register() -> str | None:
 
 
 def _find_reason() -> str:
-    from ascend_platform import extension
+    from ascend_platform.components import logger, requirements
 
     try:
-        reason = extension.clash() or extension.unmet("ascend-platform") or _missing_device()
+        reason = str(requirements.conflict() or requirements.unmet("ascend-platform") or _missing_device() or "")
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
-        extension.logger.warning("Ascend platform not activated: %s", reason)
+        logger.warning("%s: %s", NOT_ACTIVATED, reason)
     return reason
 
 
 def _enter_scopes() -> None:
-    from ascend_platform import extension
+    from ascend_platform.components import scopes
 
-    for scope in extension.scopes_here():
-        extension.enter(scope)
+    for scope in scopes.scopes_here():
+        scopes.enter(scope)
 
 
 def _missing_device() -> str:
     import importlib.util
     import os
 
-    from ascend_platform import extension, host
+    from ascend_platform import host
+    from ascend_platform.components import requirements
 
     if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed; run: pip install torch-npu"
-    if mismatch := extension.unmet("torch-npu"):
-        return f"torch_npu {extension.version('torch-npu')} does not fit: {mismatch}"
+        return "torch_npu is not installed; fix: pip install torch-npu"
+    if mismatch := requirements.unmet("torch-npu"):
+        return f"torch_npu {requirements.version('torch-npu')} {mismatch}"
     try:
         import torch_npu
     except ImportError as error:
@@ -55,5 +59,5 @@ def _missing_device() -> str:
     if torch_npu.npu.device_count() == 0:
         visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
         restriction = "" if visible is None else f" with ASCEND_RT_VISIBLE_DEVICES={visible!r}"
-        return f"no NPU is visible{restriction}; check the driver with npu-smi info"
+        return f"no NPU is visible{restriction}; fix: check the driver with npu-smi info"
     return ""

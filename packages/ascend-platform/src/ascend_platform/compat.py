@@ -1,4 +1,4 @@
-"""What some of the supported versions of vLLM lack; a function here goes once the lowest of them has it.
+"""Shims for what some supported versions of vLLM lack; each is removed once the lowest supported version has it.
 
 Whether it is needed is asked of vLLM's code, never of its version. ``until``, the first vLLM that has what is missing, is for
 the tests (``tests/plugins/test_compat.py``), which fail when no supported vLLM is below it, and for the table in the
@@ -23,7 +23,7 @@ SHIMS: dict[str, Shim] = {}
 
 
 def shim(*, until: str, lacks: str, needed: bool, otherwise: Callable[..., Any]) -> Callable[[Callable], Callable[..., Any]]:
-    """Use the decorated function where it is needed, and ``otherwise``, which is what to write once it is gone, elsewhere."""
+    """Use the decorated function where it is needed, elsewhere ``otherwise``, which replaces the shim once it is removed."""
 
     def choose(function: Callable[..., Any]) -> Callable[..., Any]:
         SHIMS[function.__name__] = Shim(until, needed, function)
@@ -34,12 +34,12 @@ def shim(*, until: str, lacks: str, needed: bool, otherwise: Callable[..., Any])
 
 @shim(
     until="0.32",
-    lacks="``Worker._init_workspace_and_model_runner``, which makes the runner by a method that can be overridden",
+    lacks="``Worker._init_workspace_and_model_runner``, which creates the runner by a method that can be overridden",
     needed=not hasattr(gpu_worker.Worker, "_init_workspace_and_model_runner"),
     otherwise=lambda worker: worker._init_workspace_and_model_runner(),
 )
 def init_workspace_and_model_runner(worker: Any) -> None:
-    """Do what 0.31 has at the end of ``Worker.init_device`` instead."""
+    """The code that 0.31 has at the end of ``Worker.init_device`` instead."""
     config = worker.vllm_config
     ubatches = 2 if config.parallel_config.enable_dbo else 1
     lanes = gpu_worker._num_workspace_lanes(config, worker.use_v2_model_runner)
@@ -51,25 +51,25 @@ def init_workspace_and_model_runner(worker: Any) -> None:
 
 @shim(
     until="0.32",
-    lacks="block tables in the KV cache's own blocks: it splits these into the attention's, and places tokens by both",
+    lacks="block tables of KV cache blocks: it splits them into the attention's blocks, and computes slots from both",
     needed=hasattr(block_table.BlockTable, "map_to_kernel_blocks"),
     otherwise=lambda compute: compute,
 )
 def slot_mapping_kernel(compute: Callable[..., None]) -> Callable[..., None]:
-    """Take 0.31's arguments of ``ComputeSlotMappingKernel.kernel`` for a function with 0.32's.
+    """Adapt a function with 0.32's arguments of ``ComputeSlotMappingKernel.kernel`` to 0.31's.
 
-    There are two more: ``block_size`` of the attention, before ``slot_mapping``, and ``BLOCKS_PER_KV_BLOCK``, after
-    ``KV_CACHE_BLOCK_SIZE``, their product. The table is of the attention's blocks, so a token's place follows from these alone.
+    0.31 has two more: ``block_size`` of the attention, before ``slot_mapping``, and ``BLOCKS_PER_KV_BLOCK``, after
+    ``KV_CACHE_BLOCK_SIZE``, their product. The table contains the attention's blocks, which alone determine a token's slot.
     """
     return lambda *arguments: compute(*arguments[:6], arguments[7], arguments[6], *arguments[10:])
 
 
 @shim(
     until="0.32",
-    lacks="another seed for each data-parallel engine, whose index ``set_random_seed`` does not take",
+    lacks="a different seed for each data-parallel engine: ``set_random_seed`` has no argument for its index",
     needed="data_parallel_index" not in inspect.signature(torch_utils.set_random_seed).parameters,
     otherwise=torch_utils.set_random_seed,
 )
 def set_random_seed(seed: int | None, data_parallel_index: int = 0) -> None:
-    """Give all of them the same seed, as 0.31 does."""
+    """Give all engines the same seed, as 0.31 does."""
     torch_utils.set_random_seed(seed)

@@ -1,4 +1,4 @@
-"""What is on this machine, found without importing torch, torch_npu or vLLM and without opening an NPU."""
+"""NPUs, driver, CANN and memory of this machine, found without importing torch, torch_npu or vLLM and without opening an NPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 DRIVER = Path("/usr/local/Ascend/driver")
 VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
-"""The variable that lists the NPUs which a process may use."""
+"""Environment variable with the NPUs that a process may use."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-# In a process of its own: loading CANN starts threads, and what is broken may end the process. None of it opens a device.
+# Runs in a separate process: loading CANN starts threads, and a broken installation may end the process. It opens no device.
 _QUESTIONS = """
 import ctypes
 def npus():
@@ -39,13 +39,13 @@ for question in (npus, chip):
 
 
 def package(name: str) -> Path | None:
-    """The directory of an installed package, which is not imported."""
+    """The directory of an installed package; does not import it."""
     spec = importlib.util.find_spec(name)
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def has_library(stem: str) -> bool:
-    """Whether LD_LIBRARY_PATH or the linker's cache has a library whose name begins so, such as ``libopapi``."""
+    """Whether LD_LIBRARY_PATH or the linker's cache has a library with this prefix, such as ``libopapi``."""
     directories = [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
     cache = Path("/etc/ld.so.cache")
     return any(True for directory in directories for _ in directory.glob(f"{stem}*.so*")) or (
@@ -54,10 +54,10 @@ def has_library(stem: str) -> bool:
 
 
 def missing_libraries(torch_npu: Path) -> tuple[list[str], str]:
-    """The libraries that torch_npu links against, directly or not, and the linker does not find; and what else it says.
+    """The libraries that torch_npu needs, directly or indirectly, and the linker does not find; and other output of ldd.
 
     Raises:
-        FileNotFoundError: there is no ldd.
+        FileNotFoundError: ldd is not installed.
     """
     command = ["ldd", str(torch_npu / "lib" / "libtorch_npu.so")]
     done = subprocess.run(command, env=_with_torch(), capture_output=True, text=True, timeout=20)
@@ -66,13 +66,13 @@ def missing_libraries(torch_npu: Path) -> tuple[list[str], str]:
 
 
 def missing_library(error: BaseException | None) -> str:
-    """What is missing and what to do, if an error or its cause is torch_npu lacking a library of CANN; else ""."""
+    """The missing library and the fix, if an error or its cause is that torch_npu lacks a library of CANN; else ""."""
     for each in error_chain(error):
         name, _, rest = str(each).partition(": ")
         if isinstance(each, ImportError) and "cannot open shared object file" in rest and through_torch_npu(each):
             return (
-                f"CANN's library {name} was not found, so torch_npu cannot be loaded; source CANN's set_env.sh "
-                "(usually /usr/local/Ascend/ascend-toolkit/set_env.sh), or use ascend-emulator run where there is no NPU"
+                f"CANN's library {name} was not found, so torch_npu cannot be loaded; fix: source CANN's set_env.sh "
+                "(usually /usr/local/Ascend/ascend-toolkit/set_env.sh), or use ascend-emulator run on a machine without NPUs"
             )
     return ""
 
@@ -96,7 +96,7 @@ def through_torch_npu(error: BaseException) -> bool:
 
 @functools.cache
 def query_driver() -> dict[str, str]:
-    """What the driver and CANN's runtime answer: ``npus`` and ``chip``; a value that begins with "?=" is why there is none."""
+    """Answers of the driver and CANN's runtime: ``npus`` and ``chip``; a value that begins with "?=" is an error."""
     command = [sys.executable, "-I", "-S", "-c", _QUESTIONS]
     try:
         done = subprocess.run(command, env=_with_torch(), capture_output=True, text=True, timeout=20)
@@ -107,7 +107,7 @@ def query_driver() -> dict[str, str]:
 
 
 def npu_count() -> tuple[int, str]:
-    """The number of NPUs, whatever ASCEND_RT_VISIBLE_DEVICES says, and why the driver did not tell it ("" if it did)."""
+    """The number of NPUs, regardless of ASCEND_RT_VISIBLE_DEVICES, and the driver's error if it did not tell ("")."""
     answer = query_driver()["npus"]
     if not answer.startswith("?="):
         return int(answer), ""
@@ -115,9 +115,9 @@ def npu_count() -> tuple[int, str]:
 
 
 def visible(listed: str, npus: int) -> int:
-    """How many of ``npus`` NPUs torch_npu makes of a value of ASCEND_RT_VISIBLE_DEVICES.
+    """How many of ``npus`` NPUs torch_npu uses with a value of ASCEND_RT_VISIBLE_DEVICES.
 
-    The first character that is neither digit nor comma ends the list, as does an id too large; ids must ascend.
+    The list ends at the first character that is neither digit nor comma, and at an id that is too large; ids must ascend.
     """
     ids: list[int] = []
     for word in re.split(r"[^\d,]", listed)[0].split(","):
@@ -130,53 +130,53 @@ def visible(listed: str, npus: int) -> int:
 
 
 def numa_nodes(devices: Path = PCI_DEVICES, listing: str | None = None) -> tuple[list[int], str]:
-    """The NUMA node next to each NPU that can be used, and why that is not known ("" if it is; the list is then complete).
+    """The NUMA node of each visible NPU, or no nodes and the reason why they are unknown.
 
-    The tool npu-smi tells where the NPUs are on the PCI bus, and the kernel where the bus is.
+    npu-smi tells the NPUs' PCI addresses, and the kernel the NUMA nodes of these.
 
     Args:
-        devices: where the kernel shows the devices of the PCI bus.
-        listing: what ``npu-smi info`` prints; None asks it.
+        devices: the kernel's directory of PCI devices.
+        listing: output of ``npu-smi info``; None runs it.
     """
     if listing is None:
         try:
             done = subprocess.run(["npu-smi", "info"], capture_output=True, text=True, timeout=20, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            return [], f"npu-smi does not tell where the NPUs are ({' '.join(str(error).split())})"
+            return [], f"npu-smi info failed ({' '.join(str(error).split())})"
         listing = done.stdout
-    # the second line of each NPU: the number of its chip, that of the device, its place on the bus
+    # the second line of each NPU: number of the chip, number of the device, PCI address
     buses = re.findall(r"^\|\s*\d+(?:\s+\d+)?\s*\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)\s*\|", listing, re.M)
     listed = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if listed is not None:
         count = visible(listed, len(buses))
         buses = [buses[int(index)] for index in listed.split(",")[:count]] if count else []
     if not buses:
-        return [], "npu-smi names no NPU that can be used with its place on the PCI bus"
+        return [], "npu-smi info shows no visible NPU with its PCI address"
     nodes = []
     for bus in buses:
         try:
             node = int((devices / bus.lower() / "numa_node").read_text())
         except (OSError, ValueError):
-            node = -1  # what the kernel says where it does not know either
+            node = -1  # as the kernel says if it does not know
         if node < 0:
-            return [], f"the kernel does not tell the NUMA node of the NPU at {bus}"
+            return [], f"the kernel does not know the NUMA node of the NPU at {bus}"
         nodes.append(node)
     return nodes, ""
 
 
 def chip() -> str:
-    """The chip's name, or "" if nothing tells it."""
+    """The chip's name, or "" if it is unknown."""
     return query_driver().get("chip", "?=").partition("?=")[0]
 
 
 def cann_home() -> Path | None:
-    """Where set_env.sh says that CANN is."""
+    """CANN's directory according to the variables that set_env.sh sets."""
     home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
     return Path(home) if home else None
 
 
 def cann_version() -> str:
-    """CANN's version by the files of its installation, or ""."""
+    """CANN's version from the files of its installation, or ""."""
     home = cann_home()
     if home is None:
         return ""
@@ -186,21 +186,21 @@ def cann_version() -> str:
 
 
 def driver_version() -> str:
-    """The driver's version by its own file, or ""."""
+    """The driver's version from its version file, or ""."""
     return _version_in(DRIVER / "version.info")
 
 
 def set_env() -> str:
-    """The command that puts CANN on the path, if an installation is found, else what to do to have one."""
+    """The command that sets up CANN's environment, if an installation is found, else how to install it."""
     roots = [Path("/usr/local/Ascend"), Path.home() / "Ascend"]
     for path in (root / name / "set_env.sh" for root in roots for name in ("ascend-toolkit", "cann", "nnae")):
         if path.is_file():
             return f"source {path}"
-    return "install CANN and source its set_env.sh; where there is no NPU, put `ascend-emulator run --` before the command"
+    return "install CANN and source its set_env.sh; on a machine without NPUs put `ascend-emulator run --` before the command"
 
 
 def driver_fix() -> str:
-    """What to do when the driver's library does not answer."""
+    """The fix if the driver's library does not answer."""
     libraries = DRIVER / "lib64" / "driver"
     if (libraries / "libascend_hal.so").is_file():
         return f"export LD_LIBRARY_PATH={libraries}:{libraries.parent / 'common'}:$LD_LIBRARY_PATH, then look at npu-smi info"
@@ -208,7 +208,7 @@ def driver_fix() -> str:
 
 
 def free_memory() -> int:
-    """Bytes that a process may still take: what the kernel says is available, a container's limit, this process's limit."""
+    """Bytes that this process can allocate: the least of available memory, the container's limit and the process's limit."""
     available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
     limits = [int(available[1]) << 10] if available else []
     own = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -221,7 +221,7 @@ def free_memory() -> int:
 
 
 def _with_torch() -> dict[str, str]:
-    """This environment as torch_npu finds it, which is loaded after torch."""
+    """This environment with torch's libraries on LD_LIBRARY_PATH, as torch_npu is loaded after torch."""
     torch = package("torch")
     parts = [os.environ.get("LD_LIBRARY_PATH", ""), str(torch / "lib") if torch else ""]
     return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, parts))}

@@ -1,4 +1,4 @@
-"""The NPU as vLLM sees it: the platform class, which answers what vLLM asks and refuses what this version cannot serve."""
+"""vLLM's platform class for Ascend NPUs."""
 
 import functools
 import os
@@ -10,6 +10,8 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from ascend_platform import extension, host, quantization, vllm_overrides
 from ascend_platform.attention import selector
+from ascend_platform.components import VARIABLES
+from ascend_platform.components.scopes import enter
 from ascend_platform.config import (
     compilation,
     components,
@@ -34,22 +36,20 @@ logger = extension.logger
 
 def _pin(variable: str, value: str, why: str) -> None:
     if (given := os.environ.get(variable)) not in (None, value):
-        logger.warning("%s=%s is not supported on Ascend NPUs and becomes %s: %s", variable, given, value, why)
+        logger.warning("%s=%s is not supported on Ascend NPUs and is set to %s: %s", variable, given, value, why)
     os.environ[variable] = value
 
 
-# This module is imported in every process as vLLM resolves its platform, which is before vLLM reads these.
-_pin("VLLM_USE_V2_MODEL_RUNNER", "0", "this version runs vLLM's V1 model runner, which needs no Triton")
+# Each process imports this module when vLLM resolves its platform, before vLLM reads these variables.
+_pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
 _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
 watchdog.exit_when_parent_exits()
 # vLLM warns of names it does not know (Platform.validate_environ)
-vllm_overrides.add(
-    "vllm.envs:environment_variables", {name: functools.partial(os.environ.get, name) for name in extension.VARIABLES}
-)
+vllm_overrides.add("vllm.envs:environment_variables", {name: functools.partial(os.environ.get, name) for name in VARIABLES})
 
 
 class NPUPlatform(Platform):
-    """Ascend NPUs through torch_npu. What is not here is vLLM's default, or ``torch.npu``'s by the same name."""
+    """Ascend NPUs through torch_npu. Other attributes are vLLM's defaults, or those of ``torch.npu``."""
 
     _enum = PlatformEnum.OOT
     device_name = "npu"
@@ -63,7 +63,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """vLLM's own compiled operators are CUDA's; the NPU's come with torch_npu."""
+        """Nothing: vLLM's compiled operators are for CUDA, and those for NPUs are in torch_npu."""
 
     @classmethod
     def import_ir_kernels(cls) -> None:
@@ -78,14 +78,14 @@ class NPUPlatform(Platform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        extension.enter("worker")  # vLLM calls this right before it imports the worker's class (vllm/v1/worker/worker_base.py)
+        enter("worker")  # vLLM calls this right before it imports the worker's class (vllm/v1/worker/worker_base.py)
 
         from ascend_platform import triton_overrides
         from ascend_platform.triton_overrides import slot_mapping
 
         triton_overrides.register(slot_mapping.OVERRIDES)
 
-    # The device
+    # Device
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
@@ -104,11 +104,11 @@ class NPUPlatform(Platform):
         """Bytes of device memory.
 
         Raises:
-            NotImplementedError: in a process that has not opened a device. vLLM asks in the API server too
-                (``vllm/engine/arg_utils.py:2913``), takes a default there, and so leaves the NPU to the worker.
+            NotImplementedError: in a process without a device context. vLLM also calls this in the API server
+                (``vllm/engine/arg_utils.py:2913``) and uses a default there, which leaves the NPU to the worker.
         """
         if not torch.npu.is_initialized():
-            raise NotImplementedError("asking for the memory would open the NPU in a process that does not use it")
+            raise NotImplementedError("this process has no device context, and reading the memory size would create one")
         return torch.npu.get_device_properties(device_id).total_memory
 
     @classmethod
@@ -119,11 +119,11 @@ class NPUPlatform(Platform):
     def num_compute_units(cls, device_id: int = 0) -> int:
         return torch.npu.get_device_properties(device_id).cube_core_num
 
-    # What the engine may use
+    # Engine features
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        # False lets Dynamo bake the metadata-less profiling branch of attention into the graph: wrong tokens, silently.
+        # with False, Dynamo traces the branch of attention without metadata, for profiling, into the graph: silent wrong tokens
         return True
 
     @classmethod
@@ -132,7 +132,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_static_graph_wrapper_cls(cls) -> str:
-        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"  # on torch.npu's graphs: ascend_platform/graph/acl_graph.py
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"  # with torch.npu's graphs, see ascend_platform/graph/acl_graph.py
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:
@@ -147,19 +147,19 @@ class NPUPlatform(Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """``NPUModelRunner.kv_caches`` is only copied from block by block, whichever layer a cache belongs to."""
+        """Nothing: ``NPUModelRunner.kv_caches`` is only copied by blocks, regardless of the layers of a cache."""
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        if parser is None:  # a model is about to be configured; the parser of options is made for --help, too
+        if parser is None:  # for a model's configuration; the parser alone is also created for --help
             quantization.register()
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
         if quant not in METHODS:
             raise extension.RefusedError(
-                f"ascend-platform {extension.version('ascend-platform')} serves weights quantized by {' or '.join(METHODS)}; "
-                f"the model asks for {quant!r}"
+                f"ascend-platform {extension.version('ascend-platform')} supports quantization methods {', '.join(METHODS)}; "
+                f"the model has {quant!r}"
             )
 
     @classmethod
@@ -169,11 +169,11 @@ class NPUPlatform(Platform):
         """The qualified name of the attention for a layer.
 
         Raises:
-            RefusedError: the layer needs what no installed attention has, or another backend was asked for by name.
+            RefusedError: no installed attention supports the layer, or another backend is selected by name.
         """
         if selected_backend is not None and selected_backend.name != "CUSTOM":
             raise extension.RefusedError(
-                f"attention backend {selected_backend.name} is not for Ascend NPUs; leave --attention-backend out"
+                f"attention backend {selected_backend.name} is not supported on Ascend NPUs; fix: remove --attention-backend"
             )
         from vllm.config import get_current_vllm_config
 
@@ -187,19 +187,19 @@ class NPUPlatform(Platform):
     def get_device_communicator_cls(cls) -> str:
         return extension.offered("communicator") or super().get_device_communicator_cls()
 
-    # What people read
+    # Logging
 
     @classmethod
     @functools.cache
     def log_warnings(cls) -> None:
-        """Let vLLM say again which platform plugins it found and activated.
+        """Log again which platform plugins vLLM found and activated.
 
-        It resolves its platform while its modules are imported, before its logging is configured, and its own lines
-        of that are lost. This hook comes right after (``vllm/logger.py``, ``configure_logging``).
+        vLLM resolves its platform while its modules are imported, before it configures logging, and loses its own log lines
+        about it. It calls this hook right after (``vllm/logger.py``, ``configure_logging``).
         """
         resolve_current_platform_cls_qualname()
 
-    # The configuration
+    # Configuration
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
@@ -209,10 +209,10 @@ class NPUPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        """Name the worker and refuse what this version cannot serve.
+        """Set the worker class, and refuse unsupported configurations.
 
         Raises:
-            RefusedError: everything asked for that is not supported, in one line.
+            RefusedError: what is not supported, in one line.
         """
         vllm_overrides.check()
         parallel = vllm_config.parallel_config
@@ -237,6 +237,6 @@ class NPUPlatform(Platform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig") -> None:
-        # the first platform hook in the engine core after the plugins are loaded, wherever the engine core runs
-        extension.enter("engine")
+        # the first hook in the engine core after plugins are loaded, in whichever process it runs
+        enter("engine")
         components.announce(vllm_config)

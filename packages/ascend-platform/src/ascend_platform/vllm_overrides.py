@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,9 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from packaging.requirements import Requirement
-
-from ascend_platform import extension, fingerprint
+from ascend_platform import fingerprint
+from ascend_platform.components import RefusedError, logger, requirements
 
 ACCEPT = "VLLM_ASCEND_ACCEPT_OVERRIDES"
 
@@ -89,7 +87,7 @@ def check() -> None:
     for name in sorted(_accepted() - names):
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        extension.logger.warning("%s names %r, which is no override%s", ACCEPT, name, hint)
+        logger.warning("%s names %r, which is no override%s", ACCEPT, name, hint)
     different = [each for each in OVERRIDES if _problem(each.target)]
     refused = [each for each in different if not _accept(each)]
     fingerprint.parsed.cache_clear()
@@ -171,25 +169,24 @@ def _accept(each: Override) -> bool:
     problem = _problem(each.target)
     if each.name not in _accepted() or "is missing" in problem:
         return False
-    extension.logger.warning("override %s is applied, as %s says: %s", each.name, ACCEPT, problem)
+    logger.warning("override %s is applied, as %s says: %s", each.name, ACCEPT, problem)
     return True
 
 
-def _error(each: Override, problem: str) -> extension.RefusedError:
+def _error(each: Override, problem: str) -> RefusedError:
     accept = ""
     if "is missing" not in problem:
         names = ",".join(sorted({*_accepted(), each.name}))
         accept = f", or, if this vLLM is edited and the override fits it: export {ACCEPT}={names}"
-    return extension.RefusedError(
-        f"vLLM {extension.version('vllm')} is not as ascend-platform {extension.version('ascend-platform')} supports it: "
-        f"override {each.name}: {problem}; run: pip install --upgrade ascend-platform, or install an unedited release of "
+    return RefusedError(
+        f"vLLM {requirements.version('vllm')} is not as ascend-platform {requirements.version('ascend-platform')} supports it: "
+        f"override {each.name}: {problem}; fix: pip install --upgrade ascend-platform, or install an unedited release of "
         f"{_supported()}{accept}"
     )
 
 
 def _supported() -> str:
-    declared = map(Requirement, importlib.metadata.requires("ascend-platform") or [])
-    return next(str(each) for each in declared if each.name == "vllm")
+    return str(requirements.required_by_platform("vllm"))
 
 
 def _resolve(each: Override) -> Any:
@@ -212,7 +209,7 @@ def report_foreign(target: str, original: Any) -> None:
     """Log which other plugin has put something in place of vLLM's own, if one has."""
     name = getattr(original, "__globals__", {}).get("__name__") or getattr(original, "__module__", None) or ""
     if isinstance(name, str) and name.partition(".")[0] not in (*sys.stdlib_module_names, "vllm", "torch", ""):
-        extension.logger.warning("override %s replaces what %s has put in place of %s", _entry(target).name, name, target)
+        logger.warning("override %s replaces what %s has put in place of %s", _entry(target).name, name, target)
 
 
 _ROUTER = "vllm.model_executor.layers.fused_moe.router."

@@ -1,4 +1,4 @@
-"""The commands ``vllm-ascend plugins`` and ``vllm-ascend env``: what is installed, and what vLLM will make of it."""
+"""The commands ``vllm-ascend plugins`` and ``vllm-ascend env``: installed plugins with their states, and the environment."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from packaging.utils import canonicalize_name
 
-from ascend_platform import extension, host
+from ascend_platform import host
+from ascend_platform.components import COMPONENTS, Problem, logger, registry, requirements
+from ascend_platform.components.plugin_filter import PluginFilter
+from ascend_platform.components.registry import State, Status
 
 GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 PREFIXES = ("VLLM_", "ASCEND_", "HCCL_", "HF_", "PYTORCH_NPU_", "TORCH_NPU_", "TORCH_DEVICE_", "TASK_QUEUE_", "ATB_", "GLOO_")
@@ -26,20 +28,20 @@ SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin of vLLM. ``state`` is active, off, standing aside, shadowed or broken; ``fix`` is what changes that."""
+    """A plugin of vLLM: its state, why it has it, and the command that makes it active."""
 
     name: str
     group: str
     distribution: str
     version: str
-    state: str
+    state: State
     why: str = ""
     fix: str = ""
 
 
 @functools.cache
 def distributions() -> dict[str, importlib.metadata.Distribution]:
-    """What is installed by normalized name; of two of one name, the one that Python finds first."""
+    """Installed distributions by normalized name; of two with one name, the one that Python finds first."""
     found: dict[str, importlib.metadata.Distribution] = {}
     for distribution in importlib.metadata.distributions():
         if name := distribution.metadata["Name"]:
@@ -48,18 +50,19 @@ def distributions() -> dict[str, importlib.metadata.Distribution]:
 
 
 def plugins() -> list[Plugin]:
-    """Every plugin of vLLM's groups for platforms and general plugins, and what vLLM does with it."""
+    """All platform plugins and general plugins of vLLM, with the states that they have in vLLM."""
     points = [(name, point) for name, point in _points() if point.group in GROUPS]
     last = {(point.group, point.name): name for name, point in points}
-    found = [
-        Plugin(point.name, point.group, name, extension.version(name), *_fate(name, point, last[point.group, point.name]))
-        for name, point in points
-    ]
+    found = []
+    for name, point in points:
+        status = _status(name, point, last[point.group, point.name])
+        version = requirements.version(name)
+        found.append(Plugin(point.name, point.group, name, version, status.state, status.detail, status.fix))
     return sorted(found, key=lambda plugin: (GROUPS.index(plugin.group), plugin.name, plugin.distribution))
 
 
 def names() -> set[str]:
-    """Every name that VLLM_PLUGINS may list, of whichever group."""
+    """All names that VLLM_PLUGINS may list, of plugins of any group."""
     return {point.name for _, point in _points() if point.group.startswith("vllm.")}
 
 
@@ -67,61 +70,57 @@ def _points() -> list[tuple[str, importlib.metadata.EntryPoint]]:
     return [(name, point) for name, distribution in distributions().items() for point in distribution.entry_points]
 
 
-def allow(*wanted: str) -> str:
-    """The command after which VLLM_PLUGINS lets these names load."""
-    given = [word.strip() for word in os.environ.get("VLLM_PLUGINS", "").split(",")]
-    return "export VLLM_PLUGINS=" + ",".join(dict.fromkeys(filter(None, [*given, *wanted])))
+def unmet(distribution: str) -> Problem | None:
+    """The first unmet requirement of a wheel; of vLLM's version, where VLLM_VERSION replaces it, the fix is to unset that."""
+    first = next(requirements.all_unmet(distribution), None)
+    if first is None:
+        return None
+    if first.requirement.name == "vllm" and "VLLM_VERSION" in os.environ:
+        return Problem(f"{first.problem.found} (VLLM_VERSION)", "unset VLLM_VERSION")
+    return first.problem
 
 
-def unmet(distribution: str) -> tuple[str, str]:
-    """The first requirement of a wheel that does not hold, and the command that cures it; both "" if all hold."""
-    reason, _, fix = extension.unmet(distribution).partition("; run: ")
-    if "VLLM_VERSION" in os.environ and re.match(r"it needs vllm[^-\w]", reason):
-        return f"{reason} (VLLM_VERSION)", "unset VLLM_VERSION"
-    return reason, fix
-
-
-def _fate(distribution: str, point: importlib.metadata.EntryPoint, last: str) -> tuple[str, str, str]:
+def _status(distribution: str, point: importlib.metadata.EntryPoint, last: str) -> Status:
+    reinstall = f"pip install --force-reinstall --no-deps {distribution}"
     if last != distribution:
-        other = distribution if last in extension.COMPONENTS else last
-        return "shadowed", f"{last} has a plugin of the same name, and vLLM keeps one", f"pip uninstall -y {other}"
-    if not extension.allowed(point.name):
-        given = os.environ["VLLM_PLUGINS"]
-        blank = point.name in [word.strip() for word in given.split(",")]
-        why = "a blank stands next to its name in VLLM_PLUGINS" if blank else f"VLLM_PLUGINS={given!r} does not name it"
-        return "off", why, allow(point.name)
-    reason, fix = unmet(distribution) if distribution in extension.COMPONENTS else ("", "")  # others are loaded all the same
-    if reason:
-        return "standing aside", reason, fix
+        other = distribution if last in COMPONENTS else last
+        why = f"{last} has a plugin of the same name, and vLLM keeps one"
+        return Status(State.SHADOWED, why, f"pip uninstall -y {other}")
+    filtered = PluginFilter.current()
+    if not filtered.allows(point.name):
+        space = "VLLM_PLUGINS has a space next to its name"
+        why = space if filtered.has_space_beside(point.name) else f"not listed in VLLM_PLUGINS={filtered.value!r}"
+        return Status(State.OFF, why, filtered.fix_to_allow(point.name))
+    if distribution in COMPONENTS and (problem := unmet(distribution)):  # vLLM loads others whatever they require
+        return Status(State.DISABLED, *problem)
     if importlib.util.find_spec(point.module.partition(".")[0]) is None:
-        return "broken", f"there is no module {point.module}", f"pip install --force-reinstall --no-deps {distribution}"
-    if distribution in extension.COMPONENTS:
-        return _join(distribution, point)
-    return "active", "", ""
+        return Status(State.BROKEN, f"there is no module {point.module}", reinstall)
+    if distribution not in COMPONENTS:
+        return Status(State.ACTIVE)
+    try:
+        found = _registered(distribution, point)
+    except Exception as error:
+        return Status(State.BROKEN, f"{type(error).__name__}: {error}", reinstall)
+    if found.state == State.DISABLED:
+        return Status(found.state, found.detail, found.fix or f"pip install --upgrade {distribution}")
+    return Status(State.ACTIVE, found.detail)
 
 
-def _join(distribution: str, point: importlib.metadata.EntryPoint) -> tuple[str, str, str]:
-    """Let one of ours register, as vLLM does; the platform itself, which would import torch_npu, only by its name."""
-    extension.logger.disabled = True  # what it would log is what we return
+def _registered(distribution: str, point: importlib.metadata.EntryPoint) -> Status:
+    """The status of a component after it is registered as by vLLM; the platform by name only, as it would import torch_npu."""
+    logger.disabled = True  # the status says what would be logged
     try:
         if distribution == "ascend-platform":
-            extension.join(distribution, point.name)
+            registry.join(distribution, point.name)
         else:
             point.load()()
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        return "broken", why, f"pip install --force-reinstall --no-deps {distribution}"
     finally:
-        extension.logger.disabled = False
-    state, _, why = extension.state(distribution).partition(": ")
-    if state == "standing aside":
-        why, _, fix = why.partition("; run: ")
-        return state, why, fix or f"pip install --upgrade {distribution}"
-    return "active", state.removeprefix("active").strip(" ()"), ""
+        logger.disabled = False
+    return registry.status(distribution)
 
 
 def environment() -> dict[str, dict[str, str]]:
-    """What a report of a problem should say of this machine, by section."""
+    """What a bug report should say about this machine, by section."""
     npus, unknown = host.npu_count()
     home = host.cann_home()
     wanted = {"torch", "torch-npu", "triton", "triton-ascend", "transformers"}
@@ -149,39 +148,37 @@ def environment() -> dict[str, dict[str, str]]:
 
 
 def table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Lines of a table whose columns are as wide as they must be."""
+    """Lines of a table with columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def add_plugins(parser: argparse.ArgumentParser) -> None:
-    """List the plugins of vLLM that are installed, and whether each will load."""
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    """List the installed plugins of vLLM, and whether each loads."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_show_plugins)
 
 
 def _show_plugins(options: argparse.Namespace) -> int:
     found = plugins()
-    absent = [name for name in extension.COMPONENTS if name not in {plugin.distribution for plugin in found}]
+    absent = [name for name in COMPONENTS if name not in {plugin.distribution for plugin in found}]
     if options.json:
         json.dump({"plugins": [asdict(plugin) for plugin in found], "absent": absent}, sys.stdout, indent=2)
         print()
         return 0
-    head = ("name", "wheel", "version", "group", "state", "")
-    rows = [(plugin.name, plugin.distribution, plugin.version, plugin.group, plugin.state, _because(plugin)) for plugin in found]
-    print("\n".join(table([head, *rows])))
+    rows: list[tuple[str, ...]] = [("name", "wheel", "version", "group", "state", "")]
+    for plugin in found:
+        why = str(Problem(plugin.why, plugin.fix))
+        rows.append((plugin.name, plugin.distribution, plugin.version, plugin.group, plugin.state, why))
+    print("\n".join(table(rows)))
     if absent:
         print(f"not installed: {', '.join(absent)}")
     return 0
 
 
-def _because(plugin: Plugin) -> str:
-    return f"{plugin.why}; run: {plugin.fix}" if plugin.fix else plugin.why
-
-
 def add_env(parser: argparse.ArgumentParser) -> None:
-    """Print what a report of a problem needs and vLLM's collect-env leaves out."""
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    """Print NPUs, driver, CANN, versions and environment variables for a bug report, beside vllm collect-env."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_show_env)
 
 

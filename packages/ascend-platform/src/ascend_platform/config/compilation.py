@@ -1,4 +1,4 @@
-"""Graph modes and passes of torch.compile: defaults on Ascend NPUs, and modes that are refused."""
+"""Graph modes and torch.compile passes: defaults on Ascend NPUs, and modes that are refused."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def set_defaults(vllm_config: "VllmConfig") -> None:
-    """Choose the graph mode, the compilation mode and the passes that the user has left open."""
+    """Set the graph mode, the compilation mode and the passes that the user has not set."""
     from vllm.config import CompilationMode, CUDAGraphMode
     from vllm.config.vllm import OptimizationLevel
 
@@ -21,19 +21,19 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
         compilation.cudagraph_mode = CUDAGraphMode.NONE if pooling else CUDAGraphMode.FULL_DECODE_ONLY
     mode = compilation.cudagraph_mode
     if compilation.mode is None and mode is not None and not mode.requires_piecewise_compilation():
-        compilation.mode = CompilationMode.NONE  # without Inductor, compiling is only for taking a model to pieces
+        compilation.mode = CompilationMode.NONE  # without Inductor, compiling only serves to split a model into pieces
     if compilation.compile_sizes is None:
         compilation.compile_sizes = []
     for field in dataclasses.fields(compilation.pass_config):
-        if getattr(compilation.pass_config, field.name) is None:  # vLLM's other fusions make CUDA's operators
+        if getattr(compilation.pass_config, field.name) is None:  # vLLM's other fusions create CUDA operators
             setattr(compilation.pass_config, field.name, field.name == "fuse_norm_quant")
 
 
 def check(vllm_config: "VllmConfig") -> None:
-    """Refuse graphs with attention of prefills in them where the attention cannot be in a graph.
+    """Refuse cudagraph_mode FULL with attention that cannot be captured.
 
     Raises:
-        RefusedError: which modes there are, in one line.
+        RefusedError: the modes that are supported, in one line.
     """
     from vllm.config import CUDAGraphMode
 
@@ -41,6 +41,6 @@ def check(vllm_config: "VllmConfig") -> None:
         return
     if (attention := selector.describe_backend(vllm_config)).startswith("built-in"):
         raise extension.RefusedError(
-            f"cudagraph_mode FULL needs attention that a graph can hold, and this model's is {attention}; "
-            "PIECEWISE and NONE remain"
+            f"cudagraph_mode FULL needs attention that can be captured, and this model's is {attention}; "
+            "supported: PIECEWISE, NONE"
         )

@@ -1,4 +1,4 @@
-"""The NPUs of this machine: whether they are enough for the layout, and their NUMA nodes."""
+"""The NPUs of this machine: whether they suffice for the parallel layout, and their NUMA nodes."""
 
 import shutil
 from typing import TYPE_CHECKING
@@ -6,42 +6,43 @@ from typing import TYPE_CHECKING
 import torch
 
 from ascend_platform import extension, host
+from ascend_platform.components.scopes import scopes_here
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
 
 def check(parallel: "ParallelConfig") -> None:
-    """Refuse a layout that needs more NPUs than this machine shows, where vLLM starts all workers on this machine.
+    """Refuse a layout that needs more NPUs than are visible, where vLLM starts all workers on this machine.
 
     Raises:
-        RefusedError: how many are needed and how many are there, in one line.
+        RefusedError: the numbers of NPUs needed and visible, in one line.
     """
     if parallel.distributed_executor_backend not in (None, "mp", "uni") or parallel.nnodes > 1:
         return
-    if parallel.data_parallel_backend == "ray" or "platform" not in extension.scopes_here():
-        return  # an engine's own process has its part of the devices, and the main process has looked at all
+    if parallel.data_parallel_backend == "ray" or "platform" not in scopes_here():
+        return  # an engine's process sees its part of the devices; the main process has checked all
     needed = parallel.world_size * parallel.data_parallel_size_local
     given = parallel.assigned_physical_gpu_ids
-    found = torch.npu.device_count() if given is None else len(given)  # counted without opening one
+    found = torch.npu.device_count() if given is None else len(given)  # creates no context
     if needed > found:
         raise extension.RefusedError(
             f"the layout needs {needed} NPUs (tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
-            f" x data {parallel.data_parallel_size_local}) and {found} can be used; lower --tensor-parallel-size, "
-            f"--pipeline-parallel-size or --data-parallel-size-local, or widen {host.VISIBLE_NPUS}"
+            f" x data {parallel.data_parallel_size_local}) and {found} are visible; lower --tensor-parallel-size, "
+            f"--pipeline-parallel-size or --data-parallel-size-local, or add NPUs to {host.VISIBLE_NPUS}"
         )
 
 
 def find_numa_nodes(parallel: "ParallelConfig") -> None:
-    """For --numa-bind: the NUMA node of each NPU, which vLLM asks of CUDA's platform alone; no binding where it is not known."""
+    """For --numa-bind: set the NUMA node of each NPU, which vLLM reads for CUDA devices only; no binding where it is unknown."""
     nodes, obstacle = host.numa_nodes()
     if not obstacle and not shutil.which("numactl"):
-        obstacle = "the program numactl is not installed"
+        obstacle = "numactl is not installed"
     if obstacle:
         parallel.numa_bind = False
         extension.logger.warning(
-            "--numa-bind is off: %s; --numa-bind-nodes takes the nodes of the NPUs, one after another", obstacle
+            "--numa-bind disabled: %s; fix: give the nodes of the NPUs, in their order, with --numa-bind-nodes", obstacle
         )
     else:
         parallel.numa_bind_nodes = nodes
-        extension.logger.info("--numa-bind: the NPUs are next to the NUMA nodes %s", ", ".join(map(str, nodes)))
+        extension.logger.info("--numa-bind: NUMA nodes of the NPUs: %s", ", ".join(map(str, nodes)))

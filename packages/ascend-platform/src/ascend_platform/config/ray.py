@@ -1,4 +1,4 @@
-"""vLLM's executor on Ray: what each node and each worker keeps to itself."""
+"""Environment of vLLM's Ray workers."""
 
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,10 +10,11 @@ if TYPE_CHECKING:
 
 
 def prepare(parallel: "ParallelConfig") -> None:
-    """Leave to each node its own visible NPUs and address, and let each worker's shared memory end with the worker.
+    """Keep each node's own visible NPUs and address, and let each worker's shared memory be removed with the worker.
 
-    vLLM hands the driver's variables on to workers that do not have them (``vllm/v1/executor/ray_executor_v2.py``). It ends
-    workers by ``ray.kill``, which by default kills their children too: Python's resource tracker, which would remove the memory.
+    vLLM copies the driver's environment to workers, except for the variables listed here
+    (``vllm/v1/executor/ray_executor_v2.py``). It ends workers by ``ray.kill``, which by default also kills their children,
+    among them Python's resource tracker, which removes the shared memory.
     """
     add("vllm.v1.executor.ray_utils:WORKER_SPECIFIC_ENV_VARS", [VISIBLE_NPUS, "HCCL_IF_IP"])
     given: dict[str, Any] = dict(parallel.ray_runtime_env or {})

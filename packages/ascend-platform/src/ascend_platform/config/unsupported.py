@@ -1,71 +1,107 @@
-"""Features of vLLM that this version refuses by name."""
+"""Features of vLLM that are not supported and refused by name."""
+
+from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm import envs
 
 from ascend_platform import extension
+from ascend_platform.components import registry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def check(vllm_config: "VllmConfig") -> None:
-    """Refuse what comes in later versions.
+class Feature(NamedTuple):
+    """A feature that is not supported.
 
-    Raises:
-        RefusedError: everything asked for that is not supported, in one line.
+    ``asked`` tells from a configuration whether it is asked for: a string is the value to show, any other value counts as a
+    truth value. With ``of_model`` it is called only for a configuration with a model.
     """
-    if refused := [what for what, asked in _later_features(vllm_config).items() if asked]:
-        raise extension.RefusedError(
-            f"ascend-platform {extension.version('ascend-platform')} serves models without {', '.join(refused)}; these come later"
-        )
+
+    name: str
+    asked: Callable[[VllmConfig], Any]
+    of_model: bool = False
 
 
-def check_communicator(vllm_config: "VllmConfig") -> None:
-    """Refuse experts of several data-parallel engines without ascend-communicator.
+def _offloads_weights(config: VllmConfig) -> Any:
+    offload = config.offload_config
+    return offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size
+
+
+def _fuses(config: VllmConfig) -> bool:
+    passes = config.compilation_config.pass_config
+    names = {field.name for field in dataclasses.fields(passes) if field.name.startswith(("fuse_", "enable_"))}
+    return any(getattr(passes, name) is True for name in names - {"fuse_norm_quant"})
+
+
+def _has_lora_on_experts(config: VllmConfig) -> bool:
+    if not config.lora_config or not config.model_config.is_moe:
+        return False
+    targets = config.lora_config.target_modules
+    return targets is None or any(target.rpartition(".")[2] == "experts" for target in targets)
+
+
+def _other_cache_dtype(config: VllmConfig) -> str:
+    dtype = config.cache_config.cache_dtype
+    return "" if dtype in ("auto", str(config.model_config.dtype).split(".")[-1]) else dtype
+
+
+def _other_placement(config: VllmConfig) -> str:
+    strategy = config.parallel_config.expert_placement_strategy
+    return "" if strategy == "linear" else strategy
+
+
+FEATURES = (
+    Feature("encoder-cache connectors", lambda config: config.ec_transfer_config),
+    Feature("weight offloading", _offloads_weights),
+    Feature("prefill context parallelism", lambda config: config.parallel_config.prefill_context_parallel_size > 1),
+    Feature("elastic expert parallelism", lambda config: config.parallel_config.enable_elastic_ep),
+    Feature("--enable-fault-tolerance", lambda config: config.parallel_config.enable_fault_tolerance),
+    Feature("dual batch overlap", lambda config: config.parallel_config.use_ubatching),
+    Feature("batch invariance", lambda config: envs.VLLM_BATCH_INVARIANT),
+    Feature("vLLM's V2 model runner, which watermarking needs", lambda config: config.use_v2_model_runner),
+    Feature("fusions by torch.compile other than fuse_norm_quant", _fuses),
+    Feature(
+        "LoRA on experts (--lora-target-modules without experts serves the other layers)", _has_lora_on_experts, of_model=True
+    ),
+    Feature("KV cache dtypes other than the model's", _other_cache_dtype, of_model=True),
+    Feature("MLA", lambda config: config.model_config.use_mla, of_model=True),
+    Feature("expert placement strategies other than linear", _other_placement, of_model=True),
+    Feature(
+        "state-space layers", lambda config: config.model_config.is_hybrid or config.model_config.is_attention_free, of_model=True
+    ),
+)
+
+
+def check(vllm_config: VllmConfig) -> None:
+    """Refuse all features asked for that are not supported.
 
     Raises:
-        RefusedError: what to install or to name in VLLM_PLUGINS.
+        RefusedError: their names, in one line.
+    """
+    refused = []
+    for feature in FEATURES:
+        if feature.of_model and vllm_config.model_config is None:
+            continue
+        if asked := feature.asked(vllm_config):
+            refused.append(f"{feature.name} ({asked})" if isinstance(asked, str) else feature.name)
+    if refused:
+        version = extension.version("ascend-platform")
+        raise extension.RefusedError(f"ascend-platform {version} does not support {', '.join(refused)} yet")
+
+
+def check_communicator(vllm_config: VllmConfig) -> None:
+    """Refuse expert parallelism over data-parallel engines without ascend-communicator.
+
+    Raises:
+        RefusedError: the component's state, and what makes it active.
     """
     model, offered = vllm_config.model_config, extension.offered("communicator")
     if model and model.is_moe and vllm_config.parallel_config.use_all2all and not offered:
         raise extension.RefusedError(
-            "experts of several data-parallel engines need ascend-communicator, which is "
-            f"{extension.state('ascend-communicator')}; install it, and let VLLM_PLUGINS name ascend_communicator"
+            f"expert parallelism over data-parallel engines needs {registry.with_state('ascend-communicator')}"
         )
-
-
-def _later_features(vllm_config: "VllmConfig") -> dict[str, Any]:
-    """What comes in later versions, and whether it is asked for."""
-    parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
-    offload, passes = vllm_config.offload_config, vllm_config.compilation_config.pass_config
-    features: dict[str, Any] = {
-        "encoder-cache connectors": vllm_config.ec_transfer_config,
-        "weight offloading": offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size,
-        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        "elastic expert parallelism": parallel.enable_elastic_ep,
-        "fault tolerance by instruction (--enable-fault-tolerance)": parallel.enable_fault_tolerance,
-        "dual batch overlap": parallel.use_ubatching,
-        "batch invariance": envs.VLLM_BATCH_INVARIANT,
-        "vLLM's second model runner, which watermarking needs": vllm_config.use_v2_model_runner,
-        "fusions by torch.compile other than fuse_norm_quant": any(
-            getattr(passes, field.name) is True
-            and field.name.startswith(("fuse_", "enable_"))
-            and field.name != "fuse_norm_quant"
-            for field in dataclasses.fields(passes)
-        ),
-    }
-    if model is not None:
-        targets = vllm_config.lora_config.target_modules if vllm_config.lora_config else None
-        features |= {
-            "LoRA on experts (--lora-target-modules without experts serves the other layers)": vllm_config.lora_config
-            and model.is_moe
-            and (targets is None or any(target.rpartition(".")[2] == "experts" for target in targets)),
-            f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", str(model.dtype).split(".")[-1]),
-            "MLA": model.use_mla,
-            f"experts placed {parallel.expert_placement_strategy}": parallel.expert_placement_strategy != "linear",
-            "state-space layers": model.is_hybrid or model.is_attention_free,
-        }
-    return features

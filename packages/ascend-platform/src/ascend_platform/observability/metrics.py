@@ -1,8 +1,8 @@
 """Prometheus metrics of each NPU's memory and utilization, beside vLLM's own.
 
-vLLM has no way from a worker's device to the process that answers ``/metrics``. With one such process, workers write a small file
-every few seconds, which it reads when it is asked; workers on other machines are not seen. With several, the way is by files of
-prometheus_client (``PROMETHEUS_MULTIPROC_DIR``, which vLLM sets then).
+vLLM has no path for device metrics from a worker to the process that serves ``/metrics``. With one API server process, each
+worker writes a small file every few seconds, which that process reads on request; workers on other machines are not included.
+With several API server processes, prometheus_client's multiprocess files are used (vLLM sets ``PROMETHEUS_MULTIPROC_DIR`` then).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 INTERVAL, STALE = 5.0, 60.0
-"""Seconds between two looks at the device, and after which a file is nobody's."""
+"""Seconds between two measurements, and the age in seconds at which a file is ignored."""
 
 GAUGES = {
-    "vllm:npu_memory_used_bytes": "Memory of the NPU that is in use, by all processes.",
-    "vllm:npu_memory_total_bytes": "Memory of the NPU.",
-    "vllm:npu_memory_allocated_bytes": "Memory of the worker's tensors, by torch_npu's caching allocator.",
-    "vllm:npu_memory_reserved_bytes": "Memory that the worker's caching allocator holds.",
+    "vllm:npu_memory_used_bytes": "Used memory of the NPU, by all processes.",
+    "vllm:npu_memory_total_bytes": "Total memory of the NPU.",
+    "vllm:npu_memory_allocated_bytes": "Memory allocated to tensors of the worker by torch_npu's caching allocator.",
+    "vllm:npu_memory_reserved_bytes": "Memory reserved by the worker's caching allocator.",
     "vllm:npu_utilization_ratio": "Utilization of the NPU, 0 to 1, by aclrtGetDeviceUtilizationRate.",
 }
 LABELS = ("engine", "rank", "device")
-"""The data-parallel engine's index, the worker's rank in it, and its NPU's index among those that are visible."""
+"""Index of the data-parallel engine, rank of the worker in it, index of its NPU among the visible ones."""
 
-_configs: list[weakref.ref[VllmConfig]] = []  # of engines that this process made
+_configs: list[weakref.ref[VllmConfig]] = []  # of engines created in this process
 
 
 class Collector:
-    """What the workers of this process's engines have written last, for ``prometheus_client.REGISTRY``."""
+    """Collector for ``prometheus_client.REGISTRY`` of the latest files of the workers of this process's engines."""
 
     def describe(self) -> list[Metric]:
         return []
@@ -58,7 +58,7 @@ class Collector:
 
 
 def offer(config: VllmConfig) -> None:
-    """Let this process's ``/metrics``, and ``LLM.get_metrics``, have the NPUs of this engine's workers."""
+    """Add the NPUs of this engine's workers to this process's ``/metrics`` and to ``LLM.get_metrics``."""
     if not _configs:
         from prometheus_client import REGISTRY
 
@@ -67,27 +67,27 @@ def offer(config: VllmConfig) -> None:
 
 
 def report(config: VllmConfig, rank: int, device: int) -> Callable[[], None]:
-    """Tell of a worker's NPU from now on, in a thread of its own, until the function that is returned is called.
+    """Report the metrics of a worker's NPU from a separate thread until the returned function is called.
 
     Args:
         rank: of the worker in its engine.
-        device: the NPU's index among those that are visible.
+        device: index of the NPU among the visible ones.
     """
     labels = [str(config.parallel_config.data_parallel_index), str(rank), str(device)]
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        tell = _by_gauges(labels)
+        write = _gauge_writer(labels)
     else:
-        directory = _base() / f"npus-{config.instance_id}"
+        directory = _directory() / f"npus-{config.instance_id}"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tell = _by_file(directory / "-".join(labels), labels)
-    ended = threading.Event()
-    thread = threading.Thread(target=_keep_telling, args=(tell, device, ended), name="npu-metrics", daemon=True)
+        write = _file_writer(directory / "-".join(labels), labels)
+    stopped = threading.Event()
+    thread = threading.Thread(target=_report_until_stopped, args=(write, device, stopped), name="npu-metrics", daemon=True)
     thread.start()
-    return functools.partial(_end, thread, ended)
+    return functools.partial(_stop, thread, stopped)
 
 
 def measured(device: int) -> dict[str, float]:
-    """The metrics of an NPU that this process has open."""
+    """The metrics of an NPU on which this process has a context, by name."""
     import torch
 
     free, total = torch.npu.mem_get_info(device)
@@ -95,53 +95,53 @@ def measured(device: int) -> dict[str, float]:
     return dict(zip(GAUGES, [*values, torch.npu.utilization(device) / 100], strict=True))
 
 
-def _keep_telling(tell: Callable[[dict[str, float]], None], device: int, ended: threading.Event) -> None:
+def _report_until_stopped(write: Callable[[dict[str, float]], None], device: int, stopped: threading.Event) -> None:
     try:
         import torch
 
         torch.npu.set_device(device)
         while True:
-            tell(measured(device))
-            if ended.wait(INTERVAL):
+            write(measured(device))
+            if stopped.wait(INTERVAL):
                 return
     except Exception as error:
-        extension.logger.warning("no more metrics of NPU %d: %s: %s", device, type(error).__name__, error)
+        extension.logger.warning("metrics of NPU %d disabled: %s: %s", device, type(error).__name__, error)
 
 
-def _end(thread: threading.Thread, ended: threading.Event) -> None:
-    ended.set()
+def _stop(thread: threading.Thread, stopped: threading.Event) -> None:
+    stopped.set()
     thread.join(timeout=2)
 
 
-def _by_gauges(labels: list[str]) -> Callable[[dict[str, float]], None]:
+def _gauge_writer(labels: list[str]) -> Callable[[dict[str, float]], None]:
     from prometheus_client import Gauge
 
     gauges = {name: Gauge(name, text, LABELS, multiprocess_mode="livemostrecent") for name, text in GAUGES.items()}
 
-    def tell(values: dict[str, float]) -> None:
+    def write(values: dict[str, float]) -> None:
         for name, value in values.items():
             gauges[name].labels(*labels).set(value)
 
-    return tell
+    return write
 
 
-def _by_file(file: Path, labels: list[str]) -> Callable[[dict[str, float]], None]:
+def _file_writer(file: Path, labels: list[str]) -> Callable[[dict[str, float]], None]:
     part = file.with_suffix(".part")
 
-    def tell(values: dict[str, float]) -> None:
+    def write(values: dict[str, float]) -> None:
         part.write_text(json.dumps({"labels": labels, "values": values}))
         part.replace(file)
 
-    return tell
+    return write
 
 
-def _base() -> Path:
-    """Where ``vllm``'s own sockets are: the main process's, which goes with it."""
+def _directory() -> Path:
+    """The directory of vLLM's sockets, which the main process removes at exit."""
     return Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir())
 
 
 def _files() -> Iterator[Path]:
     for config in filter(None, (each() for each in _configs)):
-        for file in sorted(_base().glob(f"npus-{config.instance_id}*/*[0-9]")):
+        for file in sorted(_directory().glob(f"npus-{config.instance_id}*/*[0-9]")):
             if time.time() - file.stat().st_mtime < STALE:
                 yield file

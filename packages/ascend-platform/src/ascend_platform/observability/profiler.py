@@ -1,4 +1,4 @@
-"""vLLM's start_profile and stop_profile by torch_npu's profiler, whose traces MindStudio Insight and Perfetto open."""
+"""vLLM's start_profile and stop_profile with torch_npu's profiler, for MindStudio Insight and Perfetto."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -13,7 +13,7 @@ ACTIVITIES = {
     "CPU": torch_npu.profiler.ProfilerActivity.CPU,
     "PrivateUse1": torch_npu.profiler.ProfilerActivity.NPU,
 }
-"""vLLM's names of what is recorded, and torch_npu's."""
+"""vLLM's names of profiler activities to torch_npu's."""
 
 # vLLM asks these tables, by device type, whether a configuration can be served (validate_worker_profiler_config).
 add("vllm.profiler.wrapper:_SUPPORTED_PROFILER_KINDS", {"npu": frozenset({"torch"})})
@@ -22,7 +22,7 @@ add("vllm.profiler.wrapper:_SUPPORTED_TORCH_PROFILER_ACTIVITIES", {"npu": frozen
 
 
 class NPUProfiler(wrapper.WorkerProfiler):
-    """torch_npu's profiler, with vLLM's delays and limits; each session has a directory ``{name}_…_ascend_pt`` of its own."""
+    """torch_npu's profiler with vLLM's delays and limits; each session writes a directory ``{name}_…_ascend_pt``."""
 
     def __init__(self, profiler_config: ProfilerConfig, name: str) -> None:
         super().__init__(profiler_config)
@@ -41,7 +41,7 @@ class NPUProfiler(wrapper.WorkerProfiler):
         if config.warmup_iterations > 0 or config.wait_iterations > 0:
             steps = {"wait": config.wait_iterations, "warmup": config.warmup_iterations, "active": config.active_iterations}
             schedule = npu.schedule(**steps, repeat=1)
-        # the first of its steps is consumed by starting; vLLM's limit counts those that are recorded
+        # starting consumes the first step of the schedule; vLLM's limit counts recorded steps only
         self._before = max(config.wait_iterations + config.warmup_iterations - 1, 0)
         self._scheduled = schedule is not None
         self._profile = npu.profile(
@@ -52,7 +52,7 @@ class NPUProfiler(wrapper.WorkerProfiler):
             with_stack=config.torch_profiler_with_stack,
             with_flops=config.torch_profiler_with_flops,
             on_trace_ready=npu.tensorboard_trace_handler(config.torch_profiler_dir, worker_name=self._name),
-            # kernels and what HCCL does; level 0, which is the default, leaves out HCCL
+            # kernels and HCCL; level 0, the default, has no HCCL
             experimental_config=npu._ExperimentalConfig(profiler_level=npu.ProfilerLevel.Level1),
         )
         self._profile.start()

@@ -1,6 +1,6 @@
-"""The general plugin ``ascend_service_profiling``: tells msServiceProfiler which functions of vLLM and of ours to time.
+"""General plugin ``ascend_service_profiling``: the functions of vLLM and of these wheels that msServiceProfiler measures.
 
-msServiceProfiler, of CANN's toolkit or of PyPI, is a plugin of vLLM's of its own. It times and labels the functions that
+msServiceProfiler, from CANN's toolkit or from PyPI, is a vLLM plugin itself. It measures and labels the functions that
 ``~/.config/vllm_ascend/service_profiling_symbols.VERSION.yaml`` names, VERSION being vLLM's, once ``SERVICE_PROF_CONFIG_PATH`` is
 set; ``PROFILING_SYMBOLS_PATH`` names another file. Its documentation describes both, and the fields of the file:
 https://docs.vllm.ai/projects/ascend/en/latest/developer_guide/performance_and_debug/service_profiling_guide.html
@@ -18,11 +18,11 @@ HANDLERS = {
     "ms_service_profiler": "ms_service_profiler.patcher.vllm.handlers.v1.{}_handlers:{}",
     "msserviceprofiler": "msserviceprofiler.vllm_profiler.vllm_v1.{}_hookers:{}",
 }
-"""Of each form of the tool, newest first: the package with its handlers for vLLM, and what they are called."""
+"""Package of each distribution of the tool, newest first, to the name pattern of its handlers for vLLM."""
 
 
 class Symbol(NamedTuple):
-    """A function: timed under a name, or given to one of the tool's handlers, which labels requests and batches too."""
+    """A function to measure: under a name, or by one of the tool's handlers, which also label requests and batches."""
 
     symbol: str
     name: str = ""
@@ -61,21 +61,20 @@ SYMBOLS = [
 
 
 def register() -> None:
-    """The entry point of group ``vllm.general_plugins``: write the file where the switch is set. Never raises.
+    """Entry point of group ``vllm.general_plugins``: write the file if the switch is set. Never raises.
 
-    A file that is there stays as it is: somebody may have changed it.
+    An existing file is kept, as the user may have edited it.
     """
     if not os.environ.get(SWITCH):
         return
-    import vllm  # which is loading plugins
+    import vllm  # already imported, as it loads this plugin
 
     from ascend_platform import extension
 
     package = next((name for name in HANDLERS if importlib.util.find_spec(name)), None)
     if package is None:
         extension.logger.warning(
-            "%s is set, and msServiceProfiler, which reads it, is not installed: source set_env.sh of CANN's toolkit, or run: "
-            "pip install msserviceprofiler",
+            "%s is set and msServiceProfiler is not installed; fix: pip install msserviceprofiler, or source CANN's set_env.sh",
             SWITCH,
         )
         return
@@ -87,18 +86,18 @@ def register() -> None:
     except FileExistsError:
         return
     except OSError as error:
-        extension.logger.warning("%s cannot be written, so msServiceProfiler has its own symbols: %s", file, error.strerror)
+        extension.logger.warning("%s cannot be written, and msServiceProfiler uses its own symbols: %s", file, error.strerror)
         return
-    extension.logger.info("%s names what msServiceProfiler times", file)
+    extension.logger.info("wrote %s, the functions that msServiceProfiler measures", file)
 
 
 def path(version: str) -> Path:
-    """The file for this version of vLLM."""
+    """The file of symbols for this version of vLLM."""
     return Path.home() / ".config" / "vllm_ascend" / f"service_profiling_symbols.{version}.yaml"
 
 
 def text(package: str) -> str:
-    """The file, for this form of the tool."""
+    """The contents of the file for this distribution of the tool."""
     lines = []
     for each in SYMBOLS:
         handler = HANDLERS[package].format(*each.handler) if any(each.handler) else ""

@@ -1,6 +1,6 @@
-"""Quantized weights and KV caches: ModelSlim's checkpoints and compressed-tensors', on CANN's operators.
+"""Quantized weights and KV caches of ModelSlim and compressed-tensors checkpoints, on CANN's operators.
 
-A scheme is one small module, registered in ``registry.py``; ``formats`` has the two formats.
+Each scheme is a module of ``schemes``, registered in ``registry.py``; ``formats`` has the two checkpoint formats.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ if TYPE_CHECKING:
 
 @functools.cache
 def register() -> None:
-    """Register both formats with vLLM, once. Imports vLLM's quantization, so call it where a model is about to be configured.
+    """Register both formats with vLLM, once. Imports vLLM's quantization, so call it only before a model is configured.
 
-    Never raises: in a vLLM that has other names for what is imported here, models that are not quantized are served as ever.
+    Never raises: with a vLLM that lacks a name imported here, models that are not quantized still work.
     """
     try:
         import ascend_platform.quantization.formats.compressed_tensors
         import ascend_platform.quantization.formats.modelslim  # noqa: F401
     except ImportError as error:
-        version = extension.version("vllm")
-        extension.logger.warning("quantized weights are not served with vLLM %s: %s; upgrade ascend-platform", version, error)
+        extension.logger.warning(
+            "quantized weights are not supported with vLLM %s: %s; fix: pip install --upgrade ascend-platform",
+            extension.version("vllm"),
+            error,
+        )
 
 
 def detect(vllm_config: VllmConfig) -> None:
-    """Take a ModelSlim checkpoint as such where neither the user nor its configuration has named a method.
+    """Set the method for a ModelSlim checkpoint where neither the user nor the checkpoint's configuration names one.
 
-    vLLM asks configurations of quantization only about models whose ``config.json`` has a ``quantization_config``
+    vLLM asks quantization configurations only about models whose ``config.json`` has a ``quantization_config``
     (``vllm/config/model.py``), and ModelSlim writes none.
     """
     from vllm.transformers_utils.repo_utils import file_or_path_exists

@@ -1,7 +1,8 @@
-"""What the schemes of quantization have in common: a quantized matrix, its checks, and how a checkpoint stores it."""
+"""Base class of quantization schemes; quantized matrices, their checks, and their storage in checkpoints."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,15 +14,15 @@ from ascend_platform import extension
 Tensors = Mapping[str, torch.Tensor]
 
 GROUP_STEP = 32
-"""Groups of inputs are multiples of this (npu_weight_quant_batchmatmul, antiquant_group_size)."""
+"""Group sizes are multiples of this (npu_weight_quant_batchmatmul, antiquant_group_size)."""
 
 
 class Quantized(NamedTuple):
-    """One matrix, or one of each expert (``...`` is nothing, or the experts). Its values are (weight - zero_point) * scale.
+    """A quantized matrix, or one per expert (``...`` is empty, or the experts). Values are (weight - zero_point) * scale.
 
-    weight: int8 ``[..., out, in]``, of four-bit values too.
-    scale: float32 ``[..., out, groups]``, each for in / groups neighbours of a row.
-    zero_point: float32, as the scale; None is 0 throughout.
+    weight: int8 ``[..., out, in]``, also for four-bit values.
+    scale: float32 ``[..., out, groups]``, each for in / groups adjacent inputs of an output channel.
+    zero_point: float32 with the shape of scale; None means 0 throughout.
     """
 
     weight: torch.Tensor
@@ -29,35 +30,49 @@ class Quantized(NamedTuple):
     zero_point: torch.Tensor | None = None
 
 
-class Stored(NamedTuple):
-    """How a checkpoint stores one tensor of a matrix ``[out, in]``.
+class Layout(enum.Enum):
+    """Shape of a stored tensor of a matrix ``[out, in]``."""
 
-    layout: what its columns follow: ``in``, ``groups`` of inputs, ``one`` column; or ``none`` where it has rows alone, ``input``
-        where it is one number for the inputs.
-    rows, columns: how many of the matrix one of its rows or columns holds, packed.
+    WEIGHT = "[out, in]"
+    GROUPS = "[out, groups]"
+    COLUMN = "[out, 1]"
+    CHANNELS = "[out]"
+    INPUT = "[1]"
+    """One value for the inputs."""
+
+
+class Stored(NamedTuple):
+    """Storage of one tensor of a matrix ``[out, in]`` in a checkpoint.
+
+    rows, columns: how many rows or columns of ``layout`` are packed into one.
     """
 
     dtype: torch.dtype
-    layout: str = "in"
+    layout: Layout = Layout.WEIGHT
     rows: int = 1
     columns: int = 1
 
     def shape(self, out: int, inputs: int, groups: int) -> tuple[int, ...]:
-        if self.layout in ("none", "input"):
-            return (out // self.rows,) if self.layout == "none" else (1,)
-        return (out // self.rows, {"in": inputs, "groups": groups, "one": 1}[self.layout] // self.columns)
+        """The shape for an unpacked matrix of these sizes."""
+        rows = out // self.rows
+        if self.layout == Layout.INPUT:
+            return (1,)
+        if self.layout == Layout.CHANNELS:
+            return (rows,)
+        columns = {Layout.WEIGHT: inputs, Layout.GROUPS: groups, Layout.COLUMN: 1}[self.layout]
+        return (rows, columns // self.columns)
 
 
 class Scheme:
-    """One way to quantize matrices and inputs; a subclass is one scheme.
+    """Base class of quantization schemes for weights and inputs.
 
     Attributes:
         name: as in ``quant_model_description.json``.
         bits: of a weight.
-        experts: whether experts' matrices may be of this scheme.
-        groups, expert_groups: whether a row may have several scales, in linear layers and in experts.
-        offsets: whether zero_point may be other than 0.
-        packed: names of the tensors that ``pack`` makes.
+        experts: whether the scheme supports experts.
+        groups, expert_groups: whether it supports per-group scales, in linear layers and in experts.
+        offsets: whether it supports a non-zero zero_point.
+        packed: names of the tensors that ``pack`` returns.
     """
 
     name: ClassVar[str]
@@ -70,101 +85,101 @@ class Scheme:
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
         """The tensors of a layer in a ModelSlim checkpoint (msmodelslim, ``ascendv1`` format)."""
-        scales = {name: Stored(torch.float32, "groups") for name in ("weight_scale", "weight_offset")}
+        scales = {name: Stored(torch.float32, Layout.GROUPS) for name in ("weight_scale", "weight_offset")}
         return {"weight": Stored(torch.int8)} | scales
 
     def read(self, given: Tensors) -> Quantized:
-        """The matrix of the tensors that :meth:`stored` names."""
+        """The matrix, from the tensors that :meth:`stored` names."""
         return Quantized(given["weight"], given["weight_scale"].float(), given["weight_offset"].float())
 
     def load(self, given: Tensors, dtype: torch.dtype, layer: str, first_rank: bool) -> dict[str, torch.Tensor]:
-        """The tensors for the operators, from those of a linear layer in a ModelSlim checkpoint.
+        """Convert the tensors of a linear layer in a ModelSlim checkpoint to those of the operators.
 
         Args:
             dtype: of the layer's inputs and outputs.
             layer: its name, for errors.
-            first_rank: whether what is added to an output of several ranks is added by this one.
+            first_rank: whether this rank adds the bias of an output that is reduced over ranks.
 
         Raises:
-            RefusedError: the matrix is of a kind that the scheme does not have.
+            RefusedError: the scheme does not support the matrix's groups or zero_point.
         """
         return self.pack(self.checked(self.read(given), layer), dtype)
 
     def checked(self, matrix: Quantized, layer: str) -> Quantized:
-        """The matrix, without a zero_point that is 0 throughout.
+        """Check a matrix, and drop a zero_point that is 0 throughout.
 
         Raises:
-            RefusedError: the matrix is of a kind that the scheme does not have.
+            RefusedError: the scheme does not support the matrix's groups or zero_point.
         """
         inputs, groups, several = matrix.weight.shape[-1], matrix.scale.shape[-1], matrix.weight.dim() > 2
         self.check_groups(inputs, groups, several, layer)
         zero_point = matrix.zero_point if matrix.zero_point is not None and bool(matrix.zero_point.any()) else None
         if zero_point is not None and not self.offsets:
             raise extension.RefusedError(
-                f"{layer} is {self.name} with weights that are not symmetric (weight_offset is not 0); {self.name} is served "
-                "with symmetric weights, and W8A16 and W4A16 with both: quantize it again"
+                f"{layer} is {self.name} with asymmetric weights (weight_offset is not 0); {self.name} supports symmetric "
+                "weights, W8A16 and W4A16 both; fix: quantize the model again"
             )
         return Quantized(matrix.weight, matrix.scale, zero_point)
 
     def check_groups(self, inputs: int, groups: int, experts: bool, layer: str) -> None:
-        """Raise RefusedError unless this many groups of the inputs of a row can be served."""
+        """Raise RefusedError unless the scheme supports so many groups in an output channel of so many inputs."""
         if groups == 1:
             return
         if not (self.expert_groups if experts else self.groups):
             raise extension.RefusedError(
-                f"{layer} is {self.name} with {groups} scales for each row; {self.name} is served with one for each row"
-                f"{' of experts' if experts and self.groups else ''}: quantize it again per channel"
+                f"{layer} is {self.name} with {groups} scales per channel; {self.name} supports one per channel"
+                f"{' in experts' if experts and self.groups else ''}; fix: quantize the model again per channel"
             )
         if inputs % groups or inputs // groups % GROUP_STEP:
             raise extension.RefusedError(
-                f"{layer} is {self.name} with {groups} scales for the {inputs} inputs that this rank has of each row; groups "
-                f"of a multiple of {GROUP_STEP} inputs are served: quantize it again, or lower --tensor-parallel-size"
+                f"{layer} is {self.name} with {groups} scales per channel for this rank's {inputs} inputs; group sizes that are "
+                f"multiples of {GROUP_STEP} are supported; fix: quantize the model again, or lower --tensor-parallel-size"
             )
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The tensors for the operators, by the names in ``packed``."""
+        """Convert a matrix to the tensors of the operators, with the names in ``packed``."""
         raise NotImplementedError
 
     def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
-        """x by the matrix: ``[tokens, out]`` of x's dtype, float16 or bfloat16, from x ``[tokens, in]``."""
+        """Multiply x ``[tokens, in]``, float16 or bfloat16, by the matrix: ``[tokens, out]`` of x's dtype."""
         raise NotImplementedError
 
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
-        """Each expert's rows by its matrix; see ``ascend_platform.ops.fused_moe.grouped_matmul``."""
+        """Multiply each expert's rows by its matrix; see ``ascend_platform.ops.fused_moe.grouped_matmul``."""
         raise NotImplementedError
 
     def swiglu(self, first: Tensors, second: Tensors, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Each expert applied to its rows; see ``ascend_platform.ops.fused_moe.swiglu_experts``."""
+        """Apply each expert to its rows; see ``ascend_platform.ops.fused_moe.swiglu_experts``."""
         return self.grouped(torch_npu.npu_swiglu(self.grouped(rows, first, counts)), second, counts)
 
 
 def unpack_words(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
-    """int8 values of those that int32 words hold, unsigned and the lowest bits first, less the middle of their range."""
+    """Unpack int32 words to int8: unsigned values, lowest bits first, minus the middle of their range."""
     fields = torch.stack([(words >> shift) & (2**bits - 1) for shift in range(0, 32, bits)], dim % words.dim() + 1)
     return (fields.flatten(dim % words.dim(), dim % words.dim() + 1) - 2 ** (bits - 1)).to(torch.int8)
 
 
 def unpack_int4_rows(pairs: torch.Tensor) -> torch.Tensor:
-    """int8 ``[..., 2 rows, in]`` of the four-bit values that int8 ``[..., rows, in]`` holds, the lower half first."""
+    """Unpack the four-bit values of int8 ``[..., rows, in]`` to int8 ``[..., 2 * rows, in]``, lower half first."""
     low, high = ((pairs.int() & 15) ^ 8) - 8, pairs.int() >> 4
     return torch.stack((low, high), -2).flatten(-3, -2).to(torch.int8)
 
 
 def pack_int4(weight: torch.Tensor) -> torch.Tensor:
-    """int32 ``[..., in, out / 8]``, as operators take four-bit values, of int8 ``[..., out, in]``."""
+    """Transpose int8 ``[..., out, in]`` and pack it to the operators' format of four-bit values, int32 ``[..., in, out / 8]``."""
     across = weight.transpose(-1, -2).int().contiguous()
     words = torch_npu.npu_convert_weight_to_int4pack(across.flatten(0, -2))
     return words.view(*across.shape[:-1], -1)
 
 
 def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
-    """int8 ``[..., in, out]`` of int8 ``[..., out, in]``.
+    """Transpose int8 ``[..., out, in]`` to ``[..., in, out]``.
 
-    Not in FRACTAL_NZ: torch_npu keeps to the base format unless ``torch.npu.config.allow_internal_format`` is set.
+    The result is not in FRACTAL_NZ: torch_npu uses base formats unless ``torch.npu.config.allow_internal_format`` is set.
     """
     return weight.transpose(-1, -2).contiguous()
 
 
 def per_row(parameter: torch.Tensor) -> torch.Tensor:
-    """``[..., out]`` of a scale or zero_point with one group, ``[..., groups, out]`` of one with several."""
+    """Reshape a scale or zero_point ``[..., out, groups]`` to ``[..., out]`` if groups is 1, else to ``[..., groups, out]``."""
     return parameter.squeeze(-1) if parameter.shape[-1] == 1 else parameter.transpose(-1, -2).contiguous()

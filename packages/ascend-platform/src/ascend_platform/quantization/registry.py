@@ -1,4 +1,4 @@
-"""The one place where a scheme of quantization is registered, by its name in ``quant_model_description.json``."""
+"""Quantization schemes by their names in ``quant_model_description.json``."""
 
 from ascend_platform.quantization.base import Scheme
 from ascend_platform.quantization.schemes.w4a8 import W4A8Dynamic
@@ -9,4 +9,4 @@ from ascend_platform.quantization.schemes.w8a16 import W8A16
 
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in (W8A8(), W8A8Dynamic(), W8A16(), W4A16(), W4A8Dynamic())}
 FLOAT = "FLOAT"
-"""What a weight that is not quantized is."""
+"""Scheme name of a weight that is not quantized."""

@@ -1,4 +1,4 @@
-"""What ``vllm-ascend plan`` takes and prints."""
+"""The command ``vllm-ascend plan``: arguments and output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 from ascend_platform import chips, host
-from ascend_platform.cli.plan import estimate as reckon
+from ascend_platform.cli.plan import estimate
 from ascend_platform.cli.plan.model import BITS, load
 
 HEAD = (
@@ -28,20 +28,19 @@ HEAD = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Estimate which parallel layouts of a model do best on given NPUs."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="a directory, or a name on the Hugging Face Hub; only its config.json is read"
-    )
-    parser.add_argument("--soc", help=f"chip, by default this machine's: {', '.join(chips.FIGURES)}")
-    parser.add_argument("--npus", type=int, help="how many; by default this machine's")
-    parser.add_argument("--quantization", choices=[*BITS], help="of the linear layers; by default what the configuration says")
-    parser.add_argument("--kv-cache-dtype", choices=["auto", "int8"], default="auto", help="auto: 16 bits")
-    parser.add_argument("--requests", type=int, default=64, metavar="N", help="at a time (64)")
-    parser.add_argument("--input", type=int, default=1024, metavar="TOKENS", help="of a prompt (1024)")
-    parser.add_argument("--output", type=int, default=256, metavar="TOKENS", help="generated for each request (256)")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.92, metavar="PART", help="as for vllm serve (0.92)")
-    parser.add_argument("--all", action="store_true", help="also the layouts that do not fit")
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    """Estimate memory and throughput of a model's parallel layouts on NPUs, best first."""
+    parser.add_argument("model", metavar="MODEL", help="directory or Hugging Face Hub name; only config.json is read")
+    parser.add_argument("--soc", help=f"chip (default: this machine's); one of: {', '.join(chips.FIGURES)}")
+    parser.add_argument("--npus", type=int, help="number of NPUs (default: this machine's)")
+    parser.add_argument("--quantization", choices=[*BITS], help="quantization of the linear layers (default: none)")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "int8"], default="auto", help="auto: 16 bits (default)")
+    parser.add_argument("--requests", type=int, default=64, metavar="N", help="concurrent requests (default: 64)")
+    parser.add_argument("--input", type=int, default=1024, metavar="TOKENS", help="prompt tokens per request (default: 1024)")
+    parser.add_argument("--output", type=int, default=256, metavar="TOKENS", help="generated tokens per request (default: 256)")
+    utilization = parser.add_argument("--gpu-memory-utilization", type=float, default=0.92, metavar="FRACTION")
+    utilization.help = "as for vllm serve (default: 0.92)"
+    parser.add_argument("--all", action="store_true", help="also show layouts that do not fit")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
@@ -49,22 +48,22 @@ def run(options: argparse.Namespace) -> int:
     """Print the layouts, best first.
 
     Raises:
-        ValueError: options that make no sense, a chip or a kind of model that is not known, or a model that does not fit.
+        ValueError: an option out of range, an unknown chip or kind of model, or a model that does not fit.
     """
     for name in ("requests", "input", "output"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be at least 1")
     if not 0 < options.gpu_memory_utilization <= 1:
-        raise ValueError("--gpu-memory-utilization is a part: more than 0, at most 1")
+        raise ValueError("--gpu-memory-utilization must be greater than 0 and at most 1")
     soc = options.soc or host.chip()
     chip = chips.figures_of(soc)
     if chip is None:
-        raise ValueError(f"chip {soc!r} is not known; give --soc, one of: {', '.join(chips.FIGURES)}")
+        raise ValueError(f"unknown chip {soc!r}; fix: --soc with one of: {', '.join(chips.FIGURES)}")
     npus = options.npus or host.npu_count()[0]
     if npus < 1:
-        raise ValueError("no NPU was found here; say how many with --npus")
+        raise ValueError("no NPU was found; fix: give their number with --npus")
     model = load(options.model)
-    given = reckon.Load(
+    given = estimate.Load(
         options.requests,
         options.input,
         options.output,
@@ -72,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         1 if options.kv_cache_dtype == "int8" else 2,
         options.gpu_memory_utilization,
     )
-    found = [reckon.estimate(model, chip, layout, given) for layout in reckon.layouts(model, npus)]
+    found = [estimate.estimate(model, chip, layout, given) for layout in estimate.layouts(model, npus)]
     found.sort(key=lambda one: (bool(one.obstacle), -one.tokens_per_second, one.weights))
     shown = [one for one in found if options.all or not one.obstacle]
     if options.json:
@@ -81,11 +80,12 @@ def run(options: argparse.Namespace) -> int:
     if not any(not one.obstacle for one in found):
         least = min(found, key=lambda one: one.weights)
         raise ValueError(
-            f"{model.name} does not fit on {npus} {chip.name}: the layout with the least ({_name(least.layout)}) {least.obstacle}"
+            f"{model.name} does not fit on {npus} {chip.name}: the smallest layout ({_name(least.layout)}) {least.obstacle}"
         )
-    width = f"{model.parameters / 1e9:.2f} billion weights, {model.active / 1e9:.2f} a token"
+    width = f"{model.parameters / 1e9:.2f} billion weights, {model.active / 1e9:.2f} active"
     print(f"{model.name}: {width}; {npus} x {chip.name} ({chip.memory_gib} GiB, {chip.bandwidth_gbs} GB/s, {chip.tflops} TFLOPS)")
-    print(f"{given.requests} requests at a time, {given.input} tokens in, {given.output} out; weights {given.quantization}")
+    workload = f"{given.requests} concurrent requests, {given.input} input tokens, {given.output} output tokens"
+    print(f"{workload}; quantization {given.quantization}")
     rows = [HEAD, *(_row(one) for one in shown)]
     widths = [max(len(row[i]) for row in rows if len(row) == len(HEAD)) for i in range(len(HEAD))]
     for row in rows:
@@ -94,14 +94,12 @@ def run(options: argparse.Namespace) -> int:
             if len(row) == len(HEAD)
             else "  ".join(row)
         )
-    print(
-        f"estimates from published figures, no measurements; best: vllm serve {options.model} {shown[0].layout.options}".rstrip()
-    )
+    print(f"estimated from published figures, not measured; best: vllm serve {options.model} {shown[0].layout.options}".rstrip())
     return 0
 
 
-def _row(one: reckon.Estimate) -> tuple[str, ...]:
-    layout, gib = one.layout, reckon.GIB
+def _row(one: estimate.Estimate) -> tuple[str, ...]:
+    layout, gib = one.layout, estimate.GIB
     sizes = (str(layout.tensor), str(layout.pipeline), str(layout.data), "yes" if layout.expert else "")
     if one.obstacle:
         return (_name(layout), one.obstacle)
@@ -119,6 +117,6 @@ def _row(one: reckon.Estimate) -> tuple[str, ...]:
     )
 
 
-def _name(layout: reckon.Layout) -> str:
+def _name(layout: estimate.Layout) -> str:
     parts = [f"TP{layout.tensor}", f"PP{layout.pipeline}", f"DP{layout.data}"]
     return " ".join(parts + (["EP"] if layout.expert else []))

@@ -1,4 +1,4 @@
-"""What a model's configuration says of its size: weights, KV cache, and work for a token."""
+"""Sizes of a model from its configuration: weights, KV cache, and work per token."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 BITS = {"none": 16, "w8a8": 8, "w8a16": 8, "w4a16": 4, "w4a8": 4}
-"""Bits of a weight of the linear layers; embeddings and the head stay at 16 (what ModelSlim leaves as it is)."""
-UNPLANNED = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
+"""Bits of a weight of the linear layers; embeddings and the output head have 16, as ModelSlim does not quantize them."""
+UNSUPPORTED_LAYERS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 UNGATED = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "bloom", "mpt"}
-"""Model types whose MLP has two matrices and not three (``modeling_*.py`` of transformers)."""
+"""Model types whose MLP has two matrices instead of three (``modeling_*.py`` of transformers)."""
 TIED = {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "bloom"}
-"""Model types whose head is the embedding unless the configuration says otherwise."""
+"""Model types whose output head is the embedding unless the configuration says otherwise."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes in elements. ``experts`` is 0 for a dense model; ``mixed`` is how many layers have experts."""
+    """Sizes in elements. ``experts`` is 0 for a dense model; ``mixed`` is the number of layers with experts."""
 
     name: str
     layers: int
@@ -28,9 +28,9 @@ class Model:
     kv_heads: int
     vocabulary: int
     tied: bool
-    attention: int  # weights of a layer's attention
-    score: int  # sizes of a head's query and value, together
-    kv: int  # elements that a token adds to a layer's cache; with MLA, the same on each rank
+    attention: int  # weights of the attention of a layer
+    score: int  # head sizes of query and value, summed
+    kv: int  # elements of KV cache per token and layer; with MLA, the same on each rank
     latent: bool  # MLA
     mlp: int  # weights of a dense layer's MLP
     mlp_width: int
@@ -44,30 +44,30 @@ class Model:
 
     @property
     def head(self) -> int:
-        """Weights of the output projection, or of the embedding."""
+        """Weights of the output head, or of the embedding."""
         return self.vocabulary * self.hidden
 
     @property
     def dense(self) -> int:
-        """Weights of all layers but for routed experts."""
+        """Weights of all layers without routed experts."""
         return self.layers * self.attention + (self.layers - self.mixed) * self.mlp + self.mixed * self.shared
 
     @property
     def parameters(self) -> int:
-        """All weights, but for norms and biases, which are less than a thousandth."""
+        """All weights without norms and biases, which are less than a thousandth."""
         return self.dense + self.mixed * self.experts * self.expert + self.head * (1 if self.tied else 2)
 
     @property
     def active(self) -> int:
-        """Weights that a token is multiplied with."""
+        """Weights that are active for a token."""
         return self.dense + self.mixed * self.chosen * self.expert + self.head
 
 
 def from_config(config: Mapping[str, Any], name: str = "") -> Model:
-    """The sizes in a Hugging Face configuration, the contents of a config.json.
+    """The sizes from a Hugging Face configuration, the contents of a config.json.
 
     Raises:
-        ValueError: a kind of model that is not planned for, or a configuration without the fields of a decoder.
+        ValueError: an unsupported kind of model, or a configuration without the fields of a decoder.
     """
     text = {**config, **(config.get("text_config") or config.get("llm_config") or {})}
     kind = text.get("model_type", "")
@@ -76,15 +76,15 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
         return next((value for field in fields if (value := text.get(field)) is not None), 0)
 
     types = list(get("layer_types") or [])
-    if odd := sorted(UNPLANNED.intersection(types)) or (["an encoder"] if get("is_encoder_decoder") else []):
-        raise ValueError(f"{kind}: models with {odd[0]} are not planned for; those with attention in each layer are")
+    if odd := sorted(UNSUPPORTED_LAYERS.intersection(types)) or (["an encoder"] if get("is_encoder_decoder") else []):
+        raise ValueError(f"{kind}: models with {odd[0]} are not supported; supported: attention in each layer")
     hidden, layers, heads = (
         get("hidden_size", "n_embd"),
         get("num_hidden_layers", "n_layer"),
         get("num_attention_heads", "n_head"),
     )
     if not (hidden and layers and heads and get("vocab_size")):
-        raise ValueError(f"{kind}: its configuration has no hidden_size, num_hidden_layers, num_attention_heads or vocab_size")
+        raise ValueError(f"{kind}: no hidden_size, num_hidden_layers, num_attention_heads or vocab_size in the configuration")
     kv_heads = get("num_key_value_heads") or heads
     size = get("head_dim") or hidden // heads
     if latent := bool(get("kv_lora_rank")):
@@ -134,13 +134,13 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
 
 
 def load(name: str) -> Model:
-    """The sizes of the model in a directory or, if it is none, on the Hugging Face Hub.
+    """The sizes of a model in a directory or, if there is no such directory, on the Hugging Face Hub.
 
-    Only config.json is read, by neither torch nor transformers, which need CANN's libraries where torch_npu is installed.
+    Only config.json is read, without torch and transformers, which need CANN's libraries where torch_npu is installed.
 
     Raises:
         ValueError: see :func:`from_config`.
-        OSError: there is no such model.
+        OSError: the model was not found.
     """
     path = Path(name) / "config.json"
     if not path.parent.is_dir():
@@ -151,5 +151,5 @@ def load(name: str) -> Model:
             path = Path(hf_hub_download(name, "config.json"))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
             why = str(error).strip().partition("\n")[0]
-            raise OSError(f"{name} is neither a directory nor a model that the Hugging Face Hub gives: {why}") from None
+            raise OSError(f"{name} is neither a directory nor available from the Hugging Face Hub: {why}") from None
     return from_config(json.loads(path.read_text()), name)

@@ -1,6 +1,6 @@
-"""Checkpoints of compressed-tensors: vLLM's own configuration, with kernels for linear layers that its registry takes.
+"""compressed-tensors checkpoints: vLLM's configuration, with kernels for linear layers from vLLM's kernel registry.
 
-The registry does not reach experts (``vllm/model_executor/layers/fused_moe/oracle``): for them the configuration is subclassed.
+The registry does not cover experts (``vllm/model_executor/layers/fused_moe/oracle``): for them the configuration is subclassed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from ascend_platform import extension
-from ascend_platform.quantization.base import GROUP_STEP, Quantized, Scheme, Stored, Tensors, unpack_words
+from ascend_platform.quantization.base import GROUP_STEP, Layout, Quantized, Scheme, Stored, Tensors, unpack_words
 from ascend_platform.quantization.common import check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts
 from ascend_platform.quantization.methods.linear import apply, replace
@@ -36,17 +36,17 @@ from ascend_platform.quantization.schemes.w8a8 import W8A8
 PACKED, BYTES = "pack-quantized", "int-quantized"
 STATIC = "W8A8"
 UNUSED = WeightsMapper(orig_to_new_suffix={".weight_shape": None})
-SERVED = (
-    f"served are int8 and int4 weights with scales for each row or group, and with inputs that are not quantized ({PACKED}), "
-    f"int8 for each token as it comes, symmetric, or, with int8 weights ({BYTES}), int8 with one scale"
+SUPPORTED = (
+    f"supported: int8 and int4 weights, per channel or per group, with unquantized inputs ({PACKED}), dynamic symmetric "
+    f"per-token int8 inputs or, with int8 weights ({BYTES}), static per-tensor int8 inputs"
 )
 
 
 def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: str | None) -> str:
-    """The scheme's name for a group of compressed-tensors' configuration.
+    """The scheme's name for a group of a compressed-tensors configuration.
 
     Raises:
-        RefusedError: none of those that are served.
+        RefusedError: it is not supported.
     """
     bits, kind = weights.num_bits, None
     rows = weights.strategy in ("channel", "group") or (bits == 8 and weights.strategy == "tensor")
@@ -60,31 +60,31 @@ def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: 
                 kind = STATIC
     if kind is None:
         found = f"{weights.num_bits}-bit {weights.type} weights ({weights.strategy})"
-        asked = f"{inputs.num_bits}-bit {inputs.type} inputs ({inputs.strategy})" if inputs else "inputs as they are"
+        asked = f"{inputs.num_bits}-bit {inputs.type} inputs ({inputs.strategy})" if inputs else "unquantized inputs"
         raise extension.RefusedError(
-            f"compressed-tensors asks for {found} with {asked} in format {form}; {SERVED}: quantize the model again"
+            f"compressed-tensors asks for {found} with {asked} in format {form}; {SUPPORTED}; fix: quantize the model again"
         )
     return kind
 
 
 @register_quantization_config("compressed-tensors")
 class NPUCompressedTensorsConfig(CompressedTensorsConfig):
-    """vLLM's, with experts on grouped matrix products."""
+    """vLLM's configuration, with experts on grouped matrix multiplications."""
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:  # vLLM's has no self
         return [torch.bfloat16, torch.float16]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
-        """As vLLM's.
+        """As in vLLM.
 
         Raises:
-            RefusedError: a scheme or a KV cache that is not served.
+            RefusedError: a scheme or a KV cache that is not supported.
         """
         if cache := config.get("kv_cache_scheme"):
             raise extension.RefusedError(
-                f"compressed-tensors asks for a KV cache of {cache.get('num_bits')}-bit {cache.get('type')}; caches are served "
-                "in the model's dtype, and as ModelSlim's C8: quantize the model again without kv_cache_scheme"
+                f"compressed-tensors asks for a KV cache of {cache.get('num_bits')}-bit {cache.get('type')}; supported: the "
+                "model's dtype, and ModelSlim's C8; fix: quantize the model again without kv_cache_scheme"
             )
         made = super().from_config(config)
         kinds = [
@@ -108,7 +108,7 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         parts = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         found = [self.get_scheme_dict(layer, f"{prefix}.0.{part}") for part in parts]
         if any(each != found[0] for each in found):
-            raise extension.RefusedError(f"the matrices of {prefix} are of different schemes: quantize them alike")
+            raise extension.RefusedError(f"the matrices of {prefix} have different schemes; fix: quantize them alike")
         if found[0] is None:
             return UnquantizedFusedMoEMethod(layer.moe_config)
         weights: Any = found[0]["weights"]
@@ -122,13 +122,13 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
 
 def tensors_of(weights: QuantizationArgs, form: str) -> dict[str, Stored]:
     """The tensors of a matrix in a checkpoint (``compressed_tensors_moe_wna16.py``, ``_w4a8_int8.py``, ``_w8a8_int8.py``)."""
-    scale = {"weight_scale": Stored(torch.float32, "groups")}
+    scale = {"weight_scale": Stored(torch.float32, Layout.GROUPS)}
     if form == BYTES:
         return {"weight": Stored(torch.int8)} | scale
     each = 32 // weights.num_bits
     packed = {"weight_packed": Stored(torch.int32, columns=each)} | scale
     if not weights.symmetric:
-        packed["weight_zero_point"] = Stored(torch.int32, "groups", rows=each)
+        packed["weight_zero_point"] = Stored(torch.int32, Layout.GROUPS, rows=each)
     return packed
 
 
@@ -152,13 +152,13 @@ class NPUInt8Kernel(Int8ScaledMMLinearKernel):
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
         if c.is_static_input_scheme or c.input_symmetric:
             return True, None
-        return False, "takes inputs that are quantized as they come with symmetric scales alone"
+        return False, "supports dynamic input quantization with symmetric scales only"
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         names = self.layer_param_names
         weight, scale, input_scale, zero, _ = self._get_layer_params(layer)
         scale = scale.data.float()
-        if not self.config.is_channelwise:  # one for each matrix of a fused layer
+        if not self.config.is_channelwise:  # one per matrix of a fused layer
             widths = torch.tensor(layer.logical_widths, device=scale.device)
             scale = scale.flatten().repeat_interleave(widths)
         scale = scale.view(-1, 1)
@@ -191,17 +191,17 @@ class NPUMixedPrecisionKernel(MPLinearKernel):
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         inputs, out = c.partition_weight_shape
         if c.weight_type not in cls.TYPES or c.act_type not in (torch.float16, torch.bfloat16):
-            return False, f"takes no weights of {c.weight_type} with inputs of {c.act_type}"
+            return False, f"does not support {c.weight_type} weights with {c.act_type} inputs"
         several = c.group_size not in (-1, inputs, c.full_weight_shape[0])
         if several and (c.group_size % GROUP_STEP or inputs % c.group_size):
-            return False, f"takes groups of a multiple of {GROUP_STEP} that divide the {inputs} inputs, not of {c.group_size}"
+            return False, f"supports groups of multiples of {GROUP_STEP} that divide the {inputs} inputs, not {c.group_size}"
         if c.weight_type.size_bits == 4 and out % 8:
-            return False, f"takes multiples of 8 rows of four-bit weights, not {out}"
+            return False, f"supports four-bit weights with multiples of 8 outputs, not {out}"
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         kind, bits = self.config.weight_type, self.config.weight_type.size_bits
-        # vLLM tells a kernel of quantized inputs by this alone (compressed_tensors_wNa8.py)
+        # the one way in which vLLM tells a kernel of quantized inputs (compressed_tensors_wNa8.py)
         quantized = kind == scalar_types.int4 or getattr(layer, "_humming_input_quant_config", None) is not None
         self.scheme = SCHEMES[f"W{bits}A8_DYNAMIC" if quantized else f"W{bits}A16"]
         weight, scale, zero = self._get_weight_params(layer)

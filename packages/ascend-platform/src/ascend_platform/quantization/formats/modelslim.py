@@ -1,7 +1,7 @@
-"""Checkpoints of ModelSlim (``--quantization ascend``): a file beside the weights names the scheme of each tensor.
+"""ModelSlim checkpoints (``--quantization ascend``): a JSON file beside the weights names the scheme of each tensor.
 
 The format is that of msmodelslim's ``AscendV1Saver``: ``quant_model_description.json`` maps each tensor's name to its scheme,
-and has ``version``, ``group_size`` and ``kv_cache_type`` for the whole.
+and has ``version``, ``group_size`` and ``kv_cache_type`` for the whole checkpoint.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from ascend_platform import extension
+from ascend_platform.quantization.base import Layout
 from ascend_platform.quantization.common import DESCRIPTION, NAME, check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts
 from ascend_platform.quantization.methods.kv_cache import CACHE_NAMES, Int8CacheMethod
@@ -31,7 +32,7 @@ CACHE_KINDS = ("C8",)
 
 @register_quantization_config(NAME)
 class ModelSlimConfig(QuantizationConfig):
-    """The description, by which each layer gets its method."""
+    """Quantization configuration from the description file, which gives each layer its method."""
 
     def __init__(self, description: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -50,30 +51,30 @@ class ModelSlimConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 0  # NPUs have none
+        return 0  # of CUDA
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        return []  # maybe_update_config reads it, and says what to do where there is none
+        return []  # maybe_update_config reads the description; its error for a missing file names the fix
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelSlimConfig:
-        """From ``quantization_config`` of a model's configuration, which may have the description or nothing of it."""
+        """From ``quantization_config`` of a model's configuration, which may contain the description."""
         return cls({key: value for key, value in config.items() if key != "quant_method"})
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read the description beside the weights.
 
         Raises:
-            RefusedError: there is none, or it names what is not served.
+            RefusedError: there is none, or it has a scheme that is not supported.
         """
         if self.description:
             return
         description = get_hf_file_to_dict(DESCRIPTION, model_name, revision or "main")
         if description is None:
             raise extension.RefusedError(
-                f"--quantization {NAME} is for checkpoints of ModelSlim, which have a file {DESCRIPTION}; {model_name} has none: "
-                f"leave --quantization out, or quantize the model with ModelSlim"
+                f"--quantization {NAME} is for ModelSlim checkpoints, which have a file {DESCRIPTION}; {model_name} has none; "
+                "fix: remove --quantization, or quantize the model with ModelSlim"
             )
         self._take(description)
 
@@ -85,15 +86,15 @@ class ModelSlimConfig(QuantizationConfig):
         if unknown:
             example = next(name for name, kind in weights.items() if kind in unknown)
             raise extension.RefusedError(
-                f"{DESCRIPTION} has weights of {', '.join(unknown)} (such as {example}); served are {', '.join(SCHEMES)} and "
-                f"{FLOAT}: quantize the model again with these"
+                f"{DESCRIPTION} has weights of {', '.join(unknown)} (such as {example}); supported: {', '.join(SCHEMES)}, "
+                f"{FLOAT}; fix: quantize the model again with these"
             )
         cache = description.get("kv_cache_type") or description.get("kv_quant_type")
         others = [kind for kind in (cache, description.get("fa_quant_type")) if kind and kind not in CACHE_KINDS]
         if others:
             raise extension.RefusedError(
-                f"{DESCRIPTION} asks for a KV cache or attention of {', '.join(map(str, others))}; C8, an int8 KV cache, is "
-                "served: quantize the model again with it, or without"
+                f"{DESCRIPTION} asks for KV cache or attention quantization {', '.join(map(str, others))}; supported: C8 (int8 "
+                "KV cache); fix: quantize the model again with C8, or without"
             )
         check_chip([kind for kind in weights.values() if kind != FLOAT])
         self.description, self.int8_cache = description, bool(cache)
@@ -106,7 +107,7 @@ class ModelSlimConfig(QuantizationConfig):
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Leave out what is not used: sums that are computed here, and shapes before packing."""
+        """Drop tensors that are not used: ``scale_bias``, which is computed here, and shapes before packing."""
         return WeightsMapper(orig_to_new_suffix={".scale_bias": None, ".weight_shape": None})
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -120,15 +121,15 @@ class ModelSlimConfig(QuantizationConfig):
             scheme = SCHEMES[kind]
             group_size = int(self.description.get("group_size") or 0) if scheme.expert_groups else 0
             stored = scheme.stored(self.description, parts[0])
-            if not any(tensor.layout == "groups" for tensor in stored.values()):
+            if not any(tensor.layout == Layout.GROUPS for tensor in stored.values()):
                 group_size = 0
             return QuantizedExperts(layer.moe_config, scheme, stored, scheme.read, group_size, prefix)
         if isinstance(layer, LinearBase | VocabParallelEmbedding):
             matrices = self._matrices(prefix)
             if isinstance(layer, VocabParallelEmbedding):
-                if (kind := self._of(prefix) or FLOAT) != FLOAT:  # tied heads are not named
+                if (kind := self._of(prefix) or FLOAT) != FLOAT:  # tied heads are not in the description
                     raise extension.RefusedError(
-                        f"{prefix} is {kind}; embeddings and output heads are served as {FLOAT}: quantize the model without them"
+                        f"{prefix} is {kind}; embeddings and output heads are supported as {FLOAT}; fix: quantize the model again"
                     )
                 return UnquantizedEmbeddingMethod()
             kind = self._kind(matrices, prefix)
@@ -139,7 +140,7 @@ class ModelSlimConfig(QuantizationConfig):
         return None
 
     def _matrices(self, prefix: str) -> list[str]:
-        """The matrices that vLLM keeps as one layer, by the checkpoint's names."""
+        """The checkpoint's names of the matrices that vLLM fuses into one layer."""
         path, _, last = prefix.rpartition(".")
         parts = self.packed_modules_mapping.get(last, [last])
         names = [f"{path}.{part}" if path else part for part in parts]
@@ -152,13 +153,12 @@ class ModelSlimConfig(QuantizationConfig):
         kinds = {name: self._of(name) for name in matrices}
         if not any(kinds.values()):
             raise extension.RefusedError(
-                f"{DESCRIPTION} does not say of which scheme {', '.join(kinds)} is: add it there, {FLOAT!r} if it is not "
-                "quantized"
+                f"{DESCRIPTION} has no scheme for {', '.join(kinds)}; fix: add it there, {FLOAT!r} if it is not quantized"
             )
         if len(set(kinds.values())) > 1:
             found = ", ".join(f"{name.rpartition('.')[2]} {kind}" for name, kind in kinds.items())
             raise extension.RefusedError(
-                f"the matrices of {prefix}, which vLLM keeps as one, are of different schemes ({found}): quantize them alike"
+                f"the matrices of {prefix}, which vLLM fuses, have different schemes ({found}); fix: quantize them alike"
             )
         return str(next(iter(kinds.values())))
 

@@ -1,4 +1,4 @@
-"""Quantized experts, whichever format their checkpoint has: loaded by vLLM's loader of experts, applied by a scheme."""
+"""Quantized experts of any checkpoint format: loaded by vLLM's expert loader, applied by a scheme."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from ascend_platform import extension
 from ascend_platform.ops.fused_moe import NPUExperts
-from ascend_platform.quantization.base import Quantized, Scheme, Stored, Tensors
+from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors
 from ascend_platform.quantization.methods.linear import replace
 
 
 class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
-    """Experts of one layer. Tokens travel to other ranks as they are and are quantized where their experts are.
+    """Quantization method of one layer's experts. Tokens are dispatched unquantized and quantized on the experts' rank.
 
     Args:
         stored: the tensors of an expert's matrix, which vLLM loads into ``w13_<name>`` and ``w2_<name>``.
-        read: makes matrices of these tensors.
-        group_size: inputs for which a row has one scale; 0 for all.
+        read: converts these tensors to a matrix.
+        group_size: inputs per scale; 0 for one scale per channel.
+        name: of the layer, for errors.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         super().__init__(moe)
         if not scheme.experts:
             raise extension.RefusedError(
-                f"{name} has experts of {scheme.name}; experts are served of W8A8_DYNAMIC, W8A16, W4A16 and W4A8_DYNAMIC: "
-                "quantize them again as one of these"
+                f"{name} has experts of {scheme.name}; supported for experts: W8A8_DYNAMIC, W8A16, W4A16, W4A8_DYNAMIC; "
+                "fix: quantize them again as one of these"
             )
         self.scheme, self.stored, self.read, self.group_size, self.name = scheme, stored, read, group_size, name
 
@@ -64,7 +65,7 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
                 made = torch.nn.Parameter(
                     torch.zeros(num_experts, *stored.shape(out, inputs, groups), dtype=stored.dtype), requires_grad=False
                 )
-                several = stored.layout == "groups" and groups > 1
+                several = stored.layout == Layout.GROUPS and groups > 1
                 kind = FusedMoeWeightScaleSupported.GROUP if several else FusedMoeWeightScaleSupported.CHANNEL
                 layer.register_parameter(prefix + name, made)
                 set_weight_attrs(made, extra_weight_attrs | {"quant_method": kind.value})
@@ -77,7 +78,7 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         self.setup_experts(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """vLLM's own kernels, which would want one, are not used."""
+        """None: vLLM's own kernels, which need one, are not used."""
 
     def apply(
         self,

@@ -1,4 +1,4 @@
-"""The int8 KV cache (ModelSlim's C8): keys and values in int8, with scales and offsets that the checkpoint has."""
+"""Int8 KV cache (ModelSlim's C8), with the checkpoint's scales and offsets."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from ascend_platform import extension
 CACHE_NAMES = {
     f".{kind}_proj.kv_cache_{part}": f".attn.{kind}_cache_{part}" for kind in ("k", "v") for part in ("scale", "offset")
 }
-"""From a checkpoint's names to those of the attention's parameters."""
+"""Suffixes of names in a checkpoint to those of the attention layer's parameters."""
 
 HEAD_STEP = 32
 """Head sizes for int8 caches are multiples of this (npu_fused_infer_attention_score)."""
 
 
 class Int8CacheMethod(BaseKVCacheMethod):
-    """Lets an attention keep keys and values in int8: round(x / scale + offset).
+    """KV cache method that stores keys and values as int8: round(x / scale + offset).
 
-    An attention that can has ``int8_cache`` True. It finds ``k_cache_scale``, ``k_cache_offset``, ``v_cache_scale`` and
-    ``v_cache_offset`` on the layer, each ``[kv_heads * head_size]`` of the model's dtype; offsets are None where all are 0.
+    An attention implementation that supports it has ``int8_cache`` True. The layer gets ``k_cache_scale``,
+    ``k_cache_offset``, ``v_cache_scale`` and ``v_cache_offset``, each ``[kv_heads * head_size]`` of the model's dtype; offsets
+    are None if all are 0.
 
     Args:
         name: of the layer, for errors.
@@ -34,21 +35,21 @@ class Int8CacheMethod(BaseKVCacheMethod):
         self.name = name
 
     def create_weights(self, layer: Any) -> None:
-        """Change the cache's dtype and prepare to load.
+        """Set the cache's dtype and create the parameters to load.
 
         Raises:
-            RefusedError: the attention has no int8 cache, or not for this head size.
+            RefusedError: the attention does not support an int8 cache, or not for this head size.
         """
         if not getattr(layer.impl, "int8_cache", False):
             title = getattr(layer.impl, "title", type(layer.impl).__name__)
             raise extension.RefusedError(
-                f"the model has an int8 KV cache, which the fused attention keeps and {title} does not: install "
-                "ascend-attention, or let VLLM_PLUGINS name ascend_attention"
+                f"the model has an int8 KV cache, which {title} does not support and the fused attention does; "
+                f"ascend-attention is {extension.state('ascend-attention')}"
             )
         if layer.head_size % HEAD_STEP or layer.head_size_v != layer.head_size:
             raise extension.RefusedError(
-                f"{self.name} has heads of {layer.head_size} for an int8 KV cache; multiples of {HEAD_STEP} are served: quantize "
-                "the model without kv_cache_type"
+                f"{self.name} has an int8 KV cache with head size {layer.head_size}; multiples of {HEAD_STEP} are supported; "
+                "fix: quantize the model without kv_cache_type"
             )
         layer.kv_cache_torch_dtype = torch.int8
         size = layer.num_kv_heads * layer.head_size
@@ -63,7 +64,7 @@ class Int8CacheMethod(BaseKVCacheMethod):
         for kind in "kv":
             scale, offset = getattr(layer, f"{kind}_cache_scale").data, getattr(layer, f"{kind}_cache_offset").data
             if bool(scale.isnan().any()):
-                raise extension.RefusedError(f"the checkpoint has no kv_cache_scale for {self.name} ({kind}): quantize it again")
+                raise extension.RefusedError(f"no kv_cache_scale for {self.name} ({kind}) in the checkpoint; fix: quantize again")
             for part, value in (("scale", scale.to(dtype)), ("offset", offset.to(dtype) if bool(offset.any()) else None)):
                 delattr(layer, f"{kind}_cache_{part}")
                 own = None if value is None else torch.nn.Parameter(value, requires_grad=False)
@@ -71,15 +72,15 @@ class Int8CacheMethod(BaseKVCacheMethod):
 
 
 def load_part(own: torch.nn.Parameter, loaded: torch.Tensor) -> None:
-    """Load this rank's key heads' scales or offsets of all, or one for all."""
+    """Load this rank's part of the scales or offsets of all KV heads, or one value for all."""
     loaded = loaded.flatten()
     if loaded.numel() == 1:
         own.data.fill_(loaded.item())
         return
     if loaded.numel() % own.numel():
         raise extension.RefusedError(
-            f"a KV cache's scale has {loaded.numel()} elements; one, or a multiple of the {own.numel()} of this rank's heads, is "
-            "served"
+            f"a KV cache scale has {loaded.numel()} elements; supported: one, or a multiple of the {own.numel()} of this rank's "
+            "heads"
         )
     parts = loaded.numel() // own.numel()
     part = get_tensor_model_parallel_rank() * parts // get_tensor_model_parallel_world_size()

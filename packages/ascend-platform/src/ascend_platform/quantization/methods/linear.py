@@ -1,4 +1,4 @@
-"""Linear layers of ModelSlim checkpoints: their tensors are loaded by vLLM's parameters, and applied by a scheme."""
+"""Linear layers of ModelSlim checkpoints: loaded through vLLM's parameters, applied by a scheme."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vllm.model_executor.parameter import (
 )
 
 from ascend_platform import extension
-from ascend_platform.quantization.base import Scheme, Stored
+from ascend_platform.quantization.base import Layout, Scheme, Stored
 
 
 class ScaleParameter(GroupQuantScaleParameter):
-    """Scales or offsets ``[rows, groups]`` of which the checkpoint decides how many groups there are.
+    """Scales or offsets ``[out, groups]`` whose number of groups is taken from the loaded tensor.
 
-    A description's ``group_size`` holds for a whole checkpoint, which may have rows with one scale all the same.
+    The description's ``group_size`` is for the whole checkpoint, which may also have matrices with one scale per channel.
     """
 
     fitted = False
@@ -35,8 +35,8 @@ class ScaleParameter(GroupQuantScaleParameter):
             parts = 1
         if groups % parts or (self.fitted and self.data.shape[1] != groups // parts):
             raise extension.RefusedError(
-                f"{groups} scales for each row do not divide among {parts} ranks, or are not as many as the "
-                f"{self.data.shape[1]} of the matrices beside it: lower --tensor-parallel-size, or quantize them alike"
+                f"{groups} scales per channel are not divisible by {parts} ranks, or differ from the {self.data.shape[1]} of "
+                "the other matrices of the layer; fix: lower --tensor-parallel-size, or quantize them alike"
             )
         if not self.fitted:
             self.fitted = True
@@ -54,27 +54,27 @@ class ScaleParameter(GroupQuantScaleParameter):
 
     def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
         loaded = self._fit(loaded_weight, self.tp_size)
-        if loaded.shape[1] == 1:  # one for the row, whose parts all ranks have
+        if loaded.shape[1] == 1:  # one per channel, which all ranks share
             self.data.copy_(loaded)
         else:
             super().load_row_parallel_weight(loaded)
 
 
 def parameter(stored: Stored, rows: int, inputs: int, matrices: int, loader: Callable[..., None]) -> BasevLLMParameter:
-    """vLLM's parameter for a tensor of a linear layer whose rows are those of this many matrices."""
+    """vLLM's parameter for a tensor of a linear layer with so many rows, fused of so many matrices."""
 
     def load(own: BasevLLMParameter, loaded: torch.Tensor, *arguments: Any, **named: Any) -> None:
         if loaded.dtype == torch.int64 and own.dtype == torch.float32:
-            loaded = loaded.to(torch.int32).view(torch.float32)  # deq_scale of float16 models: a float's bits
+            loaded = loaded.to(torch.int32).view(torch.float32)  # deq_scale of float16 models: the bits of a float
         loader(own, loaded, *arguments, **named)
 
     options: dict[str, Any] = {"weight_loader": load}
-    if stored.layout == "input":
+    if stored.layout == Layout.INPUT:
         return PerTensorScaleParameter(data=torch.zeros(matrices, dtype=stored.dtype), **options)
     data = torch.zeros(stored.shape(rows, inputs, 1), dtype=stored.dtype)
-    if stored.layout in ("one", "none"):
+    if stored.layout in (Layout.COLUMN, Layout.CHANNELS):
         return ChannelQuantScaleParameter(data=data, output_dim=0, **options)
-    if stored.layout == "groups":
+    if stored.layout == Layout.GROUPS:
         return ScaleParameter(data=data, output_dim=0, input_dim=1, **options)
     if stored.rows == stored.columns == 1:
         return ModelWeightParameter(data=data, output_dim=0, input_dim=1, **options)
@@ -84,7 +84,7 @@ def parameter(stored: Stored, rows: int, inputs: int, matrices: int, loader: Cal
 
 
 def replace(layer: torch.nn.Module, loaded: Any, packed: dict[str, torch.Tensor], prefix: str = "") -> None:
-    """Put the tensors for the operators in the place of those that were loaded."""
+    """Replace a layer's loaded tensors by those of the operators."""
     for name in loaded:
         if hasattr(layer, prefix + name):
             delattr(layer, prefix + name)
@@ -93,7 +93,7 @@ def replace(layer: torch.nn.Module, loaded: Any, packed: dict[str, torch.Tensor]
 
 
 def apply(scheme: Scheme, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x ``[..., in]`` by the layer's matrix: ``[..., out]``."""
+    """Multiply x ``[..., in]`` by the layer's matrix: ``[..., out]``."""
     own = {name: getattr(layer, name) for name in scheme.packed}
     product = scheme.apply(x.reshape(-1, x.shape[-1]), own, bias)
     return product.view(*x.shape[:-1], product.shape[-1])
@@ -101,7 +101,7 @@ def apply(scheme: Scheme, layer: torch.nn.Module, x: torch.Tensor, bias: torch.T
 
 @register_weight_loader_v2_supported_method
 class ModelSlimLinearMethod(LinearMethodBase):
-    """One linear layer, of the matrices ``stored`` says."""
+    """Quantization method of one linear layer. ``stored`` are its tensors in the checkpoint, ``name`` is for errors."""
 
     def __init__(self, scheme: Scheme, stored: dict[str, Stored], name: str) -> None:
         self.scheme, self.stored, self.name = scheme, stored, name
@@ -128,5 +128,5 @@ class ModelSlimLinearMethod(LinearMethodBase):
         replace(layer, self.stored, self.scheme.load(given, self.dtype, self.name, first))
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        # a static layer's quant_bias has its own bias in it
+        # with static inputs, quant_bias includes the layer's bias
         return apply(self.scheme, layer, x, None if "quant_bias" in self.stored else bias)

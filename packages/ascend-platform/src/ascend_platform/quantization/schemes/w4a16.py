@@ -1,4 +1,4 @@
-"""W4A16: four-bit weights with scales and offsets for each row or for groups of inputs."""
+"""W4A16: four-bit weights with per-channel or per-group scales and offsets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ascend_platform.quantization.base import Quantized, Stored, Tensors, pack_int4, unpack_words
+from ascend_platform.quantization.base import Layout, Quantized, Stored, Tensors, pack_int4, unpack_words
 from ascend_platform.quantization.schemes.weight_only import WeightOnly
 
 
 class W4A16(WeightOnly):
-    """A ModelSlim checkpoint has values of -8 to 7 in bytes (``weight``), or eight in a word as compressed-tensors has them
-    (``weight_packed``, as Kimi-K2-Thinking's experts)."""
+    """Scheme W4A16. ModelSlim checkpoints have values of -8 to 7 in bytes (``weight``), or eight in a word in the format of
+    compressed-tensors (``weight_packed``, as in the experts of Kimi-K2-Thinking)."""
 
     name = "W4A16"
     bits = 4
@@ -21,7 +21,7 @@ class W4A16(WeightOnly):
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
         if f"{layer}.weight_packed" in description:
-            return {"weight_packed": Stored(torch.int32, columns=8), "weight_scale": Stored(torch.float32, "groups")}
+            return {"weight_packed": Stored(torch.int32, columns=8), "weight_scale": Stored(torch.float32, Layout.GROUPS)}
         return super().stored(description, layer)
 
     def read(self, given: Tensors) -> Quantized:

@@ -1,4 +1,4 @@
-"""W4A8_DYNAMIC: four-bit weights with scales for each row or for groups of inputs, inputs with a scale for each token."""
+"""W4A8_DYNAMIC: four-bit weights with per-channel or per-group scales, int8 inputs with per-token scales."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch_npu
 
 from ascend_platform.ops.fused_moe import grouped_matmul
 from ascend_platform.quantization.base import (
+    Layout,
     Quantized,
     Scheme,
     Stored,
@@ -20,11 +21,11 @@ from ascend_platform.quantization.base import (
 
 
 class W4A8Dynamic(Scheme):
-    """By npu_grouped_matmul, of one group for a linear layer: it alone has products of int8 and int4.
+    """Scheme W4A8_DYNAMIC by npu_grouped_matmul, the one operator for int8 by int4; a linear layer is a single group.
 
-    The operator halves an int8 into signed four-bit parts and so loses 8 times the matrix's sums, which are added as a bias
-    (op-plugin, ``test_npu_grouped_matmul_A8W4``). A checkpoint has them as ``scale_bias``; they are computed here, so that
-    each rank has those of its own part.
+    The operator splits an int8 into two signed four-bit parts, which subtracts 8 times the sums of the matrix from the result;
+    they are added as a bias (op-plugin, ``test_npu_grouped_matmul_A8W4``). Checkpoints contain it as ``scale_bias``; it is
+    computed here instead, so that each rank has the sums of its own part.
     """
 
     name = "W4A8_DYNAMIC"
@@ -34,12 +35,12 @@ class W4A8Dynamic(Scheme):
     packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "scale_bias")
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
-        """Two rows in a byte since version 1.0.0 of the format; scales of groups are factors of those of rows."""
+        """See Scheme. Since version 1.0.0 of the format a byte has two rows; per-group scales multiply the per-channel scales."""
         rows = 2 if description.get("version") == "1.0.0" else 1
         tensors = {"weight": Stored(torch.int8, rows=rows)}
-        tensors |= {name: Stored(torch.float32, "one") for name in ("weight_scale", "weight_offset")}
+        tensors |= {name: Stored(torch.float32, Layout.COLUMN) for name in ("weight_scale", "weight_offset")}
         if f"{layer}.weight_scale_second" in description:
-            tensors |= {f"{name}_second": Stored(torch.float32, "groups") for name in ("weight_scale", "weight_offset")}
+            tensors |= {f"{name}_second": Stored(torch.float32, Layout.GROUPS) for name in ("weight_scale", "weight_offset")}
         return tensors
 
     def read(self, given: Tensors) -> Quantized:
@@ -58,7 +59,7 @@ class W4A8Dynamic(Scheme):
         sums = weight.unflatten(-1, (scale.shape[1], -1)).sum(-1, dtype=torch.float32).transpose(1, 2)
         return {
             "weight": pack_int4(weight),
-            "weight_scale": scale.view(torch.int32).long(),  # a float's bits in the lower half of a word
+            "weight_scale": scale.view(torch.int32).long(),  # the bits of a float in the lower half of an int64
             "scale_bias": 8 * (sums * scale).sum(1),
         }
 

@@ -1,4 +1,4 @@
-"""W8A16: int8 weights with scales and offsets for each row, in linear layers also for groups of inputs."""
+"""W8A16: int8 weights with per-channel scales and offsets, in linear layers also per-group."""
 
 from __future__ import annotations
 

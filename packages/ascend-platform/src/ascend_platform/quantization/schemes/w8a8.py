@@ -1,4 +1,4 @@
-"""W8A8: int8 weights with a scale for each row, inputs with one scale and offset that the checkpoint has."""
+"""W8A8: int8 weights with per-channel scales, int8 inputs with one static scale and offset."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 import torch_npu
 
 from ascend_platform import extension
-from ascend_platform.quantization.base import Scheme, Stored, Tensors, transpose_int8
+from ascend_platform.quantization.base import Layout, Scheme, Stored, Tensors, transpose_int8
 
 
 class W8A8(Scheme):
-    """x is quantized to round(x / input_scale + input_offset); products get ``quant_bias`` and are multiplied by ``deq_scale``.
+    """Scheme W8A8: x is quantized to q = round(x / input_scale + input_offset), y = (q @ weight + quant_bias) * deq_scale.
 
-    ``quant_bias`` holds the offset's part, -input_offset * sum(weight), and in a ModelSlim checkpoint the layer's own bias too;
-    ``deq_scale`` is input_scale * weight_scale (msmodelslim, ``AscendV1Saver.on_w8a8_static``).
+    ``quant_bias`` compensates the offset by -input_offset * sum(weight), and in a ModelSlim checkpoint includes the layer's
+    bias; ``deq_scale`` is input_scale * weight_scale (msmodelslim, ``AscendV1Saver.on_w8a8_static``).
     """
 
     name = "W8A8"
@@ -24,24 +24,24 @@ class W8A8(Scheme):
     packed: ClassVar[tuple[str, ...]] = ("weight", "deq_scale", "quant_bias", "input_factor", "input_offset")
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
-        rows = {"quant_bias": Stored(torch.int32, "none"), "deq_scale": Stored(torch.float32, "none")}
-        inputs = {name: Stored(torch.float32, "input") for name in ("input_scale", "input_offset")}
+        rows = {"quant_bias": Stored(torch.int32, Layout.CHANNELS), "deq_scale": Stored(torch.float32, Layout.CHANNELS)}
+        inputs = {name: Stored(torch.float32, Layout.INPUT) for name in ("input_scale", "input_offset")}
         return {"weight": Stored(torch.int8)} | rows | inputs
 
     def load(self, given: Tensors, dtype: torch.dtype, layer: str, first_rank: bool) -> dict[str, torch.Tensor]:
         bias = given["quant_bias"] if first_rank else torch.zeros_like(given["quant_bias"])
-        inputs = [one_input(given[name], layer) for name in ("input_scale", "input_offset")]
+        inputs = [shared_input_value(given[name], layer) for name in ("input_scale", "input_offset")]
         return self.pack_static(given["weight"], given["deq_scale"], bias, *inputs)
 
     def pack_static(
         self, weight: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The tensors for the operators.
+        """Convert a matrix with static inputs to the tensors of the operators.
 
         Args:
             weight: int8 ``[out, in]``.
-            factor: float32 ``[out]``, of the product.
-            bias: int32 ``[out]``, added to the product before.
+            factor: float32 ``[out]``, the dequantization scale.
+            bias: int32 ``[out]``, added to the int32 product.
             scale, offset: float32 ``[1]``, of the inputs.
         """
         return {
@@ -60,15 +60,15 @@ class W8A8(Scheme):
         return product if bias is None else product.add_(bias)
 
 
-def one_input(given: torch.Tensor, layer: str) -> torch.Tensor:
-    """The one value that all matrices of a fused layer have for their input, float32 ``[1]``.
+def shared_input_value(given: torch.Tensor, layer: str) -> torch.Tensor:
+    """The input scale or offset that all matrices of a fused layer share, float32 ``[1]``.
 
     Raises:
-        RefusedError: they have different ones.
+        RefusedError: the values differ.
     """
     if bool((given != given[0]).any()):
         raise extension.RefusedError(
             f"the matrices of {layer} have different input scales or offsets ({', '.join(f'{v:g}' for v in given.tolist())}); "
-            "one for all is served: quantize them together"
+            "supported: one for all; fix: quantize them together"
         )
     return given[:1].clone()

@@ -1,4 +1,4 @@
-"""W8A8_DYNAMIC: int8 weights with a scale for each row, inputs with a scale for each token that is found as it comes."""
+"""W8A8_DYNAMIC: int8 weights with per-channel scales, int8 inputs with dynamic per-token scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ascend_platform.ops.fused_moe import grouped_matmul
 from ascend_platform.quantization.base import Quantized, Scheme, Tensors, per_row, transpose_int8
 
 FUSED_STEP, FUSED_MOST = 64, 10496
-"""Inner sizes that npu_dequant_swiglu_quant takes with groups: multiples of the one up to the other (its documentation)."""
+"""Intermediate sizes that npu_dequant_swiglu_quant supports with groups: multiples of the first up to the second (its
+documentation)."""
 
 
 class W8A8Dynamic(Scheme):
@@ -47,6 +48,6 @@ class W8A8Dynamic(Scheme):
     def _grouped(
         self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        # to bfloat16 the operator takes scales in bfloat16 alone
+        # for bfloat16 outputs the operator supports bfloat16 scales only
         factor = own["weight_scale"].to(dtype) if dtype == torch.bfloat16 else own["weight_scale"]
         return grouped_matmul(values, own["weight"], counts, scale=factor, per_token_scale=scale, output_dtype=dtype)

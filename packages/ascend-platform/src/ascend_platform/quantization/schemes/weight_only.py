@@ -1,4 +1,4 @@
-"""What W8A16 and W4A16 have in common: weights become numbers of the inputs' dtype inside the matrix product."""
+"""Base class of W8A16 and W4A16: weights are dequantized to the inputs' dtype inside the matrix multiplication."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WeightOnly(Scheme):
         return {"weight": weight, "weight_scale": per_row(matrix.scale.to(dtype)), "weight_offset": per_row(offset.to(dtype))}
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """``[..., in, out]`` as operators take it, of int8 ``[..., out, in]``."""
+        """Convert int8 ``[..., out, in]`` to the operators' ``[..., in, out]``."""
         raise NotImplementedError
 
     def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:

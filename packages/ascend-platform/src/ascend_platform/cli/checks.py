@@ -1,0 +1,237 @@
+"""Checks of ``vllm-ascend doctor``, each a generator of results.
+
+They read metadata, files and the environment. They do not import torch, torch_npu or vLLM and open no device, so they work where
+these are missing or broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from ascend_platform import host
+from ascend_platform.cli import env_vars, plugins
+from ascend_platform.cli.result import Result, fail, ok, warn
+from ascend_platform.components import COMPONENTS, RefusedError, options, requirements
+from ascend_platform.components.plugin_filter import PluginFilter
+from ascend_platform.components.registry import State
+
+GIB = 1 << 30
+DISK, MEMORY, SHARED = 10 * GIB, 8 * GIB, GIB
+"""Less than this is warned of: free disk space for models, free memory, and shared memory between vLLM's processes."""
+
+Check = Callable[[argparse.Namespace], Iterable[tuple[str, str, str, str]]]
+
+
+def device(given: argparse.Namespace) -> Iterator[Result]:
+    npus, unknown = host.npu_count()
+    if unknown:
+        yield fail("driver", f"the driver does not answer: {unknown}", host.driver_fix())
+    else:
+        yield ok("driver", host.driver_version() or "answers")
+    if npus == 0:
+        fix = "npu-smi info; a container needs --device /dev/davinci0; on a machine without NPUs: ascend-emulator run -- COMMAND"
+        yield fail("NPUs", "none found", fix)
+        return
+    yield ok("NPUs", " ".join(filter(None, (str(npus), host.chip()))))
+    listed = os.environ.get(host.VISIBLE_NPUS)
+    if listed is None:
+        return
+    usable = host.visible(listed, npus)
+    ids = sorted({int(word) for word in re.findall(r"\d+", listed) if int(word) < npus})
+    fix = f"export {host.VISIBLE_NPUS}={','.join(map(str, ids))}" if ids else f"unset {host.VISIBLE_NPUS}"
+    if usable == len(listed.split(",")):
+        yield ok(host.VISIBLE_NPUS, f"{listed}: {usable} of {npus} NPUs")
+    else:
+        found = f"{listed!r} leaves {usable} of {npus} NPUs: ids must be 0 to {npus - 1}, ascending, without spaces"
+        yield (warn if usable else fail)(host.VISIBLE_NPUS, found, fix)
+
+
+def cann(given: argparse.Namespace) -> Iterator[Result]:
+    home = host.cann_home()
+    if home is None:
+        yield warn("CANN", "ASCEND_HOME_PATH is not set", host.set_env())
+    elif not home.is_dir():
+        yield fail("CANN", f"ASCEND_HOME_PATH={home} does not exist", host.set_env())
+    else:
+        yield ok("CANN", f"{host.cann_version() or 'unknown version'} in {home}")
+    if opp := os.environ.get("ASCEND_OPP_PATH"):
+        exists = Path(opp).is_dir()
+        yield ok("ASCEND_OPP_PATH", opp) if exists else fail("ASCEND_OPP_PATH", f"{opp} does not exist", host.set_env())
+    yield _linked("libraries that torch_npu links against")
+    if host.has_library("libopapi"):
+        yield ok("operators (libopapi)", "found")
+    else:
+        yield fail("operators (libopapi)", "not on LD_LIBRARY_PATH", host.set_env())
+
+
+def _linked(title: str) -> Result:
+    torch_npu = host.package("torch_npu")
+    install = requirements.install_command(requirements.required_by_platform("torch-npu"))
+    reinstall = install.replace("pip install", "pip install --force-reinstall")
+    if torch_npu is None:
+        return fail(title, "torch_npu is not installed", install)
+    try:
+        missing, other = host.missing_libraries(torch_npu)
+    except FileNotFoundError:
+        return warn(title, "not checked, as ldd is missing", "apt-get install libc-bin, or dnf install glibc-common")
+    of_torch = [name for name in missing if name.startswith(("libtorch", "libc10"))]
+    if of_cann := [name for name in missing if name not in of_torch]:
+        return fail(title, f"not found: {', '.join(of_cann)}", host.set_env())
+    if of_torch:
+        return fail(title, f"not found: {', '.join(of_torch)}", reinstall)
+    if other:
+        return fail(title, other, "pip install --force-reinstall --no-deps torch-npu")
+    return ok(title, "all found")
+
+
+def versions(given: argparse.Namespace) -> Iterator[Result]:
+    override = os.environ.get("VLLM_VERSION")
+    if override is not None:
+        real = plugins.distributions().get("vllm")
+        found = f"{override!r} replaces the version of the installed vLLM ({real.version if real else 'none'})"
+        try:
+            Version(override)
+            yield ok("VLLM_VERSION", found)
+        except InvalidVersion:
+            yield fail("VLLM_VERSION", f"{found} and is not a version", "unset VLLM_VERSION")
+            return
+    for name, top in (("vllm", "vllm"), ("torch", "torch"), ("torch-npu", "torch_npu")):
+        version = requirements.version(name)
+        if not version:
+            yield fail(name, "not installed", requirements.install_command(requirements.required_by_platform(name)))
+        elif host.package(top) is None:
+            fix = f"pip install --force-reinstall --no-deps {name}"
+            yield fail(name, f"{version} according to its metadata, but there is no package {top}", fix)
+        else:
+            yield ok(name, version)
+    wheels: dict[requirements.Problem | None, list[str]] = {}
+    for name in ("torch-npu", *COMPONENTS, "vllm-ascend-all"):
+        if requirements.version(name):
+            wheels.setdefault(plugins.unmet(name), []).append(name)
+    for problem, names in wheels.items():
+        title = f"requirements of {', '.join(names)}"
+        yield fail(title, *problem) if problem else ok(title, "met")
+    for unmet in requirements.all_unmet("vllm") if "vllm" in plugins.distributions() else ():
+        if unmet.requirement.name == "torch" and unmet.installed:
+            vllm = requirements.install_command(requirements.required_by_platform("vllm"))
+            fix = f"{vllm} torch=={Version(unmet.installed).public}, or ignore this if Compatibility lists this pair"
+            yield warn("torch for vLLM", f"vLLM requires {unmet.requirement}, found {unmet.installed}", fix)
+
+
+def installed_plugins(given: argparse.Namespace) -> Iterator[Result]:
+    if "vllm-ascend" in plugins.distributions():
+        version = requirements.version("vllm-ascend")
+        found = f"{version} is installed too; it has plugins of the same names, and vLLM loads one of two"
+        yield fail("vllm-ascend", found, "pip uninstall -y vllm-ascend")
+    found_plugins, off = plugins.plugins(), list[str]()
+    for plugin in found_plugins:
+        title = f"{plugin.name} of {plugin.distribution} {plugin.version}"
+        detail = f"{plugin.state}: {plugin.why}" if plugin.why else str(plugin.state)
+        main = plugin.name in ("ascend", plugin.distribution.replace("-", "_"))  # a component's own, not an additional plugin
+        optional = plugin.distribution not in COMPONENTS or not main
+        if plugin.state == State.ACTIVE or (plugin.state == State.OFF and optional):
+            yield ok(title, detail)
+        elif plugin.state == State.OFF and plugin.name != "ascend":
+            off.append(plugin.name)
+        else:
+            yield fail(title, detail, plugin.fix)
+    if off:
+        yield warn("filtered out by VLLM_PLUGINS", ", ".join(off), PluginFilter.current().fix_to_allow(*off))
+    if not any(plugin.distribution == "ascend-platform" for plugin in found_plugins):
+        yield fail("ascend", "ascend-platform has no entry point here", "pip install ascend-platform")
+    for plugin in found_plugins:
+        if plugin.group == plugins.GROUPS[0] and plugin.state == State.ACTIVE and plugin.name != "ascend":
+            found = f"of {plugin.distribution}; vLLM refuses to start if both find their device"
+            yield warn(f"{plugin.name}, another platform", found, f"pip uninstall -y {plugin.distribution}")
+
+
+def triton(given: argparse.Namespace | None = None) -> Iterator[Result]:
+    both = {name: requirements.version(name) for name in ("triton", "triton-ascend")}
+    if all(both.values()):
+        fix = f"pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend=={both['triton-ascend']}"
+        found = f"triton {both['triton']} and triton-ascend {both['triton-ascend']} overwrite each other's files"
+        yield fail("triton", found, fix)
+    else:
+        one = [f"{name} {version}" for name, version in both.items() if version]
+        yield ok("triton", one[0] if one else "not installed, and not needed")
+
+
+def environment(given: argparse.Namespace) -> Iterator[Result]:
+    yield from env_vars.target_device()
+    yield from env_vars.plugin_filter(plugins.names())
+    yield from env_vars.unknown()
+
+
+def hccl(given: argparse.Namespace) -> Iterator[Result]:
+    if host.has_library("libhccl"):
+        yield ok("libhccl.so", "found")
+    else:
+        yield fail("libhccl.so", "not on LD_LIBRARY_PATH", host.set_env())
+    yield from env_vars.interfaces()
+
+
+def disk_and_memory(given: argparse.Namespace) -> Iterator[Result]:
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub").expanduser()
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        yield warn("model cache", f"{cache} is not writable", "export HF_HOME=<a writable directory>")
+    else:
+        status = os.statvfs(existing)
+        free, fix = status.f_bavail * status.f_frsize, "export HF_HOME=<a directory on a larger disk>"
+        yield _enough("model cache", free, DISK, f"free for {cache}", fix)
+    yield _enough("memory", host.free_memory(), MEMORY, "free", "end other processes, or give the container more memory")
+    if Path("/dev/shm").is_dir():
+        status = os.statvfs("/dev/shm")
+        fix = "docker run --shm-size=8g, or: mount -o remount,size=8g /dev/shm"
+        yield _enough("/dev/shm", status.f_bavail * status.f_frsize, SHARED, "free", fix)
+
+
+def _enough(title: str, free: float, wanted: int, what: str, fix: str) -> Result:
+    found = f"{free / GIB:.1f} GiB {what}"
+    return ok(title, found) if free >= wanted else warn(title, f"{found}; vLLM may need {wanted // GIB} GiB", fix)
+
+
+def configuration(given: argparse.Namespace) -> Iterator[Result]:
+    if given.additional_config is None:
+        return
+    title = "--additional-config"
+    try:
+        config = json.loads(given.additional_config)
+    except json.JSONDecodeError as error:
+        yield fail(title, f"not valid JSON: {error}", """--additional-config '{"ascend": {...}}', in single quotes""")
+        return
+    if not isinstance(config, dict):
+        yield fail(title, f"not an object: {config!r}", """--additional-config '{"ascend": {...}}'""")
+        return
+    for key in sorted(config.keys() - {"ascend"}):
+        fix = """put options of these wheels under "ascend", and remove others"""
+        yield warn(f"{title}, {key!r}", "no installed wheel of ours reads this key", fix)
+    plugins.plugins()  # registers the components, hence the keys they know
+    try:
+        options.configure(config)
+        yield ok(title, "known keys only")
+    except options.UnknownKeyError as error:
+        yield fail(title, error.problem.found, f"correct the key ({error.problem.fix})")
+    except RefusedError as error:
+        yield fail(title, str(error), "correct the value")
+
+
+CHECKS: dict[str, Check] = {
+    "chip and driver": device,
+    "CANN": cann,
+    "versions": versions,
+    "plugins": installed_plugins,
+    "triton": triton,
+    "environment": environment,
+    "HCCL": hccl,
+    "disk and memory": disk_and_memory,
+    "configuration": configuration,
+}
+"""By category, in the order of the output."""

@@ -1,0 +1,70 @@
+"""VLLM_PLUGINS, vLLM's list of the plugins that may load."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from ascend_platform.components import COMPONENTS, Problem
+
+VARIABLE = "VLLM_PLUGINS"
+
+
+@dataclass(frozen=True)
+class PluginFilter:
+    """A value of VLLM_PLUGINS as vLLM reads it (``vllm/plugins/__init__.py``): split at commas and not trimmed.
+
+    ``value`` is None where the variable is not set, which lets all plugins load.
+    """
+
+    value: str | None
+
+    @classmethod
+    def current(cls) -> PluginFilter:
+        """This process's."""
+        return cls(os.environ.get(VARIABLE))
+
+    @property
+    def names(self) -> list[str]:
+        """The listed names, trimmed."""
+        return [name for word in (self.value or "").split(",") if (name := word.strip())]
+
+    def allows(self, name: str) -> bool:
+        """Whether vLLM loads a plugin of this name."""
+        return self.value is None or name in self.value.split(",")
+
+    def has_space_beside(self, name: str) -> bool:
+        """Whether a name is filtered out because of a space beside it."""
+        return not self.allows(name) and name in self.names
+
+    def fix_to_allow(self, *names: str) -> str:
+        """The command after which these plugins load as well."""
+        return _export([*self.names, *names])
+
+    def problem(self, known: Collection[str]) -> tuple[Problem, bool] | None:
+        """What is wrong with the value, and whether it keeps the platform from loading.
+
+        Args:
+            known: names of all installed plugins of vLLM.
+        """
+        if self.value is None:
+            return None
+        platform, names = COMPONENTS["ascend-platform"], self.names
+        unknown = [name for name in names if name not in known]
+        near = {name: (difflib.get_close_matches(name, known, n=1, cutoff=0.8) or [""])[0] for name in unknown}
+        fix = _export([platform, *(near.get(name, name) for name in names)])
+        if not names:
+            return Problem(f"{self.value!r} lets no plugin load", f"unset {VARIABLE}"), True
+        if any(word != word.strip() for word in self.value.split(",")):
+            return Problem(f"{self.value!r} has spaces, which vLLM takes as part of the names", fix), True
+        if unknown:
+            return Problem(f"no plugin has the name {', '.join(unknown)}", fix), platform not in names
+        if platform not in names:
+            return Problem(f"{self.value!r} leaves out {platform}, without which vLLM finds no NPU", fix), True
+        return None
+
+
+def _export(names: Iterable[str]) -> str:
+    return f"export {VARIABLE}={','.join(dict.fromkeys(filter(None, names)))}"

@@ -1,0 +1,103 @@
+"""Installed distributions: versions, declared requirements, and conflicting wheels.
+
+The environment variable VLLM_VERSION replaces vLLM's version throughout, for people who run a modified vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from ascend_platform.components import COMPONENTS, Problem
+
+
+def version(distribution: str) -> str:
+    """The installed version of a distribution, or "" when it is not installed."""
+    if distribution == "vllm" and (override := os.environ.get("VLLM_VERSION")):
+        return override
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def declared(distribution: str) -> list[Requirement]:
+    """The requirements in a wheel's metadata whose markers hold here; none if the wheel is not installed."""
+    try:
+        lines = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []  # a source tree without metadata
+    found = map(Requirement, lines)
+    return [each for each in found if not each.marker or each.marker.evaluate({"extra": ""})]
+
+
+class Unmet(NamedTuple):
+    """A declared requirement that is not met. ``installed`` is the version found, or ""."""
+
+    requirement: Requirement
+    installed: str
+
+    @property
+    def problem(self) -> Problem:
+        """In words, with the command that installs what is required."""
+        wanted = _text(self.requirement)
+        found = f"found {self.installed}" if self.installed else "which is not installed"
+        return Problem(f"requires {wanted}, {found}", install_command(self.requirement))
+
+
+def all_unmet(distribution: str) -> Iterator[Unmet]:
+    """The declared requirements of an installed wheel that are not met."""
+    for requirement in declared(distribution):
+        installed = version(requirement.name)
+        if not installed or not requirement.specifier.contains(installed, prereleases=True):
+            yield Unmet(requirement, installed)
+
+
+def unmet(distribution: str) -> Problem | None:
+    """The first declared requirement of an installed wheel that is not met."""
+    first = next(all_unmet(distribution), None)
+    return first.problem if first else None
+
+
+def required_by_platform(name: str) -> Requirement:
+    """What ascend-platform requires of a distribution."""
+    return next((each for each in declared("ascend-platform") if each.name == name), Requirement(name))
+
+
+def install_command(requirement: Requirement) -> str:
+    """The command that installs a requirement. vLLM is built from source: its wheels are for CUDA and require CUDA packages."""
+    of_source = "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm"
+    return f"{of_source if requirement.name == 'vllm' else 'pip install'} '{_text(requirement)}'"
+
+
+@functools.cache
+def conflict() -> Problem | None:
+    """Another installed wheel with a plugin of the platform's name.
+
+    vLLM keeps one plugin of a name, whichever it finds last (``vllm/plugins/__init__.py``). vllm-ascend has that name and
+    others of ours.
+    """
+    taken: dict[str, list[str]] = {}
+    for group in ("vllm.platform_plugins", "vllm.general_plugins"):
+        for point in importlib.metadata.entry_points(group=group):
+            owner = canonicalize_name(point.dist.name) if point.dist else ""
+            if point.name in COMPONENTS.values() and owner and owner not in COMPONENTS:
+                taken.setdefault(owner, []).append(point.name)
+    for owner, names in taken.items():
+        if COMPONENTS["ascend-platform"] in names:
+            found = (
+                f"{owner} {version(owner)} is installed too and has plugins of the same name ({', '.join(names)}), of which vLLM "
+                "keeps one"
+            )
+            return Problem(found, f"pip uninstall -y {owner}")
+    return None
+
+
+def _text(requirement: Requirement) -> str:
+    return f"{requirement.name}{requirement.specifier}"

@@ -1,0 +1,25 @@
+"""Slots of the platform, and the implementations that components offer for them."""
+
+from __future__ import annotations
+
+_offers: dict[str, str] = {}
+
+
+def offer(slot: str, implementation: str) -> None:
+    """Offer the class of this qualified name for a slot of the platform, for example ``attention.dense``.
+
+    Raises:
+        ValueError: another implementation has been offered for the slot.
+    """
+    if _offers.setdefault(slot, implementation) != implementation:
+        raise ValueError(f"slot {slot} is taken by {_offers[slot]}; {implementation} cannot have it too")
+
+
+def offered(slot: str) -> str | None:
+    """The qualified name offered for a slot, or None."""
+    return _offers.get(slot)
+
+
+def names(family: str) -> list[str]:
+    """The names of the slots ``<family>.<name>`` for which there is an implementation, sorted."""
+    return sorted(slot.removeprefix(f"{family}.") for slot in _offers if slot.startswith(f"{family}."))
