@@ -21,21 +21,26 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+# All tests of these go to one process: of the emulator's, the last looks whether every entry point was run; of the model
+# loader's, the last looks at a fuzzer that runs beside the others.
+WHOLE = ("ascend-emulator", "ascend-model-loader")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
-    """A file's tests go to one process, since they share engines; so do all of the emulator's, the last of which looks whether
-    every entry point was run. What takes long comes first: these, and the files that start engines. By default xdist begins with
-    the files of most tests, and the longest, of one or two tests, are left for the end, when one process has nothing to do."""
+    """A file's tests go to one process, since they share engines. What takes long comes first: the emulator's, and the files that
+    start engines. By default xdist begins with the files of most tests, and the longest, of one or two tests, are left for the
+    end, when one process has nothing to do."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "emulator" if "/ascend-emulator/" in file else file
+            return next((package for package in WHOLE if f"/{package}/" in file), file)
 
         def _assign_work_unit(self, node: WorkerController) -> None:
             if not any(self.assigned_work.values()):  # the first: the queue is complete
-                for file in [file for file in self.workqueue if not file.startswith(("emulator", "tests/"))]:
+                for file in [file for file in self.workqueue if not file.startswith(("ascend-emulator", "tests/"))]:
                     self.workqueue.move_to_end(file)
             super()._assign_work_unit(node)
 

@@ -110,7 +110,7 @@ def test_answers_match_their_grammar(served: dict[str, Any], name: str, step: in
 
 
 def test_host_does_not_wait_for_the_npu(served: dict[str, Any]) -> None:
-    """Neither for adapters nor for sampling; a grammar costs one copy of its mask to the device."""
+    """With LoRA adapters, sampling or a grammar; the grammar's bitmask is one more copy to the device."""
     plain, drawn, grammar, adapter = served["one"]["steps"][:4]
     assert [each["waits"] for each in (plain, drawn, grammar, adapter)] == [0, 0, 0, 0]
     copies = [each["names"].get("aclrtMemcpyAsync", 0) for each in (plain, drawn, grammar)]

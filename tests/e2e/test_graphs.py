@@ -32,12 +32,12 @@ def test_a_decode_step_is_one_launch(two: dict[str, Any]) -> None:
 
 
 def test_the_kv_cache_leaves_memory_for_graphs(two: dict[str, Any]) -> None:
-    """At least a MiB for each graph but the first of its mode, which vLLM takes for the least."""
+    """At least 1 MiB for each graph except the first of its mode: vLLM's own minimum."""
     assert two["left"] >= 10 << 20
 
 
 def test_fewer_sizes_are_captured_when_streams_are_short(served: list[dict[str, Any]]) -> None:
-    """Prefills and decodes in full graphs, with streams for fewer sizes than are asked for."""
+    """Full graphs for prefill and decode, with too few streams for all requested sizes."""
     result = served[1]
     assert result["captured"] == {"PIECEWISE": [], "FULL": [1, 8, 32]}
     assert "capturing graphs of 3 of 7 sizes (1, 8, 32 tokens): " in result["log"]

@@ -29,11 +29,11 @@ def test_tokens_of_prefill_and_decode_instances_match_one_engine(
     for phase in ("pull", "layerwise"):
         record_property(f"seconds of {phase}", result[phase]["seconds"])
         assert result[phase]["blocks are free"] == [True, True]
-    # of 20, two leave the decode instance and one the prefill instance
-    assert result["pull"]["ended"] == {"length": 17, "left": 2, "left there": 1}
+    # of 20, two are aborted on the decode instance and one on the prefill instance
+    assert result["pull"]["ended"] == {"length": 17, "aborted": 2, "prefill aborted": 1}
     ended = result["layerwise"]["ended"]
     assert ended.pop("length") == 17
-    assert set(ended) <= {"left", "left there", "error"}
+    assert set(ended) <= {"aborted", "prefill aborted", "error"}
     assert sum(ended.values()) == 3
     assert result["from host memory"]["ended"] == {"length": 20}
     for phase in ("pull", "layerwise", "from host memory", "killed"):

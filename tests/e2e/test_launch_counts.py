@@ -40,7 +40,7 @@ def test_host_does_not_wait_before_the_sampled_tokens(counted: dict[str, Any], n
 
 
 def test_host_wait_is_counted(tmp_path: Path) -> None:
-    """The count, on a trace of a program that waits in the middle."""
+    """The trace of a program that synchronizes between two operators counts one wait."""
     program = """
 import torch
 from harness import trace

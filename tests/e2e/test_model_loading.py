@@ -69,7 +69,7 @@ def test_peer_that_dies_leaves_the_weights_of_the_next_strategy(result: dict[str
     assert result[case]["digest"] == result["default"]
     (line,) = [each for each in result[case]["said"] if "cannot load" in each]
     assert line.startswith("cannot load weights by peer: 127.0.0.1:")
-    assert line.endswith("; all weights are loaded anew by: default")
+    assert line.endswith("; falling back to: default")
     assert "the peer" in line
 
 
@@ -104,7 +104,7 @@ def test_engine_loaded_from_a_peer_serves_other_engines_also_after_sleep(result:
 
 
 def test_weights_are_taken_from_the_same_layout_alone(tmp_path: Path) -> None:
-    """Of a mixture of experts; in data-parallel engines without expert parallelism each has another part of every expert."""
+    """A mixture of experts; data-parallel engines without expert parallelism each hold a different shard of every expert."""
     model, port = layouts.make("qwen3-moe", tmp_path), 20000 + os.getpid() % 200 * 40
     done = npus.run(2, sys.executable, str(OF_LAYOUTS), str(model), str(port), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -82,7 +82,7 @@ OTHERS["two machines, idle, rank 0's dies"] = OTHERS["two machines"] | {"kill": 
 
 
 def play(name: str) -> dict[str, Any]:
-    """One case's results; see start_servers.py."""
+    """Results of start_servers.py for one case."""
     asked, lengths = layouts.prompts(json.loads((layouts.ADDER / "config.json").read_text())["vocab_size"])
     case = {"name": name, "prompts": asked, "lengths": lengths} | (CASES | OTHERS)[name]
     variables = dict.fromkeys(["VLLM_PLUGINS", "VLLM_RPC_BASE_PATH", "RAY_ADDRESS"], "") | {"OMP_NUM_THREADS": "1"}

@@ -23,7 +23,7 @@ CASES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Two for so small models cost more than they give."""
+    """One thread: for models of this size a second one makes it slower."""
     import torch
 
     before = torch.get_num_threads()

@@ -12,7 +12,7 @@ CYCLES = 20
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """52 MB of weights, so that what the allocator rounds up to is little beside them."""
+    """A model with 52 MB of weights, large relative to the allocator's rounding."""
     import torch
     import transformers
 
@@ -63,7 +63,7 @@ def test_tags_wake_separately(result):
 
 @pytest.mark.parametrize("when", ["level 1", "level 2", "cycles"])
 def test_tokens_are_the_same(result, when):
-    """At level 2 the weights come from the checkpoint again (`reload_weights`)."""
+    """At level 2 the weights are reloaded from the checkpoint (`reload_weights`)."""
     assert result[f"tokens after {when}"] == result["tokens"]
 
 

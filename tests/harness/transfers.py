@@ -20,7 +20,7 @@ from harness.models.decoders import qwen3
 
 TP2, PP2, BF16, FP16 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"dtype": "bfloat16"}, {"dtype": "float16"}
 ONE, OTHER = {"devices": "0"}, {"devices": "1"}
-WEIGHED = {"weigh": True, "kill": 0}
+LOGPROBS = {"logprobs": True, "kill": 0}
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "TP1 to TP1": (ONE, OTHER, {}),
     "TP2 to TP1": ({"devices": "0,1", "engine": TP2}, {"devices": "2"}, {}),
@@ -29,14 +29,14 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "windows": (ONE, OTHER | {"tiers": {"cpu_bytes_to_use": 200 << 20}}, {"windows": True, "layerwise": 0, "kill": 0}),
     "windows, TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {"windows": True, "layerwise": 0, "kill": 0}),
     "HCCL": (ONE, OTHER, {"transfer": {"transport": "hccl"}}),
-    "bfloat16": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, WEIGHED),
-    "bfloat16, adder": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, WEIGHED | {"adder": True}),
+    "bfloat16": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, LOGPROBS),
+    "bfloat16, adder": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, LOGPROBS | {"adder": True}),
     "bfloat16, adder, HCCL": (
         ONE | {"engine": BF16},
         OTHER | {"engine": BF16},
         {"adder": True, "transfer": {"transport": "hccl"}},
     ),
-    "float16, int8 KV cache": (ONE | {"engine": FP16}, OTHER | {"engine": FP16}, WEIGHED | {"int8": True}),
+    "float16, int8 KV cache": (ONE | {"engine": FP16}, OTHER | {"engine": FP16}, LOGPROBS | {"int8": True}),
 }
 """By name the two instances, and what else is of the case; in float32 where it does not say otherwise."""
 
@@ -77,20 +77,21 @@ def engines(chosen: list[str], requests: int) -> list[str]:
                     f"| {name} | {phase} | {_counts(result['ended'])} | {len(others)} | "
                     f"{len(result['not transferred'])} | {result['seconds']} |"
                 )
-                if "parted" in result:
+                if "diverged" in result:
                     gaps.append(_gaps(name, phase, result))
-                    if max((each["gap"] for each in result["parted"]), default=0.0) <= 2 * result["log-probabilities apart"][0]:
+                    if (
+                        max((each["gap"] for each in result["diverged"]), default=0.0)
+                        <= 2 * result["log-probability difference"][0]
+                    ):
                         result["different"] = []  # both tokens' log-probabilities move as far in another batch
                 good = not result["different"] and not result["not transferred"] and all(result["blocks are free"])
                 if not good:
                     wrong.append(f"{name}, {phase}: {result}")
                 print(rows[-1], flush=True)
-    print(
-        "\n| | KV cache is read | requests ended | other tokens | computed in spite of it | seconds |\n|---|---|---|---|---|---|"
-    )
+    print("\n| | KV cache is read | requests ended | different tokens | recomputed | seconds |\n|---|---|---|---|---|---|")
     print("\n".join(rows))
     if gaps:
-        print("\n| | | places | other tokens | their gap, at most | places with such a gap | apart: max | mean |")
+        print("\n| | | positions | different tokens | their gap, at most | positions with such a gap | difference: max | mean |")
         print("|---" * 8 + "|")
         print("\n".join(gaps))
     return wrong
@@ -98,10 +99,10 @@ def engines(chosen: list[str], requests: int) -> list[str]:
 
 def _gaps(name: str, phase: str, result: dict[str, Any]) -> str:
     """A row of what log-probabilities say of the tokens that are others."""
-    most, mean = result["log-probabilities apart"]
-    gap = f"{max(each['gap'] for each in result['parted']):.3f}" if result["parted"] else ""
-    small = result["gaps as small"] or ""
-    return f"| {name} | {phase} | {result['places']} | {len(result['parted'])} | {gap} | {small} | {most:.3f} | {mean:.4f} |"
+    most, mean = result["log-probability difference"]
+    gap = f"{max(each['gap'] for each in result['diverged']):.3f}" if result["diverged"] else ""
+    small = result["positions with such a gap"] or ""
+    return f"| {name} | {phase} | {result['positions']} | {len(result['diverged'])} | {gap} | {small} | {most:.3f} | {mean:.4f} |"
 
 
 def _counts(ended: dict[str, int]) -> str:

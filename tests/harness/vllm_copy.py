@@ -8,7 +8,10 @@ from pathlib import Path
 
 from ascend_platform import fingerprint
 
-INSTALLED = Path(next(iter(find_spec("vllm").submodule_search_locations)))
+_SPEC = find_spec("vllm")
+assert _SPEC  # found, not imported
+assert _SPEC.origin
+INSTALLED = Path(_SPEC.origin).parent
 
 
 def make(directory: Path) -> Path:

@@ -17,7 +17,7 @@ FILES = sorted(path for path in PACKAGES.glob("*/src/**/*.py"))
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The qualified names of what a file imports, also inside functions."""
+    """Qualified names of a file's imports, including those inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -156,7 +156,7 @@ print(json.dumps([sorted(crossed), loaded]))
 
 
 def crossings(path: Path | None = None) -> tuple[list[str], list[str]]:
-    """What the siblings reach in each other and in the platform when all their modules run, and those modules."""
+    """Names that the siblings use of each other and of the platform when all their modules are imported, and these modules."""
     script = WATCH if path is None else f"import sys\nsys.path.insert(0, {str(path)!r})\n{WATCH}"
     names = SIBLINGS if path is None else sorted(each.name for each in path.iterdir())
     command = [sys.executable, "-c", script, json.dumps(names)]

@@ -20,7 +20,7 @@ MINORS = list(tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_t
 
 
 def admitted(distribution: str) -> SpecifierSet:
-    """The range of vLLM that an installed wheel declares."""
+    """The range of vLLM versions in an installed wheel's metadata."""
     declared = map(Requirement, importlib.metadata.requires(distribution) or [])
     return next(requirement.specifier for requirement in declared if requirement.name == "vllm")
 
@@ -58,7 +58,7 @@ def test_shim_is_used_by_the_versions_that_need_it_alone(distribution: str, shim
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_slot_mapping_with_smaller_blocks_in_the_table(splits: int) -> None:
-    """The slot mapping of 0.31, whose table may be of smaller blocks than the KV cache has."""
+    """The slot mapping kernel of 0.31, whose block table may use smaller blocks than the KV cache."""
     size, positions, table = 16, [5, 40, 41, 42], [[7, 3, 9, 1], [2, 8, 4, 6]]  # one request decodes, one brings three tokens
     slots = torch.zeros(8, dtype=torch.int64, device="npu")
     mapping = SHIMS["slot_mapping_kernel"].function(compute_slot_mapping)

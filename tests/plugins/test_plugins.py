@@ -26,7 +26,7 @@ print(json.dumps([sorted(loaded & {"torch", "torch_npu", "vllm", "numpy"}), stat
 
 
 def register(order: list[str], **variables: str) -> tuple[list[str], dict[str, str]]:
-    """Heavy modules that were imported, and each component's state, after `register()` of each was called twice."""
+    """Heavy modules in sys.modules, and each component's state, after two calls of each `register()`."""
     environ = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "VLLM_VERSION")}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *order], env=environ | variables, capture_output=True, text=True, check=True

@@ -76,7 +76,7 @@ def batch(llm: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
     """By name (tokens, finish reason, kv_transfer_params, tokens that were not computed, log-probabilities of the two likeliest
     tokens in each place) of requests that their client let end.
 
-    One with `leave` is aborted after so many steps; the log-probabilities are there of one with `weigh`.
+    A request is aborted after `abort after` steps; log-probabilities are returned with `logprobs`.
     """
     from vllm import SamplingParams
 
@@ -87,15 +87,15 @@ def batch(llm: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
             max_tokens=item["length"],
             detokenize=False,
             ignore_eos=True,
-            logprobs=2 if item.get("weigh") else None,
+            logprobs=2 if item.get("logprobs") else None,
             extra_args={"kv_transfer_params": item["params"]} if item.get("params") else None,
         )
         engine.add_request(item["name"], {"prompt_token_ids": item["prompt"]}, sampling)
     ended, steps = {}, 0
     while engine.has_unfinished_requests():
         steps += 1
-        if leaving := [item["name"] for item in items if item.get("leave") == steps]:
-            engine.abort_request(leaving)
+        if aborting := [item["name"] for item in items if item.get("abort after") == steps]:
+            engine.abort_request(aborting)
             if not engine.has_unfinished_requests():
                 break
         for each in engine.step():
@@ -145,33 +145,33 @@ def prompts(count: int, seed: int, adder: bool = False) -> list[list[int]]:
     return out
 
 
-class Weighed:
-    """How far two engines' log-probabilities are apart where the tokens before are the same, and what lay between the two
-    likeliest tokens where they then took different ones."""
+class LogprobDifferences:
+    """Log-probability differences of two engines while their tokens are the same, and the gap between the two most likely tokens
+    where they diverge."""
 
     def __init__(self) -> None:
-        self.apart: list[float] = []
+        self.absolute: list[float] = []
         self.gaps: list[float] = []
-        self.parted: list[dict[str, Any]] = []
+        self.diverged: list[dict[str, Any]] = []
 
     def add(self, name: str, tokens: list[int], weights: list[Any], others: list[int], other_weights: list[Any]) -> None:
         """`weights`: for each position, the log-probabilities of the most likely tokens."""
         for place, (one, other) in enumerate(zip(weights, other_weights, strict=False)):
-            self.apart += [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
+            self.absolute += [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
             best, second = sorted(other.values())[-1:-3:-1]
             self.gaps.append(best - second)
             if tokens[place] != others[place]:
-                self.parted.append({"name": name, "place": place, "gap": best - second})
+                self.diverged.append({"name": name, "position": place, "gap": best - second})
                 break
 
     def result(self) -> dict[str, Any]:
-        if not self.apart:
+        if not self.absolute:
             return {}
         return {
-            "log-probabilities apart": [max(self.apart), sum(self.apart) / len(self.apart)],
-            "parted": self.parted,
-            "gaps as small": sum(gap <= max((each["gap"] for each in self.parted), default=0) for gap in self.gaps),
-            "places": len(self.gaps),
+            "log-probability difference": [max(self.absolute), sum(self.absolute) / len(self.absolute)],
+            "diverged": self.diverged,
+            "positions with such a gap": sum(gap <= max((each["gap"] for each in self.diverged), default=0) for gap in self.gaps),
+            "positions": len(self.gaps),
         }
 
 
@@ -199,13 +199,13 @@ class Pair:
         return pipe.recv()
 
     def compute_alone(self, items: list[dict[str, Any]]) -> None:
-        self.alone = self.ask(self.decode, [item | {"params": None, "leave": None} for item in items])
+        self.alone = self.ask(self.decode, [item | {"params": None, "abort after": None} for item in items])
         assert self.free(self.decode)
 
     def compute_alone_again(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The same engine with other batches, which shows the effect of rounding alone."""
         began = time.monotonic()
-        given = [item | {"params": None, "leave": None} for item in reversed(items)]
+        given = [item | {"params": None, "abort after": None} for item in reversed(items)]
         again = self.ask(self.decode, given)
         result = self.judge(given, {}, {name: (each[0], each[1], None, 1 << 20, each[4]) for name, each in again.items()}, began)
         return result | {"blocks are free": [self.free(self.decode)]}
@@ -221,7 +221,7 @@ class Pair:
         """Let the prefill instance compute prompts and keep them."""
         given = {"do_remote_decode": True}
         first = self.ask(
-            self.prefill, [item | {"length": 1, "params": given, "leave": item.get("leave there")} for item in items]
+            self.prefill, [item | {"length": 1, "params": given, "abort after": item.get("abort prefill")} for item in items]
         )
         for _, _, params, *_ in first.values():
             params.pop("remote_prefill_cached_tokens", None)  # vLLM's, which it would show in place of what it has not computed
@@ -248,7 +248,7 @@ class Pair:
                 posted.append(Router.given.get())
             wanted = [
                 by_name[each["request_id"]]
-                | {"length": 1, "params": each, "leave": by_name[each["request_id"]].get("leave there")}
+                | {"length": 1, "params": each, "abort after": by_name[each["request_id"]].get("abort prefill")}
                 for each, _ in posted
             ]
             status = 200
@@ -264,7 +264,7 @@ class Pair:
     def offload(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The decode instance loads from host memory what it computed before and no longer has on the NPU."""
         began = time.monotonic()
-        again = self.ask(self.decode, [item | {"params": None, "leave": None} for item in items])
+        again = self.ask(self.decode, [item | {"params": None, "abort after": None} for item in items])
         long = [item["name"] for item in items if len(item["prompt"]) > 2 * 128]
         return {
             "ended": dict(collections.Counter(str(each[1]) for each in again.values())),
@@ -276,15 +276,15 @@ class Pair:
 
     def judge(self, items: list[dict[str, Any]], first: dict[str, Any], second: dict[str, Any], began: float) -> dict[str, Any]:
         ended: collections.Counter[str] = collections.Counter()
-        different, recomputed, weighed = [], [], Weighed()
-        left: tuple[Any, ...]
+        different, recomputed, differences = [], [], LogprobDifferences()
+        aborted: tuple[Any, ...]
         for item in items:
             name = item["name"]
-            left = (None, "left" if name in first else "left there", None, 0, [])
-            tokens, reason, _, cached, weights = second.get(name, left)
+            aborted = (None, "aborted" if name in first else "prefill aborted", None, 0, [])
+            tokens, reason, _, cached, weights = second.get(name, aborted)
             ended[str(reason)] += 1
             if reason == "length":
-                weighed.add(name, tokens, weights, *(self.alone[name][place] for place in (0, 4)))
+                differences.add(name, tokens, weights, *(self.alone[name][place] for place in (0, 4)))
                 if tokens != self.alone[name][0]:
                     different.append(f"{name}: {tokens} and not {self.alone[name][0]}")
             if reason == "length" and cached < len(item["prompt"]) - 1:
@@ -296,7 +296,7 @@ class Pair:
             "different": different,
             "not transferred": recomputed,
             "seconds": round(time.monotonic() - began, 2),
-        } | weighed.result()
+        } | differences.result()
 
     def kill_prefill(self) -> None:
         import psutil
@@ -316,16 +316,16 @@ class Pair:
                 process.kill()
 
 
-def requests(phase: str, count: int, seed: int, leaving: bool, adder: bool = False) -> list[dict[str, Any]]:
-    """`count` of them, of which, if so, every seventh leaves the decode instance and every eleventh the prefill instance."""
+def requests(phase: str, count: int, seed: int, aborting: bool, adder: bool = False) -> list[dict[str, Any]]:
+    """`count` requests; with `aborting`, every seventh is aborted on the decode instance, every eleventh while prefilling."""
     draw = random.Random(seed + 1)
     out = []
     for number, prompt in enumerate(prompts(count, seed, adder)):
         item: dict[str, Any] = {"name": f"{phase}-{number}", "prompt": prompt, "length": draw.choice([1, 3, 12])}
-        if leaving and number % 7 == 6:
-            item["leave"], item["length"] = draw.choice([1, 2, 4]), 12
-        elif leaving and number % 11 == 10:
-            item["leave there"] = 1
+        if aborting and number % 7 == 6:
+            item["abort after"], item["length"] = draw.choice([1, 2, 4]), 12
+        elif aborting and number % 11 == 10:
+            item["abort prefill"] = 1
         out.append(item)
     return out
 
@@ -340,16 +340,16 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             assert pipe.poll(480)
             assert pipe.recv() == "ready"
         phases = {
-            name: requests(name, case.get(name, 0), seed + 10 * place, not case.get("weigh"), case.get("adder", False))
+            name: requests(name, case.get(name, 0), seed + 10 * place, not case.get("logprobs"), case.get("adder", False))
             for place, name in enumerate(("pull", "layerwise"))
         }
         if case.get("kill"):
             phases["killed"] = requests("killed", case["kill"], seed + 20, False, case.get("adder", False))
-        every = [item | {"weigh": case.get("weigh", False)} for items in phases.values() for item in items]
+        every = [item | {"logprobs": case.get("logprobs", False)} for items in phases.values() for item in items]
         phases = {name: [item for item in every if item["name"].startswith(name)] for name in phases}
         pair.compute_alone(every)
         result: dict[str, Any] = {}
-        if case.get("weigh"):
+        if case.get("logprobs"):
             result["alone, again"] = pair.compute_alone_again(every)
         for name in ("pull", "layerwise"):
             if phases[name]:

@@ -18,7 +18,7 @@ DEMO = [str(checkout.TOOLS / "demo")]
 
 @pytest.fixture
 def marked() -> Iterator[dict[str, str]]:
-    """Environment variables by which every process of the demo can be found; none may be left in the end."""
+    """Environment variables that mark every process of the demo; after the test no marked process may be left."""
     mark = f"DEMO_TEST={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
     yield os.environ | {name: value}

@@ -71,7 +71,7 @@ def test_every_variable_of_the_emulator_is_explained() -> None:
 
 
 def build(config: Path, site: Path) -> tuple[int, str]:
-    """Exit status and warnings of a strict build. (With --quiet it would fail for nothing: what is not logged is not counted.)"""
+    """Exit status and warnings of a strict build. (Not with --quiet: mkdocs counts the warnings that it logs.)"""
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(site)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
@@ -144,7 +144,7 @@ def test_pages_avoid_what_the_style_guide_replaces() -> None:
 
 
 def test_every_combination_of_the_components_is_on_its_page() -> None:
-    """As tools/check wheels found it; the names are made here a second time."""
+    """The page has the combinations of `tools/check wheels`; their names are derived here independently."""
     siblings = ["attention", "communicator", "kv-connector", "model-loader", "patches"]
     chosen = [each for size in range(3) for each in itertools.combinations(siblings, size)]
     expected = [" + ".join(("platform", *each)) for each in chosen] + ["all six"]

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 META, ATTENTION, PLATFORM = "vllm-ascend-all", "ascend-attention", "ascend-platform"
-EXTENSION = "src/ascend_platform/extension.py"
+API_VERSION = re.compile(r'^API_VERSION = "(.*)"$', re.MULTILINE)
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Clone:
         self.git("commit", "--quiet", "--allow-empty", "--message", "the state that a test needs")
 
     def state(self) -> tuple[str, ...]:
-        """All that a failed release might have changed."""
+        """The state that a refused release must leave unchanged."""
         return tuple(self.git(*command.split()) for command in ("show-ref --head", "status --porcelain", "worktree list"))
 
     @property
@@ -340,9 +340,10 @@ def bound_that_was_never_released(clone: Clone) -> tuple[str, str]:
 
 def bound_below_the_interface(clone: Clone) -> tuple[str, str]:
     """The sibling uses what has been added to the platform since the oldest version that it admits."""
-    extension, register = clone.path(PLATFORM, EXTENSION), clone.path(ATTENTION, "src/ascend_attention/__init__.py")
-    api = re.findall(r'^API_VERSION = "(.*)"$', extension.read_text(), re.MULTILINE)[0]
-    clone.edit(extension, f'API_VERSION = "{api}"', f'API_VERSION = "{api}1"')
+    register = clone.path(ATTENTION, "src/ascend_attention/__init__.py")
+    stated = {path: API_VERSION.findall(path.read_text()) for path in clone.path(PLATFORM, "src").rglob("*.py")}
+    [(file, [api])] = [each for each in stated.items() if each[1]]
+    clone.edit(file, f'API_VERSION = "{api}"', f'API_VERSION = "{api}1"')
     register.write_text(re.sub(r'api="[\d.]+"', f'api="{api}1"', register.read_text()))
     clone.commit()
     written = f"{ATTENTION} is written against version {api}1 of ascend_platform.extension"

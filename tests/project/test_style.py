@@ -1,7 +1,10 @@
-"""Style and types of the whole checkout, as ruff and mypy see them."""
+"""Style and types of the whole checkout, as ruff, mypy and the linters of workflows, shell and Docker see them."""
 
+import platform
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from harness import checkout
@@ -30,3 +33,16 @@ def test_every_command_is_checked() -> None:
     assert {path.name for path in commands} >= {"test", "release", "docs-tables"}
     text = (checkout.ROOT / "pyproject.toml").read_text()
     assert [path.name for path in commands if text.count(f'"tools/{path.name}",') != 2] == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("actionlint",), ("hadolint", "Dockerfile"), ("shellcheck", ".ci/run")],
+    ids=lambda command: command[0],
+)
+def test_workflows_dockerfile_and_shell(command: tuple[str, ...]) -> None:
+    program = shutil.which(command[0], path=Path(sys.executable).parent)
+    if program is None and platform.machine() != "x86_64":
+        pytest.skip(f"no wheel of {command[0]} for {platform.machine()}")
+    assert program, f"{command[0]} is not in {Path(sys.executable).parent}"
+    check(program, *command[1:])

@@ -78,7 +78,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wheel]:
 
 
 def test_twine_check_passes(wheels: dict[str, Wheel]) -> None:
-    """Of the wheels and of the source distributions."""
+    """`twine check --strict`, for wheels and source distributions."""
     files = [file for wheel in wheels.values() for file in wheel.path.parent.iterdir() if file.name.endswith((".whl", ".gz"))]
     files = sorted(set(files))
     assert len(files) == 2 * len(NAMES)
@@ -195,7 +195,7 @@ def test_exact_pins_stand_in_the_meta_package_alone(wheels: dict[str, Wheel]) ->
 
 
 def test_entry_points(wheels: dict[str, Wheel]) -> None:
-    """One platform, as vLLM refuses two; and no name twice, as vLLM silently keeps one of two of the same name."""
+    """Exactly one platform plugin, since vLLM refuses two, and no duplicate names, of which vLLM silently keeps one."""
     found = [
         (group, *item) for wheel in wheels.values() for group, points in wheel.entry_points.items() for item in points.items()
     ]

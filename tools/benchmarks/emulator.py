@@ -85,7 +85,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def launches() -> None:
-    """What 2,000 small additions cost each, up to their submission and up to their end."""
+    """Microseconds per small addition, for 2,000 of them: until submission, and until completion."""
     for label, options in {"computed": [], "null mode": ["--null"]}.items():
         command = ["ascend-emulator", "run", *options, "--", sys.executable, "-c", LAUNCHES]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()

@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def kernels(generate: Callable[[], Any], batch: int) -> float:
-    """Milliseconds that operators take of a step that decodes all requests."""
+    """Milliseconds spent in operators during a decode step of all requests."""
     from torch.profiler import ProfilerActivity, profile
 
     shells = {f"aten::{name}" for name in SHELLS.split()}
@@ -96,7 +96,7 @@ def kernels(generate: Callable[[], Any], batch: int) -> float:
 
 
 def observe(llm: Any) -> list[list[float]]:
-    """From now on, a step's tokens and the seconds that the model runner takes for it, one after the other."""
+    """Record each step's number of tokens and the model runner's seconds from now on."""
     from torch.profiler import record_function
 
     runner, steps = llm.llm_engine.model_executor.driver_worker.worker.model_runner, []

@@ -48,7 +48,7 @@ _start = time.monotonic()
 
 
 def enter() -> None:
-    """Make .venv ready and go on in it: the calling script starts again with .venv's Python, and this call returns there.
+    """Set up .venv and restart the calling script with its Python; the call returns in the restarted script.
 
     Exits with one line that says what to do when a step fails.
     """
@@ -62,7 +62,7 @@ def enter() -> None:
 
 
 def variables() -> dict[str, str]:
-    """The environment variables of a process that runs in .venv, as its activation would set them."""
+    """Environment variables of an activated .venv."""
     path = f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return {**os.environ, "VIRTUAL_ENV": str(VENV), "PATH": path}
 
@@ -111,7 +111,7 @@ def _hash(paths: list[Path], *texts: str) -> str:
 
 
 def _done() -> dict[str, str]:
-    """The hashes of the steps that .venv has behind it; empty if it cannot be used."""
+    """Hashes of the steps completed for .venv; empty if it is unusable."""
     if not PYTHON.exists():
         return {}
     try:
@@ -141,7 +141,7 @@ def _pip_settings() -> dict[str, str]:
 
 
 def find_uv() -> tuple[str, dict[str, str]]:
-    """The path of a uv that is recent enough, and the environment variables to run it with."""
+    """Path of a recent enough uv, which is installed if needed, and the environment variables to run it with."""
     settings = {**os.environ, **_pip_settings()}
     for candidate in (shutil.which("uv") or "uv", str(PRIVATE_UV / "bin" / "uv")):
         with contextlib.suppress(OSError):
@@ -166,7 +166,7 @@ def _install_requirements() -> None:
 
 
 def create(venv: Path) -> None:
-    """Make an empty environment with this Python, if it is one that is supported, or replace the one that is there."""
+    """Create an empty environment, or replace an existing one, with this Python if it is supported, else with 3.11."""
     uv, settings = find_uv()
     running = (3, 11) <= sys.version_info[:2] <= (3, 13)
     python = getattr(sys, "_base_executable", sys.executable) if running else "3.11"
@@ -220,7 +220,7 @@ def _compile_emulator() -> None:
 
 
 def _run(what: str, command: list, env: dict[str, str], advice: str, *, quiet: bool = True) -> None:
-    """Run one step; `quiet` steps print nothing themselves, so a terminal shows the seconds go by."""
+    """Run one step; a terminal shows the elapsed seconds of `quiet` steps, which print nothing themselves."""
     _say(what)
     ticking = quiet and sys.stdout.isatty()
     try:

@@ -18,7 +18,7 @@ NOT_METHODS = {"step", "mm_receiver_cache"}
 
 
 def called(package: Path) -> set[str]:
-    """The names that vLLM's own code gives to ``collective_rpc`` and its kin as text."""
+    """Names that vLLM's code passes to ``collective_rpc`` and similar methods as strings."""
     names = set()
     for path in package.rglob("*.py"):
         text = path.read_text()
@@ -34,7 +34,7 @@ def called(package: Path) -> set[str]:
 
 
 def rows() -> list[list[str]]:
-    """Each method with whose it is.
+    """Each method with the class that implements it.
 
     Raises:
         SystemExit: a method that is nobody's, or a reason for one that vLLM does not have.

@@ -11,7 +11,7 @@ BAD = ["failed", "refused", "crashed", "timed out"]
 
 
 def file_outcome(cases: dict) -> str:
-    """What a file counts as: the worst of its cases; skipped when none ran."""
+    """Outcome of a file: the worst of its cases; skipped if none ran."""
     outcomes = {case["outcome"] for case in cases.values()}
     worst = next((outcome for outcome in ("crashed", "timed out", "failed", "refused") if outcome in outcomes), None)
     return worst or ("passed" if "passed" in outcomes else "other chip" if "other chip" in outcomes else "skipped")
@@ -27,7 +27,7 @@ def reason(identifier: str, message: str, explanations: list[dict]) -> str | Non
 
 
 def markdown(result: dict, settings: dict, earlier: str = "") -> str:
-    """The whole report; what an earlier one says of suites of which there is no result is kept."""
+    """The report; sections of suites without a new result are kept from the earlier one."""
     kept = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", earlier, re.MULTILINE | re.DOTALL))
     suites = [suite for suite in settings["suites"] if suite in result or suite in kept]
     sources = ", ".join(f"[{name}]({source['url']}) `{source['ref']}`" for name, source in settings["sources"].items())
@@ -108,6 +108,6 @@ def _suite(suite: str, files: dict, explanations: list[dict]) -> str:
 
 
 def _line(message: str) -> str:
-    """What fits into a cell."""
+    """Text for a table cell: one line, shortened."""
     text = " ".join(message.split()).replace("|", "\\|")
     return text if len(text) < 200 else text[:200] + "…"

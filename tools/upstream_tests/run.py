@@ -33,7 +33,7 @@ OTHER_CHIP = re.compile(r"[Oo]nly run on|910A|310P|[Aa]scend950|[Aa]scend910[_C]
 
 
 class File:
-    """One test file on its way through its processes.
+    """One test file and the processes that run its cases.
 
     Attributes:
         imports: whether the children that the file spawns import torch_npu themselves, rather than being forked from a server.
@@ -256,7 +256,7 @@ def _id(test: unittest.TestCase) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """The error, and where in the test file or below it was raised; without what differs from run to run."""
+    """The error and its location in the test file, without CANN's log lines, which differ between runs."""
     frames = traceback.extract_tb(error.__traceback__)
     where = next(
         (f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in reversed(frames) if "test" in Path(f.filename).name), ""
@@ -274,7 +274,7 @@ class _Environment:
 
 
 def _spawn_from_server() -> None:
-    """Have the children that a file spawns forked from a server which has torch_npu imported: seconds less for each."""
+    """Fork the children that a file spawns from a server that has imported torch_npu, which saves seconds for each."""
     contexts = multiprocessing.context._concrete_contexts
     contexts["spawn"] = contexts["forkserver"]
     prepare = multiprocessing.spawn.get_preparation_data

@@ -85,7 +85,7 @@ def pytest_collectreport(report):
 
 
 def prepare() -> dict[str, str]:
-    """What the tests need besides the environment, and the variables to run them with."""
+    """Install additional requirements of the tests; returns the environment variables to run them with."""
     extra, models = HOME / "packages", HOME / "models"
     if not (extra / "tblib").exists():
         uv, settings = environment.find_uv()
@@ -124,7 +124,7 @@ def run(tests: Path, name: str, variables: dict[str, str], deadline: float) -> l
 
 
 def judged(entry: dict, found: list[dict[str, str]]) -> list[str]:
-    """What is not as the allow-list says, a line each."""
+    """Deviations from the allow-list, one line each."""
     wrong, fails = [], entry.get("fails", {})
     failed = [case for case in found if case["outcome"] == "failed"]
     for case in failed:

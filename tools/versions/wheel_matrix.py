@@ -36,7 +36,7 @@ DEADLINE = 600  # seconds for one probe
 
 
 def combinations() -> Iterator[tuple[str, ...]]:
-    """Each component alone, as pip would install it and without the platform; every pair; and all."""
+    """The combinations: each component alone, with and without the platform, every pair, and all."""
     yield (PLATFORM,)
     yield from ((PLATFORM, one) for one in SIBLINGS)
     yield from ((PLATFORM, *pair) for pair in itertools.combinations(SIBLINGS, 2))
@@ -77,7 +77,7 @@ class Environment:
             self.pip("install", "--no-deps", *(self.wheels[name] for name in wheels))
 
     def lacks(self) -> list[str]:
-        """What `pip check` says of our wheels."""
+        """Lines of `pip check` about our wheels."""
         command = [str(self.venv / "bin" / "python"), "-m", "pip", "check"]
         said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
         return [line for line in said if line.startswith("ascend-")]
@@ -97,7 +97,7 @@ class Environment:
 
 
 def registrations(found: dict, wheels: tuple[str, ...]) -> tuple[str, str, list[str]]:
-    """Cells for orders and filters, and what is wrong."""
+    """Table cells for registration orders and filters, and failures."""
     wrong = [found["error"]] if "error" in found else []
     orders, filters = found.get("orders", []), found.get("filters", [])
     wrong += [f"order {order}: {outcome}" for order, outcome in orders if outcome != orders[0][1]]
@@ -112,7 +112,7 @@ def registrations(found: dict, wheels: tuple[str, ...]) -> tuple[str, str, list[
 
 
 def served(found: dict, wheels: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The cell for the engine, and what is wrong."""
+    """Table cell for the engine, and failures."""
     if PLATFORM not in wheels:
         # vllm serve says the first of the last two, LLM() the other
         lines = ("No module named 'ascend_platform'", "Failed to infer device type", "Device string must not be empty")

@@ -24,7 +24,7 @@ MOST = 150  # orders of one combination; beyond it they are drawn
 
 
 def apart(act: Callable[[], object]) -> object:
-    """What a function returns in a copy of this process, as JSON; or the exception's text."""
+    """Run a function in a fork; returns its result, passed as JSON, or the exception's text."""
     read, write = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -56,7 +56,7 @@ def states() -> dict[str, str]:
 
 
 def registered(order: list[str]) -> object:
-    """The components' states, and what the platform answers, after every plugin was registered twice in this order."""
+    """States of the components, and of the platform, after every plugin was registered twice in this order."""
     points = plugins()
     answers = {name: points[name].load()() for _ in range(2) for name in order}
     from ascend_platform import extension
@@ -65,7 +65,7 @@ def registered(order: list[str]) -> object:
 
 
 def filtered(names: str | None) -> object:
-    """Whether vLLM resolves our platform, and the siblings that are active, with this value of VLLM_PLUGINS."""
+    """Whether vLLM selects our platform, and the active siblings, with this value of VLLM_PLUGINS."""
     os.environ.pop("VLLM_PLUGINS", None)
     if names is not None:
         os.environ["VLLM_PLUGINS"] = names

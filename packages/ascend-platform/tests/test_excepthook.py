@@ -74,7 +74,7 @@ def ends(status_and_lines):
             (f"{NO_DEVICE} no NPU is visible with ASCEND_RT_VISIBLE", "npu-smi info"),
         ),
     ],
-    ids=["another vLLM", "plugin filtered out", "blanks in the filter", "no device"],
+    ids=["another vLLM", "plugin filtered out", "spaces in the filter", "no device"],
 )
 def test_without_a_platform(variables, said):
     line = ends(serve(**variables))

@@ -65,7 +65,7 @@ def engines(chosen: list[str], requests: int) -> list[str]:
                     wrong.append(f"{name}, {phase}: {result}")
                 if phase == "restart" and result["not loaded"]:
                     wrong.append(f"{name}, {phase}: not loaded: {result['not loaded']}")
-    print("\n| | | requests ended | other tokens | tokens not computed | chunks | seconds |\n|---|---|---|---|---|---|---|")
+    print("\n| | | requests ended | different tokens | tokens loaded | chunks | seconds |\n|---|---|---|---|---|---|---|")
     print("\n".join(rows))
     return wrong
 

@@ -151,7 +151,8 @@ def _row(patch: Patch, state: str, why: str) -> dict[str, object]:
 
 def _override_row(row: dict[str, str], fits: str) -> dict[str, object]:
     reason = row["why"] if fits == "applies" else ""
-    return {"kind": "override"} | row | {"state": "differs" if row["problem"] else fits, "why": row["problem"] or reason}
+    fields: dict[str, object] = {"kind": "override", **row}
+    return fields | {"state": "differs" if row["problem"] else fits, "why": row["problem"] or reason}
 
 
 def _show(rows: Sequence[dict[str, object]], as_json: bool, last: str) -> int:

@@ -63,7 +63,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _print(found: dict[str, list[Result]]) -> None:
     counts = {level: sum(result.state == level for results in found.values() for result in results) for level in Level}
-    last = f"{counts[Level.OK]} ok, {counts[Level.WARN]} warnings, {counts[Level.FAIL]} failed"
+    warnings = counts[Level.WARN]
+    last = f"{counts[Level.OK]} ok, {warnings} warning{'s' * (warnings != 1)}, {counts[Level.FAIL]} failed"
     show = _rich_printer() if sys.stdout.isatty() else None
     for category, results in found.items():
         if results:
