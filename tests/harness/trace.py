@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ascend_emulator import observe
+from ascend_emulator import tracing
 
 TRACE = Path(os.environ["ASCEND_EMULATOR_TRACE"])
 HOST_COPIES = {"aclrtMemcpy", "aclrtMemcpyBatch"}
@@ -16,8 +16,8 @@ HOST_COPIES = {"aclrtMemcpy", "aclrtMemcpyBatch"}
 
 def events() -> list[dict]:
     torch.npu.synchronize()
-    observe.flush()
-    return [event for event in observe.events(TRACE) if event["pid"] == os.getpid()]
+    tracing.flush()
+    return [event for event in tracing.events(TRACE) if event["pid"] == os.getpid()]
 
 
 def summary(step: list[dict]) -> dict[str, Any]:

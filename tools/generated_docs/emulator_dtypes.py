@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write which dtypes the emulator's operators take, from torch_npu's documentation.
 
-tools/generated_docs/emulator_dtypes.py --docs DIR --op-plugin DIR    rewrite the emulator's csrc/core/dtypes.h
+tools/generated_docs/emulator_dtypes.py --docs DIR --op-plugin DIR    rewrite the emulator's csrc/operator/dtypes.h
 … --explain aclnnMul    print where an operator's dtypes come from
 
 --docs is docs/zh/api/native_api/pytorch_<version> of Ascend/pytorch: for each function of torch, the dtypes that `input` (or
@@ -18,7 +18,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-TARGET = Path(__file__).resolve().parents[2] / "packages/ascend-emulator/src/ascend_emulator/csrc/core/dtypes.h"
+TARGET = Path(__file__).resolve().parents[2] / "packages/ascend-emulator/src/ascend_emulator/csrc/operator/dtypes.h"
 # In the order in which they are printed.
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "uint8", "int8", "int16", "int32", "int64", "bool", "complex64", "complex128")
 ALL = set(DTYPES)

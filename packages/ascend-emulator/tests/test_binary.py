@@ -251,3 +251,16 @@ def test_floor_division_of_truth_values(agree):
 def test_what_self_cannot_hold_is_refused():
     with pytest.raises(RuntimeError, match="result type Float can't be cast to the desired output type Long of self"):
         torch.ones(3, dtype=torch.int64, device="npu").add_(torch.ones(3, device="npu"))
+
+
+SETS = {
+    "isin a number": lambda x: torch.isin(x, 0.25),
+    "a number isin": lambda x: torch.isin(0.25, x),
+    "gcd": lambda x: torch.gcd((x * 8).int(), torch.tensor(12, dtype=torch.int32, device=x.device)),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", SETS)
+def test_isin_and_gcd(agree, name, dtype):
+    agree(SETS[name], ((torch.randperm(24).view(4, 6) - 12) / 4).to(dtype))

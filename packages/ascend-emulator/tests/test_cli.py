@@ -36,7 +36,7 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "much", "8 apples", "GiB"])
 def test_no_sizes(text):
-    with pytest.raises(ValueError, match="write it as 8GiB"):
+    with pytest.raises(ValueError, match="use a form such as 8GiB"):
         parse_size(text)
 
 
@@ -61,13 +61,13 @@ def test_child_processes_compute_too(run):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["run", "--soc", "Ascend910Z", "--", "true"], 1, "no chip 'Ascend910Z'; there are Ascend910B1, Ascend910B2, "),
-        (["run"], 2, "no command; write it after --"),
-        (["run", "--npus", "2"], 2, "no command"),
+        (["run", "--soc", "Ascend910Z", "--", "true"], 1, "unknown chip 'Ascend910Z'; supported: Ascend910B1, Ascend910B2, "),
+        (["run"], 2, "no command given; add it after --"),
+        (["run", "--npus", "2"], 2, "no command given"),
         (["run", "--", "no-such-program"], 127, "cannot start no-such-program: No such file or directory"),
-        (["run", "--npus", "0", "--", "true"], 1, "0 NPUs asked for; 1 to 64 can be emulated"),
-        (["run", "--npus", "65", "--", "true"], 1, "65 NPUs asked for"),
-        (["run", "--memory", "1MiB", "--", "true"], 1, "64 MiB is the least"),
+        (["run", "--npus", "0", "--", "true"], 1, "0 NPUs requested; 1 to 64 are supported"),
+        (["run", "--npus", "65", "--", "true"], 1, "65 NPUs requested"),
+        (["run", "--memory", "1MiB", "--", "true"], 1, "the minimum is 64 MiB"),
         (["run", "--memory", "lots", "--", "true"], 2, "invalid parse_size value: 'lots'"),
         (["fly"], 2, "invalid choice: 'fly'"),
     ],

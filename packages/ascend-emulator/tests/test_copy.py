@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-ALL = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+ALL = [*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
 MOVES = {
     "clone": torch.clone,
     "contiguous": lambda x: x.transpose(0, 2).contiguous(),
@@ -65,3 +66,17 @@ def test_reinterpreted_bits():
     x = torch.tensor([[1.0], [-2.0]])
     assert torch.equal(x.npu().view(torch.int32).clone().cpu(), x.view(torch.int32))
     assert torch.equal(x.bfloat16().npu().view(torch.uint8).clone().cpu(), x.bfloat16().view(torch.uint8))
+
+
+SPLITS = {
+    "channel_shuffle": lambda x: torch.channel_shuffle(x.view(1, 4, 6, 1), 2),
+    "split into copies": lambda x: tuple(torch.split_with_sizes_copy(x, [1, 2, 3], 1)),
+    "chunk_cat": lambda x: torch._chunk_cat([x, x[:3]], 0, 2),
+    "repeat_interleave of counts": lambda x: torch.repeat_interleave(torch.tensor([2, 0, 3], device=x.device)),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", SPLITS)
+def test_split_and_repeat(agree, name, dtype):
+    agree(SPLITS[name], ((torch.randperm(24).view(4, 6) - 12) / 4).to(dtype))

@@ -227,7 +227,7 @@ def test_destroying_a_communicator_ends_what_waits(played):
 @pytest.mark.parametrize(
     ("place", "status", "text"),
     [
-        (0, 1, "HcclAllReduce: there is no data type 99"),
+        (0, 1, "HcclAllReduce: unknown data type 99"),
         (1, 1, "HcclAllReduce: the reduction is 7; allowed: 0 (sum), 1 (prod), 2 (max), 3 (min)"),
         (2, 5, "HcclAllReduce: the data type of a reduction by sum is float64; allowed on Ascend910B1: int8, int16,"),
         (3, 1, "HcclAllReduce: sendBuf is not device memory"),

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 ALL = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 INDEX = [torch.int64, torch.int32]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def tensor(dtype, *shape):
@@ -165,3 +166,55 @@ def test_scatter_update(index_dtype):
     assert torch.equal(ours.cpu(), data)
     torch_npu.scatter_update_(ours, places.npu(), updates.npu(), -2)
     assert torch.equal(ours.cpu(), expected)
+
+
+WHERE = torch.tensor([[0, 2, 1], [3, 0, 0]])
+CASES = {
+    "take": lambda x: x.take(WHERE.to(x.device)),
+    "put": lambda x: x.put_(torch.tensor([1, 5, 7], device=x.device), x[0, :3].clone()),
+    "put, accumulated": lambda x: x.put_(torch.tensor([1, 5, 1], device=x.device), x[0, :3].clone(), accumulate=True),
+    "index_fill": lambda x: x.index_fill(1, torch.tensor([0, 2], device=x.device), 1.5),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_case(agree, name, dtype):
+    agree(CASES[name], ((torch.randperm(24).view(4, 6) - 12) / 4).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction", ["sum", "prod", "amax", "amin", "mean"])
+@pytest.mark.parametrize("include_self", [True, False])
+def test_scatter_reduce(agree, reduction, include_self, dtype):
+    x, source = torch.randn(4, 6).to(dtype), torch.randn(2, 3).to(dtype)
+    arguments = {"reduce": reduction, "include_self": include_self}
+    agree(lambda x, s: x.scatter_reduce(0, WHERE.to(x.device), s, **arguments), x, source)
+    agree(lambda x, s: x.scatter_reduce_(0, WHERE.to(x.device), s, **arguments), x, source)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_embedding_bag(agree, mode):
+    def bags(table):
+        indices, offsets = torch.tensor([1, 2, 4, 5, 4, 3]), torch.tensor([0, 3, 4])
+        return F.embedding_bag(indices.to(table.device), table, offsets.to(table.device), mode=mode)
+
+    agree(bags, torch.randn(7, 3))
+
+
+def test_embedding_is_renormed(agree):
+    agree(lambda t: F.embedding(torch.tensor([1, 4], device=t.device), t * 3, max_norm=1.0), torch.randn(7, 3))
+
+
+def test_forms_of_the_npu(agree):
+    def split(x):
+        out = [torch.empty(4, width, device=x.device, dtype=x.dtype) for width in (1, 2, 3)]
+        torch.split_with_sizes_copy(x, [1, 2, 3], 1, out=out)
+        return out
+
+    def added(x, source):
+        places = torch.tensor([3, 0, 3], device=x.device)
+        return torch.ops.npu._npu_index_add(x, places, source) if x.is_npu else x.index_add(0, places, source)
+
+    agree(split, torch.randn(4, 6))
+    agree(added, torch.randn(4, 6), torch.randn(3, 6))

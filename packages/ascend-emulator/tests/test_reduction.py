@@ -122,3 +122,18 @@ def test_result_in_a_strided_output(agree):
         return whole
 
     agree(call, distinct(torch.float32), ulps=16)
+
+
+MEDIANS = {
+    "median": lambda x: tuple(x.median(0)),
+    "nanmedian": lambda x: torch.where(x > 0, x, torch.nan).nanmedian(),
+    "nanmedian over a dim": lambda x: tuple(torch.where(x > -3, x, torch.nan).nanmedian(1)),
+    "aminmax": lambda x: tuple(torch._aminmax(x)),
+    "aminmax of a dim": lambda x: tuple(torch._aminmax(x, 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", MEDIANS)
+def test_medians_and_aminmax(agree, name, dtype):
+    agree(MEDIANS[name], ((torch.randperm(24).view(4, 6) - 12) / 4).to(dtype))

@@ -70,3 +70,19 @@ def test_unique(agree, dtype):
     agree(lambda x: torch.unique(x, return_inverse=True, return_counts=True), x)
     agree(lambda x: torch.unique(x, return_counts=True), x.t())
     agree(torch.unique, x[:0])
+
+
+CASES = {
+    "kthvalue": lambda x: tuple(x.kthvalue(3)),
+    "bucketize": lambda x: torch.bucketize(x, torch.tensor([-1.0, 0, 2], device=x.device).to(x.dtype), right=True),
+    "unique": lambda x: torch.ops.aten._unique(x.round(), True, True),
+    "unique rows": lambda x: torch.unique(x[:, :1].round(), dim=0, return_inverse=True, return_counts=True),
+    "unique neighbours": lambda x: torch.unique_consecutive((x > 0).to(x.dtype), return_inverse=True, return_counts=True),
+    "unique neighbouring rows": lambda x: torch.unique_consecutive((x[:, :1] > 0).to(x.dtype), dim=0),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_case(agree, name, dtype):
+    agree(CASES[name], ((torch.randperm(24).view(4, 6) - 12) / 4).to(dtype))

@@ -1,4 +1,4 @@
-"""CANN's shared libraries, computed on the CPU, so that the real torch_npu runs with no NPU."""
+"""Emulated Ascend NPUs: CANN's shared libraries on the CPU, for the unmodified torch_npu."""
 
 from ascend_emulator.activation import activate
 

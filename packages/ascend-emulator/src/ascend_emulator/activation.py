@@ -1,4 +1,4 @@
-"""Put the emulated libraries under torch_npu, in this process or in its children."""
+"""Activation of the emulated libraries, in this process or in child processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ascend_emulator import build
 from ascend_emulator.chips import chip
 
 DEFAULT_SOC = "Ascend910B1"
-_PYACL = str(Path(__file__).with_name("pyacl"))  # CANN's Python binding, outside of any package as in CANN
+_PYACL = str(Path(__file__).with_name("pyacl"))  # CANN's Python binding, a top-level module as in CANN
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -20,35 +20,35 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as ``8GiB``, ``8g`` or ``8589934592``.
 
     Raises:
-        ValueError: the text is no size.
+        ValueError: invalid size.
     """
     lower = text.strip().lower().removesuffix("ib").removesuffix("b") or text
     number = lower.rstrip("kmgt")
     try:
         return int(float(number) * _UNITS[lower[len(number) :]])
     except (ValueError, KeyError):
-        raise ValueError(f"{text!r} is no memory size; write it as 8GiB or 8589934592") from None
+        raise ValueError(f"invalid memory size {text!r}; use a form such as 8GiB or 8589934592") from None
 
 
 def _default_memory(capacity: int, npus: int) -> int:
-    """The chip's own, unless this machine could not hold it: then an equal part of half of its memory."""
+    """The chip's memory, at most this machine's memory / 2 / NPUs."""
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     return min(capacity, page * pages // 2 // npus) & ~((2 << 20) - 1)
 
 
 def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memory: int | None) -> str:
-    """Describe the machine in ``environ``, so that processes started with it see it; return the line that tells the user.
+    """Set the variables in ``environ`` that emulate NPUs in processes started with it; return a message for the user.
 
     Raises:
         BuildError: the libraries could not be compiled.
         ValueError: ``npus``, ``soc`` or ``memory`` is out of range.
     """
     if not 1 <= npus <= 64:
-        raise ValueError(f"{npus} NPUs asked for; 1 to 64 can be emulated")
+        raise ValueError(f"{npus} NPUs requested; 1 to 64 are supported")
     model = chip(soc)
     size = _default_memory(model.memory, npus) if memory is None else memory
     if size < 64 << 20:
-        raise ValueError(f"{size} bytes of device memory asked for; 64 MiB is the least")
+        raise ValueError(f"{size} bytes of device memory requested; the minimum is 64 MiB")
     libraries = str(build.library_dir())
     environ.update(
         LD_LIBRARY_PATH=_first(libraries, environ.get("LD_LIBRARY_PATH", "")),
@@ -75,18 +75,18 @@ def _first(directory: str, path: str) -> str:
 
 
 def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -> str:
-    """Make this process, and those it starts, see ``npus`` emulated NPUs. Call it before torch is imported.
+    """Emulate ``npus`` NPUs in this process and its child processes. Must be called before torch is imported.
 
     Args:
-        npus: how many, 1 to 64.
-        soc: a chip's name, one of ``ascend_emulator.chips.chips()``.
-        memory: bytes of device memory each; by default the chip's, or less if this machine has less.
+        npus: number of NPUs, 1 to 64.
+        soc: chip, a key of ``ascend_emulator.chips.chips()``.
+        memory: bytes of device memory per NPU; default: the chip's, or less if this machine has less.
 
     Returns:
-        The line that it prints, once.
+        The message, which is also printed to stderr once.
 
     Raises:
-        RuntimeError: torch_npu is already loaded, on something else.
+        RuntimeError: torch_npu is already loaded with other libraries.
         BuildError, ValueError: see ``set_environment``.
     """
     line = set_environment(os.environ, npus, soc, memory)
@@ -96,10 +96,10 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
     if _loaded("libascend_emulator.so"):
         return line
     if "torch_npu" in sys.modules:
-        raise RuntimeError("ascend_emulator.activate() came too late: torch_npu is loaded; call it before importing torch")
+        raise RuntimeError("ascend_emulator.activate() was called after torch_npu was loaded; call it before importing torch")
     if not all(map(_loaded, build.sanitizer_libraries())):
-        raise RuntimeError("sanitizers come first in a process: use `ascend-emulator run`, or tools/test --sanitize for tests")
-    # The dynamic linker takes a library that is already there for a NEEDED of the same name; LD_LIBRARY_PATH it read at start.
+        raise RuntimeError("sanitizers must be preloaded; use `ascend-emulator run`, or tools/test --sanitize for tests")
+    # A loaded library satisfies a NEEDED entry of the same name; the dynamic linker reads LD_LIBRARY_PATH only at start.
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(build.torch_dir() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     for name in (f"lib{build.CORE}.so", *build.SONAMES):

@@ -1,7 +1,9 @@
-"""Compile the emulated CANN libraries, once for each (torch, torch_npu, compiler, source) and keep them in a cache.
+"""Build of the emulated CANN libraries, cached per (torch, torch_npu, compiler, source).
 
-The result is one library, ``libascend_emulator.so``, that holds every entry point, and a handful of empty ones that carry the
-names torch_npu links against and depend on it: torch_npu asks several libraries for the same symbol, and finds it through each.
+``libascend_emulator.so`` contains all entry points. Empty libraries with the names that torch_npu links against or loads depend
+on it, because torch_npu looks up the same symbols in several libraries.
+
+The C++ files of a folder are compiled as one translation unit, or as few: parsing ATen's headers takes most of the time.
 """
 
 from __future__ import annotations
@@ -10,22 +12,25 @@ import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
+from ascend_emulator import limits
+
 CORE = "ascend_emulator"
-CANN_VERSION = "9.1.0"  # the interface that torch_npu 2.13 was released against; aclsysGetVersionStr answers the same
-# What torch_npu's wheel links against, and what it opens by name: libopapi for operators, libhcomm for HCCL's groups.
+CANN_VERSION = "9.1.0"  # interface that torch_npu 2.13 was released for; aclsysGetVersionStr returns it
+# Libraries that torch_npu's wheel links against or loads: libopapi for operators, libhcomm for HCCL's groups.
 SONAMES = (
     "libascendcl.so",
     "libhccl.so",
@@ -35,15 +40,13 @@ SONAMES = (
     "libgraph.so",
     "libacl_tdt_channel.so",
     "libopapi.so",
-    "libatb.so",  # what libop_plugin_atb.so links against, loaded with the first of its operators
-    "libnnopbase.so",  # where it looks for aclDestroyAclOpExecutor
-    "libmsprofiler.so",  # with the first profiler
-    "libascend_hal.so",  # the driver, which its Python asks for the number of NPUs
+    "libatb.so",  # linked by libop_plugin_atb.so, which is loaded with its first operator
+    "libnnopbase.so",  # for aclDestroyAclOpExecutor
+    "libmsprofiler.so",  # loaded with the first profiler
+    "libascend_hal.so",  # driver: number of NPUs, for torch_npu's Python code
 )
 FLAGS = (
     "-std=c++20",
-    "-O2",
-    "-ftree-vectorize",
     "-fno-math-errno",
     "-fopenmp",
     "-fPIC",
@@ -52,10 +55,14 @@ FLAGS = (
     "-Wno-unused-function",
     f'-DCANN_VERSION="{CANN_VERSION}"',
 )
-OPERATORS = ("aclnn", "Atb")  # how the names begin that stand for two functions, one of which asks for a workspace
+# Units with loops of their own are compiled with -O2 and vectorized; most operators call ATen, so -O1 is enough.
+LOOPS = ("ops/matmul", "ops/normalization", "ops/transformer")
+UNIT_BYTES = 60_000  # source size of a translation unit
+COMPILER_BYTES = 900 << 20  # memory of one compiler process
+OPERATORS = ("aclnn", "Atb")  # prefixes of operators, which have two functions: GetWorkspaceSize and the launch
 SOURCES = Path(__file__).parent / "csrc"
-# ASCEND_EMULATOR_SANITIZE: compiled with these sanitizers of the compiler, which `ascend-emulator run` then loads first. Neither
-# Python, which leaks at exit by design, nor torch is built with them.
+# ASCEND_EMULATOR_SANITIZE: sanitizers to compile with, which `ascend-emulator run` preloads. Python, which leaks at exit by
+# design, and torch are not built with them.
 SANITIZERS = "address,undefined"
 SANITIZER_OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_container_overflow=0:detect_odr_violation=0",
@@ -64,7 +71,7 @@ SANITIZER_OPTIONS = {
 
 
 class BuildError(RuntimeError):
-    """The libraries could not be built; the message is one line that says what to do."""
+    """The build failed; the message is one line with what to do."""
 
 
 def _package_dir(name: str) -> Path:
@@ -81,14 +88,14 @@ def torch_dir() -> Path:
 
 @cache
 def wheel_names() -> list[str]:
-    """Every CANN name that the installed torch_npu can ask for: link-time symbols and look-ups by name (its string table)."""
+    """All CANN names that the installed torch_npu links against or looks up (its string table)."""
     data = (_package_dir("torch_npu") / "lib" / "libtorch_npu.so").read_bytes()
     found = re.findall(
         rb"(?<![\w])((?:aclnn|aclrt|aclmdl|aclop|aclsys|aclprof|aclGet|aclSet|Hccl)[A-Z]\w+|acl[A-Z]\w+|rt[A-Z]\w{6,}|Msprof[A-Z]\w+)\0",
         data,
     )
     names = {name.decode() for name in found}
-    # Nine letters with a capital at the end are eight of an inlined string and an instruction's first byte ("HcclAllgH").
+    # Nine letters ending in a capital are eight of an inlined string and the first byte of an instruction ("HcclAllgH").
     names |= {name.decode() for name in re.findall(rb"\0(Atb[A-Z]\w+?)(?:GetWorkspaceSize)?(?=\0)", _atb_plugin())}
     return sorted(n for n in names if not (len(n) == 9 and (n[-1].isupper() or n.startswith("Hccl"))))
 
@@ -99,13 +106,13 @@ def _atb_plugin() -> bytes:
 
 @cache
 def atb_operators() -> list[str]:
-    """The operators that torch_npu makes of parameters, of libatb.so's C++ functions: ``atb::PagedAttention`` and others."""
+    """Operators that torch_npu creates by libatb.so's C++ functions: ``atb::PagedAttention`` and others."""
     made = re.findall(rb"\0_ZN3atb15CreateOperationINS_5infer\d+(\w+?)ParamEEEi", _atb_plugin())
     return sorted({f"atb::{name.decode()}" for name in made})
 
 
 def operator(name: str) -> str:
-    """The operator that an aclnn or Atb symbol belongs to; other names are their own."""
+    """The operator of an aclnn or Atb symbol; other names are returned unchanged."""
     return re.sub(r"Get(Max)?WorkspaceSize$", "", name) if name.startswith(OPERATORS) else name
 
 
@@ -128,14 +135,14 @@ def _flags() -> tuple[str, ...]:
 
 
 def sanitizer_libraries() -> list[str]:
-    """What has to be in a process before everything else (LD_PRELOAD) if the libraries are built with sanitizers."""
+    """Libraries to preload (LD_PRELOAD) if the emulator is built with sanitizers."""
     chosen = os.environ.get("ASCEND_EMULATOR_SANITIZE")
     if not chosen:
         return []
     names = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
     unknown = [name for name in chosen.split(",") if name not in names]
     if unknown:
-        raise BuildError(f"ASCEND_EMULATOR_SANITIZE: unknown {', '.join(unknown)}; there are {', '.join(names)}")
+        raise BuildError(f"ASCEND_EMULATOR_SANITIZE: unknown {', '.join(unknown)}; supported: {', '.join(names)}")
     compiler, _ = _compiler()
     return [
         str(
@@ -161,14 +168,29 @@ def _digest(*parts: str | bytes) -> str:
     return hasher.hexdigest()[:16]
 
 
-def _sources() -> list[Path]:
-    return sorted(SOURCES.rglob("*.cpp"))
+def units(directory: Path = SOURCES) -> dict[str, list[Path]]:
+    """Translation units: name to source files; a folder is one unit, or several of about UNIT_BYTES."""
+    folders: dict[str, list[Path]] = {}
+    for path in sorted(directory.rglob("*.cpp")):
+        folders.setdefault(path.parent.relative_to(directory).as_posix(), []).append(path)
+    found = {}
+    for folder, paths in folders.items():
+        sizes = [path.stat().st_size for path in paths]
+        parts = math.ceil(sum(sizes) / UNIT_BYTES)
+        for path, size, before in zip(paths, sizes, accumulate(sizes, initial=0), strict=False):
+            part = int((before + size / 2) * parts / sum(sizes)) + 1
+            found.setdefault(folder if parts == 1 else f"{folder} {part}", []).append(path)
+    return found
 
 
-def _with_headers(source: Path) -> list[Path]:
-    """The file and, in turn, the headers of ours that it includes; they are named from its directory or from SOURCES."""
-    found: dict[Path, None] = {source: None}
-    for path in (queue := [source]):
+def _optimization(unit: str) -> list[str]:
+    return ["-O2", "-ftree-vectorize"] if unit.startswith(LOOPS) else ["-O1"]
+
+
+def _with_headers(sources: list[Path]) -> list[Path]:
+    """The files and the emulator's headers that they include, directly and indirectly."""
+    found: dict[Path, None] = dict.fromkeys(sources)
+    for path in (queue := [*sources]):
         for name in re.findall(r'^\s*#include "(.+?)"', path.read_text(), re.MULTILINE):
             header = next((place for place in ((path.parent / name).resolve(), SOURCES / name) if place.exists()), None)
             if header and header not in found:
@@ -178,12 +200,12 @@ def _with_headers(source: Path) -> list[Path]:
 
 
 def _stubs(names: list[str]) -> str:
-    """C++ text of weak functions that refuse by their own name; a real definition elsewhere takes their place."""
+    """C++ source of weak functions that fail with their name; definitions elsewhere override them."""
     lines = [
         '#include "core/status.h"',
         "#define STUB(NAME) EXPORT __attribute__((weak)) int NAME() { return emu::refuse(#NAME); }",
     ]
-    # The name that is refused is the operator's, also where its workspace is asked for first.
+    # GetWorkspaceSize fails with the operator's name.
     workspace = "EXPORT __attribute__((weak)) int NAME##GetWorkspaceSize() { return emu::refuse(#NAME); }"
     lines.append(f"#define OPERATOR(NAME) STUB(NAME) {workspace}")
     lines += [
@@ -198,9 +220,9 @@ def _stubs(names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# Optional calls: torch_npu probes for them and does without when they are absent, as with an older CANN.
+# Optional calls: torch_npu works without them, as with an older CANN.
 ABSENT = frozenset[str]()
-# Calls that answer with a pointer or a set of features, where a status would be taken for one: they refuse with none.
+# Calls that return a pointer or a bit set instead of a status: they return 0 when they refuse.
 NO_STATUS = frozenset({"HcclGetCommConfigCapability", "aclCreateGraphDumpOpt", "aclprofCreateConfig", "aclprofCreateStepInfo"})
 
 
@@ -212,8 +234,8 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _run(what: str, command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(what: str, command: list[str], text: str = "") -> None:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         first = next(
@@ -223,10 +245,10 @@ def _run(what: str, command: list[str]) -> None:
 
 
 def library_dir(progress: Callable[[str], None] | None = None) -> Path:
-    """Directory of the compiled libraries, built first if they are not in the cache.
+    """Directory of the compiled libraries, which are built if they are not cached.
 
     Raises:
-        BuildError: torch, torch_npu or a compiler is missing, or a file does not compile.
+        BuildError: torch, torch_npu or a compiler is missing, or compilation failed.
     """
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
     versions = [
@@ -238,7 +260,7 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     target = cache_root() / content
     if (target / "complete").exists():
         return target
-    with _lock(target.with_suffix(".lock")):  # another version may compile at the same time
+    with _lock(target.with_suffix(".lock")):  # another process may be building it
         if not (target / "complete").exists():
             started = time.monotonic()
             say(f"ascend-emulator: compiling CANN's libraries for {', '.join(versions)} ({compiler_version}), once ...")
@@ -247,52 +269,42 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     return target
 
 
-@contextmanager
-def _precompiled(common: list[str], objects: Path, enough: bool) -> Iterator[list[str]]:
-    """Arguments that take in ATen's headers, compiled once for all files, as they are most of the work; 400 MB, so gone after."""
-    if not enough or "clang" in Path(common[0]).name:
-        yield []
-        return
-    with tempfile.TemporaryDirectory(dir=objects) as directory:
-        prefix = Path(directory) / "prefix.h"
-        prefix.write_text(f'#include "{SOURCES / "core" / "op.h"}"\n')
-        _run("compiling ATen's headers", [*common, "-x", "c++-header", "-o", f"{prefix}.gch", str(prefix)])
-        yield ["-include", str(prefix)]
-
-
 def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[str], None]) -> None:
     torch = torch_dir()
     objects = cache_root() / "objects"
     for directory in (target, objects):
         directory.mkdir(parents=True, exist_ok=True)
-    includes = [f"-I{SOURCES}", f"-isystem{torch / 'include'}", f"-isystem{torch / 'include/torch/csrc/api/include'}"]
     stubs = target / "stubs.cpp"
     stubs.write_text(_stubs(wheel_names()))
-    common = [
-        compiler,
-        *_flags(),
-        *includes,
-        f"-ffile-prefix-map={SOURCES}/=",
-    ]  # so that messages name the file within the project
-    # A header of ours counts for the files that include it alone.
-    contents = {source: [path.read_bytes() for path in _with_headers(source)] for source in [*_sources(), stubs]}
-    sources = {source: objects / f"{_digest(*base, *parts)}.o" for source, parts in contents.items()}
-    missing = sorted((source for source in sources if not sources[source].exists()), key=lambda path: -path.stat().st_size)
-    with _precompiled(common, objects, enough=len(missing) > 2) as prefix:
+    sources = {"stubs": [stubs], **units()}
+    # A changed header rebuilds the units that include it only.
+    contents = {name: [path.read_bytes() for path in _with_headers(paths)] for name, paths in sources.items()}
+    built = {name: objects / f"{_digest(*base, *_optimization(name), *parts)}.o" for name, parts in contents.items()}
 
-        def compile_one(source: Path) -> None:
-            partial = sources[source].with_suffix(f".{os.getpid()}")
-            _run(f"compiling {source.name}", [*common, *prefix, "-c", "-o", str(partial), str(source)])
-            if [path.read_bytes() for path in _with_headers(source)] != contents[source]:
-                partial.unlink()
-                raise BuildError(f"ascend-emulator: {source.name} or a header changed while it was compiled; start again")
-            partial.rename(sources[source])
-            say(f"ascend-emulator:   {source.relative_to(SOURCES) if source != stubs else source.name}")
+    def compile_one(name: str) -> None:
+        text = "".join(f'#include "{path}"\n' for path in sources[name])
+        partial = built[name].with_suffix(f".{os.getpid()}")
+        command = [
+            compiler,
+            *_flags(),
+            *_optimization(name),
+            f"-I{SOURCES}",
+            f"-isystem{torch / 'include'}",
+            f"-ffile-prefix-map={SOURCES}/=",  # relative file names in messages and in the registry
+            *("-x", "c++", "-c", "-o", str(partial), "-"),
+        ]
+        _run(f"compiling {name}", command, text)
+        if [path.read_bytes() for path in _with_headers(sources[name])] != contents[name]:
+            partial.unlink()
+            raise BuildError(f"ascend-emulator: a source file of {name} changed during compilation; start again")
+        partial.rename(built[name])
+        say(f"ascend-emulator:   {name}")
 
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            list(pool.map(compile_one, missing))
+    missing = sorted((name for name in sources if not built[name].exists()), key=lambda name: -sum(map(len, contents[name])))
+    with ThreadPoolExecutor(max_workers=max(1, min(limits.cpus(), limits.memory() // COMPILER_BYTES))) as pool:
+        list(pool.map(compile_one, missing))
     core = target / f"lib{CORE}.so"
-    # No run path: torch's own libraries are in the process before these are (activate), whichever environment they came from.
+    # No run path: torch's libraries are loaded before these (activate).
     _run(
         f"linking {core.name}",
         [
@@ -302,7 +314,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
             f"-Wl,-soname,{core.name}",
             "-o",
             str(core),
-            *map(str, sources.values()),
+            *map(str, built.values()),
             f"-L{torch / 'lib'}",
             "-ltorch_cpu",
             "-lc10",
@@ -323,7 +335,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
                 f"-l{CORE}",
             ],
         )
-    # What torch_npu expects to find in a CANN installation (torch_npu/_init/registry/registry_manager.py).
+    # Files that torch_npu expects in a CANN installation (torch_npu/_init/registry/registry_manager.py).
     for name in ("runtime", "compiler", "opp"):
         (target / name).mkdir(exist_ok=True)
     (target / "ascend_emulator_install.info").write_text(f"version={CANN_VERSION}\n")

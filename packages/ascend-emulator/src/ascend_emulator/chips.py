@@ -1,4 +1,4 @@
-"""The chips that can be emulated, read from ``chips.toml``, which has one table a chip."""
+"""Emulated chips, from ``chips.toml``, which has one table per chip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Chip:
-    """What a program can ask an NPU about itself, and what the roofline model reckons with.
+    """Properties of a chip that programs can query, and parameters of the roofline model.
 
     Attributes:
         name: the SoC name that ``aclrtGetSocName`` answers and torch_npu knows.
@@ -19,16 +19,16 @@ class Chip:
         l2: second-level cache in bytes.
         cube_cores: matrix cores ("AI cores").
         vector_cores: vector cores.
-        bfloat16: whether its operators take bfloat16.
-        streams: how many there can be, those of captured graphs included.
-        graph_nodes: how many operators a captured graph can have.
+        bfloat16: whether operators support bfloat16.
+        streams: maximum number of streams, including those of captured graphs.
+        graph_nodes: maximum number of operators in a captured graph.
         bandwidth: of device memory, in bytes per second.
         host_bandwidth: between host and device, in bytes per second and direction.
         link_bandwidth: between two NPUs of a machine, in bytes per second and direction.
         cube_flops: floating-point operations per second of the cube cores in 16-bit types; int8 twice, float32 a quarter.
         vector_flops: floating-point operations per second of the vector cores in float32.
-        launch: seconds between an operator's end and the next one's beginning, submitted one by one.
-        graph_launch: the same within a captured graph.
+        launch: seconds between the end of an operator and the start of the next one, in eager mode.
+        graph_launch: the same in a captured graph.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Chip:
 
 @cache
 def chips() -> dict[str, Chip]:
-    """All chips by the name a user types (an alias may stand for a fuller SoC name)."""
+    """All chips by the name that users specify, which may be an alias of the SoC name."""
     table = tomllib.loads((Path(__file__).parent / "chips.toml").read_text())
     common = table.pop("all")
     chips = {}
@@ -83,11 +83,11 @@ def chips() -> dict[str, Chip]:
 
 
 def chip(name: str) -> Chip:
-    """The chip of that name.
+    """The chip with this name.
 
     Raises:
-        ValueError: no such chip; the message lists those there are.
+        ValueError: unknown chip; the message lists the supported ones.
     """
     if name not in chips():
-        raise ValueError(f"no chip {name!r}; there are {', '.join(chips())}")
+        raise ValueError(f"unknown chip {name!r}; supported: {', '.join(chips())}")
     return chips()[name]

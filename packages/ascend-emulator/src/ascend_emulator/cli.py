@@ -1,4 +1,4 @@
-"""Command ``ascend-emulator``: runs programs on emulated NPUs, builds the libraries, lists what they cover, sums up traces."""
+"""Command ``ascend-emulator``: run programs on emulated NPUs, build the libraries, report coverage, summarize traces."""
 
 from __future__ import annotations
 
@@ -12,52 +12,54 @@ from ascend_emulator.activation import DEFAULT_SOC, parse_size, set_environment
 from ascend_emulator.chips import chips
 from ascend_emulator.faults import KINDS, checked
 
-SANITIZE = "compiled with the address and undefined-behaviour sanitizers, as with ASCEND_EMULATOR_SANITIZE=address,undefined"
+SANITIZE = "build with the address and undefined-behaviour sanitizers (ASCEND_EMULATOR_SANITIZE=address,undefined)"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ascend-emulator", description="CANN's shared libraries, computed on the CPU.")
+    parser = argparse.ArgumentParser(
+        prog="ascend-emulator", description="Emulated Ascend NPUs: CANN's shared libraries on the CPU."
+    )
     commands = parser.add_subparsers(dest="action", required=True)
-    run = commands.add_parser("run", help="run a command with emulated NPUs, its child processes included")
-    run.add_argument("--npus", type=int, default=1, help="how many (default: 1)")
+    run = commands.add_parser("run", help="run a command, including its child processes, with emulated NPUs")
+    run.add_argument("--npus", type=int, default=1, help="number of NPUs (default: 1)")
     run.add_argument("--soc", default=DEFAULT_SOC, help=f"chip: {', '.join(chips())} (default: {DEFAULT_SOC})")
     run.add_argument(
-        "--memory", type=parse_size, help="device memory each, such as 8GiB (default: the chip's, or what this machine can hold)"
+        "--memory", type=parse_size, help="device memory per NPU, such as 8GiB (default: the chip's, limited by this machine's)"
     )
     run.add_argument(
         "--without",
         default="",
         metavar="NAMES",
-        help="entry points to take out, separated by commas: calling one then refuses by its name",
+        help="comma-separated entry points to disable: calling one fails with its name",
     )
     run.add_argument(
         "--fault",
         action="append",
         default=[],
         metavar="NAME@N=KIND",
-        help="let the Nth call of an entry point fail (N+: and every later one), such as aclrtMalloc@3=oom; again for more; "
+        help="make the Nth call of an entry point fail (N+: and all later ones), such as aclrtMalloc@3=oom; repeatable; "
         f"kinds: {', '.join(KINDS)}",
     )
     run.add_argument("--sanitize", action="store_true", help=SANITIZE)
     run.add_argument(
         "--trace",
         metavar="FILE",
-        help="write what the NPUs do to a file that Perfetto opens (ascend-emulator trace has the table)",
+        help="write a trace for Perfetto (`ascend-emulator trace FILE` prints a summary)",
     )
     run.add_argument(
         "--adversary",
         type=int,
         metavar="SEED",
-        help="run streams as late and in as odd an order as events allow, the same for the same seed: a missing wait fails",
+        help="run tasks as late as possible in a random, reproducible order that the events allow, to find missing waits",
     )
-    run.add_argument("--null", action="store_true", help="compute no operator, so that the host's own cost can be measured")
+    run.add_argument("--null", action="store_true", help="do not execute operators, to measure the host's overhead")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
-    compiling = commands.add_parser("build", help="compile the libraries if they are not in the cache, and print where they are")
+    compiling = commands.add_parser("build", help="compile the libraries if they are not cached, and print their directory")
     compiling.add_argument("--sanitize", action="store_true", help=SANITIZE)
-    trace = commands.add_parser("trace", help="the table of a trace: calls, bytes, operations, emulated and estimated time")
+    trace = commands.add_parser("trace", help="summarize a trace: calls, bytes, FLOPs, emulated and estimated time")
     trace.add_argument("file", type=Path)
-    coverage = commands.add_parser("coverage", help="what the installed torch_npu can ask for, and what becomes of it")
-    coverage.add_argument("--markdown", action="store_true", help="as a table for the documentation")
+    coverage = commands.add_parser("coverage", help="list the names that the installed torch_npu can look up, and their state")
+    coverage.add_argument("--markdown", action="store_true", help="print Markdown for the documentation")
     return parser
 
 
@@ -65,7 +67,8 @@ def _run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         print(
-            "ascend-emulator run: no command; write it after --, as in: ascend-emulator run -- vllm serve MODEL", file=sys.stderr
+            "ascend-emulator run: no command given; add it after --, such as: ascend-emulator run -- vllm serve MODEL",
+            file=sys.stderr,
         )
         return 2
     environ = dict(os.environ)
@@ -77,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.trace:
         path = Path(options.trace).resolve()
         try:
-            path.write_text("[\n")  # an event a line follows, from every process
+            path.write_text("[\n")  # every process appends one event per line
         except OSError as error:
             print(f"ascend-emulator run: cannot write the trace to {path}: {error.strerror}", file=sys.stderr)
             return 2
@@ -106,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(build.library_dir())
             return 0
         if options.action == "trace":
-            from ascend_emulator.observe import table
+            from ascend_emulator.tracing import table
 
             print(table(options.file))
             return 0

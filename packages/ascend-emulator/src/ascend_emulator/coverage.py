@@ -1,4 +1,4 @@
-"""What becomes of every name that the installed torch_npu can ask for: computed, bookkeeping, or refused by its own name."""
+"""Coverage: the state of every name that the installed torch_npu can look up: computed, bookkeeping, or refuses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class EntryPoint:
 
     Attributes:
         name: the C symbol; an aclnn operator's two symbols count as one.
-        effect: what a call that succeeds has done: ``computed``, ``answers`` through its outputs, ``keeps`` or releases something
-            of the host's, ``nothing``; or ``refuses``.
-        why: why nothing is right, empty for the other effects.
-        family: the source file that has it, empty if it refuses.
-        asked: whether the installed torch_npu can ask for it.
+        effect: effect of a successful call: ``computed``, ``answers`` through its outputs, ``keeps`` or releases host state,
+            ``nothing``; or ``refuses``.
+        why: reason why ``nothing`` is correct; empty for other effects.
+        family: source file below csrc, without suffix; empty if it refuses.
+        asked: whether the installed torch_npu can look it up.
     """
 
     name: str
@@ -39,7 +39,7 @@ class EntryPoint:
 
 @cache
 def _registry() -> dict[str, tuple[str, str, str]]:
-    """Name to (family, effect, why), read in a process of its own: the library wants torch's in the process before it."""
+    """Name to (family, effect, why), read in a separate process, because the library needs torch's libraries."""
     script = (
         "import ctypes, sys\n"
         "for path in sys.argv[1:]: library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)\n"
@@ -54,7 +54,7 @@ def _registry() -> dict[str, tuple[str, str, str]]:
 
 
 def entry_points() -> list[EntryPoint]:
-    """All names, those that torch_npu asks for and any others that the emulator has, sorted."""
+    """All names that torch_npu can look up or that the emulator implements, sorted."""
     asked = {build.operator(name) for name in build.wheel_names()} | set(build.atb_operators())
     have = _registry()
     return [EntryPoint(name, *have.get(name, ("", "refuses", "")), name in asked) for name in sorted(asked | have.keys())]
@@ -75,7 +75,7 @@ def _group(name: str) -> str:
 
 
 def report(markdown: bool = False) -> str:
-    """The table as text: first the sums, then every name that is computed or kept as bookkeeping, by family."""
+    """The report as text: a table of sums, then all computed and bookkeeping names by source file."""
     points = [point for point in entry_points() if point.asked]
     states = ("computed", "bookkeeping", "refuses")
     counts = Counter((_group(point.name), point.state) for point in points)

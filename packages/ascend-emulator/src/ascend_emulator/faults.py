@@ -1,7 +1,7 @@
-"""Faults on demand: out of memory, a device error, a stream that hangs, a collective that times out or loses its link.
+"""Fault injection: out of memory, device errors, hanging streams, collectives that time out or lose their connection.
 
-In this process by ``inject`` and ``clear``; from outside by ``ascend-emulator run --fault aclrtMalloc@3=oom`` or the
-environment variable ``ASCEND_EMULATOR_FAULTS``, several separated by semicolons.
+In this process by ``inject`` and ``clear``; for other programs by ``ascend-emulator run --fault aclrtMalloc@3=oom`` or the
+environment variable ``ASCEND_EMULATOR_FAULTS``, separated by semicolons.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ _FORM = re.compile(r"[A-Za-z]\w*@[1-9]\d{0,8}\+?=(oom|ecc|uce|hang|timeout|drop|
 
 
 def checked(fault: str) -> str:
-    """The fault, which is ``NAME@N=KIND`` or, for every call from the Nth on, ``NAME@N+=KIND``.
+    """Check the syntax of a fault: ``NAME@N=KIND`` or, for all calls from the Nth on, ``NAME@N+=KIND``.
 
     Raises:
-        ValueError: it has another form.
+        ValueError: invalid syntax.
     """
     if not _FORM.fullmatch(fault):
-        raise ValueError(f"{fault!r} is no fault; write NAME@N=KIND, such as aclrtMalloc@3=oom; kinds: {', '.join(KINDS)}")
+        raise ValueError(f"invalid fault {fault!r}; use NAME@N=KIND, such as aclrtMalloc@3=oom; kinds: {', '.join(KINDS)}")
     return fault
 
 
 def _library() -> ctypes.CDLL:
     name = f"lib{build.CORE}.so"
     if name not in Path("/proc/self/maps").read_text():
-        raise RuntimeError("no NPU is emulated in this process; ascend_emulator.activate() or `ascend-emulator run` comes first")
+        raise RuntimeError("no NPU is emulated in this process; call ascend_emulator.activate() or use `ascend-emulator run`")
     return ctypes.CDLL(name)
 
 
 def inject(name: str, nth: int = 1, kind: str = "oom", repeat: bool = False) -> None:
-    """Let an entry point of CANN fail.
+    """Make calls of a CANN entry point fail.
 
     Args:
-        name: the entry point, such as ``aclrtMalloc`` or ``aclnnMatmul``; or a word for several: ``memory`` (device memory is
-            allocated), ``stream`` (a task is put on a stream), ``collective`` (a collective or point-to-point call).
-        nth: at which call, counted from now on.
+        name: the entry point, such as ``aclrtMalloc`` or ``aclnnMatmul``; or a group: ``memory`` (allocations of device
+            memory), ``stream`` (tasks submitted to a stream), ``collective`` (collective and point-to-point calls).
+        nth: number of the failing call, counted from now on.
         kind: ``oom``, ``ecc``, ``uce`` or ``error=CODE``, which the call returns; ``hang``, for an operator, a collective or
             ``stream``: its task never ends; ``timeout`` or ``drop``, for collectives.
-        repeat: whether it fails at every later call too. Without, what is tried again succeeds: torch-npu allocates again after
-            it has emptied its cache.
+        repeat: whether all later calls fail too. Otherwise retries succeed: torch-npu retries an allocation after emptying
+            its cache.
 
     Raises:
-        ValueError: there is no such entry point, or it cannot fail like that.
+        ValueError: unknown entry point, or unsupported kind for it.
         RuntimeError: no NPU is emulated in this process.
     """
     library = _library()
@@ -58,5 +58,5 @@ def inject(name: str, nth: int = 1, kind: str = "oom", repeat: bool = False) -> 
 
 
 def clear() -> None:
-    """Forget all faults, those of the environment too."""
+    """Remove all faults, including those of the environment."""
     _library().ascend_emulator_clear_faults()

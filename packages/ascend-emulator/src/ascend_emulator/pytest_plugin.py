@@ -1,6 +1,6 @@
-"""pytest on emulated NPUs: ``pytest --npus 2``, or ``ascend_emulator_npus = 1`` in the configuration file.
+"""pytest plugin: ``pytest --npus 2``, or ``ascend_emulator_npus = 1`` in the configuration file.
 
-Nothing is emulated unless one of the two asks for it.
+No NPU is emulated without one of the two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Activate before any conftest or test module can import torch."""
+    """Activate the emulator before a conftest or test module imports torch."""
     from ascend_emulator.activation import DEFAULT_SOC, activate, parse_size
     from ascend_emulator.build import BuildError
 
@@ -38,5 +38,5 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Say so, since pytest captures what activate() prints."""
+    """Report the emulated NPUs, because pytest captures the output of activate()."""
     return config.stash.get(LINE, "")

@@ -26,7 +26,7 @@ def register() -> None:
         note = f"{len(patches)} patch{'es' * (len(patches) != 1)}"
         take = functools.partial(_setup, patches)
         options: dict[str, object] = {"disable": []}
-        extension.join("ascend-patches", "ascend_patches", take, note=note, options=options, configured=_configured, api="1.4")
+        extension.join("ascend-patches", "ascend_patches", take, note=note, options=options, configured=_configured, api="1.3")
 
 
 def enter(scope: str) -> None:

@@ -1,6 +1,6 @@
-"""The part of pyACL, CANN's Python binding, that asks which NPUs there are. Ray does (``ray/_private/accelerators/npu.py``).
+"""Part of pyACL, CANN's Python binding: the number and type of NPUs, for Ray (``ray/_private/accelerators/npu.py``).
 
-As with CANN's set_env.sh, PYTHONPATH leads to it (``activation.set_environment``).
+It is found through PYTHONPATH (``activation.set_environment``), as with CANN's set_env.sh.
 """
 
 import ctypes
@@ -13,17 +13,17 @@ from ascend_emulator import build
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    for name in ("libc10.so", "libtorch_cpu.so"):  # which torch would have loaded before
+    for name in ("libc10.so", "libtorch_cpu.so"):  # normally loaded by torch
         ctypes.CDLL(str(build.torch_dir() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(Path(os.environ["ASCEND_HOME_PATH"], "libascendcl.so")))
 
 
 class rt:
-    """What is `acl.rt` in pyACL."""
+    """`acl.rt` of pyACL."""
 
     @staticmethod
     def get_device_count() -> tuple[int, int]:
-        """How many NPUs ASCEND_RT_VISIBLE_DEVICES shows, and CANN's status, which is 0 without an error."""
+        """Number of visible NPUs (ASCEND_RT_VISIBLE_DEVICES), and CANN's status, 0 on success."""
         count = ctypes.c_uint32()
         status = _library().aclrtGetDeviceCount(ctypes.byref(count))
         return count.value, status

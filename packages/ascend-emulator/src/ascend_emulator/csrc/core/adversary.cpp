@@ -7,9 +7,9 @@
 namespace emu {
 namespace {
 
-constexpr auto kQuiet = std::chrono::milliseconds(200);  // without any call, what nobody demands runs
+constexpr auto kIdleTime = std::chrono::milliseconds(200);  // without any call, after which everything may run
 
-struct Wanted {
+struct DemandedTicket {
   Stream* stream;
   uint64_t ticket;
 };
@@ -19,14 +19,14 @@ struct State {
   std::condition_variable granted;
   uint64_t seed = 0;
   std::vector<std::weak_ptr<Stream>> streams;  // in order of creation
-  std::list<Wanted> demands;
-  std::set<const Stream*> busy;            // whose head runs
-  const Stream* turn = nullptr;            // whose head may run now
-  bool quiet = false;                      // nobody called for a while: all may run
+  std::list<DemandedTicket> demands;
+  std::set<const Stream*> busy;  // streams whose head is running
+  const Stream* turn = nullptr;  // stream whose head may run now
+  bool idle = false;             // no call for kIdleTime: everything may run
   Clock::time_point last_call = Clock::now();
-  void called() {
+  void note_call() {
     last_call = Clock::now();
-    quiet = false;
+    idle = false;
   }
 };
 
@@ -41,8 +41,7 @@ State* state() {
   return instance;
 }
 
-// A number that follows from the seed and what it is for (splitmix64). Nothing is drawn from a sequence: two threads that ask in another order
-// would change what follows.
+// Hash of the seed and the purpose (splitmix64). There is no random sequence, because its order would depend on thread timing.
 uint64_t hash(uint64_t seed, std::initializer_list<uint64_t> parts) {
   for (uint64_t part : parts) {
     seed += 0x9e3779b97f4a7c15 + part;
@@ -53,28 +52,28 @@ uint64_t hash(uint64_t seed, std::initializer_list<uint64_t> parts) {
   return seed;
 }
 
-bool stuck(const Head& head) { return head.waits_for && !head.waits_for->stream->reached(head.waits_for->ticket); }
+bool blocked(const Head& head) { return head.waits_for && !head.waits_for->stream->reached(head.waits_for->ticket); }
 
-void need(Stream& stream, std::set<const Stream*>& into) {
+void add_dependencies(Stream& stream, std::set<const Stream*>& into) {
   if (!into.insert(&stream).second) return;
   const auto head = Adversary::head(stream);
-  if (stuck(head)) need(*head.waits_for->stream, into);
+  if (blocked(head)) add_dependencies(*head.waits_for->stream, into);
 }
 
-// Gives the next turn, if nobody has it and there is a reason to.
-void pick(State& s) {
-  if (s.turn || (s.demands.empty() && !s.quiet)) return;
+// Chooses the next stream to run, unless one is running or nothing is demanded.
+void schedule_next(State& s) {
+  if (s.turn || (s.demands.empty() && !s.idle)) return;
   std::vector<std::shared_ptr<Stream>> living;
   for (const auto& weak : s.streams)
     if (auto stream = weak.lock()) living.push_back(stream);
   std::set<const Stream*> needed;
   for (const auto& demand : s.demands)
-    if (hash(s.seed, {static_cast<uint64_t>(demand.stream->id), demand.ticket}) % 2) need(*demand.stream, needed);
+    if (hash(s.seed, {static_cast<uint64_t>(demand.stream->id), demand.ticket}) % 2) add_dependencies(*demand.stream, needed);
   const Stream* best = nullptr;
   uint64_t best_rank = 0;
   for (const auto& stream : living) {
     const auto head = Adversary::head(*stream);
-    if (!head.any || s.busy.count(stream.get()) || stuck(head) || (!needed.empty() && !needed.count(stream.get()))) continue;
+    if (!head.any || s.busy.count(stream.get()) || blocked(head) || (!needed.empty() && !needed.count(stream.get()))) continue;
     const auto rank = hash(s.seed, {static_cast<uint64_t>(stream->id), stream->completed() / 8});
     if (best && rank <= best_rank) continue;
     best = stream.get();
@@ -103,11 +102,11 @@ void Adversary::join(const std::shared_ptr<Stream>& stream) {
   if (s->streams.empty()) {
     std::thread([s] {
       for (;;) {
-        std::this_thread::sleep_for(kQuiet / 4);
+        std::this_thread::sleep_for(kIdleTime / 4);
         std::lock_guard lock(s->mutex);
-        if (s->turn || Clock::now() - s->last_call < kQuiet) continue;
-        s->quiet = true;
-        pick(*s);
+        if (s->turn || Clock::now() - s->last_call < kIdleTime) continue;
+        s->idle = true;
+        schedule_next(*s);
       }
     }).detach();
   }
@@ -118,8 +117,8 @@ void Adversary::submitted() {
   auto* s = state();
   if (!s) return;
   std::lock_guard lock(s->mutex);
-  s->called();
-  pick(*s);
+  s->note_call();
+  schedule_next(*s);
 }
 
 void Adversary::completed(Stream& stream) {
@@ -127,7 +126,7 @@ void Adversary::completed(Stream& stream) {
   if (!s) return;
   std::lock_guard lock(s->mutex);
   s->busy.erase(&stream);
-  pick(*s);
+  schedule_next(*s);
 }
 
 uint64_t Adversary::number(std::initializer_list<uint64_t> parts) { return state() ? hash(state()->seed, parts) : 0; }
@@ -136,17 +135,17 @@ Adversary::Demand::Demand(Stream& stream, uint64_t ticket) {
   auto* s = state();
   if (!s) return;
   std::lock_guard lock(s->mutex);
-  s->called();
-  own_ = &s->demands.emplace_front(Wanted{&stream, ticket});
-  pick(*s);
+  s->note_call();
+  own_ = &s->demands.emplace_front(DemandedTicket{&stream, ticket});
+  schedule_next(*s);
 }
 
 Adversary::Demand::~Demand() {
   auto* s = state();
   if (!s) return;
   std::lock_guard lock(s->mutex);
-  s->called();
-  s->demands.remove_if([&](const Wanted& each) { return &each == own_; });
+  s->note_call();
+  s->demands.remove_if([&](const DemandedTicket& each) { return &each == own_; });
 }
 
 Adversary::Turn::Turn(Stream& stream, const Task& task) {
@@ -156,7 +155,7 @@ Adversary::Turn::Turn(Stream& stream, const Task& task) {
   s->granted.wait(lock, [&] { return s->turn == &stream; });
   s->busy.insert(&stream);
   held_ = !task.blocks;
-  if (task.blocks) s->turn = nullptr;  // others may go on while it waits for the world outside
+  if (task.blocks) s->turn = nullptr;  // others may run while it waits for other processes
 }
 
 Adversary::Turn::~Turn() {

@@ -1,10 +1,10 @@
-// The adversarial mode (ASCEND_EMULATOR_ADVERSARY=SEED): streams run as late and in as odd an order as events allow, and the same seed
-// gives the same order again, so that a missing wait fails reproducibly.
+// Adversarial scheduler (ASCEND_EMULATOR_ADVERSARY=SEED): runs tasks as late as possible and in a random order that the events
+// allow. The same seed gives the same order, so a missing wait fails reproducibly.
 //
-// Nothing runs until the host demands it: by synchronizing. One task then runs at a time, of a stream
-// that the seed chooses among those whose head waits for nothing that is undone; in some demands only among those that the demanded point depends on.
-// So the order follows from the program's own calls, and not from when threads wake. What nobody demands runs after a fifth of a second
-// without any call, for a program that polls, or waits for another process.
+// Nothing runs until the host synchronizes (a demand). Then one task runs at a time: the seed chooses a stream whose head is not
+// blocked by an event; for some demands only among the streams that the demanded ticket depends on. The order therefore depends
+// on the program's calls only, not on thread timing. After 200 ms without any call everything may run, for programs that poll or
+// wait for another process.
 #ifndef ASCEND_EMULATOR_CORE_ADVERSARY_H
 #define ASCEND_EMULATOR_CORE_ADVERSARY_H
 #include <memory>
@@ -13,7 +13,7 @@
 
 namespace emu {
 
-// What stands at the head of a stream's queue.
+// Head of a stream's queue.
 struct Head {
   bool any = false;
   std::shared_ptr<Mark> waits_for{};
@@ -26,9 +26,9 @@ class Adversary {
   static void join(const std::shared_ptr<Stream>& stream);
   static void submitted();
   static void completed(Stream& stream);
-  static uint64_t number(std::initializer_list<uint64_t> parts);  // from the seed and these
+  static uint64_t number(std::initializer_list<uint64_t> parts);  // random number from the seed and these values
 
-  // The host waits for the ticket while this lives.
+  // Scope in which the host waits for a ticket.
   class Demand {
    public:
     Demand(Stream& stream, uint64_t ticket);
@@ -37,7 +37,7 @@ class Adversary {
    private:
     const void* own_ = nullptr;
   };
-  // A worker runs its head while this lives; making one waits for its turn.
+  // Scope in which a worker runs the head of its queue. The constructor waits for the worker's turn.
   class Turn {
    public:
     Turn(Stream& stream, const Task& task);

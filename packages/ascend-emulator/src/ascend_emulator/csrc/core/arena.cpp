@@ -17,20 +17,20 @@
 namespace emu::arena {
 namespace {
 
-// Found by these names among the files of a process (/proc/<pid>/fd), so that nothing is left behind however it ends.
+// Names by which other processes find the files in /proc/<pid>/fd, so nothing remains when the process ends.
 constexpr char kMemory[] = "ascend-emulator-memory", kParts[] = "ascend-emulator-parts";
 
-// What a process offers to others; each part is one record of a file that they map too.
+// Record of a shared range, in a file that other processes map.
 struct Record {
   uint64_t offset, bytes;
-  std::atomic<uint32_t> offered;    // may be taken
-  std::atomic<uint32_t> abandoned;  // its owner needs it no more
-  std::atomic<uint32_t> holders;    // other processes that took it
+  std::atomic<uint32_t> offered;    // may be opened
+  std::atomic<uint32_t> abandoned;  // freed by its owner
+  std::atomic<uint32_t> holders;    // processes that have it open
   uint32_t to_everybody, allowed;
   int32_t process[119];
 };
 static_assert(sizeof(Record) == 512);
-constexpr uint64_t kRecords = 1 << 20;  // sparse: 512 MiB of addresses, and pages for those that are used
+constexpr uint64_t kRecords = 1 << 20;  // sparse file of 512 MiB
 
 std::mutex mutex;
 
@@ -60,7 +60,7 @@ Record* own_records() {
   return records;
 }
 
-// A descriptor of the file of that name that the process holds; the caller closes it.
+// Opens the file of that name of another process; the caller closes the descriptor.
 int file_of(int process, const char* name) {
   const auto target = text("/memfd:", name, " (deleted)");
   std::error_code error;
@@ -76,11 +76,12 @@ int owner(uint64_t key) { return static_cast<int>(key >> 32); }
 
 Record& own(uint64_t key) {
   const auto number = key & 0xffffffff;
-  check(owner(key) == getpid() && number < kRecords && own_records()[number].bytes, kInvalidParam, "nothing was exported under ", key, " by this process");
+  check(owner(key) == getpid() && number < kRecords && own_records()[number].bytes, kInvalidParam, "nothing was exported under ",
+      key, " by this process");
   return own_records()[number];
 }
 
-// Another process's records, mapped for as long as this lives.
+// Scope that maps another process's records.
 struct Records {
   explicit Records(int process) {
     const int file = file_of(process, kParts);
@@ -98,9 +99,9 @@ void punch(int file, uint64_t offset, uint64_t bytes) {
 
 }  // namespace
 
-uint64_t take(uint64_t bytes) {
+uint64_t allocate(uint64_t bytes) {
   static uint64_t end = 0;
-  constexpr uint64_t huge = 2u << 20;  // a part begins where a huge page can
+  constexpr uint64_t huge = 2u << 20;  // ranges are aligned for huge pages
   std::lock_guard lock(mutex);
   const uint64_t offset = end, next = end + (bytes + huge - 1) / huge * huge;
   check(ftruncate(memory(), static_cast<off_t>(next)) == 0, kOutOfMemory, "cannot enlarge a memory file: ", std::strerror(errno));
@@ -108,7 +109,7 @@ uint64_t take(uint64_t bytes) {
   return offset;
 }
 
-void give(uint64_t offset, uint64_t bytes) { punch(memory(), offset, bytes); }
+void release(uint64_t offset, uint64_t bytes) { punch(memory(), offset, bytes); }
 
 void write(uint64_t offset, const void* from, uint64_t bytes) {
   while (bytes > 0) {
@@ -121,7 +122,8 @@ void write(uint64_t offset, const void* from, uint64_t bytes) {
 }
 
 void map(void* at, int file, uint64_t offset, uint64_t bytes) {
-  const void* done = mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, file, static_cast<off_t>(offset));
+  const void* done =
+      mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, file, static_cast<off_t>(offset));
   check(done != MAP_FAILED, kOutOfMemory, "cannot map ", bytes, " bytes: ", std::strerror(errno));
   madvise(at, bytes, MADV_HUGEPAGE);
 }
@@ -164,7 +166,7 @@ void abandon(uint64_t key) {
   auto& record = own(key);
   record.offered = 0;
   record.abandoned = 1;
-  if (record.holders == 0) give(record.offset, record.bytes);
+  if (record.holders == 0) release(record.offset, record.bytes);
 }
 
 Import open(uint64_t key) {
@@ -172,12 +174,12 @@ Import open(uint64_t key) {
   const auto number = key & 0xffffffff;
   check(number < kRecords, kInvalidParam, key, " is no shared memory");
   auto& record = records.all[number];
-  ++record.holders;  // before looking whether it is there, which abandon() does the other way round
+  ++record.holders;  // before reading `offered`; abandon() uses the opposite order
   try {
     check(record.offered, kInvalidParam, "process ", owner(key), " does not share memory under ", key, " any more");
     const int32_t *first = record.process, *end = first + record.allowed;
     check(record.to_everybody || std::find(first, end, getpid()) != end, kNoPermission, "process ", getpid(),
-          " is not in the list of those that may use it");
+        " is not in the list of those that may use it");
     return {file_of(owner(key), kMemory), record.offset, record.bytes, key};
   } catch (...) {
     --record.holders;
@@ -185,12 +187,12 @@ Import open(uint64_t key) {
   }
 }
 
-void let_go(const Import& import) {
+void close_import(const Import& import) {
   try {
     const Records records(owner(import.key));
     auto& record = records.all[import.key & 0xffffffff];
     if (--record.holders == 0 && record.abandoned) punch(import.file, import.offset, import.bytes);
-  } catch (const Error&) {  // its owner has ended
+  } catch (const Error&) {  // the owner has exited
   }
   close(import.file);
 }

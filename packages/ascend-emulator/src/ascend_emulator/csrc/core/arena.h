@@ -1,5 +1,5 @@
-// Memory of this process that others can map: one memory file, of which every physical allocation and every shared one takes a part that
-// is used once. The file is sparse and grows; the pages of a part that is given back are freed.
+// Memory that other processes can map: one sparse memory file (memfd). Every physical allocation and every shared allocation gets
+// a range of its own, which is never reused; releasing it frees its pages.
 #ifndef ASCEND_EMULATOR_CORE_ARENA_H
 #define ASCEND_EMULATOR_CORE_ARENA_H
 #include <cstdint>
@@ -8,31 +8,31 @@
 
 namespace emu::arena {
 
-uint64_t take(uint64_t bytes);  // the offset in the file
-void give(uint64_t offset, uint64_t bytes);
+uint64_t allocate(uint64_t bytes);  // returns the offset in the file
+void release(uint64_t offset, uint64_t bytes);
 void write(uint64_t offset, const void* from, uint64_t bytes);
 
-// Maps a part, of this process's file or of another's, in place of what is there.
+// Maps a range of this process's file, or of another's, over the existing mapping.
 void map(void* at, uint64_t offset, uint64_t bytes);
 void map(void* at, int file, uint64_t offset, uint64_t bytes);
-// Makes the address range private, empty memory again.
+// Replaces the mapping by private anonymous memory.
 void unmap(void* at, uint64_t bytes);
 
-// Gives a part a number that other processes can ask for it by: `pid << 32 | index`. They may once it is offered.
+// Returns the key under which other processes can open a range, `pid << 32 | index`. They may open it after offer().
 uint64_t publish(uint64_t offset, uint64_t bytes);
 void offer(uint64_t key, bool to_everybody);
 void allow(uint64_t key, const int32_t* processes, size_t count);
-void withdraw(uint64_t key);  // nobody may take it from now on
-// Gives the part back when the last process that took it lets go; at once if none has.
+void withdraw(uint64_t key);  // cannot be opened from now on
+// Releases the range when the last process that opened it closes it; at once if none has it open.
 void abandon(uint64_t key);
 
-// Another process's part, or this one's.
+// Range of this or another process.
 struct Import {
   int file;
   uint64_t offset, bytes, key;
 };
 Import open(uint64_t key);
-void let_go(const Import& import);
+void close_import(const Import& import);
 
 }  // namespace emu::arena
 

@@ -15,9 +15,10 @@
 namespace emu {
 namespace {
 
-constexpr uint64_t kGranule = 4096;          // a page, so that each allocation can be shared and given back on its own
-constexpr uint64_t kReturnPages = 1u << 20;  // freed blocks of at least this size give their pages back
-// Address space for virtual memory. torch_npu's expandable segments each reserve 9/8 of an NPU's memory, one for each stream and kind.
+constexpr uint64_t kGranule = 4096;          // page size, so that each allocation can be shared and freed separately
+constexpr uint64_t kReturnPages = 1u << 20;  // freed blocks of at least this size return their pages
+// Address space for virtual memory. torch_npu reserves 9/8 of an NPU's memory for each expandable segment, one per stream and
+// pool.
 constexpr uint64_t kVirtualPerMemory = 16, kVirtualMost = 16ull << 40;
 
 uint64_t number(const char* variable, uint64_t otherwise) {
@@ -28,7 +29,7 @@ uint64_t number(const char* variable, uint64_t otherwise) {
 struct Machine {
   Chip chip;
   std::vector<std::unique_ptr<Device>> devices;
-  uintptr_t device_base = 0, kernel_base = 0, memory = 0, bytes = 0;  // each view: the NPUs' memory, then virtual address space
+  uintptr_t device_base = 0, kernel_base = 0, memory = 0, bytes = 0;  // both views: the NPUs' memory, then virtual address space
 
   Machine() {
     if (const char* name = std::getenv("ASCEND_EMULATOR_SOC")) chip.name = name;
@@ -45,26 +46,39 @@ struct Machine {
     for (int i = 0; i < npus; ++i) devices.push_back(std::make_unique<Device>(i, device_base + i * chip.memory, chip.memory));
   }
 
-  // ASCEND_EMULATOR_CHIP: the fields of a chip in chips.py, as name=value with spaces between.
+  // ASCEND_EMULATOR_CHIP: fields of a chip in chips.py as name=value, separated by spaces.
   void describe() {
     std::stringstream fields(std::getenv("ASCEND_EMULATOR_CHIP") ? std::getenv("ASCEND_EMULATOR_CHIP") : "");
     for (std::string field; fields >> field;) {
       const auto equals = field.find('=');
       const auto name = field.substr(0, equals);
       const double value = std::strtod(field.c_str() + equals + 1, nullptr);
-      if (name == "l2") chip.l2 = static_cast<int64_t>(value);
-      else if (name == "cube_cores") chip.cube_cores = static_cast<int>(value);
-      else if (name == "vector_cores") chip.vector_cores = static_cast<int>(value);
-      else if (name == "bfloat16") chip.bfloat16 = value != 0;
-      else if (name == "streams") chip.streams = static_cast<int>(value);
-      else if (name == "graph_nodes") chip.graph_nodes = static_cast<int>(value);
-      else if (name == "bandwidth") chip.bandwidth = value;
-      else if (name == "host_bandwidth") chip.host_bandwidth = value;
-      else if (name == "link_bandwidth") chip.link_bandwidth = value;
-      else if (name == "cube_flops") chip.cube_flops = value;
-      else if (name == "vector_flops") chip.vector_flops = value;
-      else if (name == "launch") chip.launch = value;
-      else if (name == "graph_launch") chip.graph_launch = value;
+      if (name == "l2")
+        chip.l2 = static_cast<int64_t>(value);
+      else if (name == "cube_cores")
+        chip.cube_cores = static_cast<int>(value);
+      else if (name == "vector_cores")
+        chip.vector_cores = static_cast<int>(value);
+      else if (name == "bfloat16")
+        chip.bfloat16 = value != 0;
+      else if (name == "streams")
+        chip.streams = static_cast<int>(value);
+      else if (name == "graph_nodes")
+        chip.graph_nodes = static_cast<int>(value);
+      else if (name == "bandwidth")
+        chip.bandwidth = value;
+      else if (name == "host_bandwidth")
+        chip.host_bandwidth = value;
+      else if (name == "link_bandwidth")
+        chip.link_bandwidth = value;
+      else if (name == "cube_flops")
+        chip.cube_flops = value;
+      else if (name == "vector_flops")
+        chip.vector_flops = value;
+      else if (name == "launch")
+        chip.launch = value;
+      else if (name == "graph_launch")
+        chip.graph_launch = value;
     }
   }
 
@@ -72,14 +86,14 @@ struct Machine {
     void* at = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) {
       fprintf(stderr, "ascend-emulator: cannot reserve %llu bytes of address space; use a smaller --memory\n",
-              static_cast<unsigned long long>(bytes));
+          static_cast<unsigned long long>(bytes));
       std::abort();
     }
     return reinterpret_cast<uintptr_t>(at);
   }
 
-  // ASCEND_RT_VISIBLE_DEVICES, as CANN documents it and torch_npu reads it (torch_npu/npu/__init__.py, device_count): a list of ids that the first
-  // invalid one ends. Ids that do not ascend leave no NPU.
+  // ASCEND_RT_VISIBLE_DEVICES, as CANN documents it and torch_npu parses it (torch_npu/npu/__init__.py, device_count): a list of
+  // ids; the first invalid id ends it. No NPU is visible if the ids do not ascend.
   int visible() const {
     const int npus = static_cast<int>(devices.size());
     const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
@@ -112,9 +126,9 @@ void* kernel_view(uintptr_t address) {
 
 thread_local int current = -1;
 std::atomic<int> default_device{-1};
-std::atomic<int> count_in_use{-1};  // of devices, since one was set
+std::atomic<int> count_in_use{-1};  // number of devices, fixed when one was first set
 
-// ASCEND_EMULATOR_LEAKS: at exit, after torch_npu's own clean-up, as this library is torn down after those that depend on it.
+// ASCEND_EMULATOR_LEAKS: reported at exit, after torch_npu's clean-up: this library is unloaded after its dependents.
 __attribute__((destructor)) void report_leaks() {
   if (!number("ASCEND_EMULATOR_LEAKS", 0)) return;
   for (const auto& npu : machine().devices)
@@ -124,8 +138,8 @@ __attribute__((destructor)) void report_leaks() {
 }  // namespace
 
 void Device::count(uint64_t bytes) {
-  check(bytes <= capacity_ - used_, kOutOfMemory, "out of memory on NPU ", id, ": asked for ", bytes, " bytes, ", capacity_ - used_, " of ",
-        capacity_, " free");
+  check(bytes <= capacity_ - used_, kOutOfMemory, "out of memory on NPU ", id, ": asked for ", bytes, " bytes, ",
+      capacity_ - used_, " of ", capacity_, " free");
   used_ += bytes;
   most_ = std::max(most_, used_);
 }
@@ -145,7 +159,7 @@ void* Device::allocate(uint64_t bytes) {
   }
   used_ -= bytes;
   throw Error(kOutOfMemory, text("out of memory on NPU ", id, ": asked for ", bytes, " bytes, ", capacity_ - used_, " of ",
-                                 capacity_, " free, but not in one piece"));
+                                capacity_, " free, but not in one piece"));
 }
 
 void Device::release(void* pointer) {
@@ -177,13 +191,13 @@ void Device::release(void* pointer) {
   }
 }
 
-void Device::take(uint64_t bytes) {
+void Device::reserve_physical(uint64_t bytes) {
   std::lock_guard lock(mutex_);
   count(bytes);
   ++physical_[bytes];
 }
 
-void Device::give(uint64_t bytes) {
+void Device::release_physical(uint64_t bytes) {
   std::lock_guard lock(mutex_);
   used_ -= bytes;
   if (--physical_[bytes] == 0) physical_.erase(bytes);
@@ -193,11 +207,11 @@ Device::Shared Device::share(const void* address) {
   std::lock_guard lock(mutex_);
   auto block = live_.upper_bound(reinterpret_cast<uintptr_t>(address));
   check(block != live_.begin() && (--block)->first + block->second.bytes > reinterpret_cast<uintptr_t>(address), kInvalidParam,
-        "not an allocation of NPU ", id, ": ", address);
+      "not an allocation of NPU ", id, ": ", address);
   auto& [bytes, shared] = block->second;
   if (!shared) {
     void* view = kernel_view(block->first);
-    const uint64_t offset = arena::take(bytes);
+    const uint64_t offset = arena::allocate(bytes);
     arena::write(offset, view, bytes);
     arena::map(view, offset, bytes);
     shared = arena::publish(offset, bytes);
@@ -218,10 +232,11 @@ std::string Device::leaks() {
     total += bytes * times;
     if (++listed <= 8) largest += text(listed == 1 ? "" : ", ", times, " x ", bytes);
   }
-  return text("NPU ", id, ": ", count, " allocations of ", total, " bytes were never freed: ", largest, listed > 8 ? ", ..." : "");
+  return text(
+      "NPU ", id, ": ", count, " allocations of ", total, " bytes were never freed: ", largest, listed > 8 ? ", ..." : "");
 }
 
-uint64_t Device::left(const void* address) {
+uint64_t Device::bytes_from(const void* address) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   std::lock_guard lock(mutex_);
   auto block = live_.upper_bound(at);
@@ -236,18 +251,19 @@ Device::Usage Device::usage() {
   return {used_, most_};
 }
 
-void Device::spoil() {
+void Device::inject_memory_error() {
   std::lock_guard lock(mutex_);
-  const auto largest = std::max_element(live_.begin(), live_.end(), [](const auto& a, const auto& b) { return a.second.bytes < b.second.bytes; });
-  if (largest != live_.end()) spoiled_ = reinterpret_cast<void*>(largest->first);
+  const auto largest =
+      std::max_element(live_.begin(), live_.end(), [](const auto& a, const auto& b) { return a.second.bytes < b.second.bytes; });
+  if (largest != live_.end()) memory_error_ = reinterpret_cast<void*>(largest->first);
 }
-void Device::repair() {
+void Device::clear_memory_error() {
   std::lock_guard lock(mutex_);
-  spoiled_ = nullptr;
+  memory_error_ = nullptr;
 }
-void* Device::spoiled() {
+void* Device::memory_error_address() {
   std::lock_guard lock(mutex_);
-  return spoiled_;
+  return memory_error_;
 }
 
 uint64_t Device::available() {
@@ -256,7 +272,7 @@ uint64_t Device::available() {
 }
 
 const Chip& chip() { return machine().chip; }
-// Until a device is set the variable may change (torch_npu's test_torch_npu.py, test_device_count_not_cached_pre_init).
+// The variable may change until a device is set (torch_npu's test_torch_npu.py, test_device_count_not_cached_pre_init).
 int device_count() {
   const int fixed = count_in_use;
   return fixed >= 0 ? fixed : machine().visible();
@@ -311,7 +327,7 @@ Place locate(const void* address, uint64_t bytes) {
   uint64_t left = 0;
   if (at < m.device_base + m.memory) {
     place.npu = static_cast<int>((at - m.device_base) / m.chip.memory);
-    left = m.devices[place.npu]->left(address);
+    left = m.devices[place.npu]->bytes_from(address);
   } else {
     const auto mapped = virtual_memory::at(address, bytes);
     place.npu = mapped.npu;
@@ -322,19 +338,21 @@ Place locate(const void* address, uint64_t bytes) {
   return place;
 }
 
-void* either(const void* address, bool must_be_device, const char* what, uint64_t bytes) {
+void* resolve(const void* address, bool must_be_device, const char* what, uint64_t bytes) {
   if (must_be_device) return to_kernel(address, bytes);
-  check(!is_device(address) || locate(address, bytes).npu == kNoNpu, kInvalidParam, what, " is device memory where host memory is expected: ", address);
+  check(!is_device(address) || locate(address, bytes).npu == kNoNpu, kInvalidParam, what,
+      " is device memory where host memory is expected: ", address);
   return const_cast<void*>(address);
 }
 
 bool is_pinned(const void* address) {
   if (!is_device(address)) return host_memory::pinned(address) != 0;
-  const auto mapped = virtual_memory::at(address, 1);  // physical memory of the host
+  const auto mapped = virtual_memory::at(address, 1);  // host physical memory
   return mapped.bytes && mapped.npu == kNoNpu;
 }
 
 }  // namespace emu
 
-// The driver's (libascend_hal.so): all NPUs, whichever are visible. torch.npu.device_count() asks for it (torch_npu/npu/__init__.py).
+// Driver call (libascend_hal.so): counts all NPUs, visible or not. Used by torch.npu.device_count()
+// (torch_npu/npu/__init__.py).
 ACL_API(answers, drvGetDevNum, (uint32_t* count), { *count = static_cast<uint32_t>(emu::machine().devices.size()); })

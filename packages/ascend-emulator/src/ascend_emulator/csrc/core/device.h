@@ -1,9 +1,8 @@
 // The emulated NPUs of this process: how many, which chip, and their memory.
 //
-// A device address is one that the host may hold but not touch: it lies in a PROT_NONE reservation. Kernels reach the bytes at
-// a second mapping, a constant distance away, that only to_kernel() knows. A host read of a device pointer so faults as
-// it does on hardware. The reservation has each NPU's memory, where aclrtMalloc allocates, and behind it address space without
-// memory, which programs reserve and map memory into (virtual_memory.h).
+// Device addresses lie in a PROT_NONE reservation, so a host access through a device pointer faults, as on hardware. Kernels
+// access the memory through a second mapping at a constant distance (to_kernel()). The reservation holds each NPU's memory, where
+// aclrtMalloc allocates, followed by address space for virtual memory (virtual_memory.h).
 #ifndef ASCEND_EMULATOR_CORE_DEVICE_H
 #define ASCEND_EMULATOR_CORE_DEVICE_H
 #include <atomic>
@@ -24,11 +23,12 @@ struct Chip {
   int64_t l2 = 0;       // bytes
   int cube_cores = 0;
   int vector_cores = 0;
-  bool bfloat16 = true;  // whether operators take it
+  bool bfloat16 = true;  // whether operators support it
   int streams = 1984;
   int graph_nodes = 1 << 20;
-  // For the roofline model (observe.h): per second, seconds.
-  double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, cube_flops = 300e12, vector_flops = 10e12, launch = 5e-6, graph_launch = 1e-6;
+  // For the roofline model (trace.h): bytes/s, FLOP/s; launch overheads in seconds.
+  double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, cube_flops = 300e12, vector_flops = 10e12,
+         launch = 5e-6, graph_launch = 1e-6;
 };
 
 class Device {
@@ -37,38 +37,38 @@ class Device {
 
   void* allocate(uint64_t bytes);
   void release(void* address);
-  // Physical memory that has no address of its own: counted against the same capacity. take() throws kOutOfMemory.
-  void take(uint64_t bytes);
-  void give(uint64_t bytes);
+  // Physical memory without an address, counted against the same capacity. reserve_physical() throws kOutOfMemory.
+  void reserve_physical(uint64_t bytes);
+  void release_physical(uint64_t bytes);
   uint64_t capacity() const { return capacity_; }
   uint64_t available();
   struct Usage {
     uint64_t now, most;
   };
   Usage usage();
-  uint64_t left(const void* address);  // bytes from here to the end of the allocation, 0 outside one
+  uint64_t bytes_from(const void* address);  // to the end of its allocation; 0 outside of allocations
   bool owns(const void* address) const {
     const auto at = reinterpret_cast<uintptr_t>(address);
     return at >= base_ && at < base_ + capacity_;
   }
-  // Moves the bytes of the allocation that holds this address into the arena (arena.h), where other processes can map them; its
-  // address stays. No kernel may be running.
+  // Moves the allocation that holds this address into the arena (arena.h), where other processes can map it; the address stays.
+  // No kernel may be running.
   struct Shared {
     uint64_t key;    // as published
     uint64_t delta;  // of the address within the allocation
   };
   Shared share(const void* address);
 
-  // An injected memory error lies at the start of the largest allocation, until it is repaired.
-  void spoil();
-  void repair();
-  void* spoiled();
+  // Injected memory error at the start of the largest allocation.
+  void inject_memory_error();
+  void clear_memory_error();
+  void* memory_error_address();
 
-  // One line of what was allocated and never released; empty if there is nothing.
+  // One line about allocations that were never released; empty if there are none.
   std::string leaks();
 
-  const int id;  // logical, after ASCEND_RT_VISIBLE_DEVICES
-  std::atomic<bool> active{false};  // some thread has set it
+  const int id;                     // logical, after ASCEND_RT_VISIBLE_DEVICES
+  std::atomic<bool> active{false};  // set as current device by some thread
 
  private:
   struct Block {
@@ -81,43 +81,44 @@ class Device {
   uintptr_t base_;
   uint64_t capacity_;
   uint64_t used_ = 0, most_ = 0;
-  void* spoiled_ = nullptr;
+  void* memory_error_ = nullptr;
   std::map<uintptr_t, uint64_t> free_;  // address -> bytes, coalesced
   std::map<uintptr_t, Block> live_;
-  std::map<uint64_t, uint64_t> physical_;  // bytes -> how many, of what was taken
+  std::map<uint64_t, uint64_t> physical_;  // bytes -> number of reservations
 };
 
 const Chip& chip();
-// Whether the chip is of this family, named as in torch_npu's documentation: "Ascend910B" (A2), "Ascend910_93" (A3), "Ascend950" (A5), "Ascend310P".
+// Whether the chip belongs to this family, named as in torch_npu's documentation: "Ascend910B" (A2), "Ascend910_93" (A3),
+// "Ascend950" (A5), "Ascend310P".
 inline bool is_chip(const char* family) { return chip().name.rfind(family, 0) == 0; }
 int device_count();
 Device& device(int id);  // throws kInvalidParam
 
-// The calling thread's device, or the default one if aclInit was given that; throws kContextNull when there is neither.
+// The calling thread's device, or aclInit's default device; throws kContextNull without either.
 int current_device();
 void set_default_device(int id);
 bool has_current_device();
 void set_current_device(int id);
 
-// ASCEND_EMULATOR_POISON: memory holds NaNs when it is allocated (all bits set), and others once it is freed (0x7FFF).
+// ASCEND_EMULATOR_POISON: fills memory with NaNs when it is allocated (all bits set) and freed (0x7FFF).
 bool poisoned();
 void poison(void* kernel_address, uint64_t bytes, bool freed);
 
-// Which NPU's memory this is; kNoNpu: host memory that devices may use (aclrtHostRegister).
+// In place of an NPU's id: host memory that devices may access (aclrtHostRegister).
 constexpr int kNoNpu = -1;
 
 bool is_device(const void* address);
-// Where kernels find the bytes. Throws unless every one of them is allocated, mapped, or registered host memory.
+// Kernel address and NPU of a device address. Throws unless all bytes are allocated, mapped, or registered host memory.
 struct Place {
   void* kernel;
   int npu;
 };
 Place locate(const void* address, uint64_t bytes);
 inline void* to_kernel(const void* device_address, uint64_t bytes = 1) { return locate(device_address, bytes).kernel; }
-// Kernel view, or the host pointer itself.
-void* either(const void* address, bool must_be_device, const char* what, uint64_t bytes = 1);
+// Kernel address of device memory, or the host pointer itself.
+void* resolve(const void* address, bool must_be_device, const char* what, uint64_t bytes = 1);
 
-// Whether aclrtMallocHost allocated this host address, or aclrtHostRegister registered it.
+// Whether the address is page-locked: of aclrtMallocHost or aclrtHostRegister.
 bool is_pinned(const void* address);
 
 }  // namespace emu

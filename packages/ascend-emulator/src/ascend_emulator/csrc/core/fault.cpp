@@ -24,7 +24,7 @@ struct Fault {
   int code = 0;
 };
 std::mutex mutex;
-std::vector<Fault>& faults() {  // never destroyed: torch_npu calls until the end
+std::vector<Fault>& faults() {  // never destroyed: torch_npu makes calls during exit
   static auto* all = new std::vector<Fault>;
   return *all;
 }
@@ -43,7 +43,7 @@ bool is_collective(const std::string& name) {
   return true;
 }
 
-// `aclrtMalloc` means its other form too, which is the one torch_npu calls.
+// `aclrtMalloc` includes aclrtMallocAlign32, which torch_npu calls.
 bool covers(const std::string& name, const std::string& called) {
   if (name == called) return true;
   if (name == "aclrtMalloc") return called == "aclrtMallocAlign32";
@@ -54,7 +54,8 @@ bool covers(const std::string& name, const std::string& called) {
 Fault parse(const std::string& text) {
   Fault fault{.text = text};
   const auto at = text.find('@'), equals = text.find('=', at == std::string::npos ? 0 : at);
-  check(at != std::string::npos && equals != std::string::npos, kInvalidParam, "the fault '", text, "' is not NAME@N=KIND, such as aclrtMalloc@3=oom");
+  check(at != std::string::npos && equals != std::string::npos, kInvalidParam, "the fault '", text,
+      "' is not NAME@N=KIND, such as aclrtMalloc@3=oom");
   fault.name = text.substr(0, at);
   std::string nth = text.substr(at + 1, equals - at - 1), kind = text.substr(equals + 1);
   if (!nth.empty() && nth.back() == '+') {
@@ -62,8 +63,9 @@ Fault parse(const std::string& text) {
     nth.pop_back();
   }
   const auto number = [&](const std::string& digits, const char* what) {
-    check(!digits.empty() && digits.size() < 10 && digits.find_first_not_of("0123456789") == std::string::npos && std::stoi(digits) > 0, kInvalidParam,
-          "the fault '", text, "': ", what, " is '", digits, "'; it must be a number from 1");
+    check(!digits.empty() && digits.size() < 10 && digits.find_first_not_of("0123456789") == std::string::npos &&
+              std::stoi(digits) > 0,
+        kInvalidParam, "the fault '", text, "': ", what, " is '", digits, "'; it must be a number from 1");
     return std::stoi(digits);
   };
   fault.nth = number(nth, "which call");
@@ -75,15 +77,18 @@ Fault parse(const std::string& text) {
   for (int i = 1; i < static_cast<int>(std::size(kinds)); ++i)
     if (kind == kinds[i]) fault.kind = static_cast<Kind>(i);
   check(fault.kind != Kind::none && (fault.kind != Kind::error || fault.code), kInvalidParam, "the fault '", text, "': '", kind,
-        "' is no kind; allowed: oom, ecc, uce, error=CODE, hang, timeout, drop");
+      "' is no kind; allowed: oom, ecc, uce, error=CODE, hang, timeout, drop");
 
   const bool word = fault.name == "stream" || fault.name == "collective" || fault.name == "memory";
   check(word || registered(fault.name.c_str()), kInvalidParam, "the fault '", text, "': ", fault.name,
-        " is no entry point that is emulated, nor one of stream, collective, memory");
+      " is no entry point that is emulated, nor one of stream, collective, memory");
   const bool collective = fault.name == "collective" || is_collective(fault.name);
-  check((fault.kind != Kind::timeout && fault.kind != Kind::drop) || collective, kInvalidParam, "the fault '", text, "': only a collective can ", kind);
-  check((fault.kind == Kind::hang) == (fault.name == "stream") || (fault.kind == Kind::hang && (collective || starts(fault.name, "aclnn"))), kInvalidParam,
-        "the fault '", text, "': only a stream, an operator or a collective can hang, and a stream can do nothing else");
+  check((fault.kind != Kind::timeout && fault.kind != Kind::drop) || collective, kInvalidParam, "the fault '", text,
+      "': only a collective can ", kind);
+  check((fault.kind == Kind::hang) == (fault.name == "stream") ||
+            (fault.kind == Kind::hang && (collective || starts(fault.name, "aclnn"))),
+      kInvalidParam, "the fault '", text,
+      "': only a stream, an operator or a collective can hang, and a stream can do nothing else");
   return fault;
 }
 
@@ -97,21 +102,19 @@ void inject(const std::string& list) {
   if (!parsed.empty()) any = true;
 }
 
-// The environment's, at the first call, when every entry point is registered.
+// Reads ASCEND_EMULATOR_FAULTS at the first call, when all entry points are registered.
 void read_environment() {
   static const bool once = [] {
     try {
       if (const char* list = std::getenv("ASCEND_EMULATOR_FAULTS")) inject(list);
-    } catch (const Error& error) {
-      complaint() = text("ASCEND_EMULATOR_FAULTS: ", error.what());
-    }
+    } catch (const Error& error) { complaint() = text("ASCEND_EMULATOR_FAULTS: ", error.what()); }
     return true;
   }();
   (void)once;
   check(complaint().empty(), kInvalidParam, complaint());
 }
 
-// Counts the call; the fault that is due, if any.
+// Counts the call and returns the fault that is due, if any.
 Fault due(const char* name) {
   read_environment();
   std::lock_guard lock(mutex);
@@ -133,13 +136,13 @@ void at(const char* name) {
     case Kind::none: return;
     case Kind::oom: throw Error(kOutOfMemory, text("out of memory (injected: ", fault.text, ")"));
     case Kind::ecc:
-      if (has_current_device()) device(current_device()).spoil();
+      if (has_current_device()) device(current_device()).inject_memory_error();
       throw Error(kEccError, text("multi-bit ECC error in the NPU's memory (injected: ", fault.text, ")"));
     case Kind::uce:
-      if (has_current_device()) device(current_device()).spoil();
+      if (has_current_device()) device(current_device()).inject_memory_error();
       throw Error(kMemoryError, text("uncorrectable error in the NPU's memory (injected: ", fault.text, ")"));
     case Kind::error: throw Error(static_cast<Status>(fault.code), text("error ", fault.code, " (injected: ", fault.text, ")"));
-    // Nobody asks pending() for these yet, so that they would have no effect.
+    // Not implemented: no caller of pending() handles them.
     case Kind::timeout:
     case Kind::drop: throw Error(kUnsupported, text("this fault is not emulated: ", fault.text));
     default: left_to_do = fault.kind;
@@ -162,7 +165,7 @@ void hang() {
 
 }  // namespace emu::fault
 
-// Adds faults, in the form of ASCEND_EMULATOR_FAULTS; clears all of them. Called by ascend_emulator.faults.
+// Inject faults in the syntax of ASCEND_EMULATOR_FAULTS, and clear all of them. Called by ascend_emulator.faults.
 EXPORT int ascend_emulator_inject(const char* list) {
   return emu::guarded("ascend_emulator_inject", [&] { emu::fault::inject(list); });
 }

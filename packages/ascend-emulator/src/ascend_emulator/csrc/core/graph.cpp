@@ -3,17 +3,17 @@
 #include <algorithm>
 
 #include "adversary.h"
-#include "observe.h"
+#include "trace.h"
 
 namespace emu {
 namespace {
 
-// Captures that are under way, for calls that a capture forbids on other streams and threads too.
-std::mutex underway_mutex;
-std::set<Capture*> underway;
+// Active captures, for calls that a capture forbids on other streams and threads too.
+std::mutex active_captures_mutex;
+std::set<Capture*> active_captures;
 thread_local CaptureMode thread_mode = CaptureMode::global;
 
-// An update of a task group that is open on a stream: its tasks go here.
+// Open task-group update of a stream, with its tasks.
 struct Update {
   std::shared_ptr<Group> group;
   std::vector<Task> tasks;
@@ -42,8 +42,7 @@ Condition::~Condition() {
   try {
     for (int i = 0; i < device_count(); ++i)
       if (device(i).owns(address)) device(i).release(address);
-  } catch (const std::exception&) {
-  }
+  } catch (const std::exception&) {}
 }
 
 bool Graph::blocks() const {
@@ -64,8 +63,11 @@ void Graph::run(Stream& on) {
     if (!missing[i]) ready.push_back(i);
   }
   while (!ready.empty()) {
-    // In the order of the capture, unless an adversary chooses.
-    auto next = Adversary::on() ? ready.begin() + static_cast<long>(Adversary::number({static_cast<uint64_t>(id), replay, ready.size(), static_cast<uint64_t>(ready.back())}) % ready.size()) : std::min_element(ready.begin(), ready.end());
+    // Capture order, unless the adversary chooses.
+    auto next = Adversary::on() ? ready.begin() + static_cast<long>(Adversary::number({static_cast<uint64_t>(id), replay,
+                                                                        ready.size(), static_cast<uint64_t>(ready.back())}) %
+                                                                    ready.size())
+                                : std::min_element(ready.begin(), ready.end());
     const int node = *next;
     ready.erase(next);
     check_not_aborted();
@@ -75,7 +77,7 @@ void Graph::run(Stream& on) {
       task = nodes[node].task;
     }
     try {
-      Observation observed(on, task);
+      TaskTrace observed(on, task);
       task.run();
     } catch (const std::exception& e) {
       const auto error = error_of(e);
@@ -116,7 +118,7 @@ bool capture_record(Stream& stream, Event& event) {
   }
   event.captured = capture;
   event.node = capture->last[&stream];
-  // What the stream itself still has to wait for counts too.
+  // Include the dependencies of the stream's next node.
   if (const auto& joined = capture->joined[&stream]; !joined.empty()) {
     capture_task(stream, Task{"join", [] {}, Kind::wait});
     event.node = capture->last[&stream];
@@ -139,29 +141,29 @@ bool capture_wait(Stream& stream, Event& event) {
   return true;
 }
 
-// The capture goes on (torch_npu's test_aclgraph_rng_state.py, test_graph_rng_after_failed_capture).
+// The capture remains valid (torch_npu's test_aclgraph_rng_state.py, test_graph_rng_after_failed_capture).
 void check_not_captured(const Stream& stream) {
   check(!stream.capture, kStreamCaptured, "the stream is being captured, and does not run until the graph is replayed");
 }
 
-// Which calls these are: CANN's API reference, "aclmdlRICaptureBegin" (aclrtMemset, aclrtMemcpy, aclrtMemcpy2d, and asynchronous copies of
-// host memory that is not pinned) and "aclmdlRICaptureMode".
+// The forbidden calls: CANN's API reference, "aclmdlRICaptureBegin" (aclrtMemset, aclrtMemcpy, aclrtMemcpy2d, and asynchronous
+// copies of host memory that is not pinned) and "aclmdlRICaptureMode".
 void check_capture_mode(const char* call) {
-  std::lock_guard lock(underway_mutex);
-  if (underway.empty() || thread_mode == CaptureMode::relaxed) return;
-  for (auto* capture : underway) {
+  std::lock_guard lock(active_captures_mutex);
+  if (active_captures.empty() || thread_mode == CaptureMode::relaxed) return;
+  for (auto* capture : active_captures) {
     const bool global = capture->mode == CaptureMode::global;
     if (!global && (capture->mode == CaptureMode::relaxed || capture->thread != std::this_thread::get_id())) continue;
     invalidate(*capture, text(call, " was called during the capture"));
     throw Error(kCaptureMode, text("not allowed while a stream is captured in the mode ", global ? "global" : "thread_local",
-                                   "; capture in the mode relaxed, or make the call before"));
+                                  "; capture in the mode relaxed, or make the call before"));
   }
 }
 
 }  // namespace emu
 
-// The aclmdlRI calls are beside their state. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); behaviour: CANN's public
-// API reference ("aclmdlRICaptureBegin" and following) and torch_npu's NPUGraph.cpp.
+// aclmdlRI entry points. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch,
+// BSD); behaviour: CANN's public API reference ("aclmdlRICaptureBegin" and following) and torch_npu's NPUGraph.cpp.
 #include "registry.h"
 
 using namespace emu;
@@ -192,7 +194,7 @@ auto found(Map& map, void* handle, const char* what) {
 void begin(void* handle, const std::shared_ptr<Graph>& graph, int32_t mode) {
   auto stream = stream_at(handle);
   check(handle != nullptr, kInvalidParam, "the default stream cannot be captured");
-  check(mode >= 0 && mode <= 2, kInvalidParam, "capture mode ", mode, "; 0 global, 1 thread_local and 2 relaxed are there");
+  check(mode >= 0 && mode <= 2, kInvalidParam, "capture mode ", mode, "; supported: 0 global, 1 thread_local and 2 relaxed");
   check(!stream->capture, kStreamCaptured, "the stream is being captured already");
   auto capture = std::make_shared<Capture>();
   capture->graph = graph;
@@ -200,15 +202,18 @@ void begin(void* handle, const std::shared_ptr<Graph>& graph, int32_t mode) {
   capture->thread = std::this_thread::get_id();
   capture->origin = stream.get();
   enter(*stream, capture, kNoStream);
-  std::lock_guard lock(underway_mutex);
-  underway.insert(capture.get());
+  std::lock_guard lock(active_captures_mutex);
+  active_captures.insert(capture.get());
 }
 
-void run_branch(const std::shared_ptr<Condition>& condition, int32_t type, const std::vector<std::shared_ptr<Graph>>& branches, Stream& on) {
+void run_branch(
+    const std::shared_ptr<Condition>& condition, int32_t type, const std::vector<std::shared_ptr<Graph>>& branches, Stream& on) {
   const auto value = [&] { return *static_cast<const volatile uint64_t*>(to_kernel(condition->address)); };
-  if (type == 0) {  // if, perhaps with an else
-    if (value()) branches[0]->run(on);
-    else if (branches.size() > 1) branches[1]->run(on);
+  if (type == 0) {  // if, with optional else
+    if (value())
+      branches[0]->run(on);
+    else if (branches.size() > 1)
+      branches[1]->run(on);
   } else if (type == 1) {  // while
     while (value()) branches[0]->run(on);
   } else if (const auto chosen = value(); chosen < branches.size()) {  // switch
@@ -225,8 +230,10 @@ struct CondTaskParams {
 
 }  // namespace
 
-ACL_API(computed, aclmdlRICaptureBegin, (void* stream, int32_t mode), { begin(stream, new_graph(stream_of(stream).device), mode); })
-ACL_API(computed, aclmdlRICaptureToModelRIBegin, (void* stream, void* graph, int32_t mode), { begin(stream, found(graphs, graph, "graph"), mode); })
+ACL_API(
+    computed, aclmdlRICaptureBegin, (void* stream, int32_t mode), { begin(stream, new_graph(stream_of(stream).device), mode); })
+ACL_API(computed, aclmdlRICaptureToModelRIBegin, (void* stream, void* graph, int32_t mode),
+    { begin(stream, found(graphs, graph, "graph"), mode); })
 
 ACL_API(computed, aclmdlRICaptureGetInfo, (void* stream, int32_t* status, void** graph), {
   // 0 none, 1 active, 2 invalidated.
@@ -241,12 +248,13 @@ ACL_API(computed, aclmdlRICaptureEnd, (void* handle, void** graph), {
   if (graph) *graph = nullptr;
   check(capture != nullptr, kNotCaptured, "the stream is not being captured");
   check(capture->origin == stream.get(), kCaptureUnmatched, "the capture began on another stream");
-  check(capture->mode == CaptureMode::relaxed || capture->thread == std::this_thread::get_id(), kCaptureThread, "the capture began in another thread");
+  check(capture->mode == CaptureMode::relaxed || capture->thread == std::this_thread::get_id(), kCaptureThread,
+      "the capture began in another thread");
   {
-    std::lock_guard lock(underway_mutex);
-    underway.erase(capture.get());
+    std::lock_guard lock(active_captures_mutex);
+    active_captures.erase(capture.get());
   }
-  // Every stream that took part has to come back to the first one.
+  // Every captured stream must be joined to the origin stream.
   std::set<int> reached;
   auto queue = capture->joined[stream.get()];
   queue.push_back(capture->last[stream.get()]);
@@ -258,7 +266,9 @@ ACL_API(computed, aclmdlRICaptureEnd, (void* handle, void** graph), {
   }
   for (const auto& [other, last] : capture->last) {
     other->capture.reset();
-    if (last >= 0 && !reached.count(last)) invalidate(*capture, text("stream ", other->id, " took part in the capture and was not joined to its first stream by an event"));
+    if (last >= 0 && !reached.count(last))
+      invalidate(
+          *capture, text("stream ", other->id, " took part in the capture and was not joined to its first stream by an event"));
   }
   if (capture->group) invalidate(*capture, "a task group was begun and not ended");
   check(capture->invalid.empty(), kCaptureInvalidated, "the capture is invalid: ", capture->invalid);
@@ -282,14 +292,15 @@ ACL_API(computed, aclmdlRIExecuteAsync, (void* handle, void* stream), {
   on->submit(std::move(task));
 })
 ACL_API(computed, aclmdlRIDestroy, (void* handle), {
-  const auto graph = found(graphs, handle, "graph");  // lives on while it runs
+  const auto graph = found(graphs, handle, "graph");  // a running replay keeps it alive
   std::lock_guard lock(graphs_mutex);
   graphs.erase(handle);
 })
-ACL_API(answers, aclmdlRIGetId, (void* handle, uint32_t* id), { *id = static_cast<uint32_t>(found(graphs, handle, "graph")->id); })
+ACL_API(
+    answers, aclmdlRIGetId, (void* handle, uint32_t* id), { *id = static_cast<uint32_t>(found(graphs, handle, "graph")->id); })
 
-// Task groups: the nodes captured between begin and end get a handle. Between the beginning and the end of an update, the same operators are
-// called again on another stream; they take the nodes' places, in that stream's order, and do not run.
+// Task groups: the nodes captured between begin and end get a handle. In an update, the same operators are called again on
+// another stream; they replace the nodes in that order and are not executed.
 ACL_API(computed, aclmdlRICaptureTaskGrpBegin, (void* stream), {
   const auto capture = stream_of(stream).capture;
   check(capture != nullptr, kNotCaptured, "the stream is not being captured");
@@ -326,21 +337,23 @@ ACL_API(computed, aclmdlRICaptureTaskUpdateEnd, (void* stream), {
     --open_updates;
   }
   const auto count = update.tasks.size();
-  check(count == update.group->nodes.size(), kInvalidParam, "the task group has ", update.group->nodes.size(), " operators, its update ", count);
+  check(count == update.group->nodes.size(), kInvalidParam, "the task group has ", update.group->nodes.size(),
+      " operators, its update ", count);
   on.submit("aclmdlRICaptureTaskUpdate", Kind::host, [update] {
     const auto graph = update.group->graph.lock();
     check(graph != nullptr, kInvalidParam, "the graph was destroyed before its update");
     std::lock_guard lock(graph->mutex);
     for (size_t i = 0; i < update.tasks.size(); ++i) {
       auto& old = graph->nodes[update.group->nodes[i]].task;
-      check(std::string(old.name) == update.tasks[i].name, kInvalidParam, "node ", update.group->nodes[i], " is ", old.name, ", its update ", update.tasks[i].name);
+      check(std::string(old.name) == update.tasks[i].name, kInvalidParam, "node ", update.group->nodes[i], " is ", old.name,
+          ", its update ", update.tasks[i].name);
       old = update.tasks[i];
     }
   });
 })
 
 namespace emu {
-bool takes_update(Stream& stream, Task& task) {
+bool add_to_update(Stream& stream, Task& task) {
   if (open_updates == 0 || task.kind != Kind::op) return false;
   std::lock_guard lock(update_mutex);
   const auto at = updates.find(&stream);
@@ -362,28 +375,34 @@ ACL_API(computed, aclmdlRICondHandleCreate, (void* handle, uint32_t initial, uin
   conditions[condition.get()] = condition;
   *out = condition.get();
 })
-ACL_API(computed, aclmdlRICondHandleGetCondPtr, (void* handle, uint64_t** address), { *address = found(conditions, handle, "condition")->address; })
+ACL_API(computed, aclmdlRICondHandleGetCondPtr, (void* handle, uint64_t** address),
+    { *address = found(conditions, handle, "condition")->address; })
 ACL_API(computed, aclmdlRIAddCondTask, (CondTaskParams params, void* handle, uint32_t), {
   auto& stream = stream_of(handle);
   const auto condition = found(conditions, params.handle, "condition");
   check(stream.capture != nullptr, kNotCaptured, "the stream is not being captured");
-  check(params.type >= 0 && params.type <= 2, kInvalidParam, "condition type ", params.type, "; 0 if, 1 while and 2 switch are there");
+  check(params.type >= 0 && params.type <= 2, kInvalidParam, "condition type ", params.type,
+      "; supported: 0 if, 1 while and 2 switch");
   const uint32_t most[] = {2, 1, UINT32_MAX};
-  check(params.size >= 1 && params.size <= most[params.type], kInvalidParam, params.size, " branches for condition type ", params.type);
+  check(params.size >= 1 && params.size <= most[params.type], kInvalidParam, params.size, " branches for condition type ",
+      params.type);
   std::vector<std::shared_ptr<Graph>> branches;
   for (uint32_t i = 0; i < params.size; ++i) {
     branches.push_back(new_graph(stream.device));
     params.graphs[i] = branches.back().get();
     stream.capture->graph->branches.push_back(branches.back());
   }
-  Task task{"aclmdlRIAddCondTask", [condition, type = params.type, branches, on = stream.shared_from_this()] { run_branch(condition, type, branches, *on); }, Kind::graph};
+  Task task{"aclmdlRIAddCondTask",
+      [condition, type = params.type, branches, on = stream.shared_from_this()] { run_branch(condition, type, branches, *on); },
+      Kind::graph};
   stream.submit(std::move(task));
 })
 
-// A listing of the graph: to standard output, or to a file in the event format that trace viewers open.
+// Prints the graph, to standard output or as JSON in the trace event format.
 ACL_API(computed, aclmdlRIDebugPrint, (void* handle), {
   const auto graph = found(graphs, handle, "graph");
-  for (size_t i = 0; i < graph->nodes.size(); ++i) printf("graph %d node %zu: %s, stream %d\n", graph->id, i, graph->nodes[i].task.name, graph->nodes[i].stream);
+  for (size_t i = 0; i < graph->nodes.size(); ++i)
+    printf("graph %d node %zu: %s, stream %d\n", graph->id, i, graph->nodes[i].task.name, graph->nodes[i].stream);
 })
 ACL_API(computed, aclmdlRIDebugJsonPrint, (void* handle, const char* path, uint32_t), {
   const auto graph = found(graphs, handle, "graph");
@@ -391,8 +410,9 @@ ACL_API(computed, aclmdlRIDebugJsonPrint, (void* handle, const char* path, uint3
   check(file != nullptr, kInvalidParam, "cannot write to ", path ? path : "null");
   std::fputs("[", file);
   for (size_t i = 0; i < graph->nodes.size(); ++i)
-    std::fprintf(file, "%s\n{\"name\": \"%s\", \"ph\": \"X\", \"pid\": \"graph %d\", \"tid\": \"stream %d\", \"ts\": %zu, \"dur\": 1}", i ? "," : "",
-                 graph->nodes[i].task.name, graph->id, graph->nodes[i].stream, i);
+    std::fprintf(file,
+        "%s\n{\"name\": \"%s\", \"ph\": \"X\", \"pid\": \"graph %d\", \"tid\": \"stream %d\", \"ts\": %zu, \"dur\": 1}",
+        i ? "," : "", graph->nodes[i].task.name, graph->id, graph->nodes[i].stream, i);
   std::fputs("\n]\n", file);
   std::fclose(file);
 })

@@ -1,5 +1,5 @@
-// Graphs ("model RI"): what a capture records of the streams it follows, to be run again. Replay runs the nodes one after the other in an order that
-// their dependencies allow: that of the capture, or one that the adversary's seed chooses.
+// Graph capture and replay (aclmdlRI). Replay runs one node at a time in an order that their dependencies allow: that of the
+// capture, or one chosen by the adversary's seed.
 #ifndef ASCEND_EMULATOR_CORE_GRAPH_H
 #define ASCEND_EMULATOR_CORE_GRAPH_H
 #include <map>
@@ -11,8 +11,8 @@ namespace emu {
 
 struct Node {
   Task task;
-  std::vector<int> after;  // nodes that it waits for
-  int stream;              // id of the stream that it was captured from
+  std::vector<int> after;  // indices of the nodes that it depends on
+  int stream;              // id of the captured stream
 };
 
 struct Graph {
@@ -23,11 +23,11 @@ struct Graph {
   bool blocks() const;
 
   const int device, id;
-  std::mutex mutex;  // of the nodes' tasks, which an update replaces
+  std::mutex mutex;  // guards the nodes' tasks, which an update replaces
   std::vector<Node> nodes;
-  std::vector<std::shared_ptr<Graph>> branches;   // of conditional nodes
+  std::vector<std::shared_ptr<Graph>> branches;  // of conditional nodes
   std::vector<std::shared_ptr<struct Condition>> conditions;
-  int streams = 0;  // that it holds on the device
+  int streams = 0;  // reserved on the device
   std::atomic<uint64_t> replays{0};
 };
 
@@ -35,7 +35,7 @@ struct Graph {
 struct Condition {
   uint64_t* address;
   uint64_t initial;
-  bool assign;  // the initial value at each launch
+  bool assign;  // set to the initial value at each launch
   ~Condition();
 };
 
@@ -52,18 +52,18 @@ struct Capture {
   CaptureMode mode;
   std::thread::id thread;
   Stream* origin;
-  std::map<Stream*, int> last;                 // the latest node of each stream that takes part, -1 none yet
-  std::map<Stream*, std::vector<int>> joined;  // what its next node waits for besides
-  std::string invalid;                         // why it cannot become a graph any more
+  std::map<Stream*, int> last;                 // latest node of each captured stream, -1 if none yet
+  std::map<Stream*, std::vector<int>> joined;  // further dependencies of its next node
+  std::string invalid;                         // reason why the capture is invalid; empty if valid
   std::shared_ptr<Group> group;                // open task group
 };
 
 void capture_task(Stream& stream, Task task);
-// Whether the call was about a capture, which then has recorded it.
+// Record the call in a capture; false if no capture is concerned.
 bool capture_record(Stream& stream, Event& event);
 bool capture_wait(Stream& stream, Event& event);
-// Whether an update of a task group is open on the stream, which then has taken the task.
-bool takes_update(Stream& stream, Task& task);
+// Adds the task to the task-group update that is open on the stream; false if none is.
+bool add_to_update(Stream& stream, Task& task);
 
 }  // namespace emu
 

@@ -23,7 +23,7 @@ Ranges& registered() {
   return *ranges;
 }
 
-uint64_t left(const Ranges& ranges, const void* address, bool for_devices) {
+uint64_t bytes_from(const Ranges& ranges, const void* address, bool for_devices) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   auto range = ranges.upper_bound(at);
   if (range == ranges.begin()) return 0;
@@ -52,10 +52,11 @@ void release(void* address) {
 
 void register_range(void* address, uint64_t bytes, bool for_devices) {
   const auto at = reinterpret_cast<uintptr_t>(address);
-  // Pinned alone, any memory will do (torch_npu's test_npurt.py, test_npurt_register_only_pinned).
-  check(at && bytes && (!for_devices || at % kPage == 0), kInvalidParam, bytes, " bytes at ", address, "; for devices the address must be a multiple of ", kPage);
+  // Pinned memory without device access needs no alignment (torch_npu's test_npurt.py, test_npurt_register_only_pinned).
+  check(at && bytes && (!for_devices || at % kPage == 0), kInvalidParam, bytes, " bytes at ", address,
+      "; for devices the address must be a multiple of ", kPage);
   std::lock_guard lock(mutex);
-  check(left(registered(), address, false) == 0, kInvalidParam, "registered already: ", address);
+  check(bytes_from(registered(), address, false) == 0, kInvalidParam, "registered already: ", address);
   registered()[at] = {bytes, for_devices};
 }
 
@@ -66,13 +67,13 @@ void unregister(void* address) {
 
 uint64_t pinned(const void* address) {
   std::shared_lock lock(mutex);
-  const uint64_t bytes = left(allocated(), address, false);
-  return bytes ? bytes : left(registered(), address, false);
+  const uint64_t bytes = bytes_from(allocated(), address, false);
+  return bytes ? bytes : bytes_from(registered(), address, false);
 }
 
 uint64_t mapped(const void* address) {
   std::shared_lock lock(mutex);
-  return left(registered(), address, true);
+  return bytes_from(registered(), address, true);
 }
 
 }  // namespace emu::host_memory

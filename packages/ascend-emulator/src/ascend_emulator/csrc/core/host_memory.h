@@ -1,17 +1,17 @@
-// Host memory that the runtime knows of: page-locked, or registered for devices to use.
+// Host memory known to the runtime: page-locked, or registered for access by devices.
 #ifndef ASCEND_EMULATOR_CORE_HOST_MEMORY_H
 #define ASCEND_EMULATOR_CORE_HOST_MEMORY_H
 #include <cstdint>
 
 namespace emu::host_memory {
 
-void* allocate(uint64_t bytes);  // page-locked, as aclrtMallocHost's
+void* allocate(uint64_t bytes);  // page-locked (aclrtMallocHost)
 void release(void* address);
 
 void register_range(void* address, uint64_t bytes, bool for_devices);
 void unregister(void* address);
 
-// Bytes from the address on to the end of what is page-locked there, or usable by devices; 0 if none.
+// Bytes from the address to the end of the page-locked, or device-accessible, range; 0 outside.
 uint64_t pinned(const void* address);
 uint64_t mapped(const void* address);
 

@@ -21,10 +21,7 @@ std::map<std::string, Entry>& entries() {
   return all;
 }
 
-std::string stem(const std::string& path) {
-  const auto start = path.find_last_of('/') + 1;
-  return path.substr(start, path.find_last_of('.') - start);
-}
+std::string without_suffix(const std::string& file) { return file.substr(0, file.find_last_of('.')); }
 
 const std::set<std::string>& removals() {
   static const std::set<std::string> names = [] {
@@ -39,7 +36,9 @@ const std::set<std::string>& removals() {
 std::atomic<const char*> calls{std::getenv("ASCEND_EMULATOR_CALLS")};
 }  // namespace
 
-Registration::Registration(const char* name, Effect effect, const char* file) { entries()[name] = {effect, stem(file)}; }
+Registration::Registration(const char* name, Effect effect, const char* file) {
+  entries()[name] = {effect, without_suffix(file)};
+}
 
 void note(const char* name) {
   const char* path = calls.load(std::memory_order_relaxed);
@@ -58,14 +57,23 @@ bool removed(const char* name) {
   return !none && removals().count(name);
 }
 
+int intercepted(const char* name, c10::function_ref<void()> body) noexcept {
+  if (removed(name)) return refuse(name);
+  return guarded(name, [&] {
+    if (fault::armed()) [[unlikely]]
+      fault::at(name);
+    body();
+  });
+}
+
 bool registered(const char* name) { return entries().count(name) != 0; }
 
 }  // namespace emu
 
-// What the variable ASCEND_EMULATOR_CALLS does, from now on in this process.
+// Sets ASCEND_EMULATOR_CALLS for this process from now on.
 EXPORT void ascend_emulator_note_calls(const char* path) { emu::calls = strdup(path); }
 
-// One line per entry point: "name family effect", and why it has none. Read by `ascend-emulator coverage`.
+// One line per entry point: "name family effect reason". Read by `ascend-emulator coverage`.
 EXPORT const char* ascend_emulator_registry() {
   static const std::string listing = [] {
     std::string out;

@@ -1,5 +1,5 @@
-// Every entry point that the emulator has, with its effect. What torch_npu can ask for and is not registered here gets a generated
-// stub that refuses by its own name (see build.py).
+// Registry of the implemented entry points, with their effects. Names that torch_npu can look up and that are not registered get
+// a generated stub that fails with the name (build.py).
 #ifndef ASCEND_EMULATOR_CORE_REGISTRY_H
 #define ASCEND_EMULATOR_CORE_REGISTRY_H
 #include <string_view>
@@ -9,8 +9,8 @@
 
 namespace emu {
 
-// What a call that succeeds has done: computed on a device, told something through its outputs, kept or released something of the host's,
-// or nothing, and why nothing is right. The last three are what the documentation calls bookkeeping.
+// Effect of a successful call: computed on a device, answered through its outputs, kept or released host state, or nothing, with
+// the reason why nothing is correct. The last three are "bookkeeping" in the documentation.
 struct Effect {
   const char* name;
   const char* why = "";
@@ -22,46 +22,40 @@ struct Registration {
   Registration(const char* name, Effect effect, const char* file);
 };
 
-// ASCEND_EMULATOR_CALLS=FILE: the name of each operator or call that was carried out is added to the file, once a process.
+// ASCEND_EMULATOR_CALLS=FILE: appends the name of each operator or call that was executed, once per process.
 void note(const char* name);
 
-// True when the user asked for this entry point to be taken out (ASCEND_EMULATOR_WITHOUT=name,name…).
+// Whether the user disabled this entry point (ASCEND_EMULATOR_WITHOUT=name,name…).
 bool removed(const char* name);
 
-// Whether this is an entry point, and not one that refuses.
+// Whether this entry point is implemented.
 bool registered(const char* name);
 
-// Runs the body of an entry point, unless it was taken out or is to fail.
-template <class Body>
-int intercepted(const char* name, Body&& body) noexcept {
-  if (removed(name)) return refuse(name);
-  return guarded(name, [&] {
-    if (fault::armed()) [[unlikely]] fault::at(name);
-    body();
-  });
-}
+// Runs the body of an entry point, unless it is disabled or a fault is due.
+int intercepted(const char* name, c10::function_ref<void()> body) noexcept;
 
 }  // namespace emu
 
-#define REGISTER(EFFECT, NAME, BODY)                                                                                                  \
-  static_assert(std::string_view(BODY) != "{}" || *(emu::EFFECT).why, #NAME " does nothing: say why that is right, with nothing(\"…\")"); \
+#define REGISTER(EFFECT, NAME, BODY)                                                                                            \
+  static_assert(                                                                                                                \
+      std::string_view(BODY) != "{}" || *(emu::EFFECT).why, #NAME " does nothing: say why that is right, with nothing(\"…\")"); \
   static const emu::Registration registration_##NAME{#NAME, emu::EFFECT, __FILE__};
 
 // A C entry point `int NAME(PARAMS)`. The body may throw emu::Error; it returns nothing.
-#define ACL_API(EFFECT, NAME, PARAMS, ...)               \
-  REGISTER(EFFECT, NAME, #__VA_ARGS__)                   \
-  EXPORT int NAME PARAMS {                               \
-    return emu::intercepted(#NAME, [&] {                 \
-      [&] __VA_ARGS__();                                 \
-      emu::note(#NAME);                                  \
-    });                                                  \
+#define ACL_API(EFFECT, NAME, PARAMS, ...) \
+  REGISTER(EFFECT, NAME, #__VA_ARGS__)     \
+  EXPORT int NAME PARAMS {                 \
+    return emu::intercepted(#NAME, [&] {   \
+      [&] __VA_ARGS__();                   \
+      emu::note(#NAME);                    \
+    });                                    \
   }
-// One `TYPE NAME(PARAMS)` whose result is no status. The body cannot fail.
-#define ACL_VALUE(TYPE, EFFECT, NAME, PARAMS, ...)       \
-  REGISTER(EFFECT, NAME, #__VA_ARGS__)                   \
-  EXPORT TYPE NAME PARAMS {                              \
-    emu::note(#NAME);                                    \
-    return [&]() -> TYPE __VA_ARGS__();                  \
+// A C entry point `TYPE NAME(PARAMS)` that returns a value. The body cannot fail.
+#define ACL_VALUE(TYPE, EFFECT, NAME, PARAMS, ...) \
+  REGISTER(EFFECT, NAME, #__VA_ARGS__)             \
+  EXPORT TYPE NAME PARAMS {                        \
+    emu::note(#NAME);                              \
+    return [&]()->TYPE __VA_ARGS__();              \
   }
 
 #endif  // ASCEND_EMULATOR_CORE_REGISTRY_H

@@ -17,6 +17,46 @@ int fail(Status status, const std::string& message) {
   return status;
 }
 
+std::string joined(std::initializer_list<Printable> parts) {
+  std::ostringstream out;
+  for (const auto& part : parts) out << part;
+  return out.str();
+}
+
+std::string listed(const std::vector<Printable>& values) {
+  std::ostringstream out;
+  const char* separator = "";
+  for (const auto& value : values) {
+    out << separator << value;
+    separator = ", ";
+  }
+  return out.str();
+}
+
+std::string hex(uint64_t value) {
+  char digits[17];
+  std::snprintf(digits, sizeof digits, "%llx", static_cast<unsigned long long>(value));
+  return digits;
+}
+
+void raise(Status status, std::initializer_list<Printable> parts) { throw Error(status, joined(parts)); }
+
+Error error_of(const std::exception& e) {
+  if (const auto* own = dynamic_cast<const Error*>(&e)) return *own;
+  const std::string what = e.what();
+  return {kOpFailed, what.substr(0, what.find("\nException raised from"))};
+}
+
+int guarded(const char* name, c10::function_ref<void()> body) noexcept {
+  try {
+    body();
+    return kOk;
+  } catch (const std::exception& e) {
+    const auto error = error_of(e);
+    return fail(error.status, text(name, ": ", error.what()));
+  }
+}
+
 namespace {
 bool of_atb(const char* name) { return std::strncmp(name, "Atb", 3) == 0; }
 }  // namespace
@@ -30,7 +70,7 @@ namespace {
 std::mutex failure_mutex;
 std::string failed_on_queue;
 
-// The name that torch_npu gives its queue thread (torch_npu/csrc/core/npu/NPUAffinityController.cpp, BSD).
+// torch_npu's queue thread, by its name (torch_npu/csrc/core/npu/NPUAffinityController.cpp, BSD).
 bool on_queue_thread() {
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof name);
@@ -39,7 +79,7 @@ bool on_queue_thread() {
 }  // namespace
 
 int operator_done(const char* name, int status) {
-  // torch_npu raises no more than that the call failed, where it asks these for their workspace.
+  // torch_npu raises no message for these operators' GetWorkspaceSize, so it is printed.
   if (status != kOk && of_atb(name)) std::fprintf(stderr, "%s\n", last_message.c_str());
   if (status != kOk && on_queue_thread()) {
     std::lock_guard lock(failure_mutex);
@@ -50,7 +90,8 @@ int operator_done(const char* name, int status) {
 
 void check_queue() {
   std::lock_guard lock(failure_mutex);
-  check(failed_on_queue.empty(), kOpFailed, failed_on_queue, " failed earlier, and torch_npu computes nothing more in this process; start a new one");
+  check(failed_on_queue.empty(), kOpFailed, failed_on_queue,
+      " failed earlier, and torch_npu computes nothing more in this process; start a new one");
 }
 
 }  // namespace emu

@@ -1,11 +1,16 @@
-// Error codes and the message that aclGetRecentErrMsg returns.
+// Error codes, and error messages as aclGetRecentErrMsg returns them.
 //
-// Codes are the public ones that torch_npu explains in torch_npu/csrc/core/npu/NPUErrorCodes.h (Ascend/pytorch, BSD).
+// The codes are public; torch_npu documents them in torch_npu/csrc/core/npu/NPUErrorCodes.h (Ascend/pytorch, BSD).
 #ifndef ASCEND_EMULATOR_CORE_STATUS_H
 #define ASCEND_EMULATOR_CORE_STATUS_H
+#include <c10/util/FunctionRef.h>
+
+#include <cstdint>
+#include <initializer_list>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -47,46 +52,62 @@ struct Error : std::runtime_error {
   Error(Status s, const std::string& what) : std::runtime_error(what), status(s) {}
 };
 
+// Type-erased reference to a value with operator<<, so that the functions below are not instantiated for each list of types.
+class Printable {
+ public:
+  template <class T>
+  Printable(const T& value)
+      : value_(&value), print_([](std::ostream& out, const void* at) { out << *static_cast<const T*>(at); }) {}
+  Printable(const char* value)
+      : value_(value), print_([](std::ostream& out, const void* at) { out << static_cast<const char*>(at); }) {}
+  friend std::ostream& operator<<(std::ostream& out, const Printable& part) {
+    part.print_(out, part.value_);
+    return out;
+  }
+
+ private:
+  const void* value_;
+  void (*print_)(std::ostream&, const void*);
+};
+std::string joined(std::initializer_list<Printable> parts);
+
 template <class... Parts>
-std::string text(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
+[[gnu::always_inline]] inline std::string text(const Parts&... parts) {
+  return joined({Printable(parts)...});
+}
+
+std::string hex(uint64_t value);
+// The values, separated by commas.
+std::string listed(const std::vector<Printable>& values);
+template <class Range>
+std::string listed(const Range& values) {
+  return listed(std::vector<Printable>(values.begin(), values.end()));
 }
 
 // Stores the calling thread's message and returns the code.
 int fail(Status status, const std::string& message);
 
-// The third state of an entry point: it is not there, and says so by its own name.
+// Fails because the entry point is not emulated; the message contains its name.
 int refuse(const char* name);
 
-// Passes on the status of an operator. torch_npu's queue thread ends when one fails on it, and torch_npu then raises that one error and
-// drops all that is queued later without another; so a failure on that thread is kept, and synchronizing fails from then on.
+// Returns the status of an operator. When an operator fails on torch_npu's queue thread, the thread ends: torch_npu raises that
+// error once and silently drops everything queued later. So a failure on that thread is kept, and synchronizing fails from then
+// on.
 int operator_done(const char* name, int status);
 void check_queue();  // throws if an operator failed on the queue thread
 
-// An exception as a status and a reason: c10::Error appends a backtrace, which goes.
-inline Error error_of(const std::exception& e) {
-  if (const auto* own = dynamic_cast<const Error*>(&e)) return *own;
-  const std::string what = e.what();
-  return {kOpFailed, what.substr(0, what.find("\nException raised from"))};
-}
+// Converts an exception to a status and a message, without c10::Error's backtrace.
+Error error_of(const std::exception& e);
 
-// Runs `body`, turning exceptions into a status that names the entry point.
-template <class Body>
-int guarded(const char* name, Body&& body) noexcept {
-  try {
-    body();
-    return kOk;
-  } catch (const std::exception& e) {
-    const auto error = error_of(e);
-    return fail(error.status, text(name, ": ", error.what()));
-  }
-}
+// Runs `body` and converts exceptions to a status; the message starts with the entry point's name.
+int guarded(const char* name, c10::function_ref<void()> body) noexcept;
+
+[[noreturn]] void raise(Status status, std::initializer_list<Printable> parts);
 
 template <class... Parts>
-void check(bool ok, Status status, const Parts&... parts) {
-  if (!ok) throw Error(status, text(parts...));
+[[gnu::always_inline]] inline void check(bool ok, Status status, const Parts&... parts) {
+  if (!ok) [[unlikely]]
+    raise(status, {Printable(parts)...});
 }
 
 }  // namespace emu

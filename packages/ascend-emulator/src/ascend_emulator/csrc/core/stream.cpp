@@ -9,34 +9,36 @@
 #include "adversary.h"
 #include "fault.h"
 #include "graph.h"
-#include "observe.h"
+#include "trace.h"
 
 namespace emu {
 namespace {
 
-struct All {
+struct StreamTable {
   std::mutex mutex;
   std::map<void*, std::shared_ptr<Stream>> streams;
   std::map<int, std::shared_ptr<Stream>> defaults;
-  std::map<int, int> in_graphs;  // device -> streams that graphs hold
+  std::map<int, int> in_graphs;  // device -> streams reserved by graphs
   int next_id = 0;
 };
-All& all() {
-  static All* instance = new All;
+StreamTable& table() {
+  static StreamTable* instance = new StreamTable;
   return *instance;
 }
 
 thread_local Stream* worker_of = nullptr;
 
 int count(int device) {
-  auto& a = all();
-  return a.in_graphs[device] + static_cast<int>(std::count_if(a.streams.begin(), a.streams.end(), [&](const auto& each) { return each.second->device == device; }));
+  auto& a = table();
+  return a.in_graphs[device] + static_cast<int>(std::count_if(a.streams.begin(), a.streams.end(),
+                                   [&](const auto& each) { return each.second->device == device; }));
 }
 
-void check_room(int device, int wanted, Status status) {
+void check_stream_limit(int device, int wanted, Status status) {
   const int limit = chip().streams, used = count(device);
-  check(used + wanted <= limit, status, "no stream resource: NPU ", device, " has ", limit, " streams; ", used, " are in use (", all().in_graphs[device],
-        " of them by captured graphs) and ", wanted, " more are asked for. Capture fewer graphs, or destroy streams");
+  check(used + wanted <= limit, status, "no stream resource: NPU ", device, " has ", limit, " streams; ", used, " are in use (",
+      table().in_graphs[device], " of them by captured graphs) and ", wanted,
+      " more are asked for. Capture fewer graphs, or destroy streams");
 }
 
 }  // namespace
@@ -44,9 +46,9 @@ void check_room(int device, int wanted, Status status) {
 std::shared_ptr<Stream> Stream::create(int device) {
   int id;
   {
-    std::lock_guard lock(all().mutex);
-    if (all().next_id == 0) std::atexit(stop_streams);
-    id = all().next_id++;
+    std::lock_guard lock(table().mutex);
+    if (table().next_id == 0) std::atexit(stop_streams);
+    id = table().next_id++;
   }
   std::shared_ptr<Stream> stream(new Stream(device, id));
   Adversary::join(stream);
@@ -62,12 +64,13 @@ uint64_t Stream::submit(Task task) {
     capture_task(*this, std::move(task));
     return 0;
   }
-  if (takes_update(*this, task)) return submitted_;
+  if (add_to_update(*this, task)) return submitted_;
   uint64_t ticket;
   {
     std::lock_guard lock(mutex_);
     check(!retired_, kNotThisStream, "the stream was destroyed");
-    if (submitted_ == 0) std::thread([self = shared_from_this()] { self->work(); }).detach();  // most streams are never used
+    if (submitted_ == 0)
+      std::thread([self = shared_from_this()] { self->work(); }).detach();  // at the first task: most streams are never used
     tasks_.push_back(std::move(task));
     ticket = ++submitted_;
     if (tasks_.size() == 1) arrived_.notify_one();
@@ -82,7 +85,7 @@ bool Stream::wait(uint64_t ticket, Deadline deadline) {
     Adversary::Demand demand(*this, ticket);
     std::unique_lock lock(mutex_);
     const auto done = [&] { return reached(ticket); };
-    if (worker_of) {  // another stream's thread, which can be aborted
+    if (worker_of) {  // another stream's worker, which can be aborted
       while (!progressed_.wait_for(lock, std::chrono::milliseconds(50), done)) check_not_aborted();
     } else if (!deadline) {
       progressed_.wait(lock, done);
@@ -100,10 +103,11 @@ void Stream::check_failure() {
 }
 
 void Stream::synchronize(Deadline deadline, Status timeout) {
-  check(wait(submitted(), deadline), timeout, "the deadline passed while stream ", id, " of NPU ", device, " ran ", what_runs());
+  check(wait(submitted(), deadline), timeout, "the deadline passed while stream ", id, " of NPU ", device, " ran ",
+      running_task_name());
 }
 
-std::string Stream::what_runs() {
+std::string Stream::running_task_name() {
   std::lock_guard lock(mutex_);
   return tasks_.empty() ? "nothing" : tasks_.front().name;
 }
@@ -114,7 +118,7 @@ void Stream::perform(Task& task) {
     if (failure_ && task.kind != Kind::record) return;
   }
   try {
-    Observation observed(*this, task);
+    TaskTrace observed(*this, task);
     task.run();
   } catch (const std::exception& e) {
     const auto error = error_of(e);
@@ -143,7 +147,7 @@ void Stream::work() {
     }
     lock.lock();
     running_ = false;
-    // A task's arguments go before anybody learns that it is done: the memory may be freed then.
+    // Release the task's arguments before it counts as completed: the caller may free the memory then.
     Task done = std::move(tasks_.front());
     tasks_.pop_front();
     lock.unlock();
@@ -157,15 +161,13 @@ void Stream::work() {
   }
 }
 
-void check_not_aborted() {
-  check(!worker_of || !worker_of->aborting_, kOpFailed, "the stream was aborted");
-}
+void check_not_aborted() { check(!worker_of || !worker_of->aborting_, kOpFailed, "the stream was aborted"); }
 
 void Stream::abort() {
   std::unique_lock lock(mutex_);
   aborting_ = true;
   if (tasks_.size() > 1) {
-    completed_ += tasks_.size() - 1;  // its order with the task that runs does not matter any more
+    completed_ += tasks_.size() - 1;  // dropped tasks count as completed
     tasks_.erase(tasks_.begin() + 1, tasks_.end());
   }
   if (!running_ && !tasks_.empty()) {
@@ -185,7 +187,7 @@ void Stream::retire() {
 }
 
 std::shared_ptr<Stream> stream_at(void* handle) {
-  auto& a = all();
+  auto& a = table();
   if (!handle) {
     const int device = current_device();
     {
@@ -195,8 +197,10 @@ std::shared_ptr<Stream> stream_at(void* handle) {
     auto made = Stream::create(device);
     std::lock_guard lock(a.mutex);
     auto [at, added] = a.defaults.emplace(device, made);
-    if (added) a.streams[made.get()] = made;
-    else made->retire();
+    if (added)
+      a.streams[made.get()] = made;
+    else
+      made->retire();
     return at->second;
   }
   std::lock_guard lock(a.mutex);
@@ -209,43 +213,43 @@ Stream& stream_of(void* handle) { return *stream_at(handle); }
 
 std::vector<std::shared_ptr<Stream>> streams_of(int device) {
   std::vector<std::shared_ptr<Stream>> found;
-  std::lock_guard lock(all().mutex);
-  for (const auto& [_, stream] : all().streams)
+  std::lock_guard lock(table().mutex);
+  for (const auto& [_, stream] : table().streams)
     if (stream->device == device) found.push_back(stream);
   return found;
 }
 
 void* add_stream(std::shared_ptr<Stream> stream) {
-  std::lock_guard lock(all().mutex);
+  std::lock_guard lock(table().mutex);
   try {
-    check_room(stream->device, 1, kNoStream);
+    check_stream_limit(stream->device, 1, kNoStream);
   } catch (...) {
     stream->retire();
     throw;
   }
   void* handle = stream.get();
-  all().streams[handle] = std::move(stream);
+  table().streams[handle] = std::move(stream);
   return handle;
 }
 
-std::shared_ptr<Stream> take_stream(void* handle) {
+std::shared_ptr<Stream> remove_stream(void* handle) {
   auto stream = stream_at(handle);
-  std::lock_guard lock(all().mutex);
-  all().streams.erase(handle);
+  std::lock_guard lock(table().mutex);
+  table().streams.erase(handle);
   return stream;
 }
 
 void reserve_streams(int device, int wanted, Status status) {
-  std::lock_guard lock(all().mutex);
-  if (wanted > 0) check_room(device, wanted, status);
-  all().in_graphs[device] += wanted;
+  std::lock_guard lock(table().mutex);
+  if (wanted > 0) check_stream_limit(device, wanted, status);
+  table().in_graphs[device] += wanted;
 }
 
 void stop_streams() {
   std::vector<std::shared_ptr<Stream>> every;
   {
-    std::lock_guard lock(all().mutex);
-    for (const auto& [_, stream] : all().streams) every.push_back(stream);
+    std::lock_guard lock(table().mutex);
+    for (const auto& [_, stream] : table().streams) every.push_back(stream);
   }
   for (const auto& stream : every) stream->abort();
   for (const auto& stream : every) stream->retire();

@@ -15,7 +15,7 @@ std::map<uintptr_t, Window> windows;
 intptr_t distance = 0;
 
 template <class Map>
-auto holding(Map& map, uintptr_t address) {  // the entry that starts last before or at the address
+auto holding(Map& map, uintptr_t address) {  // the last entry that starts at or before the address
   auto found = map.upper_bound(address);
   return found == map.begin() ? map.end() : std::prev(found);
 }
@@ -47,7 +47,7 @@ void release(void* start) {
   check(range != reserved.end(), kInvalidParam, "no address range was reserved at ", start);
   const auto window = windows.lower_bound(range->first);
   check(window == windows.end() || window->first >= range->first + range->second, kInvalidParam, "the address range at ", start,
-        " still has memory mapped at ", window == windows.end() ? nullptr : reinterpret_cast<void*>(window->first));
+      " still has memory mapped at ", window == windows.end() ? nullptr : reinterpret_cast<void*>(window->first));
   auto freed = free_ranges.insert(*range).first;
   reserved.erase(range);
   if (auto next = std::next(freed); next != free_ranges.end() && freed->first + freed->second == next->first) {
@@ -63,14 +63,15 @@ void release(void* start) {
 
 void map(void* at, const Window& window) {
   const auto start = reinterpret_cast<uintptr_t>(at);
-  check(start % kPage == 0 && window.bytes % kPage == 0, kInvalidParam, window.bytes, " bytes at ", at, "; both must be multiples of ", kPage);
+  check(start % kPage == 0 && window.bytes % kPage == 0, kInvalidParam, window.bytes, " bytes at ", at,
+      "; both must be multiples of ", kPage);
   std::lock_guard lock(mutex);
   const auto range = holding(reserved, start);
-  check(range != reserved.end() && start + window.bytes <= range->first + range->second, kInvalidParam, window.bytes, " bytes at ", at,
-        " are not in one reserved address range");
+  check(range != reserved.end() && start + window.bytes <= range->first + range->second, kInvalidParam, window.bytes,
+      " bytes at ", at, " are not in one reserved address range");
   const auto other = holding(windows, start + window.bytes - 1);
   check(other == windows.end() || other->first + other->second.bytes <= start, kInvalidParam, "memory is mapped already at ",
-        reinterpret_cast<void*>(other == windows.end() ? 0 : other->first));
+      reinterpret_cast<void*>(other == windows.end() ? 0 : other->first));
   void* view = reinterpret_cast<void*>(window.npu == kNoNpu ? start : start + distance);
   if (window.file < 0) {
     arena::map(view, window.offset, window.bytes);
@@ -88,7 +89,7 @@ void unmap(void* at) {
   if (window->second.npu == kNoNpu) {
     mmap(at, window->second.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
   } else {
-    // Private memory takes its place, so that a kernel still running does not end the process; new ones are refused.
+    // Replaced by private memory, so that a running kernel does not crash the process; new accesses are refused.
     arena::unmap(reinterpret_cast<void*>(start + distance), window->second.bytes);
   }
   windows.erase(window);

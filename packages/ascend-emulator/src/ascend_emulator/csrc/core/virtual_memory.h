@@ -1,13 +1,13 @@
-// Address space that is reserved apart from memory, and memory mapped into it.
+// Reserved address ranges, and physical memory mapped into them.
 #ifndef ASCEND_EMULATOR_CORE_VIRTUAL_MEMORY_H
 #define ASCEND_EMULATOR_CORE_VIRTUAL_MEMORY_H
 #include "device.h"
 
 namespace emu::virtual_memory {
 
-constexpr uint64_t kPage = 2u << 20;  // what sizes and addresses are multiples of
+constexpr uint64_t kPage = 2u << 20;  // granularity of sizes and addresses
 
-// The part of the address space that this manages; both views of it.
+// Sets the managed address range, and the distance to the kernels' view.
 void initialize(uintptr_t base, uint64_t bytes, intptr_t to_kernel);
 
 void* reserve(uint64_t bytes);
@@ -15,14 +15,14 @@ void release(void* start);
 
 struct Window {
   uint64_t bytes;
-  int npu;  // kNoNpu: host memory, which lies at the address itself
+  int npu;   // kNoNpu: host memory, mapped at the address itself
   int file;  // -1: this process's arena
   uint64_t offset;
 };
 void map(void* at, const Window& window);
 void unmap(void* at);
 
-// What is mapped at the address: how many bytes from there without a gap, of one NPU. Looks no further than `wanted` bytes.
+// Contiguously mapped bytes of one NPU from the address on; looks no further than `wanted` bytes.
 struct Mapped {
   uint64_t bytes = 0;
   int npu = kNoNpu;

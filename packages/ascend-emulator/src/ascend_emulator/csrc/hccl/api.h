@@ -1,7 +1,7 @@
-// What the files with HCCL's entry points share.
+// Common definitions of HCCL's entry points.
 #ifndef ASCEND_EMULATOR_HCCL_API_H
 #define ASCEND_EMULATOR_HCCL_API_H
-#include "../core/registry.h"
+#include "core/registry.h"
 #include "communicator.h"
 
 namespace emu::hccl {
@@ -9,7 +9,10 @@ namespace emu::hccl {
 // The communicator of a handle; throws if there is none.
 std::shared_ptr<Communicator> communicator(void* handle);
 
-// HCCL's own result for what an entry point threw.
+// The communicator that HcclGetCommName gives this name, on the current NPU.
+std::shared_ptr<Communicator> named(const char* argument, const std::string& name);
+
+// HcclResult of an ACL status.
 inline int result_of(int status) {
   switch (status) {
     case kOk: return kSuccess;
@@ -26,13 +29,13 @@ inline int result_of(int status) {
 }  // namespace emu::hccl
 
 // A C entry point of HCCL: as ACL_API, but it returns an HcclResult.
-#define HCCL_API(EFFECT, NAME, PARAMS, ...)                     \
-  REGISTER(EFFECT, NAME, #__VA_ARGS__)                          \
-  EXPORT int NAME PARAMS {                                      \
-    return emu::hccl::result_of(emu::intercepted(#NAME, [&] {   \
-      [&] __VA_ARGS__();                                        \
-      emu::note(#NAME);                                         \
-    }));                                                        \
+#define HCCL_API(EFFECT, NAME, PARAMS, ...)                   \
+  REGISTER(EFFECT, NAME, #__VA_ARGS__)                        \
+  EXPORT int NAME PARAMS {                                    \
+    return emu::hccl::result_of(emu::intercepted(#NAME, [&] { \
+      [&] __VA_ARGS__();                                      \
+      emu::note(#NAME);                                       \
+    }));                                                      \
   }
 
 #endif  // ASCEND_EMULATOR_HCCL_API_H

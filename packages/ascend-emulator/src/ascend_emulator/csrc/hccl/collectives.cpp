@@ -1,5 +1,5 @@
-// Every pair of ranks is connected, so each collective is one step, or two: what is large is reduced in parts, one by each rank, and gathered.
-// A part is computed by one rank, in the order of the ranks, or by all from the same bytes: results have the same bits everywhere, always.
+// All pairs of ranks are connected, so each collective takes one step, or two: large reductions are a reduce-scatter and an
+// all-gather. Reductions are in rank order, so results are bitwise identical on all ranks and in all runs.
 #include "collectives.h"
 
 #include <ATen/ATen.h>
@@ -10,8 +10,8 @@
 namespace emu::hccl {
 namespace {
 
-constexpr uint64_t kSmall = 64 << 10;     // bytes: up to here one step to all is faster than two
-constexpr int64_t kBlock = 16 << 10;     // elements that a reduction takes at a time: in the caches, and too few for ATen to call other threads
+constexpr uint64_t kSmall = 64 << 10;  // bytes up to which one step is faster than two
+constexpr int64_t kBlock = 16 << 10;   // elements per reduction call: fits the caches, below ATen's threshold for threads
 
 void copy(void* to, const void* from, uint64_t bytes) {
   if (bytes && to != from) std::memmove(to, from, bytes);
@@ -21,8 +21,12 @@ void accumulate(at::Tensor& into, const at::Tensor& value, int op) {
   switch (op) {
     case kSum: into.add_(value); return;
     case kProd: into.mul_(value); return;
-    case kMax: at::maximum_out(into, into, value.scalar_type() == into.scalar_type() ? value : value.to(into.scalar_type())); return;
-    case kMin: at::minimum_out(into, into, value.scalar_type() == into.scalar_type() ? value : value.to(into.scalar_type())); return;
+    case kMax:
+      at::maximum_out(into, into, value.scalar_type() == into.scalar_type() ? value : value.to(into.scalar_type()));
+      return;
+    case kMin:
+      at::minimum_out(into, into, value.scalar_type() == into.scalar_type() ? value : value.to(into.scalar_type()));
+      return;
   }
 }
 
@@ -35,7 +39,7 @@ std::vector<Part> parts(void* base, const Counts& counts, const Counts& starts, 
   return out;
 }
 
-// Equal parts, the first ones one element longer if need be.
+// Equal parts; the first ones may have one element more.
 void divide(uint64_t count, int ranks, Counts& counts, Counts& starts) {
   uint64_t start = 0;
   for (int i = 0; i < ranks; ++i) {
@@ -45,7 +49,7 @@ void divide(uint64_t count, int ranks, Counts& counts, Counts& starts) {
   }
 }
 
-// Takes `count` elements from each other rank, which get their own part of `send`, and reduces them with this rank's part.
+// Reduce-scatter: sends each rank its part of `send` and reduces the received parts with this rank's own.
 void reduce_part(Communicator& on, const Header& call, void* send, const Counts& counts, const Counts& starts, void* receive) {
   const uint64_t size = size_of(call), bytes = counts[on.rank] * size;
   char* space = on.scratch(bytes * on.ranks);
@@ -102,7 +106,7 @@ void all_reduce(Communicator& on, const Header& call, void* send, void* receive)
 }
 
 void reduce(Communicator& on, const Header& call, void* send, void* receive) {
-  // As a scattered reduction in which the root's part is all.
+  // A reduce-scatter in which the root's part is everything.
   Counts counts(on.ranks), starts(on.ranks);
   counts[call.root] = call.count;
   reduce_part(on, call, send, counts, starts, receive);
@@ -121,8 +125,10 @@ void all_gather(Communicator& on, const Header& call, void* send, void* receive,
 void broadcast(Communicator& on, const Header& call, void* buffer) {
   const Part whole{buffer, call.count * size_of(call)};
   std::vector<Part> out(on.ranks), in(on.ranks);
-  if (on.rank == static_cast<int>(call.root)) out.assign(on.ranks, whole);
-  else in[call.root] = whole;
+  if (on.rank == static_cast<int>(call.root))
+    out.assign(on.ranks, whole);
+  else
+    in[call.root] = whole;
   on.exchange(call, out, in);
 }
 
@@ -138,12 +144,13 @@ void scatter(Communicator& on, const Header& call, void* send, void* receive) {
   on.exchange(call, out, in);
 }
 
-void all_to_all(Communicator& on, const Header& call, void* send, const Counts& send_counts, const Counts& send_starts, void* receive,
-                const Counts& receive_counts, const Counts& receive_starts) {
+void all_to_all(Communicator& on, const Header& call, void* send, const Counts& send_counts, const Counts& send_starts,
+    void* receive, const Counts& receive_counts, const Counts& receive_starts) {
   const uint64_t size = size_of(call);
   const auto out = parts(send, send_counts, send_starts, size), in = parts(receive, receive_counts, receive_starts, size);
   if (out[on.rank].bytes != in[on.rank].bytes) {
-    throw Broken(kParameter, text("this rank sends itself ", send_counts[on.rank], " elements and expects ", receive_counts[on.rank]));
+    throw TransferError(
+        kParameter, text("this rank sends itself ", send_counts[on.rank], " elements and expects ", receive_counts[on.rank]));
   }
   copy(in[on.rank].data, out[on.rank].data, out[on.rank].bytes);
   on.exchange(call, out, in);

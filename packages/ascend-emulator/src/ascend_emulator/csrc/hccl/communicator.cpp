@@ -3,11 +3,12 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unistd.h>
 
 #include <cstring>
 
-#include "../core/device.h"
+#include "core/device.h"
 
 namespace emu::hccl {
 namespace {
@@ -17,7 +18,8 @@ int seconds(const char* variable, int otherwise, int least) {
   if (!value || !*value) return otherwise;
   char* end = nullptr;
   const long number = std::strtol(value, &end, 10);
-  check(!*end && number >= least && number <= 2147483647L, kInvalidParam, variable, " is ", value, "; it is a number of seconds, at least ", least);
+  check(!*end && number >= least && number <= 2147483647L, kInvalidParam, variable, " is ", value,
+      "; it is a number of seconds, at least ", least);
   return static_cast<int>(number);
 }
 
@@ -31,7 +33,7 @@ Clock::time_point after(int seconds) { return Clock::now() + std::chrono::second
 
 }  // namespace
 
-// Both with the documented defaults; CANN's own least value of HCCL_CONNECT_TIMEOUT is 120.
+// Documented defaults. CANN's minimum of HCCL_CONNECT_TIMEOUT is 120.
 int connect_timeout() { return seconds("HCCL_CONNECT_TIMEOUT", 120, 1); }
 int exec_timeout() { return seconds("HCCL_EXEC_TIMEOUT", 1836, 0); }
 
@@ -43,7 +45,12 @@ Fault next_fault() {
 }
 
 Communicator::Communicator(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int ranks, int exec_timeout)
-    : name(std::move(name)), rank(rank), ranks(ranks), device(current_device()), store_(std::move(store)), exec_timeout_(exec_timeout),
+    : name(std::move(name)),
+      rank(rank),
+      ranks(ranks),
+      device(current_device()),
+      store_(std::move(store)),
+      exec_timeout_(exec_timeout),
       wake_(eventfd(0, EFD_CLOEXEC)) {
   connect();
 }
@@ -54,23 +61,23 @@ void Communicator::connect() {
   links_ = std::vector<Link>(1);
   if (ranks == 1) return;
   const auto until = after(connect_timeout());
-  Meeting meeting(host_ip());
-  const std::string round = text(meetings_++, "/");
+  Rendezvous rendezvous(host_ip());
+  const std::string round = text(rendezvous_count_++, "/");
   std::vector<std::string> addresses(ranks);
   int peer = rank;
   try {
     store_->setTimeout(std::chrono::seconds(connect_timeout()));
-    const auto own = meeting.address();
+    const auto own = rendezvous.address();
     store_->set(text(round, rank), std::vector<uint8_t>(own.begin(), own.end()));
     for (peer = 0; peer < ranks; ++peer) {
       const auto value = store_->get(text(round, peer));
       addresses[peer].assign(value.begin(), value.end());
     }
   } catch (const std::exception&) {
-    refuse_call(kTimeout, "communicator ", name, ", rank ", rank, " of ", ranks, ": rank ", peer, " did not come within ", connect_timeout(),
-                " s (HCCL_CONNECT_TIMEOUT), or rank 0 has ended; look at the output of these ranks");
+    refuse_call(kTimeout, "communicator ", name, ", rank ", rank, " of ", ranks, ": rank ", peer, " did not come within ",
+        connect_timeout(), " s (HCCL_CONNECT_TIMEOUT), or rank 0 has ended; look at the output of these ranks");
   }
-  links_ = meeting.connect(addresses, rank, hash(name + round), until);
+  links_ = rendezvous.connect(addresses, rank, hash(name + round), until);
 }
 
 Deadline Communicator::deadline() const { return exec_timeout_ ? Deadline(after(exec_timeout_)) : std::nullopt; }
@@ -82,14 +89,17 @@ void Communicator::stop(Code result, const std::string& text) {
   error_ = result;
 }
 
+c10::intrusive_ptr<c10d::Store> Communicator::store() const { return store_; }
+
 std::string Communicator::message() {
   std::lock_guard lock(message_mutex_);
   return message_;
 }
 
 void Communicator::fail(const Header& call, Code result, const std::string& message) {
-  stop(result, text(call.describe(), " on communicator ", name, " (rank ", rank, " of ", ranks, ", call ", calls_, "): ", message));
-  give_up(links_, this->message());
+  stop(result,
+      text(call.describe(), " on communicator ", name, " (rank ", rank, " of ", ranks, ", call ", calls_, "): ", message));
+  notify_failure(links_, this->message());
   throw Error(kOpFailed, this->message());
 }
 
@@ -103,19 +113,19 @@ void Communicator::perform(const Header& call, const std::function<void()>& body
     switch (next_fault()) {
       case Fault::hang:
         pause(deadline(), wake_.get());
-        throw Broken(kTimeout, "it hung until HCCL_EXEC_TIMEOUT, as ASCEND_EMULATOR_HCCL_HANG asked");
+        throw TransferError(kTimeout, "it hung until HCCL_EXEC_TIMEOUT, as ASCEND_EMULATOR_HCCL_HANG asked");
       case Fault::drop:
         for (const auto& link : links_) {
           if (link.socket.get() >= 0) shutdown(link.socket.get(), SHUT_RDWR);
         }
-        if (ranks > 1) throw Broken(kRemote, "the connections broke, as ASCEND_EMULATOR_HCCL_DROP asked");
+        if (ranks > 1) throw TransferError(kRemote, "the connections broke, as ASCEND_EMULATOR_HCCL_DROP asked");
         break;
       case Fault::none: break;
     }
     body();
-  } catch (const Broken& broken) {
-    fail(call, broken.result, broken.what());
-  } catch (const Error& error) {  // in the middle of a message, perhaps
+  } catch (const TransferError& send_failed) {
+    fail(call, send_failed.result, send_failed.what());
+  } catch (const Error& error) {  // possibly within a message
     fail(call, kSuspending, error.what());
   }
 }
@@ -123,7 +133,7 @@ void Communicator::perform(const Header& call, const std::function<void()>& body
 void Communicator::exchange(const Header& call, const std::vector<Part>& out, const std::vector<Part>& in) {
   std::vector<Outgoing> outgoing;
   std::vector<Incoming> incoming;
-  for (int step = 1; step < ranks; ++step) {  // each rank begins with its neighbour
+  for (int step = 1; step < ranks; ++step) {  // starting with the next rank
     const int peer = (rank + step) % ranks;
     outgoing.push_back({peer, call, out.empty() ? nullptr : out[peer].data});
     incoming.push_back({peer, call, in.empty() ? nullptr : in[peer].data});
@@ -133,7 +143,7 @@ void Communicator::exchange(const Header& call, const std::vector<Part>& out, co
   transfer(links_, outgoing, incoming, deadline(), wake_.get());
 }
 
-// A send is over when the receiver has called too: the calls are synchronous and paired ("HcclSend"). So a receive announces itself.
+// Sends are synchronous: they complete when the receiver has made its call ("HcclSend"). So a receive sends its header.
 void Communicator::exchange(const std::vector<PointToPoint>& items) {
   std::vector<Outgoing> outgoing;
   std::vector<Incoming> incoming;
@@ -146,7 +156,8 @@ void Communicator::exchange(const std::vector<PointToPoint>& items) {
         continue;
       }
       const auto& other = to_self.front();
-      if (other.header.bytes != item.header.bytes) throw Broken(kParameter, "a send to this rank itself and its receive have different sizes");
+      if (other.header.bytes != item.header.bytes)
+        throw TransferError(kParameter, "a send to this rank itself and its receive have different sizes");
       std::memmove(sends ? other.data : item.data, sends ? item.data : other.data, item.header.bytes);
       to_self.pop_front();
       continue;
@@ -159,7 +170,9 @@ void Communicator::exchange(const std::vector<PointToPoint>& items) {
     outgoing.push_back({item.peer, sends ? with : without, item.data});
     incoming.push_back({item.peer, sends ? without : with, item.data});
   }
-  if (!to_self.empty()) throw Broken(kParameter, "a send to this rank itself, or a receive from it, is alone; they must be in one group or batch");
+  if (!to_self.empty())
+    throw TransferError(
+        kParameter, "a send to this rank itself, or a receive from it, is alone; they must be in one group or batch");
   transfer(links_, outgoing, incoming, deadline(), wake_.get());
 }
 
@@ -180,7 +193,7 @@ void Communicator::finished() {
 }
 
 void Communicator::close() {
-  // torch_npu synchronizes before it destroys, other programs may not.
+  // torch_npu synchronizes before it destroys a communicator; other programs may not.
   if (!error_) {
     std::unique_lock lock(idle_mutex_);
     idle_.wait_for(lock, std::chrono::seconds(1), [&] { return pending_ == 0; });
@@ -193,7 +206,7 @@ void Communicator::close() {
 
 void Communicator::suspend() {
   const uint64_t one = 1;
-  if (write(wake_.get(), &one, sizeof one) < 0) return;  // it is readable already
+  if (write(wake_.get(), &one, sizeof one) < 0) return;  // already readable
 }
 
 void Communicator::resume() {

@@ -1,7 +1,7 @@
-// A communicator: a rank's connections to the others, its state, and how an operation runs on them.
+// Communicator: a rank's connections to its peers, its state, and the execution of operations.
 #ifndef ASCEND_EMULATOR_HCCL_COMMUNICATOR_H
 #define ASCEND_EMULATOR_HCCL_COMMUNICATOR_H
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <c10/util/intrusive_ptr.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -10,9 +10,13 @@
 
 #include "transport.h"
 
+namespace c10d {
+class Store;
+}
+
 namespace emu::hccl {
 
-// Bytes that go to, or come from, one rank.
+// Buffer sent to, or received from, one rank.
 struct Part {
   void* data = nullptr;
   uint64_t bytes = 0;
@@ -23,49 +27,50 @@ struct PointToPoint {
   void* data;
 };
 
-// Faults on demand for collective and point-to-point calls, counted from 1 in each process: ASCEND_EMULATOR_HCCL_HANG=n, the nth does nothing
-// until its timeout; ASCEND_EMULATOR_HCCL_DROP=n, the connections break at the nth; ASCEND_EMULATOR_HCCL_DELAY=milliseconds before each.
+// Fault injection for collective and point-to-point calls, counted from 1 in each process: ASCEND_EMULATOR_HCCL_HANG=n, the nth
+// call hangs until its timeout; ASCEND_EMULATOR_HCCL_DROP=n, it loses its connections; ASCEND_EMULATOR_HCCL_DELAY=milliseconds
+// before each call.
 enum class Fault { none, hang, drop };
 Fault next_fault();
 
 class Communicator {
  public:
-  // Meets the other ranks through the store, which holds keys of this communicator only.
+  // Connects to the other ranks through the store, whose keys belong to this communicator only.
   Communicator(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int ranks, int exec_timeout);
   ~Communicator();
 
-  // Runs an operation, one at a time and in the order of the calls; on the stream's thread. A failure is kept, and fails all later ones.
+  // Runs one operation at a time on the stream's thread. A failure fails all later operations.
   void perform(const Header& call, const std::function<void()>& body);
-  // Within perform: to each rank its part, from each rank its part, with the call's header on both. Empty parts are sent too, so that
-  // all ranks learn what the others called. This rank's own parts are not looked at.
+  // Within perform(): sends each rank its part and receives each rank's part, with the call's header. Empty parts are sent too,
+  // so that ranks can compare their calls. This rank's own parts are ignored.
   void exchange(const Header& call, const std::vector<Part>& out, const std::vector<Part>& in);
   void exchange(const std::vector<PointToPoint>& items);
   char* scratch(uint64_t bytes);
 
   void started() { ++pending_; }
   void finished();
-  // Ends what runs, after a moment for what is on its way, and closes the connections.
+  // Waits briefly for pending operations, ends them, and closes the connections.
   void close();
   void suspend();
-  void resume();  // connects again; all ranks do
+  void resume();  // reconnects; must be called on all ranks
 
   int error() const { return error_; }
   std::string message();
 
   const std::string name;
   const int rank, ranks, device;
-  c10::intrusive_ptr<c10d::Store> store() const { return store_; }
+  c10::intrusive_ptr<c10d::Store> store() const;
 
  private:
   void connect();
-  void stop(Code result, const std::string& message);  // notes the failure, the first one counts
+  void stop(Code result, const std::string& message);  // keeps the first failure
   [[noreturn]] void fail(const Header& call, Code result, const std::string& message);
   Deadline deadline() const;
 
   c10::intrusive_ptr<c10d::Store> store_;
   const int exec_timeout_;
-  int meetings_ = 0;
-  std::mutex mutex_;  // of the links: one operation at a time
+  int rendezvous_count_ = 0;
+  std::mutex mutex_;  // guards the links: one operation at a time
   std::vector<Link> links_;
   std::unique_ptr<char[]> scratch_;
   uint64_t scratch_bytes_ = 0;
@@ -80,9 +85,9 @@ class Communicator {
 };
 
 int connect_timeout();  // seconds
-int exec_timeout();     // seconds, 0 is for ever
+int exec_timeout();     // seconds, 0: no timeout
 
-// The reduction of the ranks' values, in the order of the ranks, wide inside and rounded once; `out` may be one of them.
+// Reduces the ranks' values in rank order, 16-bit types in float32 with one rounding; `out` may alias an input.
 void reduce(void* out, const std::vector<const void*>& ranks, uint64_t count, int type, int op);
 
 }  // namespace emu::hccl

@@ -1,4 +1,4 @@
-// How the ranks of a communicator find each other.
+// Connection set-up of a communicator's ranks.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <ifaddrs.h>
@@ -20,7 +20,7 @@
 namespace emu::hccl {
 namespace {
 
-struct Greeting {
+struct Handshake {
   uint64_t token;
   uint32_t rank, ranks;
 };
@@ -31,7 +31,7 @@ File make_socket(int family) {
   return made;
 }
 
-// Processes with the same text can reach each other's abstract Unix sockets: same kernel, same network namespace.
+// Identifies the kernel and network namespace: processes with the same value can connect over abstract Unix sockets.
 std::string machine() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string boot, space(64, '\0');
@@ -41,7 +41,7 @@ std::string machine() {
   return boot + "/" + space;
 }
 
-// An abstract name: a zero byte first, no file.
+// Abstract socket name: starts with a zero byte, no file.
 std::pair<sockaddr_un, socklen_t> local_address(const std::string& name) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
@@ -58,7 +58,7 @@ sockaddr_in tcp_address(const std::string& ip, int port) {
   return address;
 }
 
-// Waits for a file within the deadline.
+// Waits for a file descriptor; false on timeout.
 bool ready(int fd, short events, Clock::time_point deadline) {
   while (true) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
@@ -82,7 +82,8 @@ void finish(const File& link, bool tcp) {
 bool use_tcp() {
   const char* choice = std::getenv("ASCEND_EMULATOR_HCCL_TRANSPORT");
   if (!choice || !*choice) return false;
-  check(std::string(choice) == "tcp", kInvalidParam, "ASCEND_EMULATOR_HCCL_TRANSPORT is ", choice, "; allowed: tcp, or unset for Unix sockets within a machine");
+  check(std::string(choice) == "tcp", kInvalidParam, "ASCEND_EMULATOR_HCCL_TRANSPORT is ", choice,
+      "; allowed: tcp, or unset for Unix sockets within a machine");
   return true;
 }
 
@@ -104,7 +105,7 @@ std::string host_ip() {
   };
   ifaddrs* all = nullptr;
   if (getifaddrs(&all) != 0) return "127.0.0.1";
-  std::vector<std::tuple<int, std::string, std::string>> found;  // docker's come later, loopback last, each by name
+  std::vector<std::tuple<int, std::string, std::string>> found;  // order: others, docker, loopback; then by name
   for (auto* one = all; one; one = one->ifa_next) {
     if (!one->ifa_addr || one->ifa_addr->sa_family != AF_INET || !(one->ifa_flags & IFF_UP)) continue;
     const std::string name = one->ifa_name;
@@ -114,33 +115,35 @@ std::string host_ip() {
     found.emplace_back(one->ifa_flags & IFF_LOOPBACK ? 2 : name.starts_with("docker") ? 1 : 0, name, ip);
   }
   freeifaddrs(all);
-  check(!found.empty() || rule.empty(), kInvalidParam, "no network interface fits HCCL_SOCKET_IFNAME=", std::getenv("HCCL_SOCKET_IFNAME") ? std::getenv("HCCL_SOCKET_IFNAME") : "");
+  check(!found.empty() || rule.empty(), kInvalidParam, "no network interface fits HCCL_SOCKET_IFNAME=",
+      std::getenv("HCCL_SOCKET_IFNAME") ? std::getenv("HCCL_SOCKET_IFNAME") : "");
   return found.empty() ? "127.0.0.1" : std::get<2>(*std::min_element(found.begin(), found.end()));
 }
 
-Meeting::Meeting(const std::string& ip) : tcp_(make_socket(AF_INET)), local_(make_socket(AF_UNIX)) {
+Rendezvous::Rendezvous(const std::string& ip) : tcp_(make_socket(AF_INET)), local_(make_socket(AF_UNIX)) {
   static std::atomic<int> number{0};
   auto address = tcp_address(ip, 0);
   socklen_t length = sizeof address;
   check(bind(tcp_.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(tcp_.get(), 128) == 0 &&
             getsockname(tcp_.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0,
-        kOpFailed, "cannot listen on ", ip, ": ", std::strerror(errno), "; set HCCL_IF_IP to an address of this machine");
+      kOpFailed, "cannot listen on ", ip, ": ", std::strerror(errno), "; set HCCL_IF_IP to an address of this machine");
   const auto name = text("ascend-emulator-", getpid(), "-", number++, "-", ntohs(address.sin_port));
   auto [local, local_length] = local_address(name);
   check(bind(local_.get(), reinterpret_cast<sockaddr*>(&local), local_length) == 0 && listen(local_.get(), 128) == 0, kOpFailed,
-        "cannot listen on a Unix socket: ", std::strerror(errno));
+      "cannot listen on a Unix socket: ", std::strerror(errno));
   address_ = text(ip, " ", ntohs(address.sin_port), " ", name, " ", use_tcp() ? "tcp" : machine());
 }
 
-std::vector<Link> Meeting::connect(const std::vector<std::string>& addresses, int rank, uint64_t token, Clock::time_point deadline) {
+std::vector<Link> Rendezvous::connect(
+    const std::vector<std::string>& addresses, int rank, uint64_t token, Clock::time_point deadline) {
   const int ranks = static_cast<int>(addresses.size());
   std::vector<Link> links(ranks);
-  const Greeting greeting{token, static_cast<uint32_t>(rank), static_cast<uint32_t>(ranks)};
+  const Handshake handshake{token, static_cast<uint32_t>(rank), static_cast<uint32_t>(ranks)};
   const auto nonblocking = [](const File& file, bool on) {
     const int flags = fcntl(file.get(), F_GETFL);
     fcntl(file.get(), F_SETFL, on ? flags | O_NONBLOCK : flags & ~O_NONBLOCK);
   };
-  for (int peer = 0; peer < rank; ++peer) {  // the higher rank calls; the lower one listens since before it gave its address
+  for (int peer = 0; peer < rank; ++peer) {  // the higher rank connects; the lower one is already listening
     std::stringstream parts(addresses[peer]);
     std::string ip, name, where;
     int port = 0;
@@ -159,12 +162,17 @@ std::vector<Link> Meeting::connect(const std::vector<std::string>& addresses, in
     int error = done == 0 ? 0 : errno;
     if (error == EINPROGRESS) {
       socklen_t length = sizeof error;
-      if (!ready(link.get(), POLLOUT, deadline)) error = ETIMEDOUT;
-      else getsockopt(link.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+      if (!ready(link.get(), POLLOUT, deadline))
+        error = ETIMEDOUT;
+      else
+        getsockopt(link.get(), SOL_SOCKET, SO_ERROR, &error, &length);
     }
-    if (error) refuse_call(kConnect, "no connection to rank ", peer, " at ", ip, " port ", port, ": ", std::strerror(error), "; is it reachable from this machine (HCCL_IF_IP, HCCL_SOCKET_IFNAME)?");
+    if (error)
+      refuse_call(kConnect, "no connection to rank ", peer, " at ", ip, " port ", port, ": ", std::strerror(error),
+          "; is it reachable from this machine (HCCL_IF_IP, HCCL_SOCKET_IFNAME)?");
     finish(link, tcp);
-    if (send(link.get(), &greeting, sizeof greeting, MSG_NOSIGNAL) != sizeof greeting) refuse_call(kConnect, "rank ", peer, " closed the connection during set-up");
+    if (send(link.get(), &handshake, sizeof handshake, MSG_NOSIGNAL) != sizeof handshake)
+      refuse_call(kConnect, "rank ", peer, " closed the connection during set-up");
     links[peer].socket = std::move(link);
   }
   for (int missing = ranks - rank - 1; missing > 0;) {
@@ -177,13 +185,18 @@ std::vector<Link> Meeting::connect(const std::vector<std::string>& addresses, in
       File link(accept4(file.fd, nullptr, nullptr, SOCK_CLOEXEC));
       if (link.get() < 0) continue;
       finish(link, file.fd == tcp_.get());
-      Greeting from{};
-      const auto patience = std::min(deadline, Clock::now() + std::chrono::seconds(5));  // a stranger on the port may say nothing
-      if (!ready(link.get(), POLLIN, patience) || recv(link.get(), &from, sizeof from, MSG_DONTWAIT) != sizeof from || from.token != token) continue;
+      Handshake from{};
+      const auto handshake_deadline =
+          std::min(deadline, Clock::now() + std::chrono::seconds(5));  // other programs may connect to the port
+      if (!ready(link.get(), POLLIN, handshake_deadline) || recv(link.get(), &from, sizeof from, MSG_DONTWAIT) != sizeof from ||
+          from.token != token)
+        continue;
       if (static_cast<int>(from.ranks) != ranks) {
-        refuse_call(kParameter, "rank ", from.rank, " counts ", from.ranks, " ranks, rank ", rank, " counts ", ranks, "; it must be the same on all");
+        refuse_call(kParameter, "rank ", from.rank, " counts ", from.ranks, " ranks, rank ", rank, " counts ", ranks,
+            "; it must be the same on all");
       }
-      if (static_cast<int>(from.rank) >= ranks || links[from.rank].socket.get() >= 0) refuse_call(kParameter, "two ranks call themselves ", from.rank);
+      if (static_cast<int>(from.rank) >= ranks || links[from.rank].socket.get() >= 0)
+        refuse_call(kParameter, "two ranks call themselves ", from.rank);
       nonblocking(link, true);
       links[from.rank].socket = std::move(link);
       --missing;

@@ -1,4 +1,4 @@
-// Communicators as HCCL's entry points make, ask and end them. Signatures: see types.h.
+// Entry points that create, query and destroy communicators. Signatures: see types.h.
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -8,12 +8,10 @@
 #include <cstring>
 #include <map>
 #include <random>
-#include <regex>
 #include <thread>
 
-#include "../core/device.h"
+#include "core/device.h"
 #include "api.h"
-#include "fused.h"
 #include "ranktable.h"
 
 using namespace emu;
@@ -25,7 +23,7 @@ namespace {
 std::mutex mutex;
 std::map<void*, std::shared_ptr<Communicator>> communicators;
 
-void* enter(std::shared_ptr<Communicator> made) {
+void* add_communicator(std::shared_ptr<Communicator> made) {
   void* handle = made.get();
   std::lock_guard lock(mutex);
   communicators[handle] = std::move(made);
@@ -48,13 +46,13 @@ c10::intrusive_ptr<c10d::Store> tcp_store(const std::string& ip, int port, bool 
   } catch (const std::exception& error) {
     if (serves) refuse_call(kConnect, "cannot listen on port ", port, ": ", std::string(error.what()).substr(0, 120));
     refuse_call(kTimeout, "rank 0 does not answer at ", ip, " port ", port, " within ", connect_timeout(),
-                " s (HCCL_CONNECT_TIMEOUT); is it running, and reachable from this machine?");
+        " s (HCCL_CONNECT_TIMEOUT); is it running, and reachable from this machine?");
   }
 }
 
-// Where the ranks of communicators that have their root in this process meet; one for all.
+// Store for the communicators whose root is in this process.
 c10d::TCPStore& root_store() {
-  static auto* store = new auto(tcp_store("127.0.0.1", 0, true));  // never destroyed: ranks may still come at exit
+  static auto* store = new auto(tcp_store("127.0.0.1", 0, true));  // never destroyed: ranks may connect during exit
   return *static_cast<c10d::TCPStore*>(store->get());
 }
 
@@ -70,13 +68,45 @@ int config_timeout(const Config* config) {
   return set ? config->exec_timeout : exec_timeout();
 }
 
-// "level0:NA;level1:ring", or such for operations: "allreduce=level0:NA;level1:ring/allgather=…" (HCCL_ALGO). The choice changes no result here.
+bool is_word(std::string_view text, const char* besides = "") {
+  return !text.empty() && std::all_of(text.begin(), text.end(),
+                              [&](unsigned char c) { return std::isalnum(c) || c == '_' || std::strchr(besides, c); });
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts(1);
+  for (const char c : text) {
+    if (c == separator)
+      parts.emplace_back();
+    else
+      parts.back() += c;
+  }
+  return parts;
+}
+
+// Operations separated by "/"; each has an optional "name=" and levels separated by ";".
+bool is_algorithm(const std::string& text) {
+  for (std::string levels : split(text, '/')) {
+    if (const auto equals = levels.find('='); equals != std::string::npos) {
+      if (!is_word(levels.substr(0, equals))) return false;
+      levels = levels.substr(equals + 1);
+    }
+    for (const auto& level : split(levels, ';'))
+      if (level.rfind("level", 0) != 0 || level.size() < 8 || !std::isdigit(static_cast<unsigned char>(level[5])) ||
+          level[6] != ':' || !is_word(level.substr(7), "-"))
+        return false;
+  }
+  return true;
+}
+
+// "level0:NA;level1:ring", or per operation "allreduce=level0:NA;level1:ring/allgather=…" (HCCL_ALGO). It does not affect
+// results.
 void check_algorithm(const Config* config) {
   if (!config || config->size < offsetof(Config, algorithm) + sizeof config->algorithm) return;
   const std::string chosen(config->algorithm, strnlen(config->algorithm, sizeof config->algorithm));
-  static const std::regex form("(\\w+=)?level\\d:[\\w-]+(;level\\d:[\\w-]+)*(/(\\w+=)?level\\d:[\\w-]+(;level\\d:[\\w-]+)*)*");
-  if (!chosen.empty() && (chosen.size() > 400 || !std::regex_match(chosen, form))) {
-    refuse_call(kParameter, "hcclAlgo is ", chosen.substr(0, 60), "; it has the form level0:NA;level1:ring, or operation=level0:NA;level1:ring/…");
+  if (!chosen.empty() && (chosen.size() > 400 || !is_algorithm(chosen))) {
+    refuse_call(kParameter, "hcclAlgo is ", chosen.substr(0, 60),
+        "; it has the form level0:NA;level1:ring, or operation=level0:NA;level1:ring/…");
   }
 }
 
@@ -90,8 +120,8 @@ std::shared_ptr<Communicator> from_root(uint32_t ranks, const char* root, uint32
   parts >> mark >> ip >> port >> id;
   if (mark != kMark || id.empty()) refuse_call(kParameter, "rootInfo does not come from HcclGetRootInfo of an emulated HCCL");
   auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>()) : tcp_store(ip, port, false);
-  return std::make_shared<Communicator>(prefixed(id, store), config_name(config, "hccl_" + id), static_cast<int>(rank), static_cast<int>(ranks),
-                                        config_timeout(config));
+  return std::make_shared<Communicator>(prefixed(id, store), config_name(config, "hccl_" + id), static_cast<int>(rank),
+      static_cast<int>(ranks), config_timeout(config));
 }
 
 std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const Config* config) {
@@ -104,14 +134,15 @@ std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const 
   const char* base = std::getenv("HCCL_IF_BASE_PORT");
   const int port = base && *base ? std::atoi(base) : 60000;  // the documented default
   const std::string name = config_name(config, text("hccl_table_", table.identity, "_", uses++));
-  auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>()) : tcp_store(table.servers[0], port, rank == 0);
+  auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>())
+                          : tcp_store(table.servers[0], port, rank == 0);
   return std::make_shared<Communicator>(prefixed(name, store), name, static_cast<int>(rank), ranks, config_timeout(config));
 }
 
-void result(void** comm, std::shared_ptr<Communicator> made) { *comm = enter(std::move(made)); }
+void result(void** comm, std::shared_ptr<Communicator> made) { *comm = add_communicator(std::move(made)); }
 
 void place(void** comm) {
-  if (!comm) refuse_call(kNullPointer, "there is no place for the communicator");
+  if (!comm) refuse_call(kNullPointer, "comm is null");
 }
 
 }  // namespace
@@ -124,12 +155,12 @@ std::shared_ptr<Communicator> communicator(void* handle) {
 }
 
 std::shared_ptr<Communicator> named(const char* argument, const std::string& name) {
-  const int here = current_device();
+  const int npu = current_device();
   std::lock_guard lock(mutex);
   for (const auto& [handle, each] : communicators) {
-    if (each->name.substr(0, 127) == name && each->device == here) return each;
+    if (each->name.substr(0, 127) == name && each->device == npu) return each;
   }
-  throw Error(kOpParam, text(argument, " is \"", name, "\"; NPU ", here, " has no communicator of this name in this process"));
+  throw Error(kOpParam, text(argument, " is \"", name, "\"; NPU ", npu, " has no communicator of this name in this process"));
 }
 
 }  // namespace emu::hccl
@@ -138,7 +169,7 @@ HCCL_API(computed, HcclGetRootInfo, (char* root), {
   if (!root) refuse_call(kNullPointer, "rootInfo is null");
   static std::atomic<int> number{0};
   static const uint64_t process = std::random_device{}() * 0x100000001ull ^ static_cast<uint64_t>(getpid());
-  const auto line = text(kMark, " ", host_ip(), " ", root_store().getPort(), " ", std::hex, process, "_", std::dec, number++);
+  const auto line = text(kMark, " ", host_ip(), " ", root_store().getPort(), " ", hex(process), "_", number++);
   std::strcpy(root, line.c_str());
 })
 
@@ -146,11 +177,12 @@ HCCL_API(computed, HcclCommInitRootInfo, (uint32_t ranks, const char* root, uint
   place(comm);
   result(comm, from_root(ranks, root, rank, nullptr));
 })
-HCCL_API(computed, HcclCommInitRootInfoConfig, (uint32_t ranks, const char* root, uint32_t rank, const Config* config, void** comm), {
-  place(comm);
-  if (!config) refuse_call(kNullPointer, "config is null");
-  result(comm, from_root(ranks, root, rank, config));
-})
+HCCL_API(
+    computed, HcclCommInitRootInfoConfig, (uint32_t ranks, const char* root, uint32_t rank, const Config* config, void** comm), {
+      place(comm);
+      if (!config) refuse_call(kNullPointer, "config is null");
+      result(comm, from_root(ranks, root, rank, config));
+    })
 HCCL_API(computed, HcclCommInitClusterInfo, (const char* path, uint32_t rank, void** comm), {
   place(comm);
   result(comm, from_table(path, rank, nullptr));
@@ -161,37 +193,43 @@ HCCL_API(computed, HcclCommInitClusterInfoConfig, (const char* path, uint32_t ra
   result(comm, from_table(path, rank, config));
 })
 
-// Ranks that are not in it pass no list, and get none.
-HCCL_API(computed, HcclCreateSubCommConfig, (void** comm, uint32_t number, const uint32_t* members, uint64_t id, uint32_t rank, const Config* config, void** sub), {
-  if (!comm) refuse_call(kNullPointer, "comm is null");
-  place(sub);
-  const auto whole = communicator(*comm);
-  *sub = nullptr;
-  if (!members) {
-    if (id != 0xffffffff) refuse_call(kNullPointer, "rankIds is null; a rank that takes no part passes subCommId 0xFFFFFFFF too");
-    return;
-  }
-  if (!config) refuse_call(kNullPointer, "config is null");
-  if (rank >= number) refuse_call(kParameter, "subCommRankId is ", rank, " of ", number, " ranks");
-  for (uint32_t i = 0; i < number; ++i) {
-    if (static_cast<int64_t>(members[i]) >= whole->ranks) refuse_call(kParameter, "rankIds[", i, "] is ", members[i], "; the communicator has ", whole->ranks, " ranks");
-    if (i && members[i] <= members[i - 1]) refuse_call(kParameter, "rankIds must ascend; rankIds[", i, "] is ", members[i], " after ", members[i - 1]);
-  }
-  if (static_cast<int>(members[rank]) != whole->rank) {
-    refuse_call(kParameter, "rankIds[", rank, "] is ", members[rank], ", this rank is ", whole->rank, "; subCommRankId is its index in rankIds");
-  }
-  std::string prefix = text("sub/", id);
-  for (uint32_t i = 0; i < number; ++i) prefix += text("/", members[i]);
-  const auto name = config_name(config, text(whole->name, "_sub_", id));
-  {
-    static std::map<std::string, int> uses;  // the same on all members, as each makes it as often
-    std::lock_guard lock(mutex);
-    prefix += text("/", name, "/", uses[text(*comm, prefix, name)]++);
-  }
-  result(sub, std::make_shared<Communicator>(prefixed(prefix, whole->store()), name, static_cast<int>(rank), static_cast<int>(number), config_timeout(config)));
-})
+// Ranks that are not members pass null and get null.
+HCCL_API(computed, HcclCreateSubCommConfig,
+    (void** comm, uint32_t number, const uint32_t* members, uint64_t id, uint32_t rank, const Config* config, void** sub), {
+      if (!comm) refuse_call(kNullPointer, "comm is null");
+      place(sub);
+      const auto whole = communicator(*comm);
+      *sub = nullptr;
+      if (!members) {
+        if (id != 0xffffffff)
+          refuse_call(kNullPointer, "rankIds is null; a rank that takes no part passes subCommId 0xFFFFFFFF too");
+        return;
+      }
+      if (!config) refuse_call(kNullPointer, "config is null");
+      if (rank >= number) refuse_call(kParameter, "subCommRankId is ", rank, " of ", number, " ranks");
+      for (uint32_t i = 0; i < number; ++i) {
+        if (static_cast<int64_t>(members[i]) >= whole->ranks)
+          refuse_call(kParameter, "rankIds[", i, "] is ", members[i], "; the communicator has ", whole->ranks, " ranks");
+        if (i && members[i] <= members[i - 1])
+          refuse_call(kParameter, "rankIds must ascend; rankIds[", i, "] is ", members[i], " after ", members[i - 1]);
+      }
+      if (static_cast<int>(members[rank]) != whole->rank) {
+        refuse_call(kParameter, "rankIds[", rank, "] is ", members[rank], ", this rank is ", whole->rank,
+            "; subCommRankId is its index in rankIds");
+      }
+      std::string prefix = text("sub/", id);
+      for (uint32_t i = 0; i < number; ++i) prefix += text("/", members[i]);
+      const auto name = config_name(config, text(whole->name, "_sub_", id));
+      {
+        static std::map<std::string, int> uses;  // equal on all members: each creates it equally often
+        std::lock_guard lock(mutex);
+        prefix += text("/", name, "/", uses[text(*comm, prefix, name)]++);
+      }
+      result(sub, std::make_shared<Communicator>(prefixed(prefix, whole->store()), name, static_cast<int>(rank),
+                      static_cast<int>(number), config_timeout(config)));
+    })
 
-// All ranks in this process, each on its NPU.
+// All ranks in this process, one per NPU.
 HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, void** comms), {
   place(comms);
   if (!devices) refuse_call(kNullPointer, "devices is null");
@@ -207,13 +245,12 @@ HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, vo
       try {
         set_current_device(devices[i]);
         made[i] = std::make_shared<Communicator>(store, name, static_cast<int>(i), static_cast<int>(number), exec_timeout());
-      } catch (const std::exception& error) {
-        failures[i] = error.what();
-      }
+      } catch (const std::exception& error) { failures[i] = error.what(); }
     });
   }
   for (auto& thread : threads) thread.join();
-  for (const auto& each : failures) if (!each.empty()) refuse_call(kParameter, each);
+  for (const auto& each : failures)
+    if (!each.empty()) refuse_call(kParameter, each);
   for (uint32_t i = 0; i < number; ++i) result(comms + i, made[i]);
 })
 
@@ -233,8 +270,8 @@ HCCL_API(computed, HcclGetCommName, (void* comm, char* name), {
   std::strcpy(name, it->name.substr(0, 127).c_str());
 })
 
-// The error of the first operation that failed, and its line as this thread's recent message, which torch_npu's watchdog reports.
-HCCL_API(computed, HcclGetCommAsyncError, (void* comm, int32_t* error) , {
+// Error of the first failed operation; its message becomes this thread's recent message, which torch_npu's watchdog reports.
+HCCL_API(computed, HcclGetCommAsyncError, (void* comm, int32_t* error), {
   const auto it = communicator(comm);
   *error = it->error();
   if (*error) fail(static_cast<Status>(*error), it->message());
@@ -244,17 +281,20 @@ ACL_VALUE(const char*, answers, HcclGetErrorString, (int32_t result), { return e
 HCCL_API(computed, HcclCommSuspend, (void* comm), { communicator(comm)->suspend(); })
 HCCL_API(computed, HcclCommResume, (void* comm), { communicator(comm)->resume(); })
 
-// How many of HcclCommConfigCapability there are: all up to the name of a shared buffer.
+// Number of supported values of HcclCommConfigCapability: up to the name of a shared buffer.
 ACL_VALUE(uint32_t, answers, HcclGetCommConfigCapability, (), { return 12; })
 
-// Reductions are deterministic in any case (HcclConfig 0).
-HCCL_API(nothing("reductions are deterministic in any case"), HcclSetConfig, (int32_t config, int64_t), { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
+// HcclConfig 0: deterministic reductions, which is always the case.
+HCCL_API(nothing("reductions are deterministic in any case"), HcclSetConfig, (int32_t config, int64_t),
+    { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
 
-// There is one way between two ranks.
-HCCL_API(nothing("there is one way between two ranks"), HcclCommWorkingDevNicSet, (void* comm, const uint32_t* ranks, const bool* backup, uint32_t number), {
-  const auto it = communicator(comm);
-  if (number && (!ranks || !backup)) refuse_call(kNullPointer, "ranks or useBackup is null");
-  for (uint32_t i = 0; i < number; ++i) {
-    if (static_cast<int64_t>(ranks[i]) >= it->ranks) refuse_call(kParameter, "ranks[", i, "] is ", ranks[i], "; the communicator has ", it->ranks, " ranks");
-  }
-})
+// Two ranks have only one connection.
+HCCL_API(nothing("two ranks have one connection"), HcclCommWorkingDevNicSet,
+    (void* comm, const uint32_t* ranks, const bool* backup, uint32_t number), {
+      const auto it = communicator(comm);
+      if (number && (!ranks || !backup)) refuse_call(kNullPointer, "ranks or useBackup is null");
+      for (uint32_t i = 0; i < number; ++i) {
+        if (static_cast<int64_t>(ranks[i]) >= it->ranks)
+          refuse_call(kParameter, "ranks[", i, "] is ", ranks[i], "; the communicator has ", it->ranks, " ranks");
+      }
+    })

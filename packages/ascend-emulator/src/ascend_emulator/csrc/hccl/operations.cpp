@@ -1,10 +1,10 @@
-// HCCL's operations. Arguments are checked in the call; the operation is a task of the stream. Signatures: see types.h.
+// HCCL's operations. Arguments are checked at the call; the operation runs as a task of the stream. Signatures: see types.h.
 #include <algorithm>
 #include <utility>
 
-#include "../core/device.h"
-#include "../core/observe.h"
-#include "../core/stream.h"
+#include "core/device.h"
+#include "core/stream.h"
+#include "core/trace.h"
 #include "api.h"
 #include "collectives.h"
 
@@ -17,15 +17,15 @@ struct Operation {
   std::shared_ptr<Communicator> on;
   void* stream;
   Header call;
-  std::function<void()> body;                // of a collective
-  std::vector<PointToPoint> items;           // of point-to-point calls
+  std::function<void()> body;       // of a collective
+  std::vector<PointToPoint> items;  // of point-to-point calls
 };
 
-// HcclGroupStart … HcclGroupEnd: the thread's calls in between, started together.
+// Calls of this thread between HcclGroupStart and HcclGroupEnd.
 thread_local int group_depth = 0;
 thread_local std::vector<Operation> group;
 
-// Point-to-point calls side by side are one step, as no order among them may block.
+// Adjacent point-to-point calls are one step, so that their order cannot deadlock.
 void run(const std::vector<Operation>& operations) {
   for (size_t i = 0; i < operations.size(); ++i) {
     const auto& first = operations[i];
@@ -41,7 +41,7 @@ void run(const std::vector<Operation>& operations) {
   }
 }
 
-// Bytes over this rank's links, for observation.
+// Bytes over this rank's links, for the trace.
 double link_bytes(const Operation& operation) {
   const auto& [on, stream, call, body, items] = operation;
   const double bytes = static_cast<double>(call.count * data_type(call.type).bytes), others = on->ranks - 1;
@@ -59,7 +59,7 @@ double link_bytes(const Operation& operation) {
   }
 }
 
-// Of the communicator that it is for, until it has run, or was dropped.
+// Counts as pending on the communicator until the task has run or was dropped.
 struct Pending {
   explicit Pending(std::shared_ptr<Communicator> on) : on(std::move(on)) { this->on->started(); }
   ~Pending() { end(); }
@@ -74,21 +74,24 @@ void submit(std::vector<Operation> operations) {
   const auto stream = stream_at(operations.front().stream);
   const auto pending = std::make_shared<Pending>(operations.front().on);
   Task task{kind_name(operations.front().call.kind), {}, emu::Kind::collective, /*blocks=*/true};
-  if (observing()) {
+  if (trace_enabled()) {
     for (const auto& each : operations) task.work.link += link_bytes(each);
     task.work.bytes = 2 * task.work.link;
     task.work.shapes = operations.front().call.describe();
   }
   task.run = [operations = std::move(operations), pending] { run(operations); };
-  if (stream->submit(std::move(task)) == 0) pending->end();  // captured: the graph keeps it for good
+  if (stream->submit(std::move(task)) == 0) pending->end();  // captured: the graph keeps the task
 }
 
 void issue(Operation operation) {
   if (operation.on->error()) refuse_call(static_cast<Code>(operation.on->error()), operation.on->message());
   const int device = stream_at(operation.stream)->device;
-  check(device == operation.on->device, kInvalidParam, "the stream is of NPU ", device, ", the communicator of NPU ", operation.on->device);
-  if (group_depth) group.push_back(std::move(operation));
-  else submit({std::move(operation)});
+  check(device == operation.on->device, kInvalidParam, "the stream is of NPU ", device, ", the communicator of NPU ",
+      operation.on->device);
+  if (group_depth)
+    group.push_back(std::move(operation));
+  else
+    submit({std::move(operation)});
 }
 
 void* buffer(const void* address, uint64_t bytes, const char* name) {
@@ -98,23 +101,24 @@ void* buffer(const void* address, uint64_t bytes, const char* name) {
   void* found = to_kernel(address);
   for (int i = 0; i < device_count(); ++i) {
     if (!device(i).owns(address)) continue;
-    const auto left = device(i).left(address);
+    const auto left = device(i).bytes_from(address);
     if (left < bytes) refuse_call(kParameter, name, " has ", left, " bytes from ", address, " on, ", bytes, " are needed");
   }
   return found;
 }
 
 void rank_within(const char* name, uint32_t rank, const Communicator& on) {
-  if (static_cast<int64_t>(rank) >= on.ranks) refuse_call(kParameter, name, " is ", rank, "; the communicator has ", on.ranks, " ranks");
+  if (static_cast<int64_t>(rank) >= on.ranks)
+    refuse_call(kParameter, name, " is ", rank, "; the communicator has ", on.ranks, " ranks");
 }
 
-// So that no size in bytes overflows.
-uint64_t sane(const char* name, uint64_t count) {
+// Ensures that sizes in bytes do not overflow.
+uint64_t checked_count(const char* name, uint64_t count) {
   if (count >> 40) refuse_call(kParameter, name, " is ", count, "; no NPU holds that many elements");
   return count;
 }
 
-uint64_t bytes_of(uint64_t count, int type) { return sane("the count", count) * data_type(type).bytes; }
+uint64_t bytes_of(uint64_t count, int type) { return checked_count("the count", count) * data_type(type).bytes; }
 
 Header header(CallKind kind, uint64_t count, int type, int op = 0xff, uint32_t root = kNone) {
   Header made;
@@ -122,14 +126,14 @@ Header header(CallKind kind, uint64_t count, int type, int op = 0xff, uint32_t r
   made.type = static_cast<uint8_t>(type);
   made.op = static_cast<uint8_t>(op);
   made.root = root;
-  made.count = sane("the count", count);
+  made.count = checked_count("the count", count);
   return made;
 }
 
 Counts counts_of(const void* array, const char* name, const Communicator& on) {
   if (!array) refuse_call(kNullPointer, name, " is null");
   const auto* first = static_cast<const uint64_t*>(array);
-  for (int i = 0; i < on.ranks; ++i) sane(name, first[i]);
+  for (int i = 0; i < on.ranks; ++i) checked_count(name, first[i]);
   return {first, first + on.ranks};
 }
 
@@ -140,10 +144,11 @@ Counts multiples(uint64_t count, const Communicator& on) {
   return out;
 }
 
-// Elements of a buffer that parts with these counts and starts reach.
+// Number of elements that a buffer needs for these counts and displacements.
 uint64_t extent(const Counts& counts, const Counts& starts) {
   uint64_t end = 0;
-  for (size_t i = 0; i < counts.size(); ++i) if (counts[i]) end = std::max(end, starts[i] + counts[i]);
+  for (size_t i = 0; i < counts.size(); ++i)
+    if (counts[i]) end = std::max(end, starts[i] + counts[i]);
   return end;
 }
 
@@ -155,62 +160,75 @@ PointToPoint item(CallKind kind, void* address, uint64_t count, int type, uint32
   return {static_cast<int>(peer), call, buffer(address, call.bytes, kind == kSend ? "sendBuf" : "recvBuf")};
 }
 
-void all_to_all_call(CallKind kind, uint64_t count, const void* send_address, Counts send_counts, Counts send_starts, int send_type,
-                     const void* receive_address, Counts receive_counts, Counts receive_starts, int receive_type,
-                     std::shared_ptr<Communicator> on, void* stream) {
+void all_to_all_call(CallKind kind, uint64_t count, const void* send_address, Counts send_counts, Counts send_starts,
+    int send_type, const void* receive_address, Counts receive_counts, Counts receive_starts, int receive_type,
+    std::shared_ptr<Communicator> on, void* stream) {
   check_transferable(send_type);
   check_transferable(receive_type);
-  if (send_type != receive_type) refuse_call(kParameter, "sendType is ", data_type(send_type).name, ", recvType ", data_type(receive_type).name, "; they must be the same");
+  if (send_type != receive_type)
+    refuse_call(kParameter, "sendType is ", data_type(send_type).name, ", recvType ", data_type(receive_type).name,
+        "; they must be the same");
   const uint64_t size = data_type(send_type).bytes;
   void* send = buffer(send_address, extent(send_counts, send_starts) * size, "sendBuf");
   void* receive = buffer(receive_address, extent(receive_counts, receive_starts) * size, "recvBuf");
   if (send && send == receive) refuse_call(kParameter, "sendBuf and recvBuf are the same; they must not be");
   const auto call = header(kind, count, send_type);
-  issue({on, stream, call, [=] { all_to_all(*on, call, send, send_counts, send_starts, receive, receive_counts, receive_starts); }, {}});
+  issue({on, stream, call,
+      [=] { all_to_all(*on, call, send, send_counts, send_starts, receive, receive_counts, receive_starts); }, {}});
 }
 
 }  // namespace
 
-HCCL_API(computed, HcclAllReduce, (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream), {
-  const auto on = communicator(comm);
-  check_reducible(type, op);
-  const uint64_t bytes = bytes_of(count, type);
-  const auto call = header(kAllReduce, count, type, op);
-  issue({on, stream, call, [=, from = buffer(send, bytes, "sendBuf"), to = buffer(receive, bytes, "recvBuf")] { all_reduce(*on, call, from, to); }, {}});
-})
+HCCL_API(
+    computed, HcclAllReduce, (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream), {
+      const auto on = communicator(comm);
+      check_reducible(type, op);
+      const uint64_t bytes = bytes_of(count, type);
+      const auto call = header(kAllReduce, count, type, op);
+      issue({on, stream, call,
+          [=, from = buffer(send, bytes, "sendBuf"), to = buffer(receive, bytes, "recvBuf")] { all_reduce(*on, call, from, to); },
+          {}});
+    })
 
-HCCL_API(computed, HcclReduce, (void* send, void* receive, uint64_t count, int32_t type, int32_t op, uint32_t root, void* comm, void* stream), {
-  const auto on = communicator(comm);
-  check_reducible(type, op);
-  rank_within("root", root, *on);
-  const uint64_t bytes = bytes_of(count, type);
-  void* to = on->rank == static_cast<int>(root) ? buffer(receive, bytes, "recvBuf") : nullptr;
-  const auto call = header(kReduce, count, type, op, root);
-  issue({on, stream, call, [=, from = buffer(send, bytes, "sendBuf")] { reduce(*on, call, from, to); }, {}});
-})
+HCCL_API(computed, HcclReduce,
+    (void* send, void* receive, uint64_t count, int32_t type, int32_t op, uint32_t root, void* comm, void* stream), {
+      const auto on = communicator(comm);
+      check_reducible(type, op);
+      rank_within("root", root, *on);
+      const uint64_t bytes = bytes_of(count, type);
+      void* to = on->rank == static_cast<int>(root) ? buffer(receive, bytes, "recvBuf") : nullptr;
+      const auto call = header(kReduce, count, type, op, root);
+      issue({on, stream, call, [=, from = buffer(send, bytes, "sendBuf")] { reduce(*on, call, from, to); }, {}});
+    })
 
-HCCL_API(computed, HcclReduceScatter, (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream), {
-  const auto on = communicator(comm);
-  check_reducible(type, op);
-  const uint64_t bytes = bytes_of(count, type);
-  void* from = buffer(send, bytes * on->ranks, "sendBuf");
-  void* to = buffer(receive, bytes, "recvBuf");
-  const auto call = header(kReduceScatter, count, type, op);
-  issue({on, stream, call, [=] { reduce_scatter(*on, call, from, same(call.count, *on), multiples(call.count, *on), to); }, {}});
-})
+HCCL_API(computed, HcclReduceScatter,
+    (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream), {
+      const auto on = communicator(comm);
+      check_reducible(type, op);
+      const uint64_t bytes = bytes_of(count, type);
+      void* from = buffer(send, bytes * on->ranks, "sendBuf");
+      void* to = buffer(receive, bytes, "recvBuf");
+      const auto call = header(kReduceScatter, count, type, op);
+      issue({on, stream, call, [=] { reduce_scatter(*on, call, from, same(call.count, *on), multiples(call.count, *on), to); },
+          {}});
+    })
 
-HCCL_API(computed, HcclReduceScatterV, (const void* send, const void* send_counts, const void* send_starts, const void* receive, uint64_t count,
-                                        int32_t type, int32_t op, void* comm, void* stream), {
-  const auto on = communicator(comm);
-  check_reducible(type, op);
-  const auto counts = counts_of(send_counts, "sendCounts", *on);
-  const auto starts = counts_of(send_starts, "sdispls", *on);
-  if (counts[on->rank] != count) refuse_call(kParameter, "recvCount is ", count, ", sendCounts[", on->rank, "] ", counts[on->rank], "; they must be the same");
-  void* from = buffer(send, extent(counts, starts) * data_type(type).bytes, "sendBuf");
-  void* to = buffer(receive, bytes_of(count, type), "recvBuf");
-  const auto call = header(kReduceScatterV, 0, type, op);
-  issue({on, stream, call, [=] { reduce_scatter(*on, call, from, counts, starts, to); }, {}});
-})
+HCCL_API(computed, HcclReduceScatterV,
+    (const void* send, const void* send_counts, const void* send_starts, const void* receive, uint64_t count, int32_t type,
+        int32_t op, void* comm, void* stream),
+    {
+      const auto on = communicator(comm);
+      check_reducible(type, op);
+      const auto counts = counts_of(send_counts, "sendCounts", *on);
+      const auto starts = counts_of(send_starts, "sdispls", *on);
+      if (counts[on->rank] != count)
+        refuse_call(
+            kParameter, "recvCount is ", count, ", sendCounts[", on->rank, "] ", counts[on->rank], "; they must be the same");
+      void* from = buffer(send, extent(counts, starts) * data_type(type).bytes, "sendBuf");
+      void* to = buffer(receive, bytes_of(count, type), "recvBuf");
+      const auto call = header(kReduceScatterV, 0, type, op);
+      issue({on, stream, call, [=] { reduce_scatter(*on, call, from, counts, starts, to); }, {}});
+    })
 
 HCCL_API(computed, HcclAllGather, (void* send, void* receive, uint64_t count, int32_t type, void* comm, void* stream), {
   const auto on = communicator(comm);
@@ -222,18 +240,22 @@ HCCL_API(computed, HcclAllGather, (void* send, void* receive, uint64_t count, in
   issue({on, stream, call, [=] { all_gather(*on, call, from, to, same(call.count, *on), multiples(call.count, *on)); }, {}});
 })
 
-HCCL_API(computed, HcclAllGatherV, (const void* send, uint64_t count, const void* receive, const void* receive_counts, const void* receive_starts,
-                                    int32_t type, void* comm, void* stream), {
-  const auto on = communicator(comm);
-  check_transferable(type);
-  const auto counts = counts_of(receive_counts, "recvCounts", *on);
-  const auto starts = counts_of(receive_starts, "rdispls", *on);
-  if (counts[on->rank] != count) refuse_call(kParameter, "sendCount is ", count, ", recvCounts[", on->rank, "] ", counts[on->rank], "; they must be the same");
-  void* from = buffer(send, bytes_of(count, type), "sendBuf");
-  void* to = buffer(receive, extent(counts, starts) * data_type(type).bytes, "recvBuf");
-  const auto call = header(kAllGatherV, 0, type);
-  issue({on, stream, call, [=] { all_gather(*on, call, from, to, counts, starts); }, {}});
-})
+HCCL_API(computed, HcclAllGatherV,
+    (const void* send, uint64_t count, const void* receive, const void* receive_counts, const void* receive_starts, int32_t type,
+        void* comm, void* stream),
+    {
+      const auto on = communicator(comm);
+      check_transferable(type);
+      const auto counts = counts_of(receive_counts, "recvCounts", *on);
+      const auto starts = counts_of(receive_starts, "rdispls", *on);
+      if (counts[on->rank] != count)
+        refuse_call(
+            kParameter, "sendCount is ", count, ", recvCounts[", on->rank, "] ", counts[on->rank], "; they must be the same");
+      void* from = buffer(send, bytes_of(count, type), "sendBuf");
+      void* to = buffer(receive, extent(counts, starts) * data_type(type).bytes, "recvBuf");
+      const auto call = header(kAllGatherV, 0, type);
+      issue({on, stream, call, [=] { all_gather(*on, call, from, to, counts, starts); }, {}});
+    })
 
 HCCL_API(computed, HcclBroadcast, (void* address, uint64_t count, int32_t type, uint32_t root, void* comm, void* stream), {
   const auto on = communicator(comm);
@@ -244,50 +266,59 @@ HCCL_API(computed, HcclBroadcast, (void* address, uint64_t count, int32_t type, 
   issue({on, stream, call, [=] { broadcast(*on, call, whole); }, {}});
 })
 
-HCCL_API(computed, HcclScatter, (void* send, void* receive, uint64_t count, int32_t type, uint32_t root, void* comm, void* stream), {
-  const auto on = communicator(comm);
-  check_transferable(type);
-  rank_within("root", root, *on);
-  const uint64_t bytes = bytes_of(count, type);
-  void* from = on->rank == static_cast<int>(root) ? buffer(send, bytes * on->ranks, "sendBuf") : nullptr;
-  void* to = buffer(receive, bytes, "recvBuf");
-  const auto call = header(kScatter, count, type, 0xff, root);
-  issue({on, stream, call, [=] { scatter(*on, call, from, to); }, {}});
-})
+HCCL_API(
+    computed, HcclScatter, (void* send, void* receive, uint64_t count, int32_t type, uint32_t root, void* comm, void* stream), {
+      const auto on = communicator(comm);
+      check_transferable(type);
+      rank_within("root", root, *on);
+      const uint64_t bytes = bytes_of(count, type);
+      void* from = on->rank == static_cast<int>(root) ? buffer(send, bytes * on->ranks, "sendBuf") : nullptr;
+      void* to = buffer(receive, bytes, "recvBuf");
+      const auto call = header(kScatter, count, type, 0xff, root);
+      issue({on, stream, call, [=] { scatter(*on, call, from, to); }, {}});
+    })
 
-HCCL_API(computed, HcclAlltoAll, (const void* send, uint64_t send_count, int32_t send_type, const void* receive, uint64_t receive_count,
-                                  int32_t receive_type, void* comm, void* stream), {
-  const auto on = communicator(comm);
-  if (send_count != receive_count) refuse_call(kParameter, "sendCount is ", send_count, ", recvCount ", receive_count, "; they must be the same");
-  all_to_all_call(kAllToAll, send_count, send, same(send_count, *on), multiples(send_count, *on), send_type, receive, same(receive_count, *on),
-                  multiples(receive_count, *on), receive_type, on, stream);
-})
+HCCL_API(computed, HcclAlltoAll,
+    (const void* send, uint64_t send_count, int32_t send_type, const void* receive, uint64_t receive_count, int32_t receive_type,
+        void* comm, void* stream),
+    {
+      const auto on = communicator(comm);
+      if (send_count != receive_count)
+        refuse_call(kParameter, "sendCount is ", send_count, ", recvCount ", receive_count, "; they must be the same");
+      all_to_all_call(kAllToAll, send_count, send, same(send_count, *on), multiples(send_count, *on), send_type, receive,
+          same(receive_count, *on), multiples(receive_count, *on), receive_type, on, stream);
+    })
 
-HCCL_API(computed, HcclAlltoAllV, (const void* send, const void* send_counts, const void* send_starts, int32_t send_type, const void* receive,
-                                   const void* receive_counts, const void* receive_starts, int32_t receive_type, void* comm, void* stream), {
-  const auto on = communicator(comm);
-  all_to_all_call(kAllToAllV, 0, send, counts_of(send_counts, "sendCounts", *on), counts_of(send_starts, "sdispls", *on), send_type, receive,
-                  counts_of(receive_counts, "recvCounts", *on), counts_of(receive_starts, "rdispls", *on), receive_type, on, stream);
-})
+HCCL_API(computed, HcclAlltoAllV,
+    (const void* send, const void* send_counts, const void* send_starts, int32_t send_type, const void* receive,
+        const void* receive_counts, const void* receive_starts, int32_t receive_type, void* comm, void* stream),
+    {
+      const auto on = communicator(comm);
+      all_to_all_call(kAllToAllV, 0, send, counts_of(send_counts, "sendCounts", *on), counts_of(send_starts, "sdispls", *on),
+          send_type, receive, counts_of(receive_counts, "recvCounts", *on), counts_of(receive_starts, "rdispls", *on),
+          receive_type, on, stream);
+    })
 
-// The counts of all ranks as a matrix [from][to]; parts lie one after the other.
-HCCL_API(computed, HcclAlltoAllVC, (const void* send, const void* matrix, int32_t send_type, const void* receive, int32_t receive_type, void* comm,
-                                    void* stream), {
-  const auto on = communicator(comm);
-  if (!matrix) refuse_call(kNullPointer, "sendCountMatrix is null");
-  const auto* counts = static_cast<const uint64_t*>(matrix);
-  for (int i = 0; i < on->ranks * on->ranks; ++i) sane("sendCountMatrix", counts[i]);
-  const auto starts = [](const Counts& each) {
-    Counts out(each.size());
-    for (size_t i = 1; i < each.size(); ++i) out[i] = out[i - 1] + each[i - 1];
-    return out;
-  };
-  Counts send_counts(counts + on->rank * on->ranks, counts + (on->rank + 1) * on->ranks);
-  Counts receive_counts;
-  for (int i = 0; i < on->ranks; ++i) receive_counts.push_back(counts[i * on->ranks + on->rank]);
-  all_to_all_call(kAllToAllV, 0, send, send_counts, starts(send_counts), send_type, receive, receive_counts, starts(receive_counts), receive_type,
-                  on, stream);
-})
+// Counts of all ranks as a matrix [from][to]; parts are contiguous.
+HCCL_API(computed, HcclAlltoAllVC,
+    (const void* send, const void* matrix, int32_t send_type, const void* receive, int32_t receive_type, void* comm,
+        void* stream),
+    {
+      const auto on = communicator(comm);
+      if (!matrix) refuse_call(kNullPointer, "sendCountMatrix is null");
+      const auto* counts = static_cast<const uint64_t*>(matrix);
+      for (int i = 0; i < on->ranks * on->ranks; ++i) checked_count("sendCountMatrix", counts[i]);
+      const auto starts = [](const Counts& each) {
+        Counts out(each.size());
+        for (size_t i = 1; i < each.size(); ++i) out[i] = out[i - 1] + each[i - 1];
+        return out;
+      };
+      Counts send_counts(counts + on->rank * on->ranks, counts + (on->rank + 1) * on->ranks);
+      Counts receive_counts;
+      for (int i = 0; i < on->ranks; ++i) receive_counts.push_back(counts[i * on->ranks + on->rank]);
+      all_to_all_call(kAllToAllV, 0, send, send_counts, starts(send_counts), send_type, receive, receive_counts,
+          starts(receive_counts), receive_type, on, stream);
+    })
 
 HCCL_API(computed, HcclSend, (void* address, uint64_t count, int32_t type, uint32_t peer, void* comm, void* stream), {
   const auto on = communicator(comm);
@@ -308,7 +339,8 @@ HCCL_API(computed, HcclBatchSendRecv, (const SendReceive* batch, uint32_t number
   std::vector<PointToPoint> items;
   for (uint32_t i = 0; i < number; ++i) {
     const auto& each = batch[i];
-    if (each.kind != 0 && each.kind != 1) refuse_call(kParameter, "sendRecvInfo[", i, "].sendRecvType is ", each.kind, "; allowed: 0 (send), 1 (receive)");
+    if (each.kind != 0 && each.kind != 1)
+      refuse_call(kParameter, "sendRecvInfo[", i, "].sendRecvType is ", each.kind, "; allowed: 0 (send), 1 (receive)");
     items.push_back(item(each.kind == 0 ? kSend : kReceive, each.buffer, each.count, each.type, each.peer, *on));
   }
   issue({on, stream, items.front().header, {}, items});
@@ -327,7 +359,7 @@ HCCL_API(computed, HcclGroupEnd, (), {
   if (--group_depth) return;
   auto rest = std::move(group);
   group.clear();
-  while (!rest.empty()) {  // one task for each communicator and stream, in the order of their first calls
+  while (!rest.empty()) {  // one task per communicator and stream, in the order of their first calls
     std::vector<Operation> together;
     std::vector<Operation> later;
     for (auto& each : rest) {

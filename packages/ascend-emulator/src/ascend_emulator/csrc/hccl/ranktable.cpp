@@ -11,7 +11,7 @@
 namespace emu::hccl {
 namespace {
 
-// As much of JSON as the table uses; a number or a word is kept as its text.
+// JSON value; numbers and words are kept as text.
 struct Value {
   std::string text;
   std::vector<Value> items;
@@ -33,7 +33,7 @@ class Reader {
   explicit Reader(std::string text) : text_(std::move(text)) {}
   Value all() {
     Value value = read(0);
-    if (next()) wrong();
+    if (next()) fail_at_position();
     return value;
   }
 
@@ -42,43 +42,45 @@ class Reader {
     while (at_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[at_]))) ++at_;
     return at_ < text_.size() ? text_[at_] : 0;
   }
-  void take(char expected) {
-    if (next() != expected) wrong();
+  void expect(char expected) {
+    if (next() != expected) fail_at_position();
     ++at_;
   }
-  [[noreturn]] void wrong() { refuse_call(kParameter, "the rank table is not JSON at character ", at_); }
+  [[noreturn]] void fail_at_position() { refuse_call(kParameter, "the rank table is not JSON at character ", at_); }
   std::string string() {
-    take('"');
+    expect('"');
     const auto end = text_.find('"', at_);
-    if (end == std::string::npos) wrong();
+    if (end == std::string::npos) fail_at_position();
     const auto out = text_.substr(at_, end - at_);
     at_ = end + 1;
     return out;
   }
   Value read(int depth) {
-    if (depth > 32) wrong();
+    if (depth > 32) fail_at_position();
     Value value;
     switch (next()) {
       case '{':
-        for (take('{'); next() != '}';) {
+        for (expect('{'); next() != '}';) {
           const auto key = string();
-          take(':');
+          expect(':');
           value.members[key] = read(depth + 1);
-          if (next() != '}') take(',');
+          if (next() != '}') expect(',');
         }
-        take('}');
+        expect('}');
         break;
       case '[':
-        for (take('['); next() != ']';) {
+        for (expect('['); next() != ']';) {
           value.items.push_back(read(depth + 1));
-          if (next() != ']') take(',');
+          if (next() != ']') expect(',');
         }
-        take(']');
+        expect(']');
         break;
       case '"': value.text = string(); break;
       default:
-        while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || std::string("+-.").find(text_[at_]) != std::string::npos)) value.text += text_[at_++];
-        if (value.text.empty()) wrong();
+        while (at_ < text_.size() &&
+               (std::isalnum(static_cast<unsigned char>(text_[at_])) || std::string("+-.").find(text_[at_]) != std::string::npos))
+          value.text += text_[at_++];
+        if (value.text.empty()) fail_at_position();
     }
     return value;
   }
@@ -94,26 +96,29 @@ RankTable read_rank_table(const char* path) {
   if (!file) refuse_call(kOpenFile, "the rank table does not open: ", path);
   const std::string content{std::istreambuf_iterator<char>(file), {}};
   const auto root = Reader(content).all();
-  if (const auto status = root.at("status"); status != "completed") refuse_call(kUnavailable, path, ": status is ", status.empty() ? "missing" : status, "; it must be completed");
+  if (const auto status = root.at("status"); status != "completed")
+    refuse_call(kUnavailable, path, ": status is ", status.empty() ? "missing" : status, "; it must be completed");
   std::map<int, std::string> found;
   for (const auto& server : root.list("server_list")) {
-    // server_id is an address, or a name where host_ip is the address.
+    // server_id is an address, or a name if host_ip has the address.
     in_addr parsed;
     std::string address = server.at("host_ip").empty() ? server.at("server_id") : server.at("host_ip");
     if (inet_pton(AF_INET, address.c_str(), &parsed) != 1) address = "127.0.0.1";
     for (const auto& device : server.list("device")) {
       const auto rank = device.at("rank_id");
-      if (rank.empty() || rank.find_first_not_of("0123456789") != std::string::npos || rank.size() > 6) refuse_call(kParameter, path, ": rank_id is '", rank, "'; it is a number");
-      if (!found.emplace(std::stoi(rank), address).second) refuse_call(kParameter, path, ": rank_id ", rank, " is there twice");
+      if (rank.empty() || rank.find_first_not_of("0123456789") != std::string::npos || rank.size() > 6)
+        refuse_call(kParameter, path, ": rank_id is '", rank, "'; it is a number");
+      if (!found.emplace(std::stoi(rank), address).second) refuse_call(kParameter, path, ": rank_id ", rank, " occurs twice");
     }
   }
   if (found.empty()) refuse_call(kParameter, path, ": server_list has no device with a rank_id");
-  if (found.rbegin()->first + 1 != static_cast<int>(found.size())) refuse_call(kParameter, path, ": rank_id goes to ", found.rbegin()->first, ", but there are ", found.size());
+  if (found.rbegin()->first + 1 != static_cast<int>(found.size()))
+    refuse_call(kParameter, path, ": rank_id goes to ", found.rbegin()->first, ", but there are ", found.size());
   RankTable table;
   for (const auto& [rank, address] : found) table.servers.push_back(address);
   uint64_t hash = 1469598103934665603ull;
   for (const unsigned char each : content) hash = (hash ^ each) * 1099511628211ull;
-  table.identity = emu::text(std::hex, hash);
+  table.identity = emu::hex(hash);
   return table;
 }
 

@@ -17,11 +17,10 @@ File::~File() {
 }
 
 const char* kind_name(uint8_t kind) {
-  static const char* names[] = {"HcclBarrier",        "HcclAllReduce",       "HcclAllGather", "HcclAllGatherV", "HcclReduceScatter",
-                                "HcclReduceScatterV", "HcclBroadcast",       "HcclReduce",    "HcclScatter",    "HcclAlltoAll",
-                                "HcclAlltoAllV",      "HcclSend",            "HcclRecv",      "a failure",      "MoeDistributeDispatch",
-                                "MoeDistributeCombine", "MatmulAllReduce",   "AllGatherMatmul", "MatmulReduceScatter", "DistributeBarrier",
-                                "AlltoAllvGroupedMatMul", "GroupedMatMulAlltoAllv", "AlltoAllMatmul", "MatmulAlltoAll"};
+  static const char* names[] = {"HcclBarrier", "HcclAllReduce", "HcclAllGather", "HcclAllGatherV", "HcclReduceScatter",
+      "HcclReduceScatterV", "HcclBroadcast", "HcclReduce", "HcclScatter", "HcclAlltoAll", "HcclAlltoAllV", "HcclSend", "HcclRecv",
+      "a failure", "MoeDistributeDispatch", "MoeDistributeCombine", "MatmulAllReduce", "AllGatherMatmul", "MatmulReduceScatter",
+      "DistributeBarrier", "AlltoAllvGroupedMatMul", "GroupedMatMulAlltoAllv", "AlltoAllMatmul", "MatmulAlltoAll"};
   return kind < std::size(names) ? names[kind] : "an unknown call";
 }
 
@@ -37,75 +36,80 @@ std::string Header::describe() const {
 
 namespace {
 
-// The state of one connection within a transfer.
-struct Lane {
+// State of one connection within a transfer.
+struct Channel {
   int peer;
   std::vector<const Outgoing*> out;
-  size_t sending = 0;   // index in out
-  uint64_t sent = 0;    // bytes of it, the header's first
+  size_t sending = 0;  // index in out
+  uint64_t sent = 0;   // bytes of it, the header's first
   std::vector<const Incoming*> waiting;
-  Header header;        // that is arriving
+  Header header;          // of the message being received
   uint64_t received = 0;  // bytes of the arriving message, its header's first
   char* target = nullptr;
-  std::optional<Early> early;  // where it goes if it was not expected yet
+  std::optional<UnexpectedMessage> unexpected;  // destination of a message without a matching call
   bool has_header = false;
-  std::string failure;         // the peer's, as it arrives
-  bool broken = false;         // the peer reads no more; what it sent before may say why
+  std::string failure;       // the peer's failure message
+  bool send_failed = false;  // keep receiving: the peer may have sent a reason
 
-  bool wants_to_send() const { return sending < out.size() && !broken; }
-  bool wants_to_receive() const { return !waiting.empty() || received > 0 || broken; }
+  bool wants_to_send() const { return sending < out.size() && !send_failed; }
+  bool wants_to_receive() const { return !waiting.empty() || received > 0 || send_failed; }
   bool done() const { return !wants_to_send() && !wants_to_receive(); }
 };
 
 bool point_to_point(uint8_t kind) { return kind == kSend || kind == kReceive; }
 
 [[noreturn]] void mismatch(int peer, const Header& theirs, const Header& ours) {
-  // What they should have called is the other end of ours.
+  // The peer's matching call of a send is a receive, and vice versa.
   Header mine = ours;
-  if (ours.kind == kSend) mine.kind = kReceive;
-  else if (ours.kind == kReceive) mine.kind = kSend;
+  if (ours.kind == kSend)
+    mine.kind = kReceive;
+  else if (ours.kind == kReceive)
+    mine.kind = kSend;
   if (theirs.describe() == mine.describe()) {
-    throw Broken(kParameter, text("rank ", peer, " sends ", theirs.bytes, " bytes to this rank's ", mine.describe(), ", where ", ours.bytes,
-                                  " are expected; the counts of the ranks must fit together"));
+    throw TransferError(kParameter, text("rank ", peer, " sends ", theirs.bytes, " bytes to this rank's ", mine.describe(),
+                                        ", where ", ours.bytes, " are expected; the counts of the ranks must fit together"));
   }
-  throw Broken(kParameter, text("rank ", peer, " called ", theirs.describe(), " where this rank called ", mine.describe(),
-                                "; all ranks must make the same calls in the same order"));
+  throw TransferError(kParameter, text("rank ", peer, " called ", theirs.describe(), " where this rank called ", mine.describe(),
+                                      "; all ranks must make the same calls in the same order"));
 }
 
 bool same(const Header& a, const Header& b) {
   return a.kind == b.kind && a.type == b.type && a.op == b.op && a.root == b.root && a.count == b.count && a.bytes == b.bytes;
 }
 
-// Finds the call that a message is for. Point-to-point messages may come before their call.
-const Incoming* take(Lane& lane, const Header& header) {
-  for (auto at = lane.waiting.begin(); at != lane.waiting.end(); ++at) {
+// Finds the call that matches a message. Point-to-point messages may arrive before their call.
+const Incoming* match_receive(Channel& channel, const Header& header) {
+  for (auto at = channel.waiting.begin(); at != channel.waiting.end(); ++at) {
     if ((*at)->header.kind != header.kind) continue;
-    if (!same((*at)->header, header)) mismatch(lane.peer, header, (*at)->header);
+    if (!same((*at)->header, header)) mismatch(channel.peer, header, (*at)->header);
     const auto* found = *at;
-    lane.waiting.erase(at);
+    channel.waiting.erase(at);
     return found;
   }
-  const auto& expected = lane.waiting.front()->header;
-  if (!point_to_point(header.kind) || !point_to_point(expected.kind)) mismatch(lane.peer, header, expected);
+  const auto& expected = channel.waiting.front()->header;
+  if (!point_to_point(header.kind) || !point_to_point(expected.kind)) mismatch(channel.peer, header, expected);
   return nullptr;
 }
 
-[[noreturn]] void gone(int peer) {
-  throw Broken(kRemote, text("rank ", peer, " closed its connection: its process ended, or it destroyed the communicator; look at its output"));
+[[noreturn]] void raise_closed(int peer) {
+  throw TransferError(kRemote,
+      text("rank ", peer, " closed its connection: its process ended, or it destroyed the communicator; look at its output"));
 }
 
-// False when nothing can be sent now.
-bool send_some(Lane& lane, Link& link) {
+// False if nothing could be sent.
+bool send_some(Channel& channel, Link& link) {
   bool moved = false;
-  while (lane.wants_to_send()) {
-    const auto& message = *lane.out[lane.sending];
+  while (channel.wants_to_send()) {
+    const auto& message = *channel.out[channel.sending];
     iovec parts[2];
     int count = 0;
-    if (lane.sent < sizeof(Header)) {
-      parts[count++] = {const_cast<char*>(reinterpret_cast<const char*>(&message.header)) + lane.sent, sizeof(Header) - lane.sent};
+    if (channel.sent < sizeof(Header)) {
+      parts[count++] = {
+          const_cast<char*>(reinterpret_cast<const char*>(&message.header)) + channel.sent, sizeof(Header) - channel.sent};
     }
-    const uint64_t done = lane.sent < sizeof(Header) ? 0 : lane.sent - sizeof(Header);
-    if (done < message.header.bytes) parts[count++] = {static_cast<char*>(const_cast<void*>(message.data)) + done, message.header.bytes - done};
+    const uint64_t done = channel.sent < sizeof(Header) ? 0 : channel.sent - sizeof(Header);
+    if (done < message.header.bytes)
+      parts[count++] = {static_cast<char*>(const_cast<void*>(message.data)) + done, message.header.bytes - done};
     msghdr packet{};
     packet.msg_iov = parts;
     packet.msg_iovlen = count;
@@ -113,102 +117,104 @@ bool send_some(Lane& lane, Link& link) {
     if (bytes < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN) return moved;
-      lane.broken = true;
+      channel.send_failed = true;
       return true;
     }
     moved = true;
-    lane.sent += bytes;
-    link.within_message = lane.sent < sizeof(Header) + message.header.bytes;
-    if (lane.sent == sizeof(Header) + message.header.bytes) {
-      lane.sent = 0;
-      ++lane.sending;
-    } else if (lane.sent > sizeof(Header)) {
-      return true;  // the other directions have their turn
+    channel.sent += bytes;
+    link.within_message = channel.sent < sizeof(Header) + message.header.bytes;
+    if (channel.sent == sizeof(Header) + message.header.bytes) {
+      channel.sent = 0;
+      ++channel.sending;
+    } else if (channel.sent > sizeof(Header)) {
+      return true;  // let the other connections progress
     }
   }
   return moved;
 }
 
-bool receive_some(Lane& lane, Link& link) {
+bool receive_some(Channel& channel, Link& link) {
   bool moved = false;
-  while (lane.wants_to_receive()) {
+  while (channel.wants_to_receive()) {
     char* to;
     uint64_t room;
-    if (!lane.has_header) {
-      to = reinterpret_cast<char*>(&lane.header) + lane.received;
-      room = sizeof(Header) - lane.received;
+    if (!channel.has_header) {
+      to = reinterpret_cast<char*>(&channel.header) + channel.received;
+      room = sizeof(Header) - channel.received;
     } else {
-      const uint64_t done = lane.received - sizeof(Header);
-      to = lane.target + done;
-      room = lane.header.bytes - done;
+      const uint64_t done = channel.received - sizeof(Header);
+      to = channel.target + done;
+      room = channel.header.bytes - done;
     }
     const ssize_t bytes = recv(link.socket.get(), to, room, MSG_DONTWAIT);
     if (bytes < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN) return moved;
-      gone(lane.peer);
+      raise_closed(channel.peer);
     }
-    if (bytes == 0) gone(lane.peer);
+    if (bytes == 0) raise_closed(channel.peer);
     moved = true;
-    lane.received += bytes;
-    if (!lane.has_header && lane.received == sizeof(Header)) {
-      lane.has_header = true;
-      if (lane.header.kind == kFailed) {
-        lane.failure.resize(std::min<uint64_t>(lane.header.bytes, 4096));
-        lane.header.bytes = lane.failure.size();
-        lane.target = lane.failure.data();
-      } else if (const auto* call = take(lane, lane.header)) {
-        lane.target = static_cast<char*>(call->data);
+    channel.received += bytes;
+    if (!channel.has_header && channel.received == sizeof(Header)) {
+      channel.has_header = true;
+      if (channel.header.kind == kFailed) {
+        channel.failure.resize(std::min<uint64_t>(channel.header.bytes, 4096));
+        channel.header.bytes = channel.failure.size();
+        channel.target = channel.failure.data();
+      } else if (const auto* call = match_receive(channel, channel.header)) {
+        channel.target = static_cast<char*>(call->data);
       } else {
-        lane.early.emplace(Early{lane.header, std::vector<char>(lane.header.bytes)});
-        lane.target = lane.early->bytes.data();
+        channel.unexpected.emplace(UnexpectedMessage{channel.header, std::vector<char>(channel.header.bytes)});
+        channel.target = channel.unexpected->bytes.data();
       }
     }
-    if (lane.has_header && lane.received == sizeof(Header) + lane.header.bytes) {
-      if (lane.header.kind == kFailed) throw Broken(kRemote, text("rank ", lane.peer, " failed: ", lane.failure));
-      if (lane.early) link.early.push_back(std::move(*lane.early));
-      lane.early.reset();
-      lane.has_header = false;
-      lane.received = 0;
-    } else if (lane.has_header && lane.received > sizeof(Header)) {
+    if (channel.has_header && channel.received == sizeof(Header) + channel.header.bytes) {
+      if (channel.header.kind == kFailed) throw TransferError(kRemote, text("rank ", channel.peer, " failed: ", channel.failure));
+      if (channel.unexpected) link.unexpected.push_back(std::move(*channel.unexpected));
+      channel.unexpected.reset();
+      channel.has_header = false;
+      channel.received = 0;
+    } else if (channel.has_header && channel.received > sizeof(Header)) {
       return true;
     }
   }
   return moved;
 }
 
-constexpr int kLook = 50;  // milliseconds between looks at whether the stream was aborted
+constexpr int kAbortPollMs = 50;  // milliseconds between checks for an aborted stream
 
 int milliseconds(Deadline deadline) {
-  if (!deadline) return kLook;
+  if (!deadline) return kAbortPollMs;
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(*deadline - Clock::now()).count() + 1;
   return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
 }
 
-// False when the deadline passed.
+// False on timeout.
 bool wait(std::vector<pollfd>& files, Deadline deadline) {
   while (true) {
     check_not_aborted();
-    const int ready = poll(files.data(), files.size(), std::min(milliseconds(deadline), kLook));
+    const int ready = poll(files.data(), files.size(), std::min(milliseconds(deadline), kAbortPollMs));
     if (ready > 0) break;
     if (ready == 0 && deadline && Clock::now() >= *deadline) return false;
-    if (ready < 0 && errno != EINTR) throw Broken(kInternal, text("poll: ", std::strerror(errno)));
+    if (ready < 0 && errno != EINTR) throw TransferError(kInternal, text("poll: ", std::strerror(errno)));
   }
-  if (files[0].revents) throw Broken(kSuspending, "the communicator was destroyed or suspended meanwhile");
+  if (files[0].revents) throw TransferError(kSuspending, "the communicator was destroyed or suspended meanwhile");
   return true;
 }
 
 }  // namespace
 
-void give_up(std::vector<Link>& links, const std::string& reason) {
+void notify_failure(std::vector<Link>& links, const std::string& reason) {
   Header header;
   header.kind = kFailed;
   header.bytes = std::min<size_t>(reason.size(), 4096);
   const std::string message = std::string(reinterpret_cast<const char*>(&header), sizeof header) + reason.substr(0, header.bytes);
   for (auto& link : links) {
     if (link.socket.get() < 0) continue;
-    // Closing it would take away what is still on its way to the peer.
-    if (!link.within_message && send(link.socket.get(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno == EPIPE) continue;
+    // Shut down instead of close: close would drop data in flight.
+    if (!link.within_message && send(link.socket.get(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 &&
+        errno == EPIPE)
+      continue;
     shutdown(link.socket.get(), SHUT_WR);
   }
 }
@@ -218,38 +224,42 @@ void pause(Deadline deadline, int wake) {
   wait(files, deadline);
 }
 
-void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake) {
-  std::vector<Lane> lanes(links.size());
-  for (size_t i = 0; i < lanes.size(); ++i) lanes[i].peer = static_cast<int>(i);
-  for (const auto& message : out) lanes[message.peer].out.push_back(&message);
-  for (const auto& message : in) lanes[message.peer].waiting.push_back(&message);
-  for (auto& lane : lanes) {  // first what has come already
-    auto& early = links[lane.peer].early;
-    for (auto at = early.begin(); at != early.end() && !lane.waiting.empty();) {
-      const auto* call = take(lane, at->header);
+void transfer(
+    std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake) {
+  std::vector<Channel> channels(links.size());
+  for (size_t i = 0; i < channels.size(); ++i) channels[i].peer = static_cast<int>(i);
+  for (const auto& message : out) channels[message.peer].out.push_back(&message);
+  for (const auto& message : in) channels[message.peer].waiting.push_back(&message);
+  for (auto& channel : channels) {  // messages that have already arrived
+    auto& unexpected = links[channel.peer].unexpected;
+    for (auto at = unexpected.begin(); at != unexpected.end() && !channel.waiting.empty();) {
+      const auto* call = match_receive(channel, at->header);
       if (call && !at->bytes.empty()) std::memcpy(call->data, at->bytes.data(), at->bytes.size());
-      at = call ? early.erase(at) : std::next(at);
+      at = call ? unexpected.erase(at) : std::next(at);
     }
   }
-  std::erase_if(lanes, [](const Lane& lane) { return lane.done(); });
-  while (!lanes.empty()) {
+  std::erase_if(channels, [](const Channel& channel) { return channel.done(); });
+  while (!channels.empty()) {
     bool moved = false;
-    for (auto& lane : lanes) moved |= send_some(lane, links[lane.peer]);
-    for (auto& lane : lanes) moved |= receive_some(lane, links[lane.peer]);  // when all know what this rank called
-    std::erase_if(lanes, [](const Lane& lane) { return lane.done(); });
-    if (moved || lanes.empty()) continue;
+    for (auto& channel : channels) moved |= send_some(channel, links[channel.peer]);
+    for (auto& channel : channels) moved |= receive_some(channel, links[channel.peer]);  // after this rank's headers are sent
+    std::erase_if(channels, [](const Channel& channel) { return channel.done(); });
+    if (moved || channels.empty()) continue;
     std::vector<pollfd> files{{wake, POLLIN, 0}};
-    for (const auto& lane : lanes) {
-      const short events = (lane.wants_to_send() ? POLLOUT : 0) | (lane.wants_to_receive() ? POLLIN : 0);
-      files.push_back({links[lane.peer].socket.get(), events, 0});
+    for (const auto& channel : channels) {
+      const short events = (channel.wants_to_send() ? POLLOUT : 0) | (channel.wants_to_receive() ? POLLIN : 0);
+      files.push_back({links[channel.peer].socket.get(), events, 0});
     }
     if (!wait(files, deadline)) {
       std::string missing;
-      for (const auto& lane : lanes) {
-        missing += text(missing.empty() ? "" : ", ", lane.peer);
-        if (const auto& early = links[lane.peer].early; !early.empty()) missing += text(" (which is in ", early.front().header.describe(), ")");
+      for (const auto& channel : channels) {
+        missing += text(missing.empty() ? "" : ", ", channel.peer);
+        if (const auto& unexpected = links[channel.peer].unexpected; !unexpected.empty())
+          missing += text(" (which is in ", unexpected.front().header.describe(), ")");
       }
-      throw Broken(kTimeout, text("nothing from rank ", missing, " in time; it did not make this call, is slower than HCCL_EXEC_TIMEOUT allows, or hangs"));
+      throw TransferError(
+          kTimeout, text("nothing from rank ", missing,
+                        " in time; it did not make this call, is slower than HCCL_EXEC_TIMEOUT allows, or hangs"));
     }
   }
 }

@@ -1,6 +1,6 @@
-// Connections between ranks and what moves over them: Unix sockets within a machine, TCP between machines, one for each pair of ranks of a
-// communicator. All messages of a step move side by side and the thread sleeps in poll() in between, so no order of calls can block the
-// others, an end of a connection is noticed at once, and an idle wait costs no processor time.
+// Transport between ranks: one connection per pair of ranks, over Unix sockets within a machine and TCP between machines. All
+// messages of a step progress concurrently and the thread waits in poll(), so the order of calls cannot deadlock, a closed
+// connection is noticed immediately, and waiting uses no CPU.
 #ifndef ASCEND_EMULATOR_HCCL_TRANSPORT_H
 #define ASCEND_EMULATOR_HCCL_TRANSPORT_H
 #include <chrono>
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../core/stream.h"
+#include "core/stream.h"
 #include "types.h"
 
 namespace emu::hccl {
@@ -30,12 +30,33 @@ class File {
   int fd_;
 };
 
-// What both ends of a message must agree on; it goes before the message's bytes.
+// Message header; both ends must agree on it.
 enum CallKind : uint8_t {
-  kBarrier, kAllReduce, kAllGather, kAllGatherV, kReduceScatter, kReduceScatterV, kBroadcast, kReduce, kScatter, kAllToAll, kAllToAllV, kSend, kReceive,
+  kBarrier,
+  kAllReduce,
+  kAllGather,
+  kAllGatherV,
+  kReduceScatter,
+  kReduceScatterV,
+  kBroadcast,
+  kReduce,
+  kScatter,
+  kAllToAll,
+  kAllToAllV,
+  kSend,
+  kReceive,
   kFailed,
-  // Operators that compute and communicate (fused.h).
-  kDispatch, kCombine, kMatmulAllReduce, kAllGatherMatmul, kMatmulReduceScatter, kDistributeBarrier, kAllToAllGrouped, kGroupedAllToAll, kAllToAllMatmul, kMatmulAllToAll
+  // Operators that compute and communicate (ops/mc2/mc2.h).
+  kDispatch,
+  kCombine,
+  kMatmulAllReduce,
+  kAllGatherMatmul,
+  kMatmulReduceScatter,
+  kDistributeBarrier,
+  kAllToAllGrouped,
+  kGroupedAllToAll,
+  kAllToAllMatmul,
+  kMatmulAllToAll
 };
 const char* kind_name(uint8_t kind);
 constexpr uint32_t kNone = 0xffffffff;
@@ -43,20 +64,20 @@ constexpr uint32_t kNone = 0xffffffff;
 struct Header {
   uint8_t kind = kBarrier, type = 0, op = 0xff, unused = 0;
   uint32_t root = kNone;
-  uint64_t count = 0;  // of elements, where it is the same on all ranks
-  uint64_t bytes = 0;  // that follow
+  uint64_t count = 0;  // of elements, if equal on all ranks
+  uint64_t bytes = 0;  // of the payload
   std::string describe() const;
 };
 
-struct Early {  // a message of a point-to-point call that this rank has not made yet
+struct UnexpectedMessage {  // point-to-point message that arrived before this rank's call
   Header header;
   std::vector<char> bytes;
 };
 
 struct Link {
   File socket;
-  std::deque<Early> early;
-  bool within_message = false;  // part of one was sent
+  std::deque<UnexpectedMessage> unexpected;
+  bool within_message = false;  // a message was sent in part
 };
 
 struct Outgoing {
@@ -70,24 +91,25 @@ struct Incoming {
   void* data;
 };
 
-// Why a step could not be completed.
-struct Broken : std::runtime_error {
+// Reason why a step failed.
+struct TransferError : std::runtime_error {
   const Code result;
-  Broken(Code result, const std::string& what) : std::runtime_error(what), result(result) {}
+  TransferError(Code result, const std::string& what) : std::runtime_error(what), result(result) {}
 };
 
-// Moves all of it. Throws Broken: a peer went away, sent something else, the deadline passed, or `wake` became
-// readable; and what check_not_aborted() throws.
-void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake);
-// Tells the others why this rank goes no further, as far as they can still be told.
-void give_up(std::vector<Link>& links, const std::string& reason);
-// Sleeps until the deadline; throws Broken if `wake` becomes readable.
+// Transfers all messages. Throws TransferError if a peer closed its connection or sent another call, the deadline passed, or
+// `wake` became readable; and check_not_aborted()'s error.
+void transfer(
+    std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake);
+// Sends the reason of this rank's failure to all peers that are still reachable.
+void notify_failure(std::vector<Link>& links, const std::string& reason);
+// Sleeps until the deadline; throws TransferError if `wake` becomes readable.
 void pause(Deadline deadline, int wake);
 
-// The connections of one rank to all others, made through addresses that each rank publishes.
-class Meeting {
+// Establishes one rank's connections to its peers from the addresses that all ranks publish.
+class Rendezvous {
  public:
-  explicit Meeting(const std::string& ip);
+  explicit Rendezvous(const std::string& ip);
   std::string address() const { return address_; }
   // `addresses` by rank; `token` is the communicator's.
   std::vector<Link> connect(const std::vector<std::string>& addresses, int rank, uint64_t token, Clock::time_point deadline);
@@ -97,7 +119,7 @@ class Meeting {
   std::string address_;
 };
 
-// This machine's address for others: HCCL_IF_IP, HCCL_SOCKET_IFNAME, or the first that is not a loopback.
+// This machine's address for other ranks: HCCL_IF_IP, HCCL_SOCKET_IFNAME, or the first non-loopback address.
 std::string host_ip();
 
 }  // namespace emu::hccl

@@ -1,8 +1,9 @@
 #include "types.h"
 
+#include <algorithm>
 #include <map>
 
-#include "../core/checks.h"
+#include "core/device.h"
 
 namespace emu::hccl {
 namespace {
@@ -37,12 +38,29 @@ void one_of_types(const char* what, int code, const std::vector<int>& allowed) {
 
 const char* describe(int result) {
   static const std::map<int, const char*> texts = {
-      {0, "no error"},          {1, "a parameter is wrong"},     {2, "a pointer is null"},     {3, "memory"},
-      {4, "internal error"},    {5, "not supported"},            {6, "not found"},             {7, "unavailable"},
-      {8, "system call"},       {9, "timeout"},                  {10, "a file does not open"}, {11, "TCP connection"},
-      {12, "RoCE connection"},  {13, "TCP transfer"},            {14, "RoCE transfer"},        {15, "runtime"},
-      {16, "driver"},           {17, "profiling"},               {18, "compute engine"},       {19, "network"},
-      {20, "again"},            {21, "a remote rank failed"},    {22, "communicator suspended"},
+      {0, "no error"},
+      {1, "a parameter is wrong"},
+      {2, "a pointer is null"},
+      {3, "memory"},
+      {4, "internal error"},
+      {5, "not supported"},
+      {6, "not found"},
+      {7, "unavailable"},
+      {8, "system call"},
+      {9, "timeout"},
+      {10, "a file does not open"},
+      {11, "TCP connection"},
+      {12, "RoCE connection"},
+      {13, "TCP transfer"},
+      {14, "RoCE transfer"},
+      {15, "runtime"},
+      {16, "driver"},
+      {17, "profiling"},
+      {18, "compute engine"},
+      {19, "network"},
+      {20, "again"},
+      {21, "a remote rank failed"},
+      {22, "communicator suspended"},
   };
   const auto found = texts.find(result);
   return found == texts.end() ? "unknown error" : found->second;
@@ -55,7 +73,7 @@ const char* reduction_name(int op) {
 
 const DataType& data_type(int code) {
   const auto found = kTypes.find(code);
-  if (found == kTypes.end()) refuse_call(kParameter, "there is no data type ", code);
+  if (found == kTypes.end()) refuse_call(kParameter, "unknown data type ", code);
   return found->second;
 }
 
@@ -66,7 +84,7 @@ void check_transferable(int code) {
   one_of_types("the data type", code, allowed);
 }
 
-// "HcclAllReduce", "HcclReduce", "HcclReduceScatter": the lists are the same. Of Ascend950's, uint64 is left out: ATen does not add it.
+// "HcclAllReduce", "HcclReduce", "HcclReduceScatter": same lists. uint64 of Ascend950 is not supported: ATen cannot add it.
 void check_reducible(int code, int op) {
   if (op < kSum || op > kMin) refuse_call(kParameter, "the reduction is ", op, "; allowed: 0 (sum), 1 (prod), 2 (max), 3 (min)");
   const bool duo = is_chip("Ascend310P");

@@ -1,5 +1,6 @@
-// HCCL's numbers and rules. Source of the values and of the limits: Huawei's public API reference "HCCL" (HcclDataType, HcclReduceOp,
-// HcclResult, HcclCommConfig, and each operation's page); of the signatures, torch_npu/csrc/distributed/HcclCompile.h (Ascend/pytorch, BSD).
+// HCCL's constants and limits. Source of the values and of the limits: Huawei's public API reference "HCCL" (HcclDataType,
+// HcclReduceOp, HcclResult, HcclCommConfig, and each operation's page); of the signatures,
+// torch_npu/csrc/distributed/HcclCompile.h (Ascend/pytorch, BSD).
 #ifndef ASCEND_EMULATOR_HCCL_TYPES_H
 #define ASCEND_EMULATOR_HCCL_TYPES_H
 #include <c10/core/ScalarType.h>
@@ -7,7 +8,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "../core/status.h"
+#include "core/status.h"
 
 namespace emu::hccl {
 
@@ -28,7 +29,7 @@ enum Code : int {
 };
 const char* describe(int result);
 
-// Thrown where a call fails at once; an operation that fails on its stream has an ACL code for the stream beside it (communicator.h).
+// Error of a call. An operation that fails on its stream also fails the stream with an ACL code (communicator.h).
 template <class... Parts>
 [[noreturn]] void refuse_call(Code result, const Parts&... parts) {
   throw Error(static_cast<Status>(result), text(parts...));
@@ -40,15 +41,15 @@ const char* reduction_name(int op);
 struct DataType {
   const char* name;
   uint64_t bytes;
-  std::optional<at::ScalarType> scalar;  // as what it is reduced
+  std::optional<at::ScalarType> scalar;  // dtype of its reductions
 };
 const DataType& data_type(int code);  // throws if the code is none
 
-// That this chip transfers, or reduces, elements of this type. The message lists what is allowed.
+// Throw unless the chip can transfer, or reduce, this type; the message lists the allowed types.
 void check_transferable(int code);
 void check_reducible(int code, int op);
 
-// The first members of HcclCommConfig; later ones do not matter here. `size` is what HcclCommConfigInit noted.
+// First members of HcclCommConfig; later ones are not used. `size` is set by HcclCommConfigInit.
 struct Config {
   uint64_t size;
   char reserved[16];

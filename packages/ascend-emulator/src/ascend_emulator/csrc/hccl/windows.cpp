@@ -1,9 +1,9 @@
-// Memory that a program lends to a communicator, so that an NPU may reach its peers' directly. Here data goes over connections in any case,
-// so this is remembered and checked, and changes no result. Signatures: torch_npu/csrc/distributed/HcclCompile.h and
+// Memory registered with a communicator for direct access by peers. The emulator always transfers over connections, so
+// registrations are only checked and stored. Signatures: torch_npu/csrc/distributed/HcclCompile.h and
 // torch_npu/csrc/core/npu/interface/HcclInterface.cpp (Ascend/pytorch, BSD).
 #include <map>
 
-#include "../core/device.h"
+#include "core/device.h"
 #include "api.h"
 
 using namespace emu;
@@ -19,13 +19,13 @@ struct Memory {
 
 std::mutex mutex;
 uintptr_t next_window = 1;
-std::map<std::pair<void*, uintptr_t>, Memory> windows;      // communicator and handle
-std::map<std::pair<void*, uintptr_t>, Memory> ranges;       // communicator and start of reserved addresses
-std::map<std::pair<void*, uintptr_t>, Memory> active;       // communicator and start of memory within them
+std::map<std::pair<void*, uintptr_t>, Memory> windows;  // communicator and handle
+std::map<std::pair<void*, uintptr_t>, Memory> ranges;   // communicator and start of reserved addresses
+std::map<std::pair<void*, uintptr_t>, Memory> active;   // communicator and start of memory within them
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
-void given(const void* address, uint64_t bytes, const char* name) {
+void check_buffer(const void* address, uint64_t bytes, const char* name) {
   if (!address) refuse_call(kNullPointer, name, " is null");
   if (!bytes) refuse_call(kParameter, "the size is 0");
 }
@@ -40,7 +40,7 @@ void remove(std::map<std::pair<void*, uintptr_t>, Memory>& from, void* comm, uin
 
 HCCL_API(keeps, HcclCommRegister, (void* comm, void* address, uint64_t bytes, void** handle, uint32_t flag), {
   communicator(comm);
-  given(address, bytes, "addr");
+  check_buffer(address, bytes, "addr");
   if (!handle) refuse_call(kNullPointer, "handle is null");
   if (flag) refuse_call(kParameter, "flag is ", flag, "; allowed: 0");
   if (!is_device(address)) refuse_call(kParameter, "addr is not device memory: ", address);
@@ -49,19 +49,21 @@ HCCL_API(keeps, HcclCommRegister, (void* comm, void* address, uint64_t bytes, vo
   windows[{comm, next_window++}] = {number(address), bytes};
 })
 HCCL_API(keeps, HcclCommDeregister, (void* comm, void* handle), { remove(windows, comm, number(handle), "registered memory"); })
-HCCL_API(nothing("ranks have no memory of each other to map: what they exchange is sent"), HcclCommExchangeMem, (void* comm, void* handle, const uint32_t* peers, uint32_t count), {
-  const auto on = communicator(comm);
-  if (count && !peers) refuse_call(kNullPointer, "peerRanks is null");
-  for (uint32_t i = 0; i < count; ++i) {
-    if (static_cast<int64_t>(peers[i]) >= on->ranks) refuse_call(kParameter, "peerRanks[", i, "] is ", peers[i], "; the communicator has ", on->ranks, " ranks");
-  }
-  std::lock_guard lock(mutex);
-  if (!windows.count({comm, number(handle)})) refuse_call(kNotFound, handle, " is no registered memory of this communicator");
-})
+HCCL_API(nothing("ranks have no memory of each other to map: what they exchange is sent"), HcclCommExchangeMem,
+    (void* comm, void* handle, const uint32_t* peers, uint32_t count), {
+      const auto on = communicator(comm);
+      if (count && !peers) refuse_call(kNullPointer, "peerRanks is null");
+      for (uint32_t i = 0; i < count; ++i) {
+        if (static_cast<int64_t>(peers[i]) >= on->ranks)
+          refuse_call(kParameter, "peerRanks[", i, "] is ", peers[i], "; the communicator has ", on->ranks, " ranks");
+      }
+      std::lock_guard lock(mutex);
+      if (!windows.count({comm, number(handle)})) refuse_call(kNotFound, handle, " is no registered memory of this communicator");
+    })
 
 HCCL_API(keeps, HcclCommSetMemoryRange, (void* comm, void* base, size_t bytes, size_t alignment, uint64_t), {
   communicator(comm);
-  given(base, bytes, "baseVirPtr");
+  check_buffer(base, bytes, "baseVirPtr");
   if (alignment) refuse_call(kParameter, "alignment is ", alignment, "; allowed: 0");
   std::lock_guard lock(mutex);
   ranges[{comm, number(base)}] = {number(base), bytes};
@@ -69,7 +71,7 @@ HCCL_API(keeps, HcclCommSetMemoryRange, (void* comm, void* base, size_t bytes, s
 HCCL_API(keeps, HcclCommUnsetMemoryRange, (void* comm, void* base), { remove(ranges, comm, number(base), "memory range"); })
 HCCL_API(keeps, HcclCommActivateCommMemory, (void* comm, void* address, size_t bytes, size_t offset, void* handle, uint64_t), {
   communicator(comm);
-  given(address, bytes, "virPtr");
+  check_buffer(address, bytes, "virPtr");
   if (offset) refuse_call(kParameter, "offset is ", offset, "; allowed: 0");
   if (!handle) refuse_call(kNullPointer, "handle is null");
   std::lock_guard lock(mutex);
@@ -80,4 +82,5 @@ HCCL_API(keeps, HcclCommActivateCommMemory, (void* comm, void* address, size_t b
   }
   refuse_call(kNotFound, bytes, " bytes at ", address, " are in no range of HcclCommSetMemoryRange");
 })
-HCCL_API(keeps, HcclCommDeactivateCommMemory, (void* comm, void* address), { remove(active, comm, number(address), "active memory"); })
+HCCL_API(
+    keeps, HcclCommDeactivateCommMemory, (void* comm, void* address), { remove(active, comm, number(address), "active memory"); })

@@ -1,6 +1,6 @@
 // aclInit and the device, context and version calls. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp and
 // NPUFunctions.cpp (Ascend/pytorch, BSD), CANN's public API reference "AscendCL".
-#include "../core/device.h"
+#include "core/device.h"
 
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -8,24 +8,26 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <regex>
 
-#include "../core/registry.h"
-#include "../core/stream.h"
+#include "core/registry.h"
+#include "core/stream.h"
 
 using namespace emu;
 
-// Of the configuration file, {"defaultDevice": {"default_device": "0"}} counts: runtime calls then set that device implicitly in a
-// thread that has none (CANN's documentation, "Initialization"). The other settings are about dumps and profiles.
+// Of the configuration file only {"defaultDevice": {"default_device": "0"}} is used: threads without a device then use it
+// implicitly (CANN's documentation, "Initialization"). The other settings concern dumps and profiling.
 ACL_API(keeps, aclInit, (const char* path), {
-  // A thread of torch_npu's polls every microsecond for memory to release; threads made from here on may sleep a millisecond instead,
-  // which leaves the processor to the operators.
+  // torch_npu's release_thread polls every microsecond. A timer slack of 1 ms for threads started from here leaves the CPU to the
+  // operators.
   prctl(PR_SET_TIMERSLACK, 1000000ul);
   if (!path) return;
   std::ifstream file(path);
   const std::string config{std::istreambuf_iterator<char>(file), {}};
-  std::smatch found;
-  if (std::regex_search(config, found, std::regex("\"default_device\"\\s*:\\s*\"(\\d+)\""))) set_default_device(std::stoi(found[1]));
+  const char* const key = "\"default_device\"";
+  int number = 0;
+  const auto place = config.find(key);
+  if (place != std::string::npos && std::sscanf(config.c_str() + place + std::strlen(key), " : \"%d\"", &number) == 1)
+    set_default_device(number);
 })
 ACL_API(nothing("streams end and memory is released at the process's exit"), aclFinalize, (), {})
 ACL_API(answers, aclrtGetDeviceCount, (uint32_t* count), { *count = device_count(); })
@@ -36,7 +38,7 @@ ACL_API(answers, aclrtGetDevice, (int32_t* id), {
   *id = current_device();
 })
 ACL_API(answers, aclrtGetLogicDevIdByUserDevId, (int32_t user, int32_t* logical), { *logical = user; })
-// A context is its device here: one primary context each.
+// One primary context per device; its handle is the device.
 ACL_API(answers, aclrtGetCurrentContext, (void** context), { *context = &device(current_device()); })
 ACL_API(keeps, aclrtSetCurrentContext, (void* context), {
   check(context != nullptr, kInvalidParam, "the context is null");
@@ -50,12 +52,15 @@ ACL_API(answers, aclrtDeviceCanAccessPeer, (int32_t* can, int32_t, int32_t), { *
 ACL_API(nothing("all NPUs of a process share its address space"), aclrtDeviceEnablePeerAccess, (int32_t, uint32_t), {})
 ACL_API(answers, aclrtDeviceGetBareTgid, (int32_t* pid), { *pid = getpid(); })
 // aclrtFloatOverflowMode: 0 saturates, 1 keeps infinities and NaNs, which is what ATen does.
-ACL_API(nothing("infinities and NaNs are kept, in the one mode that is there"), aclrtSetDeviceSatMode, (int32_t mode), { check(mode == 1, kUnsupported, "overflow mode ", mode, " is not emulated; 1, infinities and NaNs, is"); })
+ACL_API(nothing("infinities and NaNs are kept, the only supported mode keeps them"), aclrtSetDeviceSatMode, (int32_t mode),
+    { check(mode == 1, kUnsupported, "overflow mode ", mode, " is not emulated; 1, infinities and NaNs, is"); })
 ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpWaitTimeout, (uint32_t), {})
 ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpExecuteTimeOut, (uint32_t), {})
-ACL_API(answers, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, uint64_t* actual), { if (actual) *actual = timeout; })
+ACL_API(answers, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, uint64_t* actual), {
+  if (actual) *actual = timeout;
+})
 
-// System parameters (such as the determinism level) read back what was set; an unset one reads 0.
+// System parameters (such as the determinism level) are stored; unset ones read 0.
 namespace {
 std::mutex parameters_mutex;
 std::map<int32_t, int64_t> parameters;
@@ -71,7 +76,7 @@ ACL_API(answers, aclrtGetSysParamOpt, (int32_t option, int64_t* value), {
   *value = parameters[option];
 })
 
-// aclDeviceInfo: 0 cube (AI) cores, 1 vector cores, 2 bytes of L2 (torch_npu's NPUFunctions.cpp asks for these by name).
+// aclDeviceInfo: 0 cube (AI) cores, 1 vector cores, 2 bytes of L2 (used by torch_npu's NPUFunctions.cpp).
 ACL_API(answers, aclGetDeviceCapability, (uint32_t id, int32_t what, int64_t* value), {
   device(static_cast<int>(id));
   const int64_t known[] = {chip().cube_cores, chip().vector_cores, chip().l2};
@@ -100,17 +105,17 @@ ACL_API(answers, aclrtGetDeviceUtilizationRate, (int32_t id, void* rates), {
   std::memset(rates, 0, 4 * sizeof(int32_t));  // cube, vector, AI CPU, memory: in percent
 })
 
-// Errors are reported by the call that fails, so none stays behind.
+// Errors are reported by the failing call only.
 ACL_API(nothing("errors are reported by the call that fails"), aclrtGetLastError, (int32_t), {})
 ACL_API(nothing("errors are reported by the call that fails"), aclrtPeekAtLastError, (int32_t), {})
 
 ACL_VALUE(const char*, answers, aclrtGetSocName, (), { return chip().name.c_str(); })
 
-// The one attribute that torch_npu asks for is whether infinities and NaNs are kept (ACL_CANN_ATTR_INF_NAN): they are.
+// torch_npu queries ACL_CANN_ATTR_INF_NAN only: infinities and NaNs are kept.
 ACL_API(answers, aclGetCannAttribute, (int32_t, int32_t* value), { *value = 1; })
 
-// Versions. The structure is in CANN's public API reference ("aclCANNPackageVersion"), as is the numbering of packages: the driver, which
-// there is none of, is the last.
+// Versions. The structure is in CANN's public API reference ("aclCANNPackageVersion"), as is the numbering of packages; the last
+// one, the driver, does not exist.
 namespace {
 struct PackageVersion {
   char version[128], major[64], minor[64], release[64], patch[64], reserved[128];

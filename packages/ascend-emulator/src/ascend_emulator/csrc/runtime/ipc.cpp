@@ -1,14 +1,15 @@
-// Memory of aclrtMalloc for other processes. The key is `ascend-emulator:<key in the arena>:<offset in the allocation>`. Signatures:
-// torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference, "aclrtIpcMemGetExportKey".
+// Shares aclrtMalloc's memory with other processes. The key is `ascend-emulator:<key in the arena>:<offset in the allocation>`.
+// Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference,
+// "aclrtIpcMemGetExportKey".
 #include <unistd.h>
 
 #include <cinttypes>
 #include <cstdio>
 
-#include "../core/arena.h"
-#include "../core/registry.h"
-#include "../core/stream.h"
-#include "../core/virtual_memory.h"
+#include "core/arena.h"
+#include "core/registry.h"
+#include "core/stream.h"
+#include "core/virtual_memory.h"
 
 using namespace emu;
 
@@ -21,7 +22,8 @@ struct Key {
 };
 Key parse(const char* text) {
   Key key;
-  check(text && std::sscanf(text, "ascend-emulator:%" SCNx64 ":%" SCNx64, &key.part, &key.delta) == 2, kInvalidParam, "not a key of aclrtIpcMemGetExportKey");
+  check(text && std::sscanf(text, "ascend-emulator:%" SCNx64 ":%" SCNx64, &key.part, &key.delta) == 2, kInvalidParam,
+      "not a key of aclrtIpcMemGetExportKey");
   return key;
 }
 
@@ -30,7 +32,7 @@ struct Opened {
   arena::Import import;
   int times;
 };
-std::mutex mutex;
+std::mutex ipc_mutex;
 std::map<uint64_t, Opened> opened;  // by the key in the arena
 
 void synchronize_all(int npu) {
@@ -43,7 +45,7 @@ ACL_API(computed, aclrtIpcMemGetExportKey, (void* address, size_t bytes, char* k
   check(flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0, and 1, which lets every process import it");
   const auto place = locate(address, bytes);
   check(place.npu != kNoNpu && device(place.npu).owns(address), kInvalidParam, "not memory of aclrtMalloc: ", address);
-  synchronize_all(place.npu);  // its bytes move
+  synchronize_all(place.npu);  // the memory is moved to the arena
   const auto shared = device(place.npu).share(address);
   arena::offer(shared.key, flags & 1);
   std::snprintf(key, length, "ascend-emulator:%" PRIx64 ":%" PRIx64, shared.key, shared.delta);
@@ -52,11 +54,11 @@ ACL_API(computed, aclrtIpcMemSetImportPid, (const char* key, const int32_t* proc
   check(processes != nullptr, kInvalidParam, "the list of processes is null");
   arena::allow(parse(key).part, processes, count);
 })
-// The flag enables peer access, which there always is.
+// The flag enables peer access, which is always enabled.
 ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uint64_t flags), {
   check(address != nullptr && flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0 or 1");
   const auto key = parse(text);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(ipc_mutex);
   auto found = opened.find(key.part);
   if (found == opened.end()) {
     const int npu = current_device();
@@ -69,10 +71,10 @@ ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uin
   ++found->second.times;
   *address = static_cast<char*>(found->second.address) + key.delta;
 })
-// In the process that exported it, no other can import it afterwards; in one that imported it, its address is gone.
+// In the exporting process: no further imports. In an importing process: unmaps the memory.
 ACL_API(computed, aclrtIpcMemClose, (const char* text), {
   const auto key = parse(text);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(ipc_mutex);
   const auto found = opened.find(key.part);
   if (found == opened.end()) {
     check(key.own(), kInvalidParam, "the key was not imported by this process");
@@ -81,6 +83,6 @@ ACL_API(computed, aclrtIpcMemClose, (const char* text), {
   if (--found->second.times > 0) return;
   virtual_memory::unmap(found->second.address);
   virtual_memory::release(found->second.address);
-  arena::let_go(found->second.import);
+  arena::close_import(found->second.import);
   opened.erase(found);
 })

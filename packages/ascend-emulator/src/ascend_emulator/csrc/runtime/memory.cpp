@@ -1,23 +1,32 @@
-// Device and host memory, and copies between them. A host pointer where a device pointer belongs, or the other way round,
-// is refused. Signatures: see device.cpp.
+// Device and host memory, and copies between them. Host pointers in place of device pointers, and vice versa, are refused.
+// Signatures: see device.cpp.
 #include <cstring>
 #include <utility>
 
-#include "../core/device.h"
-#include "../core/observe.h"
-#include "../core/registry.h"
-#include "../core/stream.h"
+#include "core/device.h"
+#include "core/registry.h"
+#include "core/stream.h"
+#include "core/trace.h"
 #include "memory_types.h"
 
 using namespace emu;
 
 namespace {
 
-// aclrtMemcpyKind (CANN's API reference). The two within and between NPUs say what device_to_device leaves open.
-enum CopyKind : int32_t { host_to_host, host_to_device, device_to_host, device_to_device, by_addresses, host_by_buffer, within_npu, between_npus };
+// aclrtMemcpyKind (CANN's API reference). within_npu and between_npus specify device_to_device.
+enum CopyKind : int32_t {
+  host_to_host,
+  host_to_device,
+  device_to_host,
+  device_to_device,
+  by_addresses,
+  host_by_buffer,
+  within_npu,
+  between_npus
+};
 
 void allocate(void** address, size_t bytes) {
-  check(address != nullptr, kInvalidParam, "no place for the result");
+  check(address != nullptr, kInvalidParam, "the output pointer is null");
   *address = device(current_device()).allocate(bytes);
 }
 
@@ -29,9 +38,11 @@ struct Copy {
   int32_t kind;
   bool onto_device = false, off_device = false;
 
-  Copy(void* to, size_t room, const void* from, size_t bytes, int32_t kind) : to(to), room(room), from(from), bytes(bytes), kind(kind) {
+  Copy(void* to, size_t room, const void* from, size_t bytes, int32_t kind)
+      : to(to), room(room), from(from), bytes(bytes), kind(kind) {
     check(bytes <= room, kInvalidParam, "copying ", bytes, " bytes into ", room);
-    check(kind >= host_to_host && kind <= between_npus, kInvalidParam, "copy kind is ", kind, "; allowed: ", host_to_host, " to ", between_npus);
+    check(kind >= host_to_host && kind <= between_npus, kInvalidParam, "copy kind is ", kind, "; allowed: ", host_to_host, " to ",
+        between_npus);
     const bool between_devices = kind == device_to_device || kind >= within_npu;
     onto_device = kind == by_addresses ? is_device(to) : between_devices || kind == host_to_device || kind == host_by_buffer;
     off_device = kind == by_addresses ? is_device(from) : between_devices || kind == device_to_host;
@@ -39,13 +50,13 @@ struct Copy {
   }
   std::pair<void*, const void*> views() const {
     if (bytes == 0) return {to, from};
-    return {either(to, onto_device, "the destination", bytes), either(from, off_device, "the source", bytes)};
+    return {resolve(to, onto_device, "the destination", bytes), resolve(from, off_device, "the source", bytes)};
   }
   void run() const {
     const auto [target, source] = views();
     if (bytes) std::memmove(target, source, bytes);
   }
-  // Device memory is read or written once or both, and the link carries what crosses it.
+  // Bytes of device memory read and written, and bytes over the host link.
   Work cost() const {
     const double size = bytes;
     return {size * (onto_device + off_device), 0, 0, onto_device != off_device ? size : 0, {}};
@@ -59,32 +70,34 @@ void submit(const char* name, const Copy& copy, void* handle) {
   const bool upload = copy.onto_device && !copy.off_device, download = copy.off_device && !copy.onto_device;
   const bool pageable = copy.bytes && ((upload && !is_pinned(copy.from)) || (download && !is_pinned(copy.to)));
   if (pageable) check_capture_mode("a copy of memory that is not pinned");
-  check(!pageable || !stream.capture, kCaptureBlocks, "the host memory is not pinned, so that the copy blocks the host, and cannot be captured");
+  check(!pageable || !stream.capture, kCaptureBlocks,
+      "the host memory is not pinned, so that the copy blocks the host, and cannot be captured");
   if (upload && copy.bytes && (pageable || copy.kind == host_by_buffer)) {
-    // Pageable memory may change as soon as this returns: CANN takes a copy of it first.
-    auto staged = std::make_shared<std::vector<char>>(static_cast<const char*>(copy.from), static_cast<const char*>(copy.from) + copy.bytes);
+    // Pageable memory may change when the call returns: CANN copies it first.
+    auto staged = std::make_shared<std::vector<char>>(
+        static_cast<const char*>(copy.from), static_cast<const char*>(copy.from) + copy.bytes);
     task.run = [copy, staged] { std::memcpy(copy.views().first, staged->data(), copy.bytes); };
     stream.submit(std::move(task));
     return;
   }
   const auto ticket = stream.submit(std::move(task));
-  // Into pageable memory a copy is done when this returns.
+  // Copies to pageable memory are synchronous.
   if (pageable) stream.wait(ticket);
 }
 
-// The copies of one call, each with the direction that the attributes give it; the index of one that is wrong is reported.
-std::vector<Copy> batch(void** to, const size_t* room, void** from, const size_t* bytes, size_t count, const BatchAttributes* attributes,
-                        const size_t* starts, size_t kinds, size_t* failed) {
+// Copies of a batch, with directions from the attributes; reports the index of an invalid one.
+std::vector<Copy> batch(void** to, const size_t* room, void** from, const size_t* bytes, size_t count,
+    const BatchAttributes* attributes, const size_t* starts, size_t kinds, size_t* failed) {
   *failed = SIZE_MAX;
-  check(count > 0 && kinds > 0 && kinds <= count && starts[0] == 0, kInvalidParam, count, " copies with ", kinds, " attributes, the first of copy ",
-        kinds ? starts[0] : 0, "; allowed: as many attributes as copies or fewer, from copy 0");
+  check(count > 0 && kinds > 0 && kinds <= count && starts[0] == 0, kInvalidParam, count, " copies with ", kinds,
+      " attributes, the first of copy ", kinds ? starts[0] : 0, "; allowed: as many attributes as copies or fewer, from copy 0");
   std::vector<Copy> copies;
   for (size_t kind = 0, i = 0; i < count; ++i) {
     if (kind + 1 < kinds && starts[kind + 1] == i) ++kind;
     *failed = i;
     const int32_t source = attributes[kind].from.type, target = attributes[kind].to.type;
-    check(source <= kDevice && target <= kDevice && source != target, kInvalidParam, "copy ", i, " is from location type ", source, " to ", target,
-          "; allowed: 0 (host) to 1 (device), and 1 to 0");
+    check(source <= kDevice && target <= kDevice && source != target, kInvalidParam, "copy ", i, " is from location type ",
+        source, " to ", target, "; allowed: 0 (host) to 1 (device), and 1 to 0");
     copies.emplace_back(to[i], room[i], from[i], bytes[i], target == kDevice ? host_to_device : device_to_host);
   }
   *failed = SIZE_MAX;
@@ -93,7 +106,7 @@ std::vector<Copy> batch(void** to, const size_t* room, void** from, const size_t
 
 void fill(void* at, size_t room, int32_t value, size_t bytes) {
   check(bytes <= room, kInvalidParam, "setting ", bytes, " bytes of ", room);
-  if (bytes) std::memset(either(at, is_device(at), "the memory", bytes), value, bytes);
+  if (bytes) std::memset(resolve(at, is_device(at), "the memory", bytes), value, bytes);
 }
 
 }  // namespace
@@ -109,29 +122,33 @@ ACL_API(computed, aclrtFree, (void* address), {
   }
 })
 
-// The synchronous calls have no place in any stream's order.
+// Synchronous calls are not ordered with streams.
 ACL_API(computed, aclrtMemcpy, (void* to, size_t room, const void* from, size_t bytes, int32_t kind), {
   check_capture_mode("aclrtMemcpy");
-  HostObservation observed("aclrtMemcpy", static_cast<double>(bytes));
+  HostTrace observed("aclrtMemcpy", static_cast<double>(bytes));
   Copy(to, room, from, bytes, kind).run();
 })
-ACL_API(computed, aclrtMemcpyAsync, (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream), {
-  submit("aclrtMemcpyAsync", {to, room, from, bytes, kind}, stream);
-})
-// The condition is whether the host memory is page-locked, which aclrtMemcpyAsync minds too.
-ACL_API(computed, aclrtMemcpyAsyncWithCondition, (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream), {
-  submit("aclrtMemcpyAsyncWithCondition", {to, room, from, bytes, kind}, stream);
-})
-ACL_API(computed, aclrtMemcpyBatch, (void** to, size_t* room, void** from, size_t* bytes, size_t count, BatchAttributes* attributes, size_t* starts,
-                                     size_t kinds, size_t* failed), {
-  check_capture_mode("aclrtMemcpyBatch");
-  HostObservation observed("aclrtMemcpyBatch");
-  for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed)) copy.run();
-})
-ACL_API(computed, aclrtMemcpyBatchAsync, (void** to, size_t* room, void** from, size_t* bytes, size_t count, BatchAttributes* attributes,
-                                          size_t* starts, size_t kinds, size_t* failed, void* stream), {
-  for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed)) submit("aclrtMemcpyBatchAsync", copy, stream);
-})
+ACL_API(computed, aclrtMemcpyAsync, (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream),
+    { submit("aclrtMemcpyAsync", {to, room, from, bytes, kind}, stream); })
+// The condition concerns page-locked host memory, which aclrtMemcpyAsync checks as well.
+ACL_API(computed, aclrtMemcpyAsyncWithCondition,
+    (void* to, size_t room, const void* from, size_t bytes, int32_t kind, void* stream),
+    { submit("aclrtMemcpyAsyncWithCondition", {to, room, from, bytes, kind}, stream); })
+ACL_API(computed, aclrtMemcpyBatch,
+    (void** to, size_t* room, void** from, size_t* bytes, size_t count, BatchAttributes* attributes, size_t* starts, size_t kinds,
+        size_t* failed),
+    {
+      check_capture_mode("aclrtMemcpyBatch");
+      HostTrace observed("aclrtMemcpyBatch");
+      for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed)) copy.run();
+    })
+ACL_API(computed, aclrtMemcpyBatchAsync,
+    (void** to, size_t* room, void** from, size_t* bytes, size_t count, BatchAttributes* attributes, size_t* starts, size_t kinds,
+        size_t* failed, void* stream),
+    {
+      for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed))
+        submit("aclrtMemcpyBatchAsync", copy, stream);
+    })
 ACL_API(computed, aclrtMemset, (void* at, size_t room, int32_t value, size_t bytes), {
   check_capture_mode("aclrtMemset");
   fill(at, room, value, bytes);

@@ -1,11 +1,10 @@
-// Profiling and logging hooks that torch_npu links against or opens by name (libmsprofiler.so). torch_npu's profiler records operators on
-// the host by itself; a device's side would be files that CANN's msprof turns into a timeline, which nobody has here: the emulator's own
-// trace (observe.h) has it instead.
+// Profiling and logging hooks that torch_npu links against or loads (libmsprofiler.so). torch_npu's profiler records host events
+// itself. Device data, which CANN's msprof converts to a timeline, is not written; use the emulator's trace (core/trace.h).
 #include <cstddef>
 #include <cstdint>
 #include <utility>
 
-#include "../core/registry.h"
+#include "core/registry.h"
 
 using emu::Error, emu::kInvalidParam, emu::kRepeatInit, emu::nothing;
 
@@ -41,7 +40,7 @@ ACL_API(keeps, aclprofDestroyConfig, (const Config* config), {
   delete config;
 })
 ACL_API(nothing("what it would set is of the device's side"), aclprofSetConfig, (...), {})
-ACL_API(nothing("there is nothing to get warm"), aclprofWarmup, (...), {})
+ACL_API(nothing("no warm-up is needed: nothing is recorded"), aclprofWarmup, (...), {})
 ACL_API(nothing("marks are for the device's side"), aclprofMarkEx, (...), {})
 
 #define QUIET(TYPE, NAME, PARAMS) ACL_VALUE(TYPE, nothing("no profile is being recorded"), NAME, PARAMS, { return TYPE(); })

@@ -1,14 +1,14 @@
-// Streams, events, synchronisation and callbacks. Signatures: see device.cpp; behaviour: CANN's public API reference ("Stream Management", "Event
-// Management", "Synchronization") and torch_npu's NPUEvent.cpp, AsyncTaskQueueInterface.cpp and Graph.cpp.
-#include "../core/stream.h"
+// Streams, events, synchronisation and callbacks. Signatures: see device.cpp; behaviour: CANN's public API reference ("Stream
+// Management", "Event Management", "Synchronization") and torch_npu's NPUEvent.cpp, AsyncTaskQueueInterface.cpp and Graph.cpp.
+#include "core/stream.h"
 
 #include <cstring>
 
 #include <map>
 
-#include "../core/graph.h"
-#include "../core/observe.h"
-#include "../core/registry.h"
+#include "core/graph.h"
+#include "core/registry.h"
+#include "core/trace.h"
 
 using namespace emu;
 
@@ -46,12 +46,13 @@ void create_event(void** handle, uint32_t flags) {
   events().living[event.get()] = std::move(event);
 }
 
-// Given to another process, where it counts as complete, so it must not be recorded again.
+// Exported to another process, where it counts as complete; it must not be recorded again.
 constexpr uint32_t kExported = 1u << 31;
 
 void record(Event& event, const std::shared_ptr<Stream>& stream) {
-  check(!(event.flags & kExported), kUnsupported, "recording an event again whose handle another process was given is not emulated");
-  // An event that reports a stream's progress is not captured: what is captured makes none.
+  check(!(event.flags & kExported), kUnsupported,
+      "recording an event again whose handle another process was given is not emulated");
+  // Callback reports are not captured: captured tasks do not run.
   if (!(stream->capture && (event.flags & kEventStreamProgress) && event.flags != 0xE) && capture_record(*stream, event)) return;
   auto mark = std::make_shared<Mark>();
   mark->stream = stream;
@@ -78,15 +79,17 @@ void wait(const std::shared_ptr<Stream>& stream, Event& event) {
     mark = event.mark;
   }
   if (!mark || mark->stream == stream) return;
-  Task task{"aclrtStreamWaitEvent", [mark, on = stream.get()] {
-              mark->stream->wait(mark->ticket);
-              on->modelled = std::max(on->modelled, mark->modelled);
-            }, Kind::wait};
+  Task task{"aclrtStreamWaitEvent",
+      [mark, on = stream.get()] {
+        mark->stream->wait(mark->ticket);
+        on->modelled = std::max(on->modelled, mark->modelled);
+      },
+      Kind::wait};
   task.waits_for = mark;
   stream->submit(std::move(task));
 }
 
-// The latest mark of an event, none if it was never recorded.
+// Latest record of an event; null if it was never recorded.
 std::shared_ptr<Mark> mark_of(Event& event) {
   std::lock_guard lock(event.mutex);
   check(event.captured.expired(), kEventCaptured, "the event was recorded in a capture, which has no time of its own");
@@ -95,14 +98,15 @@ std::shared_ptr<Mark> mark_of(Event& event) {
 
 void synchronize_event(void* handle, Deadline deadline) {
   const auto event = event_at(handle);
-  HostObservation observed("aclrtSynchronizeEvent");
+  HostTrace observed("aclrtSynchronizeEvent");
   check_queue();
   if (const auto mark = mark_of(*event))
-    check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout, "the deadline passed while stream ", mark->stream->id, " ran ", mark->stream->what_runs());
+    check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout, "the deadline passed while stream ", mark->stream->id,
+        " ran ", mark->stream->running_task_name());
 }
 
 void synchronize_device(const char* call, Deadline deadline) {
-  HostObservation observed(call);
+  HostTrace observed(call);
   check_queue();
   const auto streams = streams_of(current_device());
   for (const auto& stream : streams) check_not_captured(*stream);
@@ -112,13 +116,13 @@ void synchronize_device(const char* call, Deadline deadline) {
 void synchronize_stream(const char* call, void* handle, Deadline deadline) {
   const auto stream = stream_at(handle);
   check_not_captured(*stream);
-  HostObservation observed(call);
+  HostTrace observed(call);
   check_queue();
   stream->synchronize(deadline);
 }
 
 void destroy(void* handle, bool force) {
-  const auto stream = take_stream(handle);
+  const auto stream = remove_stream(handle);
   if (force) stream->abort();
   stream->retire();
 }
@@ -126,23 +130,27 @@ void destroy(void* handle, bool force) {
 }  // namespace
 
 ACL_API(computed, aclrtCreateStream, (void** stream), { *stream = add_stream(Stream::create(current_device())); })
-ACL_API(computed, aclrtCreateStreamWithConfig, (void** stream, uint32_t, uint32_t), { *stream = add_stream(Stream::create(current_device())); })
+ACL_API(computed, aclrtCreateStreamWithConfig, (void** stream, uint32_t, uint32_t),
+    { *stream = add_stream(Stream::create(current_device())); })
 ACL_API(computed, aclrtDestroyStream, (void* stream), { destroy(stream, false); })
 ACL_API(computed, aclrtDestroyStreamForce, (void* stream), { destroy(stream, true); })
 ACL_API(computed, aclrtDeviceTaskAbort, (int32_t id, uint32_t), {
   for (const auto& stream : streams_of(device(id).id)) stream->abort();
 })
 ACL_API(answers, aclrtStreamGetId, (void* stream, int32_t* id), { *id = stream_of(stream).id; })
-// A stream stops at its first failure in either mode: nothing wrong is computed from what failed.
-ACL_API(nothing("a stream stops at its first failure in either mode"), aclrtSetStreamFailureMode, (void* stream, uint64_t), { stream_of(stream); })
-// Attributes: 1 failure mode, 2 overflow check, 3 a tag, 4 whether shapes are reported to the profiler, 5 priority. None changes a result but 2.
+// A stream stops at its first failure in both modes.
+ACL_API(nothing("a stream stops at its first failure in either mode"), aclrtSetStreamFailureMode, (void* stream, uint64_t),
+    { stream_of(stream); })
+// Attributes: 1 failure mode, 2 overflow check, 3 a tag, 4 whether shapes are reported to the profiler, 5 priority. Only 2
+// affects results.
 ACL_API(nothing("no attribute changes a result"), aclrtSetStreamAttribute, (void* stream, int32_t attribute, const void* value), {
   stream_of(stream);
-  check(attribute >= 1 && attribute <= 5 && value, kInvalidParam, "stream attribute ", attribute, "; 1 to 5 are there");
+  check(attribute >= 1 && attribute <= 5 && value, kInvalidParam, "stream attribute ", attribute, "; supported: 1 to 5");
   check(attribute != 2 || *static_cast<const uint32_t*>(value) == 0, kUnsupported, "overflow detection is not emulated");
 })
-// Overflow is never watched for: results keep infinities (aclGetCannAttribute), where nobody needs it.
-ACL_API(nothing("overflow is never watched for: results keep infinities and NaNs"), aclrtSetStreamOverflowSwitch, (void*, uint32_t on), { check(on == 0, kUnsupported, "overflow detection is not emulated"); })
+// Overflow is not detected: results keep infinities (aclGetCannAttribute).
+ACL_API(nothing("overflow is never watched for: results keep infinities and NaNs"), aclrtSetStreamOverflowSwitch,
+    (void*, uint32_t on), { check(on == 0, kUnsupported, "overflow detection is not emulated"); })
 ACL_API(answers, aclrtGetStreamOverflowSwitch, (void*, uint32_t* on), { *on = 0; })
 // aclrtStreamStatus: 0 complete, 1 not ready.
 ACL_API(computed, aclrtStreamQuery, (void* handle, int32_t* status), {
@@ -152,11 +160,11 @@ ACL_API(computed, aclrtStreamQuery, (void* handle, int32_t* status), {
   if (*status == 0) stream->check_failure();
 })
 ACL_API(computed, aclrtSynchronizeStream, (void* stream), { synchronize_stream("aclrtSynchronizeStream", stream, {}); })
-ACL_API(computed, aclrtSynchronizeStreamWithTimeout, (void* stream, int32_t milliseconds), {
-  synchronize_stream("aclrtSynchronizeStreamWithTimeout", stream, after(milliseconds));
-})
+ACL_API(computed, aclrtSynchronizeStreamWithTimeout, (void* stream, int32_t milliseconds),
+    { synchronize_stream("aclrtSynchronizeStreamWithTimeout", stream, after(milliseconds)); })
 ACL_API(computed, aclrtSynchronizeDevice, (), { synchronize_device("aclrtSynchronizeDevice", {}); })
-ACL_API(computed, aclrtSynchronizeDeviceWithTimeout, (int32_t milliseconds), { synchronize_device("aclrtSynchronizeDeviceWithTimeout", after(milliseconds)); })
+ACL_API(computed, aclrtSynchronizeDeviceWithTimeout, (int32_t milliseconds),
+    { synchronize_device("aclrtSynchronizeDeviceWithTimeout", after(milliseconds)); })
 
 ACL_API(computed, aclrtCreateEventWithFlag, (void** event, uint32_t flags), { create_event(event, flags); })
 ACL_API(computed, aclrtCreateEventExWithFlag, (void** event, uint32_t flags), { create_event(event, flags); })
@@ -179,15 +187,16 @@ ACL_API(computed, aclrtQueryEventStatus, (void* event, int32_t* status), {
   *status = !mark || mark->stream->reached(mark->ticket) ? 1 : 0;
   if (*status && mark) mark->stream->check_failure();
 })
-// aclrtEventWaitStatus: 0 complete. A wait holds the mark that it waits for, so that the event may go at any time.
-ACL_API(computed, aclrtQueryEventWaitStatus, (void* event, int32_t* status) , {
+// aclrtEventWaitStatus: 0 complete. A wait keeps its record alive, so the event may be destroyed at any time.
+ACL_API(computed, aclrtQueryEventWaitStatus, (void* event, int32_t* status), {
   event_at(event);
   *status = 0;
 })
 ACL_API(computed, aclrtEventElapsedTime, (float* milliseconds, void* start, void* end), {
   const auto from = event_at(start);
   const auto to = event_at(end);
-  check((from->flags & to->flags & kEventTimeline) != 0, kInvalidParam, "an event was made without timing (ACL_EVENT_TIME_LINE; torch.npu.Event(enable_timing=True))");
+  check((from->flags & to->flags & kEventTimeline) != 0, kInvalidParam,
+      "an event was made without timing (ACL_EVENT_TIME_LINE; torch.npu.Event(enable_timing=True))");
   const auto first = mark_of(*from);
   const auto last = mark_of(*to);
   check(first && last && first->stamped && last->stamped, kInvalidParam, "both events must have been recorded and reached");
@@ -199,7 +208,7 @@ ACL_API(computed, aclrtEventGetTimestamp, (void* event, uint64_t* microseconds),
   *microseconds = std::chrono::duration_cast<std::chrono::microseconds>(mark->time.time_since_epoch()).count();
 })
 
-// Values in device memory that a stream writes, and that another waits for (torch.npu.ExternalEvent).
+// Streams write values to device memory and wait for them (torch.npu.ExternalEvent).
 namespace {
 std::mutex value_mutex;
 std::condition_variable value_written;
@@ -214,7 +223,7 @@ bool holds(uint64_t found, uint64_t wanted, uint32_t flag) {
 }
 }  // namespace
 ACL_API(computed, aclrtValueWrite, (void* address, uint64_t value, uint32_t flag, void* stream), {
-  check(flag == 0, kInvalidParam, "flag ", flag, "; 0 is there");
+  check(flag == 0, kInvalidParam, "flag ", flag, "; supported: 0");
   auto* at = static_cast<uint64_t*>(to_kernel(address));
   stream_of(stream).submit("aclrtValueWrite", Kind::host, [at, value] {
     std::lock_guard lock(value_mutex);
@@ -223,18 +232,21 @@ ACL_API(computed, aclrtValueWrite, (void* address, uint64_t value, uint32_t flag
   });
 })
 ACL_API(computed, aclrtValueWait, (void* address, uint64_t value, uint32_t flag, void* stream), {
-  check(flag <= 3, kInvalidParam, "flag ", flag, "; 0 (not less), 1 (equal), 2 (and) and 3 (nor) are there");
+  check(flag <= 3, kInvalidParam, "flag ", flag, "; supported: 0 (not less), 1 (equal), 2 (and) and 3 (nor)");
   const auto* at = static_cast<const volatile uint64_t*>(to_kernel(address));
-  Task task{"aclrtValueWait", [at, value, flag] {
-              std::unique_lock lock(value_mutex);
-              // Copies and fills write values too, and tell nobody.
-              while (!value_written.wait_for(lock, std::chrono::milliseconds(5), [&] { return holds(*at, value, flag); })) check_not_aborted();
-            }, Kind::host};
+  Task task{"aclrtValueWait",
+      [at, value, flag] {
+        std::unique_lock lock(value_mutex);
+        // Copies and fills also write values, without notification.
+        while (!value_written.wait_for(lock, std::chrono::milliseconds(5), [&] { return holds(*at, value, flag); }))
+          check_not_aborted();
+      },
+      Kind::host};
   task.blocks = true;
   stream_of(stream).submit(std::move(task));
 })
 
-// Host functions run on the stream's thread. Callbacks run on a thread that subscribed for the stream and processes reports.
+// Host functions run on the stream's worker. Callbacks run on the thread that subscribed to the stream and processes reports.
 namespace {
 struct Report {
   void (*call)(void*);
@@ -243,8 +255,8 @@ struct Report {
 };
 std::mutex report_mutex;
 std::condition_variable report_changed;
-std::map<Stream*, uint64_t> subscribed;             // stream -> thread
-std::map<uint64_t, std::deque<Report>> reports;  // thread -> what it has to call
+std::map<Stream*, uint64_t> subscribed;          // stream -> thread
+std::map<uint64_t, std::deque<Report>> reports;  // thread -> pending callbacks
 }  // namespace
 ACL_API(computed, aclrtLaunchHostFunc, (void* stream, void (*function)(void*), void* data), {
   check(function != nullptr, kInvalidParam, "the function is null");
@@ -262,7 +274,8 @@ ACL_API(computed, aclrtUnSubscribeReport, (uint64_t thread, void* stream), {
   auto& of = stream_of(stream);
   std::lock_guard lock(report_mutex);
   const auto at = subscribed.find(&of);
-  check(at != subscribed.end() && at->second == thread, static_cast<Status>(107011), "the thread is not subscribed for this stream");
+  check(at != subscribed.end() && at->second == thread, static_cast<Status>(107011),
+      "the thread is not subscribed for this stream");
   subscribed.erase(at);
 })
 ACL_API(computed, aclrtLaunchCallback, (void (*callback)(void*), void* data, int32_t block, void* stream), {
@@ -272,17 +285,21 @@ ACL_API(computed, aclrtLaunchCallback, (void (*callback)(void*), void* data, int
   {
     std::lock_guard lock(report_mutex);
     const auto at = subscribed.find(&on);
-    check(at != subscribed.end(), static_cast<Status>(107015), "no thread subscribed for the stream's callbacks (aclrtSubscribeReport)");
+    check(at != subscribed.end(), static_cast<Status>(107015),
+        "no thread subscribed for the stream's callbacks (aclrtSubscribeReport)");
     thread = at->second;
   }
-  Task task{"aclrtLaunchCallback", [callback, data, block, thread] {
-              Report report{callback, data, std::make_shared<std::atomic<bool>>(false)};
-              std::unique_lock lock(report_mutex);
-              reports[thread].push_back(report);
-              report_changed.notify_all();
-              if (block == 0) return;
-              while (!report_changed.wait_for(lock, std::chrono::milliseconds(50), [&] { return report.done->load(); })) check_not_aborted();
-            }, Kind::host};
+  Task task{"aclrtLaunchCallback",
+      [callback, data, block, thread] {
+        Report report{callback, data, std::make_shared<std::atomic<bool>>(false)};
+        std::unique_lock lock(report_mutex);
+        reports[thread].push_back(report);
+        report_changed.notify_all();
+        if (block == 0) return;
+        while (!report_changed.wait_for(lock, std::chrono::milliseconds(50), [&] { return report.done->load(); }))
+          check_not_aborted();
+      },
+      Kind::host};
   task.blocks = true;
   on.submit(std::move(task));
 })
@@ -290,8 +307,11 @@ ACL_API(computed, aclrtProcessReport, (int32_t milliseconds), {
   const auto thread = static_cast<uint64_t>(pthread_self());
   std::unique_lock lock(report_mutex);
   const auto any = [&] { return !reports[thread].empty(); };
-  if (milliseconds < 0) report_changed.wait(lock, any);
-  else check(report_changed.wait_for(lock, std::chrono::milliseconds(milliseconds), any), kReportTimeout, "no callback within ", milliseconds, " ms");
+  if (milliseconds < 0)
+    report_changed.wait(lock, any);
+  else
+    check(report_changed.wait_for(lock, std::chrono::milliseconds(milliseconds), any), kReportTimeout, "no callback within ",
+        milliseconds, " ms");
   const auto report = reports[thread].front();
   reports[thread].pop_front();
   lock.unlock();
@@ -301,8 +321,8 @@ ACL_API(computed, aclrtProcessReport, (int32_t milliseconds), {
   report_changed.notify_all();
 })
 
-// Events of other processes. One is waited for when its handle is taken, so that it is complete wherever it is opened; torch_npu takes a
-// handle right after the record whose work the other process is to see (torch_npu/csrc/ipc/StorageSharing.cpp, BSD).
+// IPC events. Exporting a handle waits for the event, so that it is complete wherever it is opened; torch_npu exports it right
+// after the record (torch_npu/csrc/ipc/StorageSharing.cpp, BSD).
 namespace {
 struct IpcHandle {
   char text[64];

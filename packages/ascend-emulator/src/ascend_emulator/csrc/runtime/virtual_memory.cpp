@@ -1,11 +1,12 @@
-// Address ranges, physical memory, and mapping one into the other, in this process and between processes. Signatures:
-// torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference, pages of the same names.
-#include "../core/virtual_memory.h"
+// Address ranges, physical memory and mappings, within and between processes. Signatures:
+// torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference, pages of the same
+// names.
+#include "core/virtual_memory.h"
 
 #include <memory>
 
-#include "../core/arena.h"
-#include "../core/registry.h"
+#include "core/arena.h"
+#include "core/registry.h"
 #include "memory_types.h"
 
 using namespace emu;
@@ -19,7 +20,7 @@ struct Physical {
   std::optional<arena::Import> import;  // of another process
   int mapped = 0;
 };
-std::mutex mutex;
+std::mutex mapping_mutex;
 std::map<void*, std::unique_ptr<Physical>>& physical() {  // never destroyed: torch_npu frees memory during exit
   static auto* all = new std::map<void*, std::unique_ptr<Physical>>;
   return *all;
@@ -44,34 +45,36 @@ void* keep(Physical made) {
 
 void no_flags(uint64_t flags) { check(flags == 0, kInvalidParam, "flags are ", flags, "; allowed: 0"); }
 
-// aclrtMemHandleType and aclrtMemAllocationType have one value each that is documented as supported: none, and pinned.
+// The only supported values by the documentation: aclrtMemHandleType none, aclrtMemAllocationType pinned.
 uint64_t allocate(uint64_t bytes, const PhysicalProperties& properties) {
-  check(properties.handle_type == 0 && properties.allocation_type == 0, kInvalidParam, "handle type ", properties.handle_type, ", allocation type ",
-        properties.allocation_type, "; allowed: 0, 0");
-  check(properties.location.type == kHost || properties.location.type == kDevice, kInvalidParam, "location type ", properties.location.type,
-        "; allowed: 0 (host), 1 (device)");
-  check(bytes > 0 && bytes % virtual_memory::kPage == 0, kInvalidParam, "the size is ", bytes, "; it must be a multiple of ", virtual_memory::kPage);
-  if (properties.location.type == kDevice) device(static_cast<int>(properties.location.id)).take(bytes);
+  check(properties.handle_type == 0 && properties.allocation_type == 0, kInvalidParam, "handle type ", properties.handle_type,
+      ", allocation type ", properties.allocation_type, "; allowed: 0, 0");
+  check(properties.location.type == kHost || properties.location.type == kDevice, kInvalidParam, "location type ",
+      properties.location.type, "; allowed: 0 (host), 1 (device)");
+  check(bytes > 0 && bytes % virtual_memory::kPage == 0, kInvalidParam, "the size is ", bytes, "; it must be a multiple of ",
+      virtual_memory::kPage);
+  if (properties.location.type == kDevice) device(static_cast<int>(properties.location.id)).reserve_physical(bytes);
   try {
-    const uint64_t offset = arena::take(bytes);
+    const uint64_t offset = arena::allocate(bytes);
     if (poisoned()) {
       const std::vector<uint16_t> pattern(virtual_memory::kPage / 2, 0xffff);
-      for (uint64_t done = 0; done < bytes; done += virtual_memory::kPage) arena::write(offset + done, pattern.data(), virtual_memory::kPage);
+      for (uint64_t done = 0; done < bytes; done += virtual_memory::kPage)
+        arena::write(offset + done, pattern.data(), virtual_memory::kPage);
     }
     return offset;
   } catch (...) {
-    if (properties.location.type == kDevice) device(static_cast<int>(properties.location.id)).give(bytes);
+    if (properties.location.type == kDevice) device(static_cast<int>(properties.location.id)).release_physical(bytes);
     throw;
   }
 }
 
 }  // namespace
 
-// The flags choose the size of pages, which are one size here.
+// The flags choose the page size; there is only one.
 ACL_API(computed, aclrtReserveMemAddress, (void** address, size_t bytes, size_t alignment, void* expected, uint64_t flags), {
   check(address != nullptr && bytes > 0, kInvalidParam, bytes, " bytes of address space");
-  check(alignment == 0 && expected == nullptr && flags <= 1, kInvalidParam, "alignment ", alignment, ", expected address ", expected, ", flags ", flags,
-        "; allowed: 0, null, 0 or 1");
+  check(alignment == 0 && expected == nullptr && flags <= 1, kInvalidParam, "alignment ", alignment, ", expected address ",
+      expected, ", flags ", flags, "; allowed: 0, null, 0 or 1");
   *address = virtual_memory::reserve(bytes);
 })
 ACL_API(computed, aclrtReleaseMemAddress, (void* address), { virtual_memory::release(address); })
@@ -81,49 +84,50 @@ ACL_API(computed, aclrtMallocPhysical, (void** handle, size_t bytes, const Physi
   no_flags(flags);
   const bool on_npu = properties->location.type == kDevice;
   const uint64_t offset = allocate(bytes, *properties);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   *handle = keep({bytes, offset, on_npu ? static_cast<int>(properties->location.id) : kNoNpu, {}, {}});
 })
 ACL_API(computed, aclrtFreePhysical, (void* handle), {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   auto& memory = find(handle);
   check(memory.mapped == 0, kInvalidParam, "the physical memory is still mapped at ", memory.mapped, " addresses");
   if (memory.import) {
-    arena::let_go(*memory.import);
+    arena::close_import(*memory.import);
   } else {
     if (memory.shared) {
       arena::abandon(*memory.shared);
     } else {
-      arena::give(memory.offset, memory.bytes);
+      arena::release(memory.offset, memory.bytes);
     }
-    if (memory.npu != kNoNpu) device(memory.npu).give(memory.bytes);
+    if (memory.npu != kNoNpu) device(memory.npu).release_physical(memory.bytes);
   }
   physical().erase(handle);
 })
 
 ACL_API(computed, aclrtMapMem, (void* address, size_t bytes, size_t offset, void* handle, uint64_t flags), {
   no_flags(flags);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   auto& memory = find(handle);
-  check(offset == 0 && bytes == memory.bytes, kInvalidParam, bytes, " bytes from offset ", offset, "; physical memory is mapped as a whole, which is ",
-        memory.bytes, " bytes");
+  check(offset == 0 && bytes == memory.bytes, kInvalidParam, bytes, " bytes from offset ", offset,
+      "; physical memory is mapped as a whole, which is ", memory.bytes, " bytes");
   virtual_memory::map(address, {memory.bytes, memory.npu, memory.import ? memory.import->file : -1, memory.offset});
   mappings()[address] = &memory;
   ++memory.mapped;
 })
 ACL_API(computed, aclrtUnmapMem, (void* address), {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   virtual_memory::unmap(address);
   --mappings().at(address)->mapped;
   mappings().erase(address);
 })
 
-// Flag 1 lets every process import it; without, those of aclrtMemSetPidToShareableHandle may.
+// Flag 1: every process may import it; otherwise those of aclrtMemSetPidToShareableHandle.
 ACL_API(computed, aclrtMemExportToShareableHandle, (void* handle, int32_t type, uint64_t flags, uint64_t* shareable), {
   check(type == 0 && flags <= 1, kInvalidParam, "handle type ", type, ", flags ", flags, "; allowed: 0, and 0 or 1");
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   auto& memory = find(handle);
-  check(!memory.import && memory.npu != kNoNpu, kInvalidParam, "only an NPU's memory that this process allocated can be exported");
+  check(
+      !memory.import && memory.npu != kNoNpu, kInvalidParam, "only an NPU's memory that this process allocated can be exported");
   if (!memory.shared) memory.shared = arena::publish(memory.offset, memory.bytes);
   arena::offer(*memory.shared, flags & 1);
   *shareable = *memory.shared;
@@ -135,6 +139,6 @@ ACL_API(computed, aclrtMemSetPidToShareableHandle, (uint64_t shareable, const in
 ACL_API(computed, aclrtMemImportFromShareableHandle, (uint64_t shareable, int32_t id, void** handle), {
   device(id);
   const auto import = arena::open(shareable);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mapping_mutex);
   *handle = keep({import.bytes, import.offset, id, {}, import});
 })

@@ -1,0 +1,35 @@
+#include "cost.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace emu::cost {
+namespace {
+
+thread_local Counters* counters = nullptr;
+
+}  // namespace
+
+Counters* current() { return counters; }
+
+Scope::Scope(Counters* mine) : before_(std::exchange(counters, mine)) {}
+Scope::~Scope() { counters = before_; }
+
+void partial_access(const void* argument, size_t size, double bytes) {
+  if (!counters) return;
+  std::lock_guard lock(counters->mutex);
+  if (std::find(counters->parts.begin(), counters->parts.end(), argument) == counters->parts.end()) {
+    counters->parts.push_back(argument);
+    counters->bytes -= static_cast<double>(size);
+  }
+  counters->bytes += bytes;
+}
+
+void add_flops(double flops, int item) {
+  if (!counters) return;
+  std::lock_guard lock(counters->mutex);
+  counters->flops += flops;
+  counters->item = item;
+}
+
+}  // namespace emu::cost

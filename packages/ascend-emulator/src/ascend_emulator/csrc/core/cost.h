@@ -1,0 +1,37 @@
+// Bytes and FLOPs of an operator where they do not follow from the sizes of its arguments: it accesses a part of a cache, or
+// multiplies matrices internally. Operators report them while they compute; TaskTrace (trace.h) adds them to the task's Work.
+#ifndef ASCEND_EMULATOR_CORE_COST_H
+#define ASCEND_EMULATOR_CORE_COST_H
+#include <cstddef>
+#include <mutex>
+#include <vector>
+
+namespace emu::cost {
+
+struct Counters {  // of one execution of an operator
+  std::mutex mutex;
+  double bytes = 0, flops = 0;  // bytes: difference to the arguments' sizes; flops: replaces the estimate from shapes
+  int item = 0;
+  std::vector<const void*> parts;  // tensors that are accessed in part
+};
+
+Counters* current();  // of this thread; null without tracing
+
+// Sets the thread's counters; also for an operator's helper threads.
+class Scope {
+ public:
+  explicit Scope(Counters* counters);
+  ~Scope();
+
+ private:
+  Counters* before_;
+};
+
+// The operator accesses `bytes` of an argument of `size` bytes. Several calls add up.
+void partial_access(const void* argument, size_t size, double bytes);
+// FLOPs on elements of `item` bytes.
+void add_flops(double flops, int item);
+
+}  // namespace emu::cost
+
+#endif  // ASCEND_EMULATOR_CORE_COST_H

@@ -1,0 +1,131 @@
+#include "op.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <set>
+
+#include "communicates.h"
+#include "core/trace.h"
+
+namespace emu {
+namespace {
+
+// ATen resizes an output of the wrong shape with only a warning; torch_npu would not see the result.
+struct NoResize : c10::WarningHandler {
+  void process(const c10::Warning& warning) override {
+    check(warning.msg().find("was resized") == std::string::npos, kOpFailed, "the output has the wrong shape: ", warning.msg());
+    c10::WarningHandler::process(warning);
+  }
+};
+
+// FLOPs of a matrix product: 2 * output elements * length of the sum.
+Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
+  Work work;
+  std::ostringstream shapes;
+  const Tensor* matrices[2] = {nullptr, nullptr};
+  int seen = 0;
+  for (const auto& tensor : tensors) {
+    if (!tensor.defined()) continue;
+    work.bytes += static_cast<double>(tensor.nbytes());
+    shapes << (seen ? " " : "") << tensor.scalar_type() << tensor.sizes();
+    if (seen < 2) matrices[seen] = &tensor;
+    ++seen;
+  }
+  work.shapes = shapes.str();
+  const char* const products[] = {"atmul", "MatMul", "Mm", "Linear"};
+  if (seen > 1 && std::any_of(std::begin(products), std::end(products),
+                      [&](const char* part) { return name.find(part) != std::string::npos; })) {
+    const bool adds = name.rfind("aclnnAdd", 0) == 0 || name.rfind("aclnnBaddbmm", 0) == 0;  // the first argument is the addend
+    const Tensor& left = adds ? *matrices[1] : *matrices[0];
+    if (left.dim() > 0) {
+      work.flops = 2.0 * static_cast<double>(tensors.back().numel()) * static_cast<double>(left.size(-1));
+      work.item = static_cast<int>(left.element_size());
+    }
+  } else {
+    work.flops = tensors.empty() || !tensors.back().defined() ? 0 : static_cast<double>(tensors.back().numel());
+  }
+  return work;
+}
+
+}  // namespace
+
+void prepare_worker() {
+  static thread_local std::optional<at::AutoDispatchBelowADInplaceOrView> kernels_only;
+  static thread_local NoResize no_resize;
+  kernels_only.emplace();
+  c10::WarningUtils::set_warning_handler(&no_resize);
+}
+
+bool communicates(const char* name, bool register_it) {
+  static auto* names = new std::set<std::string_view>;  // filled before main()
+  if (register_it) names->insert(name);
+  return names->count(name) > 0;
+}
+
+int launch(const char* name, aclOpExecutor* executor, void* stream) {
+  if (!executor) {
+    // GetWorkspaceSize failed, perhaps on another thread, and some callers ignore its status.
+    return removed(name) ? refuse(name) : operator_done(name, fail(kOpParam, text(name, ": its arguments were refused")));
+  }
+  std::shared_ptr<aclOpExecutor> owned(executor);
+  return operator_done(name, guarded(name, [&] {
+    const auto on = stream_at(stream);
+    if (null_mode() && !owned->reports_shape) return;
+    Task task{name, [owned, name] {
+                owned->compute();
+                note(name);
+              }};
+    if (owned->hangs) task.run = fault::hang;
+    task.blocks = communicates(name, false);
+    if (trace_enabled()) task.work = work_of(name, owned->tensors);
+    const bool at_once = owned->reports_shape;
+    if (at_once) check(!on->capture, kStreamCaptured, "its result's shape depends on values, so that it cannot be captured");
+    owned.reset();
+    const auto ticket = on->submit(std::move(task));
+    if (at_once) on->wait(ticket);
+  }));
+}
+
+void ArgumentReader::collect(const Tensor& value) { tensors_.push_back(value); }
+void ArgumentReader::collect(const Opt<Tensor>& value) { tensors_.push_back(value.value_or(Tensor())); }
+void ArgumentReader::collect(const Tensors& value) { tensors_.insert(tensors_.end(), value.begin(), value.end()); }
+void ArgumentReader::collect(const Result& value) {
+  if (value.tensor) tensors_.push_back(value.tensor->value);
+}
+
+void ArgumentReader::check() const {
+  if (info_.allowed == ~DTypeSet{0}) info_.allowed = documented(info_.name);
+  size_t first = 0;
+  for (size_t position = 0; position < ends_.size(); ++position) {
+    check_dtypes(
+        tensors_, first, ends_[position], position ? 0 : info_.allowed.load(), info_.parameters, static_cast<int>(position));
+    first = ends_[position];
+  }
+}
+
+int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take, uint64_t* bytes, aclOpExecutor** executor) {
+  *bytes = 0;
+  *executor = nullptr;
+  return operator_done(info.name, intercepted(info.name, [&] {
+    auto made = std::make_unique<aclOpExecutor>();
+    ArgumentReader reader(info, made->tensors);
+    made->compute = take(reader);
+    made->reports_shape = info.reports_shape;
+    if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
+    *executor = made.release();
+  }));
+}
+
+void Result::assign(const Tensor& value) const {
+  check(tensor != nullptr, kOpParam, "a required output is null");
+  const auto shape = value.sizes();
+  check(value.numel() <= tensor->value.numel(), kOpFailed, "the result has ", value.numel(), " elements, the output holds ",
+      tensor->value.numel());
+  tensor->value.view(-1).narrow(0, 0, value.numel()).copy_(value.reshape(-1));
+  tensor->result_shape = shape.vec();
+  tensor->has_result_shape = true;
+}
+
+}  // namespace emu
+
+ACL_API(keeps, aclDestroyAclOpExecutor, (aclOpExecutor * executor), { delete executor; })

@@ -1,0 +1,213 @@
+#include "tensor.h"
+
+#include <c10/core/InferenceMode.h>
+
+#include <mutex>
+#include <unordered_map>
+
+#include "core/device.h"
+#include "core/registry.h"
+
+namespace emu {
+
+at::ScalarType to_scalar_type(int32_t acl_type) {
+  switch (acl_type) {
+    case 0: return at::kFloat;
+    case 1: return at::kHalf;
+    case 2: return at::kChar;
+    case 3: return at::kInt;
+    case 4: return at::kByte;
+    case 6: return at::kShort;
+    case 7: return at::kUInt16;
+    case 8: return at::kUInt32;
+    case 9: return at::kLong;
+    case 10: return at::kUInt64;
+    case 11: return at::kDouble;
+    case 12: return at::kBool;
+    case 16: return at::kComplexFloat;
+    case 17: return at::kComplexDouble;
+    case 27: return at::kBFloat16;
+    case 33: return at::kComplexHalf;
+    case 35: return at::kFloat8_e5m2;
+    case 36: return at::kFloat8_e4m3fn;
+  }
+  throw Error(kOpParam, text("aclDataType ", acl_type, " is not emulated"));
+}
+
+namespace {
+
+at::Scalar read_scalar(const void* at, at::ScalarType type) {
+  switch (type) {
+#define READ(NAME) \
+  case at::NAME: return at::Scalar(*static_cast<const c10::impl::ScalarTypeToCPPTypeT<at::NAME>*>(at));
+    READ(kBool)
+    READ(kByte)
+    READ(kChar)
+    READ(kShort)
+    READ(kInt)
+    READ(kLong)
+    READ(kUInt16)
+    READ(kUInt32)
+    READ(kUInt64)
+    READ(kHalf)
+    READ(kBFloat16)
+    READ(kFloat)
+    READ(kDouble)
+    READ(kComplexHalf)
+    READ(kComplexFloat)
+    READ(kComplexDouble)
+#undef READ
+    default: throw Error(kOpParam, text("a scalar of dtype ", type, " is not emulated"));
+  }
+}
+
+// Creation calls return null on failure; torch_npu passes the null on, so the operator reports the reason.
+thread_local std::string creation_error;
+
+template <class Make>
+auto created(const char* name, Make&& make) -> decltype(make()) {
+  decltype(make()) object = nullptr;
+  guarded(name, [&] {
+    try {
+      object = make();
+    } catch (const std::exception& e) {
+      creation_error = e.what();
+      throw;
+    }
+  });
+  return object;
+}
+
+// Tensors in host memory that devices cannot access, with the error. ATB's operators read lengths from them (ops/atb/atb.h); all
+// other operators refuse them.
+std::mutex host_mutex;
+std::unordered_map<const void*, std::string> host_tensors;
+std::atomic<bool> any_host_tensor{false};
+
+std::optional<std::string> of_host(const void* object, bool forget = false) {
+  if (!any_host_tensor) return std::nullopt;
+  std::lock_guard lock(host_mutex);
+  const auto found = host_tensors.find(object);
+  if (found == host_tensors.end()) return std::nullopt;
+  auto reason = found->second;
+  if (forget) host_tensors.erase(found);
+  return reason;
+}
+
+void destroy(const aclTensor* tensor) {
+  of_host(tensor, true);
+  delete tensor;
+}
+
+}  // namespace
+
+namespace transformer {
+at::Tensor host_values(const aclTensor* tensor);
+at::Tensor host_values(const aclTensor* tensor) {
+  if (of_host(tensor)) return tensor->value.clone();
+  return given(tensor) ? tensor->value : at::Tensor();
+}
+}  // namespace transformer
+
+bool given(const void* object) {
+  if (object) {
+    if (const auto reason = of_host(object)) throw Error(kOpParam, *reason);
+    return true;
+  }
+  if (creation_error.empty()) return false;
+  std::string reason;
+  reason.swap(creation_error);
+  throw Error(kOpParam, reason);
+}
+
+void required(const void* object) { check(given(object), kOpParam, "a required argument is null"); }
+
+}  // namespace emu
+
+#define CREATE(TYPE, NAME, PARAMS, ...) ACL_VALUE(TYPE*, keeps, NAME, PARAMS, { return emu::created(#NAME, [&] __VA_ARGS__); })
+
+#define DESTROY(TYPE, NAME) ACL_API(keeps, NAME, (const TYPE* object), { delete object; })
+
+CREATE(aclTensor, aclCreateTensor,
+    (const int64_t* dims, uint64_t rank, int32_t type, const int64_t* strides, int64_t offset, int32_t format,
+        const int64_t* storage_dims, uint64_t storage_rank, void* data),
+    {
+      // torch_npu's queue thread writes to these tensors outside inference mode, which inference tensors do not allow.
+      c10::InferenceMode off(false);
+      const auto dtype = emu::to_scalar_type(type);
+      const auto sizes = at::IntArrayRef(dims, rank);
+      // See ops/tensor/format_cast.cpp: values of an NZ tensor are stored by its strides, except packed int4, which torch_npu
+      // lays out on the host.
+      emu::check(format != emu::kFractalNZ || dtype != at::kInt || storage_rank < 4 || storage_dims[storage_rank - 1] != 8,
+          emu::kOpParam, "packed int4 in FRACTAL_NZ is not emulated");
+      char* base = nullptr;
+      std::string why_host;
+      if (data) {
+        const auto item = static_cast<int64_t>(c10::elementSize(dtype));
+        int64_t last = 0;  // offset of the last element
+        for (uint64_t i = 0; i < rank; ++i) last += (dims[i] - 1) * strides[i];
+        const bool empty = c10::multiply_integers(sizes) == 0;
+        emu::Place place{static_cast<char*>(data) + offset * item, emu::kNoNpu};
+        try {
+          place = emu::locate(place.kernel, empty ? 0 : (last + 1) * item);
+        } catch (const emu::Error& e) {
+          if (emu::is_device(data)) throw;
+          why_host = e.what();
+        }
+        base = static_cast<char*>(place.kernel);
+        // An NPU cannot access another one's memory, and torch_npu does not check it.
+        const int npu = emu::current_device();
+        emu::check(place.npu == npu || place.npu == emu::kNoNpu, emu::kOpParam, "a tensor that is not in the memory of NPU ", npu,
+            ", where the operator runs");
+      }
+      emu::check(base || c10::multiply_integers(sizes) == 0, emu::kOpParam, "a tensor of shape ", sizes, " has no memory");
+      auto tensor = std::make_unique<aclTensor>();
+      // This storage cannot be resized, so results are always written to the caller's memory.
+      tensor->value = at::from_blob(base, sizes, at::IntArrayRef(strides, rank), at::TensorOptions().dtype(dtype));
+      tensor->format = format;
+      tensor->storage_dims.assign(storage_dims, storage_dims + storage_rank);
+      if (!why_host.empty()) {
+        std::lock_guard lock(emu::host_mutex);
+        emu::host_tensors[tensor.get()] = why_host;
+        emu::any_host_tensor = true;
+      }
+      return tensor.release();
+    })
+CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type),
+    { return new aclScalar{emu::read_scalar(value, emu::to_scalar_type(type))}; })
+CREATE(aclIntArray, aclCreateIntArray, (const int64_t* value, uint64_t size), { return new aclIntArray{{value, value + size}}; })
+CREATE(
+    aclFloatArray, aclCreateFloatArray, (const float* value, uint64_t size), { return new aclFloatArray{{value, value + size}}; })
+// Braces alone would convert the two pointers to two bools.
+CREATE(aclBoolArray, aclCreateBoolArray, (const bool* value, uint64_t size),
+    { return new aclBoolArray{std::vector<bool>(value, value + size)}; })
+CREATE(aclTensorList, aclCreateTensorList, (const aclTensor* const* value, uint64_t size),
+    { return new aclTensorList{{value, value + size}}; })
+CREATE(aclScalarList, aclCreateScalarList, (const aclScalar* const* value, uint64_t size),
+    { return new aclScalarList{{value, value + size}}; })
+
+ACL_API(keeps, aclDestroyTensor, (const aclTensor* tensor), { emu::destroy(tensor); })
+DESTROY(aclScalar, aclDestroyScalar)
+DESTROY(aclIntArray, aclDestroyIntArray)
+DESTROY(aclFloatArray, aclDestroyFloatArray)
+DESTROY(aclBoolArray, aclDestroyBoolArray)
+
+// Lists own their members.
+ACL_API(keeps, aclDestroyTensorList, (const aclTensorList* list), {
+  if (list)
+    for (const auto* item : list->items) emu::destroy(item);
+  delete list;
+})
+ACL_API(keeps, aclDestroyScalarList, (const aclScalarList* list), {
+  if (list)
+    for (const auto* item : list->items) delete item;
+  delete list;
+})
+
+// The caller frees the array with delete[] (op_plugin's nonzero, unique and masked_select do).
+ACL_API(answers, aclGetViewShape, (const aclTensor* tensor, int64_t** dims, uint64_t* rank), {
+  const auto shape = tensor->has_result_shape ? at::IntArrayRef(tensor->result_shape) : tensor->value.sizes();
+  *dims = new int64_t[shape.size()];
+  std::copy(shape.begin(), shape.end(), *dims);
+  *rank = shape.size();
+})

@@ -1,0 +1,48 @@
+// Argument objects of aclnn calls. They are opaque to torch_npu, so each holds an ATen value; tensors alias device memory through
+// the kernel mapping (core/device.h). Signatures: op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
+#ifndef ASCEND_EMULATOR_OPERATOR_TENSOR_H
+#define ASCEND_EMULATOR_OPERATOR_TENSOR_H
+#include <ATen/ATen.h>
+
+#include "core/status.h"
+
+struct aclTensor {
+  at::Tensor value;
+  std::vector<int64_t> result_shape;  // returned by aclGetViewShape; set by operators with data-dependent shapes
+  bool has_result_shape = false;
+  int32_t format = 2;
+  std::vector<int64_t> storage_dims;
+};
+struct aclScalar {
+  at::Scalar value;
+};
+struct aclIntArray {
+  std::vector<int64_t> value;
+};
+struct aclFloatArray {
+  std::vector<float> value;
+};
+struct aclBoolArray {
+  std::vector<bool> value;
+};
+struct aclTensorList {
+  std::vector<const aclTensor*> items;
+};
+struct aclScalarList {
+  std::vector<const aclScalar*> items;
+};
+
+namespace emu {
+
+// aclDataType, the public enumeration (CANN's API reference, "aclDataType"; torch_npu's CalcuOpUtil.cpp shows the pairs).
+at::ScalarType to_scalar_type(int32_t acl_type);
+
+// Whether an argument was given. Throws if it is null because its creation failed.
+bool given(const void* object);
+void required(const void* object);  // throws if it was not given
+
+enum AclFormat : int32_t { kNCHW = 0, kND = 2, kFractalNZ = 29 };
+
+}  // namespace emu
+
+#endif  // ASCEND_EMULATOR_OPERATOR_TENSOR_H

@@ -1,0 +1,178 @@
+// ATB's attention: packed requests (PA_ENCODER), and paged caches with several queries (PREFIX_ENCODER) or one query
+// (PagedAttention) per request. Rules: torch_npu's documentation of _npu_paged_attention_v2, _npu_flash_attention_v2 and
+// _npu_flash_attention_prefix_v2 (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden functions of op-plugin's
+// test_atb_*attention*.py.
+#include "attention.h"
+
+namespace atb::infer {
+
+struct PagedAttentionParam {
+  int32_t heads;
+  float scale;
+  int32_t groups, mask_type;
+  bool batch_run_status;
+  int32_t quant_type, out_type;
+  bool has_quant_offset;
+  int32_t compress_type, calc_type, scale_type, layout;
+  uint32_t latent_values;
+};
+struct SelfAttentionParam {
+  int32_t quant_type, out_type, heads, groups;
+  float query_scale, scale;
+  bool batch_run_status;
+  uint32_t triangular;
+  int32_t calc_type, kernel_type, clamp_type;
+  float clamp_least, clamp_most;
+  int32_t mask_type;
+};
+
+}  // namespace atb::infer
+
+namespace {
+
+using namespace emu;
+using namespace emu::transformer;
+
+// A mask in fractal order, [n, columns / 16, rows, 16], as [n, rows, columns].
+Tensor mask_of(const AtbTensor& given) {
+  check(given.value.defined(), kOpParam, "mask is needed for this mask_type");
+  one_of("mask", given.value, kFloating);
+  return given.value.dim() == 4 && fractal(given) ? given.value.transpose(1, 2).flatten(2) : given.value;
+}
+
+Masking added(const AtbTensor& given, bool by_request, bool ones_hide = false) {
+  Masking masking{Masking::Kind::added, mask_of(given)};
+  masking.by_request = by_request;
+  masking.ones_hide = ones_hide && given.value.scalar_type() == at::kBFloat16;
+  return masking;
+}
+
+Masking slopes(const AtbTensor& mask, const AtbTensor& factors, bool roots, int64_t heads) {
+  Masking masking{Masking::Kind::slopes, mask_of(mask), factors.value};
+  masking.roots = roots;
+  check(factors.value.defined() && factors.value.numel() == heads, kOpParam, "slopes must have one value for each of ", heads,
+      " heads; masks of [heads, tokens, 128] without are not emulated");
+  one_of("slopes", factors.value, kFloating);
+  const auto sizes = masking.mask.sizes().slice(masking.mask.dim() - 2);
+  check(sizes[0] == 256 && sizes[1] == 256, kOpParam, "mask has shape ", shape_of(mask),
+      "; the compressed ALiBi mask is [256, 256]");
+  return masking;
+}
+
+enum PagedMask : int32_t { kNone = 0, kAlibi = 2, kSpeculative = 3, kCompressed = 5 };
+enum CalcType : int32_t { kPacked = 3, kPrefix = 4 };
+enum SelfMask : int32_t {
+  kSelfNone = 0,
+  kSelfNorm = 1,
+  kSelfAlibi = 2,
+  kSelfCompressed = 3,
+  kSelfAlibiCompressed = 4,
+  kSelfAlibiRoots = 5,
+  kSelfAlibiLeft = 6
+};
+
+Prepare paged_attention(const atb::infer::PagedAttentionParam& p) {
+  return [p](const Arguments& in, const Arguments& out) {
+    one_of<int32_t>("mask_type (0 none, 2 ALiBi, 3 for several queries, 5 compressed)", p.mask_type,
+        {kNone, kAlibi, kSpeculative, kCompressed});
+    one_of<int32_t>("quant_type (0 none, 3 online)", p.quant_type, {0, 3});
+    one_of<int32_t>("calc_type", p.calc_type, {0, 1});
+    check(p.compress_type == 0 && !p.has_quant_offset && !p.batch_run_status, kOpParam,
+        "compressed heads, offsets and batch status are not emulated");
+    const bool latent = p.latent_values > 0, several = p.calc_type == 1;
+    const size_t next = latent ? 2 : 3;
+    const auto at = [&](size_t i) {
+      check(i < in.size(), kOpParam, in.size(), " input tensors are too few");
+      return in[i];
+    };
+    Attention a;
+    a.heads = p.heads;
+    a.groups = p.groups ? p.groups : p.heads;
+    a.scale = p.scale;
+    a.query = in[0].value;
+    a.key = a.cache("key_cache", in[1]);
+    a.value = latent ? Tensor() : a.cache("value_cache", in[2]);
+    a.latent_values = p.latent_values;
+    a.table = at(next).value;
+    a.kv_lengths = {at(next + 1).value};
+    if (several) a.query_lengths = {at(next + 3).value};
+    if (p.mask_type == kAlibi || p.mask_type == kSpeculative) a.masking = added(at(next + 2), p.mask_type == kAlibi);
+    if (p.mask_type == kSpeculative) a.masking.by_token = true;
+    if (p.mask_type == kCompressed) a.masking.kind = Masking::Kind::causal;
+    if (p.quant_type == 3) {
+      check(p.mask_type == kNone && !latent && !several, kOpParam, "quant_type 3 goes without a mask");
+      a.key_scale = at(next + 2).value;
+      a.value_scale = at(next + 3).value;
+    }
+    a.out = out.at(0).value;
+    return a.prepared();
+  };
+}
+
+Prepare self_attention(const atb::infer::SelfAttentionParam& p) {
+  return [p](const Arguments& in, const Arguments& out) {
+    one_of<int32_t>("calc_type (3 packed, 4 with a prefix in pages)", p.calc_type, {kPacked, kPrefix});
+    check(p.quant_type == 0 && p.clamp_type == 0, kOpParam, "quantization and clamping are not emulated");
+    const bool paged = p.calc_type == kPrefix;
+    size_t next = 3;
+    const auto next_input = [&] {
+      check(next < in.size(), kOpParam, in.size(), " input tensors are too few for mask_type ", p.mask_type);
+      return in[next++];
+    };
+    Attention a;
+    a.heads = p.heads;
+    a.groups = p.groups ? p.groups : p.heads;
+    a.scale = p.scale;
+    a.query = in[0].value;
+    a.key = paged ? a.cache("key_cache", in[1]) : in[1].value;
+    a.value = paged ? a.cache("value_cache", in[2]) : in[2].value;
+    if (paged) a.table = next_input().value;
+    const auto mask = p.mask_type == kSelfNone ? AtbTensor{} : next_input();
+    a.query_lengths = {next_input().value};
+    if (paged) a.kv_lengths = {next_input().value};
+    switch (p.mask_type) {
+      case kSelfNone: break;
+      case kSelfNorm: a.masking = added(mask, true, true); break;
+      case kSelfAlibi: a.masking = added(mask, mask.value.defined() && mask.value.dim() == 4 && !fractal(mask)); break;
+      case kSelfCompressed: a.masking.kind = Masking::Kind::causal; break;
+      case kSelfAlibiCompressed:
+      case kSelfAlibiRoots: a.masking = slopes(mask, next_input(), p.mask_type == kSelfAlibiRoots, p.heads); break;
+      default: throw Error(kOpParam, text("mask_type ", p.mask_type, " is not emulated; 0 to 5 are"));
+    }
+    a.out = out.at(0).value;
+    return a.prepared();
+  };
+}
+
+}  // namespace
+
+ATB_PARAMETERS(PagedAttention, 4, 7,
+    "(query, key_cache, value_cache or block_table, block_table or context_lens, context_lens, mask or scale, seq_len or scale)",
+    { return paged_attention(param); })
+ATB_PARAMETERS(SelfAttention, 4, 8,
+    "(query, key, value, mask or block_table, seq_len or mask, slopes or seq_len, context_lens, slopes)",
+    { return self_attention(param); })
+
+// mask_type: 3 compressed causal, 4 and 5 compressed ALiBi, 9 causal without a mask (op-plugin's
+// SelfAttentionPrefixEncoderAtb.cpp).
+ATB_OPERATOR(AtbSelfAttentionPrefixEncoder,
+    (Tensor query, Tensor key, Tensor value, Tensor table, Opt<Tensor> mask, Lengths lengths, Lengths kv_lengths,
+        Opt<Tensor> factors, int mask_type, int64_t heads, int64_t groups, float scale, Tensor out),
+    {
+      one_of<int>("mask_type", mask_type, {3, 4, 5, 9});
+      Attention a;
+      a.heads = heads;
+      a.groups = groups ? groups : heads;
+      a.scale = scale;
+      a.query = query;
+      a.key = a.cache("key", {key, kND});
+      a.value = a.cache("value", {value, kND});
+      a.table = table;
+      a.query_lengths = lengths;
+      a.kv_lengths = kv_lengths;
+      a.masking.kind = Masking::Kind::causal;
+      if (mask_type == 4 || mask_type == 5)
+        a.masking = slopes({mask.value_or(Tensor()), kND}, {factors.value_or(Tensor()), kND}, mask_type == 5, heads);
+      a.out = out;
+      return a.prepared();
+    })

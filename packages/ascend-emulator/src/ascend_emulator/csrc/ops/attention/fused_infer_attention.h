@@ -1,0 +1,401 @@
+// The fused inference attention: checks of its arguments, and the computation. Rules: see fused_infer_attention_score.cpp.
+#ifndef ASCEND_EMULATOR_OPS_ATTENTION_FUSED_INFER_ATTENTION_H
+#define ASCEND_EMULATOR_OPS_ATTENTION_FUSED_INFER_ATTENTION_H
+#include <ATen/Parallel.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <map>
+
+#include "attention.h"
+
+namespace emu::attention {
+
+// input_layout to the query's and the output's, as op-plugin's FusedInferAttentionScoreKernelNpuOpApi.cpp lists them.
+inline const std::map<std::string, std::pair<const char*, const char*>> kLayouts{
+    {"BSH", {"BSH", "BSH"}},
+    {"BSND", {"BSND", "BSND"}},
+    {"BNSD", {"BNSD", "BNSD"}},
+    {"TND", {"TND", "TND"}},
+    {"NTD", {"NTD", "NTD"}},
+    {"BNSD_BSND", {"BNSD", "BSND"}},
+    {"BSH_BNSD", {"BSH", "BNSD"}},
+    {"BSND_BNSD", {"BSND", "BNSD"}},
+    {"NTD_TND", {"NTD", "TND"}},
+    {"BSH_NBSD", {"BSH", "NBSD"}},
+    {"BSND_NBSD", {"BSND", "NBSD"}},
+    {"BNSD_NBSD", {"BNSD", "NBSD"}},
+    {"TND_NTD", {"TND", "NTD"}},
+    {"NSD", {"NSD", "NSD"}},
+};
+
+// Dequantization of int8 keys or values: (x + offset) * scale; modes of key_antiquant_mode.
+struct Antiquant {
+  Tensor scale, offset;
+  int64_t mode = 0;
+
+  // Scale or offset as [groups or 1, length or 1, D or 1].
+  Tensor factor(const Tensor& x, int64_t request, int64_t length, int64_t groups, const Tensor& table, int64_t block_size) const {
+    const auto fp32 = x.to(at::kFloat);
+    switch (mode) {
+      case 0: return fp32.numel() == 1 ? fp32.reshape({1, 1, 1}) : fp32.reshape({groups, 1, -1});
+      case 1: return fp32.reshape({-1, fp32.size(-1)})[request].narrow(0, 0, length).reshape({1, length, 1});
+      case 2: return fp32.reshape({groups, 1, 1});
+      case 3: return fp32.reshape({-1, groups, fp32.size(-1)})[request].narrow(1, 0, length).unsqueeze(-1);
+      case 4: return pages(fp32.unsqueeze(-1), table, request, length, 1, block_size);
+      case 5: return pages(fp32.unsqueeze(-1), table, request, length, groups, block_size);
+    }
+    throw Error(kOpParam, text("antiquant mode ", mode, "; supported: 0 to 5"));
+  }
+  Tensor operator()(const Tensor& rows, int64_t request, int64_t groups, const Tensor& table, int64_t block_size) const {
+    if (rows.scalar_type() != at::kChar) return rows;
+    auto fp32 = rows.to(at::kFloat);
+    if (offset.defined()) fp32 = fp32 + factor(offset, request, rows.size(1), groups, table, block_size);
+    return fp32 * factor(scale, request, rows.size(1), groups, table, block_size);
+  }
+};
+
+struct FusedInfer {
+  Tensor query;
+  Tensors key, value;
+  Opt<Tensor> pse, mask;
+  Opt<Ints> query_lengths, kv_lengths;
+  Opt<Tensor> block_table, query_padding, kv_padding, key_prefix, value_prefix;
+  Opt<Ints> prefix_lengths;
+  Opt<Tensor> query_rope, key_rope, sink, query_scale;
+  Antiquant key_quant, value_quant;
+  Opt<Tensor> out_scale, out_offset;
+  int64_t heads, groups, block_size;
+  double scale;
+  int64_t before, after;
+  Text layout;
+  int64_t sparse_mode, inner_precise;
+  Tensor out;
+  Tensor lse;  // undefined if not requested
+
+  std::string in, to;
+  Tensor table;
+  int64_t batch = 0, longest = 0, width = 0;
+  struct Span {
+    int64_t start, count, kv_start, kv_count;
+  };
+  std::vector<Span> spans;
+
+  bool paged() const { return table.defined(); }
+  bool latent() const { return query_rope.has_value(); }
+
+  void check_dtypes() const {
+    if (query_scale) return check_quantized();
+    one_of("query", query, kHalves);
+    for (const auto& [name, list] : {std::pair{"key", &key}, std::pair{"value", &value}})
+      for (const auto& x : *list) {
+        check(x.scalar_type() != at::kInt, kOpParam, name, " is int4 in int32; float16, bfloat16 and int8 are emulated");
+        one_of(name, x, {at::kHalf, at::kBFloat16, at::kChar});
+        check(x.scalar_type() == at::kChar || x.scalar_type() == query.scalar_type(), kOpParam, name, " is ", x.scalar_type(),
+            " and query ", query.scalar_type(), "; they must be the same, or ", name, " int8");
+        contiguous(name, x);
+      }
+    same_dtype("value", value[0], "key", key[0]);
+    contiguous("query", query);
+    const bool small = key[0].scalar_type() == at::kChar;
+    check(!small || (key_quant.scale.defined() && value_quant.scale.defined()), kOpParam,
+        "key and value are int8; antiquant_scale, or key_antiquant_scale and value_antiquant_scale, must be given");
+    check(small || !key_quant.scale.defined(), kOpParam, "an antiquant scale is given and key is ", key[0].scalar_type(),
+        "; it must be int8");
+    if (small) within("key_antiquant_mode", key_quant.mode, 0, 5);
+    check(key_quant.offset.defined() == value_quant.offset.defined(), kOpParam,
+        "the antiquant offsets of key and value must be given together");
+    check(key_quant.mode == value_quant.mode || (key_quant.mode == 0 && value_quant.mode == 1), kOpParam, "key_antiquant_mode ",
+        key_quant.mode, " and value_antiquant_mode ", value_quant.mode, "; they must be the same, or 0 and 1");
+    if (mask) one_of("atten_mask", *mask, {at::kBool, at::kChar, at::kByte});
+    if (out_scale)
+      one_of("quant_scale2", *out_scale,
+          query.scalar_type() == at::kBFloat16 ? DTypes{at::kFloat, at::kBFloat16} : DTypes{at::kFloat});
+    check(!out_offset || out_scale, kOpParam, "quant_offset2 is given without quant_scale2");
+    if (pse) same_dtype("pse_shift", *pse, "query", query);
+  }
+
+  // int8 query, key and value with bfloat16 rope parts: documentation of npu_fused_infer_attention_score_v2, where query_rope is
+  // given.
+  void check_quantized() const {
+    check(latent(), kOpParam, "dequant_scale_query is given without query_rope");
+    one_of("query", query, {at::kChar});
+    one_of("key", key[0], {at::kChar});
+    one_of("value", value[0], {at::kChar});
+    one_of("query_rope", *query_rope, {at::kBFloat16});
+    one_of("dequant_scale_query", *query_scale, {at::kFloat});
+    check(query_scale->numel() == query.numel() / width, kOpParam, "dequant_scale_query has shape ", query_scale->sizes(),
+        "; one for each token and head is expected");
+    check(key_quant.scale.defined() && value_quant.scale.defined() && key_quant.scale.numel() == 1 &&
+              value_quant.scale.numel() == 1,
+        kOpParam, "dequant_scale_key and dequant_scale_value must be given, of one element each");
+    check(!key_quant.offset.defined() && !value_quant.offset.defined() && !out_scale, kOpParam,
+        "an int8 query goes with no offsets and no quant_scale_out");
+  }
+
+  void check_heads() const {
+    check(heads % groups == 0 && heads / groups <= 64, kOpParam, heads, " heads over ", groups,
+        " key-value heads; a multiple of at most 64 is allowed");
+    within("num_heads", heads, 1, 256);
+    within("the head size", width, 1, 512);
+    multiple("the head size", width, key[0].scalar_type() == at::kChar ? 32 : 16);
+    check(latent() || !packed(in) || width <= 256, kOpParam, "the head size is ", width, " in layout ", layout,
+        "; at most 256 without query_rope");
+    if (longest > 1 && (in == "BSH" || in == "BSND"))
+      check(heads * width < 65535, kOpParam, "heads x head size is ", heads * width, " in layout ", layout,
+          "; it must be below 65535");
+    if (in == "BSND" || in == "BNSD" || in == "TND" || in == "NTD") {
+      const int64_t found = query.size(in == "BSND" ? 2 : in == "NTD" ? 0 : 1);
+      check(found == heads, kOpParam, "query has ", found, " heads in layout ", layout, " and num_heads is ", heads);
+    }
+    check(layout != "BNSD_BSND" || longest > 1, kOpParam, "layout BNSD_BSND is for queries of more than one token");
+    within("inner_precise", inner_precise, 0, 3);
+    within("sparse_mode", sparse_mode, 0, 4);
+  }
+
+  void check_mask() const {
+    const bool ignored =
+        longest == 1 && !latent() && !packed(in);  // "sparse_mode has no effect when Q_S is 1 and there is no rope"
+    if (sparse_mode >= 2 && !ignored) {
+      check(mask.has_value(), kOpParam, "sparse_mode ", sparse_mode, " needs atten_mask");
+      check(mask->size(-1) == kMaskSide && mask->size(-2) == kMaskSide && mask->numel() == kMaskSide * kMaskSide, kOpParam,
+          "sparse_mode ", sparse_mode, " needs an atten_mask of 2048 x 2048, not ", mask->sizes());
+    }
+    check(sparse_mode != 1 || mask, kOpParam, "sparse_mode 1 needs atten_mask");
+    check(!packed(in) || sparse_mode > 1 || !mask, kOpParam, "layout ", layout,
+        " takes atten_mask with sparse_mode 3 and 4 only, not ", sparse_mode);
+    if (pse) {
+      check(!packed(in), kOpParam, "pse_shift is not supported in layout ", layout);
+      check(pse->dim() == 4 && (pse->size(0) == 1 || pse->size(0) == batch) && pse->size(1) == heads && pse->size(2) >= longest,
+          kOpParam, "pse_shift has shape ", pse->sizes(), "; it must be [1 or ", batch, ", ", heads, ", ", longest, ", keys]");
+    }
+    if (sink) {
+      check(packed(in), kOpParam, "learnable_sink is supported in layouts TND and NTD_TND, not in ", layout);
+      one_of("learnable_sink", *sink, {at::kBFloat16});
+      shape("learnable_sink", *sink, {heads});
+      check(value_width() <= 128, kOpParam, "the value's head size is ", value_width(), "; learnable_sink allows at most 128");
+    }
+  }
+
+  int64_t value_width() const { return out.size(-1) / (to == "BSH" ? heads : 1); }
+
+  void check_latent() const {
+    check(query_rope.has_value() == key_rope.has_value(), kOpParam, "query_rope and key_rope must be given together");
+    if (!latent()) return;
+    if (!query_scale) same_dtype("query_rope", *query_rope, "query", query);
+    same_dtype("key_rope", *key_rope, "query_rope", *query_rope);
+    check(width == 512 || width == 128, kOpParam, "the head size is ", width, " with query_rope; 512 and 128 are allowed");
+    check(query_rope->numel() == query.numel() / width * 64, kOpParam, "query_rope has shape ", query_rope->sizes(),
+        "; it must be that of query with a last dimension of 64 per head");
+    check(!pse && !key_prefix && !out_scale && !query_padding && !kv_padding, kOpParam,
+        "query_rope goes with no pse_shift, prefix, quant_scale2 or left padding");
+    if (width == 128) {
+      check(packed(in) && !paged(), kOpParam,
+          "head size 128 with query_rope is supported in layouts TND and NTD_TND without a block_table");
+      return;
+    }
+    check(groups == 1, kOpParam, "num_key_value_heads is ", groups, " with query_rope and head size 512; it must be 1");
+    check((heads & (heads - 1)) == 0 && heads <= 128, kOpParam, "num_heads is ", heads,
+        " with query_rope; 1, 2, 4, 8, 16, 32, 64 and 128 are allowed");
+    check(paged() || sparse_mode == 4, kOpParam, "query_rope with head size 512 needs a block_table");
+    if (sparse_mode != 4) {
+      int64_t most = longest;
+      if (packed(in)) {
+        most = 0;
+        for (const auto& span : spans) most = std::max(most, span.count);
+      }
+      check(most <= 16, kOpParam, "a request has ", most, " query tokens with query_rope; at most 16 are allowed");
+      one_of<int64_t>("block_size", block_size, {16, 128});
+      check(key[0].dim() != 5 || (block_size == 128 && in != "BNSD"), kOpParam,
+          "a fractal (NZ) cache needs block_size 128 and a layout other than BNSD");
+    }
+  }
+
+  void check_pages() const {
+    check(key.size() == 1, kOpParam, "a paged cache is one tensor, not a list of ", key.size());
+    check(table.dim() == 2 && table.is_contiguous(), kOpParam, "block_table has shape ", table.sizes(),
+        "; it must be contiguous and have two dimensions");
+    one_of("block_table", table, {at::kInt});
+    check(kv_lengths && !kv_lengths->empty(), kOpParam, "a paged cache needs actual_seq_lengths_kv");
+    check(table.size(0) == batch, kOpParam, "block_table has ", table.size(0), " rows for ", batch, " requests");
+    check(!query_padding && !kv_padding && !key_prefix, kOpParam, "a paged cache goes with no left padding and no shared prefix");
+    within("block_size", block_size, 16, 512);
+    const bool small = key[0].scalar_type() == at::kChar;
+    multiple("block_size", block_size, small ? 32 : 16);
+    if (longest > 1 && !latent() && !packed(in) && !small)
+      multiple("block_size, for queries of more than one token,", block_size, 128);
+    const auto& cache = key[0];
+    check(cache.dim() == 3 || cache.dim() == 5 || (cache.dim() == 4 && in != "BSH" && in != "BSND") ||
+              (cache.dim() == 4 && latent()),
+        kOpParam, "key has shape ", cache.sizes(),
+        "; a paged cache is [blocks, block_size, H], for BNSD and TND also [blocks, KV_N, block_size, D], or [blocks, KV_N, D / "
+        "c, block_size, c]");
+    const int64_t found = cache.size(cache.dim() == 3 ? 1 : cache.dim() - 2);
+    check(found == block_size, kOpParam, "key has blocks of ", found, " tokens and block_size is ", block_size);
+    if (cache.dim() == 3)
+      check(cache.size(2) <= 65535, kOpParam, "H of the cache is ", cache.size(2), "; at most 65535 is allowed");
+    if (cache.dim() == 5)
+      check(
+          cache.size(4) == (small ? 32 : 16), kOpParam, "key has fractals of ", cache.size(4), "; it must be ", small ? 32 : 16);
+    check(cache.numel() <= std::numeric_limits<int32_t>::max(), kOpParam, "key has ", cache.numel(),
+        " elements; at most 2^31 - 1 are allowed");
+  }
+
+  void plan() {
+    const auto found = kLayouts.find(layout);
+    check(found != kLayouts.end(), kOpParam, "input_layout is ", layout, "; allowed: ", [] {
+      Ints none;
+      std::string all;
+      for (const auto& [name, pair] : kLayouts) all += all.empty() ? name : ", " + name;
+      return all;
+    }());
+    std::tie(in, to) = found->second;
+    if (block_table && block_table->numel()) table = *block_table;
+    check(!key.empty() && key.size() == value.size(), kOpParam, "lists of ", key.size(), " keys and ", value.size(),
+        " values; they must be as long");
+    width = query.size(-1) / (in == "BSH" ? heads : 1);
+    if (packed(in)) {
+      check(query_lengths && kv_lengths, kOpParam, "layout ", layout, " needs actual_seq_lengths and actual_seq_lengths_kv");
+      check(key.size() == 1, kOpParam, "layout ", layout, " takes no list of keys");
+      batch = query_lengths->size();
+      longest = length_of(query, in);
+      check(static_cast<int64_t>(kv_lengths->size()) >= batch, kOpParam, "actual_seq_lengths_kv has ", kv_lengths->size(),
+          " entries for ", batch, " requests");
+      check(batch == 0 || query_lengths->back() == longest, kOpParam, "actual_seq_lengths ends at ",
+          batch ? query_lengths->back() : 0, ", query has ", longest, " tokens");
+      for (int64_t i = 0; i < batch; ++i) {
+        const int64_t start = i ? query_lengths->at(i - 1) : 0, kv_start = i && !paged() ? kv_lengths->at(i - 1) : 0;
+        spans.push_back({start, query_lengths->at(i) - start, kv_start, kv_lengths->at(i) - kv_start});
+      }
+    } else {
+      batch = batch_of(query, in);
+      longest = length_of(query, in);
+      within("the batch", batch, 0, 65536);
+      check(key.size() == 1 || static_cast<int64_t>(key.size()) == batch, kOpParam, "a list of ", key.size(), " keys for ", batch,
+          " requests");
+      for (const auto& [name, lengths] :
+          {std::pair{"actual_seq_lengths", &query_lengths}, std::pair{"actual_seq_lengths_kv", &kv_lengths}})
+        check(!*lengths || (*lengths)->empty() || (*lengths)->size() == 1 || static_cast<int64_t>((*lengths)->size()) >= batch,
+            kOpParam, name, " has ", *lengths ? (*lengths)->size() : 0, " entries for ", batch,
+            " requests; 1 or as many are allowed");
+      for (int64_t i = 0; i < batch; ++i) {
+        const auto& own = key.size() == 1 ? key[0] : key[i];
+        const int64_t all = paged() ? 0 : length_of(own, in);
+        spans.push_back({0, longest == 1 ? 1 : entry(query_lengths, i, longest), 0, entry(kv_lengths, i, all)});
+        check(paged() || spans.back().kv_count <= all, kOpParam, "actual_seq_lengths_kv of request ", i, " is ",
+            spans.back().kv_count, " and key has ", all, " tokens");
+        check(spans.back().count <= longest, kOpParam, "actual_seq_lengths of request ", i, " is ", spans.back().count,
+            " and query has ", longest, " tokens");
+      }
+    }
+    for (size_t i = 0; i < spans.size(); ++i) {
+      check(spans[i].count >= 0 && spans[i].kv_count >= 0, kOpParam, "sequence lengths of request ", i,
+          " decrease or are negative");
+      if (paged())
+        check(spans[i].kv_count <= table.size(1) * block_size, kOpParam, "request ", i, " has ", spans[i].kv_count,
+            " tokens, its row of block_table ", table.size(1), " blocks");
+      else if (packed(in))
+        check(spans[i].kv_start + spans[i].kv_count <= length_of(key[0], in), kOpParam, "actual_seq_lengths_kv ends at ",
+            spans[i].kv_start + spans[i].kv_count, ", key has ", length_of(key[0], in), " tokens");
+    }
+  }
+
+  FusedInfer& checked() {
+    groups = groups ? groups : heads;
+    check(heads > 0, kOpParam, "num_heads is ", heads, "; it must be positive");
+    if (query.numel() == 0) return *this;
+    plan();
+    check_dtypes();
+    check_heads();
+    check_mask();
+    if (paged()) check_pages();
+    check_latent();
+    if (key_prefix)
+      check(value_prefix && key_prefix->size(0) == 1 && !packed(in), kOpParam,
+          "a shared prefix has a batch of 1, a key and a value, and no packed layout");
+    return *this;
+  }
+
+  Tensor rows(const Tensor& cache, const Span& span, int64_t request, int64_t start) const {
+    if (paged()) return pages(cache, table, request, span.kv_count, groups, block_size);
+    return tokens(cache, in, packed(in) || cache.size(0) != 1 || in == "NSD" ? request : 0, start, span.kv_count, groups);
+  }
+
+  void attend_to(int64_t i) {
+    auto span = spans[i];
+    int64_t kv_start = span.kv_start;
+    // Left padding: start of the valid tokens (documentation, "query左padding" and "kv左padding").
+    if (query_padding && query_lengths && longest > 1)
+      span.start = longest - std::max<int64_t>(0, query_padding->item<int64_t>()) - span.count;
+    const auto& own_key = key.size() == 1 ? key[0] : key[i];
+    const auto& own_value = key.size() == 1 ? value[0] : value[i];
+    if (kv_padding && kv_lengths)
+      kv_start = length_of(own_key, in) - std::max<int64_t>(0, kv_padding->item<int64_t>()) - span.kv_count;
+    if (span.start < 0 || kv_start < 0) return;  // "the result is zeros"
+    const bool whole = key.size() == 1;
+    // With an int8 query the rope part is divided by both scales (golden function of op-plugin's test_mla_prolog_v2.py), so the
+    // scales apply to both parts.
+    auto k = query_scale ? rows(own_key, span, whole ? i : 0, kv_start).to(at::kFloat)
+                         : key_quant(rows(own_key, span, whole ? i : 0, kv_start), i, groups, table, block_size);
+    auto v = value_quant(rows(own_value, span, whole ? i : 0, kv_start), i, groups, table, block_size);
+    auto q = tokens(query, in, i, span.start, span.count, heads);
+    if (latent()) {
+      q = at::cat({query_scale ? q.to(at::kFloat) : q, tokens(*query_rope, in, i, span.start, span.count, heads)}, -1);
+      k = at::cat({k, rows(*key_rope, span, whole ? i : 0, kv_start)}, -1);
+    }
+    if (query_scale) {
+      const std::string like = in == "BSH" ? "BSND" : in;
+      q = q.to(at::kFloat) * tokens(query_scale->unsqueeze(-1), like, i, span.start, span.count, heads) *
+          key_quant.scale.reshape({1, 1, 1});
+    }
+    if (key_prefix) {
+      const int64_t length = entry(prefix_lengths, 0, length_of(*key_prefix, in));
+      k = at::cat({tokens(*key_prefix, in, 0, 0, length, groups).to(k.scalar_type()), k}, 1);
+      v = at::cat({tokens(*value_prefix, in, 0, 0, length, groups).to(v.scalar_type()), v}, 1);
+    }
+    Sparse sparse{sparse_mode, before, after, mask.value_or(Tensor()), {}, longest == 1};
+    if (longest == 1 && !latent() && !packed(in) && sparse_mode >= 2) sparse = {};
+    if (sparse_mode != 0 && sparse_mode != 4) sparse.before = sparse.after = INT64_MAX;
+    Request request{q, k, v, {}, {}, sink.value_or(Tensor()), scale};
+    apply_sparse_mode(request, sparse, i);
+    if (pse) request.bias = (*pse)[pse->size(0) == 1 ? 0 : i].narrow(1, 0, span.count).narrow(2, 0, k.size(1)).to(at::kFloat);
+    auto result = attend(request);
+    if (out_scale) {
+      const auto spread = [&](const Tensor& x) {
+        return x.numel() == 1 ? x.to(at::kFloat).reshape({}) : x.to(at::kFloat).reshape({heads, 1, -1});
+      };
+      auto whole_numbers = result.out.to(at::kFloat) * spread(*out_scale);
+      if (out_offset) whole_numbers.add_(spread(*out_offset));
+      result.out = whole_numbers.round_().clamp_(-128, 127);
+    }
+    tokens(out, to, i, span.start, span.count, heads).copy_(result.out);
+    if (lse.defined())
+      tokens(lse,
+          packed(in)    ? "TND"
+          : in == "NSD" ? "BNSD"
+                        : "BNSD",
+          i, span.start, span.count, heads)
+          .copy_(result.lse.unsqueeze(-1));
+  }
+
+  void run() {
+    if (query.numel() == 0) return;
+    if (!packed(in)) {
+      const bool full = std::all_of(spans.begin(), spans.end(), [&](const Span& span) { return span.count == longest; });
+      // Rows past a request's length: zeros, log-sum-exp +inf.
+      if (!full) out.zero_();
+      if (!full && lse.defined()) lse.fill_(std::numeric_limits<float>::infinity());
+    }
+    // Parallel over requests, because single requests of a batch are small.
+    auto* const counters = cost::current();
+    at::parallel_for(0, batch, 1, [&](int64_t first, int64_t last) {
+      const cost::Scope open(counters);
+      at::AutoDispatchBelowADInplaceOrView kernels_only;
+      for (int64_t i = first; i < last; ++i)
+        if (spans[i].count) attend_to(i);
+    });
+  }
+};
+
+}  // namespace emu::attention
+
+#endif  // ASCEND_EMULATOR_OPS_ATTENTION_FUSED_INFER_ATTENTION_H

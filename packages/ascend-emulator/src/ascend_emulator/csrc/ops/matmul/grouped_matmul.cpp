@@ -1,0 +1,282 @@
+// Grouped matrix products. Semantics and limits: torch_npu's documentation of npu_grouped_matmul and
+// npu_grouped_matmul_finalize_routing (torch_npu/_op_plugin_docs.py, BSD), their shape functions, op-plugin's call sites and
+// tests.
+#include "core/cost.h"
+#include "ops/quantization/quantized.h"
+
+using namespace emu;
+
+namespace {
+
+using Lists = Opt<Tensors>;
+
+bool empty(const Lists& list) { return !list || list->empty() || !list->front().defined(); }
+
+// Slice of a group: from a list with one tensor per group, or a stacked tensor.
+Tensor group_slice(const Lists& list, int64_t group, int64_t groups) {
+  if (empty(list)) return {};
+  if (static_cast<int64_t>(list->size()) == groups && groups > 1) return (*list)[group];
+  const auto& only = list->front();
+  return groups == 1 && only.dim() < 2 ? only : only.size(0) == groups && only.dim() >= 2 ? only[group] : only;
+}
+
+struct Grouped {
+  Tensors x, weight;
+  Lists bias, scale, antiquant_scale, antiquant_offset, pertoken;
+  Opt<Tensor> list;
+  int64_t split, kind, list_kind, activation;
+  Tensors out;
+
+  bool words() const { return weight[0].scalar_type() == at::kInt; }
+  // One stack of weights [groups, k, n].
+  bool stacked() const { return weight.size() == 1 && weight[0].dim() == 3; }
+  int64_t groups() const { return stacked() ? weight[0].size(0) : static_cast<int64_t>(weight.size()); }
+
+  void check_arguments() const {
+    check(!x.empty() && !weight.empty(), kOpParam, "x and weight must not be empty");
+    within("split_item", split, int64_t{0}, int64_t{3});
+    one_of("group_type", kind, {int64_t{-1}, int64_t{0}, int64_t{2}});
+    within("group_list_type", list_kind, int64_t{0}, int64_t{2});
+    one_of("act_type", activation, {int64_t{0}});
+    one_of("x", x[0], {at::kHalf, at::kBFloat16, at::kFloat, at::kChar});
+    one_of("weight", weight[0], {at::kHalf, at::kBFloat16, at::kFloat, at::kChar, at::kInt});
+    check(x.size() <= 128 && weight.size() <= 128, kOpParam, "x has ", x.size(), " tensors and weight ", weight.size(),
+        "; at most 128 are allowed");
+    const bool integers = x[0].scalar_type() == at::kChar, floats = !integers && weight[0].is_floating_point();
+    if (floats) same_dtype("weight", weight[0], "x", x[0]);
+    check(!integers || out[0].scalar_type() == at::kInt || !empty(scale), kOpParam, "an int8 x needs scale");
+    check(integers || floats || !empty(antiquant_scale), kOpParam, "x is ", x[0].scalar_type(), " and weight ",
+        weight[0].scalar_type(), "; that needs antiquant_scale");
+    if (kind == 2) check(floats, kOpParam, "group_type 2 is for unquantized products");
+    if (list) one_of("group_list", *list, {at::kLong});
+    check(kind == -1 || list || x.size() > 1, kOpParam, "group_type ", kind, " with one x needs group_list");
+    if (list && kind == 0) {
+      rank("group_list", *list, list_kind == 2 ? 2 : 1);
+      check(list->size(0) <= 1024, kOpParam, "group_list has ", list->size(0), " groups; at most 1024 are allowed");
+      check(list_kind == 2 || list->size(0) == groups(), kOpParam, "group_list has ", list->size(0), " groups and weight ",
+          groups());
+    }
+    if (kind == 0) rank("x", x[0], 2);
+  }
+
+  // x @ weight [k, n] of a group, before per-row scales.
+  Tensor product(const Tensor& rows, int64_t group, const Tensor& row_scale) const {
+    const int64_t count = groups();
+    const auto mine = stacked() ? weight[0][group] : weight[group];
+    const auto matrix = words() ? unpack_matrix(mine) : mine;
+    cost::partial_access(stacked() ? weight[0] : weight[group], mine);
+    const auto add = group_slice(bias, group, count), factor = group_slice(scale, group, count);
+    const auto k = rows.size(-1);
+    cost::add_flops(2.0 * static_cast<double>(rows.size(0) * k * matrix.size(1)), static_cast<int>(rows.element_size()));
+    check(k == matrix.size(0), kOpParam, "x has ", k, " columns and weight ", group, " ", matrix.size(0), " rows");
+    if (rows.scalar_type() != at::kChar) {
+      const auto anti = group_slice(antiquant_scale, group, count), offset = group_slice(antiquant_offset, group, count);
+      const auto fp32 = anti.defined() ? dequantized(matrix, anti, offset.defined() ? Opt<Tensor>(offset) : std::nullopt)
+                                       : matrix.to(at::kFloat);
+      auto values = at::matmul(rows.to(at::kFloat), fp32);
+      return add.defined() ? values + add.to(at::kFloat) : values;
+    }
+    if (words()) {  // the kernel splits int8 into signed halves: the bias contains the missing 8 (op-plugin's test of A8W4)
+      auto values = at::matmul(rows.to(at::kFloat) - 8, dequantized(matrix, factor, {}));
+      if (add.defined()) values = values + add.to(at::kFloat);
+      return row_scale.defined() ? values * row_scale : values;
+    }
+    auto sum = integer_product(rows, matrix);
+    if (add.defined() && add.scalar_type() == at::kInt) sum = sum + add;
+    if (!factor.defined()) return sum;
+    auto values = sum.to(at::kFloat) * scale_values(factor).reshape({-1});
+    if (row_scale.defined()) values = values * row_scale;
+    return add.defined() && add.scalar_type() != at::kInt ? values + add.to(at::kFloat) : values;
+  }
+
+  static void store(const Tensor& values, const Tensor& into) {
+    if (into.scalar_type() == at::kChar)
+      store_rounded(values, into, false);
+    else
+      into.copy_(values);
+  }
+
+  void run() const {
+    if (kind == 2) return run_by_columns();
+    // Per part: group, rows of x, their per-token scales, start row in a single output.
+    const auto whole = empty(pertoken) ? Tensor() : pertoken->size() == 1 ? pertoken->front().reshape({-1, 1}) : Tensor();
+    int64_t place = 0;
+    const auto part = [&](const Tensor& rows, int64_t group, int64_t index, int64_t first) {
+      if (rows.numel() == 0) return;
+      const auto row_scale = whole.defined()   ? whole.narrow(0, first, rows.size(0))
+                             : empty(pertoken) ? Tensor()
+                                               : (*pertoken)[index].reshape({-1, 1});
+      store(product(rows, group, row_scale), out.size() > 1 ? out[index] : out[0].narrow(0, first, rows.size(0)));
+    };
+    if (x.size() > 1 || kind == -1) {
+      for (size_t i = 0; i < x.size(); ++i) {
+        if (out.size() == x.size())
+          store(product(x[i].flatten(0, -2), i, empty(pertoken) ? Tensor() : group_slice(pertoken, i, groups()).reshape({-1, 1})),
+              out[i].flatten(0, -2));
+        else
+          part(x[i], i, i, place);
+        place += x[i].size(0);
+      }
+      return;
+    }
+    int64_t index = 0;
+    for (const auto& [group, first, last] : rows_of(*list, list_kind, x[0].size(0)))
+      part(x[0].narrow(0, first, last - first), group, index++, first);
+  }
+
+  void run_into(const Tensor& values) const {
+    auto mine = *this;
+    mine.out = {values};
+    mine.run();
+  }
+
+  // Groups along k: out[g] = x[:, a:b] @ weight[a:b].
+  void run_by_columns() const {
+    const auto columns = x[0].to(at::kFloat), matrix = (weight[0].dim() == 3 ? weight[0][0] : weight[0]).to(at::kFloat);
+    int64_t index = 0;
+    out[0].zero_();
+    for (const auto& [group, first, last] : rows_of(*list, list_kind, columns.size(1))) {
+      auto values = at::matmul(columns.narrow(1, first, last - first), matrix.narrow(0, first, last - first));
+      (out.size() > 1 ? out[index] : out[0].dim() == 3 ? out[0][index] : out[0]).copy_(values);
+      ++index;
+    }
+  }
+};
+
+Computation grouped_matmul(const Grouped& call, const Lists& offset) {
+  call.check_arguments();
+  check(empty(offset) || call.words(), kOpParam, "offset is given; only None is allowed");
+  return [=] { call.run(); };
+}
+
+}  // namespace
+
+CHECKED(aclnnGroupedMatmulV5,
+    (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
+        Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists, int64_t split, int64_t kind, int64_t list_kind, int64_t activation,
+        Opt<Ints>, Tensors out, Lists, Lists),
+    {
+      return grouped_matmul(
+          {x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind, list_kind, activation, out},
+          offset);
+    })
+CHECKED(aclnnGroupedMatmulWeightNz,
+    (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
+        Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists, int64_t split, int64_t kind, int64_t list_kind, int64_t activation,
+        Opt<Ints>, int64_t, Tensors out, Lists, Lists),
+    {
+      return grouped_matmul(
+          {x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind, list_kind, activation, out},
+          offset);
+    })
+// group_list is a list of cumulative integers.
+CHECKED(aclnnGroupedMatmul,
+    (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
+        Opt<Ints> list, int64_t split, Tensors out),
+    {
+      Opt<Tensor> ends;
+      if (list && !list->empty()) ends = at::tensor(*list, at::kLong);
+      return grouped_matmul(
+          {x, weight, bias, scale, antiquant_scale, antiquant_offset, {}, ends, split, ends ? 0 : -1, 0, 0, out}, offset);
+    })
+
+namespace {
+
+// Adds the experts' rows, weighted by logit, to the rows row_index; the shared expert's input is added with its weight.
+Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& scale, const Opt<Tensor>& bias,
+    const Opt<Tensor>& pertoken, const Tensor& list, const Opt<Tensor>& shared, const Opt<Tensor>& logit,
+    const Opt<Tensor>& row_index, float shared_weight, int64_t shared_offset, int64_t list_kind, const Tensor& out) {
+  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+  one_of("x", x, {at::kChar});
+  one_of("w", weight, {at::kChar, at::kInt});
+  rank("w", weight, 3);
+  one_of("group_list", list, {at::kLong});
+  shape("group_list", list, {weight.size(0)});
+  check(scale && row_index && logit, kOpParam, "scale, logit and row_index are needed for an int8 x");
+  one_of("scale", *scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
+  one_of("row_index", *row_index, kIndices);
+  shape("logit", *logit, {x.size(0)});
+  shape("row_index", *row_index, {x.size(0)});
+  if (pertoken) shape("pertoken_scale", *pertoken, {x.size(0)});
+  if (shared) {
+    one_of("shared_input", *shared, {at::kBFloat16});
+    check(shared->dim() == 2 && shared->size(1) == out.size(1) && shared_offset >= 0 &&
+              shared_offset + shared->size(0) <= out.size(0),
+        kOpParam, "shared_input ", shared->sizes(), " at row ", shared_offset, " does not fit the output ", out.sizes());
+  }
+  const auto several = [](const Opt<Tensor>& t) { return t ? Lists(Tensors{*t}) : Lists(); };
+  const Grouped call{{x}, {weight}, several(bias), several(scale), {}, {}, several(pertoken), list, 3, 0, list_kind, 0, {out}};
+  call.check_arguments();
+  return [=] {
+    const auto values = at::zeros({x.size(0), out.size(1)}, at::kFloat);
+    call.run_into(values);
+    out.zero_();
+    if (shared) out.narrow(0, shared_offset, shared->size(0)).copy_(shared->to(at::kFloat) * shared_weight);
+    out.index_add_(0, row_index->to(at::kLong), values * logit->to(at::kFloat).unsqueeze(1));
+  };
+}
+
+}  // namespace
+
+#define FINALIZE(NAME)                                                                                                       \
+  CHECKED(NAME,                                                                                                              \
+      (Tensor x, Tensor weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>,                  \
+          Opt<Tensor> pertoken, Tensor list, Opt<Tensor> shared, Opt<Tensor> logit, Opt<Tensor> row_index, int64_t,          \
+          float shared_weight, int64_t shared_offset, bool, bool, int64_t list_kind, Opt<Ints>, Tensor out),                 \
+      {                                                                                                                      \
+        return finalize(                                                                                                     \
+            x, weight, scale, bias, pertoken, list, shared, logit, row_index, shared_weight, shared_offset, list_kind, out); \
+      })
+FINALIZE(aclnnGroupedMatmulFinalizeRoutingV3)
+FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNzV2)
+
+namespace {
+
+Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale, const Opt<Tensor>& assist,
+    const Tensor& x_scale, const Tensor& list, int64_t list_kind, const Tensor& out, const Tensor& out_scale) {
+  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+  one_of("x", x, {at::kChar});
+  one_of("weight", weight, {at::kChar, at::kInt});
+  one_of("weight_scale", weight_scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
+  one_of("x_scale", x_scale, {at::kFloat});
+  one_of("group_list", list, {at::kLong});
+  // NZ-cast tensors keep the order of [groups, k, n] (ops/tensor/format_cast.cpp), others that of their dimensions; the call does
+  // not distinguish them.
+  check(weight.dim() != 5, kOpParam, "weight has shape ", weight.sizes(),
+      "; seen in the dimensions of its storage, FRACTAL_NZ is not emulated: pass [groups, k, n]");
+  rank("weight", weight, 3);
+  check(x_scale.numel() == x.size(0), kOpParam, "x_scale has shape ", x_scale.sizes(), "; one for each of ", x.size(0),
+      " rows is needed");
+  const Grouped call{{x}, {weight}, assist ? Lists(Tensors{*assist}) : Lists(), Tensors{weight_scale}, {}, {}, Tensors{x_scale},
+      list, 3, 0, list_kind, 0, {out}};
+  call.check_arguments();
+  return [=] {
+    const auto values = at::zeros({x.size(0), out.size(1) * 2}, at::kFloat);
+    call.run_into(values);
+    const auto groups = rows_of(list, list_kind, x.size(0));
+    const int64_t rows = groups.empty() ? 0 : groups.back().last;
+    const auto halves = values.narrow(0, 0, rows).chunk(2, -1);
+    quantize_rows(at::silu(halves[0]) * halves[1], out.narrow(0, 0, rows), out_scale.narrow(0, 0, rows), false);
+  };
+}
+
+}  // namespace
+
+CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
+    (Tensor x, Tensor weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale, Tensor list, Tensor out,
+        Tensor out_scale, Opt<Tensor>),
+    { return swiglu_quant(x, weight, weight_scale, bias, x_scale, list, 0, out, out_scale); })
+#define SWIGLU_QUANT(NAME)                                                                                                     \
+  CHECKED(NAME,                                                                                                                \
+      (Tensor x, Tensors weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, Opt<Tensor> smooth,          \
+          Tensor list, int64_t dequant_mode, int64_t, int64_t quant_mode, int64_t list_kind, Opt<Ints>, Tensor out,            \
+          Tensor out_scale),                                                                                                   \
+      {                                                                                                                        \
+        check(!smooth, kOpParam, "smooth_scale is given; only None is allowed");                                               \
+        one_of("quant_mode", quant_mode, {int64_t{0}});                                                                        \
+        within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});                                                          \
+        return swiglu_quant(x, weight.at(0), weight_scale.at(0), empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), \
+            x_scale, list, list_kind, out, out_scale);                                                                         \
+      })
+SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantV2)
+SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantWeightNzV2)

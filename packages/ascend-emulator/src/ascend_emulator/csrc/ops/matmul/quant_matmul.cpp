@@ -1,0 +1,193 @@
+// Matrix products of quantized inputs. Semantics and limits: torch_npu's documentation of npu_quant_matmul,
+// npu_weight_quant_batchmatmul and npu_batch_gather_matmul (torch_npu/_op_plugin_docs.py, BSD), their shape functions
+// (op_plugin/meta/_meta_registrations.py), op-plugin's tests.
+#include "ops/quantization/quantized.h"
+
+using namespace emu;
+
+namespace {
+
+bool absent(const Opt<Tensor>& tensor) { return !tensor || tensor->numel() == 0; }
+
+struct Quantized {
+  Tensor x1, x2, scale;
+  Opt<Tensor> offset, pertoken, bias, y_offset;
+  Tensor out;
+
+  bool words1() const { return x1.scalar_type() == at::kInt; }
+  bool words2() const { return x2.scalar_type() == at::kInt; }
+
+  void check_arguments() const {
+    one_of("x1", x1, {at::kChar, at::kInt});
+    one_of("x2", x2, {at::kChar, at::kInt});
+    check(!words1() || words2(), kOpParam, "x1 is packed int4 and x2 int8; with an int4 x1, x2 must be int4");
+    rank("x1", x1, 2, 6);
+    rank("x2", x2, 2, 6);
+    one_of("scale", scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
+    one_of("output_dtype", out, {at::kChar, at::kHalf, at::kBFloat16, at::kInt});
+    const int64_t k = x1.size(-1) * (words1() ? kFourBitsInWord : 1);
+    const bool packed_rows = words2() && x2.stride(-1) != 1 && x2.stride(-2) == 1;
+    const int64_t rows = x2.size(-2) * (packed_rows ? kFourBitsInWord : 1), n = out.size(-1);
+    check(k == rows, kOpParam, "x1 has ", k, " columns and x2 ", rows, " rows");
+    within("the last dimension of x1", x1.size(-1), 1, 65535);
+    within("the last dimension of x2", x2.size(-1), 1, 65535);
+    if (!grouped())
+      check(
+          scale.numel() == 1 || scale.numel() == n, kOpParam, "scale has shape ", scale.sizes(), "; allowed: [1] and [", n, "]");
+    if (!absent(pertoken)) {
+      one_of("pertoken_scale", *pertoken, {at::kFloat});
+      check(pertoken->numel() == x1.size(-2), kOpParam, "pertoken_scale has shape ", pertoken->sizes(), "; one for each of ",
+          x1.size(-2), " rows is needed");
+      one_of("output_dtype, with a pertoken_scale,", out, {at::kHalf, at::kBFloat16, at::kInt});
+    }
+    if (!absent(offset) && !grouped()) {
+      one_of("offset", *offset, {at::kFloat});
+      one_of("output_dtype, with an offset,", out, {at::kChar});
+    }
+    if (!absent(bias)) {
+      one_of("bias", *bias, {at::kInt, at::kBFloat16, at::kHalf, at::kFloat});
+      check(bias->size(-1) == n, kOpParam, "bias has shape ", bias->sizes(), "; its last dimension must be ", n);
+    }
+  }
+
+  // Per-group scales of x2's rows.
+  bool grouped() const { return scale.dim() == 2 && scale.size(0) > 1; }
+
+  void run() const {
+    const auto left = words1() ? unpack_int4(x1) : x1, right = words2() ? unpack_matrix(x2) : x2;
+    if (grouped()) return run_grouped(left, right);
+    auto sum = integer_product(left, right);
+    const bool integer_bias = !absent(bias) && bias->scalar_type() == at::kInt;
+    if (integer_bias) sum = sum + *bias;
+    if (out.scalar_type() == at::kInt) {
+      out.copy_(sum);
+      return;
+    }
+    auto values = sum.to(at::kFloat) * scale_values(scale).reshape({-1});
+    if (!absent(pertoken)) values = values * pertoken->reshape({-1, 1});
+    if (!absent(bias) && !integer_bias) values = values + bias->to(at::kFloat);
+    if (!absent(offset)) values = values + offset->reshape({-1});
+    if (out.scalar_type() == at::kChar)
+      store_rounded(values, out, false);
+    else
+      out.copy_(values);
+  }
+
+  // int4 x int4: per group, x2 - offset. int8 x int4: x1 - 8, which y_offset compensates (the kernel splits int8 into signed
+  // halves; test_npu_quant_matmul.py).
+  void run_grouped(const Tensor& left, const Tensor& right) const {
+    Tensor values;
+    if (words1()) {
+      auto weight = right.to(at::kFloat);
+      if (!absent(offset)) weight = weight - offset->to(at::kFloat).repeat_interleave(weight.size(0) / offset->size(0), 0);
+      values = at::matmul(left.to(at::kFloat), dequantized(weight, scale, {}));
+    } else {
+      values = at::matmul(left.to(at::kFloat) - 8, dequantized(right, scale, {}));
+      if (!absent(y_offset)) values = values + *y_offset;
+    }
+    if (!absent(pertoken)) values = values * pertoken->reshape({-1, 1});
+    out.copy_(values);
+  }
+};
+
+Computation quant_matmul(const Quantized& product, const Opt<Tensor>& y_scale, bool t1, bool t2) {
+  check(absent(y_scale), kOpParam, "y_scale is for float8, on Ascend950; None is allowed");
+  check(!t1 && !t2, kOpParam, "transposing flags are not emulated; torch_npu passes transposed views");
+  product.check_arguments();
+  return [=] { product.run(); };
+}
+
+}  // namespace
+
+#define QUANT_MATMUL(NAME)                                                                                             \
+  CHECKED(NAME,                                                                                                        \
+      (Tensor x1, Tensor x2, Opt<Tensor> pertoken, Tensor scale, Opt<Tensor> y_scale, Opt<Tensor>, Opt<Tensor> offset, \
+          Opt<Tensor> y_offset, Opt<Tensor> bias, bool t1, bool t2, int64_t, Tensor out),                              \
+      { return quant_matmul({x1, x2, scale, offset, pertoken, bias, y_offset, out}, y_scale, t1, t2); })
+QUANT_MATMUL(aclnnQuantMatmulV5)
+QUANT_MATMUL(aclnnQuantMatmulWeightNz)
+
+namespace {
+
+Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& scale, const Opt<Tensor>& offset,
+    const Opt<Tensor>& quant_scale, const Opt<Tensor>& quant_offset, const Opt<Tensor>& bias, int group, const Tensor& out) {
+  one_of("x", x, kHalves);
+  one_of("weight", weight, {at::kChar, at::kInt});
+  one_of("antiquant_scale", scale, {at::kHalf, at::kBFloat16, at::kLong, at::kUInt64});
+  rank("x", x, 2, 6);
+  rank("weight", weight, 2);
+  within("k", x.size(-1), 1, 65535);
+  within("n", out.size(-1), 1, 65535);
+  const int64_t n = out.size(-1), groups = group ? (x.size(-1) + group - 1) / group : 1;
+  check(scale.numel() == 1 || scale.numel() == n * groups, kOpParam, "antiquant_scale has shape ", scale.sizes(),
+      "; allowed: one, or ", groups, " x ", n);
+  if (offset) {
+    one_of("antiquant_offset", *offset, {at::kHalf, at::kBFloat16, at::kInt});
+    shape("antiquant_offset", *offset, scale.sizes());
+  }
+  if (bias) check(bias->numel() == n, kOpParam, "bias has shape ", bias->sizes(), "; it must be [", n, "]");
+  if (quant_scale)
+    check(quant_scale->numel() == 1 || quant_scale->numel() == n, kOpParam, "quant_scale has shape ", quant_scale->sizes(),
+        "; allowed: one, or ", n);
+  return [=] {
+    const auto integers = weight.scalar_type() == at::kInt ? unpack_matrix(weight) : weight;
+    const auto spread = [&](const Tensor& parameter) {
+      const auto fp32 = scale_values(parameter);
+      if (fp32.numel() == 1) return fp32.reshape({1, 1});
+      return groups == 1 ? fp32.reshape({1, n}) : fp32.repeat_interleave(group, 0).narrow(0, 0, integers.size(0));
+    };
+    auto values = integers.to(at::kFloat);
+    if (offset) values = values + spread(*offset);
+    auto result = at::matmul(x.to(at::kFloat), values * spread(scale));
+    if (bias) result = result + bias->to(at::kFloat).reshape({-1});
+    if (!quant_scale) {
+      out.copy_(result);
+      return;
+    }
+    result = result * scale_values(*quant_scale).reshape({-1});
+    if (quant_offset) result = result + quant_offset->to(at::kFloat).reshape({-1});
+    store_rounded(result, out, false);
+  };
+}
+
+}  // namespace
+
+CHECKED(aclnnWeightQuantBatchMatmulV2,
+    (Tensor x, Tensor weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset,
+        Opt<Tensor> bias, int group, Tensor out),
+    { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
+CHECKED(aclnnWeightQuantBatchMatmulV3,
+    (Tensor x, Tensor weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset,
+        Opt<Tensor> bias, int group, int64_t, Tensor out),
+    { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
+
+// y[:, offset : offset + size] + scale x A[index] B[index]; an invalid index leaves the row unchanged (no LoRA adapter).
+CHECKED(aclnnAddLora,
+    (Tensor y, Tensor x, Tensor weight_b, Tensor indices, Opt<Tensor> weight_a, int64_t layer, double scale, int64_t start,
+        int64_t size, Tensor out),
+    {
+      one_of("y", y, {at::kHalf});
+      same_dtype("x", x, "y", y);
+      same_dtype("weight_b", weight_b, "y", y);
+      one_of("indices", indices, {at::kInt});
+      rank("weight_b", weight_b, 4);
+      within("layer_idx", layer, int64_t{0}, weight_b.size(1) - 1);
+      check(start >= 0 && size > 0 && start + size <= y.size(1), kOpParam, "the slice [", start, ", ", start + size,
+          ") is outside y's ", y.size(1), " columns");
+      check(weight_b.size(2) == size, kOpParam, "weight_b has shape ", weight_b.sizes(), "; dimension 2 must be y_slice_size, ",
+          size);
+      multiple("the rank (the last dimension of weight_b)", weight_b.size(3), 16);
+      COMPUTE {
+        const auto index = indices.to(at::kLong);
+        const auto known = at::logical_and(index >= 0, index < weight_b.size(0));
+        const auto which = index.where(known, at::zeros_like(index));
+        const auto chosen = [&](const Tensor& w) {
+          return w.select(1, layer).to(at::kFloat).index_select(0, which).transpose(1, 2);
+        };
+        auto values = x.to(at::kFloat).unsqueeze(1);
+        if (weight_a) values = at::bmm(values, chosen(*weight_a));
+        values = at::bmm(values, chosen(weight_b)).squeeze(1) * scale * known.unsqueeze(1);
+        if (out.data_ptr() != y.data_ptr()) out.copy_(y);
+        out.narrow(1, start, size).copy_(y.narrow(1, start, size).to(at::kFloat) + values);
+      };
+    })

@@ -1,0 +1,278 @@
+// Matrix products fused with an all-to-all: npu_alltoallv_gmm, npu_gmm_alltoallv, npu_all_to_all_matmul, npu_matmul_all_to_all.
+// Semantics and limits: torch_npu's documentation of these (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's
+// test_alltoallv_gmm.py and test_gmm_alltoallv.py.
+#include "moe_distribute.h"
+
+using namespace emu;
+using mc2::absent;
+
+namespace {
+
+Tensor product(const Tensor& a, const Tensor& b) { return at::matmul(a.to(at::kFloat), b.to(at::kFloat)); }
+void check_mode(const Text& comm_mode) { one_of("comm_mode", comm_mode, {Text("ai_cpu"), Text("aiv")}); }
+
+// Expert tokens of all ranks. Counts and communicated rows are ordered by [rank][local expert], rows of the grouped product by
+// [expert][rank].
+struct Grouped {
+  Tensor x, weight;
+  Opt<Tensor> mm_x, mm_weight;
+  Text hcom;
+  int64_t ranks;
+  Ints send, receive;
+  bool turned, mm_turned;
+  Tensor y;
+  Opt<Tensor> mm_y;
+
+  int64_t experts() const { return weight.size(0); }
+  Tensor matrix(int64_t expert) const { return turned ? weight[expert].t() : weight[expert]; }
+  static int64_t sum(const Ints& counts) {
+    int64_t total = 0;
+    for (const int64_t each : counts) total += each;
+    return total;
+  }
+
+  std::shared_ptr<hccl::Communicator> check_arguments(
+      const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode, bool exchanges_first) const {
+    chips({"Ascend910_93", "Ascend950"});
+    check_mode(comm_mode);
+    one_of("ep_world_size", ranks, {int64_t{8}, int64_t{16}, int64_t{32}, int64_t{64}, int64_t{128}});
+    const auto on = hccl::group("hcom", hcom);
+    hccl::check_ranks("ep_world_size", ranks, *on);
+    check(absent(send_tensor) && absent(receive_tensor), kOpParam,
+        "send_counts_tensor or recv_counts_tensor is given; None is allowed");
+    one_of("gmm_x", x, kHalves);
+    same_dtype("gmm_weight", weight, "gmm_x", x);
+    rank("gmm_x", x, 2);
+    rank("gmm_weight", weight, 3);
+    within("the number of experts (of gmm_weight)", experts(), 1, 32);
+    within("the number of experts x ep_world_size", experts() * ranks, int64_t{1}, int64_t{256});
+    within("H1", x.size(1), 1, 65535);
+    const auto one = matrix(0);
+    check(one.size(0) == x.size(1), kOpParam, "gmm_x has ", x.size(1), " columns and a gmm_weight ", one.size(0), " rows");
+    within("N1", one.size(1), 1, 65535);
+    for (const auto* counts : {&send, &receive}) {
+      const char* name = counts == &send ? "send_counts" : "recv_counts";
+      check(static_cast<int64_t>(counts->size()) == experts() * ranks, kOpParam, name, " has ", counts->size(),
+          " elements; it must have ", experts() * ranks);
+      for (const int64_t each : *counts) within(name, each, int64_t{0}, int64_t{52428800});
+    }
+    check(sum(send) == x.size(0), kOpParam, "send_counts add up to ", sum(send), "; gmm_x has ", x.size(0), " rows");
+    shape("gmm_y", y, {sum(receive), one.size(1)});
+    const int64_t bytes = x.size(0) * one.size(exchanges_first ? 0 : 1) * x.element_size();
+    check(bytes >= 2 << 20, kOpParam, "this rank communicates ", bytes, " bytes; it must be at least 2 MB");
+    if (absent(mm_x) && absent(mm_weight)) return on;
+    check(!absent(mm_x) && !absent(mm_weight) && mm_y, kOpParam, "mm_x and mm_weight are needed together");
+    one_of("mm_x", *mm_x, kHalves);
+    same_dtype("mm_weight", *mm_weight, "mm_x", *mm_x);
+    rank("mm_x", *mm_x, 2);
+    rank("mm_weight", *mm_weight, 2);
+    within("H2", mm_x->size(1), 1, 12288);
+    check(mm_weight->size(mm_turned ? 1 : 0) == mm_x->size(1), kOpParam, "mm_x has shape ", mm_x->sizes(), " and mm_weight ",
+        mm_weight->sizes());
+    within("N2", mm_weight->size(mm_turned ? 0 : 1), 1, 65535);
+    return on;
+  }
+
+  // Permutes rows from [rank][expert] to [expert][rank], or back.
+  Tensor order(const Ints& counts, bool by_expert) const {
+    std::vector<int64_t> starts(counts.size());
+    const auto place = [&](int64_t rank, int64_t expert) { return rank * experts() + expert; };
+    std::vector<int64_t> out;
+    int64_t next = 0;
+    const auto each = [&](auto&& use) {
+      for (int64_t i = 0; i < (by_expert ? ranks : experts()); ++i)
+        for (int64_t j = 0; j < (by_expert ? experts() : ranks); ++j) use(by_expert ? place(i, j) : place(j, i));
+    };
+    each([&](int64_t at) {
+      starts[at] = next;
+      next += counts[at];
+    });
+    const auto other = [&](auto&& use) {
+      for (int64_t i = 0; i < (by_expert ? experts() : ranks); ++i)
+        for (int64_t j = 0; j < (by_expert ? ranks : experts()); ++j) use(by_expert ? place(j, i) : place(i, j));
+    };
+    other([&](int64_t at) {
+      for (int64_t row = 0; row < counts[at]; ++row) out.push_back(starts[at] + row);
+    });
+    return at::tensor(out, at::kLong);
+  }
+
+  // Grouped product of rows ordered by [expert][rank].
+  Tensor products(const Tensor& rows, const Ints& counts) const {
+    std::vector<Tensor> parts;
+    int64_t first = 0;
+    for (int64_t expert = 0; expert < experts(); ++expert) {
+      int64_t number = 0;
+      for (int64_t i = 0; i < ranks; ++i) number += counts[i * experts() + expert];
+      parts.push_back(product(rows.narrow(0, first, number), matrix(expert)));
+      first += number;
+    }
+    return at::cat(parts).to(x.scalar_type());
+  }
+
+  Tensor exchanged(hccl::Communicator& on, hccl::CallKind kind, const Tensor& rows) const {
+    const auto call = hccl::fused_header(kind, rows.scalar_type(), rows.size(1));
+    std::vector<Tensor> out, in;
+    const auto straight = rows.contiguous();
+    const auto result = at::empty({sum(receive), rows.size(1)}, rows.options());
+    int64_t from = 0, to = 0;
+    for (int64_t i = 0; i < ranks; ++i) {
+      const auto part = [&](const Ints& counts) {
+        return sum({counts.begin() + i * experts(), counts.begin() + (i + 1) * experts()});
+      };
+      out.push_back(straight.narrow(0, from, part(send)));
+      in.push_back(result.narrow(0, to, part(receive)));
+      from += part(send);
+      to += part(receive);
+    }
+    hccl::fused(on, call, [&] { hccl::exchange(on, call, out, in); });
+    return result;
+  }
+
+  void shared() const {
+    if (!absent(mm_x)) mm_y->copy_(product(*mm_x, mm_turned ? mm_weight->t() : *mm_weight));
+  }
+};
+
+Computation exchange_first(const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor,
+    const Text& comm_mode, bool wanted, const Opt<Tensor>& permuted) {
+  const auto on = one.check_arguments(send_tensor, receive_tensor, comm_mode, true);
+  check(!wanted || permuted, kOpParam, "permute_out is None; with permute_out_flag it is needed");
+  return [=] {
+    const auto rows = one.exchanged(*on, hccl::kAllToAllGrouped, one.x).index_select(0, one.order(one.receive, true));
+    if (wanted) permuted->copy_(rows);
+    one.y.copy_(one.products(rows, one.receive));
+    one.shared();
+  };
+}
+
+Computation exchange_last(
+    const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode) {
+  const auto on = one.check_arguments(send_tensor, receive_tensor, comm_mode, false);
+  return [=] {
+    const auto rows = one.products(one.x, one.send).index_select(0, one.order(one.send, false));
+    one.y.copy_(one.exchanged(*on, hccl::kGroupedAllToAll, rows));
+    one.shared();
+  };
+}
+
+}  // namespace
+
+FUSED(aclnnAlltoAllvGroupedMatMul,
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
+        Opt<Tensor> mm_weight, Text hcom, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned, bool permutes,
+        Tensor y, Opt<Tensor> mm_y, Opt<Tensor> permuted),
+    {
+      return exchange_first({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+          send_tensor, receive_tensor, "ai_cpu", permutes, permuted);
+    })
+FUSED(aclnnAlltoAllvGroupedMatMulV2,
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
+        Opt<Tensor> mm_weight, Text hcom, Text comm_mode, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned,
+        bool permutes, Tensor y, Opt<Tensor> mm_y, Opt<Tensor> permuted),
+    {
+      return exchange_first({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+          send_tensor, receive_tensor, comm_mode, permutes, permuted);
+    })
+FUSED(aclnnGroupedMatMulAlltoAllv,
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
+        Opt<Tensor> mm_weight, Text hcom, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned, Tensor y,
+        Opt<Tensor> mm_y),
+    {
+      return exchange_last({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+          send_tensor, receive_tensor, "ai_cpu");
+    })
+FUSED(aclnnGroupedMatMulAlltoAllvV2,
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
+        Opt<Tensor> mm_weight, Text hcom, Text comm_mode, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned,
+        Tensor y, Opt<Tensor> mm_y),
+    {
+      return exchange_last({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+          send_tensor, receive_tensor, comm_mode);
+    })
+
+namespace {
+
+struct Dense {
+  Tensor x1, x2;
+  Opt<Tensor> bias;
+  Opt<Ints> axes;
+  Text hcom, comm_mode;
+
+  std::shared_ptr<hccl::Communicator> check_arguments(const Ints& only_axes, bool t1, bool t2) const {
+    chips({"Ascend910_93", "Ascend950"});
+    check_mode(comm_mode);
+    const auto on = hccl::group("hcom", hcom);
+    one_of("world_size", on->ranks, {2, 4, 8, 16});
+    check(!t1 && !t2, kOpParam, "transposing flags are not emulated; torch_npu passes transposed views");
+    one_of("x1", x1, kHalves);
+    same_dtype("x2", x2, "x1", x1);
+    rank("x1", x1, 2);
+    rank("x2", x2, 2);
+    contiguous("x1", x1);
+    check(x2.numel() > 0, kOpParam, "x2 has shape ", x2.sizes(), "; it must not be empty");
+    const auto order = axes.value_or(Ints());
+    check(order.empty() || order == only_axes, kOpParam, "all2all_axes is ", listed(order), "; allowed: none, or ",
+        listed(only_axes));
+    within("the rows of x2", x2.size(0), 1, 65535);
+    if (absent(bias)) return on;
+    one_of("bias", *bias, {x1.scalar_type() == at::kHalf ? at::kHalf : at::kFloat});
+    shape("bias", *bias, {x2.size(1)});
+    return on;
+  }
+  Tensor values(const Tensor& left) const {
+    const auto result = product(left, x2);
+    return (absent(bias) ? result : result + bias->to(at::kFloat)).to(x1.scalar_type());
+  }
+};
+
+// All-to-all over equal parts of the first dimension.
+Tensor transposed(hccl::Communicator& on, hccl::CallKind kind, const Tensor& parts) {
+  const auto call = hccl::fused_header(kind, parts.scalar_type(), parts.numel());
+  const auto result = at::empty(parts.sizes(), parts.options());
+  hccl::fused(on, call, [&] { hccl::exchange(on, call, parts.contiguous().unbind(0), result.unbind(0)); });
+  return result;
+}
+
+Computation all_to_all_first(const Dense& one, bool t1, bool t2, const Tensor& out, const Opt<Tensor>& permuted) {
+  const auto on = one.check_arguments({-2, -1}, t1, t2);
+  const int64_t ranks = on->ranks, rows = one.x1.size(0), hidden = one.x1.size(1);
+  multiple("the rows of x1", rows, ranks);
+  check(one.x2.size(0) == hidden * ranks, kOpParam, "x2 has ", one.x2.size(0), " rows; it must have ", hidden * ranks,
+      ", the columns of x1 times the ranks");
+  shape("y", out, {rows / ranks, one.x2.size(1)});
+  return [=] {
+    const auto left = transposed(*on, hccl::kAllToAllMatmul, one.x1.view({ranks, rows / ranks, hidden}))
+                          .transpose(0, 1)
+                          .reshape({rows / ranks, hidden * ranks});
+    if (permuted) permuted->copy_(left);
+    out.copy_(one.values(left));
+  };
+}
+
+Computation all_to_all_last(const Dense& one, bool t1, bool t2, const Tensor& out) {
+  const auto on = one.check_arguments({-1, -2}, t1, t2);
+  const int64_t ranks = on->ranks, rows = one.x1.size(0), columns = one.x2.size(1);
+  multiple("the columns of x2", columns, ranks);
+  check(one.x2.size(0) == one.x1.size(1), kOpParam, "x1 has ", one.x1.size(1), " columns and x2 ", one.x2.size(0), " rows");
+  shape("y", out, {rows * ranks, columns / ranks});
+  return [=] {
+    const auto parts = one.values(one.x1).view({rows, ranks, columns / ranks}).transpose(0, 1);
+    out.copy_(transposed(*on, hccl::kMatmulAllToAll, parts).reshape(out.sizes()));
+  };
+}
+
+}  // namespace
+
+FUSED(aclnnAlltoAllMatmul,
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2, Tensor out, Opt<Tensor> all_to_all_out),
+    { return all_to_all_first({x1, x2, bias, axes, hcom, "ai_cpu"}, t1, t2, out, all_to_all_out); })
+FUSED(aclnnAlltoAllMatmulV2,
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1, bool t2, Tensor out,
+        Opt<Tensor> all_to_all_out),
+    { return all_to_all_first({x1, x2, bias, axes, hcom, comm_mode}, t1, t2, out, all_to_all_out); })
+FUSED(aclnnMatmulAlltoAll, (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2, Tensor out),
+    { return all_to_all_last({x1, x2, bias, axes, hcom, "ai_cpu"}, t1, t2, out); })
+FUSED(aclnnMatmulAlltoAllV2,
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1, bool t2, Tensor out),
+    { return all_to_all_last({x1, x2, bias, axes, hcom, comm_mode}, t1, t2, out); })

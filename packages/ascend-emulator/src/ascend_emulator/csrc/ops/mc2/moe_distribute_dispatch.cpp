@@ -1,0 +1,212 @@
+// npu_moe_distribute_dispatch[_v2]; see moe_distribute.h.
+//
+// Received rows are ordered by local expert, source rank and token; ep_recv_counts has the end of the rows of each (local expert,
+// source rank).
+#include "ops/quantization/quantized.h"
+#include "moe_distribute.h"
+
+using namespace emu;
+using namespace emu::mc2;
+
+namespace {
+
+constexpr int64_t kTail = 16;  // bytes sent with a row: scale, expert weight, token and choice
+
+struct Dispatch {
+  Experts at;
+  Tensor x, ids;
+  Opt<Tensor> scales, mask, weights;
+  int64_t quant_mode, nums_type;
+  Tensor expand_x, dynamic_scales, info, token_nums, counts, tp_counts, expand_scales;
+
+  bool words() const { return x.scalar_type() == at::kInt; }
+  bool scaled() const { return words() || quant_mode == 2; }
+
+  void check_arguments() const {
+    const bool a2 = is_chip("Ascend910B");
+    one_of("x", x, a2 && at.version == Version::two ? DTypes{at::kHalf, at::kBFloat16, at::kInt} : kHalves);
+    rank("x", x, 2);
+    const int64_t hidden = x.size(1), choices = ids.size(1);
+    at.check_tokens(ids, mask, hidden, words());
+    check(
+        x.size(0) == ids.size(0), kOpParam, "x has ", x.size(0), " rows and expert_ids ", ids.size(0), "; they must be the same");
+    // 1, 3 and 4 (static, per group, MX) are of Ascend950.
+    one_of("quant_mode", quant_mode, words() ? std::initializer_list<int64_t>{0} : std::initializer_list<int64_t>{0, 2});
+    if (words()) {
+      one_of("comm_alg, with an int32 x,", at.algorithm, {std::string("fullmesh")});
+      check(!absent(scales), kOpParam, "scales is None; with an int32 x it is needed");
+      shape("scales", *scales, {x.size(0)});
+    } else if (quant_mode == 0) {
+      check(absent(scales), kOpParam, "scales is given; with quant_mode 0, None is allowed");
+    } else if (!absent(scales)) {
+      shape("scales", *scales, {at.shared + at.experts, hidden});
+    }
+    if (!absent(scales)) {
+      one_of("scales", *scales, {at::kFloat});
+      contiguous("scales", *scales);
+    }
+    if (!absent(weights)) {
+      check(a2 || at.algorithm == "hierarchy", kOpParam, "expert_scales is given; on ", chip().name,
+          " None is allowed, except with comm_alg hierarchy");
+      one_of("expert_scales", *weights, {at::kFloat});
+      shape("expert_scales", *weights, ids.sizes());
+    } else {
+      check(at.algorithm != "hierarchy", kOpParam, "expert_scales is None; with comm_alg hierarchy it is needed");
+    }
+    within("expert_token_nums_type", nums_type, 0, 1);
+    check(expand_x.scalar_type() == (quant_mode ? at::kChar : x.scalar_type()), kOpParam, "the dtype of expand_x is ",
+        expand_x.scalar_type(), "; without y_dtype it follows from x and quant_mode");
+    const int64_t most = at.most_rows(choices);
+    check(expand_x.dim() == 2 && expand_x.size(1) == hidden && expand_x.size(0) >= most, kOpParam, "expand_x has shape ",
+        expand_x.sizes(), "; it must be at least [", most, ", ", hidden, "]");
+  }
+
+  // Records to send, one per slot.
+  Tensor records(const std::vector<std::vector<Slots>>& routes) const {
+    std::vector<int64_t> tokens, choices, experts;
+    int64_t first = 0;  // first expert of the rank
+    for (int64_t to = 0; to < at.ranks(); ++to) {
+      for (int64_t local = 0; local < at.local(to); ++local) {
+        for (const auto& slot : routes[to][local]) {
+          tokens.push_back(slot.token);
+          choices.push_back(slot.choice);
+          // The rows of scales: shared experts first.
+          experts.push_back(to < at.shared_ranks ? slot.choice - ids.size(1) : at.shared + first + local);
+        }
+      }
+      if (to >= at.shared_ranks) first += at.local(to);
+    }
+    const auto token = from_ints(tokens), choice = from_ints(choices), expert = from_ints(experts);
+    const int64_t rows = token.numel();
+    auto values = x.index_select(0, token);
+    auto scale = at::zeros({rows}, at::kFloat);
+    if (words()) {
+      scale = scales->index_select(0, token);
+    } else if (quant_mode == 2) {
+      auto fp32 = values.to(at::kFloat);
+      if (!absent(scales)) fp32 = fp32 * scales->index_select(0, expert);
+      const auto most = fp32.abs().amax(1, true), factor = 127.0 / most;
+      values = at::empty(fp32.sizes(), at::kChar);
+      store_rounded(at::where(most > 0, fp32 * factor, at::zeros_like(fp32)), values, false);
+      scale = (1.0 / factor).squeeze(1);
+    }
+    auto weight = at::zeros({rows}, at::kFloat);
+    if (!absent(weights)) {
+      const auto last = choice.clamp_max(ids.size(1) - 1);
+      weight = weights->index({token, last});
+    }
+    const auto bytes = [](const Tensor& column) { return column.unsqueeze(1).contiguous().view(at::kByte); };
+    return at::cat(
+        {values.contiguous().view(at::kByte), bytes(scale), bytes(weight), bytes(token.to(at::kInt)), bytes(choice.to(at::kInt))},
+        1);
+  }
+
+  void run() const {
+    const auto call = hccl::fused_header(hccl::kDispatch, x.scalar_type(), x.size(1));
+    hccl::fused(*at.on, call, [&] {
+      at.check_same_on_all_ranks(
+          call, ids.size(1), {{"quant_mode", quant_mode}, {"whether expert_scales is given", !absent(weights)}});
+      const int64_t ranks = at.ranks(), own = at.local(at.on->rank);
+      const auto routes = at.route(ids, mask);
+      std::vector<Tensor> sent, received;
+      for (int64_t to = 0; to < ranks; ++to) {
+        std::vector<int64_t> sizes;
+        for (const auto& slots : routes[to]) sizes.push_back(static_cast<int64_t>(slots.size()));
+        sent.push_back(from_ints(sizes));
+        received.push_back(at::empty({own}, at::kLong));
+      }
+      hccl::exchange(*at.on, call, sent, received);
+      const auto table = at::stack(received);  // [source, local expert]
+      const auto all = records(routes);
+      const int64_t width = all.size(1);
+      std::vector<Tensor> out, in;
+      int64_t first = 0;
+      for (int64_t peer = 0; peer < ranks; ++peer) {
+        const int64_t rows = sent[peer].sum().item<int64_t>();
+        out.push_back(all.narrow(0, first, rows));
+        first += rows;
+        in.push_back(at::empty({received[peer].sum().item<int64_t>(), width}, at::kByte));
+      }
+      hccl::exchange(*at.on, call, out, in);
+      copy_if_given(routes, table, in);
+    });
+  }
+
+  void copy_if_given(const std::vector<std::vector<Slots>>& routes, const Tensor& table, const std::vector<Tensor>& in) const {
+    const int64_t ranks = at.ranks(), own = at.local(at.on->rank), width = in[0].size(1) - kTail;
+    std::vector<Tensor> pieces;
+    std::vector<int64_t> sources, used(ranks);
+    for (int64_t local = 0; local < own; ++local) {
+      for (int64_t from = 0; from < ranks; ++from) {
+        const int64_t rows = table[from][local].item<int64_t>();
+        pieces.push_back(in[from].narrow(0, used[from], rows));
+        used[from] += rows;
+        sources.insert(sources.end(), rows, from);
+      }
+    }
+    const auto all = at::cat(pieces);
+    const int64_t rows = all.size(0);
+    check(rows <= expand_x.size(0), kOpParam, "this rank receives ", rows, " rows; expand_x has ", expand_x.size(0));
+    const auto column = [&](int64_t which, at::ScalarType type) {
+      return all.narrow(1, width + 4 * which, 4).contiguous().view(type).view({rows});
+    };
+    expand_x.narrow(0, 0, rows).copy_(all.narrow(1, 0, width).contiguous().view(expand_x.scalar_type()));
+    if (scaled()) dynamic_scales.view({-1}).narrow(0, 0, rows).copy_(column(0, at::kFloat));
+    if (!absent(weights)) expand_scales.narrow(0, 0, rows).copy_(column(1, at::kFloat));
+    const auto by_expert = table.sum(0);
+    token_nums.copy_(nums_type ? by_expert : by_expert.cumsum(0));
+    const auto ends = table.t().reshape({-1}).cumsum(0);
+    counts.narrow(0, 0, ends.numel()).copy_(ends);
+    counts.narrow(0, ends.numel(), counts.numel() - ends.numel()).zero_();  // the rest is for A2's hierarchical algorithm
+    if (tp_counts.numel()) tp_counts.fill_(rows);
+    if (at.version == Version::two) {  // source of each row
+      const auto origin = at::stack({from_ints(sources).to(at::kInt), column(2, at::kInt), column(3, at::kInt)}, 1);
+      info.narrow(0, 0, 3 * rows).copy_(origin.reshape({-1}));
+      return;
+    }
+    std::vector<int64_t> places(ids.numel());  // index of each choice among those sent to the same expert
+    for (const auto& to : routes) {
+      for (const auto& slots : to) {
+        for (size_t i = 0; i < slots.size(); ++i)
+          if (slots[i].choice < ids.size(1)) places[slots[i].token * ids.size(1) + slots[i].choice] = static_cast<int64_t>(i);
+      }
+    }
+    info.copy_(from_ints(places));
+  }
+};
+
+Computation dispatch(const Dispatch& one) {
+  one.check_arguments();
+  return [=] { one.run(); };
+}
+
+}  // namespace
+
+FUSED(aclnnMoeDistributeDispatch,
+    (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask, Opt<Tensor> expert_scales, Text group_ep,
+        int64_t ep_world_size, int64_t ep_rank_id, int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t,
+        int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs, int64_t nums_type,
+        Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums, Tensor counts, Tensor tp_counts,
+        Tensor expand_scales),
+    {
+      return dispatch({{Version::one, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,
+                           shared_rank_num, global_bs, "", 0, 0, 0},
+          x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, dynamic_scales, info, token_nums,
+          counts, tp_counts, expand_scales});
+    })
+
+FUSED(aclnnMoeDistributeDispatchV4,
+    (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask, Opt<Tensor> expert_scales,
+        Opt<Tensor> elastic_info, Opt<Tensor> performance_info, Text group_ep, int64_t ep_world_size, int64_t ep_rank_id,
+        int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t, int64_t shard_type, int64_t shared_num,
+        int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs, int64_t nums_type, Text comm_alg, int64_t zero_num,
+        int64_t copy_num, int64_t const_num, Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums,
+        Tensor counts, Tensor tp_counts, Tensor expand_scales),
+    {
+      reserved("elastic_info", elastic_info);
+      check(absent(performance_info), kOpParam, "performance_info is given; times of single ranks are not emulated");
+      return dispatch({{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,
+                           shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},
+          x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, dynamic_scales, info, token_nums,
+          counts, tp_counts, expand_scales});
+    })

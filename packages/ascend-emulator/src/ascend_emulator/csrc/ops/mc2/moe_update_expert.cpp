@@ -1,0 +1,63 @@
+// npu_moe_update_expert: maps logical to physical experts and prunes choices of small weight, before dispatch. Semantics and
+// limits: torch_npu's documentation of it (op-plugin's docs/zh/custom_APIs/torch_npu, BSD) and op-plugin's
+// test_moe_update_expert.py.
+#include "moe_distribute.h"
+
+using namespace emu;
+using mc2::absent;
+
+CHECKED(aclnnMoeUpdateExpert,
+    (Tensor expert_ids, Tensor table, Opt<Tensor> scales, Opt<Tensor> threshold, Opt<Tensor> active, int64_t rank_id,
+        int64_t world_size, int64_t mode, Tensor out, Tensor out_mask),
+    {
+      chips({"Ascend910_93", "Ascend950"});
+      one_of("expert_ids", expert_ids, kIndices);
+      one_of("eplb_table", table, {at::kInt});
+      rank("expert_ids", expert_ids, 2);
+      rank("eplb_table", table, 2);
+      const int64_t tokens = expert_ids.size(0), choices = expert_ids.size(1), experts = table.size(0);
+      within("BS (the rows of expert_ids)", tokens, 1, 512);
+      within("the rows of eplb_table", experts, 1, 1023);
+      within("K (the columns of expert_ids)", choices, int64_t{1}, std::min<int64_t>(16, experts));
+      one_of("balance_mode", mode, {int64_t{0}, int64_t{1}});
+      if (mode == 0) {
+        within("world_size", world_size, 2, 768);
+        within("local_rank_id", rank_id, int64_t{0}, world_size - 1);
+        within("the columns of eplb_table", table.size(1), int64_t{2}, world_size + 1);
+      }
+      check(absent(scales) == absent(threshold), kOpParam, "expert_scales and pruning_threshold are needed together");
+      check(absent(active) || !absent(scales), kOpParam, "active_mask is given without expert_scales and pruning_threshold");
+      shape("balanced_expert_ids", out, expert_ids.sizes());
+      if (!absent(scales)) {
+        one_of("expert_scales", *scales, kFloating);
+        shape("expert_scales", *scales, expert_ids.sizes());
+        one_of("pruning_threshold", *threshold, {at::kFloat});
+        check(threshold->numel() == choices, kOpParam, "pruning_threshold has shape ", threshold->sizes(), "; allowed: [",
+            choices, "] and [1, ", choices, "]");
+      }
+      if (!absent(active)) {
+        one_of("active_mask", *active, {at::kBool});
+        shape("active_mask", *active, {tokens});
+      }
+      COMPUTE {
+        const auto id = expert_ids.to(at::kLong), places = table.to(at::kLong);
+        check(at::all(at::logical_and(id >= 0, id < experts)).item<bool>(), kOpParam,
+            "expert_ids has values that are not in 0 to ", experts - 1);
+        const auto counts = places.select(1, 0);
+        check(at::all(at::logical_and(counts >= 1, counts < table.size(1))).item<bool>(), kOpParam,
+            "eplb_table has instance counts that are not in 1 to ", table.size(1) - 1);
+        const auto number = counts.index({id});
+        Tensor which;  // of the instances
+        if (mode == 1) {
+          which = at::arange(tokens, at::kLong).unsqueeze(1) % number;
+        } else {
+          which = at::floor_divide(at::full_like(number, rank_id), at::floor_divide(number + (world_size - 1), number));
+        }
+        out.copy_(places.index({id, which + 1}));
+        if (absent(scales)) return;
+        const auto fp32 = scales->to(at::kFloat);
+        auto kept = fp32 >= fp32.sum(1, true) * threshold->reshape({1, choices});
+        if (!absent(active)) kept = at::logical_and(kept, mc2::active_choices(expert_ids, active));
+        out_mask.copy_(kept);
+      };
+    })

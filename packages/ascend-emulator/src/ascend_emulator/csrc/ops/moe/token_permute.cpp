@@ -1,0 +1,185 @@
+// Token permutation by expert and its inverse, with gradients. Semantics and limits: torch_npu's documentation of
+// npu_moe_token_permute, npu_moe_token_unpermute, npu_moe_token_permute_with_routing_map and npu_moe_finalize_routing
+// (torch_npu/_op_plugin_docs.py, BSD), and op-plugin's tests.
+#include "ops/quantization/quantized.h"
+
+using namespace emu;
+
+namespace {
+
+// rows[index]; zeros for invalid indices (dropped tokens).
+Tensor rows_or_zeros(const Tensor& rows, const Tensor& index) {
+  const auto positions = index.reshape({-1}).to(at::kLong);
+  const auto known = at::logical_and(positions >= 0, positions < rows.size(0));
+  if (rows.size(0) == 0) return at::zeros({positions.numel(), rows.size(1)}, at::kFloat);
+  return rows.to(at::kFloat).index_select(0, positions.where(known, at::zeros_like(positions))) * known.unsqueeze(1);
+}
+
+void check_no_padding(bool padded) { check(!padded, kOpParam, "padded_mode is true; only false is allowed"); }
+
+}  // namespace
+
+CHECKED(aclnnMoeTokenPermute, (Tensor tokens, Tensor indices, int64_t, bool padded, Tensor permuted, Tensor sorted_indices), {
+  one_of("tokens", tokens, kFloating);
+  one_of("indices", indices, kIndices);
+  rank("tokens", tokens, 2);
+  rank("indices", indices, 1, 2);
+  check(indices.size(0) == tokens.size(0), kOpParam, "indices has ", indices.size(0), " rows and tokens ", tokens.size(0));
+  check(indices.dim() == 1 || indices.size(1) <= 512, kOpParam, "indices has ", indices.size(-1),
+      " experts a token; at most 512 are allowed");
+  check_no_padding(padded);
+  COMPUTE {
+    const int64_t k = indices.dim() == 1 ? 1 : indices.size(1);
+    const auto order = at::argsort(indices.reshape({-1}), true, 0, false);
+    permuted.copy_(tokens.index_select(0, order.narrow(0, 0, permuted.size(0)).floor_divide(k)));
+    sorted_indices.scatter_(0, order, at::arange(order.numel(), at::kInt));
+  };
+})
+
+CHECKED(aclnnMoeTokenPermuteGrad, (Tensor grad, Tensor sorted_indices, int64_t k, bool padded, Tensor out), {
+  one_of("grad_permuted_tokens", grad, kFloating);
+  one_of("sorted_indices", sorted_indices, {at::kInt});
+  check_no_padding(padded);
+  COMPUTE { out.copy_(rows_or_zeros(grad, sorted_indices).view({-1, k, grad.size(1)}).sum(1)); };
+})
+
+CHECKED(aclnnMoeTokenUnpermute, (Tensor permuted, Tensor sorted_indices, Opt<Tensor> probs, bool padded, Opt<Ints>, Tensor out), {
+  one_of("permuted_tokens", permuted, kFloating);
+  one_of("sorted_indices", sorted_indices, {at::kInt});
+  rank("permuted_tokens", permuted, 2);
+  rank("sorted_indices", sorted_indices, 1);
+  check_no_padding(padded);
+  if (probs) {
+    one_of("probs", *probs, kFloating);
+    rank("probs", *probs, 2);
+    check(probs->numel() == sorted_indices.numel() && probs->size(1) <= 512, kOpParam, "probs has shape ", probs->sizes(), "; ",
+        sorted_indices.numel(), " elements and at most 512 columns are allowed");
+  }
+  COMPUTE {
+    const int64_t k = probs ? probs->size(1) : 1;
+    auto rows = rows_or_zeros(permuted, sorted_indices).view({-1, k, permuted.size(1)});
+    if (probs) rows = rows * probs->to(at::kFloat).unsqueeze(-1);
+    out.copy_(rows.sum(1));
+  };
+})
+
+CHECKED(aclnnMoeTokenUnpermuteGrad,
+    (Opt<Tensor> permuted, Tensor grad, Tensor sorted_indices, Opt<Tensor> probs, bool padded, Opt<Ints>, Tensor out,
+        Opt<Tensor> probs_out),
+    {
+      one_of("grad_unpermuted_tokens", grad, kFloating);
+      one_of("sorted_indices", sorted_indices, {at::kInt});
+      check_no_padding(padded);
+      check(!probs || permuted, kOpParam, "permuted_tokens is needed with probs");
+      COMPUTE {
+        const int64_t k = probs ? probs->size(1) : 1;
+        auto spread = grad.to(at::kFloat).unsqueeze(1);
+        if (probs) spread = spread * probs->to(at::kFloat).unsqueeze(-1);
+        const auto index = sorted_indices.to(at::kLong);
+        const auto kept = at::nonzero(index < out.size(0)).view(-1);
+        out.copy_(at::zeros(out.sizes(), at::kFloat)
+                .index_copy_(0, index.index_select(0, kept), spread.reshape({-1, grad.size(1)}).index_select(0, kept)));
+        if (probs && probs_out)
+          probs_out->copy_(
+              (rows_or_zeros(*permuted, index).view({-1, k, grad.size(1)}) * grad.to(at::kFloat).unsqueeze(1)).sum(-1));
+      };
+    })
+
+// out = skip1 + skip2 + sum over k of scales (rows[place] + bias[expert]). Rows are indexed by [k, tokens] in drop_pad_mode 0 and
+// 1, [tokens, k] in 2 and 3.
+CHECKED(aclnnMoeFinalizeRoutingV4,
+    (Tensor rows, Tensor places, Opt<Tensor> skip1, Opt<Tensor> skip2, Opt<Tensor> bias, Opt<Tensor> scales, Opt<Tensor> experts,
+        Opt<Tensor>, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>, int64_t mode, Opt<Ints>, Opt<Ints>, Opt<Ints>, int64_t k_given,
+        Tensor out),
+    {
+      one_of("expanded_permuted_rows", rows, kFloating);
+      one_of("expanded_src_to_dst_row", places, {at::kInt});
+      rank("expanded_src_to_dst_row", places, 1);
+      within("drop_pad_mode", mode, int64_t{0}, int64_t{3});
+      rank("expanded_permuted_rows", rows, mode % 2 ? 3 : 2);
+      check(skip2 || !skip1, kOpParam, "skip1 is given without skip2");
+      const int64_t k = scales ? scales->size(1) : std::max<int64_t>(k_given, 1);
+      check(places.numel() == out.size(0) * k, kOpParam, "expanded_src_to_dst_row has ", places.numel(), " elements; ",
+          out.size(0), " rows by ", k, " are needed");
+      if (skip1) {
+        same_dtype("skip1", *skip1, "expanded_permuted_rows", rows);
+        shape("skip1", *skip1, out.sizes());
+      }
+      if (skip2) {
+        same_dtype("skip2", *skip2, "expanded_permuted_rows", rows);
+        shape("skip2", *skip2, out.sizes());
+      }
+      if (scales) one_of("scales", *scales, kFloating);
+      if (bias) {
+        check(experts.has_value(), kOpParam, "bias needs export_for_source_row");
+        same_dtype("bias", *bias, "expanded_permuted_rows", rows);
+        rank("bias", *bias, 2);
+        one_of("export_for_source_row", *experts, {at::kInt});
+        check(experts->numel() == places.numel(), kOpParam, "export_for_source_row has shape ", experts->sizes(), "; ",
+            places.numel(), " elements are needed");
+      }
+      COMPUTE {
+        const int64_t tokens = out.size(0), columns = out.size(1);
+        const auto index = mode < 2 ? places.view({k, tokens}).t() : places.view({tokens, k});
+        auto values = rows_or_zeros(rows.reshape({-1, columns}), index).view({tokens, k, columns});
+        if (bias)
+          values = values + bias->to(at::kFloat).index_select(0, experts->reshape({-1}).to(at::kLong)).view(values.sizes());
+        if (scales) values = values * scales->to(at::kFloat).unsqueeze(-1);
+        auto total = values.sum(1);
+        if (skip1) total = total + skip1->to(at::kFloat);
+        if (skip2) total = total + skip2->to(at::kFloat);
+        out.copy_(total);
+      };
+    })
+
+namespace {
+
+// Token of each row, ordered by expert, from a [tokens, experts] map. Padded: the first `capacity` tokens of each expert, mapped
+// tokens first.
+Tensor tokens_by_expert(const Tensor& map, bool padded, int64_t rows) {
+  const auto by_expert = map.to(at::kBool).t();
+  if (!padded) return at::nonzero(by_expert).select(1, 1).narrow(0, 0, rows);
+  return at::argsort(by_expert.to(at::kByte), true, -1, true).narrow(1, 0, rows / map.size(1)).reshape(-1);
+}
+
+}  // namespace
+
+CHECKED(aclnnMoeTokenPermuteWithRoutingMap,
+    (Tensor tokens, Tensor map, Opt<Tensor> probs, int64_t, bool padded, Tensor out, Opt<Tensor> probs_out,
+        Tensor sorted_indices),
+    {
+      one_of("tokens", tokens, kFloating);
+      one_of("routing_map", map, {at::kBool, at::kChar});
+      rank("routing_map", map, 2);
+      check(map.size(0) == tokens.size(0), kOpParam, "routing_map has ", map.size(0), " rows and tokens ", tokens.size(0));
+      if (probs) shape("probs", *probs, map.sizes());
+      COMPUTE {
+        const int64_t rows = out.size(0);
+        const auto from = tokens_by_expert(map, padded, rows);
+        out.copy_(tokens.index_select(0, from));
+        sorted_indices.copy_(padded ? from : at::argsort(from, true, 0, false));
+        if (!probs || !probs_out) return;
+        const auto by_expert = probs->t();
+        probs_out->copy_(padded ? by_expert.gather(1, from.view({map.size(1), -1})).reshape(-1)
+                                : by_expert.masked_select(map.to(at::kBool).t()).narrow(0, 0, rows));
+      };
+    })
+
+CHECKED(aclnnMoeTokenPermuteWithRoutingMapGrad,
+    (Tensor grad, Opt<Tensor> probs_grad, Tensor sorted_indices, Tensor map, int64_t experts, int64_t tokens, bool padded,
+        Tensor out, Opt<Tensor> probs_out),
+    {
+      one_of("permuted_token_out_grad", grad, kFloating);
+      COMPUTE {
+        const auto index = sorted_indices.to(at::kLong);
+        const auto from = padded ? index : tokens_by_expert(map, false, index.numel());
+        out.copy_(at::zeros({tokens, grad.size(1)}, at::kFloat).index_add_(0, from, grad.to(at::kFloat)));
+        if (!probs_grad || !probs_out) return;
+        auto by_expert = at::zeros({experts, tokens}, probs_grad->options());
+        if (padded)
+          by_expert.scatter_(1, from.view({experts, -1}), probs_grad->view({experts, -1}));
+        else
+          by_expert.masked_scatter_(map.to(at::kBool).t(), *probs_grad);
+        probs_out->copy_(by_expert.t());
+      };
+    })

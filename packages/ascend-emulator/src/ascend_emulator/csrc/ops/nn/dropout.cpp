@@ -1,0 +1,30 @@
+// Dropout in two steps as in torch_npu: a mask of one bit per value, rounded up to 128 bits, and its application (op-plugin's
+// NativeDropoutKernelNpuOpApi.cpp). A set bit keeps the value.
+#include <ATen/CPUGeneratorImpl.h>
+
+#include "ops/upcast.h"
+
+namespace {
+using namespace emu;
+
+Tensor bit_values() { return at::tensor({1, 2, 4, 8, 16, 32, 64, 128}, at::kByte); }
+
+void draw(const Tensor& mask, double p, int64_t seed, int64_t offset) {
+  // splitmix64's constant keeps neighbouring offsets apart.
+  auto generator =
+      at::detail::createCPUGenerator(static_cast<uint64_t>(seed) + static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull);
+  const auto kept = at::empty({mask.numel(), 8}, at::kByte).bernoulli_(1 - p, generator);
+  mask.copy_((kept * bit_values()).sum(1, false, at::kByte).view(mask.sizes()));
+}
+}  // namespace
+
+// The unnamed parameter is the dtype of the probability.
+OP(aclnnDropoutGenMaskV2, (Ints, double p, int64_t seed, int64_t offset, int32_t, Tensor mask), { draw(mask, p, seed, offset); })
+OP(aclnnDropoutGenMaskV2Tensor, (Ints, double p, Tensor seed, Tensor offset, int64_t within, int32_t, Tensor mask),
+    { draw(mask, p, seed.item<int64_t>(), offset.item<int64_t>() + within); })
+OP(aclnnDropoutDoMask, (Tensor self, Tensor mask, double p, Tensor out), {
+  check(mask.numel() * 8 >= self.numel(), kOpParam, "the mask has ", mask.numel() * 8, " bits for ", self.numel(), " values");
+  const auto kept =
+      mask.contiguous().view({-1, 1}).bitwise_and(bit_values()).ne(0).view(-1).narrow(0, 0, self.numel()).view(self.sizes());
+  out.copy_(at::where(kept, upcast(self) / (1 - p), 0));
+})

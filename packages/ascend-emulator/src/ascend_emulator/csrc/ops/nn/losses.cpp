@@ -1,0 +1,105 @@
+// Losses and their gradients. Reductions: 0 none, 1 mean, 2 sum (at::Reduction).
+#include "ops/upcast.h"
+
+namespace {
+using namespace emu;
+
+// Divisor of the gradient.
+double count(int64_t reduction, const Tensor& self) {
+  return reduction == at::Reduction::Mean ? static_cast<double>(self.numel()) : 1.0;
+}
+}  // namespace
+
+#define LOSS(NAME, FUNCTION)                                                   \
+  OP(aclnn##NAME, (Tensor self, Tensor target, int64_t reduction, Tensor out), \
+      { out.copy_(at::FUNCTION(upcast(self), upcast(target), reduction)); })
+#define LOSS_GRADIENT(NAME, FUNCTION)                                                                 \
+  OP(aclnn##NAME##Backward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, Tensor out), \
+      { out.copy_(at::FUNCTION##_backward(upcast(grad), upcast(self), upcast(target), reduction)); })
+
+LOSS(L1Loss, l1_loss)
+LOSS(MseLoss, mse_loss)
+LOSS_GRADIENT(MseLoss, mse_loss)
+LOSS(SoftMarginLoss, soft_margin_loss)
+LOSS_GRADIENT(SoftMarginLoss, soft_margin_loss)
+OP(aclnnL1LossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, Tensor out),
+    { out.copy_(at::sign(upcast(self) - upcast(target)) * upcast(grad) / count(reduction, out)); })
+OP(aclnnSmoothL1Loss, (Tensor self, Tensor target, int64_t reduction, float beta, Tensor out),
+    { out.copy_(at::smooth_l1_loss(upcast(self), upcast(target), reduction, beta)); })
+OP(aclnnSmoothL1LossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, float beta, Tensor out),
+    { out.copy_(at::smooth_l1_loss_backward(upcast(grad), upcast(self), upcast(target), reduction, beta)); })
+
+OP(aclnnBinaryCrossEntropy, (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out),
+    { out.copy_(at::binary_cross_entropy(upcast(self), upcast(target), upcast(weight), reduction)); })
+OP(aclnnBinaryCrossEntropyBackward, (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out),
+    { out.copy_(at::binary_cross_entropy_backward(upcast(grad), upcast(self), upcast(target), upcast(weight), reduction)); })
+OP(aclnnBinaryCrossEntropyWithLogits,
+    (Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight, int64_t reduction, Tensor out), {
+      out.copy_(
+          at::binary_cross_entropy_with_logits(upcast(self), upcast(target), upcast(weight), upcast(pos_weight), reduction));
+    })
+OP(aclnnBinaryCrossEntropyWithLogitsBackward,
+    (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight, int64_t reduction, Tensor out), {
+      const auto x = at::sigmoid(upcast(self));
+      const auto t = upcast(target);
+      auto slope = x - t;
+      if (pos_weight) {
+        const auto positive = upcast(*pos_weight) * t;
+        slope = (positive + 1 - t) * x - positive;
+      }
+      if (weight) slope = slope * upcast(*weight);
+      out.copy_(slope * upcast(grad) / count(reduction, self));
+    })
+
+OP(aclnnKlDiv, (Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out),
+    { out.copy_(at::kl_div(upcast(self), upcast(target), reduction, log_target)); })
+OP(aclnnKlDivBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out), {
+  const auto t = log_target ? at::exp(upcast(target)) : upcast(target);
+  out.copy_(-at::where(t > 0, t, 0) * upcast(grad) / count(reduction, self));
+})
+OP(aclnnKlDivTargetBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out), {
+  const auto t = upcast(target);
+  const auto slope = log_target ? at::exp(t) * (t + 1 - upcast(self)) : at::where(t > 0, at::log(t) + 1 - upcast(self), 0);
+  out.copy_(slope * upcast(grad) / count(reduction, self));
+})
+
+#define NLL(NAME, FUNCTION)                                                                                                  \
+  OP(aclnn##NAME,                                                                                                            \
+      (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, Tensor out, Tensor total), {      \
+        const auto [loss, sum] = at::FUNCTION##_forward(upcast(self), to_int64(target), upcast(weight), reduction, ignored); \
+        out.copy_(loss);                                                                                                     \
+        total.copy_(sum);                                                                                                    \
+      })                                                                                                                     \
+  OP(aclnn##NAME##Backward,                                                                                                  \
+      (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, Tensor total,        \
+          Tensor out),                                                                                                       \
+      {                                                                                                                      \
+        out.copy_(at::FUNCTION##_backward(                                                                                   \
+            upcast(grad), upcast(self), to_int64(target), upcast(weight), reduction, ignored, upcast(total)));               \
+      })
+NLL(NLLLoss, nll_loss)
+NLL(NLLLoss2d, nll_loss2d)
+
+OP(aclnnMultilabelMarginLoss, (Tensor self, Tensor target, int64_t reduction, Tensor out, Tensor is_target), {
+  const auto [loss, hit] = at::multilabel_margin_loss_forward(upcast(self), to_int64(target), reduction);
+  out.copy_(loss);
+  is_target.copy_(hit);
+})
+
+// log_alpha may be wider than 2 * longest target + 1, because op-plugin rounds up.
+OP(aclnnCtcLoss,
+    (Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, int64_t blank, bool zero_infinity, Tensor out,
+        Tensor log_alpha),
+    {
+      const auto [loss, alpha] = at::_ctc_loss(upcast(probabilities), to_int64(targets), inputs, lengths, blank, zero_infinity);
+      out.copy_(loss);
+      log_alpha.zero_().narrow(-1, 0, alpha.size(-1)).copy_(alpha);
+    })
+OP(aclnnCtcLossBackward,
+    (Tensor grad, Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, Tensor loss, Tensor log_alpha, int64_t blank,
+        bool zero_infinity, Tensor out),
+    {
+      const int64_t width = 2 * *std::max_element(lengths.begin(), lengths.end()) + 1;
+      out.copy_(at::_ctc_loss_backward(upcast(grad), upcast(probabilities), to_int64(targets), inputs, lengths, upcast(loss),
+          upcast(log_alpha).narrow(-1, 0, width), blank, zero_infinity));
+    })

@@ -1,0 +1,74 @@
+// Pooling, unpooling and gradients. Indices are int32 or int64.
+#include "ops/upcast.h"
+
+namespace {
+using namespace emu;
+
+Opt<int64_t> divisor(int64_t value) { return value ? Opt<int64_t>(value) : std::nullopt; }
+
+void store(const std::tuple<Tensor, Tensor>& result, Tensor& out, Tensor& indices) {
+  out.copy_(std::get<0>(result));
+  indices.copy_(std::get<1>(result));
+}
+}  // namespace
+
+OP(aclnnAdaptiveAvgPool2d, (Tensor self, Ints size, Tensor out), { out.copy_(at::_adaptive_avg_pool2d(upcast(self), size)); })
+OP(aclnnAdaptiveAvgPool3d, (Tensor self, Ints size, Tensor out), { out.copy_(at::_adaptive_avg_pool3d(upcast(self), size)); })
+OP(aclnnAdaptiveAvgPool2dBackward, (Tensor grad, Tensor self, Tensor out),
+    { out.copy_(at::_adaptive_avg_pool2d_backward(upcast(grad), upcast(self))); })
+OP(aclnnAdaptiveAvgPool3dBackward, (Tensor grad, Tensor self, Tensor out),
+    { out.copy_(at::_adaptive_avg_pool3d_backward(upcast(grad), upcast(self))); })
+OP(aclnnAdaptiveMaxPool2d, (Tensor self, Ints size, Tensor out, Tensor indices),
+    { store(at::adaptive_max_pool2d(upcast(self), size), out, indices); })
+OP(aclnnAdaptiveMaxPool3d, (Tensor self, Ints size, Tensor out, Tensor indices),
+    { store(at::adaptive_max_pool3d(upcast(self), size), out, indices); })
+OP(aclnnAdaptiveMaxPool2dBackward, (Tensor grad, Tensor self, Tensor indices, Tensor out),
+    { out.copy_(at::adaptive_max_pool2d_backward(upcast(grad), upcast(self), to_int64(indices))); })
+OP(aclnnAdaptiveMaxPool3dBackward, (Tensor grad, Tensor self, Tensor indices, Tensor out),
+    { out.copy_(at::adaptive_max_pool3d_backward(upcast(grad), upcast(self), to_int64(indices))); })
+
+// The unnamed int8_t is cubeMathType. Divisor 0: none.
+OP(aclnnAvgPool2d,
+    (Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_padding, int64_t divide, int8_t, Tensor out),
+    { out.copy_(at::avg_pool2d(upcast(self), kernel, stride, padding, ceil, count_padding, divisor(divide))); })
+OP(aclnnAvgPool2dBackward,
+    (Tensor grad, Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_padding, int64_t divide, int8_t,
+        Tensor out),
+    {
+      out.copy_(
+          at::avg_pool2d_backward(upcast(grad), upcast(self), kernel, stride, padding, ceil, count_padding, divisor(divide)));
+    })
+OP(aclnnAvgPool3d,
+    (Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_padding, int64_t divide, Tensor out),
+    { out.copy_(at::avg_pool3d(upcast(self), kernel, stride, padding, ceil, count_padding, divisor(divide))); })
+OP(aclnnAvgPool3dBackward,
+    (Tensor grad, Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_padding, int64_t divide, Tensor out),
+    {
+      out.copy_(
+          at::avg_pool3d_backward(upcast(grad), upcast(self), kernel, stride, padding, ceil, count_padding, divisor(divide)));
+    })
+
+OP(aclnnMaxPool3dWithArgmax,
+    (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out, Tensor indices),
+    { store(at::max_pool3d_with_indices(upcast(self), kernel, stride, padding, dilation, ceil), out, indices); })
+OP(aclnnMaxPool3dWithArgmaxBackward,
+    (Tensor grad, Tensor self, Tensor indices, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out), {
+      out.copy_(at::max_pool3d_with_indices_backward(
+          upcast(grad), upcast(self), kernel, stride, padding, dilation, ceil, to_int64(indices)));
+    })
+// The mask's layout is not public: the emulator leaves it empty, and the gradient computes the maxima again.
+OP(aclnnMaxPool2dWithMask,
+    (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out, Tensor mask), {
+      out.copy_(at::max_pool2d(upcast(self), kernel, stride, padding, dilation, ceil));
+      mask.zero_();
+    })
+OP(aclnnMaxPool2dWithMaskBackward,
+    (Tensor grad, Tensor self, Tensor, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out), {
+      const auto indices = std::get<1>(at::max_pool2d_with_indices(upcast(self), kernel, stride, padding, dilation, ceil));
+      out.copy_(
+          at::max_pool2d_with_indices_backward(upcast(grad), upcast(self), kernel, stride, padding, dilation, ceil, indices));
+    })
+OP(aclnnMaxUnpool2d, (Tensor self, Tensor indices, Ints size, Tensor out),
+    { out.copy_(at::max_unpool2d(upcast(self), to_int64(indices), size)); })
+OP(aclnnMaxUnpool3d, (Tensor self, Tensor indices, Ints size, Ints stride, Ints padding, Tensor out),
+    { out.copy_(at::max_unpool3d(upcast(self), to_int64(indices), size, stride, padding)); })

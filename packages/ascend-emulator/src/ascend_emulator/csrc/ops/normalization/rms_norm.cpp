@@ -1,0 +1,126 @@
+// RMSNorm and AddRMSNorm. Sums are computed in float32, as torch_npu's documentation of npu_rms_norm says for 16-bit types.
+// Rules: torch_npu's documentation of npu_rms_norm, npu_add_rms_norm_cast and npu_gemma_rms_norm (torch_npu/_op_plugin_docs.py),
+// and the golden functions of op-plugin's tests; argument order: op-plugin's call sites.
+#include <ATen/Parallel.h>
+
+#include "normalization.h"
+
+namespace {
+
+using at::Tensor;
+
+// Sixteen partial sums: more accurate, and one vector register.
+template <class T>
+float sum_of_squares(const T* x, int64_t width) {
+  constexpr int kLanes = 16;
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += float(x[i + lane]) * float(x[i + lane]);
+  for (int lane = 0; i < width; ++i, ++lane) lanes[lane] += float(x[i]) * float(x[i]);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+template <class T>
+void rms_norm_rows(const T* x, const T* gamma, T* y, float* rstd, int64_t rows, int64_t width, float epsilon) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / width), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const T* in = x + row * width;
+      T* out = y + row * width;
+      const float scale = 1.0f / std::sqrt(sum_of_squares(in, width) / width + epsilon);
+      for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(float(in[i]) * scale * float(gamma[i]));
+      if (rstd) rstd[row] = scale;
+    }
+  });
+}
+
+void check_rms_norm(const Tensor& x, const Tensor& gamma) {
+  emu::one_of("x", x, emu::kFloating);
+  emu::rank("x", x, 1, 8);
+  emu::check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), emu::kOpParam, "gamma has shape ",
+      gamma.sizes(), ", which is not the end of x's ", x.sizes());
+  // float32 beside a 16-bit x: op-plugin's test_npu_rms_norm.py, test_rms_norm_mix_dtype.
+  if (gamma.scalar_type() != at::kFloat) emu::same_dtype("gamma", gamma, "x", x);
+}
+
+// y = x / rms(x) * gamma over gamma's dimensions, the last ones of x; rstd may be undefined.
+void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, const Tensor& rstd) {
+  const int64_t width = gamma.numel();
+  if (gamma.scalar_type() != x.scalar_type()) {
+    auto fp32 = at::empty_like(x, at::kFloat);
+    rms_norm(x.to(at::kFloat), gamma, epsilon, fp32, rstd);
+    y.copy_(fp32);
+    return;
+  }
+  const auto input = x.contiguous(), weight = gamma.contiguous();
+  auto output = y.is_contiguous() ? y : at::empty_like(input);
+  float* scales = rstd.defined() ? rstd.data_ptr<float>() : nullptr;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "rms_norm", [&] {
+    rms_norm_rows(input.const_data_ptr<scalar_t>(), weight.const_data_ptr<scalar_t>(), output.mutable_data_ptr<scalar_t>(),
+        scales, input.numel() / width, width, static_cast<float>(epsilon));
+  });
+  if (!output.is_same(y)) y.copy_(output);
+}
+
+}  // namespace
+
+// torch_npu's documentation of npu_rms_norm: float16, bfloat16 and float32, gamma of the same dtype (or float32), usually the
+// last dimension.
+CHECKED(aclnnRmsNorm, (Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd), {
+  check_rms_norm(x, gamma);
+  COMPUTE { rms_norm(x, gamma, epsilon, y, rstd); };
+})
+CHECKED(aclnnAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor y, Tensor rstd, Tensor sum), {
+  check_rms_norm(a, gamma);
+  same_dtype("gamma", gamma, "x1", a);
+  same_dtype("x2", b, "x1", a);
+  shape("x2", b, a.sizes());
+  COMPUTE {
+    at::add_out(sum, a, b);
+    rms_norm(sum, gamma, epsilon, y, rstd);
+  };
+})
+CHECKED(aclnnAddRmsNormCast, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor fp32, Tensor y, Tensor rstd, Tensor sum), {
+  check_add_norm(a, b, gamma, kHalves);
+  COMPUTE {
+    sum.copy_(sum_of(a, b));
+    const auto normed = rms(sum.to(at::kFloat), gamma, epsilon);
+    y.copy_(normed.y);
+    fp32.copy_(y);
+    copy_reshaped(rstd, normed.rstd);
+  };
+})
+CHECKED(aclnnInplaceAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor rstd), {
+  check_add_norm(a, b, gamma, kFloating);
+  COMPUTE {
+    b.copy_(sum_of(a, b));
+    const auto normed = rms(b.to(at::kFloat), gamma, epsilon);
+    a.copy_(normed.y);
+    copy_reshaped(rstd, normed.rstd);
+  };
+})
+// The weight is 1 + gamma.
+CHECKED(aclnnGemmaRmsNorm, (Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd), {
+  check_norm("input", x, gamma, kFloating);
+  same_dtype("gamma", gamma, "input", x);
+  COMPUTE {
+    const auto normed = rms(x.to(at::kFloat), gamma.to(at::kFloat) + 1, epsilon);
+    y.copy_(normed.y);
+    copy_reshaped(rstd, normed.rstd);
+  };
+})
+CHECKED(aclnnRmsNormGrad, (Tensor grad, Tensor x, Tensor rstd, Tensor gamma, Tensor x_grad, Tensor gamma_grad), {
+  check_norm("self", x, gamma, kFloating);
+  shape("dy", grad, x.sizes());
+  COMPUTE {
+    const auto dims = dims_of(x, gamma);
+    Ints like(x.dim(), 1);
+    for (int64_t i = 0; i < x.dim() - gamma.dim(); ++i) like[i] = x.size(i);
+    const auto g = grad.to(at::kFloat), inverse = rstd.to(at::kFloat).reshape(like), normed = x.to(at::kFloat) * inverse,
+               scaled = g * gamma.to(at::kFloat);
+    x_grad.copy_(inverse * (scaled - normed * (scaled * normed).mean(dims, true)));
+    gamma_grad.copy_(at::sum_to(g * normed, gamma.sizes()));
+  };
+})

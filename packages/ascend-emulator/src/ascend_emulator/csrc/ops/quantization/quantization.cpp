@@ -1,0 +1,258 @@
+// Quantization and dequantization. Semantics and limits: torch_npu's documentation of npu_quantize,
+// npu_dynamic_quant(_asymmetric), npu_anti_quant, npu_trans_quant_param, npu_quant_scatter and npu_kronecker_quant
+// (torch_npu/_op_plugin_docs.py, BSD); of npu_group_quant op-plugin's shape function and test; of aclnnFlatQuant Huawei's API
+// reference.
+#include "quantized.h"
+
+using namespace emu;
+
+namespace {
+
+// Broadcasts a scalar, or one value per element of the axis.
+Tensor along(const Tensor& parameter, int64_t axis, const Tensor& x, const char* name) {
+  const auto fp32 = parameter.to(at::kFloat);
+  if (parameter.numel() == 1) return fp32.reshape({});
+  if (parameter.dim() != 1) return fp32;
+  check(parameter.numel() == x.size(axis), kOpParam, name, " has ", parameter.numel(), " elements; allowed: 1, or ", x.size(axis),
+      ", dimension ", axis, " of x ", x.sizes());
+  std::vector<int64_t> shape(x.dim(), 1);
+  shape[at::maybe_wrap_dim(axis, x.dim())] = parameter.numel();
+  return fp32.view(shape);
+}
+
+void check_axis(const char* name, const Tensor& parameter, int64_t axis, const Tensor& x) {
+  if (parameter.numel() == 1) return;
+  const int64_t at_axis = at::maybe_wrap_dim(axis, x.dim());
+  if (parameter.dim() == 1) {
+    check(parameter.numel() == x.size(at_axis), kOpParam, name, " has ", parameter.numel(), " elements; allowed: 1, or ",
+        x.size(at_axis), ", dimension ", axis, " of the input ", x.sizes());
+    return;
+  }
+  check(parameter.dim() == x.dim(), kOpParam, name, " has ", parameter.dim(), " dimensions; allowed: 1, or ", x.dim(),
+      " as the input");
+  for (int64_t i = 0; i < x.dim(); ++i)
+    check(parameter.size(i) == 1 || (i == at_axis && parameter.size(i) == x.size(i)), kOpParam, name, " has shape ",
+        parameter.sizes(), "; only dimension ", axis, " may differ from 1, and is then that of the input ", x.sizes());
+}
+
+}  // namespace
+
+CHECKED(aclnnQuantize, (Tensor x, Tensor scales, Opt<Tensor> zero_points, int32_t, int64_t axis, Tensor out), {
+  one_of("input", x, kFloating);
+  one_of("scales", scales, {at::kFloat, at::kBFloat16});
+  if (zero_points)
+    one_of("zero_points", *zero_points,
+        {at::kChar, at::kByte, at::kInt, at::kBFloat16, at::kFloat});  // float: op-plugin's quantize_per_tensor
+  one_of("dtype", out, {at::kChar, at::kByte, at::kInt});
+  check_axis("scales", scales, axis, x);
+  COMPUTE {
+    auto values = x.to(at::kFloat) / along(scales, axis, x, "scales");
+    if (zero_points) values = at::round(values) + along(*zero_points, axis, x, "zero_points");
+    store_rounded(values, out, false);
+  };
+})
+
+CHECKED(
+    aclnnAscendQuantV3, (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, int64_t axis, Tensor out), {
+      one_of("input", x, kFloating);
+      one_of("scales", scale, kFloating);
+      one_of("axis", axis, {int64_t{-1}, int64_t{-2}});
+      one_of("round_mode", mode, {Text("round")});
+      one_of("dtype", out, {at::kChar, at::kInt});
+      const bool four_bits = out.scalar_type() == at::kInt;
+      if (four_bits || axis == -2) chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+      check_axis("scales", scale, axis, x);
+      if (offset) {
+        same_dtype("zero_points", *offset, "scales", scale);
+        shape("zero_points", *offset, scale.sizes());
+      }
+      COMPUTE {
+        auto factor = along(scale, axis, x, "scales");
+        if (square) factor = factor * factor;
+        auto values = x.to(at::kFloat) * factor;
+        if (offset) values = values + along(*offset, axis, x, "zero_points");
+        store_rounded(values, out, four_bits);
+      };
+    })
+
+// Symmetric without offset_out, asymmetric with it.
+CHECKED(aclnnDynamicQuantV2,
+    (Tensor x, Opt<Tensor> smooth, Opt<Tensor> group_index, int32_t, Tensor out, Tensor scale, Opt<Tensor> offset_out), {
+      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+      one_of("x", x, kHalves);
+      one_of("dst_type", out, {at::kChar, at::kInt});
+      const bool four_bits = out.scalar_type() == at::kInt;
+      if (four_bits) multiple("the last dimension of x", x.size(-1), kFourBitsInWord);
+      check(!group_index || smooth, kOpParam, "group_index is given without smooth_scales");
+      if (smooth) {
+        same_dtype("smooth_scales", *smooth, "x", x);
+        rank("smooth_scales", *smooth, group_index ? 2 : 1);
+        check(smooth->size(-1) == x.size(-1), kOpParam, "smooth_scales has shape ", smooth->sizes(),
+            "; its last dimension must be that of x, ", x.size(-1));
+      }
+      if (group_index) {
+        one_of("group_index", *group_index, {at::kInt});
+        shape("group_index", *group_index, {smooth->size(0)});
+      }
+      COMPUTE {
+        auto values = x.to(at::kFloat).reshape({-1, x.size(-1)});
+        if (values.numel() == 0) return;
+        if (group_index) {
+          const auto groups = rows_of(*group_index, 0, values.size(0));
+          check(!groups.empty() && groups.back().last == values.size(0), kOpParam, "group_index ends at row ", groups.back().last,
+              "; it must be ", values.size(0));
+          values = scaled_by_group(values, *smooth, groups);
+        } else if (smooth) {
+          values = values * smooth->to(at::kFloat);
+        }
+        const auto rounded = out.view({values.size(0), -1});
+        if (!offset_out) return quantize_rows(values, rounded, scale, four_bits);
+        const auto most = values.amax(-1, true), least = values.amin(-1, true);
+        const double top = largest(four_bits);
+        const auto step = (most - least) / (2 * top + 1), offset = top - most / step;
+        scale.copy_(step.view(scale.sizes()));
+        offset_out->copy_(offset.view(scale.sizes()));
+        store_rounded(values / step + offset, rounded, four_bits);
+      };
+    })
+
+CHECKED(aclnnAscendAntiQuant, (Tensor x, Tensor scale, Opt<Tensor> offset, int32_t, bool square, Tensor out), {
+  one_of("x", x, {at::kChar, at::kInt});
+  one_of("scale", scale, {at::kFloat, at::kBFloat16});
+  one_of("dst_dtype", out, kHalves);
+  rank("x", x, 1, 8);
+  rank("scale", scale, 1);
+  const bool four_bits = x.scalar_type() == at::kInt;
+  const int64_t columns = x.size(-1) * (four_bits ? kFourBitsInWord : 1);
+  check(scale.numel() == 1 || scale.numel() == columns, kOpParam, "scale has ", scale.numel(), " elements; allowed: 1 or ",
+      columns);
+  if (offset) {
+    same_dtype("offset", *offset, "scale", scale);
+    shape("offset", *offset, scale.sizes());
+  }
+  COMPUTE {
+    auto factor = scale.to(at::kFloat);
+    if (square) factor = factor * factor;
+    auto values = (four_bits ? unpack_int4(x) : x).to(at::kFloat);
+    if (offset) values = values + offset->to(at::kFloat);
+    out.copy_(values * factor);
+  };
+})
+
+// 64-bit parameters of the cube unit's dequantization: the scale's upper 19 bits in the lower half, a flag at bit 46, the nine
+// bits of the offset at bit 37 (op-plugin's test_npu_trans_quant_param.py; aclnnTransQuantParamV2 in Huawei's API reference).
+CHECKED(aclnnTransQuantParamV3, (Tensor scale, Opt<Tensor> offset, int64_t round_mode, Tensor out), {
+  one_of("scale", scale, {at::kFloat});
+  rank("scale", scale, 1, 2);
+  check(scale.dim() == 1 || scale.size(0) == 1, kOpParam, "scale has shape ", scale.sizes(), "; allowed: [t] and [1, n]");
+  one_of("round_mode", round_mode, {int64_t{0}, int64_t{1}});
+  if (offset) {
+    one_of("offset", *offset, {at::kFloat});
+    if (scale.dim() == 2)
+      shape("offset", *offset, scale.sizes());
+    else
+      check(offset->numel() == 1 || scale.numel() == 1 || offset->numel() == scale.numel(), kOpParam, "offset has ",
+          offset->numel(), " elements and scale ", scale.numel());
+  }
+  COMPUTE {
+    auto bits = scale.contiguous().view(at::kInt).to(at::kLong).bitwise_and_(0xFFFFFFFFll);
+    if (round_mode == 1) {  // to the nearest, ties to even
+      const auto even = at::bitwise_and(at::bitwise_right_shift(bits, 13), 1);
+      bits = bits + (even + 0xFFF);
+    }
+    bits = at::bitwise_or(at::bitwise_and(bits, 0xFFFFE000ll), 1ll << 46);
+    if (offset)
+      bits = at::bitwise_or(
+          bits, at::bitwise_left_shift(at::bitwise_and(at::round(*offset).clamp(-256, 255).to(at::kLong), 0x1FF), 37));
+    out.copy_(bits.expand(out.sizes()));
+  };
+})
+
+CHECKED(aclnnInplaceQuantScatter,
+    (Tensor self, Tensor indices, Tensor updates, Tensor scales, Opt<Tensor> zero_points, int64_t axis, int64_t quant_axis,
+        int64_t),
+    {
+      one_of("input", self, {at::kChar});
+      one_of("indices", indices, {at::kInt});
+      one_of("updates", updates, kHalves);
+      one_of("quant_scales", scales, {at::kBFloat16, at::kFloat});
+      if (zero_points) one_of("quant_zero_points", *zero_points, {at::kBFloat16, at::kInt});
+      rank("input", self, 3, 8);
+      rank("updates", updates, self.dim());
+      rank("indices", indices, 1, 2);
+      check(indices.dim() == 1 || indices.size(1) == 2, kOpParam, "indices has shape ", indices.sizes(),
+          "; allowed: [n] and [n, 2]");
+      const int64_t place = at::maybe_wrap_dim(axis, self.dim());
+      check(place != 0 && place != self.dim() - 1, kOpParam, "axis ", axis,
+          " is the first or the last dimension of updates; neither is allowed");
+      check(at::maybe_wrap_dim(quant_axis, self.dim()) == self.dim() - 1, kOpParam, "quant_axis is ", quant_axis,
+          "; only the last dimension is allowed");
+      check(updates.size(0) == indices.size(0) && updates.size(0) <= self.size(0), kOpParam, "updates has ", updates.size(0),
+          " rows, indices ", indices.size(0), " and input ", self.size(0));
+      for (int64_t i = 1; i < self.dim(); ++i)
+        check(i == place ? updates.size(i) <= self.size(i) : updates.size(i) == self.size(i), kOpParam, "updates has shape ",
+            updates.sizes(), " and input ", self.sizes());
+      multiple("the bytes of updates' last dimension as int8", updates.size(-1), 32);
+      check(scales.numel() == updates.size(-1), kOpParam, "quant_scales has ", scales.numel(), " elements; it must be ",
+          updates.size(-1));
+      check(!zero_points || zero_points->numel() == updates.size(-1), kOpParam, "quant_zero_points must have ", updates.size(-1),
+          " elements");
+      COMPUTE {
+        auto values = updates.to(at::kFloat) / scales.to(at::kFloat).reshape({-1});
+        if (zero_points) values = values + zero_points->to(at::kFloat).reshape({-1});
+        const auto rounded = at::empty(updates.sizes(), at::kChar);
+        store_rounded(values, rounded, false);
+        const auto where = indices.to(at::kLong);
+        for (int64_t i = 0; i < updates.size(0); ++i) {
+          const int64_t batch = where.dim() == 1 ? i : where[i][0].item<int64_t>(),
+                        start = where.dim() == 1 ? where[i].item<int64_t>() : where[i][1].item<int64_t>();
+          check(batch >= 0 && batch < self.size(0) && start >= 0 && start + updates.size(place) <= self.size(place), kOpParam,
+              "index (", batch, ", ", start, ") is outside the input ", self.sizes());
+          self[batch].narrow(place - 1, start, updates.size(place)).copy_(rounded[i]);
+        }
+      };
+    })
+
+CHECKED(
+    aclnnFlatQuantV2, (Tensor x, Tensor left, Tensor right, double clip_ratio, double dst_type_max, Tensor out, Tensor scale), {
+      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+      one_of("x", x, kHalves);
+      same_dtype("kronecker_p1", left, "x", x);
+      same_dtype("kronecker_p2", right, "x", x);
+      rank("x", x, 3);
+      multiple("the last dimension of x", x.size(2), kFourBitsInWord);
+      within("dimension 0 of x", x.size(0), 1, 262144);
+      within("dimension 1 of x", x.size(1), 1, 256);
+      within("dimension 2 of x", x.size(2), 1, 256);
+      shape("kronecker_p1", left, {x.size(1), x.size(1)});
+      shape("kronecker_p2", right, {x.size(2), x.size(2)});
+      check(clip_ratio > 0 && clip_ratio <= 1, kOpParam, "clip_ratio is ", clip_ratio, "; allowed: above 0, up to 1");
+      check(dst_type_max == 0, kOpParam, "dst_type_max is ", dst_type_max, "; int4 takes 0");
+      one_of("dst_dtype", out, {at::kInt});
+      COMPUTE {
+        const auto values = at::matmul(left.to(at::kFloat), at::matmul(x.to(at::kFloat), right.to(at::kFloat)));
+        const auto step = values.abs().amax({1, 2}) / (7.0 / clip_ratio);
+        scale.copy_(step);
+        store_rounded(at::where(step.view({-1, 1, 1}) > 0, values / step.view({-1, 1, 1}), at::zeros_like(values)), out, true);
+      };
+    })
+
+// Rows [group_index[i-1], group_index[i]) of x times scale[i], plus offset.
+CHECKED(aclnnGroupQuant, (Tensor x, Tensor scale, Tensor group_index, Opt<Tensor> offset, int32_t, Tensor out), {
+  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+  one_of("x", x, kFloating);
+  one_of("scale", scale, kFloating);
+  one_of("group_index", group_index, kIndices);
+  rank("x", x, 2);
+  shape("scale", scale, {group_index.numel(), x.size(1)});
+  if (offset) check(offset->numel() == 1, kOpParam, "offset has ", offset->numel(), " elements; it must be one");
+  const bool four_bits = out.scalar_type() == at::kInt;
+  COMPUTE {
+    const auto groups = rows_of(group_index, 0, x.size(0));
+    check(groups.empty() || groups.back().last == x.size(0), kOpParam, "group_index ends at row ", groups.back().last,
+        "; it must be ", x.size(0));
+    auto values = scaled_by_group(x.to(at::kFloat), scale, groups);
+    if (offset) values = values + offset->to(at::kFloat);
+    store_rounded(values, out, four_bits);
+  };
+})

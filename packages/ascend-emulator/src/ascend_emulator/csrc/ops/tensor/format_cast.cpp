@@ -1,0 +1,37 @@
+// Casts to and from FRACTAL_NZ. torch_npu's npu_format_cast queries the storage's shape, allocates it, and casts into it; the
+// tensor keeps its shape and strides (torch_npu/csrc/aten/common/FormatCastKernelNpu.cpp, BSD). The emulator keeps the order of
+// the strides within the larger storage, so operators read NZ tensors like others. Only raw accesses to the storage differ:
+// npu_convert_weight_to_int4pack of an NZ weight, whose result is refused at its next use (operator/tensor.cpp).
+#include "operator/op.h"
+
+using namespace emu;
+
+CHECKED(aclnnNpuFormatCast, (Tensor source, Tensor target), {
+  shape("target", target, source.sizes());
+  same_dtype("target", target, "source", source);
+  COMPUTE { target.copy_(source); };
+})
+
+// [..., k, n] is stored as [..., n / c0, k / 16, 16, c0] with both rounded up, and c0 values of the additional dtype in 32 bytes.
+// The caller frees the shape with delete[].
+ACL_API(answers, aclnnNpuFormatCastCalculateSizeAndFormat,
+    (const aclTensor* source, int format, int additional, int64_t** dims, uint64_t* rank_out, int* format_out), {
+      required(source);
+      auto sizes = source->value.sizes().vec();
+      check(format == kND || format == kFractalNZ, kOpParam, "format ", format, "; supported: ND (2) and FRACTAL_NZ (29)");
+      if (format == kFractalNZ) {
+        check(sizes.size() >= 2, kOpParam, "FRACTAL_NZ needs at least two dimensions; found ", source->value.sizes());
+        one_of("the dtype", source->value, {at::kChar, at::kHalf, at::kBFloat16, at::kFloat, at::kInt});
+        const int64_t c0 = 32 / static_cast<int64_t>(c10::elementSize(to_scalar_type(additional)));
+        check(c0 >= 16, kOpParam, "customize_dtype of four bytes lays out packed int4, which is not emulated");
+        const int64_t n = sizes.back(), k = sizes[sizes.size() - 2];
+        sizes.resize(sizes.size() - 2);
+        sizes.insert(sizes.end(), {(n + c0 - 1) / c0, (k + 15) / 16, 16, c0});
+      }
+      *dims = new int64_t[sizes.size()];
+      std::copy(sizes.begin(), sizes.end(), *dims);
+      *rank_out = sizes.size();
+      *format_out = format;
+    })
+
+OP(aclnnMatmulWeightNz, (Tensor self, Tensor weight, Tensor out, int8_t), { at::matmul_out(out, self, weight); })

@@ -1,0 +1,192 @@
+// Indexing, gather, scatter and embedding.
+#include "core/cost.h"
+#include "operator/shapes.h"
+#include "ops/upcast.h"
+
+namespace {
+
+// torch_npu passes empty tensors for dimensions without an index. Returns nullopt if all are empty: torch_npu broadcasts indices
+// beforehand, so nothing is indexed.
+std::optional<c10::List<std::optional<at::Tensor>>> index_list(const emu::Tensors& indices) {
+  c10::List<std::optional<at::Tensor>> out;
+  bool some = false;
+  for (const auto& index : indices) {
+    const bool used = index.defined() && index.numel();
+    out.push_back(used ? std::optional<at::Tensor>(index) : std::nullopt);
+    some |= used;
+  }
+  return some ? std::optional(out) : std::nullopt;
+}
+
+// 0 none, 1 add, 2 multiply (op-plugin's ScatterKernelNpuOpApi.cpp).
+template <class Source>
+void scatter(
+    at::Tensor& out, const at::Tensor& self, int64_t dim, const at::Tensor& index, const Source& source, int64_t reduction) {
+  if (reduction == 0) {
+    at::scatter_out(out, self, dim, emu::to_int64(index), source);
+  } else {
+    emu::check(
+        reduction == 1 || reduction == 2, emu::kOpParam, "reduction ", reduction, "; supported: 0 none, 1 add and 2 multiply");
+    at::scatter_out(out, self, dim, emu::to_int64(index), source, reduction == 1 ? "add" : "multiply");
+  }
+}
+
+// Checks that no size of the index is above self's, except in `dim`.
+void inside(const char* argument, const at::Tensor& index, int64_t dim, const at::Tensor& self) {
+  const auto least = std::max<int64_t>(self.dim(), 1);
+  dim = emu::real_dim(dim, self.dim());
+  bool fits = index.numel() == 0 || std::max<int64_t>(index.dim(), 1) == least;
+  for (int64_t i = 0; fits && index.numel() && i < std::min(index.dim(), self.dim()); ++i)
+    fits = i == dim || index.size(i) <= self.size(i);
+  emu::check(fits, emu::kOpParam, argument, " has shape ", index.sizes(), "; allowed: sizes up to ", self.sizes(),
+      ", but for dimension ", dim);
+}
+
+emu::Shape embedding_shape(const at::Tensor& weight, const at::Tensor& indices) {
+  emu::rank("weight", weight, 2);
+  emu::one_of("indices", indices, emu::kIndices);
+  emu::Shape shape(indices.sizes());
+  shape.push_back(weight.size(1));
+  return shape;
+}
+
+emu::Shape selected(const at::Tensor& self, int64_t dim, const at::Tensor& index) {
+  emu::rank("index", index, 0, 1);
+  emu::one_of("index", index, emu::kIndices);
+  dim = emu::real_dim(dim, self.dim());
+  emu::Shape shape(self.sizes());
+  if (self.dim()) shape[dim] = index.numel();
+  return shape;
+}
+
+// torch_npu's order of reductions (op-plugin's ScatterReduceKernelNpuOpApi.cpp).
+const char* reduction_name(int64_t reduction) {
+  static const char* const names[] = {"none", "sum", "prod", "amax", "amin", "mean"};
+  emu::check(reduction > 0 && reduction < 6, emu::kOpParam, "reduction ", reduction,
+      "; supported: 1 sum, 2 prod, 3 amax, 4 amin and 5 mean");
+  return names[reduction];
+}
+
+}  // namespace
+
+SHAPED(aclnnEmbedding, (Tensor weight, Tensor indices, Tensor out), SHAPE(out, embedding_shape(weight, indices)), {
+  cost::partial_access(weight, out);
+  at::embedding_out(out, weight, indices);
+})
+SHAPED(aclnnIndexSelect, (Tensor self, int64_t dim, Tensor index, Tensor out), SHAPE(out, selected(self, dim, index)), {
+  cost::partial_access(self, out);
+  at::index_select_out(out, self, dim, index);
+})
+OP(aclnnIndex, (Tensor self, Tensors indices, Tensor out), {
+  if (!out.numel()) return;  // x[False] has an empty index
+  cost::partial_access(self, out);
+  if (const auto list = index_list(indices)) at::index_out(out, self, *list);
+})
+OP(aclnnIndexPutImpl, (Tensor self, Tensors indices, Tensor values, bool accumulate, bool), {
+  cost::partial_access(self, values);
+  if (const auto list = index_list(indices)) at::_index_put_impl_(self, *list, values, accumulate, false);
+})
+SHAPED(aclnnIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source, Tensor out), ALONG(out, self, dim),
+    { at::index_copy_out(out, self, dim, to_int64(index), source); })
+SHAPED(aclnnInplaceIndexCopy, (Tensor self, int64_t dim, Tensor index, Tensor source), real_dim(dim, self.dim()), {
+  cost::partial_access(self, source);
+  self.index_copy_(dim, to_int64(index), source);
+})
+SHAPED(aclnnIndexAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Scalar alpha, Tensor out), ALONG(out, self, dim),
+    { at::index_add_out(out, self, dim, index, source, alpha); })
+SHAPED(aclnnIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value, Tensor out), ALONG(out, self, dim),
+    { out.copy_(at::index_fill(self, dim, to_int64(index), value)); })
+SHAPED(aclnnInplaceIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value), real_dim(dim, self.dim()),
+    { self.index_fill_(dim, to_int64(index), value); })
+SHAPED(aclnnGather, (Tensor self, int64_t dim, Tensor index, Tensor out), (inside("index", index, dim, self), SAME(out, index)), {
+  cost::partial_access(self, out);
+  at::gather_out(out, self, dim, to_int64(index));
+})
+SHAPED(aclnnScatter, (Tensor self, int64_t dim, Tensor index, Tensor source, int64_t reduction, Tensor out),
+    (inside("index", index, dim, self), SAME(out, self)), { scatter(out, self, dim, index, source, reduction); })
+SHAPED(aclnnScatterValue, (Tensor self, int64_t dim, Tensor index, Scalar value, int64_t reduction, Tensor out),
+    (inside("index", index, dim, self), SAME(out, self)), { scatter(out, self, dim, index, value, reduction); })
+SHAPED(aclnnInplaceScatter, (Tensor self, int64_t dim, Tensor index, Tensor source, int64_t reduction),
+    inside("index", index, dim, self), { scatter(self, self, dim, index, source, reduction); })
+SHAPED(aclnnInplaceScatterValue, (Tensor self, int64_t dim, Tensor index, Scalar value, int64_t reduction),
+    inside("index", index, dim, self), { scatter(self, self, dim, index, value, reduction); })
+SHAPED(aclnnScatterAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Tensor out),
+    (inside("index", index, dim, self), SAME(out, self)), { at::scatter_add_out(out, self, dim, to_int64(index), source); })
+// Rows of `indices` (its last dimension) address leading dimensions of self; `updates` has one slice per row.
+OP(aclnnScatterNdUpdate, (Tensor self, Tensor indices, Tensor updates), {
+  cost::partial_access(self, updates);
+  c10::List<std::optional<at::Tensor>> at_dims;
+  for (const auto& column : to_int64(indices).unbind(-1)) at_dims.push_back(column);
+  self.index_put_(at_dims, updates);
+})
+
+SHAPED(aclnnInplaceMaskedFillScalar, (Tensor self, Tensor mask, Scalar value), EXPANDS(self, mask),
+    { self.masked_fill_(mask, value); })
+SHAPED(aclnnInplaceMaskedFillTensor, (Tensor self, Tensor mask, Tensor value), EXPANDS(self, mask),
+    { self.masked_fill_(mask, value); })
+SHAPED(aclnnInplaceMaskedScatter, (Tensor self, Tensor mask, Tensor source), EXPANDS(self, mask),
+    { self.masked_scatter_(mask, source); })
+OP(aclnnMaskedSelect, (Tensor self, Tensor mask, Result out), { out.assign(at::masked_select(self, mask)); })
+OP(aclnnNonzero, (Tensor self, Result out), { out.assign(at::nonzero(self)); })
+// V2 returns one row per dimension.
+OP(aclnnNonzeroV2, (Tensor self, Result out), { out.assign(at::nonzero(self).t().contiguous()); })
+
+// Called by npu_gather_sparse_index: rows of self by an index of any shape.
+CHECKED(aclnnGatherV3, (Tensor self, int64_t dim, Tensor index, int64_t batch_dims, int64_t, Tensor out), {
+  one_of("batch_dims", batch_dims, {int64_t{0}});
+  one_of("index", index, kIndices);
+  COMPUTE {
+    cost::partial_access(self, out);
+    auto sizes = self.sizes().vec();
+    sizes.erase(sizes.begin() + dim);
+    sizes.insert(sizes.begin() + dim, index.sizes().begin(), index.sizes().end());
+    out.copy_(self.index_select(dim, index.reshape({-1}).to(at::kLong)).view(sizes));
+  };
+})
+// Start index of the updates along the axis, per entry of the first dimension (torch_npu's documentation of scatter_update).
+CHECKED(aclnnInplaceScatterUpdate, (Tensor self, Tensor indices, Tensor updates, int64_t axis), {
+  one_of("data", self, {at::kChar, at::kHalf, at::kFloat, at::kBFloat16, at::kInt});
+  one_of("indices", indices, kIndices);
+  rank("data", self, 2, 8);
+  rank("indices", indices, 1);  // two dimensions are accepted too, but undocumented
+  same_dtype("updates", updates, "data", self);
+  rank("updates", updates, self.dim());
+  const auto dim = real_dim(axis, self.dim(), "axis");
+  check(dim > 0, kOpParam, "axis is 0, which the indices go along");
+  shape("indices", indices, {updates.size(0)});
+  COMPUTE {
+    cost::partial_access(self, updates);
+    for (int64_t i = 0; i < indices.numel(); ++i)
+      self[i].narrow(dim - 1, indices[i].item<int64_t>(), updates.size(dim)).copy_(updates[i]);
+  };
+})
+
+OP(aclnnTake, (Tensor self, Tensor indices, Tensor out), { out.copy_(at::take(self, to_int64(indices))); })
+OP(aclnnInplacePut, (Tensor self, Tensor indices, Tensor source, bool accumulate),
+    { self.put_(to_int64(indices), source, accumulate); })
+// The unnamed parameter is a mode; torch_npu passes 0.
+OP(aclnnIndexAddV2, (Tensor self, int64_t dim, Tensor indices, Tensor source, Scalar alpha, int64_t, Tensor out),
+    { out.copy_(at::index_add(upcast(self), dim, to_int64(indices), upcast(source), alpha)); })
+OP(aclnnScatterReduce,
+    (Tensor self, int64_t dim, Tensor indices, Tensor source, int64_t reduction, bool include_self, Tensor out), {
+      out.copy_(
+          at::scatter_reduce(upcast(self), dim, to_int64(indices), upcast(source), reduction_name(reduction), include_self));
+    })
+OP(aclnnInplaceScatterReduce, (Tensor self, int64_t dim, Tensor indices, Tensor source, int64_t reduction, bool include_self), {
+  self.copy_(at::scatter_reduce(upcast(self), dim, to_int64(indices), upcast(source), reduction_name(reduction), include_self));
+})
+OP(aclnnEmbeddingRenorm, (Tensor self, Tensor indices, double bound, double order),
+    { at::embedding_renorm_(self, to_int64(indices), bound, order); })
+OP(aclnnEmbeddingBag,
+    (Tensor weight, Tensor indices, Tensor offsets, bool scale, int64_t mode, bool sparse, Opt<Tensor> per_sample, bool last,
+        int64_t padding, Tensor out, Tensor bags, Tensor sizes, Tensor maxima),
+    {
+      const auto [value, bag, size, maximum] = at::_embedding_bag(
+          upcast(weight), to_int64(indices), to_int64(offsets), scale, mode, sparse, upcast(per_sample), last, padding);
+      out.copy_(value);
+      if (bags.numel() == bag.numel()) bags.copy_(bag);
+      if (sizes.numel() == size.numel()) sizes.copy_(size);
+      if (maxima.numel() == maximum.numel()) maxima.copy_(maximum);
+    })
+OP(aclnnEmbeddingDenseBackward, (Tensor grad, Tensor indices, int64_t rows, int64_t padding, bool scale, Tensor out),
+    { out.copy_(at::embedding_dense_backward(upcast(grad), to_int64(indices), rows, padding, scale)); })

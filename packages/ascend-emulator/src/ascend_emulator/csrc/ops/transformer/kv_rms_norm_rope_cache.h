@@ -1,0 +1,21 @@
+// Fused RMSNorm, rotary embedding and write to a paged KV cache.
+#ifndef ASCEND_EMULATOR_OPS_TRANSFORMER_KV_RMS_NORM_ROPE_CACHE_H
+#define ASCEND_EMULATOR_OPS_TRANSFORMER_KV_RMS_NORM_ROPE_CACHE_H
+#include "rotary_embedding.h"
+
+namespace emu {
+
+enum class Places { sequence, slots, pages };  // meaning of the index: position in a sequence, slot of a token, or page
+struct CacheMode {
+  Places places;
+  bool fractal;
+};
+
+CacheMode mode_of(const Text& name, std::initializer_list<Text> allowed);
+Tensor rms_normed(const Tensor& x, const Tensor& gamma, double epsilon);  // float32
+Tensor stored(const Tensor& x, const Tensor& cache, const Opt<Tensor>& scale, const Opt<Tensor>& offset, bool divides);
+void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, CacheMode mode);
+
+}  // namespace emu
+
+#endif  // ASCEND_EMULATOR_OPS_TRANSFORMER_KV_RMS_NORM_ROPE_CACHE_H

@@ -1,0 +1,166 @@
+// Projections, RMSNorm, rotary embedding and cache write before multi-head latent attention. Rules: torch_npu's documentation of
+// npu_mla_prolog_v2 and _v3 (torch_npu/_op_plugin_docs.py) and the golden functions of op-plugin's test_mla_prolog*.py; argument
+// order: op-plugin's call sites.
+#include "kv_rms_norm_rope_cache.h"
+
+namespace {
+
+using namespace emu;
+
+struct Prolog {
+  Tensor x, down_query, up_query, up_key, down_key, query_gamma, key_gamma, sin, cos, index, kv_cache, rope_cache;
+  Opt<Tensor> x_scale, down_query_scale, up_query_scale, down_key_scale, kv_scale, rope_scale, smooth;
+  double query_epsilon, key_epsilon;
+  Text mode_name;
+  double query_correction, key_correction;
+  Tensor query, query_rope;
+  Opt<Tensor> query_scale, query_norm, query_norm_scale;
+
+  int64_t rotary = 0;
+  CacheMode mode = {};
+
+  Prolog& checked() {
+    one_of("token_x", x, {at::kBFloat16, at::kChar});
+    rank("token_x", x, 2, 3);
+    const bool small = x.scalar_type() == at::kChar;
+    for (const auto& [name, w] :
+        {std::pair<const char*, const Tensor*>{"weight_dq", &down_query}, {"weight_dkv_kr", &down_key}}) {
+      same_dtype(name, *w, "token_x", x);
+      rank(name, *w, 2);
+      check(w->size(0) == x.size(-1), kOpParam, name, " has shape ", w->sizes(), " and token_x a last dimension of ", x.size(-1));
+    }
+    one_of("weight_uq_qr", up_query, {at::kBFloat16, at::kChar});
+    check(!small || up_query.scalar_type() == at::kChar, kOpParam, "token_x is int8 and weight_uq_qr ", up_query.scalar_type(),
+        "; it must be int8 too");
+    for (const auto& [name, given, wanted] :
+        {std::tuple<const char*, const Opt<Tensor>*, bool>{"dequant_scale_x", &x_scale, small},
+            {"dequant_scale_w_dq", &down_query_scale, small}, {"dequant_scale_w_dkv_kr", &down_key_scale, small},
+            {"dequant_scale_w_uq_qr", &up_query_scale, up_query.scalar_type() == at::kChar}}) {
+      check(given->has_value() == wanted, kOpParam, name,
+          wanted ? " is needed with int8 weights" : " is given without int8 weights");
+      if (wanted) one_of(name, **given, {at::kFloat});
+    }
+    one_of("weight_uk", up_key, {at::kBFloat16});
+    rank("weight_uk", up_key, 3);
+    const int64_t heads = up_key.size(0);
+    check((heads & (heads - 1)) == 0 && heads <= 128, kOpParam, "weight_uk has ", heads,
+        " heads; 1, 2, 4, 8, 16, 32, 64 and 128 are allowed");
+    rotary = cos.size(-1);
+    check(up_query.size(1) == heads * (up_key.size(1) + rotary) && up_query.size(0) == down_query.size(1), kOpParam,
+        "weight_uq_qr has shape ", up_query.sizes(), "; it must be [", down_query.size(1), ", ", heads, " * (", up_key.size(1),
+        " + ", rotary, ")]");
+    check(down_key.size(1) == up_key.size(2) + rotary, kOpParam, "weight_dkv_kr has shape ", down_key.sizes(),
+        "; its second dimension must be ", up_key.size(2), " + ", rotary);
+    shape("rmsnorm_gamma_cq", query_gamma, {down_query.size(1)});
+    shape("rmsnorm_gamma_ckv", key_gamma, {up_key.size(2)});
+    auto angles = x.sizes().vec();
+    angles.back() = rotary;
+    shape("rope_sin", sin, angles);
+    shape("rope_cos", cos, angles);
+    one_of("cache_index", index, {at::kLong});
+    check(index.numel() == x.numel() / x.size(-1), kOpParam, "cache_index has ", index.numel(), " entries for ",
+        x.numel() / x.size(-1), " tokens");
+    mode = mode_of(mode_name, {"PA_BSND", "PA_NZ"});
+    rank("kv_cache", kv_cache, 4);
+    rank("kr_cache", rope_cache, 4);
+    check(kv_cache.numel() == 0 || (kv_cache.size(2) == 1 && kv_cache.size(3) == up_key.size(2) && rope_cache.size(3) == rotary),
+        kOpParam, "kv_cache has shape ", kv_cache.sizes(), " and kr_cache ", rope_cache.sizes(), "; [blocks, block_size, 1, ",
+        up_key.size(2), "] and [blocks, block_size, 1, ", rotary, "] are expected");
+    if (kv_cache.numel()) one_of<int64_t>("the block size", kv_cache.size(1), {16, 128});
+    check((kv_cache.scalar_type() == at::kChar) == kv_scale.has_value(), kOpParam, "kv_cache is ", kv_cache.scalar_type(),
+        "; int8 goes with quant_scale_ckv, and nothing else does");
+    return *this;
+  }
+
+  // x @ weight in float32; int8 products are exact.
+  static Tensor product(const Tensor& x, const Tensor& weight, const Opt<Tensor>& row_scale, const Opt<Tensor>& column_scale) {
+    if (weight.scalar_type() != at::kChar) return at::matmul(x.to(at::kFloat), weight.to(at::kFloat));
+    return at::matmul(x.to(at::kDouble), weight.to(at::kDouble))
+        .mul_(row_scale->view({-1, 1}))
+        .mul_(column_scale->view({1, -1}))
+        .to(at::kFloat);
+  }
+
+  void run() {
+    const int64_t count = index.numel(), heads = up_key.size(0), size = up_key.size(1), latent = up_key.size(2);
+    if (count == 0) return;
+    const auto flat = x.view({count, x.size(-1)}), c = cos.reshape({count, 1, rotary}), s = sin.reshape({count, 1, rotary});
+    auto normed = rms_normed(product(flat, down_query, x_scale, down_query_scale), query_gamma, query_epsilon);
+    Opt<Tensor> normed_scale;
+    if (up_query.scalar_type() == at::kChar) {
+      if (smooth) normed = normed * smooth->view({1, -1});
+      normed_scale = normed.abs().amax(-1, true) / 127;
+      normed = (normed / normed_scale->masked_fill(*normed_scale == 0, 1)).round().clamp_(-128, 127);
+    } else {
+      normed = normed.to(at::kBFloat16);
+    }
+    const auto copy_if_given = [](const Opt<Tensor>& out, const Tensor& value) {
+      if (out && out->numel()) Tensor(*out).copy_(value.reshape(out->sizes()));
+    };
+    if (query_norm && query_norm->numel() == normed.numel()) copy_if_given(query_norm, normed);
+    if (query_norm_scale && normed_scale && query_norm_scale->numel() == count) copy_if_given(query_norm_scale, *normed_scale);
+    const auto both =
+        (product(normed, up_query, normed_scale, up_query_scale) * query_correction).view({count, heads, size + rotary});
+    const auto part = both.narrow(-1, 0, size).to(at::kBFloat16).to(at::kFloat).transpose(0, 1);
+    auto absorbed = at::bmm(part, up_key.to(at::kFloat)).transpose(0, 1);
+    auto rope = rotate(halves_of_pairs(both.narrow(-1, size, rotary)), c, s, false);
+    if (query.scalar_type() ==
+        at::kChar) {  // per token and head; the rope part is scaled equally, so that one factor dequantizes the scores
+      absorbed = absorbed.to(at::kBFloat16).to(at::kFloat);
+      const auto scale = absorbed.abs().amax(-1, true) / 127, divisor = scale.masked_fill(scale == 0, 1);
+      absorbed = (absorbed / divisor).round().clamp_(-128, 127);
+      rope = rope.to(at::kBFloat16).to(at::kFloat) * kv_scale->view(-1)[0] / divisor;
+      copy_if_given(query_scale, scale);
+    }
+    query.copy_(absorbed.reshape(query.sizes()));
+    query_rope.copy_(rope.reshape(query_rope.sizes()));
+    if (kv_cache.numel() == 0) return;
+    const auto keys = product(flat, down_key, x_scale, down_key_scale);
+    const auto key = rms_normed(keys.narrow(-1, 0, latent), key_gamma, key_epsilon) * key_correction;
+    const auto key_rope = rotate(halves_of_pairs(keys.narrow(-1, latent, rotary).view({count, 1, rotary})), c, s, false);
+    write_cache(kv_cache, stored(key.view({1, count, 1, latent}), kv_cache, kv_scale, {}, false), index, mode);
+    write_cache(rope_cache,
+        stored(key_rope.view({1, count, 1, rotary}), rope_cache,
+            rope_cache.scalar_type() == at::kChar ? rope_scale : std::nullopt, {}, false),
+        index, mode);
+  }
+};
+
+Computation prolog(Prolog p) {
+  p.checked();
+  return [p = std::move(p)]() mutable { p.run(); };
+}
+
+}  // namespace
+
+CHECKED(aclnnMlaPrologV2WeightNz,
+    (Tensor x, Tensor down_query, Tensor up_query, Tensor up_key, Tensor down_key, Tensor query_gamma, Tensor key_gamma,
+        Tensor sin, Tensor cos, Tensor index, Tensor kv_cache, Tensor rope_cache, Opt<Tensor> x_scale,
+        Opt<Tensor> down_query_scale, Opt<Tensor> up_query_scale, Opt<Tensor> down_key_scale, Opt<Tensor> kv_scale,
+        Opt<Tensor> rope_scale, Opt<Tensor> smooth, double query_epsilon, double key_epsilon, Text mode, Tensor query,
+        Tensor query_rope, Opt<Tensor> query_scale),
+    {
+      return prolog({x, down_query, up_query, up_key, down_key, query_gamma, key_gamma, sin, cos, index, kv_cache, rope_cache,
+          x_scale, down_query_scale, up_query_scale, down_key_scale, kv_scale, rope_scale, smooth, query_epsilon, key_epsilon,
+          mode, 1, 1, query, query_rope, query_scale, {}, {}});
+    })
+
+CHECKED(aclnnMlaPrologV3WeightNz,
+    (Tensor x, Tensor down_query, Tensor up_query, Tensor up_key, Tensor down_key, Tensor query_gamma, Tensor key_gamma,
+        Tensor sin, Tensor cos, Tensor kv_cache, Tensor rope_cache, Opt<Tensor> index, Opt<Tensor> x_scale,
+        Opt<Tensor> down_query_scale, Opt<Tensor> up_query_scale, Opt<Tensor> down_key_scale, Opt<Tensor> kv_scale,
+        Opt<Tensor> rope_scale, Opt<Tensor> smooth, Opt<Tensor>, Opt<Tensor> clip, double query_epsilon, double key_epsilon,
+        Text mode, int64_t weight_quant, int64_t cache_quant, int64_t, int64_t together, int64_t scales_together, int64_t,
+        double query_correction, double key_correction, Tensor query, Tensor query_rope, Opt<Tensor> query_scale,
+        Opt<Tensor> query_norm, Opt<Tensor> query_norm_scale),
+    {
+      check(index.has_value(), kOpParam, "cache_index is needed");
+      one_of<int64_t>("weight_quant_mode", weight_quant, {0, 1, 2});
+      one_of<int64_t>("kv_cache_quant_mode (3, by tiles, is not emulated)", cache_quant, {0, 1, 2});
+      one_of<int64_t>("ckvkr_repo_mode (1, both in one cache, is not emulated)", together, {0});
+      one_of<int64_t>("quant_scale_repo_mode (1 is not emulated)", scales_together, {0});
+      check(!clip, kOpParam, "k_nope_clip_alpha is given; it goes with kv_cache_quant_mode 3");
+      return prolog({x, down_query, up_query, up_key, down_key, query_gamma, key_gamma, sin, cos, *index, kv_cache, rope_cache,
+          x_scale, down_query_scale, up_query_scale, down_key_scale, kv_scale, rope_scale, smooth, query_epsilon, key_epsilon,
+          mode, query_correction, key_correction, query, query_rope, query_scale, query_norm, query_norm_scale});
+    })

@@ -1,0 +1,15 @@
+// Rotary embedding in float32.
+#ifndef ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H
+#define ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H
+#include "operator/op.h"
+
+namespace emu {
+
+Tensor rotated(const Tensor& x, bool interleaved);
+Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved);
+// Even elements, then odd elements.
+inline Tensor halves_of_pairs(const Tensor& x) { return x.unflatten(-1, {-1, 2}).transpose(-1, -2).flatten(-2); }
+
+}  // namespace emu
+
+#endif  // ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H

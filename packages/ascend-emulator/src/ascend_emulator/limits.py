@@ -1,0 +1,53 @@
+"""CPU and memory limits of this process: affinity, available memory, and control groups (v1 and v2)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def _cgroup_files(controller: str, name: str, proc: Path, mount: Path) -> Iterator[str]:
+    """Contents of a limit's file in this process's control group and its ancestors."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        # v2 has one hierarchy and no controllers here; v1 has one directory per controller. In containers the path may be the
+        # host's.
+        for root in [mount] if not controllers else [mount / controllers, mount / controller]:
+            group = root / path.lstrip("/")
+            for directory in [group, *group.parents]:
+                if directory.is_relative_to(root) and (directory / name).is_file():
+                    yield (directory / name).read_text().strip()
+
+
+def cpus(proc: Path = PROC, mount: Path = CGROUPS, affinity: int | None = None) -> int:
+    """Number of CPUs that this process may use, rounded up."""
+    found = [float(affinity or len(os.sched_getaffinity(0)))]
+    for text in _cgroup_files("cpu", "cpu.max", proc, mount):
+        quota, _, period = text.partition(" ")
+        if quota != "max":
+            found.append(int(quota) / int(period or 100_000))
+    quotas = _cgroup_files("cpu", "cpu.cfs_quota_us", proc, mount)
+    periods = _cgroup_files("cpu", "cpu.cfs_period_us", proc, mount)
+    found += [int(quota) / int(period) for quota, period in zip(quotas, periods, strict=False) if int(quota) > 0]
+    return max(1, math.ceil(min(found)))
+
+
+def memory(proc: Path = PROC, mount: Path = CGROUPS) -> int:
+    """Available memory in bytes, at most the control groups' limits."""
+    available = next(
+        int(line.split()[1]) * 1024 for line in (proc / "meminfo").read_text().splitlines() if line.startswith("MemAvailable:")
+    )
+    limits = [*_cgroup_files("memory", "memory.max", proc, mount)]
+    limits += _cgroup_files("memory", "memory.limit_in_bytes", proc, mount)
+    return min([available, *(int(limit) for limit in limits if limit != "max")])

@@ -1,0 +1,234 @@
+"""Attention update, MLA prolog, lightning indexer and sparse attention, against references in float64."""
+
+import re
+
+import pytest
+import torch
+import torch_npu
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def close(actual, expected, ulps=4):
+    bound = ulps * torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_attention_update(dtype):
+    lse, parts = torch.randn(3, 10), torch.randn(3, 10, 32).to(dtype)
+    lse[1, 4] = torch.inf  # a part without keys
+    out, total = torch_npu.npu_attention_update([x.npu() for x in lse], [x.npu() for x in parts], 1)
+    wide = lse.double().masked_fill(lse.isposinf(), -torch.inf)
+    close(out, ((wide - wide.logsumexp(0)).exp()[..., None] * parts.double()).sum(0))
+    close(total, wide.logsumexp(0))
+    assert torch.equal(torch_npu.npu_attention_update([x.npu() for x in lse], [x.npu() for x in parts], 0)[0], out)
+
+
+@pytest.mark.parametrize("layout", ["SBH", "TND", "packed"])
+def test_ring_attention_update(layout):
+    heads, size, counts = 2, 16, [3, 4]
+    shape = (5, 2, heads * size) if layout == "SBH" else (7, heads, size)
+    outs = torch.randn(2, *shape)
+    stats_shape = (2, heads, 5) if layout == "SBH" else (7, heads)
+    largest, sums = torch.randn(2, *stats_shape), torch.rand(2, *stats_shape) + 0.5
+
+    def given(x):
+        """The columns of eight; requests one after the other as [heads, tokens] unless the layout is the output's."""
+        if layout == "packed":
+            x = torch.cat([part.t().reshape(-1) for part in x.split(counts)]).view(7, heads)
+        return x[..., None].expand(*x.shape, 8).contiguous().npu()
+
+    options = {} if layout == "SBH" else {"input_layout": "TND", "actual_seq_qlen": torch.tensor([3, 7]).npu()}
+    if layout == "TND":
+        options["input_softmax_layout"] = "TND"
+    out, most, total = torch_npu.npu_ring_attention_update(
+        outs[0].npu(), given(largest[0]), given(sums[0]), outs[1].npu(), given(largest[1]), given(sums[1]), **options
+    )
+    lse = largest.double() + sums.double().log()
+    weights = (lse - lse.logsumexp(0)).exp()
+    if layout == "SBH":
+        wide = outs.double().view(2, 5, 2, heads, size) * weights.permute(0, 3, 1, 2)[..., None]
+        close(out, wide.sum(0).flatten(2), ulps=16)
+    else:
+        close(out, (outs.double() * weights[..., None]).sum(0), ulps=16)
+    assert torch.equal(most.cpu(), torch.maximum(given(largest[0]), given(largest[1])).cpu())
+    close((most + total.log())[..., 0].flatten().sort()[0], lse.logsumexp(0).flatten().sort()[0], ulps=16)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("perm", [(0, 1, 2), (1, 0, 2)])
+def test_transpose_batchmatmul(perm, split, dtype):
+    x, weight = torch.randn(4, 6, 32).permute(perm).contiguous().to(dtype), torch.randn(4, 32, 8).to(dtype)
+    out = torch_npu.npu_transpose_batchmatmul(
+        x.npu(), weight.npu(), perm_x1=perm, perm_x2=(0, 1, 2), perm_y=(1, 0, 2), batch_split_factor=split
+    )
+    expected = (x.double().permute(perm) @ weight.double()).transpose(0, 1)
+    close(out, expected if split == 1 else expected.reshape(6, 2, 16).transpose(0, 1), ulps=64 if dtype == torch.float32 else 8)
+
+
+def rms(x, gamma, epsilon=1e-5):
+    return x * (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt() * gamma
+
+
+def rotate(x, cos, sin):
+    x = torch.cat([x[..., ::2], x[..., 1::2]], -1)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("mode", ["PA_BSND", "PA_NZ"])
+@pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
+def test_mla_prolog(small, mode, version):
+    tokens, hidden, low, heads, size, latent, rotary = 5, 96, 64, 4, 32, 128, 64
+    dtype = torch.int8 if small else torch.bfloat16
+
+    def weight(*shape):
+        return torch.randint(-100, 100, shape, dtype=dtype) if small else (torch.randn(shape) / shape[0] ** 0.5).to(dtype)
+
+    x, down, up, down_key = (
+        weight(tokens, hidden),
+        weight(hidden, low),
+        weight(low, heads * (size + rotary)),
+        weight(hidden, latent + rotary),
+    )
+    up_key = (torch.randn(heads, size, latent) / size**0.5).bfloat16()
+    gammas = torch.rand(low).bfloat16() + 0.5, torch.rand(latent).bfloat16() + 0.5
+    sin, cos = torch.rand(2, tokens, rotary).bfloat16()
+    index = torch.tensor([0, 31, 16, 3, 40])
+    caches = torch.zeros(3, 16, 1, latent).to(dtype), torch.zeros(3, 16, 1, rotary).bfloat16()
+    scales = {}
+    if small:
+        scales = {
+            "dequant_scale_x": torch.rand(tokens, 1) * 1e-2,
+            "dequant_scale_w_dq": torch.rand(1, low) * 1e-2,
+            "dequant_scale_w_uq_qr": torch.rand(1, heads * (size + rotary)) * 1e-3,
+            "dequant_scale_w_dkv_kr": torch.rand(1, latent + rotary) * 1e-2,
+            "quant_scale_ckv": torch.full((1, latent), 40.0),
+        }
+    ours = [t.npu() for t in caches]
+    given = [t.npu() for t in (x, down, up, up_key, down_key, *gammas, sin, cos)]
+    options = {name: t.npu() for name, t in scales.items()} | {"cache_mode": mode}
+    if version == 2:
+        query, rope, _, _, query_scale = torch_npu.npu_mla_prolog_v2(*given, index.npu(), *ours, **options)
+    else:
+        options |= {"cache_index": index.npu(), "weight_quant_mode": 2 if small else 0, "kv_cache_quant_mode": 1 if small else 0}
+        query, rope, query_scale, *_ = torch_npu.npu_mla_prolog_v3(*given, *ours, query_quant_mode=int(small), **options)
+    wide = x.double()
+
+    def product(left, right, name, rows=None):
+        out = left.double() @ right.double()
+        return out * (scales["dequant_scale_x"].double() if rows is None else rows) * scales[name].double() if small else out
+
+    query_low = rms(product(wide, down, "dequant_scale_w_dq"), gammas[0].double())
+    if small:
+        rows = query_low.abs().amax(-1, keepdim=True) / 127
+        query_low = (query_low / rows).round()
+    else:
+        rows, query_low = None, query_low.bfloat16()
+    both = product(query_low, up, "dequant_scale_w_uq_qr", rows).view(tokens, heads, size + rotary)
+    absorbed = torch.einsum("tnd,ndl->tnl", both[..., :size].bfloat16().double(), up_key.double())
+    turned = rotate(both[..., size:], cos.double()[:, None], sin.double()[:, None])
+    if small:
+        factor = query_scale.cpu().double()
+        close(query_scale, absorbed.abs().amax(-1, keepdim=True) / 127, ulps=1e5)
+        torch.testing.assert_close(query.cpu().double() * factor, absorbed, atol=2 * float(factor.max()), rtol=0)
+        torch.testing.assert_close(rope.cpu().double() * factor / 40, turned, atol=2e-2, rtol=2e-2)
+    else:
+        close(query, absorbed, ulps=8)
+        close(rope, turned, ulps=8)
+    keys = product(wide, down_key, "dequant_scale_w_dkv_kr")
+    key = rms(keys[:, :latent], gammas[1].double())
+    key = (key * 40).round().clamp(-128, 127) if small else key
+    key_rope = rotate(keys[:, latent:], cos.double(), sin.double())
+    for cache, rows, result in zip(caches, (key, key_rope), ours, strict=True):
+        expected = torch.zeros(cache.shape).double()
+        unit = 32 // cache.element_size() if mode == "PA_NZ" else rows.size(1)
+        for slot, row in zip(index.tolist(), rows, strict=True):
+            expected.view(3, -1, 16, unit)[slot // 16, :, slot % 16] = row.view(-1, unit) if mode == "PA_NZ" else row
+        whole = cache.dtype == torch.int8
+        torch.testing.assert_close(result.cpu().double(), expected, atol=1 if whole else 3e-2, rtol=0 if whole else 3e-2)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["float16", "int8"])
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("mode", [0, 3])
+def test_indexer_and_sparse_attention(mode, layout, small):
+    counts, lengths, heads, size, block = [2, 2], [40, 25], 4, 64, 16
+    query, weights = torch.randn(4, heads, size).half(), torch.rand(4, heads).half()
+    keys = torch.randn(6, block, 1, size).half()
+    table = torch.tensor([[3, 0, 5], [1, 4, 2]], dtype=torch.int32)
+    rows = [keys[table[i]].flatten(0, 2)[:n] for i, n in enumerate(lengths)]
+    given = {
+        "actual_seq_lengths_query": torch.tensor([2, 4] if layout == "TND" else counts, dtype=torch.int32).npu(),
+        "actual_seq_lengths_key": torch.tensor(lengths, dtype=torch.int32).npu(),
+        "block_table": table.npu(),
+        "layout_query": layout,
+        "layout_key": "PA_BSND",
+        "sparse_mode": mode,
+    }
+
+    def split(x):
+        return x if layout == "TND" else x.view(2, 2, *x.shape[1:])
+
+    if small:
+        query8, keys8 = (torch.randint(-127, 128, x.shape, dtype=torch.int8) for x in (query, keys))
+        query_scale, key_scale = (torch.rand(4, heads) + 0.5).half(), (torch.rand(6, block, 1) + 0.5).half()
+        query, keys = query8.double() * query_scale.double()[..., None], keys8.double() * key_scale.double()[..., None]
+        rows = [keys[table[i]].flatten(0, 2)[:n] for i, n in enumerate(lengths)]
+        chosen = torch_npu.npu_quant_lightning_indexer(
+            split(query8).npu(), keys8.npu(), split(weights).npu(), split(query_scale).npu(), key_scale.npu(), 0, 0,
+            sparse_count=30, **given,
+        )  # fmt: skip
+    else:
+        chosen = torch_npu.npu_lightning_indexer(
+            split(query).npu(), keys.npu(), split(weights).npu(), sparse_count=30, return_value=True, **given
+        )[0]
+    flat = chosen.cpu().view(4, 30)
+    for t in range(4):
+        request = t // 2
+        seen = lengths[request] - (1 - t % 2 if mode == 3 else 0)
+        scores = torch.einsum("nd,ld->nl", query[t].double(), rows[request].double()).relu() * weights[t].double()[:, None]
+        order = scores.sum(0)[:seen].argsort(descending=True)[:30]
+        assert set(flat[t][flat[t] >= 0].tolist()) == set(order.tolist())
+        assert (flat[t] >= 0).sum() == len(order)
+        assert (flat[t, len(order) :] == -1).all()
+    if small:
+        return
+    # Attention to what was chosen, with a rope part; the value is the key.
+    ropes = torch.randn(4, heads, 64).half(), torch.randn(6, block, 1, 64).half()
+    given["actual_seq_lengths_kv"], given["layout_kv"] = given.pop("actual_seq_lengths_key"), given.pop("layout_key")
+    sinks = torch.randn(heads)
+    for sink in (None, sinks):
+        extra = {} if sink is None else {"sinks": sink.npu()}
+        out = torch_npu.npu_sparse_flash_attention(
+            split(query).npu(), keys.npu(), keys.npu(), chosen, 0.1, sparse_block_size=1, query_rope=split(ropes[0]).npu(),
+            key_rope=ropes[1].npu(), attention_mode=2, **given, **extra,
+        )[0]  # fmt: skip
+        for t in range(4):
+            request = t // 2
+            named = flat[t][flat[t] >= 0].long()
+            named = named[named < lengths[request] - (1 - t % 2 if mode == 3 else 0)]
+            key = torch.cat([rows[request], ropes[1][table[request]].flatten(0, 2)[: lengths[request]]], -1)[named].double()
+            scores = torch.cat([query[t], ropes[0][t]], -1).double() @ key.t() * 0.1
+            if sink is not None:
+                scores = torch.cat([scores, sink.double()[:, None]], -1)
+            expected = scores.softmax(-1)[:, : len(named)] @ key[:, :64]
+            close(out.view(4, heads, 64)[t], expected, ulps=8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: torch_npu.npu_attention_update([x[0]], [x.half(), x.half()], 0), "lists of 1 lse and 2 local_out"),
+        (
+            lambda x: torch_npu.npu_transpose_batchmatmul(x[None], x[None], perm_x1=(2, 1, 0)),
+            "perm_x1 should be [0, 1, 2] or [1, 0, 2]",
+        ),
+    ],
+)
+def test_arguments_outside_the_documentation_are_refused(call, message):
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        call(torch.randn(4, 4).npu())

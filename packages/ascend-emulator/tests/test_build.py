@@ -1,0 +1,46 @@
+"""The build: translation units, and the format of the C++ sources."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ascend_emulator import build
+
+ROOT = Path(__file__).parents[3]
+FORMATTER = Path(sys.executable).with_name("clang-format")
+
+
+def test_units_contain_every_source_once_and_no_unit_is_much_larger_than_intended():
+    units = build.units()
+    paths = [path for unit in units.values() for path in unit]
+    assert sorted(paths) == sorted(build.SOURCES.rglob("*.cpp"))
+    assert len(set(paths)) == len(paths)
+    for name, unit in units.items():
+        assert {path.parent for path in unit} == {build.SOURCES / name.partition(" ")[0]}
+        assert sum(path.stat().st_size for path in unit) < 1.5 * build.UNIT_BYTES
+
+
+def test_folders_that_are_optimized_exist():
+    assert all((build.SOURCES / folder).is_dir() for folder in build.LOOPS)
+
+
+def test_macros_of_a_source_file_are_its_own():
+    """Files of a unit share their macros: a second definition would change the first file's meaning, or be a warning at most."""
+    for unit in build.units().values():
+        names = [
+            name
+            for path in unit
+            for name in re.findall(r"^#define (\w+)", path.read_text(), re.MULTILINE)
+            if f"#undef {name}\n" not in path.read_text()
+        ]
+        assert sorted(set(names)) == sorted(names)
+
+
+@pytest.mark.skipif(not FORMATTER.exists(), reason="clang-format is not installed (tools/environment/requirements.txt)")
+def test_sources_are_formatted():
+    sources = sorted(path for path in build.SOURCES.rglob("*") if path.suffix in (".cpp", ".h") and path.name != "dtypes.h")
+    done = subprocess.run([FORMATTER, "--dry-run", "--Werror", *sources], capture_output=True, text=True, cwd=ROOT, check=False)
+    files = sorted({line.partition(":")[0] for line in done.stderr.splitlines() if "error:" in line})
+    assert not files, f"format with: clang-format -i {' '.join(files)}"

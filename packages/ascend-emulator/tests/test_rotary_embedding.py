@@ -1,0 +1,105 @@
+"""Rotary embeddings, against their definitions in float64."""
+
+import pytest
+import torch
+import torch_npu
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def close(actual, expected, ulps=3):
+    bound = ulps * torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
+
+
+def rotated(x, interleaved):
+    if interleaved:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+@pytest.mark.parametrize("angles", [(1, 5, 1, 64), (2, 5, 1, 64), (2, 5, 3, 64)], ids=str)
+def test_rotary_mul(angles, mode, dtype):
+    x, cos, sin = torch.randn(2, 5, 3, 64).to(dtype), torch.rand(angles).to(dtype), torch.rand(angles).to(dtype)
+    expected = x.double() * cos.double() + rotated(x.double(), mode == "interleave") * sin.double()
+    close(torch_npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu(), mode), expected)
+
+
+def test_rotary_mul_of_heads_before_tokens():
+    x, cos, sin = torch.randn(2, 3, 5, 64), torch.rand(1, 1, 5, 64), torch.rand(1, 1, 5, 64)
+    close(
+        torch_npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu()),
+        x.double() * cos.double() + rotated(x.double(), False) * sin.double(),
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+def test_apply_rotary_pos_emb_changes_its_arguments(layout, size, dtype):
+    tokens = (2, 5) if layout == "BSND" else (10,)
+    query, key = torch.randn(*tokens, 4, size).to(dtype), torch.randn(*tokens, 2, size).to(dtype)
+    cos, sin = torch.rand(*tokens, 1, size).to(dtype), torch.rand(*tokens, 1, size).to(dtype)
+    expected = [x.double() * cos.double() + rotated(x.double(), False) * sin.double() for x in (query, key)]
+    ours = query.npu(), key.npu()
+    results = torch_npu.npu_apply_rotary_pos_emb(*ours, cos.npu(), sin.npu(), layout=layout)
+    for own, result, wanted in zip(ours, results, expected, strict=True):
+        close(own, wanted)
+        assert torch.equal(own, result)
+
+
+def rope(x, positions, cache, head_size, interleaved):
+    """x: [tokens, heads * head_size]; the first cache.size(1) values of each head are rotated, the others left."""
+    rotary = cache.size(1)
+    heads = x.double().view(len(x), -1, head_size).clone()
+    cos, sin = cache.double()[positions].unsqueeze(1).chunk(2, -1)
+    a, b = (slice(0, rotary, 2), slice(1, rotary, 2)) if interleaved else (slice(0, rotary // 2), slice(rotary // 2, rotary))
+    left, right = heads[..., a].clone(), heads[..., b].clone()
+    heads[..., a] = left * cos - right * sin
+    heads[..., b] = right * cos + left * sin
+    return heads.view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+@pytest.mark.parametrize(("size", "rotary"), [(64, 64), (128, 128), (128, 64), (96, 32)])
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)
+def test_mrope(kind, size, rotary, mode, dtype):
+    qkv = torch.randn(9, 8 * size).to(dtype)
+    cache = torch.randn(40, rotary).to(dtype)
+    positions = torch.tensor([0, 39, 3, 3, 17, 1, 2, 20, 38], dtype=kind)
+    query, key, _ = qkv.npu().split([4 * size, 2 * size, 2 * size], -1)  # rows of a wider tensor, as vLLM has them
+    results = torch_npu.npu_mrope(positions.npu(), query, key, cache.npu(), size, mrope_section=[0, 0, 0], rotary_mode=mode)
+    for x, result in zip(qkv.split([4 * size, 2 * size, 2 * size], -1), results, strict=False):
+        close(result, rope(x, positions, cache, size, mode == "interleave"), ulps=6)
+
+
+def test_mrope_without_tokens():
+    x, cache = torch.empty(0, 128, device="npu"), torch.randn(4, 64, device="npu")
+    query, key = torch_npu.npu_mrope(torch.empty(0, dtype=torch.int64, device="npu"), x, x, cache, 64, mrope_section=[0, 0, 0])
+    assert query.shape == key.shape == (0, 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_interleave_rope_leaves_the_halves_apart(dtype):
+    x = torch.randn(2, 4, 3, 64).to(dtype)
+    cos, sin = (torch.randn(2, 1, 3, 64).to(dtype) for _ in range(2))
+    halves = torch.cat([x.double()[..., ::2], x.double()[..., 1::2]], -1)
+    expected = halves * cos.double() + rotated(halves, False) * sin.double()
+    close(torch_npu.npu_interleave_rope(x.npu(), cos.npu(), sin.npu()), expected, ulps=4)
+
+
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+def test_rotary_mul_gradients(mode):
+    plain = [torch.randn(2, 5, 3, 64), torch.randn(1, 5, 1, 64), torch.randn(1, 5, 1, 64)]
+    ours = [value.npu().requires_grad_() for value in plain]
+    wide = [value.double().requires_grad_() for value in plain]
+    weight = torch.randn(2, 5, 3, 64)
+    (torch_npu.npu_rotary_mul(*ours, mode) * weight.npu()).sum().backward()
+    x, cos, sin = wide
+    ((x * cos + rotated(x, mode == "interleave") * sin) * weight.double()).sum().backward()
+    for one, other in zip(ours, wide, strict=True):
+        close(one.grad, other.grad, ulps=64)

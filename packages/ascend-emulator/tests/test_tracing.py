@@ -1,0 +1,143 @@
+"""The trace, the roofline model and the null mode."""
+
+import json
+import sys
+
+import pytest
+import torch
+from ascend_emulator import chips, tracing
+from ascend_emulator.cli import main
+
+PROGRAM = """
+import torch, torch_npu
+a = torch.randn(256, 512, dtype=torch.float16).npu()
+b = torch.randn(512, 128, dtype=torch.float16).npu()
+side = torch.npu.Stream()
+for _ in range(3):
+    c = a @ b
+with torch.npu.stream(side):
+    d = a + 1
+torch.npu.synchronize()
+"""
+
+
+@pytest.fixture(scope="module")
+def trace(run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    done = run("run", "--trace", str(path), "--", sys.executable, "-c", PROGRAM)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_a_trace_has_operators_copies_and_synchronizations(trace):
+    events = tracing.events(trace)
+    products = [event for event in events if event["name"] == "aclnnMatmul"]
+    assert len(products) == 3
+    for event in products:
+        assert event["args"]["flops"] == 2 * 256 * 512 * 128
+        assert event["args"]["bytes"] == 2 * (256 * 512 + 512 * 128 + 256 * 128)
+        assert event["args"]["shapes"] == "Half[256, 512] Half[512, 128] Half[256, 128]"
+        assert event["dur"] > 0
+    (sum_,) = [event for event in events if event["name"] == "aclnnAdds"]
+    assert sum_["args"]["stream"] != products[0]["args"]["stream"]
+    assert {"copy", "operator", "synchronize"} <= {event["cat"] for event in events}
+    assert any(event["cat"] == "copy" and event["args"]["bytes"] in (512 * 128 * 2, 2 * 512 * 128 * 2) for event in events)
+
+
+def test_a_trace_names_its_threads(trace):
+    text = trace.read_text().strip().removesuffix(",")
+    names = {event["args"]["name"] for event in json.loads(text + "]") if event["ph"] == "M"}
+    assert any(name.startswith("NPU 0 stream ") for name in names)
+    assert any(name.startswith("host ") for name in names)
+
+
+def test_the_table_sums_up(trace, capsys):
+    assert main(["trace", str(trace)]) == 0
+    out = capsys.readouterr().out
+    (row,) = [line.split() for line in out.splitlines() if "aclnnMatmul" in line]
+    assert row[:3] == ["operator", "aclnnMatmul", "3"]
+    assert float(row[4]) == pytest.approx(3 * 2 * 256 * 512 * 128 / 1e9, abs=1e-3)
+    assert "an estimate, not a measurement" in out
+
+
+def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "other").write_text("{")
+    assert main(["trace", str(tmp_path / "other")]) == 1
+    assert "is not a trace of the emulator" in capsys.readouterr().err
+
+
+def test_the_model_follows_the_roofline():
+    chip = chips.chip("Ascend910B1")
+    a, b = (torch.ones(1024, 1024, dtype=torch.bfloat16, device="npu") for _ in range(2))
+    with tracing.estimate() as product:
+        a @ b
+    with tracing.estimate() as sum_:
+        a + b
+    assert product.seconds[0] == pytest.approx(chip.launch + 2 * 1024**3 / chip.cube_flops, rel=0.01)
+    assert sum_.seconds[0] == pytest.approx(chip.launch + 3 * 1024 * 1024 * 2 / chip.bandwidth, rel=0.01)
+
+
+def test_streams_overlap_in_the_model_as_events_allow():
+    a = torch.ones(512, 512, dtype=torch.bfloat16, device="npu")
+    side, main_ = torch.npu.Stream(), torch.npu.current_stream()
+
+    def both(ordered):
+        with tracing.estimate() as result:
+            a @ a
+            if ordered:
+                side.wait_stream(main_)
+            with torch.npu.stream(side):
+                a @ a
+        return result.seconds[0]
+
+    with tracing.estimate() as one:
+        a @ a
+    assert both(ordered=False) == pytest.approx(one.seconds[0], rel=0.01)
+    assert both(ordered=True) == pytest.approx(2 * one.seconds[0], rel=0.01)
+
+
+def test_null_mode_computes_nothing_and_copies(run):
+    script = """
+import torch, torch_npu
+x = torch.full((4,), 3.0).npu()
+y = torch.empty(1 << 20, device="npu").uniform_()
+print(x.cpu().tolist(), (x @ x).item() == 9.0, torch.tensor([0, 2]).npu().nonzero().tolist())
+"""
+    done = run("run", "--null", "--", sys.executable, "-c", script)
+    assert done.stdout == "[3.0, 3.0, 3.0, 3.0] False [[1]]\n", done.stderr
+
+
+def test_what_is_touched_in_part_counts_in_part(run, tmp_path):
+    """A cache of pages, a long table, and the experts that have no rows cost nothing."""
+    script = """
+import torch, torch_npu
+half = {"dtype": torch.float16, "device": "npu"}
+keys, values = torch.randn(64, 128, 2, 64, **half), torch.randn(64, 128, 2, 64, **half)
+new = torch.randn(3, 2, 64, **half)
+slots = torch.tensor([5, 200, 4000], dtype=torch.int32, device="npu")
+torch_npu.npu_scatter_pa_kv_cache(new, new, keys, values, slots, cache_mode="Norm")
+table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32, device="npu")
+torch_npu.npu_fused_infer_attention_score(
+    torch.randn(2, 8, 64, **half), keys.view(64, 128, 128), values.view(64, 128, 128), actual_seq_lengths=[1, 2],
+    actual_seq_lengths_kv=[130, 70], block_table=table, block_size=128, num_heads=8, num_key_value_heads=2, scale=0.1,
+    input_layout="TND")
+torch.nn.functional.embedding(torch.tensor([4, 9], device="npu"), torch.randn(1000, 64, **half))
+counts = torch.tensor([2, 0, 3, 0], device="npu")
+x, weights = torch.randn(5, 64, **half), torch.randn(4, 64, 32, **half)
+torch_npu.npu_grouped_matmul([x], [weights], group_list=counts, split_item=2, group_type=0, group_list_type=1)
+torch.npu.synchronize()
+"""
+    path = tmp_path / "trace.json"
+    done = run("run", "--trace", str(path), "--", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    told = {event["name"]: event["args"] for event in tracing.events(path) if event["cat"] == "operator"}
+    row = 2 * 64 * 2  # bytes of a token's keys
+    assert told["aclnnScatterPaKvCache"]["bytes"] == 2 * 2 * 3 * row + 3 * 4
+    (attention,) = [arguments for name, arguments in told.items() if "FusedInferAttention" in name]
+    keys, queries = 2 * (130 + 70) * row, 2 * 2 * 8 * 64 * 2
+    assert keys + queries <= attention["bytes"] < keys + queries + 1000  # lengths, table and sums besides
+    assert attention["flops"] == 4 * 8 * 64 * (130 + 70)
+    assert told["aclnnEmbedding"]["bytes"] == 2 * 2 * 64 * 2 + 2 * 8
+    (product,) = [arguments for name, arguments in told.items() if "GroupedMatmul" in name]
+    assert product["flops"] == 2 * 5 * 64 * 32
+    assert product["bytes"] == 2 * (5 * 64 + 2 * 64 * 32 + 5 * 32) + 4 * 8
