@@ -35,12 +35,12 @@ Prepare elementwise(const atb::infer::ElewiseParam& p) {
     one_of("y", y, {at::kChar});
     shape("y", y, x.sizes());
     check(at::is_expandable_to(scale.sizes(), x.sizes()), kOpParam, "scale has shape ", scale.sizes(),
-        ", which does not spread to x's ", x.sizes());
+        ", which does not broadcast to x's ", x.sizes());
     const bool shifts = offset.defined() && offset.numel() > 0;
     if (shifts) {
       one_of("zero_point", offset, {at::kChar});
       check(at::is_expandable_to(offset.sizes(), x.sizes()), kOpParam, "zero_point has shape ", offset.sizes(),
-          ", which does not spread to x's ", x.sizes());
+          ", which does not broadcast to x's ", x.sizes());
     }
     COMPUTE {
       const auto values = (x.to(at::kFloat) / scale.to(at::kFloat)).round_();

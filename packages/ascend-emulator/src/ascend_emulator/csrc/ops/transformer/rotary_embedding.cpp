@@ -106,7 +106,7 @@ void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin) {
     rank(name, *angles, 4);
     same_dtype(name, *angles, "input", x);
     check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == x.size(3), kOpParam, name, " has shape ",
-        angles->sizes(), ", which does not spread to input's ", x.sizes());
+        angles->sizes(), ", which does not broadcast to input's ", x.sizes());
   }
   multiple("D", x.size(3), 2);
   check(x.size(3) < 896, kOpParam, "D is ", x.size(3), "; it must be below 896");
@@ -205,7 +205,7 @@ CHECKED(aclnnInterleaveRope, (Tensor x, Tensor cos, Tensor sin, Tensor out), {
     rank(name, *angles, 4);
     same_dtype(name, *angles, "x", x);
     check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == 64, kOpParam, name, " has shape ",
-        angles->sizes(), ", which does not spread to x's ", x.sizes());
+        angles->sizes(), ", which does not broadcast to x's ", x.sizes());
   }
   COMPUTE { out.copy_(rotate(halves_of_pairs(x.to(at::kFloat)), cos, sin, false)); };
 })
