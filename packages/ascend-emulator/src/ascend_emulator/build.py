@@ -173,7 +173,7 @@ def units(directory: Path = SOURCES) -> dict[str, list[Path]]:
     folders: dict[str, list[Path]] = {}
     for path in sorted(directory.rglob("*.cpp")):
         folders.setdefault(path.parent.relative_to(directory).as_posix(), []).append(path)
-    found = {}
+    found: dict[str, list[Path]] = {}
     for folder, paths in folders.items():
         sizes = [path.stat().st_size for path in paths]
         parts = math.ceil(sum(sizes) / UNIT_BYTES)
