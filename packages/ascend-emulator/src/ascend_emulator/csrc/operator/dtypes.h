@@ -1,6 +1,6 @@
-// Written by tools/emulator-dtypes from torch_npu's documentation for pytorch 2-13-0: what an operator's first argument may be
-// on Atlas A2 and A3. Wider than the documentation, which lists what was verified: bfloat16 goes with float16, an integer type
-// with the others and float64, a complex type with float64.
+// Written by tools/generated_docs/emulator_dtypes.py from torch_npu's documentation for pytorch 2-13-0:
+// what an operator's first argument may be on Atlas A2 and A3. Wider than the documentation, which lists what was verified:
+// bfloat16 goes with float16, an integer type with the others and float64, a complex type with float64.
 // Operators that are not here have no rule: the documentation does not say, or what it says is about something else.
 {"aclnnAbs", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
 {"aclnnAcos", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
