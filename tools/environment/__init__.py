@@ -6,7 +6,7 @@ Standard library only, and any Python 3 that is still supported: it runs before 
 1. finds uv on PATH, or installs it with pip into .uv;
 2. creates .venv and installs tools/environment/requirements.txt into it, building vLLM without compiled kernels;
 3. installs the packages of the workspace in editable form;
-4. compiles the emulator (`ascend-emulator build`).
+4. compiles the emulator (`ascend-emulator build`), which a new .venv begins as soon as torch and torch-npu are installed.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ def find_uv() -> tuple[str, dict[str, str]]:
 
 def _install_requirements() -> None:
     create(VENV)
+    install(VENV, REQUIREMENTS, "installing torch and torch-npu", only=("torch", "torch-npu"))
+    _start_compiling_emulator()
     what = "installing tools/environment/requirements.txt and building vLLM (downloads 0.6 GB, unless it is in uv's cache)"
     install(VENV, REQUIREMENTS, what)
 
@@ -178,20 +180,21 @@ def create(venv: Path) -> None:
     )
 
 
-def install(venv: Path, requirements: Path, what: str) -> None:
-    """Install requirements that are complete: every dependency is listed, with its version."""
+def install(venv: Path, requirements: Path, what: str, only: tuple[str, ...] = ()) -> None:
+    """Install requirements that are complete: every dependency is listed, with its version. `only` names some of them."""
     uv, settings = find_uv()
     # torch's CPU build: it is what torch_npu is compiled against, and a tenth of the size of the CUDA build, which is
     # PyPI's default on Linux. A configured find-links location that has torch comes first; else PyTorch's own CPU index.
-    torch = re.search(r"^torch==[\d.]+", requirements.read_text(), re.MULTILINE)
+    pins = {name: pin for pin, name in re.findall(r"^(([\w.-]+)==[\w.]+)", requirements.read_text(), re.MULTILINE)}
     # --no-deps, because the dependencies of some packages name what tools/environment/excluded.txt leaves out.
-    # compiled here, once: with PYTHONDONTWRITEBYTECODE every process would compile torch and vLLM anew
-    command = [uv, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python"), "--no-deps", "--compile-bytecode"]
-    probe = [*command, "--dry-run", "--no-index", torch.group() if torch else "torch"]
+    command = [uv, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python"), "--no-deps"]
+    probe = [*command, "--dry-run", "--no-index", pins.get("torch", "torch")]
     local = subprocess.run(probe, env=settings, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    # Bytecode is compiled here, once: with PYTHONDONTWRITEBYTECODE every process would compile torch and vLLM again.
+    wanted = [pins[name] for name in only] or ["--compile-bytecode", "--requirement", requirements]
     _run(
         what,
-        [*command, *([] if local else ["--torch-backend", "cpu"]), "--requirement", requirements],
+        [*command, *([] if local else ["--torch-backend", "cpu"]), *wanted],
         settings,
         "check the network and the package indexes that pip and uv are configured with, then start again",
     )
@@ -207,6 +210,17 @@ def _install_workspace() -> None:
         settings,
         "check packages/*/pyproject.toml",
     )
+
+
+def _start_compiling_emulator() -> None:
+    """Compile the emulator while the other requirements are installed; `ascend-emulator build` waits for it by the cache's lock.
+
+    It needs the files of torch and torch-npu only. A failure is reported by `ascend-emulator build`, which starts again.
+    """
+    code = "from ascend_emulator import build; build.library_dir()"
+    environment = {**variables(), "PYTHONPATH": str(ROOT / "packages" / "ascend-emulator" / "src")}
+    null = subprocess.DEVNULL
+    subprocess.Popen([PYTHON, "-c", code], env=environment, cwd=ROOT, stdin=null, stdout=null, stderr=null)
 
 
 def _compile_emulator() -> None:
