@@ -63,7 +63,7 @@ UNITS = {
     "attention": ("ops/attention", "ops/mc2"),
     "loops": ("ops/matmul", "ops/normalization", "ops/transformer"),
 }
-COMPILER_BYTES = 1300 << 20  # memory of one compiler process
+COMPILER_BYTES = 1300 << 20  # memory of one compiler process; with sanitizers twice as much
 OPERATORS = ("aclnn", "Atb")  # prefixes of operators, which have two functions: GetWorkspaceSize and the launch
 SOURCES = Path(__file__).parent / "csrc"
 # ASCEND_EMULATOR_SANITIZE: sanitizers to compile with, which `ascend-emulator run` preloads. Python, which leaks at exit by
@@ -299,7 +299,8 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
         say(f"ascend-emulator:   {name}")
 
     missing = sorted((name for name in sources if not built[name].exists()), key=lambda name: -sum(map(len, contents[name])))
-    with ThreadPoolExecutor(max_workers=max(1, min(limits.cpus(), limits.memory() // COMPILER_BYTES))) as pool:
+    memory = COMPILER_BYTES * (2 if "ASCEND_EMULATOR_SANITIZE" in os.environ else 1)
+    with ThreadPoolExecutor(max_workers=max(1, min(limits.cpus(), limits.memory() // memory))) as pool:
         list(pool.map(compile_one, missing))
     core = target / f"lib{CORE}.so"
     # No run path: torch's libraries are loaded before these (activate).
