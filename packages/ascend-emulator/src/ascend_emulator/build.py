@@ -3,7 +3,7 @@
 ``libascend_emulator.so`` contains all entry points. Empty libraries with the names that torch_npu links against or loads depend
 on it, because torch_npu looks up the same symbols in several libraries.
 
-The C++ files of a folder are compiled as one translation unit, or as few: parsing ATen's headers takes most of the time.
+The C++ files of several folders are compiled as one translation unit (UNITS).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
-import math
 import os
 import re
 import shutil
@@ -23,7 +22,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 
 from ascend_emulator import limits
@@ -55,10 +53,17 @@ FLAGS = (
     "-Wno-unused-function",
     f'-DCANN_VERSION="{CANN_VERSION}"',
 )
-# Units with loops of their own are compiled with -O2 and vectorized; most operators call ATen, so -O1 is enough.
-LOOPS = ("ops/matmul", "ops/normalization", "ops/transformer")
-UNIT_BYTES = 60_000  # source size of a translation unit
-COMPILER_BYTES = 900 << 20  # memory of one compiler process
+# Translation units: folders of csrc. They are few, because parsing ATen's headers takes most of the time. Operators that call
+# ATen need no more than -O1; `loops` are those with loops of their own.
+UNITS = {
+    "core": ("core", "runtime"),
+    "hccl": ("hccl",),
+    "pointwise": ("operator", "ops/math", "ops/tensor"),
+    "nn": ("ops/nn", "ops/moe", "ops/quantization", "ops/atb"),
+    "attention": ("ops/attention", "ops/mc2"),
+    "loops": ("ops/matmul", "ops/normalization", "ops/transformer"),
+}
+COMPILER_BYTES = 1300 << 20  # memory of one compiler process; with sanitizers twice as much
 OPERATORS = ("aclnn", "Atb")  # prefixes of operators, which have two functions: GetWorkspaceSize and the launch
 SOURCES = Path(__file__).parent / "csrc"
 # ASCEND_EMULATOR_SANITIZE: sanitizers to compile with, which `ascend-emulator run` preloads. Python, which leaks at exit by
@@ -169,22 +174,15 @@ def _digest(*parts: str | bytes) -> str:
 
 
 def units(directory: Path = SOURCES) -> dict[str, list[Path]]:
-    """Translation units: name to source files; a folder is one unit, or several of about UNIT_BYTES."""
-    folders: dict[str, list[Path]] = {}
-    for path in sorted(directory.rglob("*.cpp")):
-        folders.setdefault(path.parent.relative_to(directory).as_posix(), []).append(path)
-    found: dict[str, list[Path]] = {}
-    for folder, paths in folders.items():
-        sizes = [path.stat().st_size for path in paths]
-        parts = math.ceil(sum(sizes) / UNIT_BYTES)
-        for path, size, before in zip(paths, sizes, accumulate(sizes, initial=0), strict=False):
-            part = int((before + size / 2) * parts / sum(sizes)) + 1
-            found.setdefault(folder if parts == 1 else f"{folder} {part}", []).append(path)
-    return found
+    """Translation units: name to source files."""
+    return {
+        name: [path for folder in folders for path in sorted((directory / folder).glob("*.cpp"))]
+        for name, folders in UNITS.items()
+    }
 
 
 def _optimization(unit: str) -> list[str]:
-    return ["-O2", "-ftree-vectorize"] if unit.startswith(LOOPS) else ["-O1"]
+    return ["-O2", "-ftree-vectorize"] if unit == "loops" else ["-O1"]
 
 
 def _with_headers(sources: list[Path]) -> list[Path]:
@@ -301,7 +299,8 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
         say(f"ascend-emulator:   {name}")
 
     missing = sorted((name for name in sources if not built[name].exists()), key=lambda name: -sum(map(len, contents[name])))
-    with ThreadPoolExecutor(max_workers=max(1, min(limits.cpus(), limits.memory() // COMPILER_BYTES))) as pool:
+    memory = COMPILER_BYTES * (2 if "ASCEND_EMULATOR_SANITIZE" in os.environ else 1)
+    with ThreadPoolExecutor(max_workers=max(1, min(limits.cpus(), limits.memory() // memory))) as pool:
         list(pool.map(compile_one, missing))
     core = target / f"lib{CORE}.so"
     # No run path: torch's libraries are loaded before these (activate).

@@ -20,12 +20,12 @@ using namespace emu::hccl;
 namespace emu::hccl {
 namespace {
 
-std::mutex mutex;
+std::mutex communicators_mutex;
 std::map<void*, std::shared_ptr<Communicator>> communicators;
 
 void* add_communicator(std::shared_ptr<Communicator> made) {
   void* handle = made.get();
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(communicators_mutex);
   communicators[handle] = std::move(made);
   return handle;
 }
@@ -148,7 +148,7 @@ void place(void** comm) {
 }  // namespace
 
 std::shared_ptr<Communicator> communicator(void* handle) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(communicators_mutex);
   const auto found = communicators.find(handle);
   if (found == communicators.end()) refuse_call(kParameter, handle, " is no communicator, or it was destroyed");
   return found->second;
@@ -156,7 +156,7 @@ std::shared_ptr<Communicator> communicator(void* handle) {
 
 std::shared_ptr<Communicator> named(const char* argument, const std::string& name) {
   const int npu = current_device();
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(communicators_mutex);
   for (const auto& [handle, each] : communicators) {
     if (each->name.substr(0, 127) == name && each->device == npu) return each;
   }
@@ -222,7 +222,7 @@ HCCL_API(computed, HcclCreateSubCommConfig,
       const auto name = config_name(config, text(whole->name, "_sub_", id));
       {
         static std::map<std::string, int> uses;  // equal on all members: each creates it equally often
-        std::lock_guard lock(mutex);
+        std::lock_guard lock(communicators_mutex);
         prefix += text("/", name, "/", uses[text(*comm, prefix, name)]++);
       }
       result(sub, std::make_shared<Communicator>(prefixed(prefix, whole->store()), name, static_cast<int>(rank),
@@ -257,7 +257,7 @@ HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, vo
 HCCL_API(computed, HcclCommDestroy, (void* comm), {
   const auto it = communicator(comm);
   {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(communicators_mutex);
     communicators.erase(comm);
   }
   it->close();

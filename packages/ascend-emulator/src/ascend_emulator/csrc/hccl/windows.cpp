@@ -17,7 +17,7 @@ struct Memory {
   bool contains(uintptr_t at, uint64_t size) const { return at >= start && size <= bytes && at - start <= bytes - size; }
 };
 
-std::mutex mutex;
+std::mutex windows_mutex;
 uintptr_t next_window = 1;
 std::map<std::pair<void*, uintptr_t>, Memory> windows;  // communicator and handle
 std::map<std::pair<void*, uintptr_t>, Memory> ranges;   // communicator and start of reserved addresses
@@ -32,7 +32,7 @@ void check_buffer(const void* address, uint64_t bytes, const char* name) {
 
 void remove(std::map<std::pair<void*, uintptr_t>, Memory>& from, void* comm, uintptr_t key, const char* what) {
   communicator(comm);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(windows_mutex);
   if (!from.erase({comm, key})) refuse_call(kNotFound, reinterpret_cast<void*>(key), " is no ", what, " of this communicator");
 }
 
@@ -44,7 +44,7 @@ HCCL_API(keeps, HcclCommRegister, (void* comm, void* address, uint64_t bytes, vo
   if (!handle) refuse_call(kNullPointer, "handle is null");
   if (flag) refuse_call(kParameter, "flag is ", flag, "; allowed: 0");
   if (!is_device(address)) refuse_call(kParameter, "addr is not device memory: ", address);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(windows_mutex);
   *handle = reinterpret_cast<void*>(next_window);
   windows[{comm, next_window++}] = {number(address), bytes};
 })
@@ -57,7 +57,7 @@ HCCL_API(nothing("ranks have no memory of each other to map: what they exchange 
         if (static_cast<int64_t>(peers[i]) >= on->ranks)
           refuse_call(kParameter, "peerRanks[", i, "] is ", peers[i], "; the communicator has ", on->ranks, " ranks");
       }
-      std::lock_guard lock(mutex);
+      std::lock_guard lock(windows_mutex);
       if (!windows.count({comm, number(handle)})) refuse_call(kNotFound, handle, " is no registered memory of this communicator");
     })
 
@@ -65,7 +65,7 @@ HCCL_API(keeps, HcclCommSetMemoryRange, (void* comm, void* base, size_t bytes, s
   communicator(comm);
   check_buffer(base, bytes, "baseVirPtr");
   if (alignment) refuse_call(kParameter, "alignment is ", alignment, "; allowed: 0");
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(windows_mutex);
   ranges[{comm, number(base)}] = {number(base), bytes};
 })
 HCCL_API(keeps, HcclCommUnsetMemoryRange, (void* comm, void* base), { remove(ranges, comm, number(base), "memory range"); })
@@ -74,7 +74,7 @@ HCCL_API(keeps, HcclCommActivateCommMemory, (void* comm, void* address, size_t b
   check_buffer(address, bytes, "virPtr");
   if (offset) refuse_call(kParameter, "offset is ", offset, "; allowed: 0");
   if (!handle) refuse_call(kNullPointer, "handle is null");
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(windows_mutex);
   for (const auto& [key, range] : ranges) {
     if (key.first != comm || !range.contains(number(address), bytes)) continue;
     active[{comm, number(address)}] = {number(address), bytes};

@@ -41,7 +41,7 @@ Prepare reshape_and_cache(const atb::infer::ReshapeAndCacheParam& p) {
     COMPUTE {
       for (const auto& [rows, cache, nz] : pairs) {
         const auto shape = by_slot(cache, nz);
-        Slots(slots, shape.size(0) * shape.size(1), Negative::kLeftOut).put(cache, rows, nz);
+        SlotMapping(slots, shape.size(0) * shape.size(1), Negative::kLeftOut).put(cache, rows, nz);
       }
     };
   };

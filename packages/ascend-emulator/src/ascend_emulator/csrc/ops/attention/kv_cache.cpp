@@ -98,7 +98,7 @@ CHECKED(aclnnScatterPaKvCache,
       check_cache("value_cache", value_cache, "value", value, fractal);
       COMPUTE {
         const auto shape = by_slot(key_cache, fractal);
-        const Slots where(slots, shape.size(0) * shape.size(1), Negative::kRefused);
+        const SlotMapping where(slots, shape.size(0) * shape.size(1), Negative::kRefused);
         where.put(key_cache, key, fractal);
         where.put(value_cache, value, fractal);
       };
@@ -117,7 +117,7 @@ CHECKED(aclnnScatterPaCache,
       check_cache("key_cache", key_cache, "key", key, fractal);
       COMPUTE {
         const auto shape = by_slot(key_cache, fractal);
-        Slots(slots, shape.size(0) * shape.size(1), Negative::kRefused).put(key_cache, key, fractal);
+        SlotMapping(slots, shape.size(0) * shape.size(1), Negative::kRefused).put(key_cache, key, fractal);
       };
     })
 

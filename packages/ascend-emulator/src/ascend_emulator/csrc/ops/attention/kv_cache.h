@@ -13,9 +13,9 @@ inline Tensor by_slot(const Tensor& cache, bool fractal) { return fractal ? cach
 // slot = block * block_size + offset. ATB skips negative slots; aclnn's operators refuse them.
 enum class Negative { kLeftOut, kRefused };
 
-struct Slots {
+struct SlotMapping {
   Tensor rows, where;  // written rows (undefined: all), and their slots
-  Slots(const Tensor& slots, int64_t limit, Negative negative) : where(slots.to(at::kLong).contiguous()) {
+  SlotMapping(const Tensor& slots, int64_t limit, Negative negative) : where(slots.to(at::kLong).contiguous()) {
     const auto* slot = where.const_data_ptr<int64_t>();
     bool skips = false;
     for (int64_t i = 0; i < where.numel(); ++i) {

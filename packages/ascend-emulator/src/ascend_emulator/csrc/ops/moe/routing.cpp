@@ -172,7 +172,7 @@ struct Routing {
   // Sorts tokens by expert; rows of experts outside [first, last) are dropped.
   void run(const Tensor& x, const Tensor& expert_idx, const Opt<Tensor>& scale, const Opt<Tensor>& offset,
       const Tensor& expanded_x, const Tensor& row_idx, const Tensor& tokens, const Opt<Tensor>& scale_out) const {
-    const int64_t k = expert_idx.size(1), total = expert_idx.numel();
+    const int64_t k = expert_idx.size(1);
     auto keys = expert_idx.reshape({-1}).to(at::kLong);
     keys = keys.masked_fill(keys < first, std::numeric_limits<int32_t>::max());  // experts from `last` on sort to the end
     const auto [sorted, order] = at::sort(keys, true, 0, false);

@@ -9,7 +9,7 @@ using namespace emu;
 namespace {
 
 // Broadcasts a scalar, or one value per element of the axis.
-Tensor along(const Tensor& parameter, int64_t axis, const Tensor& x, const char* name) {
+Tensor broadcast_along(const Tensor& parameter, int64_t axis, const Tensor& x, const char* name) {
   const auto fp32 = parameter.to(at::kFloat);
   if (parameter.numel() == 1) return fp32.reshape({});
   if (parameter.dim() != 1) return fp32;
@@ -46,8 +46,8 @@ CHECKED(aclnnQuantize, (Tensor x, Tensor scales, Opt<Tensor> zero_points, int32_
   one_of("dtype", out, {at::kChar, at::kByte, at::kInt});
   check_axis("scales", scales, axis, x);
   COMPUTE {
-    auto values = x.to(at::kFloat) / along(scales, axis, x, "scales");
-    if (zero_points) values = at::round(values) + along(*zero_points, axis, x, "zero_points");
+    auto values = x.to(at::kFloat) / broadcast_along(scales, axis, x, "scales");
+    if (zero_points) values = at::round(values) + broadcast_along(*zero_points, axis, x, "zero_points");
     store_rounded(values, out, false);
   };
 })
@@ -67,10 +67,10 @@ CHECKED(
         shape("zero_points", *offset, scale.sizes());
       }
       COMPUTE {
-        auto factor = along(scale, axis, x, "scales");
+        auto factor = broadcast_along(scale, axis, x, "scales");
         if (square) factor = factor * factor;
         auto values = x.to(at::kFloat) * factor;
-        if (offset) values = values + along(*offset, axis, x, "zero_points");
+        if (offset) values = values + broadcast_along(*offset, axis, x, "zero_points");
         store_rounded(values, out, four_bits);
       };
     })
