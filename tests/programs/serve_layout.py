@@ -42,7 +42,7 @@ def attention_and_experts(engine: LLM) -> list[str]:
     kinds = {type(getattr(layer, "impl", None) or layer._quant_method).__name__ for layer in layers}
     group = parallel_state._EP  # with dense models there is none
     manager = group and group.device_communicator and group.device_communicator.all2all_manager
-    return sorted(kinds | getattr(manager, "taken", set()))
+    return sorted(kinds | getattr(manager, "used", set()))
 
 
 def answers(engine: LLM, case: dict[str, Any], part: range) -> dict[int, dict[str, Any]]:
