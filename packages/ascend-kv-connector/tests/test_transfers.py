@@ -1,7 +1,6 @@
 """Transfers between instances of different parallel layouts, and their failures."""
 
 import random
-import re
 from collections.abc import Callable
 from time import monotonic, sleep
 
@@ -126,8 +125,7 @@ def test_unresponsive_peer(instances: Callable) -> None:
         producer.producers[0].server._handler = lambda question: sleep(1.0)  # type: ignore[attr-defined]
 
     outcome, took = fails(instances, hold, answer_timeout=0.4)
-    assert outcome.kind == "peer"
-    assert re.fullmatch(r"no answer in 0\.4\d? s", outcome.cause)
+    assert (outcome.kind, outcome.cause) == ("peer", "no answer in 0.4 s")
     assert took < 0.8
 
 

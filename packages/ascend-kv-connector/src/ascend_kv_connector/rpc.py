@@ -137,7 +137,7 @@ class RpcClient:
                     return protocol.decode_reply(frames[1])
                 except msgspec.MsgspecError as error:
                     raise TransferError("mismatch", f"invalid reply: {error}") from None
-        raise TransferError("peer", f"no answer in {monotonic() - began:.2g} s")
+        raise TransferError("peer", f"no answer in {max(0.0, until - began):.2g} s")
 
     def connection_count(self) -> int:
         """Number of times the connection was lost; if it changed, another process may be listening at the address."""
