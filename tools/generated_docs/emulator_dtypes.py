@@ -7,7 +7,8 @@ tools/generated_docs/emulator_dtypes.py --docs DIR --op-plugin DIR    rewrite th
 --docs is docs/zh/api/native_api/pytorch_<version> of Ascend/pytorch: for each function of torch, the dtypes that `input` (or
 `self`) may have. --op-plugin is op_plugin of Ascend/op-plugin: which aclnn operator a function calls (gen_opapi in its
 configuration, EXEC_NPU_CMD in its sources), with that tensor first. An operator gets what any of its functions has, and the
-rest of its class: the documentation lists what was verified, and a refusal of what works is worse than a missing one.
+rest of its class: the documentation lists what was verified, and a refusal of what works is worse than a missing one. What NPUs
+did in PyTorch's own tests (emulator_verdicts.toml) goes before both.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
 TARGET = Path(__file__).resolve().parents[2] / "packages/ascend-emulator/src/ascend_emulator/csrc/operator/dtypes.h"
+VERDICTS = Path(__file__).with_name("emulator_verdicts.toml")
 # In the order in which they are printed.
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "uint8", "int8", "int16", "int32", "int64", "bool", "complex64", "complex128")
 ALL = set(DTYPES)
@@ -44,7 +47,8 @@ LEFT_OUT = {"aclnnInplaceCopy", "aclnnCast", "aclnnIndex", "aclnnIndexPutImpl", 
 HEADER = """\
 // Written by tools/generated_docs/emulator_dtypes.py from torch_npu's documentation for {version}:
 // what an operator's first argument may be on Atlas A2 and A3. Wider than the documentation, which lists what was verified:
-// bfloat16 goes with float16, an integer type with the others and float64, a complex type with float64.
+// bfloat16 goes with float16, an integer type with the others and float64, a complex type with float64. Where NPUs took or
+// refused a dtype in PyTorch's own tests, that counts (emulator_verdicts.toml: "on A3").
 // Operators that are not here have no rule: the documentation does not say, or what it says is about something else.
 """
 
@@ -116,7 +120,16 @@ def table(docs: Path, op_plugin: Path) -> dict[str, tuple[set[str], list[str]]]:
             dtypes |= COMPLEX | {"fp64"}
         if dtypes != ALL:
             rows[operator] = dtypes, known
-    return rows
+    verdicts = tomllib.loads(VERDICTS.read_text())
+    for kind, change in (("refused", set.difference), ("taken", set.union)):
+        for operator, listed in verdicts[kind].items():
+            given = set(listed.split())
+            if unknown := given - ALL:
+                sys.exit(f"emulator-dtypes: {VERDICTS.name}: {operator} has {', '.join(sorted(unknown))}")
+            if operator in rows or kind == "refused":  # no row: everything is taken
+                dtypes, known = rows.get(operator, (ALL - COMPLEX, []))
+                rows[operator] = change(dtypes, given), [*known, f"{kind} on A3: {listed}"]
+    return dict(sorted(rows.items()))
 
 
 def main() -> None:
@@ -133,8 +146,10 @@ def main() -> None:
         print(rows.get(arguments.explain, f"no rule for {arguments.explain}"))
         return
     lines = [HEADER.format(version=arguments.docs.resolve().name.replace("_", " "))]
-    for operator, (dtypes, _) in rows.items():
-        note = f"  // {WIDER[operator][1]}" if operator in WIDER else ""
+    for operator, (dtypes, sources) in rows.items():
+        notes = [WIDER[operator][1]] if operator in WIDER else []
+        notes += [source for source in sources if " on A3: " in source]
+        note = f"  // {'; '.join(notes)}" if notes else ""
         lines.append(f'{{"{operator}", "{" ".join(dtype for dtype in DTYPES if dtype in dtypes)}"}},{note}\n')
     TARGET.write_text("".join(lines))
     print(f"emulator-dtypes: {len(rows)} operators")

@@ -18,7 +18,7 @@ POOLS = {
     "adaptive_avg_pool2d to one": (lambda x: F.adaptive_avg_pool2d(x, 1), PLANE),
     "adaptive_avg_pool3d": (lambda x: F.adaptive_avg_pool3d(x, (3, 2, 4)), VOLUME),
     "max_pool2d": (lambda x: F.max_pool2d(x, 3, padding=1), PLANE),
-    "max_pool2d, dilated": (lambda x: F.max_pool2d(x, 2, (2, 1), dilation=2, ceil_mode=True), PLANE),
+    "max_pool2d, rounded up": (lambda x: F.max_pool2d(x, 2, (2, 1), ceil_mode=True), PLANE),
     "max_pool3d": (lambda x: F.max_pool3d(x, 2, padding=1), VOLUME),
     "max_pool3d and where": (lambda x: _long(F.max_pool3d(x, (2, 3, 2), return_indices=True)), VOLUME),
     "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, (3, 4), return_indices=True), PLANE),

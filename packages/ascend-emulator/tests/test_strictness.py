@@ -1,6 +1,7 @@
 """Arguments of plain operators are refused at the call, with operator, argument, found and allowed, and all goes on after it."""
 
 import ctypes
+import re
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional
 
 
 def npu(*shape, dtype=torch.float32):
-    return torch.ones(shape, dtype=dtype, device="npu")
+    return torch.ones(shape, dtype=dtype).npu()
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +42,11 @@ HALVES, INTEGERS = ("BFloat16", "Half", "Float"), ("Byte", "Char", "Short", "Int
         (functional.mish, torch.float64, ("aclnnMish: self is Double", *HALVES)),
         (torch.frac, torch.float64, ("aclnnFrac: self is Double", *HALVES)),
         (torch.bitwise_not, torch.float16, ("aclnnBitwiseNot: self is Half", *INTEGERS, "Bool")),
-        (lambda x: torch.add(x, x), torch.complex64, ("aclnnAdd: self is ComplexFloat", *HALVES, "Double", *INTEGERS, "Bool")),
-        (torch.neg, torch.bool, ("aclnnNeg: self is Bool", *HALVES, "Double", *INTEGERS, "ComplexFloat", "ComplexDouble")),
+        (
+            torch.neg,
+            torch.bool,
+            ("aclnnNeg: self is Bool", *HALVES, "Double", "Char", "Int", "Long", "ComplexFloat", "ComplexDouble"),
+        ),
         (lambda x: x.tril_(), torch.complex64, ("aclnnInplaceTril: self is ComplexFloat", *HALVES, "Double", *INTEGERS, "Bool")),
     ],
 )
@@ -50,6 +54,146 @@ def test_dtype_is_refused_at_the_call(call, dtype, named):
     message = refusal(call, npu(4, 4, dtype=dtype))
     found, *dtypes = named
     assert f"[ascend-emulator] {found}; allowed: {', '.join(dtypes)}" in message
+
+
+# What Atlas A3 refuses of an operator in PyTorch's own tests (tools/generated_docs/emulator_verdicts.toml), and what it takes.
+ON_HARDWARE = {
+    "aclnnDot: self": (lambda x: torch.dot(x[0], x[0]), (torch.float64, torch.int16, torch.int64), torch.int32),
+    "aclnnRemainderTensorTensor: self": (lambda x: x % x, (torch.int8, torch.int16, torch.uint8), torch.int32),
+    "aclnnInplaceMaskedFillScalar: self": (
+        lambda x: x.masked_fill_(x == 1, 0),
+        (torch.float64, torch.int16, torch.uint8),
+        torch.int8,
+    ),
+    "aclnnAddV3: other": (lambda x: torch.add(2, x), (torch.int16, torch.int64), torch.int32),
+    "aclnnDiv: other": (lambda x: x / x, (torch.complex64,), torch.float32),
+    "aclnnGcd: self": (torch.gcd, (torch.int8, torch.uint8), torch.int16),
+    "aclnnNeg: self": (torch.neg, (torch.int16, torch.uint8), torch.int8),
+    "aclnnSign: self": (torch.sign, (torch.int8, torch.int16, torch.uint8), torch.int64),
+    "aclnnExp: self": (torch.exp, (torch.int8, torch.int16, torch.int32, torch.uint8), torch.int64),
+    "aclnnErf: self": (torch.erf, (torch.int8, torch.int16, torch.int32, torch.uint8), torch.int64),
+    "aclnnExpm1: self": (torch.expm1, (torch.float64, torch.int32), torch.int64),
+    "aclnnTanh: self": (torch.tanh, (torch.float64,), torch.int32),
+    "aclnnRelu: self": (functional.relu, (torch.float64, torch.int16), torch.int8),
+    "aclnnSort: self": (torch.sort, (torch.float64,), torch.int64),
+    "aclnnMaxDim: self": (lambda x: x.max(1), (torch.float64, torch.int32), torch.int64),
+    "aclnnCat: tensors": (lambda x: torch.cat([x, x]), (torch.complex128,), torch.complex64),
+    "aclnnArange: out": (lambda x: torch.arange(3, dtype=x.dtype, device="npu"), (torch.int8, torch.int16), torch.int32),
+    "aclnnVarMean: self": (torch.var_mean, (torch.bfloat16,), torch.float16),
+}
+
+
+@pytest.mark.parametrize("named", ON_HARDWARE)
+def test_dtypes_are_those_that_hardware_takes(named):
+    call, refused, taken = ON_HARDWARE[named]
+    call(*[npu(4, 4, dtype=taken)] * (2 if call is torch.gcd else 1))
+    for dtype in refused:
+        message = refusal(call, *[npu(4, 4, dtype=dtype)] * (2 if call is torch.gcd else 1))
+        assert re.search(rf"\[ascend-emulator\] {named} is \w+; (a real dtype is )?allowed", message)
+
+
+def test_complex32_is_refused_everywhere_but_in_complex():
+    half = npu(3, dtype=torch.float16)
+    value = torch.complex(half, half)
+    for call in (lambda: value + value, lambda: value[::2].clone(), lambda: value == value, lambda: torch.stack([value, value])):
+        assert "a tensor is ComplexHalf; aclnnComplex alone takes it" in refusal(call)
+
+
+LARGE = 1 << 20  # the dry run of such tensors is one of smaller tensors
+
+
+@pytest.mark.parametrize("size", [3, LARGE])
+@pytest.mark.parametrize(
+    ("call", "dtype", "named"),
+    [
+        (lambda x: x.acos_(), torch.int16, "aclnnInplaceAcos: result type Float can't be cast to the desired output type Short"),
+        (lambda x: x.sqrt_(), torch.int64, "aclnnInplaceSqrt: result type Float can't be cast to the desired output type Long"),
+        (torch.abs, torch.bool, "aclnnAbs: \"abs_cpu\" not implemented for 'Bool'"),
+        (lambda x: x.addcdiv_(x, x), torch.int32, "aclnnInplaceAddcdiv: Integer division with addcdiv is no longer supported"),
+        (lambda x: torch.lerp(x, x, x), torch.int64, "aclnnLerp: \"lerp_kernel_tensor\" not implemented for 'Long'"),
+        (
+            lambda x: x @ x.half(),
+            torch.float32,
+            "aclnnMatmul: dot : expected both vectors to have same dtype, but found Float and",
+        ),
+    ],
+)
+def test_what_aten_says_about_dtypes_is_an_error_of_the_call(call, dtype, named, size):
+    x = npu(size, dtype=dtype)
+    for _ in range(2):  # a refusal is not remembered as a success
+        assert f"[ascend-emulator] {named}" in refusal(call, x)
+
+
+def test_what_aten_says_about_shapes_is_an_error_of_the_call():
+    calls = Calls()
+    x, y, out = npu(4, 6), npu(4, 5), npu(4, 6)
+    torch.npu.synchronize()
+    status, _, message = calls.workspace("MseLoss", x, y, 0, out)
+    assert status == 161002
+    assert message.startswith("[ascend-emulator] aclnnMseLoss: The size of tensor a (6) must match the size of tensor b (5)")
+    status, _, message = calls.workspace("MseLoss", x, out, 0, y)
+    assert status == 161002
+
+
+def test_errors_of_values_remain_errors_of_the_stream(run):
+    script = (
+        "import torch, torch_npu\n"
+        "x, index = torch.ones(3, device='npu'), torch.tensor([5], device='npu')\n"
+        "y = x[index]\n"
+        "print('called')\n"
+        "torch.npu.synchronize()\n"
+    )
+    done = run("run", "--", sys.executable, "-c", script)
+    assert done.returncode != 0
+    assert "called" in done.stdout
+    assert "aclnnIndex: index 5 is out of bounds" in done.stderr
+
+
+def test_more_than_eight_dimensions_are_refused_in_every_operator():
+    x = npu(2).view(*[1] * 11, 2)
+    for call in (lambda: x + 1, lambda: x[..., ::2].clone(), lambda: functional.silu(x)):
+        assert "has 12 dimensions; allowed: up to 8" in refusal(call)
+    assert (npu(*[1] * 8) + 1).item() == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: functional.max_pool2d(npu(1, 1, 9, 9), 2, dilation=2), "dilation is [2, 2]; it must be 1"),
+        (lambda: functional.max_pool3d(npu(1, 1, 9, 9, 9), 2, dilation=2, return_indices=True), "dilation is [2, 2, 2]; it must"),
+        (lambda: functional.group_norm(npu(1, 4, 3), 2, eps=-0.5), "eps is -0.5; it must be above 0"),
+        (lambda: torch.topk(npu(), 1), "self has 0 dimensions; allowed: 1 to 8"),
+        (lambda: torch.gather(npu(3), 0, npu(0, dtype=torch.uint8)), "index is Byte; allowed: Int, Long"),
+        (lambda: torch.baddbmm(npu(1), npu(2, 3, 3), npu(2, 3, 3)), "self has 1 dimensions; allowed: 3"),
+        (
+            lambda: functional.pad(npu(1, 3, 4, 4), (-1, 1, -2, 1), mode="reflect"),
+            "padding is [-1, 1, -2, 1]; it must not be negative in Float",
+        ),
+        (
+            lambda: torch.ops.aten.native_dropout_backward(npu(4), npu(4, dtype=torch.bool), 2.0),
+            "aclnnDropoutDoMask: mask is Bool; allowed: Byte",
+        ),
+        (lambda: npu(1).repeat_interleave(1 << 22), "out has 4194304 elements; allowed: less than 4194304"),
+        (
+            lambda: functional.ctc_loss(npu(4, 2, 3), npu(2, 2, dtype=torch.int64), [4, 4], [0, 2]),
+            "targetLengths is [0, 2]; it must have one length above 0 per sample",
+        ),
+    ],
+)
+def test_argument_is_refused_at_the_call(call, named):
+    assert named in refusal(call)
+
+
+def test_arguments_that_no_caller_of_torch_npu_passes_are_refused():
+    calls = Calls()
+    x, channels, index = npu(4, 6), npu(6), npu(2, dtype=torch.int64)
+    torch.npu.synchronize()
+    one, zero = ctypes.c_double(1), ctypes.c_double(0)
+    arguments = (x, channels, channels, None, None, False, zero, one, npu(4, 6), npu(6), npu(6))
+    assert "without training both are needed" in calls.workspace("BatchNorm", *arguments)[2]
+    assert "dim is -3; allowed: -2 to 1" in calls.workspace("GatherV3", x, -3, index, 0, 0, npu(2, 6))[2]
+    assert calls.run("GatherV3", x, -2, index, 0, 0, npu(2, 6)) == (0, "")
+    assert "out has shape [4, 2]; it must be [2, 6]" in calls.workspace("GatherV3", x, 0, index, 0, 0, npu(4, 2))[2]
 
 
 def test_result_that_does_not_fit_in_place_is_refused_at_the_call():
@@ -232,3 +376,28 @@ def test_legitimate_forms_are_taken(agree):
     agree(lambda a, i: a.index_select(0, i), x, torch.tensor([3, 0, 3]))
     agree(lambda a: torch.nn.functional.pad(a, (-1, 2)), x)
     agree(lambda a, m: a.masked_fill(m, 2.0), x, torch.rand(6) > 0.5)
+
+
+def test_forms_that_hardware_takes_beyond_the_documentation_are_taken(agree):
+    """By PyTorch's own tests on Atlas A3."""
+    for dtype in (torch.complex64, torch.complex128):
+        x, y = torch.randn(4, dtype=dtype), torch.randn(4, dtype=dtype)
+        agree(lambda a, b: a + b, x, y)
+        agree(lambda a: a + 1, x)
+        agree(lambda a, b: a**b, x, y, ulps=64)
+        agree(lambda a: a**2, x, ulps=64)
+        agree(lambda a, b: torch.stack([a, b]), x, y)
+        agree(torch.sinh, x)
+        agree(lambda a, i, b: a.scatter_add(0, i, b), x, torch.tensor([0, 2]), y)
+    agree(torch.abs, torch.randn(4, dtype=torch.complex64))
+    agree(lambda a: 1.5 + a, torch.randn(4))
+    agree(lambda a: torch.add(2, a, alpha=3), torch.arange(4, dtype=torch.int32))
+    agree(lambda a: torch.log_softmax(a, 0), torch.randn(4, dtype=torch.float64))
+    agree(lambda a: torch.log_softmax(a, 0, dtype=torch.float64), torch.randn(4))
+    agree(torch.sinh, torch.arange(3))
+    agree(torch.sinh, torch.tensor([True, False]))
+    agree(torch.square, torch.tensor([True, False]))
+    agree(lambda a, i, b: a.put_(i, b), torch.zeros(4, dtype=torch.bool), torch.tensor([1]), torch.tensor([True]))
+    agree(lambda a: functional.layer_norm(a, (3,)), torch.zeros(0, 3))
+    agree(lambda a: functional.layer_norm(a, (2, 3)), torch.zeros(0, 2, 3))
+    agree(lambda a: torch.all(a, dim=()), torch.tensor([True, False]))

@@ -14,8 +14,9 @@
 // uint64_t*, aclOpExecutor**)`, which records the arguments, and `aclnnSilu(void*, uint64_t, aclOpExecutor*, aclrtStream)`, which
 // submits it to the stream. The C parameter list follows from the C++ one (Arg below), so write the parameters in the order of
 // the EXEC_NPU_CMD call sites in Ascend/op-plugin (BSD). torch_npu raises the error of a check at the call, the error of a
-// computation when the stream is synchronized. Tensor values may be read in the computation only. A replayed graph runs the
-// computation again, from unchanged captured arguments.
+// computation when the stream is synchronized. The bodies of OP and SHAPED also run at the call, on stand-ins (dry_run.h), so
+// they must neither block nor keep state; OP_OF_VALUES is OP without this. Tensor values may be read in the computation only. A
+// replayed graph runs the computation again, from unchanged captured arguments.
 #ifndef ASCEND_EMULATOR_OPERATOR_OP_H
 #define ASCEND_EMULATOR_OPERATOR_OP_H
 #include <ATen/ATen.h>
@@ -28,6 +29,7 @@
 #include "checks.h"
 #include "core/cost.h"
 #include "core/registry.h"
+#include "dry_run.h"
 #include "tensor.h"
 
 namespace emu {
@@ -147,8 +149,8 @@ struct Arg<Result> {
   static Result get(C tensor) { return {const_cast<aclTensor*>(tensor)}; }
 };
 
-// Set of dtypes, one bit each. documented(): dtypes of an operator's first argument by torch_npu's documentation (dtypes.cpp);
-// empty if undocumented.
+// Set of dtypes, one bit each. documented(): dtypes of an operator's first tensor by torch_npu's documentation and by what NPUs
+// took (dtypes.cpp); empty if there is no rule.
 using DTypeSet = uint64_t;
 DTypeSet documented(const char* name);
 // Throws if the dtype of a tensor in [first, last) is not supported by the chip or not in `allowed`. `parameters` is the
@@ -176,7 +178,7 @@ struct OperatorInfo {
 // Converts the arguments of a call and checks their dtypes.
 class ArgumentReader {
  public:
-  ArgumentReader(OperatorInfo& info, std::vector<Tensor>& tensors) : info_(info), tensors_(tensors) {}
+  ArgumentReader(OperatorInfo& info, std::vector<Tensor>& tensors) : info_(info), tensors_(tensors), signature_(&info) {}
   template <class T>
   T take(typename Arg<T>::C value) {
     T taken = Arg<T>::get(value);
@@ -185,22 +187,62 @@ class ArgumentReader {
     return taken;
   }
   void check() const;
+  const Signature& signature() const { return signature_; }
+  const std::vector<Tensor>& tensors() const { return tensors_; }
 
  private:
   void collect(const Tensor& value);
   void collect(const Opt<Tensor>& value);
   void collect(const Tensors& value);
   void collect(const Result& value);
+  void collect(const Ints& values);
+  void collect(const Scalar& value) { signature_.add(value); }
+  void collect(const Opt<Scalar>& value) { value ? signature_.add(*value) : signature_.mix(0); }
+  void collect(const DType& value) { signature_.mix(static_cast<uint64_t>(value.value)); }
   template <class T>
-  void collect(const T&) {}
+  void collect(const T& value) {
+    if constexpr (std::is_floating_point_v<T>) {
+      signature_.add(static_cast<double>(value));
+    } else if constexpr (std::is_integral_v<T>) {
+      signature_.add(static_cast<int64_t>(value));
+    } else {  // Scalars, Bools, Floats, Text, and the optional ones
+      if constexpr (requires { value.size(); })
+        for (const auto& each : value) collect(each);
+      else if (value)
+        collect(*value);
+      signature_.mix(1);
+    }
+  }
 
   OperatorInfo& info_;
   std::vector<Tensor>& tensors_;
+  Signature signature_;
   c10::SmallVector<size_t, 32> ends_;  // number of tensors up to and including each argument
 };
 
 // GetWorkspaceSize without the operator's types: `take` converts the arguments and returns the computation.
 int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take, uint64_t* bytes, aclOpExecutor** executor);
+
+// An argument with stand-ins in place of its tensors.
+template <class T>
+T stood_in(StandIns& stand_ins, const T& value) {
+  if constexpr (std::is_same_v<T, Tensor>) {
+    return stand_ins.of(value);
+  } else if constexpr (std::is_same_v<T, Opt<Tensor>>) {
+    return value ? T(stand_ins.of(*value)) : value;
+  } else if constexpr (std::is_same_v<T, Tensors>) {
+    T out;
+    for (const auto& each : value) out.push_back(stand_ins.of(each));
+    return out;
+  } else if constexpr (std::is_same_v<T, Result>) {
+    if (!value.tensor) return value;
+    const Result result{stand_ins.result()};
+    result.tensor->value = stand_ins.of(value.tensor->value);
+    return result;
+  } else {
+    return value;
+  }
+}
 
 // GetWorkspaceSize of one operator. Body computes, or checks and returns a Computation.
 template <auto Body, class Name>
@@ -215,12 +257,36 @@ struct Operator<Body, Name> {
           std::tuple<Params...> held{reader.take<Params>(args)...};
           reader.check();
           if constexpr (std::is_void_v<R>) {
+            try_out(reader, held);
             return [held = std::move(held)]() mutable { std::apply(Body, std::move(held)); };
           } else {
-            return std::apply(Body, std::move(held));
+            auto computation = std::apply(Body, held);
+            try_out(reader, held);
+            return computation;
           }
         },
         bytes, executor);
+  }
+
+  // Dry run of a signature that is seen for the first time.
+  static void try_out(const ArgumentReader& reader, const std::tuple<Params...>& held) {
+    if constexpr (Name::dry_run) {
+      const auto signature = reader.signature().hash();
+      if (passed_before(signature)) return;
+      StandIns stand_ins(reader.tensors());
+      if (stand_ins.exact() || !reader.signature().has_large_attribute())
+        dry_run(stand_ins, [&] {
+          std::apply(
+              [&](const Params&... each) {
+                if constexpr (std::is_void_v<R>)
+                  Body(stood_in<Params>(stand_ins, each)...);
+                else
+                  Body(stood_in<Params>(stand_ins, each)...)();
+              },
+              held);
+        });
+      passed(signature);
+    }
   }
 };
 
@@ -229,10 +295,11 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
 }  // namespace emu
 
 // The GetWorkspaceSize symbol is an ifunc that resolves to the typed function above, so the C signature is not repeated.
-#define OPERATOR(RETURN, NAME, PARAMS, ...)                                                                              \
+#define OPERATOR(RETURN, DRY_RUN, NAME, PARAMS, ...)                                                                     \
   namespace emu::ops {                                                                                                   \
   struct name_##NAME {                                                                                                   \
     static constexpr const char *text = #NAME, *parameters = #PARAMS;                                                    \
+    static constexpr bool dry_run = DRY_RUN;                                                                             \
   };                                                                                                                     \
   static RETURN body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{#NAME, computed, __FILE__}; \
   }                                                                                                                      \
@@ -243,13 +310,15 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
   __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();                         \
   }                                                                                                                      \
   EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) { return emu::launch(#NAME, executor, stream); }
-#define OP(NAME, PARAMS, ...) OPERATOR(void, NAME, PARAMS, __VA_ARGS__)
-#define CHECKED(NAME, PARAMS, ...) OPERATOR(Computation, NAME, PARAMS, __VA_ARGS__)
+#define OP(NAME, PARAMS, ...) OPERATOR(void, true, NAME, PARAMS, __VA_ARGS__)
+// For outputs whose size is that of a value, which stand-ins do not have.
+#define OP_OF_VALUES(NAME, PARAMS, ...) OPERATOR(void, false, NAME, PARAMS, __VA_ARGS__)
+#define CHECKED(NAME, PARAMS, ...) OPERATOR(Computation, false, NAME, PARAMS, __VA_ARGS__)
 #define COMPUTE return [=]() mutable
-#define SHAPED(NAME, PARAMS, CHECKS, ...) \
-  CHECKED(NAME, PARAMS, {                 \
-    CHECKS;                               \
-    COMPUTE __VA_ARGS__;                  \
+#define SHAPED(NAME, PARAMS, CHECKS, ...)     \
+  OPERATOR(Computation, true, NAME, PARAMS, { \
+    CHECKS;                                   \
+    COMPUTE __VA_ARGS__;                      \
   })
 
 #endif  // ASCEND_EMULATOR_OPERATOR_OP_H

@@ -132,6 +132,7 @@ struct AtbOperator<Body, Name> {
   namespace emu::ops {                                                                                                        \
   struct name_##NAME {                                                                                                        \
     static constexpr const char *text = #NAME, *parameters = #PARAMS;                                                         \
+    static constexpr bool dry_run = false;                                                                                    \
   };                                                                                                                          \
   static Computation body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{#NAME, computed, __FILE__}; \
   }                                                                                                                           \

@@ -66,8 +66,16 @@ void fits(const at::Tensor& self, const Other& other) {
 
 SCALED(Add, add)
 SCALED(Sub, sub)
+// number + alpha * tensor (op-plugin's AddKernelNpuOpApi.cpp).
+SHAPED(aclnnAddV3, (Scalar self, Tensor other, Scalar alpha, Tensor out), SAME(out, other),
+    { at::add_out(out, number(self), other, alpha); })
 ARITHMETIC(Mul, mul)
-SHAPED(aclnnDiv, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), { at::div_out(out, self, other); })
+// A3 divides complex tensors by real ones alone in PyTorch's tests: div and true_divide of complex dtypes fail, masked.mean and
+// softsign pass (Ascend/pytorch, ci-test, skip_list.json at 52087f69e).
+SHAPED(aclnnDiv, (Tensor self, Tensor other, Tensor out),
+    (BROADCAST(out, self, other),
+        check(!other.is_complex(), kOpParam, "other is ", other.scalar_type(), "; a real dtype is allowed")),
+    { at::div_out(out, self, other); })
 SHAPED(aclnnDivs, (Tensor self, Scalar other, Tensor out), SAME(out, self), { at::div_out(out, self, number(other)); })
 // In-place integer division truncates: torch_npu's ReduceOp.AVG uses it (ProcessGroupHCCL.cpp).
 OP(aclnnInplaceDiv, (Tensor self, Tensor other), { self.copy_(at::div(self, other)); })

@@ -5,6 +5,10 @@
 namespace {
 // ATen rounds each partial product of 16-bit types.
 at::ScalarType in_float32(at::ScalarType dtype) { return at::isReducedFloatingType(dtype) ? at::kFloat : dtype; }
+// ATen's any and all reduce nothing where no dimension is given.
+at::OptionalIntArrayRef all_if_none(const emu::Ints& dims) {
+  return dims.empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(dims);
+}
 }  // namespace
 
 SHAPED(aclnnReduceSum, (Tensor self, Ints dims, bool keepdim, DType dtype, Tensor out), REDUCED(out, self, dims, keepdim),
@@ -17,9 +21,9 @@ SHAPED(aclnnProd, (Tensor self, DType dtype, Tensor out), SHAPE(out, {}), { out.
 SHAPED(aclnnProdDim, (Tensor self, int64_t dim, bool keepdim, DType dtype, Tensor out), REDUCED(out, self, dim, keepdim),
     { out.copy_(at::prod(self, dim, keepdim, in_float32(dtype))); })
 SHAPED(aclnnAny, (Tensor self, Ints dims, bool keepdim, Tensor out), REDUCED(out, self, dims, keepdim),
-    { out.copy_(at::any(self, at::OptionalIntArrayRef(dims), keepdim)); })
+    { out.copy_(at::any(self, all_if_none(dims), keepdim)); })
 SHAPED(aclnnAll, (Tensor self, Ints dims, bool keepdim, Tensor out), REDUCED(out, self, dims, keepdim),
-    { out.copy_(at::all(self, at::OptionalIntArrayRef(dims), keepdim)); })
+    { out.copy_(at::all(self, all_if_none(dims), keepdim)); })
 
 SHAPED(aclnnMax, (Tensor self, Tensor out), SHAPE(out, {}), { out.copy_(at::max(self)); })
 SHAPED(aclnnMin, (Tensor self, Tensor out), SHAPE(out, {}), { out.copy_(at::min(self)); })

@@ -1,4 +1,5 @@
 // Losses and their gradients. Reductions: 0 none, 1 mean, 2 sum (at::Reduction).
+#include "operator/shapes.h"
 #include "ops/upcast.h"
 
 namespace {
@@ -86,19 +87,26 @@ OP(aclnnMultilabelMarginLoss, (Tensor self, Tensor target, int64_t reduction, Te
   is_target.copy_(hit);
 })
 
+namespace {
+// torch_npu's documentation of torch.nn.functional.ctc_loss: no target of length 0.
+void not_empty(const Ints& lengths) {
+  check(!lengths.empty() && *std::min_element(lengths.begin(), lengths.end()) > 0, kOpParam, "targetLengths is ",
+      at::IntArrayRef(lengths), "; it must have one length above 0 per sample");
+}
+}  // namespace
 // log_alpha may be wider than 2 * longest target + 1, because op-plugin rounds up.
-OP(aclnnCtcLoss,
+SHAPED(aclnnCtcLoss,
     (Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, int64_t blank, bool zero_infinity, Tensor out,
         Tensor log_alpha),
-    {
+    not_empty(lengths), {
       const auto [loss, alpha] = at::_ctc_loss(upcast(probabilities), to_int64(targets), inputs, lengths, blank, zero_infinity);
       out.copy_(loss);
       log_alpha.zero_().narrow(-1, 0, alpha.size(-1)).copy_(alpha);
     })
-OP(aclnnCtcLossBackward,
+SHAPED(aclnnCtcLossBackward,
     (Tensor grad, Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, Tensor loss, Tensor log_alpha, int64_t blank,
         bool zero_infinity, Tensor out),
-    {
+    not_empty(lengths), {
       const int64_t width = 2 * *std::max_element(lengths.begin(), lengths.end()) + 1;
       out.copy_(at::_ctc_loss_backward(upcast(grad), upcast(probabilities), to_int64(targets), inputs, lengths, upcast(loss),
           upcast(log_alpha).narrow(-1, 0, width), blank, zero_infinity));

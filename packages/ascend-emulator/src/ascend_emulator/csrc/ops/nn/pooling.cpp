@@ -1,8 +1,16 @@
 // Pooling, unpooling and gradients. Indices are int32 or int64.
+#include "operator/shapes.h"
 #include "ops/upcast.h"
 
 namespace {
 using namespace emu;
+
+// torch_npu's documentation of torch.nn.functional.max_pool1d, max_pool2d and max_pool3d: dilation must be 1. A3 refuses their
+// samples in PyTorch's tests (Ascend/pytorch, ci-test, disabled_testcases.json: aclnnMaxPool3dWithArgmax).
+void not_dilated(const Ints& dilation) {
+  check(std::all_of(dilation.begin(), dilation.end(), [](int64_t each) { return each == 1; }), kOpParam, "dilation is ",
+      at::IntArrayRef(dilation), "; it must be 1");
+}
 
 Opt<int64_t> divisor(int64_t value) { return value ? Opt<int64_t>(value) : std::nullopt; }
 
@@ -48,8 +56,9 @@ OP(aclnnAvgPool3dBackward,
           at::avg_pool3d_backward(upcast(grad), upcast(self), kernel, stride, padding, ceil, count_padding, divisor(divide)));
     })
 
-OP(aclnnMaxPool3dWithArgmax,
+SHAPED(aclnnMaxPool3dWithArgmax,
     (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out, Tensor indices),
+    not_dilated(dilation),
     { store(at::max_pool3d_with_indices(upcast(self), kernel, stride, padding, dilation, ceil), out, indices); })
 OP(aclnnMaxPool3dWithArgmaxBackward,
     (Tensor grad, Tensor self, Tensor indices, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out), {
@@ -57,8 +66,9 @@ OP(aclnnMaxPool3dWithArgmaxBackward,
           upcast(grad), upcast(self), kernel, stride, padding, dilation, ceil, to_int64(indices)));
     })
 // The mask's layout is not public: the emulator leaves it empty, and the gradient computes the maxima again.
-OP(aclnnMaxPool2dWithMask,
-    (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out, Tensor mask), {
+SHAPED(aclnnMaxPool2dWithMask,
+    (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out, Tensor mask),
+    not_dilated(dilation), {
       out.copy_(at::max_pool2d(upcast(self), kernel, stride, padding, dilation, ceil));
       mask.zero_();
     })

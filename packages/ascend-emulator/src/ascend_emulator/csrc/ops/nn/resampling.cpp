@@ -1,4 +1,5 @@
 // Interpolation, sampling on grids and padding by reflection or replication, with their gradients. Scales <= 0 are ignored.
+#include "operator/shapes.h"
 #include "ops/upcast.h"
 
 namespace {
@@ -76,9 +77,19 @@ GRID(GridSampler3D, grid_sampler_3d)
 OP(aclnnAffineGrid, (Tensor theta, Ints size, bool align, Tensor out),
     { out.copy_(at::affine_grid_generator(upcast(theta), size, align)); })
 
-#define PAD(NAME, FUNCTION)                                                                                     \
-  OP(aclnn##NAME, (Tensor self, Ints padding, Tensor out), { out.copy_(at::FUNCTION(upcast(self), padding)); }) \
-  OP(aclnn##NAME##Backward, (Tensor grad, Tensor self, Ints padding, Tensor out),                               \
+namespace {
+// A3 refuses negative padding in float32, and takes it in float16, in PyTorch's tests (Ascend/pytorch, ci-test,
+// disabled_testcases.json: aclnnReflectionPad2d).
+void not_negative(const Tensor& self, const Ints& padding) {
+  check(self.scalar_type() != at::kFloat || std::all_of(padding.begin(), padding.end(), [](int64_t each) { return each >= 0; }),
+      kOpParam, "padding is ", at::IntArrayRef(padding), "; it must not be negative in Float");
+}
+}  // namespace
+
+#define PAD(NAME, FUNCTION)                                                                 \
+  SHAPED(aclnn##NAME, (Tensor self, Ints padding, Tensor out), not_negative(self, padding), \
+      { out.copy_(at::FUNCTION(upcast(self), padding)); })                                  \
+  OP(aclnn##NAME##Backward, (Tensor grad, Tensor self, Ints padding, Tensor out),           \
       { out.copy_(at::FUNCTION##_backward(upcast(grad), upcast(self), padding)); })
 PAD(ReflectionPad1d, reflection_pad1d)
 PAD(ReflectionPad2d, reflection_pad2d)

@@ -1,5 +1,6 @@
 // Batch normalization, and the steps of synchronized batch normalization (torch.nn.SyncBatchNorm).
 // Channels are dimension 1. The formulas are those of PyTorch's batch_norm_* functions.
+#include "operator/shapes.h"
 #include "ops/upcast.h"
 
 namespace {
@@ -27,9 +28,11 @@ void update(const Opt<Tensor>& running, const Tensor& value, double momentum) {
 }
 }  // namespace
 
-OP(aclnnBatchNorm,
+SHAPED(aclnnBatchNorm,
     (Tensor input, Opt<Tensor> weight, Opt<Tensor> bias, Opt<Tensor> running_mean, Opt<Tensor> running_var, bool training,
         double momentum, double epsilon, Tensor out, Tensor save_mean, Tensor save_invstd),
+    check(training || (running_mean && running_var), kOpParam,
+        "runningMean and runningVar are null; without training both are needed"),
     {
       auto mean = upcast(running_mean), var = upcast(running_var);
       const auto [y, m, r] =

@@ -34,6 +34,11 @@ LayerGrads layer_grad(const Tensor& grad, const Tensor& fp32, const Tensor& gamm
 
 OP(aclnnLayerNorm,
     (Tensor x, Ints shape, Opt<Tensor> weight, Opt<Tensor> bias, double epsilon, Tensor y, Opt<Tensor> mean, Opt<Tensor> rstd), {
+      if (!x.numel()) {  // ATen's mean has another shape then
+        for (const auto& each : {mean, rstd})
+          if (each) each->zero_();
+        return;
+      }
       const auto [out, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);
       y.copy_(out);
       if (mean) mean->copy_(m);

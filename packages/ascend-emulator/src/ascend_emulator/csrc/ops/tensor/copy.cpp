@@ -69,13 +69,19 @@ SHAPED(aclnnRoll, (Tensor self, Ints shifts, Ints dims, Tensor out), SAME(out, s
 SHAPED(aclnnConstantPadNd, (Tensor self, Ints pad, Scalar value, Tensor out), SHAPE(out, pad_shape(self, pad)),
     { at::constant_pad_nd_out(out, self, pad, value); })
 
-OP(aclnnRepeatInterleave, (Tensor self, Tensor repeats, int64_t size, Tensor out),
+// torch_npu's documentation of torch.repeat_interleave: the output has less than 2^22 elements.
+namespace {
+void not_too_many(const at::Tensor& out) {
+  emu::check(out.numel() < 1 << 22, emu::kOpParam, "out has ", out.numel(), " elements; allowed: less than ", 1 << 22);
+}
+}  // namespace
+SHAPED(aclnnRepeatInterleave, (Tensor self, Tensor repeats, int64_t size, Tensor out), not_too_many(out),
     { out.copy_(at::repeat_interleave(self, repeats, std::nullopt, size)); })
-OP(aclnnRepeatInterleaveWithDim, (Tensor self, Tensor repeats, int64_t dim, int64_t size, Tensor out),
+SHAPED(aclnnRepeatInterleaveWithDim, (Tensor self, Tensor repeats, int64_t dim, int64_t size, Tensor out), not_too_many(out),
     { out.copy_(at::repeat_interleave(self, repeats, dim, size)); })
-OP(aclnnRepeatInterleaveInt, (Tensor self, int64_t repeats, int64_t size, Tensor out),
+SHAPED(aclnnRepeatInterleaveInt, (Tensor self, int64_t repeats, int64_t size, Tensor out), not_too_many(out),
     { out.copy_(at::repeat_interleave(self, repeats, std::nullopt, size)); })
-OP(aclnnRepeatInterleaveIntWithDim, (Tensor self, int64_t repeats, int64_t dim, int64_t size, Tensor out),
+SHAPED(aclnnRepeatInterleaveIntWithDim, (Tensor self, int64_t repeats, int64_t dim, int64_t size, Tensor out), not_too_many(out),
     { out.copy_(at::repeat_interleave(self, repeats, dim, size)); })
 
 OP(aclnnChannelShuffle, (Tensor self, int64_t groups, Tensor out), { out.copy_(at::channel_shuffle(self, groups)); })

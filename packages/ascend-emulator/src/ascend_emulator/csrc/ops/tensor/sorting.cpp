@@ -4,10 +4,11 @@
 
 namespace {
 emu::Shape largest_shape(const at::Tensor& self, int64_t k, int64_t dim) {
+  emu::rank("self", self, 1, 8);  // torch_npu's documentation of torch.Tensor.topk: no tensor without dimensions
   dim = emu::real_dim(dim, self.dim());
-  emu::within("k", k, int64_t{0}, self.dim() ? self.size(dim) : int64_t{1});
+  emu::within("k", k, int64_t{0}, self.size(dim));
   emu::Shape shape(self.sizes());
-  if (self.dim()) shape[dim] = k;
+  shape[dim] = k;
   return shape;
 }
 
@@ -24,7 +25,7 @@ OP(aclnnSearchSorted, (Tensor sequence, Tensor self, bool int32, bool right, Opt
     { at::searchsorted_out(out, sequence, self, int32, right, std::nullopt, sorter); })
 OP(aclnnSearchSorteds, (Tensor sequence, Scalar self, bool int32, bool right, Opt<Tensor> sorter, Tensor out),
     { out.copy_(at::searchsorted(sequence, self, int32, right, std::nullopt, sorter)); })
-OP(aclnnBincount, (Tensor self, Opt<Tensor> weights, int64_t minlength, Tensor out),
+OP_OF_VALUES(aclnnBincount, (Tensor self, Opt<Tensor> weights, int64_t minlength, Tensor out),
     { out.copy_(at::bincount(self, weights, minlength)); })
 OP(aclnnUnique2, (Tensor self, bool sorted, bool inverse, bool counts, Result values, Result inverses, Result numbers), {
   const auto [value, index, count] = at::_unique2(self, sorted, inverse, counts);

@@ -1,0 +1,120 @@
+#include "dry_run.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <array>
+#include <atomic>
+#include <cstring>
+
+#include "core/cost.h"
+
+namespace emu {
+namespace {
+
+constexpr int64_t kMostElements = 4096;
+std::array<std::atomic<uint64_t>, 8192> remembered;
+
+int64_t storage_elements(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += std::max<int64_t>(tensor.size(dim) - 1, 0) * tensor.stride(dim);
+  return last + 1;
+}
+
+int64_t elements(const at::Tensor& tensor, int64_t longest) {
+  int64_t product = 1;
+  for (const auto size : tensor.sizes()) product *= std::min(size, longest);
+  return product;
+}
+
+// Says that ATen would resize an output; drops other warnings, which come again on the stream.
+struct OutputsKeepTheirShape : c10::WarningHandler {
+  void process(const c10::Warning& warning) override {
+    const auto& message = warning.msg();
+    check(message.find("resized") == std::string::npos, kOpParam,
+        "an output has the wrong shape: ", message.substr(0, message.find(". ")));
+  }
+};
+
+bool has_one_of(const std::string& message, std::initializer_list<const char*> parts) {
+  return std::any_of(parts.begin(), parts.end(), [&](const char* part) { return message.find(part) != std::string::npos; });
+}
+
+bool about_dtypes(const std::string& message) {
+  return has_one_of(message, {"not implemented for '", "can't be cast", "dtype", "calar type", "data type", "bool", "Bool",
+                                 "omplex", "nteger", "floating"});
+}
+
+// What ATen raises for values: an index, a divisor of zero, a singular matrix, probabilities, counts.
+bool about_values(const std::exception& error, const std::string& message) {
+  if (dynamic_cast<const c10::IndexError*>(&error) || dynamic_cast<const c10::LinAlgError*>(&error)) return true;
+  return has_one_of(
+      message, {"ZeroDivisionError", "out of range", "out of bounds", "probabilit", "allocated size does not match"});
+}
+
+}  // namespace
+
+void Signature::add(const at::Tensor& tensor) {
+  if (!tensor.defined()) return mix(~uint64_t{0});
+  mix(static_cast<uint64_t>(tensor.scalar_type()) << 8 | static_cast<uint64_t>(tensor.dim()));
+  for (const auto size : tensor.sizes()) mix(static_cast<uint64_t>(size));
+  for (const auto stride : tensor.strides()) mix(static_cast<uint64_t>(stride));
+}
+
+void Signature::add(const at::Scalar& scalar) {
+  mix(static_cast<uint64_t>(scalar.type()));
+  if (scalar.isIntegral(true))
+    add(scalar.to<int64_t>() < 0 ? int64_t{-1} : int64_t{1});
+  else if (scalar.isFloatingPoint())
+    add(scalar.toDouble());
+}
+
+bool passed_before(uint64_t signature) { return remembered[signature % remembered.size()].load() == signature; }
+void passed(uint64_t signature) { remembered[signature % remembered.size()] = signature; }
+
+StandIns::StandIns(const std::vector<at::Tensor>& tensors) {
+  const auto fit = [&](int64_t longest) {
+    return std::all_of(tensors.begin(), tensors.end(),
+        [&](const at::Tensor& tensor) { return !tensor.defined() || elements(tensor, longest) <= kMostElements; });
+  };
+  if (fit(INT64_MAX)) return;
+  longest_ = 16;
+  while (longest_ > 1 && !fit(longest_)) longest_ /= 2;
+}
+
+at::Tensor StandIns::of(const at::Tensor& tensor) const {
+  if (!tensor.defined()) return tensor;
+  std::vector<int64_t> sizes = tensor.sizes().vec();
+  if (!exact())
+    for (auto& size : sizes) size = std::min(size, longest_);
+  const auto options = tensor.options();
+  const bool strided = exact() && storage_elements(tensor) <= kMostElements * 16;
+  const int64_t count = strided ? storage_elements(tensor) : c10::multiply_integers(sizes);
+  // As the argument itself (operator/tensor.cpp): it cannot be resized.
+  const auto bytes = std::max<int64_t>(count, 1) * static_cast<int64_t>(tensor.element_size());
+  void* memory = std::calloc(bytes, 1);
+  const auto deleter = [memory](void*) { std::free(memory); };
+  auto made =
+      strided ? at::from_blob(memory, sizes, tensor.strides(), deleter, options) : at::from_blob(memory, sizes, deleter, options);
+  if (tensor.is_floating_point()) at::from_blob(memory, {count}, options).fill_(1);
+  return made;
+}
+
+void dry_run(const StandIns& stand_ins, c10::function_ref<void()> body) {
+  using c10::DispatchKey;
+  // Nothing of the calling thread's modes: autograd, Python's dispatch, functorch.
+  const c10::impl::ForceDispatchKeyGuard plain(c10::DispatchKeySet(DispatchKey::BackendSelect),
+      c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks);
+  OutputsKeepTheirShape warnings;
+  const c10::WarningUtils::WarningHandlerGuard handler(&warnings);
+  const cost::Scope uncounted(nullptr);
+  try {
+    body();
+  } catch (const std::exception& error) {
+    const auto found = error_of(error);
+    const std::string message = found.what();
+    if (about_values(error, message) || (!stand_ins.exact() && !about_dtypes(message))) return;
+    throw Error(kOpParam, message.substr(0, message.find('\n')));
+  }
+}
+
+}  // namespace emu

@@ -1,0 +1,9 @@
+# run:
+# refused: aclnnDot: self is Double; allowed: BFloat16, Half, Float, Byte, Char, Int
+"""A dot product in float64, which every gradcheck ends in."""
+
+import torch
+import torch_npu  # noqa: F401
+
+x = torch.ones(4, dtype=torch.float64, device="npu")
+print(torch.dot(x, x).item())
