@@ -71,12 +71,13 @@ def main(model: str, dtype: str, output: str) -> None:
     draw = random.Random(7)
     prompts = [[draw.randrange(2, 512) for _ in range(length)] for length in LENGTHS]
     limits: dict[str, Any] = {
+        "dtype": dtype,
         "max_model_len": 512,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 128,
         "gpu_memory_utilization": 0.1,
     }
-    llm = LLM(model=model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, seed=0, **limits)
+    llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, seed=0, **limits)
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, detokenize=False)
     inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
     answers: list[Any] = llm.generate(inputs, sampling, use_tqdm=False)
