@@ -330,6 +330,15 @@ void poison(void* kernel_address, uint64_t bytes, bool freed) {
   std::fill(words, words + bytes / sizeof *words, freed ? 0x7fff : 0xffff);
 }
 
+bool zero_pages(void* kernel_address, uint64_t bytes) {
+  const auto& m = machine();
+  const auto at = reinterpret_cast<uintptr_t>(kernel_address);
+  if (at < m.kernel_base || at + bytes > m.kernel_base + m.bytes) return false;  // registered host memory, perhaps of a file
+  // MADV_DONTNEED zeroes private memory only. Shared mappings of the arena (expandable segments, IPC) need MADV_REMOVE, which
+  // fails at the first private one (madvise(2)).
+  return madvise(kernel_address, bytes, MADV_REMOVE) == 0 || madvise(kernel_address, bytes, MADV_DONTNEED) == 0;
+}
+
 bool is_virtual(const void* address) {
   const auto& m = machine();
   return is_device(address) && reinterpret_cast<uintptr_t>(address) >= m.device_base + m.memory;

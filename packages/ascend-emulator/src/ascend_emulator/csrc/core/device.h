@@ -105,6 +105,8 @@ void set_current_device(int id);
 // ASCEND_EMULATOR_POISON: fills memory with NaNs when it is allocated (all bits set) and freed (0x7FFF).
 bool poisoned();
 void poison(void* kernel_address, uint64_t bytes, bool freed);
+// Zeroes whole pages of device memory by returning them to the system. False if this is other memory: nothing has changed then.
+bool zero_pages(void* kernel_address, uint64_t bytes);
 
 // In place of an NPU's id: host memory that devices may access (aclrtHostRegister).
 constexpr int kNoNpu = -1;
