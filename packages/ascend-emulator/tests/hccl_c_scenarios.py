@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import socket
 import threading
 import time
@@ -180,14 +181,31 @@ def by_root(rank: int, ranks: int) -> Any:
     return out
 
 
+def reserve_port() -> tuple[socket.socket, int]:
+    """A port below those that the kernel gives to connections, and the socket that keeps other processes from it.
+
+    It is bound without SO_REUSEADDR and gets the option afterwards: nobody else can bind the port, but this process can listen on
+    it with SO_REUSEADDR, as TCPStore does.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(first // 2, first), 100):
+        held = socket.socket()
+        try:
+            held.bind(("", port))
+        except OSError:
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return held, port
+    raise OSError(f"none of 100 ports below {first} is free")
+
+
 @scenario("rank table", ranks=2, plain_c="1")
 def rank_table(rank: int, ranks: int) -> Any:
     """Communicators from a file that describes the cluster, and one of a communicator's ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1] if rank == 0 else 0
     directory = Path(os.environ["SCENARIO_DIRECTORY"])
     if rank == 0:
+        _held, port = reserve_port()
         devices = [{"device_id": str(i), "device_ip": f"192.0.2.{i}", "rank_id": str(i)} for i in range(ranks)]
         table = {
             "status": "completed",
@@ -218,7 +236,8 @@ def rank_table(rank: int, ranks: int) -> Any:
     else:
         status.append(hccl.HcclCreateSubCommConfig(ctypes.byref(comm), 0, None, none, 0, config, ctypes.byref(sub)))
     torch.npu.synchronize()
-    # Once more, by a configuration.
+    # Once more, by a configuration. Rank 1 may be ahead and make its next communicator while rank 0 still has the last one.
+    time.sleep(0.3 * (rank == 0))
     status.append(hccl.HcclCommDestroy(comm))
     status.append(hccl.HcclCommInitClusterInfoConfig(str(directory / "table").encode(), rank, config, ctypes.byref(comm)))
     status.append(hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(4), FLOAT, SUM, comm, stream))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import select
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +98,8 @@ def fork(
         os.close(writer)
         return child, reader
     os.close(reader)
+    threads = open(f"{directory}/threads{rank}", "w")  # noqa: SIM115  open until the process ends
+    faulthandler.dump_traceback_later(TIMEOUT - 5, file=threads)
     try:
         set_environment(os.environ, ranks, soc, 1 << 29)
         os.environ.update(environ)
@@ -108,13 +112,13 @@ def fork(
 
 
 def play(name: str) -> list[Any]:
-    """What each rank returned; a rank that does not answer in time is ended and is None."""
+    """Results by rank; of a rank without a result, how it ended, or where its threads were when it was killed at the timeout."""
     function, ranks, soc, environ = SCENARIOS[name]
     with tempfile.TemporaryDirectory() as directory:
         children = [fork(function, rank, ranks, soc, environ, directory) for rank in range(ranks)]
         answers: list[Any] = []
         deadline = time.monotonic() + TIMEOUT
-        for child, reader in children:
+        for rank, (child, reader) in enumerate(children):
             text = b""
             while True:
                 ready, _, _ = select.select([reader], [], [], max(deadline - time.monotonic(), 0))
@@ -125,6 +129,12 @@ def play(name: str) -> list[Any]:
             if not ready:
                 os.kill(child, signal.SIGKILL)
             os.close(reader)
-            os.waitpid(child, 0)
-            answers.append(json.loads(text) if text else None)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if text:
+                answers.append(json.loads(text))
+            elif ready:
+                answers.append(f"rank {rank} ended with status {status}, without a result")
+            else:
+                threads = Path(directory, f"threads{rank}").read_text()
+                answers.append(f"rank {rank} was killed after {TIMEOUT} s; its threads:\n{threads}"[:3000])
         return answers

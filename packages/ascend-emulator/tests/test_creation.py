@@ -1,5 +1,7 @@
 """Functions that make or fill a tensor."""
 
+import sys
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -33,6 +35,26 @@ def test_a_large_tensor_that_is_used_again_is_zeroed():
     assert not again.any().item()
     again += 2
     assert again.sum().item() == 2 * again.numel()
+
+
+STALE = """
+import torch, torch_npu
+from torch.multiprocessing.reductions import reduce_tensor
+x = torch.ones(3 << 20, device="npu")
+if {shared}:
+    reduce_tensor(x)  # as sending it to another process does
+x[5:-3].zero_()
+print(x.sum().item())
+print(x.fill_(7).zero_().any().item())
+"""
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"], ids=["blocks", "expandable segments"])
+def test_large_tensors_in_shared_mappings_are_zeroed(run, allocator, shared):
+    """Pages of a shared mapping keep their contents in the memory file."""
+    done = run("run", "--", sys.executable, "-c", STALE.format(shared=shared), PYTORCH_NPU_ALLOC_CONF=allocator)
+    assert done.stdout.split() == ["8.0", "False"], done.stderr
 
 
 def test_part_of_a_tensor_is_filled(agree):

@@ -56,6 +56,17 @@ c10d::TCPStore& root_store() {
   return *static_cast<c10d::TCPStore*>(store->get());
 }
 
+// Rank 0's store for the communicators of rank tables, by port. Never destroyed: a rank that already makes its next communicator
+// may be connected to it while this one destroys the last.
+c10::intrusive_ptr<c10d::Store> table_store(int port) {
+  static auto* mutex = new std::mutex;
+  static auto* stores = new std::map<int, c10::intrusive_ptr<c10d::Store>>;
+  std::lock_guard lock(*mutex);
+  auto& store = (*stores)[port];
+  if (!store) store = tcp_store("127.0.0.1", port, true);
+  return store;
+}
+
 constexpr char kMark[] = "ascend-emulator-hccl-1";
 
 std::string config_name(const Config* config, const std::string& otherwise) {
@@ -130,13 +141,19 @@ std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const 
   const auto table = read_rank_table(path);
   const int ranks = static_cast<int>(table.servers.size());
   if (static_cast<int64_t>(rank) >= ranks) refuse_call(kParameter, "rank is ", rank, "; ", path, " has ", ranks, " ranks");
-  static std::atomic<int> uses{0};
   const char* base = std::getenv("HCCL_IF_BASE_PORT");
   const int port = base && *base ? std::atoi(base) : 60000;  // the documented default
-  const std::string name = config_name(config, text("hccl_table_", table.identity, "_", uses++));
-  auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>())
-                          : tcp_store(table.servers[0], port, rank == 0);
-  return std::make_shared<Communicator>(prefixed(name, store), name, static_cast<int>(rank), ranks, config_timeout(config));
+  static std::map<std::pair<std::string, uint32_t>, int> uses;  // by table and rank: equal on all ranks
+  int use;
+  {
+    std::lock_guard lock(communicators_mutex);
+    use = uses[{table.identity, rank}]++;
+  }
+  const std::string prefix = text("hccl_table_", table.identity, "_", use), name = config_name(config, prefix);
+  auto store = ranks == 1  ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>())
+               : rank == 0 ? table_store(port)
+                           : tcp_store(table.servers[0], port, false);
+  return std::make_shared<Communicator>(prefixed(prefix, store), name, static_cast<int>(rank), ranks, config_timeout(config));
 }
 
 void result(void** comm, std::shared_ptr<Communicator> made) { *comm = add_communicator(std::move(made)); }

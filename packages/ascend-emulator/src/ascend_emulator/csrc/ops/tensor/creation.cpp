@@ -1,6 +1,5 @@
 // Operators that fill a tensor.
-#include <sys/mman.h>
-
+#include "core/device.h"
 #include "operator/shapes.h"
 
 namespace {
@@ -17,9 +16,12 @@ void clear(const at::Tensor& self) {
   }
   const auto start = reinterpret_cast<uintptr_t>(self.data_ptr()), end = start + bytes;
   const auto first = (start + kPage - 1) & ~(kPage - 1), last = end & ~(kPage - 1);
+  if (!emu::zero_pages(reinterpret_cast<void*>(first), last - first)) {
+    self.zero_();
+    return;
+  }
   memset(reinterpret_cast<void*>(start), 0, first - start);
   memset(reinterpret_cast<void*>(last), 0, end - last);
-  if (madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED) != 0) self.zero_();
 }
 
 }  // namespace
