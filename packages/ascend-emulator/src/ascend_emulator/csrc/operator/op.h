@@ -210,12 +210,12 @@ class ArgumentReader {
       signature_.add(static_cast<double>(value));
     } else if constexpr (std::is_integral_v<T>) {
       signature_.add(static_cast<int64_t>(value));
-    } else {  // Scalars, Bools, Floats, Text, and the optional ones
-      if constexpr (requires { value.size(); })
-        for (const auto& each : value) collect(each);
-      else if (value)
-        collect(*value);
-      signature_.mix(1);
+    } else if constexpr (requires { value.begin(); }) {  // Scalars, Bools, Floats, Text
+      for (const auto& each : value) collect(each);
+      signature_.mix(value.size());
+    } else if constexpr (requires { value.has_value(); }) {
+      if (value) collect(*value);
+      signature_.mix(value.has_value());
     }
   }
 
