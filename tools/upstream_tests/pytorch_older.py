@@ -20,8 +20,9 @@ CHANGES = {
         (r"(op\.sample_inputs\(\s*\S+,\s*dtype)\b", r"\1, allow_higher_dtype_scalars=True"),
         (
             r"        try:\n(            foreach_op_?)(\(tensors1, tensors2\)\n)        except .*\n.*\n *\[ref_?\(.*\n",
-            r"        size = _BOOL_SUB_ERR_MSG if (dtype, foreach_op) == (torch.bool, torch._foreach_sub) else 'size of tensor a (10)'\n"
-            r"        with self.assertRaisesRegex(RuntimeError, re.escape(size)):\n\1\2",
+            r"        of_sub = (dtype, foreach_op) == (torch.bool, torch._foreach_sub)\n"
+            r"        said = re.escape(_BOOL_SUB_ERR_MSG if of_sub else 'size of tensor a (10)')\n"
+            r"        with self.assertRaisesRegex(RuntimeError, said):\n\1\2",
         ),
         (r"(type\(e\), re\.escape\(str\(e\))\)", r"\1.splitlines()[0])"),
     ],
