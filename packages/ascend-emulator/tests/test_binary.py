@@ -79,6 +79,8 @@ def test_multiple_of_the_second(agree, name, dtype):
     ids=str,
 )
 def test_types_are_promoted(agree, name, types):
+    if name == "remainder" and torch.uint8 in types:
+        pytest.skip("A3 refuses it (test_strictness.py)")
     for a, b in pairs(*types):
         agree(getattr(torch, name), a, b)
 

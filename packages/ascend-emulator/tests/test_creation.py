@@ -73,13 +73,14 @@ def test_part_of_a_tensor_is_filled(agree):
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_ranges(agree, dtype):
     like = torch.empty(0)
-    agree(lambda x: torch.arange(9, dtype=dtype, device=x.device), like)
-    agree(lambda x: torch.arange(3, 30, 4, dtype=dtype, device=x.device), like)
+    if dtype not in (torch.uint8, torch.int8, torch.int16):  # A3 refuses them (test_strictness.py)
+        agree(lambda x: torch.arange(9, dtype=dtype, device=x.device), like)
+        agree(lambda x: torch.arange(3, 30, 4, dtype=dtype, device=x.device), like)
+        agree(lambda x: torch.arange(0, dtype=dtype, device=x.device), like)
     agree(lambda x: torch.range(3, 30, 4, dtype=dtype, device=x.device), like)
     agree(lambda x: torch.linspace(0, 90, 10, dtype=dtype, device=x.device), like)
     agree(lambda x: torch.eye(4, dtype=dtype, device=x.device), like)
     agree(lambda x: torch.eye(3, 5, dtype=dtype, device=x.device), like)
-    agree(lambda x: torch.arange(0, dtype=dtype, device=x.device), like)
 
 
 def test_arange_of_fractions(agree):

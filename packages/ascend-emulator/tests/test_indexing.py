@@ -180,6 +180,8 @@ CASES = {
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_case(agree, name, dtype):
+    if dtype == torch.bfloat16 and name.startswith("put"):
+        pytest.skip("A3 refuses it (test_strictness.py)")
     agree(CASES[name], ((torch.randperm(24).view(4, 6) - 12) / 4).to(dtype))
 
 

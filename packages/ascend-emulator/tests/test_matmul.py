@@ -42,7 +42,7 @@ PRODUCTS = {
     "addbmm": ([(5, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: torch.addbmm(c, a, b, beta=2, alpha=3)),
     "baddbmm": ([(3, 5, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: torch.baddbmm(c, a, b, beta=2, alpha=3)),
     "baddbmm in place": ([(3, 5, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: c.baddbmm_(a, b, beta=2, alpha=3)),
-    "baddbmm in place, broadcast": ([(1, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: torch.baddbmm(c, a, b)),
+    "baddbmm in place, broadcast": ([(1, 1, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: torch.baddbmm(c, a, b)),
     "addmv": ([(5,), (5, 16), (16,)], lambda c, a, b: torch.addmv(c, a, b, beta=2, alpha=3)),
     "addr": ([(5, 7), (5,), (7,)], lambda c, a, b: torch.addr(c, a, b, beta=2, alpha=3)),
     "einsum": ([(2, 5, 3, 16), (2, 7, 3, 16)], lambda a, b: torch.einsum("bqhd,bkhd->bhqk", a, b)),

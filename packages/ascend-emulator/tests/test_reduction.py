@@ -65,6 +65,8 @@ def distinct(dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reduction(agree, name, dtype):
+    if dtype == torch.bfloat16 and name in ("var and mean", "median"):
+        pytest.skip("A3 refuses it (test_strictness.py)")
     x = distinct(dtype)
     for view in (x, x.transpose(0, 2), x[1:, ::2]):
         # Sums of two hundred values: the error of each in a narrow type stays below a unit of the largest partial sum.
@@ -136,4 +138,6 @@ MEDIANS = {
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", MEDIANS)
 def test_medians_and_aminmax(agree, name, dtype):
+    if dtype == torch.bfloat16 and name == "nanmedian":
+        pytest.skip("A3 refuses it (test_strictness.py)")
     agree(MEDIANS[name], ((torch.randperm(24).view(4, 6) - 12) / 4).to(dtype))

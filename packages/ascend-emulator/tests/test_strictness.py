@@ -65,7 +65,11 @@ ON_HARDWARE = {
         (torch.float64, torch.int16, torch.uint8),
         torch.int8,
     ),
-    "aclnnAddV3: other": (lambda x: torch.add(2, x), (torch.int16, torch.int64), torch.int32),
+    "aclnnAddV3: other": (
+        lambda x: torch.add(torch.tensor(2, dtype=x.dtype), x),
+        (torch.int16, torch.int64),
+        torch.int32,
+    ),
     "aclnnDiv: other": (lambda x: x / x, (torch.complex64,), torch.float32),
     "aclnnGcd: self": (torch.gcd, (torch.int8, torch.uint8), torch.int16),
     "aclnnNeg: self": (torch.neg, (torch.int16, torch.uint8), torch.int8),
@@ -80,6 +84,15 @@ ON_HARDWARE = {
     "aclnnCat: tensors": (lambda x: torch.cat([x, x]), (torch.complex128,), torch.complex64),
     "aclnnArange: out": (lambda x: torch.arange(3, dtype=x.dtype, device="npu"), (torch.int8, torch.int16), torch.int32),
     "aclnnVarMean: self": (torch.var_mean, (torch.bfloat16,), torch.float16),
+    "aclnnMedian: self": (torch.median, (torch.bfloat16, torch.float64), torch.float16),
+    "aclnnNanMedian: self": (torch.nanmedian, (torch.bfloat16,), torch.float16),
+    "aclnnKthvalue: self": (lambda x: x.kthvalue(1), (torch.bfloat16,), torch.float16),
+    "aclnnSearchSorted: sequence": (lambda x: torch.searchsorted(x[0], x), (torch.bfloat16,), torch.float16),
+    "aclnnInplacePut: self": (
+        lambda x: x.put_(torch.tensor([0]).npu(), x[0, :1].clone()),
+        (torch.bfloat16, torch.int64),
+        torch.float16,
+    ),
 }
 
 
@@ -391,7 +404,7 @@ def test_forms_that_hardware_takes_beyond_the_documentation_are_taken(agree):
         agree(lambda a, i, b: a.scatter_add(0, i, b), x, torch.tensor([0, 2]), y)
     agree(torch.abs, torch.randn(4, dtype=torch.complex64))
     agree(lambda a: 1.5 + a, torch.randn(4))
-    agree(lambda a: torch.add(2, a, alpha=3), torch.arange(4, dtype=torch.int32))
+    agree(lambda a: torch.add(torch.tensor(2.5), a, alpha=3), torch.randn(4))
     agree(lambda a: torch.log_softmax(a, 0), torch.randn(4, dtype=torch.float64))
     agree(lambda a: torch.log_softmax(a, 0, dtype=torch.float64), torch.randn(4))
     agree(torch.sinh, torch.arange(3))

@@ -105,6 +105,8 @@ def test_round_to_decimals(agree, dtype):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
 @pytest.mark.parametrize("name", ["abs", "neg", "sign", "bitwise_not"])
 def test_whole_numbers(agree, name, dtype):
+    if dtype in {"neg": (torch.int16, torch.uint8), "sign": (torch.int16, torch.int8, torch.uint8)}.get(name, ()):
+        pytest.skip("A3 refuses it (test_strictness.py)")
     x = torch.randint(0 if dtype == torch.uint8 else -99, 99, (4, 5)).to(dtype)
     agree(getattr(torch, name), x)
     agree(getattr(torch.Tensor, name + "_"), x)
@@ -119,7 +121,7 @@ def test_truth_values(agree, name):
 @pytest.mark.parametrize("name", ["sqrt", "exp", "log", "sin", "rsqrt", "reciprocal", "erf"])
 def test_whole_numbers_become_floats(agree, name):
     agree(getattr(torch, name), torch.arange(1, 9))
-    if name != "exp":  # torch_npu gives it an int32 output, which CANN refuses
+    if name not in ("exp", "erf"):  # A3 refuses them (test_strictness.py)
         agree(getattr(torch, name), torch.arange(1, 9, dtype=torch.int32))
 
 

@@ -91,7 +91,7 @@ OP(aclnnRepeatInterleaveTensor, (Tensor repeats, int64_t total, Tensor out),
     { out.copy_(at::repeat_interleave(to_int64(repeats), Opt<int64_t>(total))); })
 OP(aclnnUnfoldGrad, (Tensor grad, Ints sizes, int64_t dim, int64_t size, int64_t step, Tensor out),
     { out.copy_(at::unfold_backward(upcast(grad), sizes, dim, size, step)); })
-OP(aclnnRepeatInterleaveGrad, (Tensor grad, Tensor repeats, int64_t dim, Tensor out), {
+OP_OF_VALUES(aclnnRepeatInterleaveGrad, (Tensor grad, Tensor repeats, int64_t dim, Tensor out), {
   const auto counts = repeats.numel() == 1 ? to_int64(repeats).expand({out.size(dim)}) : to_int64(repeats);
   out.copy_(at::zeros_like(upcast(out)).index_add(dim, at::repeat_interleave(counts), upcast(grad)));
 })
