@@ -65,11 +65,6 @@ ON_HARDWARE = {
         (torch.float64, torch.int16, torch.uint8),
         torch.int8,
     ),
-    "aclnnAddV3: other": (
-        lambda x: torch.add(torch.tensor(2, dtype=x.dtype), x),
-        (torch.int16, torch.int64),
-        torch.int32,
-    ),
     "aclnnDiv: other": (lambda x: x / x, (torch.complex64,), torch.float32),
     "aclnnGcd: self": (torch.gcd, (torch.int8, torch.uint8), torch.int16),
     "aclnnNeg: self": (torch.neg, (torch.int16, torch.uint8), torch.int8),
@@ -207,6 +202,15 @@ def test_arguments_that_no_caller_of_torch_npu_passes_are_refused():
     assert "dim is -3; allowed: -2 to 1" in calls.workspace("GatherV3", x, -3, index, 0, 0, npu(2, 6))[2]
     assert calls.run("GatherV3", x, -2, index, 0, 0, npu(2, 6)) == (0, "")
     assert "out has shape [4, 2]; it must be [2, 6]" in calls.workspace("GatherV3", x, 0, index, 0, 0, npu(4, 2))[2]
+
+
+def test_number_plus_tensor():
+    x, out = torch.randn(4, device="npu"), npu(4)
+    whole = npu(4, dtype=torch.int64)
+    torch.npu.synchronize()
+    assert Calls().run("AddV3", 2.5, x, 2.0, out) == (0, "")
+    torch.testing.assert_close(out, 2.5 + 2 * x)
+    assert "aclnnAddV3: other is Long; allowed: " in Calls().workspace("AddV3", 2.5, whole, 2.0, whole)[2]
 
 
 def test_result_that_does_not_fit_in_place_is_refused_at_the_call():

@@ -5,5 +5,5 @@
 import torch
 import torch_npu  # noqa: F401
 
-x = torch.ones(1, 1, 1, 1, 1, 1, 1, 1, 2, device="npu")
+x = torch.ones(2, device="npu").view(1, 1, 1, 1, 1, 1, 1, 1, 2)
 print((x + 1).sum().item())
