@@ -55,9 +55,14 @@ class Computation {
 
 struct aclOpExecutor {
   emu::Computation compute;
-  std::vector<at::Tensor> tensors;  // in the order of the arguments, outputs last
-  bool reports_shape = false;       // the caller reads an output's shape as soon as the operator is launched
-  bool hangs = false;               // injected fault
+  std::vector<at::Tensor> tensors;       // in the order of the arguments, outputs last
+  bool reports_shape = false;            // the caller reads an output's shape as soon as the operator is launched
+  bool hangs = false;                    // injected fault
+  std::vector<emu::Fractal> fractals{};  // unpacked before each execution
+  void run() const {
+    for (const auto& each : fractals) each.unpack();
+    compute();
+  }
 };
 
 namespace emu {
@@ -122,6 +127,29 @@ struct Arg<Tensors> {
   }
 };
 template <>
+struct Arg<Weight> {
+  using C = const aclTensor*;
+  static Weight get(C object) {
+    required(object);
+    return {object->value, object->storage};
+  }
+};
+template <>
+struct Arg<Weights> {
+  using C = const aclTensorList*;
+  static Weights get(C list) { return {Arg<Tensors>::get(list), {}}; }
+};
+template <>
+struct Arg<Stored> {
+  using C = const aclTensor*;
+  static Stored get(C object) {
+    required(object);
+    return {object->value, object->storage};
+  }
+};
+template <class T>
+inline constexpr bool reads_fractal = std::is_same_v<T, Weight> || std::is_same_v<T, Weights> || std::is_same_v<T, Stored>;
+template <>
 struct Arg<Scalars> {
   using C = const aclScalarList*;
   static Scalars get(C list) {
@@ -176,10 +204,14 @@ struct OperatorInfo {
 // Converts the arguments of a call and checks their dtypes.
 class ArgumentReader {
  public:
-  ArgumentReader(OperatorInfo& info, std::vector<Tensor>& tensors) : info_(info), tensors_(tensors) {}
+  ArgumentReader(OperatorInfo& info, aclOpExecutor& executor) : info_(info), executor_(executor), tensors_(executor.tensors) {}
   template <class T>
   T take(typename Arg<T>::C value) {
     T taken = Arg<T>::get(value);
+    if constexpr (reads_fractal<T>)
+      unpack(taken, value);
+    else
+      refuse_fractal(value);
     collect(taken);
     ends_.push_back(tensors_.size());
     return taken;
@@ -191,10 +223,22 @@ class ArgumentReader {
   void collect(const Opt<Tensor>& value);
   void collect(const Tensors& value);
   void collect(const Result& value);
+  void collect(const Stored& value);
+  void collect(const Weight& value);
+  void collect(const Weights& value);
+  void unpack(Weight& taken, const aclTensor* given);
+  void unpack(Weights& taken, const aclTensorList* given);
+  void unpack(Stored&, const aclTensor*) {}
+  void refuse_fractal(const aclTensor* given) const;
+  void refuse_fractal(const aclTensorList* given) const;
+  template <class T>
+  void refuse_fractal(const T&) const {}
+  std::string name() const { return nth(info_.parameters, static_cast<int64_t>(ends_.size())); }
   template <class T>
   void collect(const T&) {}
 
   OperatorInfo& info_;
+  aclOpExecutor& executor_;
   std::vector<Tensor>& tensors_;
   c10::SmallVector<size_t, 32> ends_;  // number of tensors up to and including each argument
 };
