@@ -137,12 +137,10 @@ def test_cube_math_type():
 ON_310P = """
     import torch, torch_npu
     a, b = torch.randn(5, 64), torch.randn(64, 7)
-    x, w = torch.randn(2, 16, 9, 8), torch.randn(8, 16, 3, 3)
     def close(ours, theirs):
         torch.testing.assert_close(ours.cpu(), theirs, atol=2e-5, rtol=1e-5)
     close(a.npu() @ b.npu(), a.half().float() @ b.half().float())
-    close(torch.conv2d(x.npu(), w.npu()), torch.conv2d(x.half().float(), w.half().float()))
-    close(torch.nn.functional.avg_pool2d(x.npu(), 2), torch.nn.functional.avg_pool2d(x.half().float(), 2))
+    assert (torch.tensor([[70000.0]]).npu() @ torch.ones(1, 1).npu()).item() == torch.inf
     torch.npu.matmul.cube_math_type = torch_npu.npu.CubeMathType.KEEP_DTYPE
     print(a.npu() @ b.npu())
 """
@@ -151,4 +149,4 @@ ON_310P = """
 def test_on_310p_float32_is_multiplied_in_float16(run):
     done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", textwrap.dedent(ON_310P))
     assert "AssertionError" not in done.stderr
-    assert "aclnnMm: cubeMathType is 0 for float32; Ascend310P3 has no float32 products, so it must be 1 or 2" in done.stderr
+    assert "aclnnMatmul: cubeMathType is 0 for float32; Ascend310P3 has no float32 products, so it must be 1 or 2" in done.stderr
