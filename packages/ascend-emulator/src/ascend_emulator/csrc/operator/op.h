@@ -27,6 +27,7 @@
 
 #include "checks.h"
 #include "core/cost.h"
+#include "core/recheck.h"
 #include "core/registry.h"
 #include "tensor.h"
 
@@ -55,10 +56,13 @@ class Computation {
 
 struct aclOpExecutor {
   emu::Computation compute;
-  std::vector<at::Tensor> tensors;       // in the order of the arguments, outputs last
-  bool reports_shape = false;            // the caller reads an output's shape as soon as the operator is launched
-  bool hangs = false;                    // injected fault
-  std::vector<emu::Fractal> fractals{};  // unpacked before each execution
+  std::vector<at::Tensor> tensors;        // in the order of the arguments, outputs last
+  emu::Recheck memory{};                  // of these tensors
+  const char* parameters = "";            // as in the source
+  c10::SmallVector<uint16_t, 16> ends{};  // number of tensors up to and including each parameter
+  bool reports_shape = false;             // the caller reads an output's shape as soon as the operator is launched
+  bool hangs = false;                     // injected fault
+  std::vector<emu::Fractal> fractals{};   // unpacked before each execution
   void run() const {
     for (const auto& each : fractals) each.unpack();
     compute();
@@ -204,7 +208,8 @@ struct OperatorInfo {
 // Converts the arguments of a call and checks their dtypes.
 class ArgumentReader {
  public:
-  ArgumentReader(OperatorInfo& info, aclOpExecutor& executor) : info_(info), executor_(executor), tensors_(executor.tensors) {}
+  ArgumentReader(OperatorInfo& info, aclOpExecutor& executor)
+      : info_(info), executor_(executor), tensors_(executor.tensors), ends_(executor.ends) {}
   template <class T>
   T take(typename Arg<T>::C value) {
     T taken = Arg<T>::get(value);
@@ -213,7 +218,7 @@ class ArgumentReader {
     else
       refuse_fractal(value);
     collect(taken);
-    ends_.push_back(tensors_.size());
+    ends_.push_back(static_cast<uint16_t>(tensors_.size()));
     return taken;
   }
   void check() const;
@@ -240,7 +245,7 @@ class ArgumentReader {
   OperatorInfo& info_;
   aclOpExecutor& executor_;
   std::vector<Tensor>& tensors_;
-  c10::SmallVector<size_t, 32> ends_;  // number of tensors up to and including each argument
+  c10::SmallVector<uint16_t, 16>& ends_;
 };
 
 // GetWorkspaceSize without the operator's types: `take` converts the arguments and returns the computation.
