@@ -29,6 +29,7 @@
 #include "core/cost.h"
 #include "core/recheck.h"
 #include "core/registry.h"
+#include "signature.h"
 #include "tensor.h"
 
 namespace emu {
@@ -256,6 +257,9 @@ template <auto Body, class Name>
 struct Operator;
 template <class R, class... Params, R (*Body)(Params...), class Name>
 struct Operator<Body, Name> {
+  static constexpr char kinds[] = {kind_of<typename Arg<Params>::C>()..., 0};
+  static_assert(is_called_with(Name::text, kinds), "the parameters are not the arguments of op-plugin's calls (arguments.h)");
+
   static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
     static constinit OperatorInfo info{Name::text, Name::parameters, (std::is_same_v<Params, Result> || ...)};
     return prepare(
