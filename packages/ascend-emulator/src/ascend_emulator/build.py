@@ -73,6 +73,7 @@ SANITIZERS = "address,undefined"
 SANITIZER_OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_container_overflow=0:detect_odr_violation=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": f"suppressions={Path(__file__).with_name('tsan.suppressions')}",
 }
 
 

@@ -1,5 +1,6 @@
 #include "device.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -136,13 +137,20 @@ void* kernel_view(uintptr_t address) {
   return reinterpret_cast<void*>(address - m.device_base + m.kernel_base);
 }
 
+// A child process can use no NPU (status.h), so it gets no copy of their memory.
+void on_first_use() {
+  const auto& m = machine();
+  madvise(reinterpret_cast<void*>(m.kernel_base), m.memory, MADV_DONTFORK);
+  pthread_atfork(nullptr, nullptr, [] { forked = true; });
+}
+
 thread_local int current = -1;
 std::atomic<int> default_device{-1};
 std::atomic<int> count_in_use{-1};  // number of devices, fixed when one was first set
 
 // ASCEND_EMULATOR_LEAKS: reported at exit, after torch_npu's clean-up: this library is unloaded after its dependents.
 __attribute__((destructor)) void report_leaks() {
-  if (!number("ASCEND_EMULATOR_LEAKS", 0)) return;
+  if (forked || !number("ASCEND_EMULATOR_LEAKS", 0)) return;
   for (const auto& npu : machine().devices)
     if (const auto line = npu->leaks(); !line.empty()) fprintf(stderr, "ascend-emulator: %s\n", line.c_str());
 }
@@ -165,7 +173,7 @@ void* Device::allocate(uint64_t bytes) {
     const auto [address, size] = *block;
     free_.erase(block);
     if (size > bytes) free_[address + bytes] = size - bytes;
-    live_[address] = {bytes, std::nullopt};
+    live_[address] = {bytes, ++memory_events.allocated, std::nullopt};
     poison(kernel_view(address), bytes, false);
     return reinterpret_cast<void*>(address);
   }
@@ -179,8 +187,9 @@ void Device::release(void* pointer) {
   std::lock_guard lock(mutex_);
   const auto block = live_.find(address);
   check(block != live_.end(), kInvalidParam, "not an allocation of NPU ", id, ": ", pointer);
-  const auto [bytes, shared] = block->second;
+  const auto [bytes, _, shared] = block->second;
   live_.erase(block);
+  ++memory_events.freed;
   used_ -= bytes;
   if (shared) {
     arena::unmap(kernel_view(address), bytes);
@@ -229,7 +238,7 @@ Device::Shared Device::share(const void* address) {
   auto block = live_.upper_bound(reinterpret_cast<uintptr_t>(address));
   check(block != live_.begin() && (--block)->first + block->second.bytes > reinterpret_cast<uintptr_t>(address), kInvalidParam,
       "not an allocation of NPU ", id, ": ", address);
-  auto& [bytes, shared] = block->second;
+  auto& [bytes, _, shared] = block->second;
   if (!shared) {
     void* view = kernel_view(block->first);
     const uint64_t offset = arena::allocate(bytes);
@@ -257,13 +266,14 @@ std::string Device::leaks() {
       "NPU ", id, ": ", count, " allocations of ", total, " bytes were never freed: ", largest, listed > 8 ? ", ..." : "");
 }
 
-uint64_t Device::bytes_from(const void* address) {
+uint64_t Device::bytes_from(const void* address, uint64_t* allocation) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   std::lock_guard lock(mutex_);
   auto block = live_.upper_bound(at);
   if (block == live_.begin()) return 0;
   --block;
   const auto end = block->first + block->second.bytes;
+  if (allocation) *allocation = block->second.allocation;
   return end > at ? end - at : 0;
 }
 
@@ -291,6 +301,8 @@ uint64_t Device::available() {
   std::lock_guard lock(mutex_);
   return capacity_ - used_;
 }
+
+MemoryEvents memory_events;
 
 const Chip& chip() { return machine().chip; }
 // The variable may change until a device is set (torch_npu's test_torch_npu.py, test_device_count_not_cached_pre_init).
@@ -348,6 +360,8 @@ int current_device() {
 void set_default_device(int id) { default_device = id; }
 void set_current_device(int id) {
   auto& chosen = device(id);
+  static std::once_flag used;
+  std::call_once(used, on_first_use);
   chosen.active = true;
   int none = -1;
   count_in_use.compare_exchange_strong(none, static_cast<int>(machine().visible().size()));
@@ -380,26 +394,41 @@ bool zero_pages(void* kernel_address, uint64_t bytes) {
   return madvise(kernel_address, bytes, MADV_REMOVE) == 0 || madvise(kernel_address, bytes, MADV_DONTNEED) == 0;
 }
 
-Place locate(const void* address, uint64_t bytes) {
+bool is_virtual(const void* address) {
+  const auto& m = machine();
+  return is_device(address) && reinterpret_cast<uintptr_t>(address) >= m.device_base + m.memory;
+}
+
+const void* device_address(const void* kernel) {
+  const auto& m = machine();
+  const auto at = reinterpret_cast<uintptr_t>(kernel);
+  const bool inside = at >= m.kernel_base && at < m.kernel_base + m.bytes;
+  return inside ? reinterpret_cast<const void*>(at - m.kernel_base + m.device_base) : kernel;
+}
+
+LookedUp look_up(const void* address, uint64_t bytes) {
   const auto& m = machine();
   const auto at = reinterpret_cast<uintptr_t>(address);
-  if (!is_device(address)) {
-    check(host_memory::mapped(address) >= bytes, kOpParam, "not device memory: ", address);
-    return {const_cast<void*>(address), kNoNpu};
-  }
-  Place place{kernel_view(at), kNoNpu};
-  uint64_t left = 0;
-  if (at < m.device_base + m.memory) {
-    place.npu = static_cast<int>((at - m.device_base) / m.chip.memory);
-    left = m.devices[place.npu]->bytes_from(address);
+  if (!is_device(address)) return {{const_cast<void*>(address), kNoNpu}, host_memory::mapped(address)};
+  LookedUp found{{kernel_view(at), kNoNpu}, 0};
+  if (!is_virtual(address)) {
+    found.place.npu = static_cast<int>((at - m.device_base) / m.chip.memory);
+    found.bytes = m.devices[found.place.npu]->bytes_from(address, &found.allocation);
   } else {
     const auto mapped = virtual_memory::at(address, bytes);
-    place.npu = mapped.npu;
-    left = mapped.bytes;
-    if (left && mapped.npu == kNoNpu) place.kernel = const_cast<void*>(address);
+    found.place.npu = mapped.npu;
+    found.bytes = mapped.bytes;
+    found.allocation = mapped.range;
+    if (mapped.bytes && mapped.npu == kNoNpu) found.place.kernel = const_cast<void*>(address);
   }
-  check(bytes <= left, kInvalidParam, bytes, " bytes at ", address, ", where ", left, " are allocated");
-  return place;
+  return found;
+}
+
+Place locate(const void* address, uint64_t bytes) {
+  const auto found = look_up(address, bytes);
+  check(is_device(address) || found.bytes >= bytes, kOpParam, "not device memory: ", address);
+  check(bytes <= found.bytes, kInvalidParam, bytes, " bytes at ", address, ", where ", found.bytes, " are allocated");
+  return found.place;
 }
 
 void* resolve(const void* address, bool must_be_device, const char* what, uint64_t bytes) {

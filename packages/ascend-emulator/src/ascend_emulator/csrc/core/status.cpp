@@ -1,9 +1,11 @@
+#include "device.h"
 #include "registry.h"
 
 #include <pthread.h>
 
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <utility>
 
@@ -51,8 +53,12 @@ Error error_of(const std::exception& e) {
   return {kOpFailed, what.substr(0, what.find("\nException raised from"))};
 }
 
+std::atomic<bool> forked{false};
+
 int guarded(const char* name, c10::function_ref<void()> body) noexcept {
   try {
+    check(!forked, kContextNull,
+        "this process was forked from one that uses NPUs, and cannot use them; start it with the method spawn");
     body();
     return kOk;
   } catch (const std::exception& e) {
@@ -78,7 +84,7 @@ long refuse_value(const char* name) {
 
 namespace {
 std::mutex failure_mutex;
-std::string failed_on_queue;
+std::map<int, std::string> failed_on_queue;  // NPU -> operator
 
 // torch_npu's queue thread, by its name (torch_npu/csrc/core/npu/NPUAffinityController.cpp, BSD).
 bool on_queue_thread() {
@@ -96,15 +102,17 @@ int operator_done(const char* name, int status) {
   if (status != kOk && of_atb(name)) std::fprintf(stderr, "%s\n", last_message.c_str());
   if (status != kOk && on_queue_thread()) {
     std::lock_guard lock(failure_mutex);
-    if (failed_on_queue.empty()) failed_on_queue = name;
+    failed_on_queue.emplace(has_current_device() ? current_device() : kNoNpu, name);
   }
   return status;
 }
 
-void check_queue() {
+void check_queue(int device) {
   std::lock_guard lock(failure_mutex);
-  check(failed_on_queue.empty(), kOpFailed, failed_on_queue,
-      " failed earlier, and torch_npu computes nothing more in this process; start a new one");
+  for (const auto& [npu, name] : failed_on_queue) {
+    check(npu != device && npu != kNoNpu, kOpFailed, name, " failed earlier, and torch_npu computes nothing more on NPU ", device,
+        " in this process; start a new one");
+  }
 }
 
 }  // namespace emu

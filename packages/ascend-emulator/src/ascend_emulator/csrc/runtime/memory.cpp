@@ -3,7 +3,7 @@
 #include <cstring>
 #include <utility>
 
-#include "core/device.h"
+#include "core/recheck.h"
 #include "core/registry.h"
 #include "core/stream.h"
 #include "core/trace.h"
@@ -33,7 +33,8 @@ struct Copy {
   const void* from;
   size_t bytes;
   int32_t kind;
-  bool onto_device = false, off_device = false;
+  bool onto_device = false, off_device = false, pinned = false;
+  Recheck memory;
 
   Copy(void* to, size_t room, const void* from, size_t bytes, int32_t kind)
       : to(to), room(room), from(from), bytes(bytes), kind(kind) {
@@ -43,6 +44,7 @@ struct Copy {
     const bool between_devices = kind == device_to_device || kind >= within_npu;
     onto_device = kind == by_addresses ? is_device(to) : between_devices || kind == host_to_device || kind == host_by_buffer;
     off_device = kind == by_addresses ? is_device(from) : between_devices || kind == device_to_host;
+    pinned = bytes && onto_device != off_device && is_pinned(onto_device ? from : to);
     views();
     if (onto_device && off_device && bytes) {
       const int target = locate(to, 1).npu, source = locate(from, 1).npu;
@@ -55,8 +57,17 @@ struct Copy {
     return {resolve(to, onto_device, "the destination", bytes), resolve(from, off_device, "the source", bytes)};
   }
   void run() const {
+    recheck();
     const auto [target, source] = views();
     if (bytes) std::memmove(target, source, bytes);
+  }
+  void recheck() const {
+    memory.verify([&] {
+      if (bytes && onto_device) memory.check("the destination", to, bytes);
+      if (bytes && off_device) memory.check("the source", from, bytes);
+      check(!pinned || is_pinned(onto_device ? from : to), kInvalidParam, onto_device ? "the source" : "the destination",
+          " is host memory that was freed after the call: ", onto_device ? from : to);
+    });
   }
   // Bytes of device memory read and written, and bytes over the host link.
   Work cost() const {
@@ -69,16 +80,21 @@ void submit(const char* name, const Copy& copy, void* handle) {
   auto& stream = stream_of(handle);
   Task task{name, [copy] { copy.run(); }, Kind::copy};
   task.work = copy.cost();
-  const bool upload = copy.onto_device && !copy.off_device, download = copy.off_device && !copy.onto_device;
-  const bool pageable = copy.bytes && ((upload && !is_pinned(copy.from)) || (download && !is_pinned(copy.to)));
+  const bool upload = copy.onto_device && !copy.off_device;
+  const bool pageable = copy.bytes && copy.onto_device != copy.off_device && !copy.pinned;
   if (pageable) check_capture_mode("a copy of memory that is not pinned");
-  check(!pageable || !stream.capture, kCaptureBlocks,
+  check(!pageable || !stream.captured(), kCaptureBlocks,
       "the host memory is not pinned, so that the copy blocks the host, and cannot be captured");
   if (upload && copy.bytes && (pageable || copy.kind == host_by_buffer)) {
     // Pageable memory may change when the call returns: CANN copies it first.
+    Copy device_side = copy;
+    device_side.pinned = false;
     auto staged = std::make_shared<std::vector<char>>(
         static_cast<const char*>(copy.from), static_cast<const char*>(copy.from) + copy.bytes);
-    task.run = [copy, staged] { std::memcpy(copy.views().first, staged->data(), copy.bytes); };
+    task.run = [copy = std::move(device_side), staged] {
+      copy.recheck();
+      std::memcpy(copy.views().first, staged->data(), copy.bytes);
+    };
     stream.submit(std::move(task));
     return;
   }
@@ -183,7 +199,13 @@ ACL_API(computed, aclrtMemset, (void* at, size_t room, int32_t value, size_t byt
 })
 ACL_API(computed, aclrtMemsetAsync, (void* at, size_t room, int32_t value, size_t bytes, void* stream), {
   check(bytes <= room, kInvalidParam, "setting ", bytes, " bytes of ", room);
-  Task task{"aclrtMemsetAsync", [=] { fill(at, room, value, bytes); }, Kind::copy};
+  const Recheck memory;
+  Task task{"aclrtMemsetAsync",
+      [=] {
+        if (bytes && is_device(at)) memory.verify([&] { memory.check("the memory", at, bytes); });
+        fill(at, room, value, bytes);
+      },
+      Kind::copy};
   task.work.bytes = bytes;
   stream_of(stream).submit(std::move(task));
 })

@@ -1,4 +1,4 @@
-"""Part of pyACL, CANN's Python binding: devices for Ray (``ray/_private/accelerators/npu.py``), copies for sleep-mode allocators.
+"""Part of pyACL, CANN's Python binding, that Ray (``ray/_private/accelerators/npu.py``) and vllm-ascend's allocator use.
 
 It is found through PYTHONPATH (``activation.set_environment``), as with CANN's set_env.sh.
 """
@@ -14,4 +14,4 @@ def get_soc_name() -> str:
     """The chip's name, such as Ascend910B1."""
     name = rt.library().aclrtGetSocName
     name.restype = ctypes.c_char_p
-    return name().decode()
+    return str(name().decode())

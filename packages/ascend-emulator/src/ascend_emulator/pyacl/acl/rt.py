@@ -1,4 +1,4 @@
-"""`acl.rt` of pyACL: runtime calls. Addresses are integers."""
+"""`acl.rt` of pyACL: runtime calls."""
 
 import ctypes
 import functools
@@ -10,8 +10,8 @@ from ascend_emulator import build
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The emulated libascendcl.so."""
-    for name in ("libc10.so", "libtorch_cpu.so"):  # normally loaded by torch
+    """libascendcl.so; libraries that torch normally loads come first."""
+    for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(build.torch_dir() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(Path(os.environ["ASCEND_HOME_PATH"], "libascendcl.so")))
 
@@ -23,7 +23,7 @@ def get_device_count() -> tuple[int, int]:
     return count.value, status
 
 
-def memcpy(dst: int, dest_max: int, src: int, count: int, direction: int) -> int:
-    """Copy ``count`` bytes to an address with room for ``dest_max``; return CANN's status, 0 on success."""
-    size, address = ctypes.c_size_t, ctypes.c_void_p
-    return int(library().aclrtMemcpy(address(dst), size(dest_max), address(src), size(count), ctypes.c_int32(direction)))
+def memcpy(dst: int, dest_max: int, src: int, count: int, kind: int) -> int:
+    """Copy `count` bytes between addresses; `kind` is an aclrtMemcpyKind. CANN's status, 0 on success."""
+    size, pointer = ctypes.c_size_t, ctypes.c_void_p
+    return int(library().aclrtMemcpy(pointer(dst), size(dest_max), pointer(src), size(count), kind))
