@@ -170,6 +170,7 @@ int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> 
     ArgumentReader reader(info, *made);
     made->compute = take(reader);
     made->reports_shape = info.reports_shape;
+    *bytes = workspace_bytes(info.workspace, info.name, made->tensors);
     if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
     *executor = made.release();
   }));

@@ -31,6 +31,7 @@
 #include "core/registry.h"
 #include "signature.h"
 #include "tensor.h"
+#include "workspace.h"
 
 namespace emu {
 
@@ -197,13 +198,12 @@ inline void partial_access(const Tensor& argument, const Tensor& part) {
   partial_access(argument, static_cast<double>(part.nbytes()));
 }
 }  // namespace cost
-// Name of the nth parameter of a list as in the source: "bias" is number 1 of "(Tensor self, Opt<Tensor> bias, Tensor out)".
-std::string nth(const char* list, int64_t n);
 
 struct OperatorInfo {
   const char *name, *parameters;  // as in the source
   bool reports_shape;
-  std::atomic<DTypeSet> allowed{~DTypeSet{0}};  // of the first argument; looked up at the first call
+  std::atomic<DTypeSet> allowed{~DTypeSet{0}};       // of the first argument; looked up at the first call
+  std::atomic<const Workspace*> workspace{nullptr};  // looked up at the first call
 };
 
 // Converts the arguments of a call and checks their dtypes.
