@@ -346,6 +346,8 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
         [
             compiler,
             *(flag for flag in _flags() if "sanitize" in flag),
+            # Inline functions of the C++ library: those compiled with the sanitizer, not torch's.
+            *(["-Wl,-Bsymbolic-functions"] if os.environ.get("ASCEND_EMULATOR_SANITIZE") == "thread" else []),
             "-shared",
             f"-Wl,-soname,{core.name}",
             "-o",
