@@ -78,10 +78,11 @@ def rotate(x, cos, sin):
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
+@pytest.mark.parametrize("weights", ["ND", "NZ"])
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("mode", ["PA_BSND", "PA_NZ"])
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
-def test_mla_prolog(small, mode, version):
+def test_mla_prolog(small, mode, version, weights):
     tokens, hidden, low, heads, size, latent, rotary = 5, 96, 64, 4, 32, 128, 64
     dtype = torch.int8 if small else torch.bfloat16
 
@@ -110,6 +111,11 @@ def test_mla_prolog(small, mode, version):
         }
     ours = [t.npu() for t in caches]
     given = [t.npu() for t in (x, down, up, up_key, down_key, *gammas, sin, cos)]
+    if weights == "NZ":
+        torch.npu.config.allow_internal_format = True
+        for place in (1, 2, 4):
+            given[place] = torch_npu.npu_format_cast(given[place], 29)
+        torch.npu.config.allow_internal_format = False
     options = {name: t.npu() for name, t in scales.items()} | {"cache_mode": mode}
     if version == 2:
         query, rope, _, _, query_scale = torch_npu.npu_mla_prolog_v2(*given, index.npu(), *ours, **options)

@@ -152,3 +152,10 @@ subprocess.run([sys.executable, "-c", {SHOW!r}])
     done = python("-c", script, LD_LIBRARY_PATH="")
     assert done.stdout == "2 Ascend910B3 5.0\n2 Ascend910B3 1073741824\n", done.stderr
     assert done.stderr.count("emulated NPUs") == 1
+
+
+def test_strict_programs_have_poisoned_memory_and_the_given_adversary(run):
+    script = "import os, torch, torch_npu; x = torch.empty(9, device='npu'); "
+    script += "print(os.environ['ASCEND_EMULATOR_ADVERSARY'], x.isnan().all().item())"
+    done = run("run", "--strict", "--adversary", "7", "--memory", "256MiB", "--", sys.executable, "-c", script)
+    assert done.stdout == "7 True\n", done.stderr

@@ -51,3 +51,52 @@ def test_nnpack_s_convolution():
     x, w, b = (torch.randint(-2, 3, shape).float() for shape in [(2, 4, 7, 6), (6, 4, 3, 3), (6,)])
     actual = torch._nnpack_spatial_convolution(x.npu(), w.npu(), b.npu(), (2, 1))
     assert torch.equal(actual.cpu(), F.conv2d(x, w, b, padding=(2, 1)))
+
+
+def hf32(x):
+    """Rounded to 11 bits of mantissa, ties to even, in float64 (CANN's documentation of ENABLE_HF32_EXECUTION)."""
+    fraction, exponent = torch.frexp(x.double())
+    return torch.ldexp((fraction * 2**12).round(), exponent - 12)
+
+
+def relative(actual, expected):
+    return ((actual.cpu().double() - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.fixture
+def in_float32():
+    """Convolutions in float32's own precision (torch.npu.conv.allow_hf32 is True by default)."""
+    torch.npu.conv.allow_hf32 = False
+    yield
+    torch.npu.conv.allow_hf32 = True
+
+
+def gradients(function, *tensors):
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    out = function(*tensors)
+    return out, *torch.autograd.grad(out, tensors, out.detach() / 8)
+
+
+def test_float32_is_multiplied_in_hf32():
+    x, w, b = torch.randn(2, 48, 9, 8), torch.randn(16, 48, 3, 3), torch.randn(16)
+    expected = F.conv2d(hf32(x), hf32(w), b.double())
+    actual = F.conv2d(x.npu(), w.npu(), b.npu())
+    assert relative(actual, expected) < 1e-6
+    assert 1e-5 < relative(actual, F.conv2d(x.double(), w.double(), b.double())) < 1e-3
+
+
+def test_gradients_in_float32_are_multiplied_in_hf32():
+    x, w, b = torch.randn(2, 16, 9, 8), torch.randn(8, 16, 3, 3), torch.randn(8)
+    out, *slopes = gradients(F.conv2d, x.npu(), w.npu(), b.npu())
+    grad = out.detach().cpu() / 8
+    wide = hf32(x).requires_grad_(), hf32(w).requires_grad_()
+    expected = torch.autograd.grad(F.conv2d(*wide), wide, hf32(grad))
+    for slope, reference in zip(slopes, [*expected, grad.double().sum((0, 2, 3))], strict=True):  # the bias's is a plain sum
+        assert relative(slope, reference) < 1e-6
+
+
+def test_float32_keeps_its_precision_where_hf32_is_not_allowed(in_float32):
+    tensors = torch.randn(2, 16, 9, 8), torch.randn(8, 16, 3, 3), torch.randn(8)
+    expected = gradients(F.conv2d, *(x.double() for x in tensors))
+    for ours, theirs in zip(gradients(F.conv2d, *(x.npu() for x in tensors)), expected, strict=True):
+        assert relative(ours.detach(), theirs.detach()) < 1e-6

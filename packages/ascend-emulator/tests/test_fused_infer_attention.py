@@ -439,6 +439,43 @@ def test_prompt_and_incremental_attention():
         close(out[i], reference(query[i, :, :1], key[i, :, :length], value[i, :, :length], 0.2)[0])
 
 
+def test_query_may_be_a_slice_of_heads():
+    """As vllm-ascend passes it in the prefill of latent attention."""
+    query, key, value = inputs(size=SIZE)
+    whole = torch.randn(BATCH, HEADS, QUERIES, SIZE + 16).half()
+    whole[..., :SIZE] = query
+    options = {"num_heads": HEADS, "num_key_value_heads": GROUPS, "scale": 0.2}
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        whole.npu()[..., :SIZE], key.npu(), value.npu(), input_layout="BNSD", **options
+    )
+    for i in range(BATCH):
+        close(out[i], reference(query[i], key[i], value[i], 0.2)[0])
+    flat = [arranged(x, "TND").npu() for x in (whole, key, value)]
+    lengths = {"actual_seq_lengths": [QUERIES, 2 * QUERIES], "actual_seq_lengths_kv": [KEYS, 2 * KEYS]}
+    packed, _ = torch_npu.npu_fused_infer_attention_score(
+        flat[0][..., :SIZE], *flat[1:], input_layout="TND", **lengths, **options
+    )
+    assert torch.equal(packed.cpu(), arranged(out.cpu(), "TND"))
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_tensors_that_are_not_contiguous_are_refused(which):
+    given = dict(zip(("query", "key", "value"), (x.npu() for x in inputs()), strict=True))
+    given[which] = given[which].transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(RuntimeError, match=rf"{which} has strides .* must be contiguous"):
+        torch_npu.npu_fused_infer_attention_score(
+            *given.values(), num_heads=HEADS, num_key_value_heads=GROUPS, input_layout="BNSD", scale=0.2
+        )
+
+
+def test_one_token_has_no_correction_of_masked_rows():
+    query, key, value = (x.npu() for x in inputs(queries=1))
+    with pytest.raises(RuntimeError, match="inner_precise is 2; allowed: 0 to 1"):
+        torch_npu.npu_fused_infer_attention_score(
+            query, key, value, num_heads=HEADS, num_key_value_heads=GROUPS, input_layout="BNSD", inner_precise=2
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -89,7 +89,7 @@ except RuntimeError as error:
     environ = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
     done = run("run", "--", sys.executable, "-c", script, **environ)
     what = "freed after the call, and allocated again" if again else f"{'unmapped' if expandable else 'freed'} after the call"
-    expected = f"bytes at 0x[0-9a-f]+, which were {what} "
+    expected = f"bytes at 0x[0-9a-f]+, which were {what}\n"
     assert done.returncode == 0
     assert re.search(r"aclnnMuls \(node 0 of graph 0\): self, 33554432 " + expected, done.stdout), done
 

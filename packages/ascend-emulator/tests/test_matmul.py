@@ -1,7 +1,11 @@
 """Matrix products."""
 
+import sys
+import textwrap
+
 import pytest
 import torch
+import torch_npu
 from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -82,3 +86,67 @@ def test_long_sums_of_fractions(agree, rows, dtype):
 @pytest.mark.parametrize("shapes", [[(5,), (5, 6)], [(3, 4), (4,)], [(2, 3, 4), (4,)]], ids=str)
 def test_gradients_of_products_with_vectors(agree_backward, shapes, dtype):
     agree_backward(torch.matmul, *(torch.randint(-3, 4, shape).to(dtype) for shape in shapes))
+
+
+def products(a, b, c, vector):
+    return (
+        a @ b,
+        torch.addmm(c, a, b),
+        torch.mv(a, vector),
+        torch.addmv(c[:, 0].contiguous(), a, vector),
+        torch.bmm(a[None], b[None]),
+        torch.baddbmm(c[None], a[None], b[None]),
+        torch.addbmm(c, a[None], b[None]),
+        c.clone().addmm_(a, b),
+    )
+
+
+def hf32(x):
+    """Rounded to 11 bits of mantissa, ties to even, in float64 (CANN's documentation of ENABLE_HF32_EXECUTION)."""
+    fraction, exponent = torch.frexp(x.double())
+    return torch.ldexp((fraction * 2**12).round(), exponent - 12)
+
+
+def test_float32_is_multiplied_in_hf32_where_it_is_allowed():
+    a, b, c, vector = torch.randn(5, 64), torch.randn(64, 7), torch.randn(5, 7), torch.randn(64)
+    given = [x.npu() for x in (a, b, c, vector)]
+    exact = products(*(x.double() for x in (a, b, c, vector)))
+    torch.npu.matmul.allow_hf32 = True
+    rounded = products(*given)
+    torch.npu.matmul.allow_hf32 = False  # the default
+    for ours, plain, wide, narrow in zip(
+        rounded, products(*given), exact, products(hf32(a), hf32(b), c.double(), hf32(vector)), strict=True
+    ):
+        torch.testing.assert_close(plain.cpu().double(), wide, atol=2e-5, rtol=0)
+        torch.testing.assert_close(ours.cpu().double(), narrow, atol=2e-5, rtol=0)
+        assert (ours.cpu() - wide).abs().max() > 2e-4
+
+
+def test_cube_math_type():
+    a, b = torch.tensor([[70000.0, 1 + 2**-11]]).npu(), torch.eye(2).npu()
+    kinds = torch_npu.npu.CubeMathType
+    # 1 + 2**-11 is a tie in float16, and exact in HF32.
+    expected = {kinds.KEEP_DTYPE: [70000, 1 + 2**-11], kinds.USE_FP16: [torch.inf, 1], kinds.USE_HF32: [70016, 1 + 2**-11]}
+    for kind, values in expected.items():
+        torch.npu.matmul.cube_math_type = kind
+        ours = a[:, :1] @ b[:1, :1], a[:, 1:] @ b[1:, 1:]
+        torch_npu._C._npu_setOption({"CUBE_MATH_TYPE": ""})
+        assert [x.item() for x in ours] == values
+
+
+ON_310P = """
+    import torch, torch_npu
+    a, b = torch.randn(5, 64), torch.randn(64, 7)
+    def close(ours, theirs):
+        torch.testing.assert_close(ours.cpu(), theirs, atol=2e-5, rtol=1e-5)
+    close(a.npu() @ b.npu(), a.half().float() @ b.half().float())
+    assert (torch.tensor([[70000.0]]).npu() @ torch.ones(1, 1).npu()).item() == torch.inf
+    torch.npu.matmul.cube_math_type = torch_npu.npu.CubeMathType.KEEP_DTYPE
+    print(a.npu() @ b.npu())
+"""
+
+
+def test_on_310p_float32_is_multiplied_in_float16(run):
+    done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", textwrap.dedent(ON_310P))
+    assert "AssertionError" not in done.stderr
+    assert "aclnnMatmul: cubeMathType is 0 for float32; Ascend310P3 has no float32 products, so it must be 1 or 2" in done.stderr

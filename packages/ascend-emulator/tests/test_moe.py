@@ -65,6 +65,31 @@ def test_gating_in_groups(k_group, groups, mode, kind, dtype):
     close(y, 2.5 * (weights / weights.sum(-1, True) if kind else weights))
 
 
+def test_gating_is_deepseek_v3_s_router():
+    """transformers' DeepseekV3TopkRouter, for the published model's 256 experts."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3TopkRouter
+
+    router = DeepseekV3TopkRouter(DeepseekV3Config(hidden_size=64)).requires_grad_(False)
+    assert (router.num_group, router.topk_group, router.top_k) == (8, 4, 8)
+    router.weight.normal_(std=0.1)
+    router.e_score_correction_bias.normal_(std=0.1)
+    logits, weights, chosen = router(torch.randn(200, 64))
+    y, experts, _ = torch_npu.npu_moe_gating_top_k(
+        logits.npu(),
+        router.top_k,
+        bias=router.e_score_correction_bias.npu(),
+        k_group=router.topk_group,
+        group_count=router.num_group,
+        group_select_mode=1,
+        norm_type=1,
+        renorm=0,
+        routed_scaling_factor=router.routed_scaling_factor,
+    )
+    ours, theirs = experts.cpu().long().sort(-1), chosen.sort(-1)
+    assert torch.equal(ours.values, theirs.values)
+    close(y.cpu().gather(1, ours.indices), weights.double().gather(1, theirs.indices))
+
+
 def test_gating_by_token_id():
     x, ids, table = torch.randn(3, 8), torch.tensor([2, 0, 1]), torch.tensor([[0, 1], [5, 2], [7, 3]])
     y, experts, _ = torch_npu.npu_moe_gating_top_k(x.npu(), 2, input_ids=ids.npu(), tid2eid=table.npu(), norm_type=1)

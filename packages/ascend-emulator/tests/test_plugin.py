@@ -57,3 +57,9 @@ def test_unknown_chip_is_answered_in_a_line(suite):
     assert done.returncode != 0
     assert "unknown chip 'Ascend'; supported:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_strict_tests_have_poisoned_memory_and_an_adversary(suite):
+    names = ("POISON", "LEAKS", "ADVERSARY")
+    body = f"import os; assert [os.environ['ASCEND_EMULATOR_' + name] for name in {names}] == ['1'] * 3"
+    passed(suite(body, "--npus", "1", "--npu-strict"))

@@ -1,6 +1,6 @@
 """Streams, events, graphs and memory used by several threads, two of which capture at a time: for the thread sanitizer.
 
-ASCEND_EMULATOR_SANITIZE=thread OMP_NUM_THREADS=1 ascend-emulator run --npus 2 -- python threads.py
+ASCEND_EMULATOR_SANITIZE=thread OMP_NUM_THREADS=1 TASK_QUEUE_ENABLE=0 ascend-emulator run --npus 2 -- python threads.py
 """
 
 import ctypes
@@ -21,14 +21,15 @@ def capture_and_replay(device):
     for turn in range(ROUNDS):
         graph = torch.npu.NPUGraph()
         main.synchronize()
-        with torch.npu.graph(graph, stream=main, capture_error_mode="thread_local"):
+        with torch.npu.stream(main):  # torch.npu.graph would synchronize all NPUs, which the other capture forbids
+            graph.capture_begin(capture_error_mode="thread_local")
             y = x * turn
             side.wait_stream(main)
             with torch.npu.stream(side):
                 z = y + 1
             main.wait_stream(side)
             z = z * 2
-        with torch.npu.stream(main):
+            graph.capture_end()
             graph.replay()
             total = z.sum()
         main.synchronize()
@@ -89,9 +90,8 @@ def events_between_streams(device):
 def streams_that_end(device):
     """Streams are created, aborted and destroyed while they run."""
     call("aclrtSetDevice", device)
-    block = memory(1 << 20)
     for turn in range(ROUNDS):
-        on = stream()
+        on, block = stream(), memory(1 << 20)
         for value in range(10):
             fill(block, value, on, 1 << 20)
         if turn % 3 == 0:
@@ -120,7 +120,6 @@ def main():
         except BaseException as error:
             failed.append(f"{body.__name__}: {error}")
 
-    # torch.npu.graph synchronizes its NPU, which another thread's capture there would forbid.
     bodies = (captured_by_two_threads, events_between_streams, streams_that_end, allocations)
     work = [(capture_and_replay, 1), *((body, 0) for body in bodies)]
     threads = [threading.Thread(target=run, args=each) for each in work]

@@ -5,8 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
+#include <fstream>
 #include <memory>
+#include <set>
 
 #include "arena.h"
 #include "host_memory.h"
@@ -41,7 +45,12 @@ struct Machine {
     bytes = memory + std::min(memory * kVirtualPerMemory, kVirtualMost);
     device_base = map(PROT_NONE);
     kernel_base = map(PROT_NONE);
-    mprotect(reinterpret_cast<void*>(kernel_base), memory, PROT_READ | PROT_WRITE);
+    // Fails where the kernel does not overcommit memory (vm.overcommit_memory is 2).
+    if (mprotect(reinterpret_cast<void*>(kernel_base), memory, PROT_READ | PROT_WRITE) != 0) {
+      fprintf(stderr, "ascend-emulator: cannot map %llu bytes for %d NPUs: %s; use a smaller --memory\n",
+          static_cast<unsigned long long>(memory), npus, std::strerror(errno));
+      std::abort();
+    }
     madvise(reinterpret_cast<void*>(kernel_base), memory, MADV_HUGEPAGE);
     virtual_memory::initialize(device_base + memory, bytes - memory, static_cast<intptr_t>(kernel_base - device_base));
     for (int i = 0; i < npus; ++i) devices.push_back(std::make_unique<Device>(i, device_base + i * chip.memory, chip.memory));
@@ -95,23 +104,26 @@ struct Machine {
 
   // ASCEND_RT_VISIBLE_DEVICES, as CANN documents it and torch_npu parses it (torch_npu/npu/__init__.py, device_count): a list of
   // ids; the first invalid id ends it. No NPU is visible if the ids do not ascend.
-  int visible() const {
+  std::vector<int> visible() const {
     const int npus = static_cast<int>(devices.size());
+    std::vector<int> ids;
     const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
-    if (!list) return npus;
-    int count = 0;
+    if (!list) {
+      for (int id = 0; id < npus; ++id) ids.push_back(id);
+      return ids;
+    }
     long last = -1;
     for (const char* at = list; std::isdigit(static_cast<unsigned char>(*at)); ++at) {
       char* end = nullptr;
       const long id = std::strtol(at, &end, 10);
-      if (id <= last) return 0;
+      if (id <= last) return {};
       if (id >= npus) break;
       last = id;
-      ++count;
+      ids.push_back(static_cast<int>(id));
       if (*end != ',') break;
       at = end;
     }
-    return count;
+    return ids;
   }
 };
 
@@ -198,6 +210,15 @@ void Device::release(void* pointer) {
       free_.erase(at);
     }
   }
+}
+
+void Device::reset() {
+  std::vector<uintptr_t> addresses;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [address, _] : live_) addresses.push_back(address);
+  }
+  for (const auto address : addresses) release(reinterpret_cast<void*>(address));
 }
 
 void Device::reserve_physical(uint64_t bytes) {
@@ -287,7 +308,7 @@ const Chip& chip() { return machine().chip; }
 // The variable may change until a device is set (torch_npu's test_torch_npu.py, test_device_count_not_cached_pre_init).
 int device_count() {
   const int fixed = count_in_use;
-  return fixed >= 0 ? fixed : machine().visible();
+  return fixed >= 0 ? fixed : static_cast<int>(machine().visible().size());
 }
 
 Device& device(int id) {
@@ -296,10 +317,44 @@ Device& device(int id) {
   return *machine().devices[id];
 }
 
+int physical_id(int id) {
+  device(id);
+  const auto visible = machine().visible();
+  return id < static_cast<int>(visible.size()) ? visible[id] : id;  // the variable may have changed since
+}
+
+const std::string& machine_id() {
+  static const std::string id = [] {
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::string text, bytes(16, '\0');
+    std::getline(file, text);
+    text.erase(std::remove(text.begin(), text.end(), '-'), text.end());
+    for (size_t i = 0; i < bytes.size() && 2 * i + 1 < text.size(); ++i)
+      bytes[i] = static_cast<char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
+    return bytes;
+  }();
+  return id;
+}
+
+namespace {
+std::mutex peers_mutex;
+std::set<std::pair<int, int>> peers;
+}  // namespace
+void enable_peer_access(int npu, int peer, bool enabled) {
+  std::lock_guard lock(peers_mutex);
+  const auto pair = std::minmax(npu, peer);
+  enabled ? void(peers.insert(pair)) : void(peers.erase(pair));
+}
+bool peer_access(int npu, int peer) {
+  std::lock_guard lock(peers_mutex);
+  return npu == peer || peers.count(std::minmax(npu, peer)) > 0;
+}
+
 bool has_current_device() { return current >= 0; }
 int current_device() {
   if (current < 0 && default_device >= 0) set_current_device(default_device);
   check(current >= 0, kContextNull, "no device was set in this thread");
+  check(machine().devices[current]->active, kContextNull, "NPU ", current, " was reset (aclrtResetDevice)");
   return current;
 }
 void set_default_device(int id) { default_device = id; }
@@ -309,7 +364,7 @@ void set_current_device(int id) {
   std::call_once(used, on_first_use);
   chosen.active = true;
   int none = -1;
-  count_in_use.compare_exchange_strong(none, machine().visible());
+  count_in_use.compare_exchange_strong(none, static_cast<int>(machine().visible().size()));
   current = chosen.id;
 }
 

@@ -65,6 +65,8 @@ class Device {
   void clear_memory_error();
   void* memory_error_address();
 
+  void reset();  // releases all allocations
+
   // One line about allocations that were never released; empty if there are none.
   std::string leaks();
 
@@ -94,9 +96,17 @@ const Chip& chip();
 // "Ascend950" (A5), "Ascend310P".
 inline bool is_chip(const char* family) { return chip().name.rfind(family, 0) == 0; }
 int device_count();
-Device& device(int id);  // throws kInvalidParam
+Device& device(int id);  // throws kInvalidDevice
+// Number of an NPU on its machine, from its number in this process (ASCEND_RT_VISIBLE_DEVICES).
+int physical_id(int id);
+// Identifier of this machine: 16 bytes, from its boot id.
+const std::string& machine_id();
 
-// The calling thread's device, or aclInit's default device; throws kContextNull without either.
+// Whether copies between two NPUs are enabled; aclrtDeviceEnablePeerAccess enables them in both directions.
+void enable_peer_access(int npu, int peer, bool enabled);
+bool peer_access(int npu, int peer);
+
+// The calling thread's device, or aclInit's default device; throws kContextNull without either, and if the device was reset.
 int current_device();
 void set_default_device(int id);
 bool has_current_device();

@@ -7,17 +7,21 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <utility>
 
 namespace emu {
 namespace {
 thread_local std::string last_message;
 thread_local std::string returned_message;
+thread_local int last_status = kOk;
 }  // namespace
 
 int fail(Status status, const std::string& message) {
   last_message = "[ascend-emulator] " + message;
-  return status;
+  return last_status = status;
 }
+
+int last_error(bool clear) { return clear ? std::exchange(last_status, kOk) : last_status; }
 
 std::string joined(std::initializer_list<Printable> parts) {
   std::ostringstream out;
@@ -72,6 +76,12 @@ int refuse(const char* name) {
   return std::strncmp(name, "aclnn", 5) == 0 || of_atb(name) ? operator_done(name, status) : status;
 }
 
+long refuse_value(const char* name) {
+  refuse(name);
+  std::fprintf(stderr, "%s\n", last_message.c_str());
+  return 0;
+}
+
 namespace {
 std::mutex failure_mutex;
 std::map<int, std::string> failed_on_queue;  // NPU -> operator
@@ -84,7 +94,10 @@ bool on_queue_thread() {
 }
 }  // namespace
 
+thread_local std::string creation_error;
+
 int operator_done(const char* name, int status) {
+  creation_error.clear();
   // torch_npu raises no message for these operators' GetWorkspaceSize, so it is printed.
   if (status != kOk && of_atb(name)) std::fprintf(stderr, "%s\n", last_message.c_str());
   if (status != kOk && on_queue_thread()) {

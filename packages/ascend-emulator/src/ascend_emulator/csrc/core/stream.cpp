@@ -83,7 +83,10 @@ bool Stream::wait(uint64_t ticket, Deadline deadline) {
     std::unique_lock lock(mutex_);
     const auto done = [&] { return reached(ticket); };
     if (worker_of) {  // another stream's worker, which can be aborted
-      while (!progressed_.wait_for(lock, std::chrono::milliseconds(50), done)) check_not_aborted();
+      while (!progressed_.wait_for(lock, std::chrono::milliseconds(50), done)) {
+        check_not_aborted();
+        if (deadline && Clock::now() >= *deadline) return false;
+      }
     } else if (!deadline) {
       progressed_.wait(lock, done);
     } else if (!progressed_.wait_until(lock, *deadline, done)) {
@@ -274,6 +277,20 @@ void reserve_streams(int device, int wanted, Status status) {
   std::lock_guard lock(table().mutex);
   if (wanted > 0) check_stream_limit(device, wanted, status);
   table().in_graphs[device] += wanted;
+}
+
+void end_streams(int device) {
+  for (const auto& stream : streams_of(device)) {
+    try {
+      stream->synchronize();
+    } catch (const Error&) {  // of a failed task
+    }
+    stream->retire();
+    std::lock_guard lock(table().mutex);
+    table().streams.erase(stream.get());
+  }
+  std::lock_guard lock(table().mutex);
+  table().defaults.erase(device);
 }
 
 void stop_streams() {

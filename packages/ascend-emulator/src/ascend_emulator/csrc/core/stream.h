@@ -122,8 +122,9 @@ void prepare_worker();
 struct Event {
   uint32_t flags = 0;
   std::mutex mutex;
-  std::shared_ptr<Mark> mark;       // of the latest record
-  std::weak_ptr<Capture> captured;  // the capture that recorded it last
+  std::shared_ptr<Mark> mark;                                                       // of the latest record
+  std::shared_ptr<std::atomic<int>> waits = std::make_shared<std::atomic<int>>(0);  // streams' waits that are not complete
+  std::weak_ptr<Capture> captured;                                                  // the capture that recorded it last
   int node = -1;
 };
 
@@ -139,6 +140,9 @@ void reserve_streams(int device, int count, Status status);
 void check_not_captured(const Stream& stream);
 // Throws if the mode of an active capture, on any stream, forbids this call.
 void check_capture_mode(const char* call);
+
+// Destroys all streams of the device, once their tasks are done.
+void end_streams(int device);
 
 // Stops all worker threads; called at exit.
 void stop_streams();

@@ -96,7 +96,7 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
     if (null_mode() && !owned->reports_shape) return;
     Task task{name, [owned, name] {
                 recheck(*owned);
-                owned->compute();
+                owned->run();
                 note(name);
               }};
     if (owned->hangs) task.run = fault::hang;
@@ -130,6 +130,40 @@ void ArgumentReader::collect(const Ints& values) {
   signature_.mix(values.size());
 }
 
+void ArgumentReader::collect(const Stored& value) { collect(value.storage.defined() ? value.storage : value.value); }
+void ArgumentReader::collect(const Weight& value) {
+  collect(value.storage.defined() ? value.storage : static_cast<Tensor>(value));
+}
+void ArgumentReader::collect(const Weights& value) { collect(value.storages); }
+
+void ArgumentReader::unpack(Weight& taken, const aclTensor* given) {
+  if (!taken.storage.defined()) return;
+  static_cast<Tensor&>(taken) = matrix_of(name(), *given);
+  executor_.fractals.push_back({taken.storage, taken});
+}
+
+void ArgumentReader::unpack(Weights& taken, const aclTensorList* given) {
+  for (size_t i = 0; i < taken.size(); ++i) {
+    const auto* tensor = given->items[i];
+    const bool fractal = tensor && tensor->storage.defined();
+    if (fractal) {
+      taken[i] = matrix_of(text(name(), "[", i, "]"), *tensor);
+      executor_.fractals.push_back({tensor->storage, taken[i]});
+    }
+    taken.storages.push_back(fractal ? tensor->storage : taken[i]);
+  }
+}
+
+// "数据格式支持ND" of each operator's page in CANN's API reference; torch_npu casts or refuses before most calls.
+void ArgumentReader::refuse_fractal(const aclTensor* given) const {
+  if (given && given->storage.defined())
+    throw Error(kOpParam, text(name(), " is in FRACTAL_NZ; this operator reads ND: npu_format_cast(tensor, 2)"));
+}
+void ArgumentReader::refuse_fractal(const aclTensorList* given) const {
+  if (given)
+    for (const auto* item : given->items) refuse_fractal(item);
+}
+
 void ArgumentReader::check() const {
   if (info_.allowed == ~DTypeSet{0}) info_.allowed = documented(info_.name);
   // A3 refuses complex32 in every operator of PyTorch's tests but complex(): add, clone, fill, zeros, eq, cat, where, index_put
@@ -157,6 +191,7 @@ int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> 
     ArgumentReader reader(info, *made);
     made->compute = take(reader);
     made->reports_shape = info.reports_shape;
+    *bytes = workspace_bytes(info.workspace, info.name, made->tensors);
     if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
     *executor = made.release();
   }));

@@ -31,7 +31,9 @@
 #include "core/recheck.h"
 #include "core/registry.h"
 #include "dry_run.h"
+#include "signature.h"
 #include "tensor.h"
+#include "workspace.h"
 
 namespace emu {
 
@@ -64,6 +66,11 @@ struct aclOpExecutor {
   c10::SmallVector<uint16_t, 16> ends{};  // number of tensors up to and including each parameter
   bool reports_shape = false;             // the caller reads an output's shape as soon as the operator is launched
   bool hangs = false;                     // injected fault
+  std::vector<emu::Fractal> fractals{};   // unpacked before each execution
+  void run() const {
+    for (const auto& each : fractals) each.unpack();
+    compute();
+  }
 };
 
 namespace emu {
@@ -128,6 +135,29 @@ struct Arg<Tensors> {
   }
 };
 template <>
+struct Arg<Weight> {
+  using C = const aclTensor*;
+  static Weight get(C object) {
+    required(object);
+    return {object->value, object->storage};
+  }
+};
+template <>
+struct Arg<Weights> {
+  using C = const aclTensorList*;
+  static Weights get(C list) { return {Arg<Tensors>::get(list), {}}; }
+};
+template <>
+struct Arg<Stored> {
+  using C = const aclTensor*;
+  static Stored get(C object) {
+    required(object);
+    return {object->value, object->storage};
+  }
+};
+template <class T>
+inline constexpr bool reads_fractal = std::is_same_v<T, Weight> || std::is_same_v<T, Weights> || std::is_same_v<T, Stored>;
+template <>
 struct Arg<Scalars> {
   using C = const aclScalarList*;
   static Scalars get(C list) {
@@ -170,23 +200,26 @@ inline void partial_access(const Tensor& argument, const Tensor& part) {
   partial_access(argument, static_cast<double>(part.nbytes()));
 }
 }  // namespace cost
-// Name of the nth parameter of a list as in the source: "bias" is number 1 of "(Tensor self, Opt<Tensor> bias, Tensor out)".
-std::string nth(const char* list, int64_t n);
 
 struct OperatorInfo {
   const char *name, *parameters;  // as in the source
   bool reports_shape;
-  std::atomic<DTypeSet> allowed{~DTypeSet{0}};  // of the first argument; looked up at the first call
+  std::atomic<DTypeSet> allowed{~DTypeSet{0}};       // of the first argument; looked up at the first call
+  std::atomic<const Workspace*> workspace{nullptr};  // looked up at the first call
 };
 
 // Converts the arguments of a call and checks their dtypes.
 class ArgumentReader {
  public:
   ArgumentReader(OperatorInfo& info, aclOpExecutor& executor)
-      : info_(info), tensors_(executor.tensors), ends_(executor.ends), signature_(&info) {}
+      : info_(info), executor_(executor), tensors_(executor.tensors), ends_(executor.ends), signature_(&info) {}
   template <class T>
   T take(typename Arg<T>::C value) {
     T taken = Arg<T>::get(value);
+    if constexpr (reads_fractal<T>)
+      unpack(taken, value);
+    else
+      refuse_fractal(value);
     collect(taken);
     ends_.push_back(static_cast<uint16_t>(tensors_.size()));
     return taken;
@@ -204,6 +237,17 @@ class ArgumentReader {
   void collect(const Scalar& value) { signature_.add(value); }
   void collect(const Opt<Scalar>& value) { value ? signature_.add(*value) : signature_.mix(0); }
   void collect(const DType& value) { signature_.mix(static_cast<uint64_t>(value.value)); }
+  void collect(const Stored& value);
+  void collect(const Weight& value);
+  void collect(const Weights& value);
+  void unpack(Weight& taken, const aclTensor* given);
+  void unpack(Weights& taken, const aclTensorList* given);
+  void unpack(Stored&, const aclTensor*) {}
+  void refuse_fractal(const aclTensor* given) const;
+  void refuse_fractal(const aclTensorList* given) const;
+  template <class T>
+  void refuse_fractal(const T&) const {}
+  std::string name() const { return nth(info_.parameters, static_cast<int64_t>(ends_.size())); }
   template <class T>
   void collect(const T& value) {
     if constexpr (std::is_floating_point_v<T>) {
@@ -220,6 +264,7 @@ class ArgumentReader {
   }
 
   OperatorInfo& info_;
+  aclOpExecutor& executor_;
   std::vector<Tensor>& tensors_;
   c10::SmallVector<uint16_t, 16>& ends_;
   Signature signature_;
@@ -233,9 +278,11 @@ template <class T>
 T stood_in(StandIns& stand_ins, const T& value) {
   if constexpr (std::is_same_v<T, Tensor>) {
     return stand_ins.of(value);
+  } else if constexpr (std::is_same_v<T, Weight>) {
+    return {stand_ins.of(value), {}};
   } else if constexpr (std::is_same_v<T, Opt<Tensor>>) {
     return value ? T(stand_ins.of(*value)) : value;
-  } else if constexpr (std::is_same_v<T, Tensors>) {
+  } else if constexpr (std::is_same_v<T, Tensors> || std::is_same_v<T, Weights>) {
     T out;
     for (const auto& each : value) out.push_back(stand_ins.of(each));
     return out;
@@ -254,6 +301,9 @@ template <auto Body, class Name>
 struct Operator;
 template <class R, class... Params, R (*Body)(Params...), class Name>
 struct Operator<Body, Name> {
+  static constexpr char kinds[] = {kind_of<typename Arg<Params>::C>()..., 0};
+  static_assert(is_called_with(Name::text, kinds), "the parameters are not the arguments of op-plugin's calls (arguments.h)");
+
   static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
     static constinit OperatorInfo info{Name::text, Name::parameters, (std::is_same_v<Params, Result> || ...)};
     return prepare(

@@ -61,9 +61,6 @@ at::Scalar read_scalar(const void* at, at::ScalarType type) {
   }
 }
 
-// Creation calls return null on failure; torch_npu passes the null on, so the operator reports the reason.
-thread_local std::string creation_error;
-
 template <class Make>
 auto created(const char* name, Make&& make) -> decltype(make()) {
   decltype(make()) object = nullptr;
@@ -120,6 +117,49 @@ bool given(const void* object) {
   throw Error(kOpParam, reason);
 }
 
+at::Tensor matrix_of(const std::string& name, const aclTensor& tensor) {
+  const auto& view = tensor.value;
+  const auto stored = tensor.storage.sizes();
+  const size_t batch = stored.size() - 4;
+  const int64_t c0 = stored.back(), columns = stored[batch] * c0, rows = stored[batch + 1] * 16;
+  c10::InferenceMode off(false);                         // as in aclCreateTensor
+  if (view.sizes() == stored && view.is_contiguous()) {  // in the dimensions of its storage (npu_grouped_matmul_swiglu_quant_v2)
+    auto sizes = stored.slice(0, batch).vec();
+    sizes.insert(sizes.end(), {rows, columns});
+    return at::empty(sizes, view.options());
+  }
+  const auto whole = [&](const at::Tensor& matrix) {
+    const auto sizes = matrix.sizes();
+    return matrix.is_contiguous() && sizes.size() == batch + 2 && sizes.slice(0, batch) == stored.slice(0, batch) &&
+           (sizes[batch] + 15) / 16 * 16 == rows && (sizes[batch + 1] + c0 - 1) / c0 * c0 == columns;
+  };
+  // "aclnnMatmulWeightNz" of CANN's API reference: the storage's dimensions follow from k and n, not transposed or transposed.
+  if (tensor.offset == 0 && view.dim() >= 2) {
+    if (whole(view)) return at::empty(view.sizes(), view.options());
+    if (const auto base = view.transpose(-1, -2); whole(base)) return at::empty(base.sizes(), view.options()).transpose(-1, -2);
+  }
+  raise(kOpParam, {name, " has shape ", view.sizes(), ", strides ", view.strides(), " and offset ", tensor.offset, " in storage ",
+                      stored, " of FRACTAL_NZ; only the whole matrix or its transpose can be read there"});
+}
+
+namespace {
+// [..., k / 16, 16, n / c0, c0] of the storage, in the order of a matrix.
+at::Tensor rows_of_fractal(const at::Tensor& storage) { return storage.movedim(-4, -2); }
+}  // namespace
+
+void Fractal::unpack() const {
+  const auto base = matrix.is_contiguous() ? matrix : matrix.transpose(-1, -2);
+  const auto padded = rows_of_fractal(storage).flatten(-2).flatten(-3, -2);
+  at::Tensor(base).copy_(padded.narrow(-2, 0, base.size(-2)).narrow(-1, 0, base.size(-1)));
+}
+
+void Fractal::pack() const {
+  const auto into = rows_of_fractal(storage);
+  const auto rows = into.size(-4) * into.size(-3), columns = into.size(-2) * into.size(-1);
+  const auto padded = at::constant_pad_nd(matrix, {0, columns - matrix.size(-1), 0, rows - matrix.size(-2)});
+  into.copy_(padded.unflatten(-1, {into.size(-2), into.size(-1)}).unflatten(-3, {into.size(-4), into.size(-3)}));
+}
+
 void required(const void* object) { check(given(object), kOpParam, "a required argument is null"); }
 
 }  // namespace emu
@@ -139,18 +179,18 @@ CREATE(aclTensor, aclCreateTensor,
       // "cannot be larger than 8 dimensions": reason of 1191 cases that hardware refuses, in every operator and dtype (ci-test of
       // Ascend/pytorch, disabled_testcases.json).
       emu::check(rank <= 8, emu::kOpParam, "a tensor of shape ", sizes, " has ", rank, " dimensions; allowed: up to 8");
-      // See ops/tensor/format_cast.cpp: values of an NZ tensor are stored by its strides, except packed int4, which torch_npu
-      // lays out on the host.
-      emu::check(format != emu::kFractalNZ || dtype != at::kInt || storage_rank < 4 || storage_dims[storage_rank - 1] != 8,
-          emu::kOpParam, "packed int4 in FRACTAL_NZ is not emulated");
+      const bool fractal = format == emu::kFractalNZ;
+      const auto stored = at::IntArrayRef(storage_dims, storage_rank);
+      emu::check(!fractal || storage_rank >= 4, emu::kOpParam, "a tensor in FRACTAL_NZ has the storage ", stored);
       char* base = nullptr;
       std::string why_host;
       if (data) {
         const auto item = static_cast<int64_t>(c10::elementSize(dtype));
         int64_t last = 0;  // offset of the last element
         for (uint64_t i = 0; i < rank; ++i) last += (dims[i] - 1) * strides[i];
+        if (fractal) last = c10::multiply_integers(stored) - 1;
         const bool empty = c10::multiply_integers(sizes) == 0;
-        emu::Place place{static_cast<char*>(data) + offset * item, emu::kNoNpu};
+        emu::Place place{static_cast<char*>(data) + (fractal ? 0 : offset * item), emu::kNoNpu};
         try {
           place = emu::locate(place.kernel, empty ? 0 : (last + 1) * item);
         } catch (const emu::Error& e) {
@@ -167,8 +207,10 @@ CREATE(aclTensor, aclCreateTensor,
       auto tensor = std::make_unique<aclTensor>();
       // This storage cannot be resized, so results are always written to the caller's memory.
       tensor->value = at::from_blob(base, sizes, at::IntArrayRef(strides, rank), at::TensorOptions().dtype(dtype));
-      tensor->format = format;
-      tensor->storage_dims.assign(storage_dims, storage_dims + storage_rank);
+      if (fractal) {
+        tensor->storage = at::from_blob(base, stored, at::TensorOptions().dtype(dtype));
+        tensor->offset = offset;
+      }
       if (!why_host.empty()) {
         std::lock_guard lock(emu::host_mutex);
         emu::host_tensors[tensor.get()] = why_host;

@@ -25,10 +25,7 @@ enum CopyKind : int32_t {
   between_npus
 };
 
-void allocate(void** address, size_t bytes) {
-  check(address != nullptr, kInvalidParam, "the output pointer is null");
-  *address = device(current_device()).allocate(bytes);
-}
+void allocate(void** address, size_t bytes) { *address = device(current_device()).allocate(bytes); }
 
 struct Copy {
   void* to;
@@ -49,6 +46,11 @@ struct Copy {
     off_device = kind == by_addresses ? is_device(from) : between_devices || kind == device_to_host;
     pinned = bytes && onto_device != off_device && is_pinned(onto_device ? from : to);
     views();
+    if (onto_device && off_device && bytes) {
+      const int target = locate(to, 1).npu, source = locate(from, 1).npu;
+      check(target == kNoNpu || source == kNoNpu || peer_access(target, source), kInvalidParam, "copying from NPU ", source,
+          " to NPU ", target, ", between which it is not enabled; call aclrtDeviceEnablePeerAccess");
+    }
   }
   std::pair<void*, const void*> views() const {
     if (bytes == 0) return {to, from};
@@ -120,6 +122,21 @@ std::vector<Copy> batch(void** to, const size_t* room, void** from, const size_t
   return copies;
 }
 
+// Rows of a matrix, as copies of their own. Between host and device only, height at most 5 * 1024 * 1024 (CANN's documentation of
+// aclrtMemcpy2d and of its sanitizer).
+std::vector<Copy> rows(
+    void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int32_t kind) {
+  check(kind == host_to_device || kind == device_to_host, kInvalidParam, "copy kind is ", kind, "; allowed: 1 and 2");
+  check(width <= to_pitch && width <= from_pitch && height <= 5u << 20, kInvalidParam, height, " rows of ", width,
+      " bytes, at distances of ", to_pitch, " and ", from_pitch, "; allowed: distances of at least a row, at most ", 5u << 20,
+      " rows");
+  std::vector<Copy> copies;
+  for (size_t row = 0; row < height; ++row)
+    copies.emplace_back(
+        static_cast<char*>(to) + row * to_pitch, width, static_cast<const char*>(from) + row * from_pitch, width, kind);
+  return copies;
+}
+
 void fill(void* at, size_t room, int32_t value, size_t bytes) {
   check(bytes <= room, kInvalidParam, "setting ", bytes, " bytes of ", room);
   if (bytes) std::memset(resolve(at, is_device(at), "the memory", bytes), value, bytes);
@@ -164,6 +181,17 @@ ACL_API(computed, aclrtMemcpyBatchAsync,
     {
       for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed))
         submit("aclrtMemcpyBatchAsync", copy, stream);
+    })
+ACL_API(computed, aclrtMemcpy2d,
+    (void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int32_t kind), {
+      check_capture_mode("aclrtMemcpy2d");
+      HostTrace observed("aclrtMemcpy2d", static_cast<double>(width * height));
+      for (const auto& copy : rows(to, to_pitch, from, from_pitch, width, height, kind)) copy.run();
+    })
+ACL_API(computed, aclrtMemcpy2dAsync,
+    (void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int32_t kind, void* stream), {
+      for (const auto& copy : rows(to, to_pitch, from, from_pitch, width, height, kind))
+        submit("aclrtMemcpy2dAsync", copy, stream);
     })
 ACL_API(computed, aclrtMemset, (void* at, size_t room, int32_t value, size_t bytes), {
   check_capture_mode("aclrtMemset");

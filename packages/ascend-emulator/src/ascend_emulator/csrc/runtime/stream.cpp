@@ -2,8 +2,9 @@
 // Management", "Event Management", "Synchronization") and torch_npu's NPUEvent.cpp, AsyncTaskQueueInterface.cpp and Graph.cpp.
 #include "core/stream.h"
 
-#include <cstring>
+#include <sys/prctl.h>
 
+#include <cstring>
 #include <map>
 
 #include "core/graph.h"
@@ -73,6 +74,8 @@ void record(Event& event, const std::shared_ptr<Stream>& stream) {
   event.mark = mark;
 }
 
+std::atomic<uint32_t> wait_timeout{0};  // seconds, of the waits submitted from now on; 0: none
+
 void wait(const std::shared_ptr<Stream>& stream, Event& event) {
   if (capture_wait(*stream, event)) return;
   std::shared_ptr<Mark> mark;
@@ -81,9 +84,14 @@ void wait(const std::shared_ptr<Stream>& stream, Event& event) {
     mark = event.mark;
   }
   if (!mark || mark->stream == stream) return;
+  // Counts as complete when the task ends or is dropped.
+  ++*event.waits;
+  const std::shared_ptr<void> pending(nullptr, [waits = event.waits](void*) { --*waits; });
   Task task{"aclrtStreamWaitEvent",
-      [mark, on = stream.get()] {
-        mark->stream->wait(mark->ticket);
+      [mark, on = stream.get(), pending, seconds = wait_timeout.load()] {
+        const auto deadline = seconds ? Deadline(Clock::now() + std::chrono::seconds(seconds)) : Deadline();
+        check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout, "the event was not reached within ", seconds,
+            " s (aclrtSetOpWaitTimeout)");
         on->modelled = std::max(on->modelled, mark->modelled);
       },
       Kind::wait};
@@ -146,8 +154,27 @@ void destroy(void* handle, bool force) {
 }  // namespace
 
 ACL_API(computed, aclrtCreateStream, (void** stream), { *stream = add_stream(Stream::create(current_device())); })
-ACL_API(computed, aclrtCreateStreamWithConfig, (void** stream, uint32_t, uint32_t),
-    { *stream = add_stream(Stream::create(current_device())); })
+// Between the creation of an NPU's first two streams, torch_npu starts its release_thread (NPUStream.cpp, initGlobalStreamState),
+// which polls every microsecond. A timer slack of 1 ms for it leaves the CPU to the operators.
+namespace {
+void slow_release_thread(int npu) {
+  thread_local int before = 0;
+  if (before) {
+    prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(before));
+    before = 0;
+  } else if (streams_of(npu).empty()) {
+    before = prctl(PR_GET_TIMERSLACK);
+    prctl(PR_SET_TIMERSLACK, 1000000ul);
+  }
+}
+}  // namespace
+// Priorities beyond 7 are clamped, and unknown flags are ignored (CANN's documentation). Flags 0x4, 0x10 and 0x20: tasks that are
+// not executed at once, or not by a device.
+ACL_API(computed, aclrtCreateStreamWithConfig, (void** stream, uint32_t, uint32_t flags), {
+  check((flags & 0x34) == 0, kUnsupported, "stream flags ", flags, " are not emulated; 1, 2 and 8 are");
+  slow_release_thread(current_device());
+  *stream = add_stream(Stream::create(current_device()));
+})
 ACL_API(computed, aclrtDestroyStream, (void* stream), { destroy(stream, false); })
 ACL_API(computed, aclrtDestroyStreamForce, (void* stream), { destroy(stream, true); })
 ACL_API(computed, aclrtDeviceTaskAbort, (int32_t id, uint32_t), { Stream::abort(streams_of(device(id).id)); })
@@ -156,11 +183,16 @@ ACL_API(answers, aclrtStreamGetId, (void* stream, int32_t* id), { *id = stream_o
 ACL_API(nothing("a stream stops at its first failure in either mode"), aclrtSetStreamFailureMode, (void* stream, uint64_t),
     { stream_of(stream); })
 // Attributes: 1 failure mode, 2 overflow check, 3 a tag, 4 whether shapes are reported to the profiler, 5 priority. Only 2
-// affects results.
+// affects results. Values: CANN's documentation of aclrtStreamAttrValue.
 ACL_API(nothing("no attribute changes a result"), aclrtSetStreamAttribute, (void* stream, int32_t attribute, const void* value), {
   stream_of(stream);
-  check(attribute >= 1 && attribute <= 5 && value, kInvalidParam, "stream attribute ", attribute, "; supported: 1 to 5");
-  check(attribute != 2 || *static_cast<const uint32_t*>(value) == 0, kUnsupported, "overflow detection is not emulated");
+  check(value != nullptr, kInvalidParam, "value is null");
+  const uint64_t most[] = {0, 1, 1, UINT32_MAX, 1, 7};
+  check(attribute >= 1 && attribute <= 5, kInvalidParam, "stream attribute ", attribute, "; supported: 1 to 5");
+  const uint64_t given = attribute == 1 ? *static_cast<const uint64_t*>(value) : *static_cast<const uint32_t*>(value);
+  check(given <= most[attribute], kInvalidParam, "stream attribute ", attribute, " is ", given, "; allowed: 0 to ",
+      most[attribute]);
+  check(attribute != 2 || given == 0, kUnsupported, "overflow detection is not emulated");
 })
 // Overflow is not detected: results keep infinities (aclGetCannAttribute).
 ACL_API(nothing("overflow is never watched for: results keep infinities and NaNs"), aclrtSetStreamOverflowSwitch,
@@ -201,11 +233,9 @@ ACL_API(computed, aclrtQueryEventStatus, (void* event, int32_t* status), {
   *status = !mark || mark->stream->reached(mark->ticket) ? 1 : 0;
   if (*status && mark) mark->stream->check_failure();
 })
-// aclrtEventWaitStatus: 0 complete. A wait keeps its record alive, so the event may be destroyed at any time.
-ACL_API(computed, aclrtQueryEventWaitStatus, (void* event, int32_t* status), {
-  event_at(event);
-  *status = 0;
-})
+// aclrtEventWaitStatus: 0 complete, 1 not ready. A wait keeps its record alive, so the event may be destroyed at any time.
+ACL_API(computed, aclrtQueryEventWaitStatus, (void* event, int32_t* status), { *status = *event_at(event)->waits > 0; })
+ACL_API(keeps, aclrtSetOpWaitTimeout, (uint32_t seconds), { wait_timeout = seconds; })
 ACL_API(computed, aclrtEventElapsedTime, (float* milliseconds, void* start, void* end), {
   const auto from = event_at(start);
   const auto to = event_at(end);

@@ -96,6 +96,7 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
         made->tensors.push_back(out.back().value);
       }
       made->compute = prepare_(in, out);
+      bytes = emu::workspace_bytes(workspace_, name_, made->tensors);
       if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
       set_pending(made.release(), context->stream);
     } catch (const std::exception& e) {

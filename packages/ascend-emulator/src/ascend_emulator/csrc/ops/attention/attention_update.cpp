@@ -1,6 +1,6 @@
 // Merging partial attention results, and batched products around them. Rules: torch_npu's documentation of npu_attention_update,
 // npu_ring_attention_update and npu_transpose_batchmatmul (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call sites.
-#include "operator/op.h"
+#include "ops/cube_math.h"
 
 namespace {
 
@@ -33,11 +33,12 @@ Computation attention_update(const Tensors& lse, const Tensors& parts, int64_t t
 }
 
 Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const Opt<Tensor>& bias, const Opt<Tensor>& scale,
-    const Ints& perm_x, const Ints& perm_weight, const Ints& perm_y, int64_t split, Tensor out) {
+    const Ints& perm_x, const Ints& perm_weight, const Ints& perm_y, CubeMath cube, int64_t split, Tensor out) {
   rank("input", x, 3);
   rank("weight", weight, 3);
   one_of("input", x, kFloating);
   same_dtype("weight", weight, "input", x);
+  cube.check(x);
   check(!scale, kOpParam, "scale is not emulated");
   check(!bias, kOpParam, "bias is given; it must be None");
   const auto allowed = [](const char* name, const Ints& found, std::vector<Ints> choices) {
@@ -59,7 +60,7 @@ Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const 
   check(split >= 1 && left.size(0) % split == 0, kOpParam, "batch_split_factor is ", split, "; it must divide the batch of ",
       left.size(0));
   COMPUTE {
-    const auto fp32 = at::bmm(left.to(at::kFloat), right.to(at::kFloat)).transpose(0, 1);
+    const auto fp32 = at::bmm(cube(left).to(at::kFloat), cube(right).to(at::kFloat)).transpose(0, 1);
     out.copy_(split == 1 ? fp32 : fp32.reshape({fp32.size(0), split, -1}).transpose(0, 1));
   };
 }
@@ -120,7 +121,10 @@ CHECKED(aclnnRingAttentionUpdateV2,
       };
     })
 
-CHECKED(aclnnTransposeBatchMatMul,
-    (Tensor x, Tensor weight, Opt<Tensor> bias, Opt<Tensor> scale, Ints perm_x, Ints perm_weight, Ints perm_y, int8_t,
-        int64_t split, Tensor out),
-    { return transpose_batch_matmul(x, weight, bias, scale, perm_x, perm_weight, perm_y, split, out); })
+#define TRANSPOSE_BATCH_MATMUL(NAME, WEIGHT)                                                                                    \
+  CHECKED(NAME,                                                                                                                 \
+      (Tensor x, WEIGHT weight, Opt<Tensor> bias, Opt<Tensor> scale, Ints perm_x, Ints perm_weight, Ints perm_y, CubeMath cube, \
+          int64_t split, Tensor out),                                                                                           \
+      { return transpose_batch_matmul(x, weight, bias, scale, perm_x, perm_weight, perm_y, cube, split, out); })
+TRANSPOSE_BATCH_MATMUL(aclnnTransposeBatchMatMul, Tensor)
+TRANSPOSE_BATCH_MATMUL(aclnnTransposeBatchMatMulWeightNz, Weight)

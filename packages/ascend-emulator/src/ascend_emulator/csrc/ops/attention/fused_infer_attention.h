@@ -95,7 +95,13 @@ struct FusedInfer {
         contiguous(name, x);
       }
     same_dtype("value", value[0], "key", key[0]);
-    contiguous("query", query);
+    if (key_rope) contiguous("key_rope", *key_rope);
+    // All of them are documented to be contiguous. Of query the last dimension only: vllm-ascend 0.27.1rc1, validated on
+    // hardware, always passes the slice prefill_q[..., :qk_nope_head_dim] to the prefill of latent attention, and makes key,
+    // value and key_rope contiguous.
+    for (const auto& [name, x] : {std::pair{"query", &query}, std::pair{"query_rope", query_rope ? &*query_rope : &query}})
+      check(x->stride(-1) == 1 || x->size(-1) == 1, kOpParam, name, " has strides ", x->strides(), " for shape ", x->sizes(),
+          "; its last dimension must be contiguous");
     const bool small = key[0].scalar_type() == at::kChar;
     check(!small || (key_quant.scale.defined() && value_quant.scale.defined()), kOpParam,
         "key and value are int8; antiquant_scale, or key_antiquant_scale and value_antiquant_scale, must be given");
@@ -148,7 +154,9 @@ struct FusedInfer {
       check(found == heads, kOpParam, "query has ", found, " heads in layout ", layout, " and num_heads is ", heads);
     }
     check(layout != "BNSD_BSND" || longest > 1, kOpParam, "layout BNSD_BSND is for queries of more than one token");
-    within("inner_precise", inner_precise, 0, 3);
+    // Bit 0, high performance, affects float16 only, and what it rounds is not documented: computed with high precision. Bit 1,
+    // correction of fully masked rows, is always on; "Q_S为1时该参数仅支持取0和1".
+    within("inner_precise", inner_precise, 0, longest == 1 && !packed(in) ? 1 : 3);
     within("sparse_mode", sparse_mode, 0, 4);
   }
 

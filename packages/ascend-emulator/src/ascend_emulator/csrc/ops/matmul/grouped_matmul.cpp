@@ -161,7 +161,7 @@ CHECKED(aclnnGroupedMatmulV5,
           offset);
     })
 CHECKED(aclnnGroupedMatmulWeightNz,
-    (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
+    (Tensors x, Weights weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
         Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists, int64_t split, int64_t kind, int64_t list_kind, int64_t activation,
         Opt<Ints>, int64_t, Tensors out, Lists, Lists),
     {
@@ -218,17 +218,17 @@ Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& s
 
 }  // namespace
 
-#define FINALIZE(NAME)                                                                                                       \
+#define FINALIZE(NAME, WEIGHT)                                                                                               \
   CHECKED(NAME,                                                                                                              \
-      (Tensor x, Tensor weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>,                  \
+      (Tensor x, WEIGHT weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>,                  \
           Opt<Tensor> pertoken, Tensor list, Opt<Tensor> shared, Opt<Tensor> logit, Opt<Tensor> row_index, int64_t,          \
           float shared_weight, int64_t shared_offset, bool, bool, int64_t list_kind, Opt<Ints>, Tensor out),                 \
       {                                                                                                                      \
         return finalize(                                                                                                     \
             x, weight, scale, bias, pertoken, list, shared, logit, row_index, shared_weight, shared_offset, list_kind, out); \
       })
-FINALIZE(aclnnGroupedMatmulFinalizeRoutingV3)
-FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNzV2)
+FINALIZE(aclnnGroupedMatmulFinalizeRoutingV3, Tensor)
+FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNzV2, Weight)
 
 namespace {
 
@@ -240,10 +240,6 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
   one_of("weight_scale", weight_scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
   one_of("x_scale", x_scale, {at::kFloat});
   one_of("group_list", list, {at::kLong});
-  // NZ-cast tensors keep the order of [groups, k, n] (ops/tensor/format_cast.cpp), others that of their dimensions; the call does
-  // not distinguish them.
-  check(weight.dim() != 5, kOpParam, "weight has shape ", weight.sizes(),
-      "; seen in the dimensions of its storage, FRACTAL_NZ is not emulated: pass [groups, k, n]");
   rank("weight", weight, 3);
   check(x_scale.numel() == x.size(0), kOpParam, "x_scale has shape ", x_scale.sizes(), "; one for each of ", x.size(0),
       " rows is needed");
@@ -262,13 +258,14 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
 
 }  // namespace
 
+// weight may be in ND too: op-plugin calls this operator in any case, and its test passes ND, as internal formats are off.
 CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
-    (Tensor x, Tensor weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale, Tensor list, Tensor out,
+    (Tensor x, Weight weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale, Tensor list, Tensor out,
         Tensor out_scale, Opt<Tensor>),
     { return swiglu_quant(x, weight, weight_scale, bias, x_scale, list, 0, out, out_scale); })
-#define SWIGLU_QUANT(NAME)                                                                                                     \
+#define SWIGLU_QUANT(NAME, WEIGHTS)                                                                                            \
   CHECKED(NAME,                                                                                                                \
-      (Tensor x, Tensors weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, Opt<Tensor> smooth,          \
+      (Tensor x, WEIGHTS weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, Opt<Tensor> smooth,          \
           Tensor list, int64_t dequant_mode, int64_t, int64_t quant_mode, int64_t list_kind, Opt<Ints>, Tensor out,            \
           Tensor out_scale),                                                                                                   \
       {                                                                                                                        \
@@ -278,5 +275,5 @@ CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
         return swiglu_quant(x, weight.at(0), weight_scale.at(0), empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), \
             x_scale, list, list_kind, out, out_scale);                                                                         \
       })
-SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantV2)
-SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantWeightNzV2)
+SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantV2, Tensors)
+SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantWeightNzV2, Weights)

@@ -99,13 +99,13 @@ Computation quant_matmul(const Quantized& product, const Opt<Tensor>& y_scale, b
 
 }  // namespace
 
-#define QUANT_MATMUL(NAME)                                                                                             \
+#define QUANT_MATMUL(NAME, WEIGHT)                                                                                     \
   CHECKED(NAME,                                                                                                        \
-      (Tensor x1, Tensor x2, Opt<Tensor> pertoken, Tensor scale, Opt<Tensor> y_scale, Opt<Tensor>, Opt<Tensor> offset, \
+      (Tensor x1, WEIGHT x2, Opt<Tensor> pertoken, Tensor scale, Opt<Tensor> y_scale, Opt<Tensor>, Opt<Tensor> offset, \
           Opt<Tensor> y_offset, Opt<Tensor> bias, bool t1, bool t2, int64_t, Tensor out),                              \
       { return quant_matmul({x1, x2, scale, offset, pertoken, bias, y_offset, out}, y_scale, t1, t2); })
-QUANT_MATMUL(aclnnQuantMatmulV5)
-QUANT_MATMUL(aclnnQuantMatmulWeightNz)
+QUANT_MATMUL(aclnnQuantMatmulV5, Tensor)
+QUANT_MATMUL(aclnnQuantMatmulWeightNz, Weight)
 
 namespace {
 
@@ -153,11 +153,11 @@ Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& sc
 }  // namespace
 
 CHECKED(aclnnWeightQuantBatchMatmulV2,
-    (Tensor x, Tensor weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset,
+    (Tensor x, Weight weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset,
         Opt<Tensor> bias, int group, Tensor out),
     { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
 CHECKED(aclnnWeightQuantBatchMatmulV3,
-    (Tensor x, Tensor weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset,
+    (Tensor x, Weight weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset,
         Opt<Tensor> bias, int group, int64_t, Tensor out),
     { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
 

@@ -127,13 +127,13 @@ Computation all_reduce(const Product& product, const Opt<Tensor>& x3, const Text
 }  // namespace
 
 FUSED(aclnnMatmulAllReduce,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
     { return all_reduce({x1, x2, bias, {}, {}, {}}, {}, hcom, reduce_op, comm_turn, "ai_cpu", out); })
 FUSED(aclnnMatmulAllReduceV2,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
     { return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out); })
 FUSED(aclnnMatmulAllReduceV3,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op, Text comm_mode, int64_t comm_turn,
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op, Text comm_mode, int64_t comm_turn,
         int64_t, Tensor out),
     { return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, reduce_op, comm_turn, comm_mode, out); })
 
@@ -147,15 +147,15 @@ void no_quantized_communication(const Opt<Tensor>& one, const Opt<Tensor>& two) 
 }  // namespace
 
 FUSED(aclnnQuantMatmulAllReduce,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale, Text hcom, Text reduce_op, int64_t comm_turn,
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale, Text hcom, Text reduce_op, int64_t comm_turn,
         int64_t, Tensor out),
     { return all_reduce({x1, x2, bias, scale, {}, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out); })
 FUSED(aclnnQuantMatmulAllReduceV2,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale, Opt<Tensor> pertoken, Text hcom, Text reduce_op,
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale, Opt<Tensor> pertoken, Text hcom, Text reduce_op,
         int64_t comm_turn, int64_t, Tensor out),
     { return all_reduce({x1, x2, bias, scale, pertoken, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out); })
 FUSED(aclnnQuantMatmulAllReduceV5,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> pertoken, Opt<Tensor> scale, Opt<Tensor> comm_scale_1,
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> pertoken, Opt<Tensor> scale, Opt<Tensor> comm_scale_1,
         Opt<Tensor> comm_scale_2, Text hcom, Text reduce_op, Text comm_mode, int64_t comm_turn, int64_t, int64_t,
         int64_t comm_quant_mode, Tensor out),
     {
@@ -164,11 +164,11 @@ FUSED(aclnnQuantMatmulAllReduceV5,
       return all_reduce({x1, x2, bias, scale, pertoken, {}}, x3, hcom, reduce_op, comm_turn, comm_mode, out);
     })
 FUSED(aclnnWeightQuantMatmulAllReduce,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3, Text hcom, Text reduce_op,
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3, Text hcom, Text reduce_op,
         int64_t comm_turn, int64_t, int64_t group, Tensor out),
     { return all_reduce({x1, x2, bias, scale, {}, offset, group}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out); })
 FUSED(aclnnWeightQuantMatmulAllReduceV2,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3, Text hcom, Text reduce_op,
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3, Text hcom, Text reduce_op,
         Text comm_mode, int64_t comm_turn, int64_t, int64_t group, Tensor out),
     { return all_reduce({x1, x2, bias, scale, {}, offset, group}, x3, hcom, reduce_op, comm_turn, comm_mode, out); })
 

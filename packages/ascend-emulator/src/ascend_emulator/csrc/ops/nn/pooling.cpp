@@ -1,5 +1,6 @@
 // Pooling, unpooling and gradients. Indices are int32 or int64.
 #include "operator/shapes.h"
+#include "ops/cube_math.h"
 #include "ops/upcast.h"
 
 namespace {
@@ -35,16 +36,18 @@ OP(aclnnAdaptiveMaxPool2dBackward, (Tensor grad, Tensor self, Tensor indices, Te
 OP(aclnnAdaptiveMaxPool3dBackward, (Tensor grad, Tensor self, Tensor indices, Tensor out),
     { out.copy_(at::adaptive_max_pool3d_backward(upcast(grad), upcast(self), to_int64(indices))); })
 
-// The unnamed int8_t is cubeMathType. Divisor 0: none.
-OP(aclnnAvgPool2d,
-    (Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_padding, int64_t divide, int8_t, Tensor out),
-    { out.copy_(at::avg_pool2d(upcast(self), kernel, stride, padding, ceil, count_padding, divisor(divide))); })
-OP(aclnnAvgPool2dBackward,
-    (Tensor grad, Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_padding, int64_t divide, int8_t,
+// Divisor 0: none.
+SHAPED(aclnnAvgPool2d,
+    (Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_padding, int64_t divide, CubeMath cube,
         Tensor out),
-    {
-      out.copy_(
-          at::avg_pool2d_backward(upcast(grad), upcast(self), kernel, stride, padding, ceil, count_padding, divisor(divide)));
+    cube.check(self),
+    { out.copy_(at::avg_pool2d(upcast(cube(self)), kernel, stride, padding, ceil, count_padding, divisor(divide))); })
+SHAPED(aclnnAvgPool2dBackward,
+    (Tensor grad, Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_padding, int64_t divide,
+        CubeMath cube, Tensor out),
+    cube.check(grad), {
+      out.copy_(at::avg_pool2d_backward(
+          upcast(cube(grad)), upcast(self), kernel, stride, padding, ceil, count_padding, divisor(divide)));
     })
 OP(aclnnAvgPool3d,
     (Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_padding, int64_t divide, Tensor out),

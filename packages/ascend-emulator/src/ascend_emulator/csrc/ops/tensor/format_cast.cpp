@@ -1,15 +1,18 @@
 // Casts to and from FRACTAL_NZ. torch_npu's npu_format_cast queries the storage's shape, allocates it, and casts into it; the
-// tensor keeps its shape and strides (torch_npu/csrc/aten/common/FormatCastKernelNpu.cpp, BSD). The emulator keeps the order of
-// the strides within the larger storage, so operators read NZ tensors like others. Only raw accesses to the storage differ:
-// npu_convert_weight_to_int4pack of an NZ weight, whose result is refused at its next use (operator/tensor.cpp).
+// tensor keeps its shape and strides (torch_npu/csrc/aten/common/FormatCastKernelNpu.cpp, BSD).
 #include "operator/op.h"
 
 using namespace emu;
 
-CHECKED(aclnnNpuFormatCast, (Tensor source, Tensor target), {
-  shape("target", target, source.sizes());
-  same_dtype("target", target, "source", source);
-  COMPUTE { target.copy_(source); };
+CHECKED(aclnnNpuFormatCast, (Weight source, Stored target), {
+  shape("target", target.value, source.sizes());
+  same_dtype("target", target.value, "source", source);
+  COMPUTE {
+    if (target.storage.defined())
+      Fractal{target.storage, source}.pack();
+    else
+      target.value.copy_(source);
+  };
 })
 
 // [..., k, n] is stored as [..., n / c0, k / 16, 16, c0] with both rounded up, and c0 values of the additional dtype in 32 bytes.
@@ -33,5 +36,3 @@ ACL_API(answers, aclnnNpuFormatCastCalculateSizeAndFormat,
       *rank_out = sizes.size();
       *format_out = format;
     })
-
-OP(aclnnMatmulWeightNz, (Tensor self, Tensor weight, Tensor out, int8_t), { at::matmul_out(out, self, weight); })

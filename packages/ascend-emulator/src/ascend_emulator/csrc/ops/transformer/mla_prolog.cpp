@@ -133,8 +133,9 @@ Computation prolog(Prolog p) {
 
 }  // namespace
 
+// The weights are documented to be in FRACTAL_NZ; op-plugin's tests pass ND, as internal formats are off.
 CHECKED(aclnnMlaPrologV2WeightNz,
-    (Tensor x, Tensor down_query, Tensor up_query, Tensor up_key, Tensor down_key, Tensor query_gamma, Tensor key_gamma,
+    (Tensor x, Weight down_query, Weight up_query, Tensor up_key, Weight down_key, Tensor query_gamma, Tensor key_gamma,
         Tensor sin, Tensor cos, Tensor index, Tensor kv_cache, Tensor rope_cache, Opt<Tensor> x_scale,
         Opt<Tensor> down_query_scale, Opt<Tensor> up_query_scale, Opt<Tensor> down_key_scale, Opt<Tensor> kv_scale,
         Opt<Tensor> rope_scale, Opt<Tensor> smooth, double query_epsilon, double key_epsilon, Text mode, Tensor query,
@@ -146,7 +147,7 @@ CHECKED(aclnnMlaPrologV2WeightNz,
     })
 
 CHECKED(aclnnMlaPrologV3WeightNz,
-    (Tensor x, Tensor down_query, Tensor up_query, Tensor up_key, Tensor down_key, Tensor query_gamma, Tensor key_gamma,
+    (Tensor x, Weight down_query, Weight up_query, Tensor up_key, Weight down_key, Tensor query_gamma, Tensor key_gamma,
         Tensor sin, Tensor cos, Tensor kv_cache, Tensor rope_cache, Opt<Tensor> index, Opt<Tensor> x_scale,
         Opt<Tensor> down_query_scale, Opt<Tensor> up_query_scale, Opt<Tensor> down_key_scale, Opt<Tensor> kv_scale,
         Opt<Tensor> rope_scale, Opt<Tensor> smooth, Opt<Tensor>, Opt<Tensor> clip, double query_epsilon, double key_epsilon,
