@@ -79,6 +79,8 @@ def markdown(cases: list[Judged], pairs: list[Judged], identity: dict, settings:
     sources = settings["sources"]
     test_files, lists, failures = sources["pytorch"], sources["npu-verdicts"], sources["npu-failures"]
     text = "the text of PyTorch 2.4's test files" if identity["older"] else f"the test files of PyTorch {test_files['ref']}"
+    options = f" --share {identity['share']:g}" if identity["share"] != 1 else ""
+    options += " --path pytorch-2.4/test --older" if identity["older"] else ""
     parts = [
         f"""# PyTorch's own tests, against verdicts of real NPUs
 
@@ -93,7 +95,7 @@ outcome is compared with that of A3 hardware, by the lists of [Ascend/pytorch]({
 
 A sample of the cases in strata (file, verdict and the list's reason), seed {identity["seed"]}, with {text}:
 
-    tools/upstream --suite pytorch --seed {identity["seed"]}
+    tools/upstream --suite pytorch --seed {identity["seed"]}{options}
 
 The hardware's torch is a nightly build of 2.15 with the CANN of August 2026; the emulator runs under torch 2.13.
 """
