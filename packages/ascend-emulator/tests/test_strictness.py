@@ -181,6 +181,10 @@ def test_more_than_eight_dimensions_are_refused_in_every_operator():
             lambda: torch.ops.aten.native_dropout_backward(npu(4), npu(4, dtype=torch.bool), 2.0),
             "aclnnDropoutDoMask: mask is Bool; allowed: Byte",
         ),
+        (
+            lambda: functional.embedding_bag(npu(0, dtype=torch.int64), npu(4, 3), npu(2, dtype=torch.int64), mode="mean"),
+            "indices is empty and mode is 1",
+        ),
         (lambda: npu(1).repeat_interleave(1 << 22), "out has 4194304 elements; allowed: less than 4194304"),
         (
             lambda: functional.ctc_loss(npu(4, 2, 3), npu(2, 2, dtype=torch.int64), [4, 4], [0, 2]),
@@ -418,3 +422,5 @@ def test_forms_that_hardware_takes_beyond_the_documentation_are_taken(agree):
     agree(lambda a: functional.layer_norm(a, (3,)), torch.zeros(0, 3))
     agree(lambda a: functional.layer_norm(a, (2, 3)), torch.zeros(0, 2, 3))
     agree(lambda a: torch.all(a, dim=()), torch.tensor([True, False]))
+    empty, offsets = torch.zeros(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    agree(lambda a, i, o: functional.embedding_bag(i, a, o, mode="sum"), torch.randn(4, 3), empty, offsets)
