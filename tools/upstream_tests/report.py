@@ -41,7 +41,7 @@ def markdown(result: dict, settings: dict, earlier: str = "") -> str:
     ]
     for unit, count in (("Files", _files), ("Cases", _cases)):
         rows = [_row(suite, count(result[suite])) if suite in result else _kept_row(suite, unit, earlier) for suite in suites]
-        parts.append(_table([unit, "all", *OUTCOMES], rows))
+        parts.append(table([unit, "all", *OUTCOMES], rows))
     explanations = settings.get("explanations", [])
     for suite in suites:
         now = _suite(suite, result[suite], explanations) if suite in result else f"## {suite}\n{kept[suite]}"
@@ -68,7 +68,7 @@ def _row(suite: str, counts: Counter) -> list[str]:
     return [suite, str(total), passed, *(str(counts[outcome]) for outcome in OUTCOMES[1:])]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
 
 
@@ -93,17 +93,17 @@ def _suite(suite: str, files: dict, explanations: list[dict]) -> str:
         parts.append(f"- {why}\n" + "".join(f"    - `{name}`\n" for name in names))
     if unexplained:
         parts.append("### Not explained yet\n")
-        parts.append(_table(["case", "outcome", "message"], [[f"`{name}`", *rest] for name, *rest in unexplained]))
+        parts.append(table(["case", "outcome", "message"], [[f"`{name}`", *rest] for name, *rest in unexplained]))
     if refused:
         parts.append("### Refused by name\n")
         order = sorted(refused.items(), key=lambda item: (-len(item[1]), -sum(item[1].values()), item[0]))
-        parts.append(_table(["name", "files", "cases"], [[f"`{name}`", str(len(c)), str(sum(c.values()))] for name, c in order]))
+        parts.append(table(["name", "files", "cases"], [[f"`{name}`", str(len(c)), str(sum(c.values()))] for name, c in order]))
     parts.append("### Files\n")
     rows = []
     for name, cases in sorted(files.items()):
         counts = Counter(case["outcome"] for case in cases.values())
         rows.append([name, file_outcome(cases), *(str(counts[outcome] or "") for outcome in OUTCOMES)])
-    parts.append(_table(["file", "counts as", *OUTCOMES], rows))
+    parts.append(table(["file", "counts as", *OUTCOMES], rows))
     return "\n".join(part for part in parts if part)
 
 

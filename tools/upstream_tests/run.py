@@ -20,7 +20,7 @@ import time
 import traceback
 import types
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,29 @@ class File:
         imports: whether the children that the file spawns import torch_npu themselves, rather than being forked from a server.
         cases: for each case its outcome (passed, failed, refused, other chip, skipped, crashed, timed out), the message and
             the names that refused.
+        loaded: the file as a module that was imported before; its processes then go on behind a case that fails.
+        chosen: with `loaded`, the cases to run; those in `cases` have been.
     """
 
-    def __init__(self, path: Path, name: str, fresh: bool, deadline: float, logs: Path, imports: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        fresh: bool,
+        deadline: float,
+        logs: Path,
+        imports: bool = False,
+        loaded: types.ModuleType | None = None,
+        chosen: Sequence[str] = (),
+        cases: dict[str, dict] | None = None,
+    ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.path, self.name, self.fresh, self.deadline = path, name, fresh, deadline
-        self._imports = imports
-        self.cases: dict[str, dict] = {}
+        self._imports, self._loaded = imports, loaded
+        self.cases: dict[str, dict] = cases if cases is not None else {}
         self._log = logs / (name.replace("/", "-") + ".log")
         self._log.write_bytes(b"")
-        self._known: list[str] = []
+        self._known = list(chosen)
         self._process: subprocess.Popen | None = None
         self._again: list[str] = []  # to be run with blocking launches, for the reason of their failure
         self._start()
@@ -86,7 +99,7 @@ class File:
 
     def _start(self, blocking: bool = False) -> None:
         reader, writer = os.pipe()
-        only = list(self._again) if blocking else None
+        only = list(self._again) if blocking else self._left() if self._loaded else None
         job = {"path": str(self.path), "done": [*self.cases], "only": only, "blocking": blocking}
         self._blocking = blocking
         with open(self._log, "ab") as log:
@@ -104,7 +117,7 @@ class File:
                 )
                 self._pid, self._process = process.pid, process
             else:
-                self._pid = _fork(job, reader, writer, log.fileno())
+                self._pid = _fork(job, reader, writer, log.fileno(), self._loaded)
         os.close(writer)
         os.set_blocking(reader, False)
         self._pipe, self._rest = reader, b""
@@ -179,9 +192,10 @@ class File:
         return self._process.wait() if self._process else os.waitpid(self._pid, 0)[1]
 
 
-def _fork(job: dict, reader: int, writer: int, log: int) -> int:
+def _fork(job: dict, reader: int, writer: int, log: int, loaded: types.ModuleType | None) -> int:
     """Start from this process, which has torch and torch_npu imported and no device opened."""
-    _runners()
+    if not loaded:
+        _runners()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -195,10 +209,10 @@ def _fork(job: dict, reader: int, writer: int, log: int) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.chdir(tempfile.gettempdir())
-        module = types.ModuleType("__main__")
-        sys.modules["__main__"] = module
-        perform(module, job, writer)
+        if not loaded:
+            os.chdir(tempfile.gettempdir())
+        module = sys.modules["__main__"] = loaded or types.ModuleType("__main__")
+        perform(module, job, writer, loaded is not None)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -208,7 +222,18 @@ def _fork(job: dict, reader: int, writer: int, log: int) -> int:
         os._exit(code)
 
 
-def perform(module: types.ModuleType, job: dict, pipe: int) -> None:
+def load(module: types.ModuleType, path: str, source: str, runners: list) -> None:
+    """Execute the source of a test file as `module`; the runners' `run_tests` does nothing then."""
+    sys.argv[:] = [path]
+    sys.path.insert(0, os.path.dirname(path))
+    for owner in runners:
+        owner.run_tests = lambda *_, **__: None
+    unittest.main = lambda *_, **__: None  # type: ignore[assignment]
+    module.__file__, module.__spec__ = path, None
+    exec(compile(source, path, "exec"), module.__dict__)
+
+
+def perform(module: types.ModuleType, job: dict, pipe: int, loaded: bool = False) -> None:
     """Import the file as `module` and run its cases, reporting each through the pipe."""
     fcntl.fcntl(pipe, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -219,17 +244,13 @@ def perform(module: types.ModuleType, job: dict, pipe: int) -> None:
     def report(**what: object) -> None:
         out.write(json.dumps(what) + "\n")
 
-    path = job["path"]
-    sys.argv[:] = [path]
-    sys.path.insert(0, os.path.dirname(path))
-    for owner in _runners():
-        owner.run_tests = lambda *_, **__: None
-    unittest.main = lambda *_, **__: None  # type: ignore[assignment]
-    module.__file__, module.__spec__ = path, None
     started = time.monotonic()
     try:
-        exec(compile(Path(path).read_text(), path, "exec"), module.__dict__)
-        tests = _flat(unittest.defaultTestLoader.loadTestsFromModule(module))
+        if not loaded:
+            load(module, job["path"], Path(job["path"]).read_text(), _runners())
+            tests = _flat(unittest.defaultTestLoader.loadTestsFromModule(module))
+        else:
+            tests = [getattr(module, owner)(case) for owner, case in (name.split("::") for name in job["only"])]
     except BaseException as error:
         report(cases=[IMPORT])
         outcome = "skipped" if isinstance(error, (unittest.SkipTest, ModuleNotFoundError, SystemExit)) else "failed"
@@ -237,7 +258,7 @@ def perform(module: types.ModuleType, job: dict, pipe: int) -> None:
         return
     report(cases=[_id(test) for test in tests])
     wanted = job["only"] if job["only"] is not None else [_id(test) for test in tests if _id(test) not in set(job["done"])]
-    unittest.TestSuite(test for test in tests if _id(test) in set(wanted)).run(_Result(report))
+    unittest.TestSuite(test for test in tests if _id(test) in set(wanted)).run(_Result(report, goes_on=loaded))
 
 
 def _runners() -> list:
@@ -263,7 +284,8 @@ def _text(error: BaseException) -> str:
     )
     text = re.sub(r"\[ERROR\] \d{4}-[^\n]*\n", "", str(error)).strip()
     text = text if len(text) < 2500 else text[:1200] + "\n...\n" + text[-1200:]
-    return f"{type(error).__name__}: {text}\n{where}".strip()
+    cause = f"\ncaused by {_text(error.__cause__)}" if error.__cause__ else ""
+    return f"{type(error).__name__}: {text}\n{where}{cause}".strip()
 
 
 class _Environment:
@@ -289,9 +311,9 @@ def _spawn_from_server() -> None:
 class _Result(unittest.TestResult):
     """Reports each case when it is over; the device's queue is empty by then, so that no failure is left to the next."""
 
-    def __init__(self, report: Callable) -> None:
+    def __init__(self, report: Callable, goes_on: bool) -> None:
         super().__init__()
-        self._report = report
+        self._report, self._goes_on = report, goes_on
 
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
@@ -311,7 +333,8 @@ class _Result(unittest.TestResult):
             if self._outcome == "passed":
                 self._note("failed", f"after the case: {broken}")
         self._report(end=_id(test), outcome=self._outcome, message=self._message, seconds=time.monotonic() - self._started)
-        if broken or self._outcome == "failed":  # a failure may leave memory, modes or streams behind
+        # a failure may leave memory, modes or streams behind
+        if broken or (self._outcome == "failed" and not self._goes_on):
             self._report(broken=True)
             self.stop()
 

@@ -189,3 +189,16 @@ def test_an_npu_that_is_not_there(answers):
 
 def test_the_visible_npus_may_change_until_one_is_used(answers):
     assert answers["hidden"] == [2, 1, 1]
+
+
+def test_pyacl_copies_memory(run):
+    code = """
+import torch, torch_npu
+from acl.rt import memcpy
+import acl
+x = torch.zeros(4, device="npu")
+host = torch.arange(4.0)
+print(memcpy(x.data_ptr(), 16, host.data_ptr(), 16, 1), x.tolist(), acl.rt.get_device_count(), acl.get_soc_name())
+"""
+    done = run("run", "--npus", "2", "--", sys.executable, "-c", code)
+    assert done.stdout.strip() == "0 [0.0, 1.0, 2.0, 3.0] (2, 0) Ascend910B1", done.stderr

@@ -233,3 +233,27 @@ for label, call in {"other": main.synchronize, "event": main.record_event().sync
 def test_an_error_reaches_whoever_waits_for_its_stream_and_nothing_hangs(run):
     done = run("run", "--", sys.executable, "-c", FAILING)
     assert done.stdout.splitlines() == ["other True", "event True"], done.stderr
+
+
+def test_an_operator_refused_on_one_npu_s_queue_leaves_the_others(run):
+    script = """
+import torch, torch_npu
+x, y = torch.ones(4, device="npu:0"), torch.ones(4, device="npu:1")
+torch.npu.synchronize(0)
+torch.npu.synchronize(1)
+torch.npu.set_device(0)
+torch.mul(x, 2)
+try:
+    torch.npu.synchronize(0)
+except RuntimeError as error:
+    print("aclnnMuls failed earlier" in str(error) or "aclnnMuls is not emulated" in str(error))
+torch.npu.set_device(1)
+z = y + 1
+torch.npu.synchronize(1)
+event = torch.npu.Event()
+event.record()
+event.synchronize()
+print(z.tolist())
+"""
+    done = run("run", "--npus", "2", "--without", "aclnnMuls", "--", sys.executable, "-c", script)
+    assert done.stdout == "True\n[2.0, 2.0, 2.0, 2.0]\n", done.stderr

@@ -36,6 +36,15 @@ def _default_memory(capacity: int, npus: int) -> int:
     return min(capacity, page * pages // 2 // npus) & ~((2 << 20) - 1)
 
 
+STRICT = "poison device memory, report leaks at exit, and run tasks in the order of --adversary (seed 1 unless given)"
+
+
+def set_strict(environ: MutableMapping[str, str]) -> None:
+    """Set the variables in ``environ`` that find bugs which an NPU may hide; those that are set already are kept."""
+    for name in ("POISON", "LEAKS", "ADVERSARY"):
+        environ.setdefault(f"ASCEND_EMULATOR_{name}", "1")
+
+
 def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memory: int | None) -> str:
     """Set the variables in ``environ`` that emulate NPUs in processes started with it; return a message for the user.
 

@@ -18,9 +18,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -63,6 +63,7 @@ UNITS = {
     "attention": ("ops/attention", "ops/mc2"),
     "loops": ("ops/matmul", "ops/normalization", "ops/transformer"),
 }
+UNUSED_DAYS = 30
 COMPILER_BYTES = 1300 << 20  # memory of one compiler process; with sanitizers twice as much
 OPERATORS = ("aclnn", "Atb")  # prefixes of operators, which have two functions: GetWorkspaceSize and the launch
 SOURCES = Path(__file__).parent / "csrc"
@@ -72,6 +73,7 @@ SANITIZERS = "address,undefined"
 SANITIZER_OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_container_overflow=0:detect_odr_violation=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": f"suppressions={Path(__file__).with_name('tsan.suppressions')}",
 }
 
 
@@ -103,6 +105,18 @@ def wheel_names() -> list[str]:
     # Nine letters ending in a capital are eight of an inlined string and the first byte of an instruction ("HcclAllgH").
     names |= {name.decode() for name in re.findall(rb"\0(Atb[A-Z]\w+?)(?:GetWorkspaceSize)?(?=\0)", _atb_plugin())}
     return sorted(n for n in names if not (len(n) == 9 and (n[-1].isupper() or n.startswith("Hccl"))))
+
+
+@cache
+def public_names() -> dict[str, bool]:
+    """CANN's functions for other programs: name to whether it returns a status. From the headers in the torch_npu wheel."""
+    found = dict.fromkeys(EXECUTOR_NAMES, True)
+    headers = _package_dir("torch_npu") / "include" / "third_party"
+    for path in sorted([*headers.glob("acl/inc/acl/**/*.h"), *headers.glob("hccl/inc/hccl/*.h")]):
+        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(errors="replace"), flags=re.DOTALL)
+        for kind, name in re.findall(r"(?:ACL_FUNC_VISIBILITY|extern)\s+([\w\s*]+?)\s*\b((?:acl|Hccl)\w+)\s*\(", text):
+            found[name] = kind.split()[-1] in ("aclError", "HcclResult")
+    return found
 
 
 def _atb_plugin() -> bytes:
@@ -213,15 +227,26 @@ def _stubs(names: list[str]) -> str:
     ]
     operators = {operator(n) for n in names if n.startswith(OPERATORS)}
     lines += [f"OPERATOR({name})" for name in sorted(operators)]
-    lines += [f"STUB({name})" for name in names if not name.startswith(OPERATORS) and name not in ABSENT | NO_STATUS]
-    lines += [f'EXPORT __attribute__((weak)) long {n}() {{ emu::refuse("{n}"); return 0; }}' for n in names if n in NO_STATUS]
+    lines.append("#define VALUE(NAME) EXPORT __attribute__((weak)) long NAME() { return emu::refuse_value(#NAME); }")
+    others = {n: n not in NO_STATUS for n in names if not n.startswith(OPERATORS)} | public_names()
+    lines += [f"{'STUB' if status else 'VALUE'}({name})" for name, status in sorted(others.items()) if name not in ABSENT]
     return "\n".join(lines) + "\n"
 
 
 # Optional calls: torch_npu works without them, as with an older CANN.
 ABSENT = frozenset[str]()
-# Calls that return a pointer or a bit set instead of a status: they return 0 when they refuse.
+# Calls that return a pointer or a bit set instead of a status, beside those in headers: they return 0 when they refuse.
 NO_STATUS = frozenset({"HcclGetCommConfigCapability", "aclCreateGraphDumpOpt", "aclprofCreateConfig", "aclprofCreateStepInfo"})
+# Changes of an executor's arguments, which aclnn's public headers declare; torch_npu's wheel does not contain these headers.
+EXECUTOR_NAMES = (
+    "aclSetAclOpExecutorRepeatable",
+    "aclSetDynamicInputTensorAddr",
+    "aclSetDynamicOutputTensorAddr",
+    "aclSetDynamicTensorAddr",
+    "aclSetInputTensorAddr",
+    "aclSetOutputTensorAddr",
+    "aclSetTensorAddr",
+)
 
 
 @contextmanager
@@ -267,6 +292,17 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     return target
 
 
+def _remove_unused(objects: Path, used: Iterable[Path]) -> None:
+    """Remove object files that no build has used for UNUSED_DAYS; mark those that this one uses."""
+    for path in used:
+        if path.exists():
+            os.utime(path)
+    for path in objects.iterdir():
+        with suppress(FileNotFoundError):  # removed by another process
+            if time.time() - path.stat().st_mtime > UNUSED_DAYS * 86400:
+                path.unlink()
+
+
 def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[str], None]) -> None:
     torch = torch_dir()
     objects = cache_root() / "objects"
@@ -298,6 +334,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
         partial.rename(built[name])
         say(f"ascend-emulator:   {name}")
 
+    _remove_unused(objects, built.values())
     missing = sorted((name for name in sources if not built[name].exists()), key=lambda name: -sum(map(len, contents[name])))
     memory = COMPILER_BYTES * (2 if "ASCEND_EMULATOR_SANITIZE" in os.environ else 1)
     with ThreadPoolExecutor(max_workers=max(1, min(limits.cpus(), limits.memory() // memory))) as pool:
@@ -309,6 +346,8 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
         [
             compiler,
             *(flag for flag in _flags() if "sanitize" in flag),
+            # Inline functions of the C++ library: those compiled with the sanitizer, not torch's.
+            *(["-Wl,-Bsymbolic-functions"] if os.environ.get("ASCEND_EMULATOR_SANITIZE") == "thread" else []),
             "-shared",
             f"-Wl,-soname,{core.name}",
             "-o",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ascend_emulator import build
-from ascend_emulator.activation import DEFAULT_SOC, parse_size, set_environment
+from ascend_emulator.activation import DEFAULT_SOC, STRICT, parse_size, set_environment, set_strict
 from ascend_emulator.chips import chips
 from ascend_emulator.faults import KINDS, checked
 
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SEED",
         help="run tasks as late as possible in a random, reproducible order that the events allow, to find missing waits",
     )
+    run.add_argument("--strict", action="store_true", help=STRICT)
     run.add_argument("--null", action="store_true", help="do not execute operators, to measure the host's overhead")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
     compiling = commands.add_parser("build", help="compile the libraries if they are not cached, and print their directory")
@@ -87,6 +88,8 @@ def _run(options: argparse.Namespace) -> int:
         environ["ASCEND_EMULATOR_TRACE"] = str(path)
     if options.adversary is not None:
         environ["ASCEND_EMULATOR_ADVERSARY"] = str(options.adversary)
+    if options.strict:
+        set_strict(environ)
     if options.null:
         environ["ASCEND_EMULATOR_NULL"] = "1"
     print(line, file=sys.stderr, flush=True)

@@ -54,10 +54,11 @@ def _registry() -> dict[str, tuple[str, str, str]]:
 
 
 def entry_points() -> list[EntryPoint]:
-    """All names that torch_npu can look up or that the emulator implements, sorted."""
+    """All names that torch_npu can look up, that CANN declares for other programs, or that the emulator implements, sorted."""
     asked = {build.operator(name) for name in build.wheel_names()} | set(build.atb_operators())
     have = _registry()
-    return [EntryPoint(name, *have.get(name, ("", "refuses", "")), name in asked) for name in sorted(asked | have.keys())]
+    names = asked | have.keys() | build.public_names().keys()
+    return [EntryPoint(name, *have.get(name, ("", "refuses", "")), name in asked) for name in sorted(names)]
 
 
 def _group(name: str) -> str:

@@ -5,7 +5,11 @@ No NPU is emulated without one of the two.
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+from ascend_emulator.activation import STRICT
 
 LINE = pytest.StashKey[str]()
 
@@ -15,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ascend-emulator")
     group.addoption("--npus", type=int, default=None, help="run the tests with this many emulated NPUs")
     group.addoption("--soc", default=None, help="chip of the emulated NPUs")
+    group.addoption("--npu-strict", action="store_true", help=STRICT)
     group.addoption("--npu-memory", default=None, help="device memory of each emulated NPU, such as 2GiB")
     parser.addini("ascend_emulator_npus", "emulated NPUs to run the tests with", default="0")
     parser.addini("ascend_emulator_memory", "device memory of each emulated NPU", default="")
@@ -23,13 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Activate the emulator before a conftest or test module imports torch."""
-    from ascend_emulator.activation import DEFAULT_SOC, activate, parse_size
+    from ascend_emulator.activation import DEFAULT_SOC, activate, parse_size, set_strict
     from ascend_emulator.build import BuildError
 
     chosen = early_config.known_args_namespace
     npus = chosen.npus if chosen.npus is not None else int(early_config.getini("ascend_emulator_npus"))
     if not npus:
         return
+    if chosen.npu_strict:
+        set_strict(os.environ)
     memory = chosen.npu_memory or early_config.getini("ascend_emulator_memory")
     try:
         early_config.stash[LINE] = activate(npus, chosen.soc or DEFAULT_SOC, parse_size(memory) if memory else None)

@@ -129,6 +129,14 @@ void Adversary::completed(Stream& stream) {
   schedule_next(*s);
 }
 
+void Adversary::dropped(Stream& stream) {
+  auto* s = state();
+  if (!s) return;
+  std::lock_guard lock(s->mutex);
+  if (s->turn == &stream && !s->busy.count(&stream)) s->turn = nullptr;
+  schedule_next(*s);
+}
+
 uint64_t Adversary::number(std::initializer_list<uint64_t> parts) { return state() ? hash(state()->seed, parts) : 0; }
 
 Adversary::Demand::Demand(Stream& stream, uint64_t ticket) {

@@ -26,6 +26,7 @@ class Adversary {
   static void join(const std::shared_ptr<Stream>& stream);
   static void submitted();
   static void completed(Stream& stream);
+  static void dropped(Stream& stream);                            // its queue was dropped: it may have been chosen to run
   static uint64_t number(std::initializer_list<uint64_t> parts);  // random number from the seed and these values
 
   // Scope in which the host waits for a ticket.

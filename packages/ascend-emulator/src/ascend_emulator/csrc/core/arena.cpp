@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <mutex>
 
 #include "status.h"
@@ -99,17 +100,45 @@ void punch(int file, uint64_t offset, uint64_t bytes) {
 
 }  // namespace
 
+namespace {
+std::map<uint64_t, uint64_t> free_ranges;  // offset -> bytes, coalesced
+uint64_t rounded(uint64_t bytes) {
+  constexpr uint64_t huge = 2u << 20;  // ranges are aligned for huge pages
+  return (bytes + huge - 1) / huge * huge;
+}
+}  // namespace
+
 uint64_t allocate(uint64_t bytes) {
   static uint64_t end = 0;
-  constexpr uint64_t huge = 2u << 20;  // ranges are aligned for huge pages
+  bytes = rounded(bytes);
   std::lock_guard lock(mutex);
-  const uint64_t offset = end, next = end + (bytes + huge - 1) / huge * huge;
+  for (auto range = free_ranges.begin(); range != free_ranges.end(); ++range) {
+    if (range->second < bytes) continue;
+    const auto [offset, size] = *range;
+    free_ranges.erase(range);
+    if (size > bytes) free_ranges[offset + bytes] = size - bytes;
+    return offset;
+  }
+  const uint64_t offset = end, next = end + bytes;
   check(ftruncate(memory(), static_cast<off_t>(next)) == 0, kOutOfMemory, "cannot enlarge a memory file: ", std::strerror(errno));
   end = next;
   return offset;
 }
 
-void release(uint64_t offset, uint64_t bytes) { punch(memory(), offset, bytes); }
+void release(uint64_t offset, uint64_t bytes) {
+  punch(memory(), offset, bytes);
+  std::lock_guard lock(mutex);
+  const auto range = free_ranges.emplace(offset, rounded(bytes)).first;
+  if (const auto next = std::next(range); next != free_ranges.end() && offset + range->second == next->first) {
+    range->second += next->second;
+    free_ranges.erase(next);
+  }
+  if (range == free_ranges.begin()) return;
+  if (const auto previous = std::prev(range); previous->first + previous->second == offset) {
+    previous->second += range->second;
+    free_ranges.erase(range);
+  }
+}
 
 void write(uint64_t offset, const void* from, uint64_t bytes) {
   while (bytes > 0) {

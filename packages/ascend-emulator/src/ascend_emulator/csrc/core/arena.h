@@ -1,5 +1,5 @@
 // Memory that other processes can map: one sparse memory file (memfd). Every physical allocation and every shared allocation gets
-// a range of its own, which is never reused; releasing it frees its pages.
+// a range of its own; releasing it frees its pages, and the range is used again.
 #ifndef ASCEND_EMULATOR_CORE_ARENA_H
 #define ASCEND_EMULATOR_CORE_ARENA_H
 #include <cstdint>

@@ -1,11 +1,16 @@
 #include "device.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
+#include <fstream>
 #include <memory>
+#include <set>
 
 #include "arena.h"
 #include "host_memory.h"
@@ -40,7 +45,12 @@ struct Machine {
     bytes = memory + std::min(memory * kVirtualPerMemory, kVirtualMost);
     device_base = map(PROT_NONE);
     kernel_base = map(PROT_NONE);
-    mprotect(reinterpret_cast<void*>(kernel_base), memory, PROT_READ | PROT_WRITE);
+    // Fails where the kernel does not overcommit memory (vm.overcommit_memory is 2).
+    if (mprotect(reinterpret_cast<void*>(kernel_base), memory, PROT_READ | PROT_WRITE) != 0) {
+      fprintf(stderr, "ascend-emulator: cannot map %llu bytes for %d NPUs: %s; use a smaller --memory\n",
+          static_cast<unsigned long long>(memory), npus, std::strerror(errno));
+      std::abort();
+    }
     madvise(reinterpret_cast<void*>(kernel_base), memory, MADV_HUGEPAGE);
     virtual_memory::initialize(device_base + memory, bytes - memory, static_cast<intptr_t>(kernel_base - device_base));
     for (int i = 0; i < npus; ++i) devices.push_back(std::make_unique<Device>(i, device_base + i * chip.memory, chip.memory));
@@ -94,23 +104,26 @@ struct Machine {
 
   // ASCEND_RT_VISIBLE_DEVICES, as CANN documents it and torch_npu parses it (torch_npu/npu/__init__.py, device_count): a list of
   // ids; the first invalid id ends it. No NPU is visible if the ids do not ascend.
-  int visible() const {
+  std::vector<int> visible() const {
     const int npus = static_cast<int>(devices.size());
+    std::vector<int> ids;
     const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
-    if (!list) return npus;
-    int count = 0;
+    if (!list) {
+      for (int id = 0; id < npus; ++id) ids.push_back(id);
+      return ids;
+    }
     long last = -1;
     for (const char* at = list; std::isdigit(static_cast<unsigned char>(*at)); ++at) {
       char* end = nullptr;
       const long id = std::strtol(at, &end, 10);
-      if (id <= last) return 0;
+      if (id <= last) return {};
       if (id >= npus) break;
       last = id;
-      ++count;
+      ids.push_back(static_cast<int>(id));
       if (*end != ',') break;
       at = end;
     }
-    return count;
+    return ids;
   }
 };
 
@@ -124,13 +137,20 @@ void* kernel_view(uintptr_t address) {
   return reinterpret_cast<void*>(address - m.device_base + m.kernel_base);
 }
 
+// A child process can use no NPU (status.h), so it gets no copy of their memory.
+void on_first_use() {
+  const auto& m = machine();
+  madvise(reinterpret_cast<void*>(m.kernel_base), m.memory, MADV_DONTFORK);
+  pthread_atfork(nullptr, nullptr, [] { forked = true; });
+}
+
 thread_local int current = -1;
 std::atomic<int> default_device{-1};
 std::atomic<int> count_in_use{-1};  // number of devices, fixed when one was first set
 
 // ASCEND_EMULATOR_LEAKS: reported at exit, after torch_npu's clean-up: this library is unloaded after its dependents.
 __attribute__((destructor)) void report_leaks() {
-  if (!number("ASCEND_EMULATOR_LEAKS", 0)) return;
+  if (forked || !number("ASCEND_EMULATOR_LEAKS", 0)) return;
   for (const auto& npu : machine().devices)
     if (const auto line = npu->leaks(); !line.empty()) fprintf(stderr, "ascend-emulator: %s\n", line.c_str());
 }
@@ -153,7 +173,7 @@ void* Device::allocate(uint64_t bytes) {
     const auto [address, size] = *block;
     free_.erase(block);
     if (size > bytes) free_[address + bytes] = size - bytes;
-    live_[address] = {bytes, std::nullopt};
+    live_[address] = {bytes, ++memory_events.allocated, std::nullopt};
     poison(kernel_view(address), bytes, false);
     return reinterpret_cast<void*>(address);
   }
@@ -167,8 +187,9 @@ void Device::release(void* pointer) {
   std::lock_guard lock(mutex_);
   const auto block = live_.find(address);
   check(block != live_.end(), kInvalidParam, "not an allocation of NPU ", id, ": ", pointer);
-  const auto [bytes, shared] = block->second;
+  const auto [bytes, _, shared] = block->second;
   live_.erase(block);
+  ++memory_events.freed;
   used_ -= bytes;
   if (shared) {
     arena::unmap(kernel_view(address), bytes);
@@ -191,6 +212,15 @@ void Device::release(void* pointer) {
   }
 }
 
+void Device::reset() {
+  std::vector<uintptr_t> addresses;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [address, _] : live_) addresses.push_back(address);
+  }
+  for (const auto address : addresses) release(reinterpret_cast<void*>(address));
+}
+
 void Device::reserve_physical(uint64_t bytes) {
   std::lock_guard lock(mutex_);
   count(bytes);
@@ -208,7 +238,7 @@ Device::Shared Device::share(const void* address) {
   auto block = live_.upper_bound(reinterpret_cast<uintptr_t>(address));
   check(block != live_.begin() && (--block)->first + block->second.bytes > reinterpret_cast<uintptr_t>(address), kInvalidParam,
       "not an allocation of NPU ", id, ": ", address);
-  auto& [bytes, shared] = block->second;
+  auto& [bytes, _, shared] = block->second;
   if (!shared) {
     void* view = kernel_view(block->first);
     const uint64_t offset = arena::allocate(bytes);
@@ -236,13 +266,14 @@ std::string Device::leaks() {
       "NPU ", id, ": ", count, " allocations of ", total, " bytes were never freed: ", largest, listed > 8 ? ", ..." : "");
 }
 
-uint64_t Device::bytes_from(const void* address) {
+uint64_t Device::bytes_from(const void* address, uint64_t* allocation) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   std::lock_guard lock(mutex_);
   auto block = live_.upper_bound(at);
   if (block == live_.begin()) return 0;
   --block;
   const auto end = block->first + block->second.bytes;
+  if (allocation) *allocation = block->second.allocation;
   return end > at ? end - at : 0;
 }
 
@@ -271,11 +302,13 @@ uint64_t Device::available() {
   return capacity_ - used_;
 }
 
+MemoryEvents memory_events;
+
 const Chip& chip() { return machine().chip; }
 // The variable may change until a device is set (torch_npu's test_torch_npu.py, test_device_count_not_cached_pre_init).
 int device_count() {
   const int fixed = count_in_use;
-  return fixed >= 0 ? fixed : machine().visible();
+  return fixed >= 0 ? fixed : static_cast<int>(machine().visible().size());
 }
 
 Device& device(int id) {
@@ -284,18 +317,54 @@ Device& device(int id) {
   return *machine().devices[id];
 }
 
+int physical_id(int id) {
+  device(id);
+  const auto visible = machine().visible();
+  return id < static_cast<int>(visible.size()) ? visible[id] : id;  // the variable may have changed since
+}
+
+const std::string& machine_id() {
+  static const std::string id = [] {
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::string text, bytes(16, '\0');
+    std::getline(file, text);
+    text.erase(std::remove(text.begin(), text.end(), '-'), text.end());
+    for (size_t i = 0; i < bytes.size() && 2 * i + 1 < text.size(); ++i)
+      bytes[i] = static_cast<char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
+    return bytes;
+  }();
+  return id;
+}
+
+namespace {
+std::mutex peers_mutex;
+std::set<std::pair<int, int>> peers;
+}  // namespace
+void enable_peer_access(int npu, int peer, bool enabled) {
+  std::lock_guard lock(peers_mutex);
+  const auto pair = std::minmax(npu, peer);
+  enabled ? void(peers.insert(pair)) : void(peers.erase(pair));
+}
+bool peer_access(int npu, int peer) {
+  std::lock_guard lock(peers_mutex);
+  return npu == peer || peers.count(std::minmax(npu, peer)) > 0;
+}
+
 bool has_current_device() { return current >= 0; }
 int current_device() {
   if (current < 0 && default_device >= 0) set_current_device(default_device);
   check(current >= 0, kContextNull, "no device was set in this thread");
+  check(machine().devices[current]->active, kContextNull, "NPU ", current, " was reset (aclrtResetDevice)");
   return current;
 }
 void set_default_device(int id) { default_device = id; }
 void set_current_device(int id) {
   auto& chosen = device(id);
+  static std::once_flag used;
+  std::call_once(used, on_first_use);
   chosen.active = true;
   int none = -1;
-  count_in_use.compare_exchange_strong(none, machine().visible());
+  count_in_use.compare_exchange_strong(none, static_cast<int>(machine().visible().size()));
   current = chosen.id;
 }
 
@@ -325,26 +394,41 @@ bool zero_pages(void* kernel_address, uint64_t bytes) {
   return madvise(kernel_address, bytes, MADV_REMOVE) == 0 || madvise(kernel_address, bytes, MADV_DONTNEED) == 0;
 }
 
-Place locate(const void* address, uint64_t bytes) {
+bool is_virtual(const void* address) {
+  const auto& m = machine();
+  return is_device(address) && reinterpret_cast<uintptr_t>(address) >= m.device_base + m.memory;
+}
+
+const void* device_address(const void* kernel) {
+  const auto& m = machine();
+  const auto at = reinterpret_cast<uintptr_t>(kernel);
+  const bool inside = at >= m.kernel_base && at < m.kernel_base + m.bytes;
+  return inside ? reinterpret_cast<const void*>(at - m.kernel_base + m.device_base) : kernel;
+}
+
+LookedUp look_up(const void* address, uint64_t bytes) {
   const auto& m = machine();
   const auto at = reinterpret_cast<uintptr_t>(address);
-  if (!is_device(address)) {
-    check(host_memory::mapped(address) >= bytes, kOpParam, "not device memory: ", address);
-    return {const_cast<void*>(address), kNoNpu};
-  }
-  Place place{kernel_view(at), kNoNpu};
-  uint64_t left = 0;
-  if (at < m.device_base + m.memory) {
-    place.npu = static_cast<int>((at - m.device_base) / m.chip.memory);
-    left = m.devices[place.npu]->bytes_from(address);
+  if (!is_device(address)) return {{const_cast<void*>(address), kNoNpu}, host_memory::mapped(address)};
+  LookedUp found{{kernel_view(at), kNoNpu}, 0};
+  if (!is_virtual(address)) {
+    found.place.npu = static_cast<int>((at - m.device_base) / m.chip.memory);
+    found.bytes = m.devices[found.place.npu]->bytes_from(address, &found.allocation);
   } else {
     const auto mapped = virtual_memory::at(address, bytes);
-    place.npu = mapped.npu;
-    left = mapped.bytes;
-    if (left && mapped.npu == kNoNpu) place.kernel = const_cast<void*>(address);
+    found.place.npu = mapped.npu;
+    found.bytes = mapped.bytes;
+    found.allocation = mapped.range;
+    if (mapped.bytes && mapped.npu == kNoNpu) found.place.kernel = const_cast<void*>(address);
   }
-  check(bytes <= left, kInvalidParam, bytes, " bytes at ", address, ", where ", left, " are allocated");
-  return place;
+  return found;
+}
+
+Place locate(const void* address, uint64_t bytes) {
+  const auto found = look_up(address, bytes);
+  check(is_device(address) || found.bytes >= bytes, kOpParam, "not device memory: ", address);
+  check(bytes <= found.bytes, kInvalidParam, bytes, " bytes at ", address, ", where ", found.bytes, " are allocated");
+  return found.place;
 }
 
 void* resolve(const void* address, bool must_be_device, const char* what, uint64_t bytes) {

@@ -46,7 +46,8 @@ class Device {
     uint64_t now, most;
   };
   Usage usage();
-  uint64_t bytes_from(const void* address);  // to the end of its allocation; 0 outside of allocations
+  // To the end of the address's allocation, 0 outside of allocations; and the number of the allocation.
+  uint64_t bytes_from(const void* address, uint64_t* allocation = nullptr);
   bool owns(const void* address) const {
     const auto at = reinterpret_cast<uintptr_t>(address);
     return at >= base_ && at < base_ + capacity_;
@@ -64,6 +65,8 @@ class Device {
   void clear_memory_error();
   void* memory_error_address();
 
+  void reset();  // releases all allocations
+
   // One line about allocations that were never released; empty if there are none.
   std::string leaks();
 
@@ -73,6 +76,7 @@ class Device {
  private:
   struct Block {
     uint64_t bytes;
+    uint64_t allocation;             // its number
     std::optional<uint64_t> shared;  // its key in the arena
   };
   void count(uint64_t bytes);
@@ -92,9 +96,17 @@ const Chip& chip();
 // "Ascend950" (A5), "Ascend310P".
 inline bool is_chip(const char* family) { return chip().name.rfind(family, 0) == 0; }
 int device_count();
-Device& device(int id);  // throws kInvalidParam
+Device& device(int id);  // throws kInvalidDevice
+// Number of an NPU on its machine, from its number in this process (ASCEND_RT_VISIBLE_DEVICES).
+int physical_id(int id);
+// Identifier of this machine: 16 bytes, from its boot id.
+const std::string& machine_id();
 
-// The calling thread's device, or aclInit's default device; throws kContextNull without either.
+// Whether copies between two NPUs are enabled; aclrtDeviceEnablePeerAccess enables them in both directions.
+void enable_peer_access(int npu, int peer, bool enabled);
+bool peer_access(int npu, int peer);
+
+// The calling thread's device, or aclInit's default device; throws kContextNull without either, and if the device was reset.
 int current_device();
 void set_default_device(int id);
 bool has_current_device();
@@ -116,6 +128,23 @@ struct Place {
   int npu;
 };
 Place locate(const void* address, uint64_t bytes);
+// The same without an error.
+struct LookedUp {
+  Place place;
+  uint64_t bytes;  // from the address to the end of its allocation or mapping, at least those asked for; 0 if there is none
+  uint64_t allocation = 0;  // number of the allocation or address range
+};
+LookedUp look_up(const void* address, uint64_t bytes);
+bool is_virtual(const void* address);  // in an address range of virtual memory
+// Device address of a kernel address; other addresses are returned unchanged.
+const void* device_address(const void* kernel);
+
+// Allocations and reserved address ranges of this process are numbered from 1. `freed` counts those that ended, and mappings.
+struct MemoryEvents {
+  std::atomic<uint64_t> allocated{0}, freed{0};
+};
+extern MemoryEvents memory_events;
+
 inline void* to_kernel(const void* device_address, uint64_t bytes = 1) { return locate(device_address, bytes).kernel; }
 // Kernel address of device memory, or the host pointer itself.
 void* resolve(const void* address, bool must_be_device, const char* what, uint64_t bytes = 1);

@@ -1,6 +1,8 @@
 #include "graph.h"
 
 #include <algorithm>
+#include <set>
+#include <utility>
 
 #include "adversary.h"
 #include "trace.h"
@@ -19,19 +21,39 @@ struct Update {
   std::vector<Task> tasks;
 };
 std::mutex update_mutex;
-std::map<Stream*, Update> updates;
+std::map<int, Update> updates;  // by the stream's id
 std::atomic<int> open_updates{0};
 
-void invalidate(Capture& capture, const std::string& why) {
-  if (capture.invalid.empty()) capture.invalid = why;
+// The functions below with a Capture are called with its graph's mutex locked.
+void invalidate(Graph& graph, const std::string& why) {
+  if (graph.invalid.empty()) graph.invalid = why;
 }
 
 void enter(Stream& stream, const std::shared_ptr<Capture>& capture, Status status) {
-  if (capture->last.count(&stream)) return;
+  if (capture->streams.count(stream.id)) return;
   reserve_streams(capture->graph->device, 1, status);
   ++capture->graph->streams;
-  capture->last[&stream] = -1;
-  stream.capture = capture;
+  check(stream.enter(capture), kStreamCaptured, "the stream is being captured already");
+  capture->streams[stream.id].stream = stream.shared_from_this();
+}
+
+void append(Capture& capture, const Stream& stream, Task task) {
+  auto& nodes = capture.graph->nodes;
+  const int index = static_cast<int>(nodes.size());
+  const int limit = chip().graph_nodes;
+  if (index >= limit) {
+    invalidate(*capture.graph, text("a graph holds ", limit, " nodes on this chip; ", task.name, " would be one more"));
+    throw Error(kNoResource, capture.graph->invalid);
+  }
+  auto& of = capture.streams.at(stream.id);
+  Node node{std::make_shared<const Task>(std::move(task)), {}, stream.id};
+  if (of.last >= 0) node.after.push_back(of.last);
+  for (int other : of.joined)
+    if (other >= 0 && std::find(node.after.begin(), node.after.end(), other) == node.after.end()) node.after.push_back(other);
+  of.joined.clear();
+  of.last = index;
+  nodes.push_back(std::move(node));
+  if (of.group) of.group->nodes.push_back(index);
 }
 
 }  // namespace
@@ -45,8 +67,9 @@ Condition::~Condition() {
   } catch (const std::exception&) {}
 }
 
-bool Graph::blocks() const {
-  return std::any_of(nodes.begin(), nodes.end(), [](const Node& node) { return node.task.blocks; }) ||
+bool Graph::blocks() {
+  std::lock_guard lock(mutex);
+  return std::any_of(nodes.begin(), nodes.end(), [](const Node& node) { return node.task->blocks; }) ||
          std::any_of(branches.begin(), branches.end(), [](const auto& branch) { return branch->blocks(); });
 }
 
@@ -71,79 +94,69 @@ void Graph::run(Stream& on) {
     const int node = *next;
     ready.erase(next);
     check_not_aborted();
-    Task task;
+    std::shared_ptr<const Task> task;
     {
       std::lock_guard lock(mutex);
       task = nodes[node].task;
     }
     try {
-      TaskTrace observed(on, task);
-      task.run();
+      TaskTrace observed(on, *task);
+      task->run();
     } catch (const std::exception& e) {
       const auto error = error_of(e);
-      throw Error(error.status, text(task.name, " (node ", node, " of graph ", id, "): ", error.what()));
+      throw Error(error.status, text(task->name, " (node ", node, " of graph ", id, "): ", error.what()));
     }
     for (int after : then[node])
       if (--missing[after] == 0) ready.push_back(after);
   }
 }
 
-void capture_task(Stream& stream, Task task) {
-  auto& capture = *stream.capture;
-  auto& nodes = capture.graph->nodes;
-  const int index = static_cast<int>(nodes.size());
-  const int limit = chip().graph_nodes;
-  if (index >= limit) {
-    invalidate(capture, text("a graph holds ", limit, " nodes on this chip; ", task.name, " would be one more"));
-    throw Error(kNoResource, capture.invalid);
-  }
-  Node node{std::move(task), {}, stream.id};
-  int& last = capture.last[&stream];
-  if (last >= 0) node.after.push_back(last);
-  auto& joined = capture.joined[&stream];
-  for (int other : joined)
-    if (other >= 0 && std::find(node.after.begin(), node.after.end(), other) == node.after.end()) node.after.push_back(other);
-  joined.clear();
-  last = index;
-  nodes.push_back(std::move(node));
-  if (capture.group && &stream == capture.origin) capture.group->nodes.push_back(index);
+bool capture_task(Stream& stream, Task& task) {
+  const auto capture = stream.capture();
+  if (!capture) return false;
+  std::lock_guard lock(capture->graph->mutex);
+  if (capture->ended) return false;
+  append(*capture, stream, std::move(task));
+  return true;
 }
 
 bool capture_record(Stream& stream, Event& event) {
   std::lock_guard lock(event.mutex);
-  const auto capture = stream.capture;
-  if (!capture) {
-    event.captured.reset();
-    return false;
-  }
-  event.captured = capture;
-  event.node = capture->last[&stream];
+  event.captured.reset();
+  const auto capture = stream.capture();
+  if (!capture) return false;
+  std::lock_guard nodes_lock(capture->graph->mutex);
+  if (capture->ended) return false;
+  const auto& of = capture->streams.at(stream.id);
   // Include the dependencies of the stream's next node.
-  if (const auto& joined = capture->joined[&stream]; !joined.empty()) {
-    capture_task(stream, Task{"join", [] {}, Kind::wait});
-    event.node = capture->last[&stream];
-  }
+  if (!of.joined.empty()) append(*capture, stream, Task{"join", [] {}, Kind::wait});
+  event.captured = capture;
+  event.node = of.last;
   return true;
 }
 
 bool capture_wait(Stream& stream, Event& event) {
   std::lock_guard lock(event.mutex);
   const auto recorded = event.captured.lock();
+  const auto capture = stream.capture();
   if (!recorded) {
-    if (!stream.capture) return false;
+    if (!capture) return false;
     if (!event.mark) return true;  // never recorded: nothing to wait for
-    invalidate(*stream.capture, "a captured stream waits for an event that was recorded outside the capture");
-    throw Error(kCaptureDependency, stream.capture->invalid);
+    std::lock_guard nodes_lock(capture->graph->mutex);
+    invalidate(*capture->graph, "a captured stream waits for an event that was recorded outside the capture");
+    throw Error(kCaptureDependency, capture->graph->invalid);
   }
-  check(!stream.capture || stream.capture == recorded, kCaptureDependency, "the event belongs to another capture");
+  check(!capture || capture == recorded, kCaptureDependency, "the event belongs to another capture");
+  std::lock_guard nodes_lock(recorded->graph->mutex);
+  check(!recorded->ended, kCaptureDependency, "the event was recorded in a capture that has ended");
   enter(stream, recorded, kNoResource);
-  recorded->joined[&stream].push_back(event.node);
+  recorded->streams.at(stream.id).joined.push_back(event.node);
   return true;
 }
 
 // The capture remains valid (torch_npu's test_aclgraph_rng_state.py, test_graph_rng_after_failed_capture).
 void check_not_captured(const Stream& stream) {
-  check(!stream.capture, kStreamCaptured, "the stream is being captured, and does not run until the graph is replayed");
+  check(!stream.captured(), kStreamCaptured, "the stream is being captured, and does not run until the graph is replayed");
 }
 
 // The forbidden calls: CANN's API reference, "aclmdlRICaptureBegin" (aclrtMemset, aclrtMemcpy, aclrtMemcpy2d, and asynchronous
@@ -154,7 +167,8 @@ void check_capture_mode(const char* call) {
   for (auto* capture : active_captures) {
     const bool global = capture->mode == CaptureMode::global;
     if (!global && (capture->mode == CaptureMode::relaxed || capture->thread != std::this_thread::get_id())) continue;
-    invalidate(*capture, text(call, " was called during the capture"));
+    std::lock_guard nodes_lock(capture->graph->mutex);
+    invalidate(*capture->graph, text(call, " was called during the capture"));
     throw Error(kCaptureMode, text("not allowed while a stream is captured in the mode ", global ? "global" : "thread_local",
                                   "; capture in the mode relaxed, or make the call before"));
   }
@@ -195,19 +209,53 @@ void begin(void* handle, const std::shared_ptr<Graph>& graph, int32_t mode) {
   auto stream = stream_at(handle);
   check(handle != nullptr, kInvalidParam, "the default stream cannot be captured");
   check(mode >= 0 && mode <= 2, kInvalidParam, "capture mode ", mode, "; supported: 0 global, 1 thread_local and 2 relaxed");
-  check(!stream->capture, kStreamCaptured, "the stream is being captured already");
-  auto capture = std::make_shared<Capture>();
-  capture->graph = graph;
-  capture->mode = static_cast<CaptureMode>(mode);
-  capture->thread = std::this_thread::get_id();
-  capture->origin = stream.get();
-  enter(*stream, capture, kNoStream);
+  std::shared_ptr<Capture> capture(new Capture{graph, static_cast<CaptureMode>(mode), std::this_thread::get_id(), stream->id});
+  {
+    std::lock_guard lock(graph->mutex);
+    check(!graph->capturing, kStreamCaptured, "the graph is being captured already");
+    enter(*stream, capture, kNoStream);
+    graph->capturing = true;
+  }
   std::lock_guard lock(active_captures_mutex);
   active_captures.insert(capture.get());
 }
 
-void run_branch(
-    const std::shared_ptr<Condition>& condition, int32_t type, const std::vector<std::shared_ptr<Graph>>& branches, Stream& on) {
+// Releases the streams of a capture; returns why it is invalid.
+std::string ended(Capture& capture) {
+  auto& graph = *capture.graph;
+  // Every captured stream must be joined to the origin stream.
+  std::set<int> reached;
+  auto queue = capture.streams[capture.origin].joined;
+  queue.push_back(capture.streams[capture.origin].last);
+  while (!queue.empty()) {
+    const int node = queue.back();
+    queue.pop_back();
+    if (node < 0 || !reached.insert(node).second) continue;
+    for (int before : graph.nodes[node].after) queue.push_back(before);
+  }
+  for (const auto& [id, of] : capture.streams) {
+    of.stream->leave_capture();
+    if (of.last >= 0 && !reached.count(of.last))
+      invalidate(graph, text("stream ", id, " took part in the capture and was not joined to its first stream by an event"));
+    if (of.group) invalidate(graph, "a task group was begun and not ended");
+  }
+  capture.streams.clear();
+  graph.capturing = false;
+  return graph.invalid;
+}
+
+// The graph cannot be used any more: nor can its task groups, conditions and branches.
+void forget(const std::shared_ptr<Graph>& graph) {
+  for (const auto& branch : graph->branches) forget(branch);
+  std::lock_guard lock(graphs_mutex);
+  std::erase_if(groups, [&](const auto& each) { return each.second->graph.lock() == graph; });
+  for (const auto& condition : graph->conditions) conditions.erase(condition.get());
+  graphs.erase(graph.get());
+}
+
+// Branches run on the stream of the replay.
+void run_branch(const std::shared_ptr<Condition>& condition, int32_t type, const std::vector<std::shared_ptr<Graph>>& branches) {
+  auto& on = running_stream();
   const auto value = [&] { return *static_cast<const volatile uint64_t*>(to_kernel(condition->address)); };
   if (type == 0) {  // if, with optional else
     if (value())
@@ -215,7 +263,10 @@ void run_branch(
     else if (branches.size() > 1)
       branches[1]->run(on);
   } else if (type == 1) {  // while
-    while (value()) branches[0]->run(on);
+    while (value()) {
+      check_not_aborted();
+      branches[0]->run(on);
+    }
   } else if (const auto chosen = value(); chosen < branches.size()) {  // switch
     branches[chosen]->run(on);
   }
@@ -230,49 +281,53 @@ struct CondTaskParams {
 
 }  // namespace
 
-ACL_API(
-    computed, aclmdlRICaptureBegin, (void* stream, int32_t mode), { begin(stream, new_graph(stream_of(stream).device), mode); })
+ACL_API(computed, aclmdlRICaptureBegin, (void* stream, int32_t mode), {
+  const auto graph = new_graph(stream_of(stream).device);
+  try {
+    begin(stream, graph, mode);
+  } catch (...) {
+    forget(graph);
+    throw;
+  }
+})
 ACL_API(computed, aclmdlRICaptureToModelRIBegin, (void* stream, void* graph, int32_t mode),
     { begin(stream, found(graphs, graph, "graph"), mode); })
 
 ACL_API(computed, aclmdlRICaptureGetInfo, (void* stream, int32_t* status, void** graph), {
   // 0 none, 1 active, 2 invalidated.
-  const auto capture = stream_of(stream).capture;
-  if (status) *status = !capture ? 0 : capture->invalid.empty() ? 1 : 2;
+  const auto capture = stream_of(stream).capture();
   if (graph) *graph = capture ? capture->graph.get() : nullptr;
+  if (!status) return;
+  *status = 0;
+  if (!capture) return;
+  std::lock_guard lock(capture->graph->mutex);
+  *status = capture->graph->invalid.empty() ? 1 : 2;
 })
 
 ACL_API(computed, aclmdlRICaptureEnd, (void* handle, void** graph), {
   auto stream = stream_at(handle);
-  const auto capture = stream->capture;
+  const auto capture = stream->capture();
   if (graph) *graph = nullptr;
   check(capture != nullptr, kNotCaptured, "the stream is not being captured");
-  check(capture->origin == stream.get(), kCaptureUnmatched, "the capture began on another stream");
+  check(capture->origin == stream->id, kCaptureUnmatched, "the capture began on another stream");
   check(capture->mode == CaptureMode::relaxed || capture->thread == std::this_thread::get_id(), kCaptureThread,
       "the capture began in another thread");
   {
     std::lock_guard lock(active_captures_mutex);
     active_captures.erase(capture.get());
   }
-  // Every captured stream must be joined to the origin stream.
-  std::set<int> reached;
-  auto queue = capture->joined[stream.get()];
-  queue.push_back(capture->last[stream.get()]);
-  while (!queue.empty()) {
-    const int node = queue.back();
-    queue.pop_back();
-    if (node < 0 || !reached.insert(node).second) continue;
-    for (int before : capture->graph->nodes[node].after) queue.push_back(before);
+  std::string invalid;
+  {
+    std::lock_guard lock(capture->graph->mutex);
+    check(!std::exchange(capture->ended, true), kNotCaptured, "the stream is not being captured");
+    invalid = ended(*capture);
   }
-  for (const auto& [other, last] : capture->last) {
-    other->capture.reset();
-    if (last >= 0 && !reached.count(last))
-      invalidate(
-          *capture, text("stream ", other->id, " took part in the capture and was not joined to its first stream by an event"));
+  if (invalid.empty()) {
+    if (graph) *graph = capture->graph.get();
+    return;
   }
-  if (capture->group) invalidate(*capture, "a task group was begun and not ended");
-  check(capture->invalid.empty(), kCaptureInvalidated, "the capture is invalid: ", capture->invalid);
-  if (graph) *graph = capture->graph.get();
+  forget(capture->graph);
+  throw Error(kCaptureInvalidated, "the capture is invalid: " + invalid);
 })
 
 ACL_API(computed, aclmdlRICaptureThreadExchangeMode, (int32_t* mode), {
@@ -285,16 +340,18 @@ ACL_API(computed, aclmdlRICaptureThreadExchangeMode, (int32_t* mode), {
 ACL_API(computed, aclmdlRIExecuteAsync, (void* handle, void* stream), {
   const auto graph = found(graphs, handle, "graph");
   auto on = stream_at(stream);
-  check(!on->capture, kStreamCaptured, "a graph cannot be run on a stream that is being captured");
+  check(!on->captured(), kStreamCaptured, "a graph cannot be run on a stream that is being captured");
   check(on->device == graph->device, kInvalidParam, "the graph is of NPU ", graph->device, ", the stream of NPU ", on->device);
+  {
+    std::lock_guard lock(graph->mutex);
+    check(!graph->capturing, kStreamCaptured, "the graph is being captured");
+  }
   Task task{"aclmdlRIExecuteAsync", [graph, on = on.get()] { graph->run(*on); }, Kind::graph};
   task.blocks = graph->blocks();
   on->submit(std::move(task));
 })
 ACL_API(computed, aclmdlRIDestroy, (void* handle), {
-  const auto graph = found(graphs, handle, "graph");  // a running replay keeps it alive
-  std::lock_guard lock(graphs_mutex);
-  graphs.erase(handle);
+  forget(found(graphs, handle, "graph"));  // a running replay keeps it alive
 })
 ACL_API(
     answers, aclmdlRIGetId, (void* handle, uint32_t* id), { *id = static_cast<uint32_t>(found(graphs, handle, "graph")->id); })
@@ -302,27 +359,36 @@ ACL_API(
 // Task groups: the nodes captured between begin and end get a handle. In an update, the same operators are called again on
 // another stream; they replace the nodes in that order and are not executed.
 ACL_API(computed, aclmdlRICaptureTaskGrpBegin, (void* stream), {
-  const auto capture = stream_of(stream).capture;
+  auto& on = stream_of(stream);
+  const auto capture = on.capture();
   check(capture != nullptr, kNotCaptured, "the stream is not being captured");
-  check(!capture->group, kInvalidParam, "a task group is open already");
-  capture->group = std::make_shared<Group>();
-  capture->group->graph = capture->graph;
+  std::lock_guard lock(capture->graph->mutex);
+  check(!capture->ended, kNotCaptured, "the stream is not being captured");
+  auto& group = capture->streams.at(on.id).group;
+  check(!group, kInvalidParam, "a task group is open already");
+  group = std::make_shared<Group>();
+  group->graph = capture->graph;
 })
 ACL_API(computed, aclmdlRICaptureTaskGrpEnd, (void* stream, void** handle), {
-  const auto capture = stream_of(stream).capture;
-  check(capture && capture->group, kNotCaptured, "no task group is open on the stream");
+  auto& on = stream_of(stream);
+  const auto capture = on.capture();
+  std::shared_ptr<Group> group;
+  if (capture) {
+    std::lock_guard lock(capture->graph->mutex);
+    if (!capture->ended) group.swap(capture->streams.at(on.id).group);
+  }
+  check(group != nullptr, kNotCaptured, "no task group is open on the stream");
   std::lock_guard lock(graphs_mutex);
-  groups[capture->group.get()] = capture->group;
-  *handle = capture->group.get();
-  capture->group.reset();
+  groups[group.get()] = group;
+  *handle = group.get();
 })
 ACL_API(computed, aclmdlRICaptureTaskUpdateBegin, (void* stream, void* handle), {
   auto& on = stream_of(stream);
-  check(!on.capture, kStreamCaptured, "an update wants a stream that is not being captured");
+  check(!on.captured(), kStreamCaptured, "an update wants a stream that is not being captured");
   auto group = found(groups, handle, "task group");
   check(!group->graph.expired(), kInvalidParam, "the graph of this task group was destroyed");
   std::lock_guard lock(update_mutex);
-  check(updates.emplace(&on, Update{std::move(group), {}}).second, kInvalidParam, "an update is open on this stream already");
+  check(updates.emplace(on.id, Update{std::move(group), {}}).second, kInvalidParam, "an update is open on this stream already");
   ++open_updates;
 })
 ACL_API(computed, aclmdlRICaptureTaskUpdateEnd, (void* stream), {
@@ -330,7 +396,7 @@ ACL_API(computed, aclmdlRICaptureTaskUpdateEnd, (void* stream), {
   Update update;
   {
     std::lock_guard lock(update_mutex);
-    const auto at = updates.find(&on);
+    const auto at = updates.find(on.id);
     check(at != updates.end(), kInvalidParam, "no update is open on this stream");
     update = std::move(at->second);
     updates.erase(at);
@@ -345,9 +411,9 @@ ACL_API(computed, aclmdlRICaptureTaskUpdateEnd, (void* stream), {
     std::lock_guard lock(graph->mutex);
     for (size_t i = 0; i < update.tasks.size(); ++i) {
       auto& old = graph->nodes[update.group->nodes[i]].task;
-      check(std::string(old.name) == update.tasks[i].name, kInvalidParam, "node ", update.group->nodes[i], " is ", old.name,
+      check(std::string(old->name) == update.tasks[i].name, kInvalidParam, "node ", update.group->nodes[i], " is ", old->name,
           ", its update ", update.tasks[i].name);
-      old = update.tasks[i];
+      old = std::make_shared<const Task>(update.tasks[i]);
     }
   });
 })
@@ -356,10 +422,15 @@ namespace emu {
 bool add_to_update(Stream& stream, Task& task) {
   if (open_updates == 0 || task.kind != Kind::op) return false;
   std::lock_guard lock(update_mutex);
-  const auto at = updates.find(&stream);
+  const auto at = updates.find(stream.id);
   if (at == updates.end()) return false;
   at->second.tasks.push_back(std::move(task));
   return true;
+}
+
+void end_update(const Stream& stream) {
+  std::lock_guard lock(update_mutex);
+  open_updates -= static_cast<int>(updates.erase(stream.id));
 }
 }  // namespace emu
 
@@ -370,8 +441,8 @@ ACL_API(computed, aclmdlRICondHandleCreate, (void* handle, uint32_t initial, uin
   condition->address = static_cast<uint64_t*>(device(graph->device).allocate(sizeof(uint64_t)));
   condition->initial = initial;
   condition->assign = flags == 1;
+  std::scoped_lock lock(graph->mutex, graphs_mutex);
   graph->conditions.push_back(condition);
-  std::lock_guard lock(graphs_mutex);
   conditions[condition.get()] = condition;
   *out = condition.get();
 })
@@ -380,7 +451,8 @@ ACL_API(computed, aclmdlRICondHandleGetCondPtr, (void* handle, uint64_t** addres
 ACL_API(computed, aclmdlRIAddCondTask, (CondTaskParams params, void* handle, uint32_t), {
   auto& stream = stream_of(handle);
   const auto condition = found(conditions, params.handle, "condition");
-  check(stream.capture != nullptr, kNotCaptured, "the stream is not being captured");
+  const auto capture = stream.capture();
+  check(capture != nullptr, kNotCaptured, "the stream is not being captured");
   check(params.type >= 0 && params.type <= 2, kInvalidParam, "condition type ", params.type,
       "; supported: 0 if, 1 while and 2 switch");
   const uint32_t most[] = {2, 1, UINT32_MAX};
@@ -390,29 +462,31 @@ ACL_API(computed, aclmdlRIAddCondTask, (CondTaskParams params, void* handle, uin
   for (uint32_t i = 0; i < params.size; ++i) {
     branches.push_back(new_graph(stream.device));
     params.graphs[i] = branches.back().get();
-    stream.capture->graph->branches.push_back(branches.back());
+    std::lock_guard lock(capture->graph->mutex);
+    capture->graph->branches.push_back(branches.back());
   }
-  Task task{"aclmdlRIAddCondTask",
-      [condition, type = params.type, branches, on = stream.shared_from_this()] { run_branch(condition, type, branches, *on); },
-      Kind::graph};
+  Task task{
+      "aclmdlRIAddCondTask", [condition, type = params.type, branches] { run_branch(condition, type, branches); }, Kind::graph};
   stream.submit(std::move(task));
 })
 
 // Prints the graph, to standard output or as JSON in the trace event format.
 ACL_API(computed, aclmdlRIDebugPrint, (void* handle), {
   const auto graph = found(graphs, handle, "graph");
+  std::lock_guard lock(graph->mutex);
   for (size_t i = 0; i < graph->nodes.size(); ++i)
-    printf("graph %d node %zu: %s, stream %d\n", graph->id, i, graph->nodes[i].task.name, graph->nodes[i].stream);
+    printf("graph %d node %zu: %s, stream %d\n", graph->id, i, graph->nodes[i].task->name, graph->nodes[i].stream);
 })
 ACL_API(computed, aclmdlRIDebugJsonPrint, (void* handle, const char* path, uint32_t), {
   const auto graph = found(graphs, handle, "graph");
   FILE* file = path ? std::fopen(path, "w") : nullptr;
   check(file != nullptr, kInvalidParam, "cannot write to ", path ? path : "null");
+  std::lock_guard lock(graph->mutex);
   std::fputs("[", file);
   for (size_t i = 0; i < graph->nodes.size(); ++i)
     std::fprintf(file,
         "%s\n{\"name\": \"%s\", \"ph\": \"X\", \"pid\": \"graph %d\", \"tid\": \"stream %d\", \"ts\": %zu, \"dur\": 1}",
-        i ? "," : "", graph->nodes[i].task.name, graph->id, graph->nodes[i].stream, i);
+        i ? "," : "", graph->nodes[i].task->name, graph->id, graph->nodes[i].stream, i);
   std::fputs("\n]\n", file);
   std::fclose(file);
 })

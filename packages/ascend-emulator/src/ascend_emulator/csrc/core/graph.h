@@ -3,14 +3,13 @@
 #ifndef ASCEND_EMULATOR_CORE_GRAPH_H
 #define ASCEND_EMULATOR_CORE_GRAPH_H
 #include <map>
-#include <set>
 
 #include "stream.h"
 
 namespace emu {
 
 struct Node {
-  Task task;
+  std::shared_ptr<const Task> task;
   std::vector<int> after;  // indices of the nodes that it depends on
   int stream;              // id of the captured stream
 };
@@ -20,11 +19,13 @@ struct Graph {
   ~Graph();
 
   void run(Stream& on);
-  bool blocks() const;
+  bool blocks();
 
   const int device, id;
-  std::mutex mutex;  // guards the nodes' tasks, which an update replaces
+  std::mutex mutex;  // guards all below, and the capture; after a capture only the nodes' tasks change, by updates
   std::vector<Node> nodes;
+  bool capturing = false;
+  std::string invalid;                           // reason why the capture is invalid; empty if valid
   std::vector<std::shared_ptr<Graph>> branches;  // of conditional nodes
   std::vector<std::shared_ptr<struct Condition>> conditions;
   int streams = 0;  // reserved on the device
@@ -47,23 +48,29 @@ struct Group {
 
 enum class CaptureMode : int32_t { global = 0, thread_local_ = 1, relaxed = 2 };
 
-struct Capture {
-  std::shared_ptr<Graph> graph;
-  CaptureMode mode;
-  std::thread::id thread;
-  Stream* origin;
-  std::map<Stream*, int> last;                 // latest node of each captured stream, -1 if none yet
-  std::map<Stream*, std::vector<int>> joined;  // further dependencies of its next node
-  std::string invalid;                         // reason why the capture is invalid; empty if valid
-  std::shared_ptr<Group> group;                // open task group
+struct CapturedStream {
+  std::shared_ptr<Stream> stream;
+  int last = -1;                 // its latest node, -1 if none yet
+  std::vector<int> joined;       // further dependencies of its next node
+  std::shared_ptr<Group> group;  // open task group
 };
 
-void capture_task(Stream& stream, Task task);
+struct Capture {
+  const std::shared_ptr<Graph> graph;  // its mutex guards the streams
+  const CaptureMode mode;
+  const std::thread::id thread;
+  const int origin;  // id of the first stream
+  std::map<int, CapturedStream> streams;
+  bool ended = false;
+};
+
 // Record the call in a capture; false if no capture is concerned.
+bool capture_task(Stream& stream, Task& task);
 bool capture_record(Stream& stream, Event& event);
 bool capture_wait(Stream& stream, Event& event);
 // Adds the task to the task-group update that is open on the stream; false if none is.
 bool add_to_update(Stream& stream, Task& task);
+void end_update(const Stream& stream);  // the stream was destroyed
 
 }  // namespace emu
 

@@ -4,7 +4,7 @@
 #include <map>
 #include <shared_mutex>
 
-#include "status.h"
+#include "device.h"
 
 namespace emu::host_memory {
 namespace {
@@ -46,6 +46,7 @@ void release(void* address) {
   {
     std::lock_guard lock(mutex);
     check(allocated().erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam, "not memory of aclrtMallocHost: ", address);
+    ++memory_events.freed;
   }
   std::free(address);
 }

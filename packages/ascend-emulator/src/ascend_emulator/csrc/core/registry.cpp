@@ -36,6 +36,14 @@ const std::set<std::string>& removals() {
 std::atomic<const char*> calls{std::getenv("ASCEND_EMULATOR_CALLS")};
 }  // namespace
 
+std::string nth(const char* list, int64_t n) {
+  std::istringstream parts(list);
+  std::string part;
+  for (int64_t i = 0; i <= n; ++i) std::getline(parts, part, ',');
+  const auto end = part.find_last_not_of(" )") + 1, start = part.find_last_of(" (", end - 1) + 1;
+  return part.substr(start, end - start);
+}
+
 Registration::Registration(const char* name, Effect effect, const char* file) {
   entries()[name] = {effect, without_suffix(file)};
 }

@@ -1,21 +1,27 @@
+#include "device.h"
 #include "registry.h"
 
 #include <pthread.h>
 
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <mutex>
+#include <utility>
 
 namespace emu {
 namespace {
 thread_local std::string last_message;
 thread_local std::string returned_message;
+thread_local int last_status = kOk;
 }  // namespace
 
 int fail(Status status, const std::string& message) {
   last_message = "[ascend-emulator] " + message;
-  return status;
+  return last_status = status;
 }
+
+int last_error(bool clear) { return clear ? std::exchange(last_status, kOk) : last_status; }
 
 std::string joined(std::initializer_list<Printable> parts) {
   std::ostringstream out;
@@ -47,8 +53,12 @@ Error error_of(const std::exception& e) {
   return {kOpFailed, what.substr(0, what.find("\nException raised from"))};
 }
 
+std::atomic<bool> forked{false};
+
 int guarded(const char* name, c10::function_ref<void()> body) noexcept {
   try {
+    check(!forked, kContextNull,
+        "this process was forked from one that uses NPUs, and cannot use them; start it with the method spawn");
     body();
     return kOk;
   } catch (const std::exception& e) {
@@ -66,9 +76,15 @@ int refuse(const char* name) {
   return std::strncmp(name, "aclnn", 5) == 0 || of_atb(name) ? operator_done(name, status) : status;
 }
 
+long refuse_value(const char* name) {
+  refuse(name);
+  std::fprintf(stderr, "%s\n", last_message.c_str());
+  return 0;
+}
+
 namespace {
 std::mutex failure_mutex;
-std::string failed_on_queue;
+std::map<int, std::string> failed_on_queue;  // NPU -> operator
 
 // torch_npu's queue thread, by its name (torch_npu/csrc/core/npu/NPUAffinityController.cpp, BSD).
 bool on_queue_thread() {
@@ -78,20 +94,25 @@ bool on_queue_thread() {
 }
 }  // namespace
 
+thread_local std::string creation_error;
+
 int operator_done(const char* name, int status) {
+  creation_error.clear();
   // torch_npu raises no message for these operators' GetWorkspaceSize, so it is printed.
   if (status != kOk && of_atb(name)) std::fprintf(stderr, "%s\n", last_message.c_str());
   if (status != kOk && on_queue_thread()) {
     std::lock_guard lock(failure_mutex);
-    if (failed_on_queue.empty()) failed_on_queue = name;
+    failed_on_queue.emplace(has_current_device() ? current_device() : kNoNpu, name);
   }
   return status;
 }
 
-void check_queue() {
+void check_queue(int device) {
   std::lock_guard lock(failure_mutex);
-  check(failed_on_queue.empty(), kOpFailed, failed_on_queue,
-      " failed earlier, and torch_npu computes nothing more in this process; start a new one");
+  for (const auto& [npu, name] : failed_on_queue) {
+    check(npu != device && npu != kNoNpu, kOpFailed, name, " failed earlier, and torch_npu computes nothing more on NPU ", device,
+        " in this process; start a new one");
+  }
 }
 
 }  // namespace emu

@@ -60,10 +60,7 @@ uint64_t Stream::submit(Task task) {
     task.run = fault::hang;
     task.blocks = true;
   }
-  if (capture) {
-    capture_task(*this, std::move(task));
-    return 0;
-  }
+  if (capture_task(*this, task)) return 0;
   if (add_to_update(*this, task)) return submitted_;
   uint64_t ticket;
   {
@@ -86,7 +83,10 @@ bool Stream::wait(uint64_t ticket, Deadline deadline) {
     std::unique_lock lock(mutex_);
     const auto done = [&] { return reached(ticket); };
     if (worker_of) {  // another stream's worker, which can be aborted
-      while (!progressed_.wait_for(lock, std::chrono::milliseconds(50), done)) check_not_aborted();
+      while (!progressed_.wait_for(lock, std::chrono::milliseconds(50), done)) {
+        check_not_aborted();
+        if (deadline && Clock::now() >= *deadline) return false;
+      }
     } else if (!deadline) {
       progressed_.wait(lock, done);
     } else if (!progressed_.wait_until(lock, *deadline, done)) {
@@ -115,7 +115,7 @@ std::string Stream::running_task_name() {
 void Stream::perform(Task& task) {
   {
     std::lock_guard lock(mutex_);
-    if (failure_ && task.kind != Kind::record) return;
+    if ((failure_ || aborting_) && task.kind != Kind::record) return;
   }
   try {
     TaskTrace observed(*this, task);
@@ -145,14 +145,12 @@ void Stream::work() {
       Adversary::Turn turn(*this, task);
       perform(task);
     }
-    lock.lock();
-    running_ = false;
     // Release the task's arguments before it counts as completed: the caller may free the memory then.
-    Task done = std::move(tasks_.front());
-    tasks_.pop_front();
-    lock.unlock();
-    done.run = nullptr;
+    task.run = nullptr;
     lock.lock();
+    tasks_.pop_front();
+    running_ = false;
+    if (aborting_.exchange(false)) failure_.reset();
     ++completed_;
     progressed_.notify_all();
     lock.unlock();
@@ -163,21 +161,57 @@ void Stream::work() {
 
 void check_not_aborted() { check(!worker_of || !worker_of->aborting_, kOpFailed, "the stream was aborted"); }
 
-void Stream::abort() {
+Stream& running_stream() {
+  check(worker_of != nullptr, kOpFailed, "not on a stream's thread");
+  return *worker_of;
+}
+
+std::shared_ptr<Capture> Stream::capture() const {
+  if (!captured_) return nullptr;
+  std::lock_guard lock(capture_mutex_);
+  return capture_;
+}
+
+bool Stream::enter(const std::shared_ptr<Capture>& capture) {
+  std::lock_guard lock(capture_mutex_);
+  if (capture_) return false;
+  capture_ = capture;
+  return captured_ = true;
+}
+
+void Stream::leave_capture() {
+  std::lock_guard lock(capture_mutex_);
+  capture_.reset();
+  captured_ = false;
+}
+
+void Stream::start_abort() {
+  std::deque<Task> dropped;  // destroyed without the lock
+  {
+    std::lock_guard lock(mutex_);
+    aborting_ = running_;
+    failure_.reset();
+    for (; tasks_.size() > running_; tasks_.pop_back()) dropped.push_back(std::move(tasks_.back()));
+    completed_ += dropped.size();
+    progressed_.notify_all();
+  }
+  Adversary::dropped(*this);
+}
+
+void Stream::finish_abort(Clock::time_point until) {
   std::unique_lock lock(mutex_);
-  aborting_ = true;
-  if (tasks_.size() > 1) {
-    completed_ += tasks_.size() - 1;  // dropped tasks count as completed
-    tasks_.erase(tasks_.begin() + 1, tasks_.end());
-  }
-  if (!running_ && !tasks_.empty()) {
-    ++completed_;
-    tasks_.clear();
-  }
-  progressed_.wait_for(lock, std::chrono::seconds(1), [&] { return tasks_.empty(); });
-  aborting_ = false;
-  failure_.reset();
-  progressed_.notify_all();
+  const auto ended = [&] { return !aborting_; };
+  if (worker_of == this || tasks_.empty()) return;
+  if (tasks_.front().blocks)
+    progressed_.wait_until(lock, until, ended);
+  else
+    progressed_.wait(lock, ended);
+}
+
+void Stream::abort(const std::vector<std::shared_ptr<Stream>>& streams) {
+  const auto until = Clock::now() + std::chrono::seconds(1);
+  for (const auto& stream : streams) stream->start_abort();
+  for (const auto& stream : streams) stream->finish_abort(until);
 }
 
 void Stream::retire() {
@@ -245,13 +279,28 @@ void reserve_streams(int device, int wanted, Status status) {
   table().in_graphs[device] += wanted;
 }
 
+void end_streams(int device) {
+  for (const auto& stream : streams_of(device)) {
+    try {
+      stream->synchronize();
+    } catch (const Error&) {  // of a failed task
+    }
+    stream->retire();
+    std::lock_guard lock(table().mutex);
+    table().streams.erase(stream.get());
+  }
+  std::lock_guard lock(table().mutex);
+  table().defaults.erase(device);
+}
+
 void stop_streams() {
+  if (forked) return;
   std::vector<std::shared_ptr<Stream>> every;
   {
     std::lock_guard lock(table().mutex);
     for (const auto& [_, stream] : table().streams) every.push_back(stream);
   }
-  for (const auto& stream : every) stream->abort();
+  Stream::abort(every);
   for (const auto& stream : every) stream->retire();
   flush_trace();
 }

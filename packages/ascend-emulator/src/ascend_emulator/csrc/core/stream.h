@@ -74,14 +74,23 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void synchronize(Deadline deadline = {}, Status timeout = kStreamSyncTimeout);
   void check_failure();  // throws the error of a failed task
 
-  void abort();                     // drops queued tasks and a failure; returns when no task runs, or after 1 s
+  // Drops queued tasks and a failure. finish_abort() returns when no task runs; a task that blocks may ignore the abort, and is
+  // waited for until the deadline only.
+  void start_abort();
+  void finish_abort(Clock::time_point until);
+  static void abort(const std::vector<std::shared_ptr<Stream>>& streams);
   void retire();                    // ends the thread once the queue is empty
   std::string running_task_name();  // for messages
 
   const int device;
   const int id;
-  std::shared_ptr<Capture> capture;  // while the stream is captured (graph.h)
-  double modelled = 0;               // device time in seconds by the roofline model; accessed by the worker only
+  double modelled = 0;  // device time in seconds by the roofline model; accessed by the worker only
+
+  // The capture that the stream takes part in (graph.h), null if none.
+  bool captured() const { return captured_; }
+  std::shared_ptr<Capture> capture() const;
+  bool enter(const std::shared_ptr<Capture>& capture);  // false if it takes part in one already
+  void leave_capture();
 
  private:
   friend class Adversary;
@@ -96,8 +105,14 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::atomic<uint64_t> submitted_{0}, completed_{0};
   std::optional<Error> failure_;
   bool retired_ = false, running_ = false;
-  std::atomic<bool> aborting_{false};
+  std::atomic<bool> aborting_{false};  // until the running task has ended
+  mutable std::mutex capture_mutex_;
+  std::atomic<bool> captured_{false};
+  std::shared_ptr<Capture> capture_;
 };
+
+// The stream whose worker calls.
+Stream& running_stream();
 
 // For tasks that may wait long: throws when their stream is aborted.
 void check_not_aborted();
@@ -107,8 +122,9 @@ void prepare_worker();
 struct Event {
   uint32_t flags = 0;
   std::mutex mutex;
-  std::shared_ptr<Mark> mark;       // of the latest record
-  std::weak_ptr<Capture> captured;  // the capture that recorded it last
+  std::shared_ptr<Mark> mark;                                                       // of the latest record
+  std::shared_ptr<std::atomic<int>> waits = std::make_shared<std::atomic<int>>(0);  // streams' waits that are not complete
+  std::weak_ptr<Capture> captured;                                                  // the capture that recorded it last
   int node = -1;
 };
 
@@ -124,6 +140,9 @@ void reserve_streams(int device, int count, Status status);
 void check_not_captured(const Stream& stream);
 // Throws if the mode of an active capture, on any stream, forbids this call.
 void check_capture_mode(const char* call);
+
+// Destroys all streams of the device, once their tasks are done.
+void end_streams(int device);
 
 // Stops all worker threads; called at exit.
 void stop_streams();

@@ -10,7 +10,11 @@
 namespace emu::virtual_memory {
 namespace {
 std::shared_mutex mutex;
-std::map<uintptr_t, uint64_t> free_ranges, reserved;
+struct Range {
+  uint64_t bytes, number;
+};
+std::map<uintptr_t, uint64_t> free_ranges;
+std::map<uintptr_t, Range> reserved;
 std::map<uintptr_t, Window> windows;
 intptr_t distance = 0;
 
@@ -35,7 +39,7 @@ void* reserve(uint64_t bytes) {
     const auto [start, size] = *range;
     free_ranges.erase(range);
     if (size > bytes) free_ranges[start + bytes] = size - bytes;
-    reserved[start] = bytes;
+    reserved[start] = {bytes, ++memory_events.allocated};
     return reinterpret_cast<void*>(start);
   }
   throw Error(kOutOfMemory, text("no ", bytes, " bytes of address space are left"));
@@ -46,10 +50,11 @@ void release(void* start) {
   const auto range = reserved.find(reinterpret_cast<uintptr_t>(start));
   check(range != reserved.end(), kInvalidParam, "no address range was reserved at ", start);
   const auto window = windows.lower_bound(range->first);
-  check(window == windows.end() || window->first >= range->first + range->second, kInvalidParam, "the address range at ", start,
-      " still has memory mapped at ", window == windows.end() ? nullptr : reinterpret_cast<void*>(window->first));
-  auto freed = free_ranges.insert(*range).first;
+  check(window == windows.end() || window->first >= range->first + range->second.bytes, kInvalidParam, "the address range at ",
+      start, " still has memory mapped at ", window == windows.end() ? nullptr : reinterpret_cast<void*>(window->first));
+  auto freed = free_ranges.emplace(range->first, range->second.bytes).first;
   reserved.erase(range);
+  ++memory_events.freed;
   if (auto next = std::next(freed); next != free_ranges.end() && freed->first + freed->second == next->first) {
     freed->second += next->second;
     free_ranges.erase(next);
@@ -67,7 +72,7 @@ void map(void* at, const Window& window) {
       "; both must be multiples of ", kPage);
   std::lock_guard lock(mutex);
   const auto range = holding(reserved, start);
-  check(range != reserved.end() && start + window.bytes <= range->first + range->second, kInvalidParam, window.bytes,
+  check(range != reserved.end() && start + window.bytes <= range->first + range->second.bytes, kInvalidParam, window.bytes,
       " bytes at ", at, " are not in one reserved address range");
   const auto other = holding(windows, start + window.bytes - 1);
   check(other == windows.end() || other->first + other->second.bytes <= start, kInvalidParam, "memory is mapped already at ",
@@ -93,6 +98,7 @@ void unmap(void* at) {
     arena::unmap(reinterpret_cast<void*>(start + distance), window->second.bytes);
   }
   windows.erase(window);
+  ++memory_events.freed;
 }
 
 Mapped at(const void* address, uint64_t wanted) {
@@ -105,7 +111,7 @@ Mapped at(const void* address, uint64_t wanted) {
   if (end <= start) return {};
   for (++window; end - start < wanted && window != windows.end() && window->first == end && window->second.npu == npu; ++window)
     end += window->second.bytes;
-  return {end - start, npu};
+  return {end - start, npu, holding(reserved, start)->second.number};
 }
 
 }  // namespace emu::virtual_memory

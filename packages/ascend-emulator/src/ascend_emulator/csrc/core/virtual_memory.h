@@ -26,6 +26,7 @@ void unmap(void* at);
 struct Mapped {
   uint64_t bytes = 0;
   int npu = kNoNpu;
+  uint64_t range = 0;  // number of the address range (MemoryEvents)
 };
 Mapped at(const void* address, uint64_t wanted);
 

@@ -4,6 +4,8 @@
 // FormatCastKernelNpu.cpp). Descriptions, attributes and buffers are bookkeeping. Call sites:
 // torch_npu/csrc/framework/OpParamMaker.cpp (BSD).
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <vector>
 
 #include "core/device.h"
@@ -52,12 +54,26 @@ int copy_bytes(const DataBuffer& from, const DataBuffer& to, void* stream) {
 }
 }  // namespace
 
-// Compile options: jit-compile (ACL_OP_JIT_COMPILE) and all others read "disable".
-ACL_API(nothing("options for graph operators, which are never emulated"), aclSetCompileopt, (int32_t, const char*), {})
-ACL_VALUE(size_t, answers, aclGetCompileoptSize, (int32_t), { return sizeof("disable"); })
-ACL_API(answers, aclGetCompileopt, (int32_t, char* value, size_t length), {
-  check(length >= sizeof("disable"), kInvalidParam, "no room for the value");
-  std::strcpy(value, "disable");
+// Compile options of graph operators are kept; unset ones, such as jit-compile (ACL_OP_JIT_COMPILE), read "disable".
+namespace {
+std::mutex options_mutex;
+std::map<int32_t, std::string> options;
+std::string option_of(int32_t option) {
+  std::lock_guard lock(options_mutex);
+  const auto found = options.find(option);
+  return found == options.end() ? "disable" : found->second;
+}
+}  // namespace
+ACL_API(keeps, aclSetCompileopt, (int32_t option, const char* value), {
+  check(value != nullptr, kInvalidParam, "value is null");
+  std::lock_guard lock(options_mutex);
+  options[option] = value;
+})
+ACL_VALUE(size_t, answers, aclGetCompileoptSize, (int32_t option), { return option_of(option).size() + 1; })
+ACL_API(answers, aclGetCompileopt, (int32_t option, char* value, size_t length), {
+  const auto found = option_of(option);
+  check(length > found.size(), kInvalidParam, "no room for the value, '", found, "'");
+  std::strcpy(value, found.c_str());
 })
 
 EXPORT int aclopCompileAndExecute(const char* op_type, int, const void* const input[], const void* const from[], int,

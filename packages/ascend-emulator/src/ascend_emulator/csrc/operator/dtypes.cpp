@@ -41,14 +41,6 @@ DTypeSet parsed(const char* list) {
 
 }  // namespace
 
-std::string nth(const char* list, int64_t n) {
-  std::istringstream parts(list);
-  std::string part;
-  for (int64_t i = 0; i <= n; ++i) std::getline(parts, part, ',');
-  const auto end = part.find_last_not_of(" )") + 1, start = part.find_last_of(" (", end - 1) + 1;
-  return part.substr(start, end - start);
-}
-
 DTypeSet documented(const char* name) {
   static const std::unordered_map<std::string, DTypeSet> all = [] {
     std::unordered_map<std::string, DTypeSet> out;

@@ -62,6 +62,29 @@ bool communicates(const char* name, bool register_it) {
   return names->count(name) > 0;
 }
 
+namespace {
+// "self", or "tensors[2]" of a list.
+std::string argument(const aclOpExecutor& executor, size_t tensor) {
+  const auto end = std::find_if(executor.ends.begin(), executor.ends.end(), [&](size_t each) { return each > tensor; });
+  if (end == executor.ends.end()) return text("tensor ", tensor);
+  const size_t first = end == executor.ends.begin() ? 0 : *(end - 1);
+  const auto name = nth(executor.parameters, end - executor.ends.begin());
+  return *end - first == 1 ? name : text(name, "[", tensor - first, "]");
+}
+
+void recheck(const aclOpExecutor& executor) {
+  executor.memory.verify([&] {
+    for (size_t i = 0; i < executor.tensors.size(); ++i) {
+      if (!executor.tensors[i].defined()) continue;
+      const auto& storage = executor.tensors[i].storage();
+      const void* address = device_address(storage.data());
+      if (is_device(address) && storage.nbytes())
+        executor.memory.check([&] { return argument(executor, i); }, address, storage.nbytes());
+    }
+  });
+}
+}  // namespace
+
 int launch(const char* name, aclOpExecutor* executor, void* stream) {
   if (!executor) {
     // GetWorkspaceSize failed, perhaps on another thread, and some callers ignore its status.
@@ -72,6 +95,7 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
     const auto on = stream_at(stream);
     if (null_mode() && !owned->reports_shape) return;
     Task task{name, [owned, name] {
+                recheck(*owned);
                 owned->compute();
                 note(name);
               }};
@@ -79,7 +103,7 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
     task.blocks = communicates(name, false);
     if (trace_enabled()) task.work = work_of(name, owned->tensors);
     const bool at_once = owned->reports_shape;
-    if (at_once) check(!on->capture, kStreamCaptured, "its result's shape depends on values, so that it cannot be captured");
+    if (at_once) check(!on->captured(), kStreamCaptured, "its result's shape depends on values, so that it cannot be captured");
     owned.reset();
     const auto ticket = on->submit(std::move(task));
     if (at_once) on->wait(ticket);
@@ -108,9 +132,11 @@ int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> 
   *executor = nullptr;
   return operator_done(info.name, intercepted(info.name, [&] {
     auto made = std::make_unique<aclOpExecutor>();
-    ArgumentReader reader(info, made->tensors);
+    made->parameters = info.parameters;
+    ArgumentReader reader(info, *made);
     made->compute = take(reader);
     made->reports_shape = info.reports_shape;
+    *bytes = workspace_bytes(info.workspace, info.name, made->tensors);
     if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
     *executor = made.release();
   }));

@@ -27,8 +27,10 @@
 
 #include "checks.h"
 #include "core/cost.h"
+#include "core/recheck.h"
 #include "core/registry.h"
 #include "tensor.h"
+#include "workspace.h"
 
 namespace emu {
 
@@ -55,9 +57,12 @@ class Computation {
 
 struct aclOpExecutor {
   emu::Computation compute;
-  std::vector<at::Tensor> tensors;  // in the order of the arguments, outputs last
-  bool reports_shape = false;       // the caller reads an output's shape as soon as the operator is launched
-  bool hangs = false;               // injected fault
+  std::vector<at::Tensor> tensors;        // in the order of the arguments, outputs last
+  emu::Recheck memory{};                  // of these tensors
+  const char* parameters = "";            // as in the source
+  c10::SmallVector<uint16_t, 16> ends{};  // number of tensors up to and including each parameter
+  bool reports_shape = false;             // the caller reads an output's shape as soon as the operator is launched
+  bool hangs = false;                     // injected fault
 };
 
 namespace emu {
@@ -164,24 +169,23 @@ inline void partial_access(const Tensor& argument, const Tensor& part) {
   partial_access(argument, static_cast<double>(part.nbytes()));
 }
 }  // namespace cost
-// Name of the nth parameter of a list as in the source: "bias" is number 1 of "(Tensor self, Opt<Tensor> bias, Tensor out)".
-std::string nth(const char* list, int64_t n);
 
 struct OperatorInfo {
   const char *name, *parameters;  // as in the source
   bool reports_shape;
-  std::atomic<DTypeSet> allowed{~DTypeSet{0}};  // of the first argument; looked up at the first call
+  std::atomic<DTypeSet> allowed{~DTypeSet{0}};       // of the first argument; looked up at the first call
+  std::atomic<const Workspace*> workspace{nullptr};  // looked up at the first call
 };
 
 // Converts the arguments of a call and checks their dtypes.
 class ArgumentReader {
  public:
-  ArgumentReader(OperatorInfo& info, std::vector<Tensor>& tensors) : info_(info), tensors_(tensors) {}
+  ArgumentReader(OperatorInfo& info, aclOpExecutor& executor) : info_(info), tensors_(executor.tensors), ends_(executor.ends) {}
   template <class T>
   T take(typename Arg<T>::C value) {
     T taken = Arg<T>::get(value);
     collect(taken);
-    ends_.push_back(tensors_.size());
+    ends_.push_back(static_cast<uint16_t>(tensors_.size()));
     return taken;
   }
   void check() const;
@@ -196,7 +200,7 @@ class ArgumentReader {
 
   OperatorInfo& info_;
   std::vector<Tensor>& tensors_;
-  c10::SmallVector<size_t, 32> ends_;  // number of tensors up to and including each argument
+  c10::SmallVector<uint16_t, 16>& ends_;
 };
 
 // GetWorkspaceSize without the operator's types: `take` converts the arguments and returns the computation.

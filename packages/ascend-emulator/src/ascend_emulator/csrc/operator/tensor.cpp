@@ -61,9 +61,6 @@ at::Scalar read_scalar(const void* at, at::ScalarType type) {
   }
 }
 
-// Creation calls return null on failure; torch_npu passes the null on, so the operator reports the reason.
-thread_local std::string creation_error;
-
 template <class Make>
 auto created(const char* name, Make&& make) -> decltype(make()) {
   decltype(make()) object = nullptr;

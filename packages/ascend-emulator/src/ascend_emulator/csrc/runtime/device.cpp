@@ -2,12 +2,13 @@
 // NPUFunctions.cpp (Ascend/pytorch, BSD), CANN's public API reference "AscendCL".
 #include "core/device.h"
 
-#include <sys/prctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <map>
 
 #include "core/registry.h"
 #include "core/stream.h"
@@ -16,10 +17,31 @@ using namespace emu;
 
 // Of the configuration file only {"defaultDevice": {"default_device": "0"}} is used: threads without a device then use it
 // implicitly (CANN's documentation, "Initialization"). The other settings concern dumps and profiling.
+namespace {
+std::mutex device_mutex;
+enum { kBefore, kInitialized, kFinalized } lifetime = kBefore;
+std::map<int, int> references;  // NPU -> calls of aclrtSetDevice that aclrtResetDevice has not undone
+std::map<void*, int> contexts;  // of aclrtCreateContext -> NPU
+
+void reset(int id, bool force) {
+  auto& npu = device(id);
+  {
+    std::lock_guard lock(device_mutex);
+    check(references.count(id), kContextNull, "NPU ", id, " was not set (aclrtSetDevice), or was reset");
+    if (--references[id] > 0 && !force) return;
+    references.erase(id);
+  }
+  end_streams(id);
+  npu.reset();
+  npu.active = false;
+}
+}  // namespace
 ACL_API(keeps, aclInit, (const char* path), {
-  // torch_npu's release_thread polls every microsecond. A timer slack of 1 ms for threads started from here leaves the CPU to the
-  // operators.
-  prctl(PR_SET_TIMERSLACK, 1000000ul);
+  {
+    std::lock_guard lock(device_mutex);
+    check(lifetime != kInitialized, kRepeatInit, "aclInit was called before");
+    lifetime = kInitialized;
+  }
   if (!path) return;
   std::ifstream file(path);
   const std::string config{std::istreambuf_iterator<char>(file), {}};
@@ -29,34 +51,77 @@ ACL_API(keeps, aclInit, (const char* path), {
   if (place != std::string::npos && std::sscanf(config.c_str() + place + std::strlen(key), " : \"%d\"", &number) == 1)
     set_default_device(number);
 })
-ACL_API(nothing("streams end and memory is released at the process's exit"), aclFinalize, (), {})
+// Memory and streams that are left end with the process; torch_npu frees some of them after this call.
+ACL_API(keeps, aclFinalize, (), {
+  std::lock_guard lock(device_mutex);
+  check(lifetime != kBefore, kUninitialized, "aclInit was not called");
+  check(lifetime != kFinalized, kRepeatFinalize, "aclFinalize was called before");
+  lifetime = kFinalized;
+})
 ACL_API(answers, aclrtGetDeviceCount, (uint32_t* count), { *count = device_count(); })
-ACL_API(keeps, aclrtSetDevice, (int32_t id), { set_current_device(id); })
-ACL_API(nothing("streams end and memory is released at the process's exit"), aclrtResetDevice, (int32_t id), { device(id); })
+ACL_API(keeps, aclrtSetDevice, (int32_t id), {
+  std::lock_guard lock(device_mutex);
+  set_current_device(id);
+  ++references[id];
+})
+// The last of as many calls as aclrtSetDevice had releases the device's streams and memory, once its tasks are done (CANN's
+// documentation of the call); aclrtResetDeviceForce does at once.
+ACL_API(keeps, aclrtResetDevice, (int32_t id), { reset(id, false); })
+ACL_API(keeps, aclrtResetDeviceForce, (int32_t id), { reset(id, true); })
 ACL_API(answers, aclrtGetDevice, (int32_t* id), {
   check(has_current_device(), kContextNull, "no device was set in this thread");
   *id = current_device();
 })
 ACL_API(answers, aclrtGetLogicDevIdByUserDevId, (int32_t user, int32_t* logical), { *logical = user; })
-// One primary context per device; its handle is the device.
+// One primary context per device, whose handle is the device, and those of aclrtCreateContext, which share the device's streams.
 ACL_API(answers, aclrtGetCurrentContext, (void** context), { *context = &device(current_device()); })
 ACL_API(keeps, aclrtSetCurrentContext, (void* context), {
   check(context != nullptr, kInvalidParam, "the context is null");
-  set_current_device(static_cast<Device*>(context)->id);
+  std::lock_guard lock(device_mutex);
+  for (int id = 0; id < device_count(); ++id)
+    if (context == &device(id)) return set_current_device(id);
+  const auto created = contexts.find(context);
+  check(created != contexts.end(), kInvalidParam, context, " is no context, or it was destroyed");
+  set_current_device(created->second);
 })
-ACL_API(answers, aclrtGetPrimaryCtxState, (int32_t id, uint32_t* flags, int32_t* active), {
+ACL_API(keeps, aclrtCreateContext, (void** context, int32_t id), {
+  std::lock_guard lock(device_mutex);
+  set_current_device(id);  // the new context becomes the thread's
+  contexts[*context = new int] = id;
+})
+ACL_API(keeps, aclrtDestroyContext, (void* context), {
+  std::lock_guard lock(device_mutex);
+  check(contexts.erase(context), kInvalidParam, context, " is not a context of aclrtCreateContext");
+  delete static_cast<int*>(context);
+})
+// aclrtRunMode: 0 on the device, 1 on the host.
+ACL_API(answers, aclrtGetRunMode, (int32_t* mode), { *mode = 1; })
+ACL_API(answers, aclrtGetPrimaryCtxState, (int32_t id, Nullable<uint32_t> flags, int32_t* active), {
   if (flags) *flags = 0;
   *active = device(id).active;
 })
 ACL_API(answers, aclrtDeviceCanAccessPeer, (int32_t* can, int32_t, int32_t), { *can = 1; })
-ACL_API(nothing("all NPUs of a process share its address space"), aclrtDeviceEnablePeerAccess, (int32_t, uint32_t), {})
+// "The peer must be another device; the flags must be 0" (CANN's documentation).
+namespace {
+void enable_peer(int32_t peer, bool enabled) {
+  const int npu = current_device();
+  check(device(peer).id != npu, kInvalidParam, "the peer is NPU ", peer, ", the current one; it must be another");
+  enable_peer_access(npu, peer, enabled);
+}
+}  // namespace
+ACL_API(keeps, aclrtDeviceEnablePeerAccess, (int32_t peer, uint32_t flags), {
+  check(flags == 0, kInvalidParam, "flags are ", flags, "; allowed: 0");
+  enable_peer(peer, true);
+})
+ACL_API(keeps, aclrtDeviceDisablePeerAccess, (int32_t peer), { enable_peer(peer, false); })
+ACL_API(answers, aclrtDevicePeerAccessStatus, (int32_t id, int32_t peer, int32_t* enabled),
+    { *enabled = device(id).id != device(peer).id && peer_access(id, peer); })
 ACL_API(answers, aclrtDeviceGetBareTgid, (int32_t* pid), { *pid = getpid(); })
 // aclrtFloatOverflowMode: 0 saturates, 1 keeps infinities and NaNs, which is what ATen does.
 ACL_API(nothing("infinities and NaNs are kept, the only supported mode keeps them"), aclrtSetDeviceSatMode, (int32_t mode),
     { check(mode == 1, kUnsupported, "overflow mode ", mode, " is not emulated; 1, infinities and NaNs, is"); })
-ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpWaitTimeout, (uint32_t), {})
 ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpExecuteTimeOut, (uint32_t), {})
-ACL_API(answers, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, uint64_t* actual), {
+ACL_API(answers, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, Nullable<uint64_t> actual), {
   if (actual) *actual = timeout;
 })
 
@@ -95,19 +160,22 @@ ACL_API(answers, aclrtGetDeviceInfo, (uint32_t id, int32_t what, int64_t* value)
   }
   throw Error(kUnsupported, text("attribute ", what, " is not emulated"));
 })
-// Sixteen bytes, different for each NPU.
+// Sixteen bytes: the machine's, and in the last one the NPU's number on it.
 ACL_API(answers, aclrtDeviceGetUuid, (int32_t id, char* uuid), {
-  std::memcpy(uuid, "ascend-emulator", 16);
-  uuid[15] = static_cast<char>(device(id).id);
+  std::memcpy(uuid, machine_id().data(), 16);
+  uuid[15] = static_cast<char>(physical_id(id));
 })
-ACL_API(answers, aclrtGetDeviceUtilizationRate, (int32_t id, void* rates), {
-  device(id);
-  std::memset(rates, 0, 4 * sizeof(int32_t));  // cube, vector, AI CPU, memory: in percent
+// Percentages of cube, vector and AI CPU: whether tasks run now. Memory has no rate: -1 (CANN's documentation).
+ACL_API(answers, aclrtGetDeviceUtilizationRate, (int32_t id, int32_t* rates), {
+  const auto streams = streams_of(device(id).id);
+  const int busy = std::any_of(streams.begin(), streams.end(), [](const auto& each) { return !each->idle(); }) ? 100 : 0;
+  const int32_t found[] = {busy, busy, 0, -1};
+  std::copy(std::begin(found), std::end(found), rates);
 })
 
-// Errors are reported by the failing call only.
-ACL_API(nothing("errors are reported by the call that fails"), aclrtGetLastError, (int32_t), {})
-ACL_API(nothing("errors are reported by the call that fails"), aclrtPeekAtLastError, (int32_t), {})
+// Of the calling thread, the only level.
+ACL_VALUE(int, answers, aclrtGetLastError, (int32_t), { return last_error(true); })
+ACL_VALUE(int, answers, aclrtPeekAtLastError, (int32_t), { return last_error(false); })
 
 ACL_VALUE(const char*, answers, aclrtGetSocName, (), { return chip().name.c_str(); })
 

@@ -41,7 +41,7 @@ void synchronize_all(int npu) {
 }  // namespace
 
 ACL_API(computed, aclrtIpcMemGetExportKey, (void* address, size_t bytes, char* key, size_t length, uint64_t flags), {
-  check(key != nullptr && length == kKeyLength, kInvalidParam, "the key's length is ", length, "; it must be ", kKeyLength);
+  check(length == kKeyLength, kInvalidParam, "the key's length is ", length, "; it must be ", kKeyLength);
   check(flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0, and 1, which lets every process import it");
   const auto place = locate(address, bytes);
   check(place.npu != kNoNpu && device(place.npu).owns(address), kInvalidParam, "not memory of aclrtMalloc: ", address);
@@ -56,7 +56,7 @@ ACL_API(computed, aclrtIpcMemSetImportPid, (const char* key, const int32_t* proc
 })
 // The flag enables peer access, which is always enabled.
 ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uint64_t flags), {
-  check(address != nullptr && flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0 or 1");
+  check(flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0 or 1");
   const auto key = parse(text);
   std::lock_guard lock(ipc_mutex);
   auto found = opened.find(key.part);

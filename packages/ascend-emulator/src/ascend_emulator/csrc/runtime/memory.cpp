@@ -3,7 +3,7 @@
 #include <cstring>
 #include <utility>
 
-#include "core/device.h"
+#include "core/recheck.h"
 #include "core/registry.h"
 #include "core/stream.h"
 #include "core/trace.h"
@@ -25,10 +25,7 @@ enum CopyKind : int32_t {
   between_npus
 };
 
-void allocate(void** address, size_t bytes) {
-  check(address != nullptr, kInvalidParam, "the output pointer is null");
-  *address = device(current_device()).allocate(bytes);
-}
+void allocate(void** address, size_t bytes) { *address = device(current_device()).allocate(bytes); }
 
 struct Copy {
   void* to;
@@ -36,7 +33,8 @@ struct Copy {
   const void* from;
   size_t bytes;
   int32_t kind;
-  bool onto_device = false, off_device = false;
+  bool onto_device = false, off_device = false, pinned = false;
+  Recheck memory;
 
   Copy(void* to, size_t room, const void* from, size_t bytes, int32_t kind)
       : to(to), room(room), from(from), bytes(bytes), kind(kind) {
@@ -46,15 +44,30 @@ struct Copy {
     const bool between_devices = kind == device_to_device || kind >= within_npu;
     onto_device = kind == by_addresses ? is_device(to) : between_devices || kind == host_to_device || kind == host_by_buffer;
     off_device = kind == by_addresses ? is_device(from) : between_devices || kind == device_to_host;
+    pinned = bytes && onto_device != off_device && is_pinned(onto_device ? from : to);
     views();
+    if (onto_device && off_device && bytes) {
+      const int target = locate(to, 1).npu, source = locate(from, 1).npu;
+      check(target == kNoNpu || source == kNoNpu || peer_access(target, source), kInvalidParam, "copying from NPU ", source,
+          " to NPU ", target, ", between which it is not enabled; call aclrtDeviceEnablePeerAccess");
+    }
   }
   std::pair<void*, const void*> views() const {
     if (bytes == 0) return {to, from};
     return {resolve(to, onto_device, "the destination", bytes), resolve(from, off_device, "the source", bytes)};
   }
   void run() const {
+    recheck();
     const auto [target, source] = views();
     if (bytes) std::memmove(target, source, bytes);
+  }
+  void recheck() const {
+    memory.verify([&] {
+      if (bytes && onto_device) memory.check("the destination", to, bytes);
+      if (bytes && off_device) memory.check("the source", from, bytes);
+      check(!pinned || is_pinned(onto_device ? from : to), kInvalidParam, onto_device ? "the source" : "the destination",
+          " is host memory that was freed after the call: ", onto_device ? from : to);
+    });
   }
   // Bytes of device memory read and written, and bytes over the host link.
   Work cost() const {
@@ -67,16 +80,21 @@ void submit(const char* name, const Copy& copy, void* handle) {
   auto& stream = stream_of(handle);
   Task task{name, [copy] { copy.run(); }, Kind::copy};
   task.work = copy.cost();
-  const bool upload = copy.onto_device && !copy.off_device, download = copy.off_device && !copy.onto_device;
-  const bool pageable = copy.bytes && ((upload && !is_pinned(copy.from)) || (download && !is_pinned(copy.to)));
+  const bool upload = copy.onto_device && !copy.off_device;
+  const bool pageable = copy.bytes && copy.onto_device != copy.off_device && !copy.pinned;
   if (pageable) check_capture_mode("a copy of memory that is not pinned");
-  check(!pageable || !stream.capture, kCaptureBlocks,
+  check(!pageable || !stream.captured(), kCaptureBlocks,
       "the host memory is not pinned, so that the copy blocks the host, and cannot be captured");
   if (upload && copy.bytes && (pageable || copy.kind == host_by_buffer)) {
     // Pageable memory may change when the call returns: CANN copies it first.
+    Copy device_side = copy;
+    device_side.pinned = false;
     auto staged = std::make_shared<std::vector<char>>(
         static_cast<const char*>(copy.from), static_cast<const char*>(copy.from) + copy.bytes);
-    task.run = [copy, staged] { std::memcpy(copy.views().first, staged->data(), copy.bytes); };
+    task.run = [copy = std::move(device_side), staged] {
+      copy.recheck();
+      std::memcpy(copy.views().first, staged->data(), copy.bytes);
+    };
     stream.submit(std::move(task));
     return;
   }
@@ -101,6 +119,21 @@ std::vector<Copy> batch(void** to, const size_t* room, void** from, const size_t
     copies.emplace_back(to[i], room[i], from[i], bytes[i], target == kDevice ? host_to_device : device_to_host);
   }
   *failed = SIZE_MAX;
+  return copies;
+}
+
+// Rows of a matrix, as copies of their own. Between host and device only, height at most 5 * 1024 * 1024 (CANN's documentation of
+// aclrtMemcpy2d and of its sanitizer).
+std::vector<Copy> rows(
+    void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int32_t kind) {
+  check(kind == host_to_device || kind == device_to_host, kInvalidParam, "copy kind is ", kind, "; allowed: 1 and 2");
+  check(width <= to_pitch && width <= from_pitch && height <= 5u << 20, kInvalidParam, height, " rows of ", width,
+      " bytes, at distances of ", to_pitch, " and ", from_pitch, "; allowed: distances of at least a row, at most ", 5u << 20,
+      " rows");
+  std::vector<Copy> copies;
+  for (size_t row = 0; row < height; ++row)
+    copies.emplace_back(
+        static_cast<char*>(to) + row * to_pitch, width, static_cast<const char*>(from) + row * from_pitch, width, kind);
   return copies;
 }
 
@@ -149,13 +182,30 @@ ACL_API(computed, aclrtMemcpyBatchAsync,
       for (const auto& copy : batch(to, room, from, bytes, count, attributes, starts, kinds, failed))
         submit("aclrtMemcpyBatchAsync", copy, stream);
     })
+ACL_API(computed, aclrtMemcpy2d,
+    (void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int32_t kind), {
+      check_capture_mode("aclrtMemcpy2d");
+      HostTrace observed("aclrtMemcpy2d", static_cast<double>(width * height));
+      for (const auto& copy : rows(to, to_pitch, from, from_pitch, width, height, kind)) copy.run();
+    })
+ACL_API(computed, aclrtMemcpy2dAsync,
+    (void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int32_t kind, void* stream), {
+      for (const auto& copy : rows(to, to_pitch, from, from_pitch, width, height, kind))
+        submit("aclrtMemcpy2dAsync", copy, stream);
+    })
 ACL_API(computed, aclrtMemset, (void* at, size_t room, int32_t value, size_t bytes), {
   check_capture_mode("aclrtMemset");
   fill(at, room, value, bytes);
 })
 ACL_API(computed, aclrtMemsetAsync, (void* at, size_t room, int32_t value, size_t bytes, void* stream), {
   check(bytes <= room, kInvalidParam, "setting ", bytes, " bytes of ", room);
-  Task task{"aclrtMemsetAsync", [=] { fill(at, room, value, bytes); }, Kind::copy};
+  const Recheck memory;
+  Task task{"aclrtMemsetAsync",
+      [=] {
+        if (bytes && is_device(at)) memory.verify([&] { memory.check("the memory", at, bytes); });
+        fill(at, room, value, bytes);
+      },
+      Kind::copy};
   task.work.bytes = bytes;
   stream_of(stream).submit(std::move(task));
 })

@@ -13,16 +13,16 @@ ACL_API(answers, aclrtGetMemInfo, (int32_t, size_t* available, size_t* total), {
   *total = npu.capacity();
 })
 // Usage by component; everything is the program's.
-ACL_API(answers, aclrtGetMemUsageInfo, (uint32_t id, Usage* components, size_t room, size_t* count), {
+ACL_API(answers, aclrtGetMemUsageInfo, (uint32_t id, Nullable<Usage> components, size_t room, size_t* count), {
   const auto [now, most] = device(static_cast<int>(id)).usage();
   *count = 1;
-  if (room) components[0] = {"program", now, most, {}};
+  if (room && components) *components = {"program", now, most, {}};
 })
 
 // Address of an injected uncorrectable error (core/fault.h): one cache line.
-ACL_API(answers, aclrtGetMemUceInfo, (int32_t id, FaultyRange* ranges, size_t room, size_t* count), {
+ACL_API(answers, aclrtGetMemUceInfo, (int32_t id, Nullable<FaultyRange> ranges, size_t room, size_t* count), {
   void* const faulty = device(id).memory_error_address();
-  *count = faulty && room ? 1 : 0;
-  if (*count) ranges[0] = {faulty, 64, {}};
+  *count = faulty && room && ranges ? 1 : 0;
+  if (*count) *ranges = {faulty, 64, {}};
 })
 ACL_API(keeps, aclrtMemUceRepair, (int32_t id, const FaultyRange*, size_t), { device(id).clear_memory_error(); })

@@ -2,6 +2,7 @@
 // itself. Device data, which CANN's msprof converts to a timeline, is not written; use the emulator's trace (core/trace.h).
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <utility>
 
 #include "core/registry.h"
@@ -29,6 +30,10 @@ ACL_API(keeps, aclprofFinalize, (), {
 ACL_API(keeps, aclprofStart, (const void* config), {
   known(config);
   if (std::exchange(started, true)) throw Error(kInvalidParam, "profiling is started already");
+  static const bool told = std::fputs(
+      "ascend-emulator: profiling: the profile will have no device data; `ascend-emulator run --trace FILE` writes a trace\n",
+      stderr);
+  static_cast<void>(told);
 })
 ACL_API(keeps, aclprofStop, (const void* config), {
   known(config);

@@ -2,11 +2,13 @@
 // Management", "Event Management", "Synchronization") and torch_npu's NPUEvent.cpp, AsyncTaskQueueInterface.cpp and Graph.cpp.
 #include "core/stream.h"
 
-#include <cstring>
+#include <sys/prctl.h>
 
+#include <cstring>
 #include <map>
 
 #include "core/graph.h"
+#include "core/recheck.h"
 #include "core/registry.h"
 #include "core/trace.h"
 
@@ -53,11 +55,12 @@ void record(Event& event, const std::shared_ptr<Stream>& stream) {
   check(!(event.flags & kExported), kUnsupported,
       "recording an event again whose handle another process was given is not emulated");
   // Callback reports are not captured: captured tasks do not run.
-  if (!(stream->capture && (event.flags & kEventStreamProgress) && event.flags != 0xE) && capture_record(*stream, event)) return;
+  if (!(stream->captured() && (event.flags & kEventStreamProgress) && event.flags != 0xE) && capture_record(*stream, event))
+    return;
   auto mark = std::make_shared<Mark>();
   mark->stream = stream;
   std::lock_guard lock(event.mutex);
-  if (stream->capture) {
+  if (stream->captured()) {
     mark->ticket = stream->submitted();
     mark->time = Clock::now();
     mark->stamped = true;
@@ -71,6 +74,8 @@ void record(Event& event, const std::shared_ptr<Stream>& stream) {
   event.mark = mark;
 }
 
+std::atomic<uint32_t> wait_timeout{0};  // seconds, of the waits submitted from now on; 0: none
+
 void wait(const std::shared_ptr<Stream>& stream, Event& event) {
   if (capture_wait(*stream, event)) return;
   std::shared_ptr<Mark> mark;
@@ -79,9 +84,14 @@ void wait(const std::shared_ptr<Stream>& stream, Event& event) {
     mark = event.mark;
   }
   if (!mark || mark->stream == stream) return;
+  // Counts as complete when the task ends or is dropped.
+  ++*event.waits;
+  const std::shared_ptr<void> pending(nullptr, [waits = event.waits](void*) { --*waits; });
   Task task{"aclrtStreamWaitEvent",
-      [mark, on = stream.get()] {
-        mark->stream->wait(mark->ticket);
+      [mark, on = stream.get(), pending, seconds = wait_timeout.load()] {
+        const auto deadline = seconds ? Deadline(Clock::now() + std::chrono::seconds(seconds)) : Deadline();
+        check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout, "the event was not reached within ", seconds,
+            " s (aclrtSetOpWaitTimeout)");
         on->modelled = std::max(on->modelled, mark->modelled);
       },
       Kind::wait};
@@ -99,15 +109,16 @@ std::shared_ptr<Mark> mark_of(Event& event) {
 void synchronize_event(void* handle, Deadline deadline) {
   const auto event = event_at(handle);
   HostTrace observed("aclrtSynchronizeEvent");
-  check_queue();
-  if (const auto mark = mark_of(*event))
+  const auto mark = mark_of(*event);
+  check_queue(mark ? mark->stream->device : current_device());
+  if (mark)
     check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout, "the deadline passed while stream ", mark->stream->id,
         " ran ", mark->stream->running_task_name());
 }
 
 void synchronize_device(const char* call, Deadline deadline) {
   HostTrace observed(call);
-  check_queue();
+  check_queue(current_device());
   const auto streams = streams_of(current_device());
   for (const auto& stream : streams) check_not_captured(*stream);
   for (const auto& stream : streams) stream->synchronize(deadline);
@@ -117,36 +128,71 @@ void synchronize_stream(const char* call, void* handle, Deadline deadline) {
   const auto stream = stream_at(handle);
   check_not_captured(*stream);
   HostTrace observed(call);
-  check_queue();
+  check_queue(stream->device);
   stream->synchronize(deadline);
 }
 
+std::mutex report_mutex;
+std::condition_variable report_changed;
+std::map<int, uint64_t> subscribed;  // id of a stream -> thread that processes its callbacks
+
+void unsubscribe(const Stream& stream) {
+  std::lock_guard lock(report_mutex);
+  subscribed.erase(stream.id);
+}
+
 void destroy(void* handle, bool force) {
+  // CANN's code for a call that a stream in a capture does not allow (torch_npu/csrc/core/npu/NPUErrorCodes.h).
+  check(!stream_of(handle).captured(), kStreamCaptured, "the stream is being captured; end the capture first");
   const auto stream = remove_stream(handle);
-  if (force) stream->abort();
+  if (force) Stream::abort({stream});
   stream->retire();
+  end_update(*stream);
+  unsubscribe(*stream);
 }
 
 }  // namespace
 
 ACL_API(computed, aclrtCreateStream, (void** stream), { *stream = add_stream(Stream::create(current_device())); })
-ACL_API(computed, aclrtCreateStreamWithConfig, (void** stream, uint32_t, uint32_t),
-    { *stream = add_stream(Stream::create(current_device())); })
+// Between the creation of an NPU's first two streams, torch_npu starts its release_thread (NPUStream.cpp, initGlobalStreamState),
+// which polls every microsecond. A timer slack of 1 ms for it leaves the CPU to the operators.
+namespace {
+void slow_release_thread(int npu) {
+  thread_local int before = 0;
+  if (before) {
+    prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(before));
+    before = 0;
+  } else if (streams_of(npu).empty()) {
+    before = prctl(PR_GET_TIMERSLACK);
+    prctl(PR_SET_TIMERSLACK, 1000000ul);
+  }
+}
+}  // namespace
+// Priorities beyond 7 are clamped, and unknown flags are ignored (CANN's documentation). Flags 0x4, 0x10 and 0x20: tasks that are
+// not executed at once, or not by a device.
+ACL_API(computed, aclrtCreateStreamWithConfig, (void** stream, uint32_t, uint32_t flags), {
+  check((flags & 0x34) == 0, kUnsupported, "stream flags ", flags, " are not emulated; 1, 2 and 8 are");
+  slow_release_thread(current_device());
+  *stream = add_stream(Stream::create(current_device()));
+})
 ACL_API(computed, aclrtDestroyStream, (void* stream), { destroy(stream, false); })
 ACL_API(computed, aclrtDestroyStreamForce, (void* stream), { destroy(stream, true); })
-ACL_API(computed, aclrtDeviceTaskAbort, (int32_t id, uint32_t), {
-  for (const auto& stream : streams_of(device(id).id)) stream->abort();
-})
+ACL_API(computed, aclrtDeviceTaskAbort, (int32_t id, uint32_t), { Stream::abort(streams_of(device(id).id)); })
 ACL_API(answers, aclrtStreamGetId, (void* stream, int32_t* id), { *id = stream_of(stream).id; })
 // A stream stops at its first failure in both modes.
 ACL_API(nothing("a stream stops at its first failure in either mode"), aclrtSetStreamFailureMode, (void* stream, uint64_t),
     { stream_of(stream); })
 // Attributes: 1 failure mode, 2 overflow check, 3 a tag, 4 whether shapes are reported to the profiler, 5 priority. Only 2
-// affects results.
+// affects results. Values: CANN's documentation of aclrtStreamAttrValue.
 ACL_API(nothing("no attribute changes a result"), aclrtSetStreamAttribute, (void* stream, int32_t attribute, const void* value), {
   stream_of(stream);
-  check(attribute >= 1 && attribute <= 5 && value, kInvalidParam, "stream attribute ", attribute, "; supported: 1 to 5");
-  check(attribute != 2 || *static_cast<const uint32_t*>(value) == 0, kUnsupported, "overflow detection is not emulated");
+  check(value != nullptr, kInvalidParam, "value is null");
+  const uint64_t most[] = {0, 1, 1, UINT32_MAX, 1, 7};
+  check(attribute >= 1 && attribute <= 5, kInvalidParam, "stream attribute ", attribute, "; supported: 1 to 5");
+  const uint64_t given = attribute == 1 ? *static_cast<const uint64_t*>(value) : *static_cast<const uint32_t*>(value);
+  check(given <= most[attribute], kInvalidParam, "stream attribute ", attribute, " is ", given, "; allowed: 0 to ",
+      most[attribute]);
+  check(attribute != 2 || given == 0, kUnsupported, "overflow detection is not emulated");
 })
 // Overflow is not detected: results keep infinities (aclGetCannAttribute).
 ACL_API(nothing("overflow is never watched for: results keep infinities and NaNs"), aclrtSetStreamOverflowSwitch,
@@ -155,7 +201,7 @@ ACL_API(answers, aclrtGetStreamOverflowSwitch, (void*, uint32_t* on), { *on = 0;
 // aclrtStreamStatus: 0 complete, 1 not ready.
 ACL_API(computed, aclrtStreamQuery, (void* handle, int32_t* status), {
   const auto stream = stream_at(handle);
-  check(!stream->capture, kStreamCaptured, "the stream is being captured");
+  check(!stream->captured(), kStreamCaptured, "the stream is being captured");
   *status = stream->idle() ? 0 : 1;
   if (*status == 0) stream->check_failure();
 })
@@ -187,11 +233,9 @@ ACL_API(computed, aclrtQueryEventStatus, (void* event, int32_t* status), {
   *status = !mark || mark->stream->reached(mark->ticket) ? 1 : 0;
   if (*status && mark) mark->stream->check_failure();
 })
-// aclrtEventWaitStatus: 0 complete. A wait keeps its record alive, so the event may be destroyed at any time.
-ACL_API(computed, aclrtQueryEventWaitStatus, (void* event, int32_t* status), {
-  event_at(event);
-  *status = 0;
-})
+// aclrtEventWaitStatus: 0 complete, 1 not ready. A wait keeps its record alive, so the event may be destroyed at any time.
+ACL_API(computed, aclrtQueryEventWaitStatus, (void* event, int32_t* status), { *status = *event_at(event)->waits > 0; })
+ACL_API(keeps, aclrtSetOpWaitTimeout, (uint32_t seconds), { wait_timeout = seconds; })
 ACL_API(computed, aclrtEventElapsedTime, (float* milliseconds, void* start, void* end), {
   const auto from = event_at(start);
   const auto to = event_at(end);
@@ -224,8 +268,10 @@ bool holds(uint64_t found, uint64_t wanted, uint32_t flag) {
 }  // namespace
 ACL_API(computed, aclrtValueWrite, (void* address, uint64_t value, uint32_t flag, void* stream), {
   check(flag == 0, kInvalidParam, "flag ", flag, "; supported: 0");
-  auto* at = static_cast<uint64_t*>(to_kernel(address));
-  stream_of(stream).submit("aclrtValueWrite", Kind::host, [at, value] {
+  const Recheck memory;
+  auto* at = static_cast<uint64_t*>(to_kernel(address, sizeof(uint64_t)));
+  stream_of(stream).submit("aclrtValueWrite", Kind::host, [at, value, memory, address] {
+    memory.verify([&] { memory.check("the value", address, sizeof(uint64_t)); });
     std::lock_guard lock(value_mutex);
     *at = value;
     value_written.notify_all();
@@ -233,9 +279,11 @@ ACL_API(computed, aclrtValueWrite, (void* address, uint64_t value, uint32_t flag
 })
 ACL_API(computed, aclrtValueWait, (void* address, uint64_t value, uint32_t flag, void* stream), {
   check(flag <= 3, kInvalidParam, "flag ", flag, "; supported: 0 (not less), 1 (equal), 2 (and) and 3 (nor)");
-  const auto* at = static_cast<const volatile uint64_t*>(to_kernel(address));
+  const Recheck memory;
+  const auto* at = static_cast<const volatile uint64_t*>(to_kernel(address, sizeof(uint64_t)));
   Task task{"aclrtValueWait",
-      [at, value, flag] {
+      [at, value, flag, memory, address] {
+        memory.verify([&] { memory.check("the value", address, sizeof(uint64_t)); });
         std::unique_lock lock(value_mutex);
         // Copies and fills also write values, without notification.
         while (!value_written.wait_for(lock, std::chrono::milliseconds(5), [&] { return holds(*at, value, flag); }))
@@ -253,9 +301,6 @@ struct Report {
   void* data;
   std::shared_ptr<std::atomic<bool>> done;
 };
-std::mutex report_mutex;
-std::condition_variable report_changed;
-std::map<Stream*, uint64_t> subscribed;          // stream -> thread
 std::map<uint64_t, std::deque<Report>> reports;  // thread -> pending callbacks
 }  // namespace
 ACL_API(computed, aclrtLaunchHostFunc, (void* stream, void (*function)(void*), void* data), {
@@ -267,13 +312,13 @@ ACL_API(computed, aclrtLaunchHostFunc, (void* stream, void (*function)(void*), v
 ACL_API(computed, aclrtSubscribeReport, (uint64_t thread, void* stream), {
   auto& of = stream_of(stream);
   std::lock_guard lock(report_mutex);
-  check(subscribed.emplace(&of, thread).second, static_cast<Status>(107011), "the stream is subscribed already");
+  check(subscribed.emplace(of.id, thread).second, static_cast<Status>(107011), "the stream is subscribed already");
   reports[thread];
 })
 ACL_API(computed, aclrtUnSubscribeReport, (uint64_t thread, void* stream), {
   auto& of = stream_of(stream);
   std::lock_guard lock(report_mutex);
-  const auto at = subscribed.find(&of);
+  const auto at = subscribed.find(of.id);
   check(at != subscribed.end() && at->second == thread, static_cast<Status>(107011),
       "the thread is not subscribed for this stream");
   subscribed.erase(at);
@@ -284,7 +329,7 @@ ACL_API(computed, aclrtLaunchCallback, (void (*callback)(void*), void* data, int
   uint64_t thread;
   {
     std::lock_guard lock(report_mutex);
-    const auto at = subscribed.find(&on);
+    const auto at = subscribed.find(on.id);
     check(at != subscribed.end(), static_cast<Status>(107015),
         "no thread subscribed for the stream's callbacks (aclrtSubscribeReport)");
     thread = at->second;

@@ -72,15 +72,21 @@ uint64_t allocate(uint64_t bytes, const PhysicalProperties& properties) {
 
 // The flags choose the page size; there is only one.
 ACL_API(computed, aclrtReserveMemAddress, (void** address, size_t bytes, size_t alignment, void* expected, uint64_t flags), {
-  check(address != nullptr && bytes > 0, kInvalidParam, bytes, " bytes of address space");
+  check(bytes > 0, kInvalidParam, bytes, " bytes of address space");
   check(alignment == 0 && expected == nullptr && flags <= 1, kInvalidParam, "alignment ", alignment, ", expected address ",
       expected, ", flags ", flags, "; allowed: 0, null, 0 or 1");
   *address = virtual_memory::reserve(bytes);
 })
 ACL_API(computed, aclrtReleaseMemAddress, (void* address), { virtual_memory::release(address); })
 
+// "Only 2 MB is supported" (CANN's documentation), for both options, the minimum and the recommended granularity.
+ACL_API(answers, aclrtMemGetAllocationGranularity, (const PhysicalProperties* properties, int32_t option, size_t* granularity), {
+  check(properties != nullptr, kInvalidParam, "properties is null");
+  check(option == 0 || option == 1, kInvalidParam, "option is ", option, "; allowed: 0 (minimum), 1 (recommended)");
+  *granularity = virtual_memory::kPage;
+})
 ACL_API(computed, aclrtMallocPhysical, (void** handle, size_t bytes, const PhysicalProperties* properties, uint64_t flags), {
-  check(handle != nullptr && properties != nullptr, kInvalidParam, "a required argument is null");
+  check(properties != nullptr, kInvalidParam, "properties is null");
   no_flags(flags);
   const bool on_npu = properties->location.type == kDevice;
   const uint64_t offset = allocate(bytes, *properties);

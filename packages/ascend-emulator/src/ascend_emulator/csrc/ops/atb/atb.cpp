@@ -82,10 +82,12 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
       check(pack.in.size >= least_ && pack.in.size <= most_, kOpParam, pack.in.size, " input tensors; ", least_, " to ", most_,
           " are expected: this combination of arguments is not supported");
       auto made = std::make_unique<aclOpExecutor>();
+      made->parameters = inputs_;
       emu::transformer::Arguments in, out;
       for (const auto& tensor : pack.in) {
         in.push_back(emu::transformer::view(tensor, true));
         made->tensors.push_back(in.back().value);
+        made->ends.push_back(static_cast<uint16_t>(made->tensors.size()));
         emu::check_dtypes(
             made->tensors, made->tensors.size() - 1, made->tensors.size(), 0, inputs_, static_cast<int>(in.size()) - 1);
       }
@@ -94,6 +96,7 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
         made->tensors.push_back(out.back().value);
       }
       made->compute = prepare_(in, out);
+      bytes = emu::workspace_bytes(workspace_, name_, made->tensors);
       if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
       set_pending(made.release(), context->stream);
     } catch (const std::exception& e) {

@@ -97,6 +97,7 @@ class Operation {
   const char *name_, *inputs_ = "";
   size_t least_ = 0, most_ = 0;
   emu::transformer::Prepare prepare_;
+  std::atomic<const emu::Workspace*> workspace_{nullptr};
   mutable std::mutex mutex_;
   std::vector<PendingLaunch> pending_;
   std::string reason_;

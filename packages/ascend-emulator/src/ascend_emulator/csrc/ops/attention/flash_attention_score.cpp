@@ -207,43 +207,52 @@ struct Flash {
       const auto& span = spans[i];
       if (span.count == 0 || span.kv_count == 0) continue;
       const auto r = request_of(i, span);
-      const auto spread = [&](const Tensor& x) { return x.to(at::kFloat).repeat_interleave(share, 0); };
-      const auto q = r.query.to(at::kFloat), k = spread(r.key), v = spread(r.value);
-      const auto part = [&](const Tensor& x) { return tokens(x, layout, i, span.start, span.count, heads).to(at::kFloat); };
-      const auto g = part(grad), o = part(out);
-      const auto largest = stats_of(most, i, span).select(-1, 0).unsqueeze(-1),
-                 total = stats_of(sum, i, span).select(-1, 0).unsqueeze(-1);
-      auto scores = at::bmm(q, k.transpose(1, 2)).mul_(scale);
-      if (r.bias.defined()) scores.add_(r.bias);
-      if (const auto masked_out = r.mask(); masked_out.defined())
-        scores.masked_fill_(masked_out, -std::numeric_limits<float>::infinity());
-      const auto weights = scores.sub_(largest).exp_().div_(total.masked_fill(total == 0, 1));
-      const auto kept = r.drop.defined() ? weights * r.drop : weights;
-      auto towards = at::bmm(g, v.transpose(1, 2));
-      if (r.drop.defined()) towards.mul_(r.drop);
-      const auto mean = (g * o).sum(-1, true);
-      const auto slope = weights * (towards - mean);  // gradient of the scaled and biased scores
-      const auto fold = [&](const Tensor& x) { return x.view({groups, share, x.size(1), x.size(2)}).sum(1); };
-      const auto query_grad = at::bmm(slope, k).mul_(scale), key_grad = fold(at::bmm(slope.transpose(1, 2), q).mul_(scale));
-      const int64_t size = query_rope ? query.size(-1) : q.size(2);
-      const auto put = [&](const Tensor& into, int64_t start, int64_t count, int64_t n, const Tensor& x) {
-        tokens(into, layout, i, start, count, n).copy_(x);
-      };
-      put(to.query, span.start, span.count, heads, query_grad.narrow(-1, 0, size));
-      put(to.key, span.kv_start, span.kv_count, groups, key_grad.narrow(-1, 0, size));
-      put(to.value, span.kv_start, span.kv_count, groups, fold(at::bmm(kept.transpose(1, 2), g)));
-      if (query_rope) {
-        put(to.query_rope, span.start, span.count, heads, query_grad.narrow(-1, size, q.size(2) - size));
-        put(to.key_rope, span.kv_start, span.kv_count, groups, key_grad.narrow(-1, size, q.size(2) - size));
-      }
-      if (sink_grad.defined()) {
-        const auto share_of_sink = (sink->view({heads, 1, 1}) - largest).exp_().div_(total);
-        sink_grad.sub_((share_of_sink * mean).sum({1, 2}));
-      }
-      if (pse_grad.defined() && pse_type < 2) {
-        auto own = pse_type == 1 ? slope * scale : slope;
-        if (pse_grad.size(2) == 1) own = own.sum(1, true);
-        pse_grad[pse_grad.size(0) == 1 ? 0 : i].add_(own);
+      const auto part = [&](const Tensor& x) { return tokens(x, layout, i, span.start, span.count, heads); };
+      const auto grads = part(grad), outs = part(out), masked_out = r.mask(), most_of = stats_of(most, i, span),
+                 sum_of = stats_of(sum, i, span);
+      const int64_t size = query_rope ? query.size(-1) : r.query.size(2);
+      // One key head and its query heads at a time: the matrices of scores are [share, queries, keys].
+      for (int64_t group = 0; group < groups; ++group) {
+        const auto own = [&](const Tensor& x) { return x.dim() < 3 || x.size(0) == 1 ? x : x.narrow(0, group * share, share); };
+        const auto fp32 = [&](const Tensor& x) { return own(x).to(at::kFloat); };
+        const auto spread = [&](const Tensor& x) { return x[group].to(at::kFloat).expand({share, -1, -1}); };
+        const auto q = fp32(r.query), k = spread(r.key), v = spread(r.value), g = fp32(grads), o = fp32(outs);
+        const auto largest = own(most_of).select(-1, 0).unsqueeze(-1), total = own(sum_of).select(-1, 0).unsqueeze(-1);
+        auto scores = at::bmm(q, k.transpose(1, 2)).mul_(scale);
+        if (r.bias.defined()) scores.add_(own(r.bias));
+        if (masked_out.defined()) scores.masked_fill_(own(masked_out), -std::numeric_limits<float>::infinity());
+        const auto weights = scores.sub_(largest).exp_().div_(total.masked_fill(total == 0, 1));
+        const auto mean = (g * o).sum(-1, true);
+        auto slope = at::bmm(g, v.transpose(1, 2));  // gradient of the scaled and biased scores
+        if (r.drop.defined()) slope.mul_(own(r.drop));
+        slope.sub_(mean).mul_(weights);
+        const auto query_grad = at::bmm(slope, k).mul_(scale), key_grad = at::bmm(slope.transpose(1, 2), q).mul_(scale).sum(0);
+        if (r.drop.defined()) weights.mul_(own(r.drop));
+        const auto value_grad = at::bmm(weights.transpose(1, 2), g).sum(0);
+        const auto put_query = [&](const Tensor& into, const Tensor& x) {
+          tokens(into, layout, i, span.start, span.count, heads).narrow(0, group * share, share).copy_(x);
+        };
+        const auto put_key = [&](const Tensor& into, const Tensor& x) {
+          tokens(into, layout, i, span.kv_start, span.kv_count, groups)[group].copy_(x);
+        };
+        put_query(to.query, query_grad.narrow(-1, 0, size));
+        put_key(to.key, key_grad.narrow(-1, 0, size));
+        put_key(to.value, value_grad);
+        if (query_rope) {
+          put_query(to.query_rope, query_grad.narrow(-1, size, q.size(2) - size));
+          put_key(to.key_rope, key_grad.narrow(-1, size, q.size(2) - size));
+        }
+        if (sink_grad.defined()) {
+          const auto heads_of = [&](const Tensor& x) { return x.narrow(0, group * share, share); };
+          const auto share_of_sink = (heads_of(sink->view({heads, 1, 1})) - largest).exp_().div_(total);
+          heads_of(sink_grad).sub_((share_of_sink * mean).sum({1, 2}));
+        }
+        if (pse_grad.defined() && pse_type < 2) {
+          if (pse_type == 1) slope.mul_(scale);
+          auto into = pse_grad[pse_grad.size(0) == 1 ? 0 : i];
+          into = into.size(0) == 1 ? into : into.narrow(0, group * share, share);
+          into.add_(at::sum_to(slope, into.sizes()));
+        }
       }
     }
     if (pse_grad.defined()) to.pse.copy_(pse_grad);

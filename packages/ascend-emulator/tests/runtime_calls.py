@@ -1,0 +1,50 @@
+"""CANN's calls for streams, graphs and memory, which raise the emulator's error."""
+
+import ctypes
+
+from memory_calls import acl, message
+
+WITHIN_NPU = 3  # aclrtMemcpyKind
+
+
+def call(name, *arguments):
+    if status := getattr(acl, name)(*arguments):
+        raise RuntimeError(f"{status}: {message()}")
+
+
+def made(name, *arguments):
+    """What the call writes to its first parameter."""
+    out = ctypes.c_void_p()
+    call(name, ctypes.byref(out), *arguments)
+    return out
+
+
+def stream():
+    return made("aclrtCreateStream")
+
+
+def memory(size=4096):
+    return made("aclrtMalloc", ctypes.c_size_t(size), 0)
+
+
+def begin(on, mode=2):
+    call("aclmdlRICaptureBegin", on, mode)
+
+
+def end(on):
+    graph = ctypes.c_void_p()
+    call("aclmdlRICaptureEnd", on, ctypes.byref(graph))
+    return graph
+
+
+def fill(at, value, on, size=4096):
+    call("aclrtMemsetAsync", at, ctypes.c_size_t(size), value, ctypes.c_size_t(size), on)
+
+
+def copy(to, source, on, size=4096, kind=WITHIN_NPU):
+    call("aclrtMemcpyAsync", to, ctypes.c_size_t(size), source, ctypes.c_size_t(size), kind, on)
+
+
+def replay(graph, on):
+    call("aclmdlRIExecuteAsync", graph, on)
+    call("aclrtSynchronizeStream", on)

@@ -1,0 +1,329 @@
+"""CANN's runtime calls as other programs than torch_npu make them: devices, contexts, errors, waits and copies."""
+
+import ctypes
+import os
+import sys
+import textwrap
+import threading
+from ctypes import byref, c_char_p, c_int32, c_size_t, c_uint64, c_void_p
+
+import pytest
+import torch
+from ascend_emulator import build, coverage
+
+PRELUDE = """
+import ctypes, sys
+from ctypes import byref, c_int32, c_size_t, c_void_p
+import torch
+acl = ctypes.CDLL("libascendcl.so")
+acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
+def said():
+    return (acl.aclGetRecentErrMsg() or b"").decode()
+"""
+
+
+@pytest.fixture(scope="module")
+def acl():
+    torch.zeros(1, device="npu")
+    library = ctypes.CDLL("libascendcl.so")
+    library.aclGetRecentErrMsg.restype = c_char_p
+    return library
+
+
+@pytest.fixture
+def program(run):
+    """``program(text, *options)``: the output of a program that has not initialized CANN."""
+
+    def start(text, *options, **environment):
+        script = PRELUDE + textwrap.dedent(text)
+        done = run("run", *options, "--", sys.executable, "-c", script, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split("\n")[:-1]
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "parameter"),
+    [
+        ("aclrtGetDeviceCount", (None,), "count"),
+        ("aclrtMalloc", (None, c_size_t(64), 0), "address"),
+        ("aclrtCreateStream", (None,), "stream"),
+        ("aclrtGetMemInfo", (0, byref(c_size_t()), None), "total"),
+        ("aclrtMemGetAllocationGranularity", (b" " * 64, 0, None), "granularity"),
+        ("aclGetCannAttribute", (1, None), "value"),
+    ],
+)
+def test_a_null_output_is_refused(acl, name, arguments, parameter):
+    assert getattr(acl, name)(*arguments) == 100000
+    assert acl.aclGetRecentErrMsg().decode() == f"[ascend-emulator] {name}: {parameter} is null"
+
+
+def test_outputs_that_may_be_null(acl):
+    active = c_int32()
+    assert acl.aclrtGetPrimaryCtxState(0, None, byref(active)) == 0
+    assert active.value == 1
+
+
+def test_the_last_error_is_the_thread_s(acl):
+    acl.aclrtGetLastError(0)
+    assert acl.aclrtSetDevice(99) == 107001
+    others = []
+    thread = threading.Thread(target=lambda: others.append(acl.aclrtPeekAtLastError(0)))
+    thread.start()
+    thread.join()
+    assert others == [0]
+    assert [acl.aclrtPeekAtLastError(0), acl.aclrtGetLastError(0), acl.aclrtGetLastError(0)] == [107001, 107001, 0]
+
+
+def test_initialization_is_counted_once(program):
+    calls = ("aclFinalize()", "aclInit(None)", "aclInit(None)", "aclFinalize()", "aclFinalize()")
+    assert program("\n".join(f"print(acl.{call})" for call in calls)) == ["100001", "0", "100002", "0", "100037"]
+
+
+def test_a_device_is_reset_by_as_many_calls_as_set_it(program):
+    text = """
+        buffer, stream, size = c_void_p(), c_void_p(), c_size_t(4096)
+        assert acl.aclrtSetDevice(0) == 0 and acl.aclrtSetDevice(0) == 0
+        assert acl.aclrtMalloc(byref(buffer), size, 0) == 0 and acl.aclrtCreateStream(byref(stream)) == 0
+        assert acl.aclrtResetDevice(0) == 0
+        assert acl.aclrtMemset(buffer, size, 0, size) == 0 and acl.aclrtSynchronizeStream(stream) == 0
+        assert acl.aclrtResetDevice(0) == 0
+        assert acl.aclrtMalloc(byref(buffer), size, 0) == 107002
+        print(said())
+        assert acl.aclrtResetDevice(0) == 107002
+        print(said())
+        assert acl.aclrtSetDevice(0) == 0
+        assert acl.aclrtMemset(buffer, size, 0, size) != 0
+        print("where 0 are allocated" in said())
+        assert acl.aclrtSynchronizeStream(stream) != 0
+        print("is no stream, or it was destroyed" in said())
+        free, total = c_size_t(), c_size_t()
+        assert acl.aclrtGetMemInfo(0, byref(free), byref(total)) == 0
+        print(free.value == total.value)
+        assert acl.aclrtSetDevice(0) == 0 and acl.aclrtResetDeviceForce(0) == 0 and acl.aclrtSynchronizeDevice() == 107002
+    """
+    assert program(text) == [
+        "[ascend-emulator] aclrtMalloc: NPU 0 was reset (aclrtResetDevice)",
+        "[ascend-emulator] aclrtResetDevice: NPU 0 was not set (aclrtSetDevice), or was reset",
+        *["True"] * 3,
+    ]
+
+
+def test_contexts_are_created_and_destroyed(program):
+    text = """
+        first, second, device = c_void_p(), c_void_p(), c_int32()
+        assert acl.aclrtCreateContext(byref(first), 0) == 0 and acl.aclrtCreateContext(byref(second), 1) == 0
+        for context, npu in ((first, 0), (second, 1)):
+            assert acl.aclrtSetCurrentContext(context) == 0 and acl.aclrtGetDevice(byref(device)) == 0
+            assert device.value == npu
+        assert acl.aclrtDestroyContext(first) == 0
+        assert acl.aclrtSetCurrentContext(first) != 0
+        print("is no context, or it was destroyed" in said())
+    """
+    assert program(text, "--npus", "2") == ["True"]
+
+
+def test_copies_between_npus_are_enabled_first(program):
+    text = """
+        buffers, size, status = [c_void_p(), c_void_p()], c_size_t(4096), c_int32(9)
+        for npu, buffer in enumerate(buffers):
+            assert acl.aclrtSetDevice(npu) == 0 and acl.aclrtMalloc(byref(buffer), size, 0) == 0
+        copy = lambda: acl.aclrtMemcpy(buffers[1], size, buffers[0], size, 3)
+        assert copy() == 100000
+        assert acl.aclrtDeviceEnablePeerAccess(1, 0) == 100000
+        print(said())
+        for call, expected in ((acl.aclrtDeviceEnablePeerAccess, 1), (acl.aclrtDeviceDisablePeerAccess, 0)):
+            assert call(0, 0) == 0
+            assert acl.aclrtDevicePeerAccessStatus(0, 1, byref(status)) == 0 and status.value == expected
+            assert (copy() == 0) == bool(expected)
+    """
+    message = "aclrtDeviceEnablePeerAccess: the peer is NPU 1, the current one; it must be another"
+    assert program(text, "--npus", "2") == [f"[ascend-emulator] {message}"]
+
+
+def uuids(program, visible):
+    text = """
+        count, uuid = ctypes.c_uint32(), ctypes.create_string_buffer(16)
+        assert acl.aclrtGetDeviceCount(byref(count)) == 0
+        for npu in range(count.value):
+            assert acl.aclrtDeviceGetUuid(npu, uuid) == 0
+            print(uuid.raw.hex())
+    """
+    return program(text, "--npus", "3", ASCEND_RT_VISIBLE_DEVICES=visible)
+
+
+def test_uuids_are_of_the_machine_s_npus(program):
+    every = uuids(program, "")
+    assert len(set(every)) == 3
+    assert uuids(program, "0,2") == [every[0], every[2]]
+    with open("/proc/sys/kernel/random/boot_id") as boot_id:
+        assert every[0][:30] == boot_id.read().replace("-", "")[:30]
+
+
+@pytest.fixture
+def blocked():
+    """A stream whose task waits for an event of the host, and that event."""
+    stream, end = torch.npu.Stream(), threading.Event()
+    wait = ctypes.CFUNCTYPE(None, c_void_p)(lambda _: end.wait(30) and None)
+    torch.npu.current_stream().synchronize()
+    assert ctypes.CDLL("libascendcl.so").aclrtLaunchHostFunc(c_void_p(stream.npu_stream), wait, None) == 0
+    yield stream, end
+    end.set()
+    stream.synchronize()
+
+
+def test_an_event_s_waits_are_complete_when_the_streams_went_on(acl, blocked):
+    stream, end = blocked
+    other, event, status = torch.npu.Stream(), c_void_p(), c_int32(9)
+    assert acl.aclrtCreateEventWithFlag(byref(event), 1) == 0
+    assert acl.aclrtRecordEvent(event, c_void_p(stream.npu_stream)) == 0
+    assert acl.aclrtStreamWaitEvent(c_void_p(other.npu_stream), event) == 0
+    assert acl.aclrtQueryEventWaitStatus(event, byref(status)) == 0
+    assert status.value == 1
+    rates = (c_int32 * 4)()
+    assert acl.aclrtGetDeviceUtilizationRate(0, rates) == 0
+    assert list(rates) == [100, 100, 0, -1]
+    end.set()
+    other.synchronize()
+    assert acl.aclrtQueryEventWaitStatus(event, byref(status)) == 0
+    assert status.value == 0
+    assert acl.aclrtDestroyEvent(event) == 0
+
+
+def test_a_wait_for_an_event_ends_after_its_timeout(acl, blocked):
+    stream, _ = blocked
+    other, event = c_void_p(), c_void_p()
+    assert acl.aclrtCreateStream(byref(other)) == 0
+    assert acl.aclrtCreateEventWithFlag(byref(event), 1) == 0
+    assert acl.aclrtRecordEvent(event, c_void_p(stream.npu_stream)) == 0
+    assert acl.aclrtSetOpWaitTimeout(1) == 0
+    assert acl.aclrtStreamWaitEvent(other, event) == 0
+    assert acl.aclrtSetOpWaitTimeout(0) == 0
+    assert acl.aclrtSynchronizeStream(other) != 0
+    assert "the event was not reached within 1 s (aclrtSetOpWaitTimeout)" in acl.aclGetRecentErrMsg().decode()
+    assert acl.aclrtDestroyStreamForce(other) == 0
+    assert acl.aclrtDestroyEvent(event) == 0
+
+
+def test_compile_options_are_kept(acl):
+    room = ctypes.create_string_buffer(64)
+    acl.aclGetCompileoptSize.restype = c_size_t
+    assert acl.aclSetCompileopt(4, b"allow_mix_precision") == 0
+    assert acl.aclGetCompileoptSize(4) == 20
+    assert acl.aclGetCompileopt(4, room, c_size_t(64)) == 0
+    assert room.value == b"allow_mix_precision"
+    assert acl.aclGetCompileopt(4, room, c_size_t(19)) == 100000
+
+
+def test_values_of_stream_attributes_are_checked(acl):
+    stream = c_void_p(torch.npu.Stream().npu_stream)
+    for attribute, value, status in ((1, 1, 0), (1, 2, 100000), (3, 2**32 - 1, 0), (5, 7, 0), (5, 8, 100000), (6, 0, 100000)):
+        assert acl.aclrtSetStreamAttribute(stream, attribute, byref(c_uint64(value))) == status
+    assert acl.aclrtSetStreamAttribute(stream, 5, None) == 100000
+    created = c_void_p()
+    assert acl.aclrtCreateStreamWithConfig(byref(created), 0, 4) == 200006
+
+
+def test_rows_of_a_matrix_are_copied(acl):
+    host, here = torch.arange(24, dtype=torch.uint8).view(4, 6), torch.zeros(4, 8, dtype=torch.uint8, device="npu")
+    stream = c_void_p(torch.npu.current_stream().npu_stream)
+    torch.npu.synchronize()
+
+    def call(name, to, to_pitch, source, source_pitch, kind, *more):
+        pitches = c_size_t(to_pitch), c_void_p(source.data_ptr()), c_size_t(source_pitch)
+        return getattr(acl, name)(c_void_p(to.data_ptr()), *pitches, c_size_t(5), c_size_t(4), kind, *more)
+
+    assert call("aclrtMemcpy2d", here, 8, host, 6, 1) == 0
+    assert torch.equal(here.cpu()[:, :5], host[:, :5])
+    assert not here[:, 5:].any()
+    back = torch.zeros(4, 5, dtype=torch.uint8, pin_memory=True)
+    assert call("aclrtMemcpy2dAsync", back, 5, here, 8, 2, stream) == 0
+    torch.npu.synchronize()
+    assert torch.equal(back, host[:, :5])
+    assert call("aclrtMemcpy2d", here, 8, here, 8, 3) == 100000
+    assert call("aclrtMemcpy2d", here, 4, host, 6, 1) == 100000
+
+
+def test_an_argument_s_error_is_its_operator_s(acl):
+    """Not that of a later operator whose optional argument is absent."""
+    acl.aclCreateTensor.restype = c_void_p
+    dims = (ctypes.c_int64 * 1)(3)
+    assert acl.aclCreateTensor(dims, c_uint64(1), 999, dims, ctypes.c_int64(0), 2, dims, c_uint64(1), None) is None
+    assert acl.aclnnCrossEntropyLossGetWorkspaceSize() != 0
+    x = torch.ones(2, 3, device="npu")
+    assert torch.nn.functional.layer_norm(x, (3,)).sum().item() == 0
+
+
+def test_public_names_are_there_and_refuse(acl):
+    names = {point.name for point in coverage.entry_points()}
+    assert build.public_names().keys() <= names
+    assert {"aclrtMemGetAllocationGranularity", "aclrtGetRunMode", "aclrtCreateContext", "aclrtMemcpy2d"} <= names
+    assert acl.aclSetTensorAddr(None, c_size_t(0), None, None) == 200006
+    assert "aclSetTensorAddr is not emulated" in acl.aclGetRecentErrMsg().decode()
+    mode, granularity = c_int32(), c_size_t()
+    assert acl.aclrtGetRunMode(byref(mode)) == 0
+    assert acl.aclrtMemGetAllocationGranularity(b" " * 64, 1, byref(granularity)) == 0
+    assert (mode.value, granularity.value) == (1, 2 << 20)
+
+
+def test_a_public_name_without_a_status_says_that_it_refuses(acl, capfd):
+    assert acl.aclDataTypeSize(0) == 0
+    assert "aclDataTypeSize is not emulated" in capfd.readouterr().err
+
+
+def test_python_s_runtime_module_copies(program):
+    text = """
+        from acl.rt import memcpy
+        buffer, size = c_void_p(), c_size_t(4096)
+        assert acl.aclrtSetDevice(0) == 0 and acl.aclrtMalloc(byref(buffer), size, 0) == 0
+        source, back = ctypes.create_string_buffer(b"copied", 16), ctypes.create_string_buffer(16)
+        assert memcpy(buffer.value, 16, ctypes.addressof(source), 16, 1) == 0
+        assert memcpy(ctypes.addressof(back), 16, buffer.value, 16, 2) == 0
+        assert memcpy(buffer.value, 8, ctypes.addressof(source), 16, 1) != 0
+        print(back.value.decode())
+    """
+    assert program(text) == ["copied"]
+
+
+def test_sleeps_of_the_program_stay_precise(run):
+    """Only torch_npu's thread that polls has a timer slack of 1 ms."""
+    script = """
+        import os, pathlib, torch, torch_npu
+        before = pathlib.Path("/proc/self/timerslack_ns").read_text()
+        torch.ones(1).npu()
+        assert pathlib.Path("/proc/self/timerslack_ns").read_text() == before
+        tasks = pathlib.Path("/proc/self/task").iterdir()
+        slack = {(task / "comm").read_text().strip(): pathlib.Path(f"/proc/{task.name}/timerslack_ns") for task in tasks}
+        print(sorted(name for name, file in slack.items() if name == "release_thread" and file.read_text() == "1000000\\n"))
+    """
+    done = run("run", "--", sys.executable, "-c", textwrap.dedent(script))
+    assert done.stdout == "['release_thread']\n", done.stderr
+
+
+def test_memory_that_the_machine_does_not_give_is_named(run):
+    program = f"ulimit -d 1500000; exec {sys.executable} -c 'import torch; torch.ones(1).npu()'"
+    done = run("run", "--memory", "8GiB", "--", "bash", "-c", program)
+    assert "ascend-emulator: cannot map 8589934592 bytes for 1 NPUs: Cannot allocate memory" in done.stderr
+
+
+def memory_file():
+    files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return next(os.stat(file).st_size for file in files if os.path.exists(file) and "emulator-memory" in os.readlink(file))
+
+
+def test_freed_physical_memory_is_used_again(acl):
+    from memory_calls import Physical
+
+    def allocate():
+        handle = c_void_p()
+        assert acl.aclrtMallocPhysical(byref(handle), c_size_t(8 << 20), byref(Physical(location=(0, 1))), c_uint64(0)) == 0
+        return handle
+
+    first = allocate()
+    before = memory_file()
+    for _ in range(5):
+        second = allocate()
+        assert acl.aclrtFreePhysical(second) == 0
+    assert acl.aclrtFreePhysical(first) == 0
+    assert memory_file() <= before + (8 << 20)
