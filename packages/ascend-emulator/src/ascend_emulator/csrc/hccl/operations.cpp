@@ -81,7 +81,7 @@ void submit(std::vector<Operation> operations) {
     task.work.bytes = 2 * task.work.link;
     task.work.shapes = operations.front().call.describe();
   }
-  if (!stream->capture) {
+  if (!stream->capture()) {
     for (auto& each : operations) {
       std::set<int> lanes;
       for (const auto& item : each.items) lanes.insert(Ticket::lane(item));
