@@ -24,6 +24,7 @@ def run(
     environ = {name: value for name, value in (os.environ | variables).items() if value}
     environ["PYTHONPATH"] = path()
     if "ASCEND_EMULATOR_NPUS" in environ:
+        environ.setdefault("HCCL_BUFFSIZE", "16")  # of a communicator, twice; 200 MiB unless set
         options = ["--npus", str(npus), "--soc", environ["ASCEND_EMULATOR_SOC"], "--memory", memory]
         command = (sys.executable, "-m", "ascend_emulator.cli", "run", *options, "--", *command)
     elif (found := _device_count()) < npus:

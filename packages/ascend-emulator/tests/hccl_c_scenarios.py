@@ -9,11 +9,13 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from hccl_ranks import plain, scenario, timed
+from hccl_ranks import failure, plain, scenario, timed
+from memory_calls import DEVICE, MIB, Physical, acl
 
 
 def library() -> ctypes.CDLL:
@@ -36,6 +38,16 @@ def address(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 FLOAT, SUM = 4, 0
+
+
+def mapped(size: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+    """The start of 16 MiB of addresses that have this much memory of NPU 0, and the memory's handle."""
+    start, chunk = ctypes.c_void_p(), ctypes.c_void_p()
+    bytes_ = ctypes.c_size_t(size)
+    assert acl.aclrtReserveMemAddress(ctypes.byref(start), ctypes.c_size_t(16 * MIB), 0, None, 1) == 0
+    assert acl.aclrtMallocPhysical(ctypes.byref(chunk), bytes_, ctypes.byref(Physical(location=(0, DEVICE))), 0) == 0, message()
+    assert acl.aclrtMapMem(start, bytes_, 0, chunk, 0) == 0
+    return start, chunk
 
 
 @scenario("one process", ranks=2, plain_c="1")
@@ -92,17 +104,24 @@ def one_process(rank: int, ranks: int) -> Any:
     comm, stream = ctypes.c_void_p(comms[0]), ctypes.c_void_p(torch.npu.current_stream().npu_stream)
     torch.npu.synchronize()
     window, missing = ctypes.c_void_p(), ctypes.c_void_p(77)
-    size, range_size, base = ctypes.c_uint64(16), ctypes.c_size_t(1 << 20), ctypes.c_void_p(1 << 40)
+    size, range_size, (base, chunk) = ctypes.c_uint64(16), ctypes.c_size_t(4 * MIB), mapped(2 * MIB)
+    inside, whole = ctypes.c_size_t(2 * MIB), ctypes.c_size_t(4 * MIB)
     zero, peers = ctypes.c_size_t(0), (ctypes.c_uint32 * 1)(1)
     out["windows"] = [
+        hccl.HcclCommRegister(comm, address(x), ctypes.c_uint64(1 << 40), ctypes.byref(window), 0),
         hccl.HcclCommRegister(comm, address(x), size, ctypes.byref(window), 0),
         hccl.HcclCommExchangeMem(comm, window, peers, 1),
         hccl.HcclCommExchangeMem(comm, missing, peers, 1),
+        hccl.HcclCommExchangeMem(comm, None, peers, 1),
+        hccl.HcclCommExchangeMem(None, window, peers, 1),
         hccl.HcclCommDeregister(comm, window),
         hccl.HcclCommDeregister(comm, window),
         hccl.HcclCommSetMemoryRange(comm, base, range_size, zero, ctypes.c_uint64(1)),
         hccl.HcclCommActivateCommMemory(comm, address(x), range_size, zero, missing, ctypes.c_uint64(0)),
-        hccl.HcclCommActivateCommMemory(comm, base, range_size, zero, missing, ctypes.c_uint64(0)),
+        hccl.HcclCommActivateCommMemory(comm, base, whole, zero, chunk, ctypes.c_uint64(0)),
+        hccl.HcclCommActivateCommMemory(comm, base, inside, zero, chunk, ctypes.c_uint64(0)),
+        hccl.HcclCommActivateCommMemory(comm, base, inside, zero, chunk, ctypes.c_uint64(0)),
+        hccl.HcclCommUnsetMemoryRange(comm, base),
         hccl.HcclCommDeactivateCommMemory(comm, base),
         hccl.HcclCommUnsetMemoryRange(comm, base),
     ]
@@ -227,6 +246,7 @@ def rank_table(rank: int, ranks: int) -> Any:
     status.append(hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(4), FLOAT, SUM, comm, stream))
     config = ctypes.create_string_buffer(4096)  # as HcclCommConfigInit leaves it: the size first, the name after two numbers
     ctypes.memmove(config, ctypes.byref(ctypes.c_uint64(160)), 8)
+    ctypes.memmove(ctypes.byref(config, 24), ctypes.byref(ctypes.c_uint32(0xFFFFFFFF)), 4)  # the size of its buffers is unset
     ctypes.memmove(ctypes.byref(config, 32), b"part", 4)
     members, name = (ctypes.c_uint32 * 1)(1), ctypes.create_string_buffer(128)
     one, none = ctypes.c_uint64(1), ctypes.c_uint64(0xFFFFFFFF)
@@ -245,3 +265,149 @@ def rank_table(rank: int, ranks: int) -> Any:
     (directory / "wrong").write_text('{"status": "completed", "server_list": [')
     wrong = hccl.HcclCommInitClusterInfo(str(directory / "wrong").encode(), rank, ctypes.byref(comm))
     return [status, plain(x), sub.value is None, name.value.decode(), wrong, message()]
+
+
+def all_reduce(x: torch.Tensor, comm: ctypes.c_void_p, stream: torch.npu.Stream) -> int:
+    count, handle = ctypes.c_uint64(x.numel()), ctypes.c_void_p(stream.npu_stream)
+    return int(library().HcclAllReduce(address(x), address(x), count, FLOAT, SUM, comm, handle))
+
+
+def on_threads(number: int, work: Callable[[int, ctypes.c_void_p], Any]) -> list[Any]:
+    """Run work(rank, communicator) in a thread for each NPU, with a communicator of all of them."""
+    for device in range(number):
+        torch.ones(1, device=f"npu:{device}")
+    comms, out = (ctypes.c_void_p * number)(), [None] * number
+    assert library().HcclCommInitAll(number, (ctypes.c_int32 * number)(*range(number)), comms) == 0, message()
+
+    def run(rank: int) -> None:
+        torch.npu.set_device(rank)
+        out[rank] = work(rank, ctypes.c_void_p(comms[rank]))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return out
+
+
+def late(stream: torch.npu.Stream) -> None:
+    """Give the stream work that takes some seconds."""
+    x = torch.ones(1000, 1000, device="npu")
+    with torch.npu.stream(stream):
+        for _ in range(100):
+            x = x @ x / 1000
+    torch.npu.current_stream().synchronize()
+
+
+@scenario("order by events", ranks=2, plain_c="1")
+def order_by_events(rank: int, ranks: int) -> Any:
+    """Two streams whose calls are ordered by an event, though another of them is late on each rank."""
+    if rank:
+        return None
+
+    def work(rank: int, comm: ctypes.c_void_p) -> Any:
+        first, second, event = torch.npu.Stream(), torch.npu.Stream(), torch.npu.Event()
+        sums = [torch.full((4,), 10.0 * k + rank, device="npu") for k in range(3)]
+        torch.npu.synchronize()
+        late(second if rank else first)
+        calls = [all_reduce(sums[1], comm, second)]
+        event.record(second)
+        first.wait_event(event)
+        calls += [all_reduce(sums[0], comm, first), all_reduce(sums[2], comm, first)]
+        torch.npu.synchronize()
+        return [calls, [each[0].item() for each in sums]]
+
+    return on_threads(2, work)
+
+
+@scenario("crossed sends", ranks=2, plain_c="1")
+def crossed_sends(rank: int, ranks: int) -> Any:
+    """Rank 0 sends twice on two streams, of which the first is late; rank 1 receives in turn."""
+    if rank:
+        return None
+
+    def work(rank: int, comm: ctypes.c_void_p) -> Any:
+        streams = torch.npu.Stream(), torch.npu.Stream()
+        values = [torch.full((4,), k + 1.0 - 2 * rank, device="npu") for k in range(2)]
+        torch.npu.synchronize()
+        if rank == 0:
+            late(streams[0])
+        call = library().HcclRecv if rank else library().HcclSend
+        for each, stream in zip(values, streams, strict=True):
+            count, peer, handle = ctypes.c_uint64(4), ctypes.c_uint32(1 - rank), ctypes.c_void_p(stream.npu_stream)
+            assert call(address(each), count, FLOAT, peer, comm, handle) == 0
+        return failure(torch.npu.synchronize)
+
+    return on_threads(2, work)
+
+
+@scenario("past a mapping", ranks=1, plain_c="1", PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")
+def past_a_mapping(rank: int, ranks: int) -> Any:
+    def work(rank: int, comm: ctypes.c_void_p) -> Any:
+        x = torch.ones(4, device="npu")
+        stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+        return [library().HcclBroadcast(address(x), ctypes.c_uint64(1 << 26), FLOAT, 0, comm, stream), message()]
+
+    return on_threads(1, work)
+
+
+@scenario("one NPU twice", ranks=2, plain_c="1")
+def one_npu_twice(rank: int, ranks: int) -> Any:
+    if rank:
+        return None
+    comms = (ctypes.c_void_p * 2)()
+    return [library().HcclCommInitAll(2, (ctypes.c_int32 * 2)(1, 1), comms), message()]
+
+
+@scenario("parents", ranks=2, plain_c="1", HCCL_CONNECT_TIMEOUT="5")
+def parents(rank: int, ranks: int) -> Any:
+    """A communicator may have the address that a destroyed one had, on one rank and not on the other."""
+    if rank:
+        return None
+    hccl, roots = library(), [ctypes.create_string_buffer(4108) for _ in range(2)]
+    torch.ones(1, device="npu")
+    for root in roots:
+        assert hccl.HcclGetRootInfo(root) == 0, message()
+    config = ctypes.create_string_buffer(4096)
+    ctypes.memmove(config, ctypes.byref(ctypes.c_uint64(160)), 8)
+    ctypes.memmove(ctypes.byref(config, 24), ctypes.byref(ctypes.c_uint32(0xFFFFFFFF)), 4)
+    ctypes.memmove(ctypes.byref(config, 32), b"part", 4)
+    out: list[Any] = [[], []]
+
+    def work(device: int) -> None:
+        torch.npu.set_device(device)
+        kept = []
+        for root in roots:
+            comm, sub, members = ctypes.c_void_p(), ctypes.c_void_p(), (ctypes.c_uint32 * 2)(0, 1)
+            out[device].append(hccl.HcclCommInitRootInfo(2, root, device, ctypes.byref(comm)))
+            one = ctypes.c_uint64(1)
+            out[device].append(
+                hccl.HcclCreateSubCommConfig(ctypes.byref(comm), 2, members, one, device, config, ctypes.byref(sub))
+            )
+            hccl.HcclCommDestroy(sub)
+            if device:
+                kept.append(comm)
+            else:
+                hccl.HcclCommDestroy(comm)
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [out, message()]
+
+
+@scenario("wrong tables", ranks=1, plain_c="1")
+def wrong_tables(rank: int, ranks: int) -> Any:
+    """Servers that are names which mean nothing, and a configuration with no buffer."""
+    torch.ones(1, device="npu")
+    path = Path(os.environ["SCENARIO_DIRECTORY"]) / "table"
+    servers = [{"server_id": f"node_{i}.invalid", "device": [{"device_id": "0", "rank_id": str(i)}]} for i in range(2)]
+    path.write_text(json.dumps({"status": "completed", "version": "1.0", "server_count": "2", "server_list": servers}))
+    comm, config = ctypes.c_void_p(), ctypes.create_string_buffer(4096)
+    out = [library().HcclCommInitClusterInfo(str(path).encode(), 0, ctypes.byref(comm)), message()]
+    ctypes.memmove(config, ctypes.byref(ctypes.c_uint64(160)), 8)
+    path.write_text(json.dumps({"status": "completed", "server_list": servers[:1]}))
+    return [*out, library().HcclCommInitClusterInfoConfig(str(path).encode(), 0, config, ctypes.byref(comm)), message()]

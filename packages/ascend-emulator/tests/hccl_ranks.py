@@ -26,8 +26,9 @@ def scenario(name: str, ranks: int = 2, soc: str = "Ascend910B1", **environ: str
     """Register a function of (rank, ranks) that runs within an initialised process group, or with no group if `plain_c` is given.
 
     torch_npu's watchdog ends the process when a collective failed, unless told not to: then the error is that of the call.
+    Communicators have small buffers: an NPU has 512 MiB.
     """
-    environ = {"TORCH_HCCL_ASYNC_ERROR_HANDLING": "0"} | environ
+    environ = {"TORCH_HCCL_ASYNC_ERROR_HANDLING": "0", "HCCL_BUFFSIZE": "16"} | environ
 
     def register(function: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
         SCENARIOS[name] = (function, ranks, soc, environ)

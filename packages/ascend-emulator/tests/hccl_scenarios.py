@@ -5,17 +5,22 @@ Run as a script with the names of scenarios; prints a line of JSON for each: its
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hccl_c_scenarios  # noqa: F401  it registers some
 import torch
 import torch.distributed as dist
+from ascend_emulator import faults
 from hccl_ranks import SCENARIOS, data, failure, plain, play, scenario, timed, torch_dtype
 
 REDUCED = [
@@ -271,12 +276,12 @@ def late(rank: int, ranks: int) -> Any:
     return timed(lambda: dist.all_reduce(x))
 
 
-def fault(variable: str) -> Callable[[int, int], Any]:
+def fault(kind: str) -> Callable[[int, int], Any]:
     """The second call of rank 0 has the fault."""
 
     def function(rank: int, ranks: int) -> Any:
         if rank == 0:
-            os.environ[variable] = "2"
+            faults.inject("HcclAllReduce", 2, kind)
         x = torch.ones(4, device="npu")
         dist.all_reduce(x)
         torch.npu.synchronize()
@@ -285,8 +290,8 @@ def fault(variable: str) -> Callable[[int, int], Any]:
     return function
 
 
-scenario("hang", HCCL_EXEC_TIMEOUT="1")(fault("ASCEND_EMULATOR_HCCL_HANG"))
-scenario("drop", HCCL_EXEC_TIMEOUT="20")(fault("ASCEND_EMULATOR_HCCL_DROP"))
+scenario("timeout", HCCL_EXEC_TIMEOUT="1")(fault("timeout"))
+scenario("drop", HCCL_EXEC_TIMEOUT="20")(fault("drop"))
 
 
 @scenario("delay", ASCEND_EMULATOR_HCCL_DELAY="300")
@@ -302,6 +307,56 @@ def absent(rank: int, ranks: int) -> Any:
         time.sleep(3)
         os._exit(0)
     return timed(lambda: dist.all_reduce(x))
+
+
+@scenario("listens", ranks=2)
+def listens(rank: int, ranks: int) -> Any:
+    """TCP sockets that rank 0 listens on while it waits for rank 1, of ranks on one machine."""
+    x = torch.ones(4, device="npu")
+    if rank == 1:
+        time.sleep(1.5)
+    seen: list[int] = []
+    watch = threading.Thread(target=lambda: seen.extend(listening() for _ in range(10) if not time.sleep(0.1)))
+    watch.start()
+    dist.all_reduce(x)
+    watch.join()
+    return [max(seen), plain(x)]
+
+
+def listening() -> int:
+    """How many TCP sockets of this process listen."""
+    sockets = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists() or path.is_symlink()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
+    return sum(line[3] == "0A" and f"socket:[{line[9]}]" in sockets for line in lines)
+
+
+@scenario("buffers", HCCL_BUFFSIZE="100")
+def buffers(rank: int, ranks: int) -> Any:
+    """Memory of an NPU, in MiB, that communicators with two buffers of 100 MiB take; there is none for a third."""
+    x, free = torch.ones(4, device="npu"), []
+    groups = [dist.new_group() for _ in range(3)]
+    for group in groups[:2]:
+        free.append(torch.npu.mem_get_info()[0])
+        dist.all_reduce(x, group=group)
+        torch.npu.synchronize()
+    free.append(torch.npu.mem_get_info()[0])
+    taken = [(before - after) >> 20 for before, after in itertools.pairwise(free)]
+    return [taken, failure(lambda: dist.all_reduce(x, group=groups[2]))]
+
+
+@scenario("host memory", HCCL_EXEC_TIMEOUT="30")
+def host_memory(rank: int, ranks: int) -> Any:
+    """Rank 0's process gets no more memory: the other rank is told."""
+    x = torch.ones(64 << 20, device="npu")
+    dist.all_reduce(x[:4])
+    torch.npu.synchronize()
+    if rank == 0:
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + (4 << 20), resource.RLIM_INFINITY))
+    text = timed(lambda: dist.all_reduce(x))
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return text
 
 
 @scenario("unsupported", ranks=1)

@@ -75,6 +75,7 @@ class Layer:
             assist_info_for_combine=given[2],
             ep_send_counts=given[4],
             expert_scales=scales.npu(),
+            expand_scales=given[6] if torch.npu.get_device_name().startswith("Ascend910B") else None,
             **self.common,
             **more,
         )
@@ -324,6 +325,7 @@ def graph(rank: int, ranks: int) -> Any:
 def refused(rank: int, ranks: int) -> Any:
     """At the call, each by its own reason; nothing is wrong with the communicator after that."""
     layer, x, ids = Layer(rank, ranks, 4), data(rank, (3, 64), torch.float16), routing(rank, 3, 2, 4)
+    zeros = torch.zeros(2048, dtype=torch.int32, device="npu")
     many = torch.arange(17, dtype=torch.int32).repeat(3, 1)
     a, b = x.new_zeros(2, 256).npu(), x.new_zeros(256, 16).npu()
 
@@ -346,6 +348,8 @@ def refused(rank: int, ranks: int) -> Any:
         lambda: layer.dispatch(data(rank, (3, 48), torch.float16), ids),
         lambda: layer.dispatch(x, ids, elastic_info=ids[0].npu()),
         lambda: layer.dispatch(x, ids, first=True),
+        lambda: layer.dispatch(data(rank, (256, 7168), torch.float16), routing(rank, 256, 2, 4)),
+        lambda: layer.combine(x.npu().repeat(8, 1), ids, [None, None, zeros, None, zeros, None, None], weights(rank, 3, 2)),
         lambda: torch_npu.npu_mm_all_reduce_base(a, b, name_of(rank), reduce_op="max"),
         lambda: torch_npu.npu_mm_all_reduce_base(a, b, "nobody"),
         lambda: torch_npu.npu_all_gather_base_mm(a[:, :64].contiguous(), b[:64], name_of(rank), ranks),
@@ -386,7 +390,7 @@ def wrong(what: str) -> Callable[[int, int], Any]:
                 time.sleep(3)
             given = layer.dispatch(x, ids)
             if what == "info":
-                return layer.combine(given[0], ids, [None, None, given[2] * 0 + 7, None, given[4]], scales)
+                return layer.combine(given[0], ids, [None, None, given[2] * 0 + 7, None, given[4], None, given[6]], scales)
             return None
 
         return timed(call)

@@ -281,6 +281,8 @@ REFUSED = [
     "H is 48; it must be a multiple of 32",
     "elastic_info is given; it is reserved",
     "aclnnMoeDistributeDispatch: ep_world_size is 2; allowed: 16, 32, 64",
+    "256 tokens of 7168 values, 2 experts each, 4 experts and 2 ranks at least 32 are needed: set HCCL_BUFFSIZE",
+    "expand_scales is None; on Ascend910B it is needed: what the dispatch returned",
     "reduce_op is max; allowed: sum",
     'aclnnMatmulAllReduce: hcom is "nobody"',
     "k is 64; allowed: 256 to 65534",

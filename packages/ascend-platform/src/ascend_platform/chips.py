@@ -18,11 +18,13 @@ class MC2Limits:
         ranks: sizes of the expert-parallel group.
         tokens: the most tokens of a rank.
         hidden: sizes of a token, in elements.
+        expand_scales: whether combine needs the dispatch's ``expand_scales``; otherwise it does not take it.
     """
 
     ranks: frozenset[int]
     tokens: int
     hidden: range
+    expand_scales: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ FAMILIES = (
         quantization=True,
         top_k_top_p=True,
         moe_routing=True,
-        mc2=MC2Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32)),
+        mc2=MC2Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32), expand_scales=True),
     ),
     ChipFamily(
         "Atlas A3",

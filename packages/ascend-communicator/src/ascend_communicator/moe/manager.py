@@ -53,5 +53,5 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
             extension.logger.info("MoE all2all backend: %s (requested %s, up to %d tokens)", backend, self.requested, max(sizes))
         arguments = self.device_group, x, topk_weights, topk_ids, num_experts, experts
         if backend == "mc2":
-            return mc2.dispatch_and_combine(*arguments, max(sizes))
+            return mc2.dispatch_and_combine(self.chip, *arguments, max(sizes))
         return alltoall.dispatch_and_combine(*arguments) if backend == "alltoall" else None

@@ -32,6 +32,7 @@ def unsupported_reason(chip: extension.Chip, ranks: int, experts: int, top_k: in
 
 
 def dispatch_and_combine(
+    chip: extension.Chip,
     group: dist.ProcessGroup,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -45,6 +46,8 @@ def dispatch_and_combine(
     Args:
         max_tokens: the largest number of tokens of a rank.
     """
+    limits, scales = chip.family.mc2, topk_weights.float()
+    takes_expand_scales = limits is not None and limits.expand_scales
     common: dict[str, Any] = {
         "group_ep": group._get_backend(x.device).get_hccl_comm_name(group.rank()),
         "ep_world_size": group.size(),
@@ -52,14 +55,19 @@ def dispatch_and_combine(
         "moe_expert_num": num_experts,
         "global_bs": max_tokens * group.size(),
     }
-    rows, _, assist_info, counts, recv_counts, *_ = torch_npu.npu_moe_distribute_dispatch_v2(
-        x=x, expert_ids=topk_ids, expert_token_nums_type=1, **common
+    rows, _, assist_info, counts, recv_counts, _, expand_scales = torch_npu.npu_moe_distribute_dispatch_v2(
+        x=x,
+        expert_ids=topk_ids,
+        expert_scales=scales if takes_expand_scales else None,
+        expert_token_nums_type=1,
+        **common,
     )
     return torch_npu.npu_moe_distribute_combine_v2(
         expand_x=experts(rows, counts),
         expert_ids=topk_ids,
         assist_info_for_combine=assist_info,
         ep_send_counts=recv_counts,
-        expert_scales=topk_weights.float(),
+        expert_scales=scales,
+        expand_scales=expand_scales if takes_expand_scales else None,
         **common,
     )

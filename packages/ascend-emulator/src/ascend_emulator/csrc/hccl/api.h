@@ -12,6 +12,9 @@ std::shared_ptr<Communicator> communicator(void* handle);
 // The communicator that HcclGetCommName gives this name, on the current NPU.
 std::shared_ptr<Communicator> named(const char* argument, const std::string& name);
 
+// Removes what is registered with a communicator that is destroyed: another one may get its handle.
+void forget_memory(void* handle);
+
 // HcclResult of an ACL status.
 inline int result_of(int status) {
   switch (status) {

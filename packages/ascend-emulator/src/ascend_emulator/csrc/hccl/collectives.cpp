@@ -21,12 +21,8 @@ void accumulate(at::Tensor& into, const at::Tensor& value, int op) {
   switch (op) {
     case kSum: into.add_(value); return;
     case kProd: into.mul_(value); return;
-    case kMax:
-      at::maximum_out(into, into, value.scalar_type() == into.scalar_type() ? value : value.to(into.scalar_type()));
-      return;
-    case kMin:
-      at::minimum_out(into, into, value.scalar_type() == into.scalar_type() ? value : value.to(into.scalar_type()));
-      return;
+    case kMax: at::maximum_out(into, into, value); return;
+    case kMin: at::minimum_out(into, into, value); return;
   }
 }
 
@@ -67,7 +63,6 @@ void reduce_part(Communicator& on, const Header& call, void* send, const Counts&
 
 void reduce(void* out, const std::vector<const void*>& ranks, uint64_t count, int type, int op) {
   const at::ScalarType scalar = *data_type(type).scalar;
-  const at::ScalarType wide = at::isReducedFloatingType(scalar) ? at::kFloat : scalar;
   const uint64_t size = data_type(type).bytes;
   c10::InferenceMode no_inference(false);
   at::AutoDispatchBelowADInplaceOrView kernels_only;
@@ -76,7 +71,8 @@ void reduce(void* out, const std::vector<const void*>& ranks, uint64_t count, in
     const auto view = [&](const void* base) {
       return at::from_blob(static_cast<char*>(const_cast<void*>(base)) + start * size, {length}, scalar);
     };
-    auto total = view(ranks[0]).to(wide, /*non_blocking=*/false, /*copy=*/true);
+    // In the type: HcommLocalReduceOnThread, of which algorithms are made, reduces memory of `dataType` into memory of it.
+    auto total = view(ranks[0]).clone();
     for (size_t i = 1; i < ranks.size(); ++i) accumulate(total, view(ranks[i]), op);
     view(out).copy_(total);
   }

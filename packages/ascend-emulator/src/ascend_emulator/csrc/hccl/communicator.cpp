@@ -7,26 +7,22 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <utility>
 
 #include "core/device.h"
 
 namespace emu::hccl {
 namespace {
 
-int seconds(const char* variable, int otherwise, int least) {
+// Of a variable that is a number of `unit`.
+int number(const char* variable, int otherwise, int least, const char* unit) {
   const char* value = std::getenv(variable);
   if (!value || !*value) return otherwise;
   char* end = nullptr;
   const long number = std::strtol(value, &end, 10);
-  check(!*end && number >= least && number <= 2147483647L, kInvalidParam, variable, " is ", value,
-      "; it is a number of seconds, at least ", least);
+  check(!*end && number >= least && number <= 2147483647L, kInvalidParam, variable, " is ", value, "; it is a number of ", unit,
+      ", at least ", least);
   return static_cast<int>(number);
-}
-
-uint64_t hash(const std::string& text) {
-  uint64_t value = 1469598103934665603ull;
-  for (const unsigned char each : text) value = (value ^ each) * 1099511628211ull;
-  return value;
 }
 
 Clock::time_point after(int seconds) { return Clock::now() + std::chrono::seconds(seconds); }
@@ -34,53 +30,104 @@ Clock::time_point after(int seconds) { return Clock::now() + std::chrono::second
 }  // namespace
 
 // Documented defaults. CANN's minimum of HCCL_CONNECT_TIMEOUT is 120.
-int connect_timeout() { return seconds("HCCL_CONNECT_TIMEOUT", 120, 1); }
-int exec_timeout() { return seconds("HCCL_EXEC_TIMEOUT", 1836, 0); }
+int connect_timeout() { return number("HCCL_CONNECT_TIMEOUT", 120, 1, "seconds"); }
+int exec_timeout() { return number("HCCL_EXEC_TIMEOUT", 1836, 0, "seconds"); }
+uint64_t buffer_size() { return number("HCCL_BUFFSIZE", 200, 1, "MiB"); }
 
-Fault next_fault() {
-  static std::atomic<int> calls{0};
-  static const int hang = seconds("ASCEND_EMULATOR_HCCL_HANG", 0, 1), drop = seconds("ASCEND_EMULATOR_HCCL_DROP", 0, 1);
-  const int call = ++calls;
-  return call == hang ? Fault::hang : call == drop ? Fault::drop : Fault::none;
-}
-
-Communicator::Communicator(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int ranks, int exec_timeout)
+Communicator::Communicator(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int ranks, Options options)
     : name(std::move(name)),
       rank(rank),
       ranks(ranks),
       device(current_device()),
+      options(options),
       store_(std::move(store)),
-      exec_timeout_(exec_timeout),
       wake_(eventfd(0, EFD_CLOEXEC)) {
   connect();
 }
 
 Communicator::~Communicator() = default;
 
+// "Each communicator occupies 2 x HCCL_BUFFSIZE memory, which is used for receiving and sending memory" (Huawei's
+// "HCCL_BUFFSIZE"), "for sharing data between two NPUs": a single rank needs none.
+Buffers::Buffers(const std::string& communicator, int ranks, uint64_t size) : device_(current_device()) {
+  if (ranks == 1) return;
+  const uint64_t bytes = 2 * (size << 20);
+  try {
+    device(device_).reserve_physical(bytes);
+  } catch (const Error& error) {
+    throw Error(
+        error.status, text("the buffers of communicator ", communicator, ", 2 x ", size, " MiB (HCCL_BUFFSIZE): ", error.what()));
+  }
+  bytes_ = bytes;
+}
+
+void Buffers::release() {
+  if (const uint64_t bytes = bytes_.exchange(0)) device(device_).release_physical(bytes);
+}
+
+int Communicator::next_use(const std::string& key) {
+  std::lock_guard lock(order_mutex_);
+  return uses_[key]++;
+}
+
+Ticket::Ticket(std::shared_ptr<Communicator> on, std::set<int> lanes) : on_(std::move(on)), lanes_(std::move(lanes)) {
+  on_->started();
+  std::lock_guard lock(on_->order_mutex_);
+  number_ = on_->issued_++;
+  for (const int lane : lanes_) on_->waiting_[lane].insert(number_);
+}
+
+uint32_t Ticket::overtaken(int lane) const {
+  std::lock_guard lock(on_->order_mutex_);
+  const auto& waiting = on_->waiting_[lane];
+  return static_cast<uint32_t>(std::distance(waiting.begin(), waiting.lower_bound(number_)));
+}
+
+void Ticket::end() {
+  if (std::exchange(ended_, true)) return;
+  {
+    std::lock_guard lock(on_->order_mutex_);
+    for (const int lane : lanes_) on_->waiting_[lane].erase(number_);
+  }
+  on_->finished();
+}
+
 void Communicator::connect() {
   links_ = std::vector<Link>(1);
   if (ranks == 1) return;
   const auto until = after(connect_timeout());
-  Rendezvous rendezvous(host_ip());
+  Rendezvous rendezvous(device);
   const std::string round = text(rendezvous_count_++, "/");
-  std::vector<std::string> addresses(ranks);
-  int peer = rank;
-  try {
-    store_->setTimeout(std::chrono::seconds(connect_timeout()));
-    const auto own = rendezvous.address();
-    store_->set(text(round, rank), std::vector<uint8_t>(own.begin(), own.end()));
-    for (peer = 0; peer < ranks; ++peer) {
-      const auto value = store_->get(text(round, peer));
-      addresses[peer].assign(value.begin(), value.end());
+  const auto asked = [&](int peer, const std::string& key, auto&& action) {
+    try {
+      return action(round + key);
+    } catch (const std::exception&) {
+      refuse_call(kTimeout, "communicator ", name, ", rank ", rank, " of ", ranks, ": rank ", peer, " did not come within ",
+          connect_timeout(), " s (HCCL_CONNECT_TIMEOUT), or rank 0 has ended; look at the output of these ranks");
     }
-  } catch (const std::exception&) {
-    refuse_call(kTimeout, "communicator ", name, ", rank ", rank, " of ", ranks, ": rank ", peer, " did not come within ",
-        connect_timeout(), " s (HCCL_CONNECT_TIMEOUT), or rank 0 has ended; look at the output of these ranks");
-  }
-  links_ = rendezvous.connect(addresses, rank, hash(name + round), until);
+  };
+  const auto publish = [&](const std::string& key, const std::string& value) {
+    asked(rank, key, [&](const auto& at) { store_->set(at, std::vector<uint8_t>(value.begin(), value.end())); });
+  };
+  const auto published = [&](int peer, const std::string& key) {
+    const auto value = asked(peer, key, [&](const auto& at) { return store_->get(at); });
+    return std::string(value.begin(), value.end());
+  };
+  asked(rank, "", [&](const auto&) { store_->setTimeout(std::chrono::seconds(connect_timeout())); });
+  Token token = random_token();
+  if (rank == 0) publish("token", std::string(reinterpret_cast<const char*>(&token), sizeof token));
+  publish(text(rank), rendezvous.address());
+  std::vector<std::string> addresses;
+  for (int peer = 0; peer < ranks; ++peer) addresses.push_back(published(peer, text(peer)));
+  Rendezvous::check_npus(name, addresses);
+  const auto shared = published(0, "token");
+  check(shared.size() == sizeof token, kOpFailed, "the store's token has ", shared.size(), " bytes");
+  std::memcpy(&token, shared.data(), sizeof token);
+  if (const auto tcp = rendezvous.listen_for_other_machines(addresses, rank); !tcp.empty()) publish(text(rank, "/tcp"), tcp);
+  links_ = rendezvous.connect(addresses, [&](int peer) { return published(peer, text(peer, "/tcp")); }, rank, token, until);
 }
 
-Deadline Communicator::deadline() const { return exec_timeout_ ? Deadline(after(exec_timeout_)) : std::nullopt; }
+Deadline Communicator::deadline() const { return options.exec_timeout ? Deadline(after(options.exec_timeout)) : std::nullopt; }
 
 void Communicator::stop(Code result, const std::string& text) {
   std::lock_guard lock(message_mutex_);
@@ -103,40 +150,43 @@ void Communicator::fail(const Header& call, Code result, const std::string& mess
   throw Error(kOpFailed, this->message());
 }
 
-void Communicator::perform(const Header& call, const std::function<void()>& body) {
+void Communicator::perform(
+    const Header& call, const std::function<void()>& body, const std::vector<Ticket*>& tickets, fault::Kind fault) {
   std::lock_guard lock(mutex_);
+  tickets_ = &tickets;
   if (error_) throw Error(kOpFailed, text(call.describe(), ": the communicator failed earlier: ", message()));
   ++calls_;
   try {
-    static const int delay = seconds("ASCEND_EMULATOR_HCCL_DELAY", 0, 0);
+    static const int delay = number("ASCEND_EMULATOR_HCCL_DELAY", 0, 0, "milliseconds");
     if (delay) pause(Clock::now() + std::chrono::milliseconds(delay), wake_.get());
-    switch (next_fault()) {
-      case Fault::hang:
-        pause(deadline(), wake_.get());
-        throw TransferError(kTimeout, "it hung until HCCL_EXEC_TIMEOUT, as ASCEND_EMULATOR_HCCL_HANG asked");
-      case Fault::drop:
-        for (const auto& link : links_) {
-          if (link.socket.get() >= 0) shutdown(link.socket.get(), SHUT_RDWR);
-        }
-        if (ranks > 1) throw TransferError(kRemote, "the connections broke, as ASCEND_EMULATOR_HCCL_DROP asked");
-        break;
-      case Fault::none: break;
+    if (fault == fault::Kind::timeout) {
+      pause(deadline(), wake_.get());
+      throw TransferError(kTimeout, "nothing from the other ranks until HCCL_EXEC_TIMEOUT (injected)");
+    }
+    if (fault == fault::Kind::drop && ranks > 1) {
+      for (const auto& link : links_) {
+        if (link.socket.get() >= 0) shutdown(link.socket.get(), SHUT_RDWR);
+      }
+      throw TransferError(kRemote, "the connections broke (injected)");
     }
     body();
-  } catch (const TransferError& send_failed) {
-    fail(call, send_failed.result, send_failed.what());
-  } catch (const Error& error) {  // possibly within a message
+  } catch (const TransferError& failed) { fail(call, failed.result, failed.what()); } catch (const std::bad_alloc&) {
+    fail(call, kMemory, "the host has no memory for it");
+  } catch (const std::exception& error) {  // possibly within a message
     fail(call, kSuspending, error.what());
   }
+  for (auto* ticket : tickets) ticket->end();
 }
 
 void Communicator::exchange(const Header& call, const std::vector<Part>& out, const std::vector<Part>& in) {
   std::vector<Outgoing> outgoing;
   std::vector<Incoming> incoming;
+  Header header = call;
+  if (!tickets_->empty()) header.overtaken = tickets_->front()->overtaken(Ticket::kCollectives);
   for (int step = 1; step < ranks; ++step) {  // starting with the next rank
     const int peer = (rank + step) % ranks;
-    outgoing.push_back({peer, call, out.empty() ? nullptr : out[peer].data});
-    incoming.push_back({peer, call, in.empty() ? nullptr : in[peer].data});
+    outgoing.push_back({peer, header, out.empty() ? nullptr : out[peer].data});
+    incoming.push_back({peer, header, in.empty() ? nullptr : in[peer].data});
     outgoing.back().header.bytes = out.empty() ? 0 : out[peer].bytes;
     incoming.back().header.bytes = in.empty() ? 0 : in[peer].bytes;
   }
@@ -162,10 +212,13 @@ void Communicator::exchange(const std::vector<PointToPoint>& items) {
       to_self.pop_front();
       continue;
     }
-    Header without = item.header;
-    without.bytes = 0;
     Header with = item.header;
     with.kind = kSend;
+    const int lane = Ticket::lane(item);
+    for (const auto* ticket : *tickets_)
+      if (ticket->has(lane) && with.overtaken == kNone) with.overtaken = ticket->overtaken(lane);
+    Header without = with;
+    without.bytes = 0;
     without.kind = kReceive;
     outgoing.push_back({item.peer, sends ? with : without, item.data});
     incoming.push_back({item.peer, sends ? without : with, item.data});
@@ -202,6 +255,7 @@ void Communicator::close() {
   std::lock_guard lock(mutex_);
   stop(kSuspending, text("communicator ", name, " was destroyed"));
   links_.clear();
+  if (options.buffers) options.buffers->release();
 }
 
 void Communicator::suspend() {

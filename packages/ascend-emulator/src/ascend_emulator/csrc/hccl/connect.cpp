@@ -6,6 +6,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -14,6 +15,7 @@
 #include <atomic>
 #include <cstring>
 #include <fstream>
+#include <map>
 
 #include "transport.h"
 
@@ -21,7 +23,7 @@ namespace emu::hccl {
 namespace {
 
 struct Handshake {
-  uint64_t token;
+  Token token;
   uint32_t rank, ranks;
 };
 
@@ -87,6 +89,72 @@ bool use_tcp() {
   return true;
 }
 
+// What a rank publishes.
+struct Address {
+  std::string machine, npu, local, transport;
+};
+Address parse(const std::string& text) {
+  std::stringstream parts(text);
+  Address address;
+  parts >> address.machine >> address.npu >> address.local >> address.transport;
+  return address;
+}
+
+bool needs_tcp(const Address& peer) { return use_tcp() || peer.transport == "tcp" || peer.machine != machine(); }
+
+// The NPU's number on the machine: the ids of ASCEND_RT_VISIBLE_DEVICES, in order, are 0, 1, ... in this process.
+int physical_npu(int npu) {
+  const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
+  if (!list) return npu;
+  std::stringstream ids(list);
+  std::string id;
+  for (int i = 0; i <= npu; ++i) std::getline(ids, id, ',');
+  return std::atoi(id.c_str());
+}
+
+// Other users of the machine can connect to an abstract Unix socket.
+bool same_user(const File& link) {
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return getsockopt(link.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == geteuid();
+}
+
+void set_nonblocking(const File& file) { fcntl(file.get(), F_SETFL, fcntl(file.get(), F_GETFL) | O_NONBLOCK); }
+
+File connect_to(int peer, const Address& at, const std::function<std::string(int)>& tcp_address_of, Clock::time_point deadline) {
+  const bool tcp = needs_tcp(at);
+  File link = make_socket(tcp ? AF_INET : AF_UNIX);
+  set_nonblocking(link);
+  std::string place = text("Unix socket ", at.local);
+  int done;
+  if (tcp) {
+    place = tcp_address_of(peer);
+    std::stringstream parts(place);
+    std::string ip;
+    int port = 0;
+    parts >> ip >> port;
+    const auto address = tcp_address(ip, port);
+    done = ::connect(link.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address);
+  } else {
+    const auto [address, length] = local_address(at.local);
+    done = ::connect(link.get(), reinterpret_cast<const sockaddr*>(&address), length);
+  }
+  int error = done == 0 ? 0 : errno;
+  if (error == EINPROGRESS) {
+    socklen_t length = sizeof error;
+    if (!ready(link.get(), POLLOUT, deadline))
+      error = ETIMEDOUT;
+    else
+      getsockopt(link.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  }
+  if (error)
+    refuse_call(kConnect, "no connection to rank ", peer, " at ", place, ": ", std::strerror(error),
+        "; is it reachable from this machine (HCCL_IF_IP, HCCL_SOCKET_IFNAME)?");
+  if (!tcp && !same_user(link)) refuse_call(kConnect, "rank ", peer, " is a process of another user");
+  finish(link, tcp);
+  return link;
+}
+
 }  // namespace
 
 std::string host_ip() {
@@ -120,70 +188,69 @@ std::string host_ip() {
   return found.empty() ? "127.0.0.1" : std::get<2>(*std::min_element(found.begin(), found.end()));
 }
 
-Rendezvous::Rendezvous(const std::string& ip) : tcp_(make_socket(AF_INET)), local_(make_socket(AF_UNIX)) {
+Token random_token() {
+  Token token;
+  check(getrandom(&token, sizeof token, 0) == sizeof token, kOpFailed, "getrandom: ", std::strerror(errno));
+  return token;
+}
+
+Rendezvous::Rendezvous(int npu) : local_(make_socket(AF_UNIX)) {
   static std::atomic<int> number{0};
+  const auto name = text("ascend-emulator-", getpid(), "-", number++, "-", hex(random_token()[0]));
+  auto [local, local_length] = local_address(name);
+  check(bind(local_.get(), reinterpret_cast<sockaddr*>(&local), local_length) == 0 && listen(local_.get(), 128) == 0, kOpFailed,
+      "cannot listen on a Unix socket: ", std::strerror(errno));
+  address_ = text(machine(), " ", physical_npu(npu), " ", name, " ", use_tcp() ? "tcp" : "any");
+}
+
+// A rank is an NPU of the communicator: "每个通信对象(例如一个NPU就是一个通信对象)…称为一个rank" (Huawei's HCCL user guide,
+// 通信域管理); "the entered device list cannot contain duplicate device IDs" (HcclCommInitAll).
+void Rendezvous::check_npus(const std::string& communicator, const std::vector<std::string>& addresses) {
+  std::map<std::pair<std::string, std::string>, size_t> ranks;
+  for (size_t rank = 0; rank < addresses.size(); ++rank) {
+    const auto at = parse(addresses[rank]);
+    const auto [other, is_new] = ranks.emplace(std::pair{at.machine, at.npu}, rank);
+    if (!is_new)
+      refuse_call(kParameter, "ranks ", other->second, " and ", rank, " of communicator ", communicator, " are both on NPU ",
+          at.npu,
+          "; a rank has an NPU of its own: call torch.npu.set_device(local rank) before the first collective, or set "
+          "ASCEND_RT_VISIBLE_DEVICES");
+  }
+}
+
+std::string Rendezvous::listen_for_other_machines(const std::vector<std::string>& addresses, int rank) {
+  // The lower rank of a pair listens.
+  if (std::none_of(addresses.begin() + rank + 1, addresses.end(), [](const auto& peer) { return needs_tcp(parse(peer)); }))
+    return "";
+  const auto ip = host_ip();
+  tcp_ = make_socket(AF_INET);
   auto address = tcp_address(ip, 0);
   socklen_t length = sizeof address;
   check(bind(tcp_.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(tcp_.get(), 128) == 0 &&
             getsockname(tcp_.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0,
       kOpFailed, "cannot listen on ", ip, ": ", std::strerror(errno), "; set HCCL_IF_IP to an address of this machine");
-  const auto name = text("ascend-emulator-", getpid(), "-", number++, "-", ntohs(address.sin_port));
-  auto [local, local_length] = local_address(name);
-  check(bind(local_.get(), reinterpret_cast<sockaddr*>(&local), local_length) == 0 && listen(local_.get(), 128) == 0, kOpFailed,
-      "cannot listen on a Unix socket: ", std::strerror(errno));
-  address_ = text(ip, " ", ntohs(address.sin_port), " ", name, " ", use_tcp() ? "tcp" : machine());
+  return text(ip, " ", ntohs(address.sin_port));
 }
 
-std::vector<Link> Rendezvous::connect(
-    const std::vector<std::string>& addresses, int rank, uint64_t token, Clock::time_point deadline) {
+std::vector<Link> Rendezvous::connect(const std::vector<std::string>& addresses,
+    const std::function<std::string(int peer)>& tcp_address, int rank, const Token& token, Clock::time_point deadline) {
   const int ranks = static_cast<int>(addresses.size());
   std::vector<Link> links(ranks);
   const Handshake handshake{token, static_cast<uint32_t>(rank), static_cast<uint32_t>(ranks)};
-  const auto nonblocking = [](const File& file, bool on) {
-    const int flags = fcntl(file.get(), F_GETFL);
-    fcntl(file.get(), F_SETFL, on ? flags | O_NONBLOCK : flags & ~O_NONBLOCK);
-  };
   for (int peer = 0; peer < rank; ++peer) {  // the higher rank connects; the lower one is already listening
-    std::stringstream parts(addresses[peer]);
-    std::string ip, name, where;
-    int port = 0;
-    parts >> ip >> port >> name >> where;
-    const bool tcp = use_tcp() || where != machine();
-    File link = make_socket(tcp ? AF_INET : AF_UNIX);
-    int done;
-    nonblocking(link, true);
-    if (tcp) {
-      const auto address = tcp_address(ip, port);
-      done = ::connect(link.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address);
-    } else {
-      const auto [address, length] = local_address(name);
-      done = ::connect(link.get(), reinterpret_cast<const sockaddr*>(&address), length);
-    }
-    int error = done == 0 ? 0 : errno;
-    if (error == EINPROGRESS) {
-      socklen_t length = sizeof error;
-      if (!ready(link.get(), POLLOUT, deadline))
-        error = ETIMEDOUT;
-      else
-        getsockopt(link.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-    }
-    if (error)
-      refuse_call(kConnect, "no connection to rank ", peer, " at ", ip, " port ", port, ": ", std::strerror(error),
-          "; is it reachable from this machine (HCCL_IF_IP, HCCL_SOCKET_IFNAME)?");
-    finish(link, tcp);
-    if (send(link.get(), &handshake, sizeof handshake, MSG_NOSIGNAL) != sizeof handshake)
+    links[peer].socket = connect_to(peer, parse(addresses[peer]), tcp_address, deadline);
+    if (send(links[peer].socket.get(), &handshake, sizeof handshake, MSG_NOSIGNAL) != sizeof handshake)
       refuse_call(kConnect, "rank ", peer, " closed the connection during set-up");
-    links[peer].socket = std::move(link);
   }
   for (int missing = ranks - rank - 1; missing > 0;) {
-    pollfd files[] = {{tcp_.get(), POLLIN, 0}, {local_.get(), POLLIN, 0}};
+    pollfd files[] = {{tcp_.get(), POLLIN, 0}, {local_.get(), POLLIN, 0}};  // poll() skips a TCP socket of -1
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
     if (left <= 0) refuse_call(kTimeout, missing, " of ", ranks, " ranks did not connect in time (HCCL_CONNECT_TIMEOUT)");
     if (poll(files, 2, static_cast<int>(left)) <= 0) continue;
     for (const auto& file : files) {
       if (!file.revents) continue;
       File link(accept4(file.fd, nullptr, nullptr, SOCK_CLOEXEC));
-      if (link.get() < 0) continue;
+      if (link.get() < 0 || (file.fd == local_.get() && !same_user(link))) continue;
       finish(link, file.fd == tcp_.get());
       Handshake from{};
       const auto handshake_deadline =
@@ -191,13 +258,15 @@ std::vector<Link> Rendezvous::connect(
       if (!ready(link.get(), POLLIN, handshake_deadline) || recv(link.get(), &from, sizeof from, MSG_DONTWAIT) != sizeof from ||
           from.token != token)
         continue;
-      if (static_cast<int>(from.ranks) != ranks) {
+      if (from.ranks != handshake.ranks) {
         refuse_call(kParameter, "rank ", from.rank, " counts ", from.ranks, " ranks, rank ", rank, " counts ", ranks,
             "; it must be the same on all");
       }
-      if (static_cast<int>(from.rank) >= ranks || links[from.rank].socket.get() >= 0)
-        refuse_call(kParameter, "two ranks call themselves ", from.rank);
-      nonblocking(link, true);
+      if (from.rank <= handshake.rank || from.rank >= from.ranks)
+        refuse_call(
+            kParameter, "rank ", from.rank, " connects to rank ", rank, " of ", ranks, "; a rank connects to lower ranks");
+      if (links[from.rank].socket.get() >= 0) refuse_call(kParameter, "two ranks call themselves ", from.rank);
+      set_nonblocking(link);
       links[from.rank].socket = std::move(link);
       --missing;
     }

@@ -74,9 +74,19 @@ std::string config_name(const Config* config, const std::string& otherwise) {
   return named ? std::string(config->name, strnlen(config->name, sizeof config->name - 1)) : otherwise;
 }
 
-int config_timeout(const Config* config) {
-  const bool set = config && config->size > offsetof(Config, exec_timeout) && config->exec_timeout != -1;
-  return set ? config->exec_timeout : exec_timeout();
+constexpr uint32_t kUnset = 0xffffffff;
+
+Options options_of(const Config* config, const std::string& name, int ranks) {
+  Options options{exec_timeout(), buffer_size()};
+  if (config && config->size > offsetof(Config, exec_timeout) && config->exec_timeout != -1)
+    options.exec_timeout = config->exec_timeout;
+  if (config && config->size > offsetof(Config, buffer_size) && config->buffer_size != kUnset) {
+    // "取值需 >= 1,默认值为:200" ("HcclCommConfig").
+    if (!config->buffer_size) refuse_call(kParameter, "hcclBufferSize is 0; allowed: from 1 (MiB)");
+    options.buffer_size = config->buffer_size;
+  }
+  options.buffers = std::make_shared<Buffers>(name, ranks, options.buffer_size);
+  return options;
 }
 
 bool is_word(std::string_view text, const char* besides = "") {
@@ -130,9 +140,11 @@ std::shared_ptr<Communicator> from_root(uint32_t ranks, const char* root, uint32
   int port = 0;
   parts >> mark >> ip >> port >> id;
   if (mark != kMark || id.empty()) refuse_call(kParameter, "rootInfo does not come from HcclGetRootInfo of an emulated HCCL");
+  const auto name = config_name(config, "hccl_" + id);
+  auto options = options_of(config, name, static_cast<int>(ranks));
   auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>()) : tcp_store(ip, port, false);
-  return std::make_shared<Communicator>(prefixed(id, store), config_name(config, "hccl_" + id), static_cast<int>(rank),
-      static_cast<int>(ranks), config_timeout(config));
+  return std::make_shared<Communicator>(
+      prefixed(id, store), name, static_cast<int>(rank), static_cast<int>(ranks), std::move(options));
 }
 
 std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const Config* config) {
@@ -142,7 +154,7 @@ std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const 
   const int ranks = static_cast<int>(table.servers.size());
   if (static_cast<int64_t>(rank) >= ranks) refuse_call(kParameter, "rank is ", rank, "; ", path, " has ", ranks, " ranks");
   const char* base = std::getenv("HCCL_IF_BASE_PORT");
-  const int port = base && *base ? std::atoi(base) : 60000;  // the documented default
+  const int port = base && *base ? std::atoi(base) : 60000;     // the documented default
   static std::map<std::pair<std::string, uint32_t>, int> uses;  // by table and rank: equal on all ranks
   int use;
   {
@@ -150,10 +162,11 @@ std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const 
     use = uses[{table.identity, rank}]++;
   }
   const std::string prefix = text("hccl_table_", table.identity, "_", use), name = config_name(config, prefix);
+  auto options = options_of(config, name, ranks);
   auto store = ranks == 1  ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>())
                : rank == 0 ? table_store(port)
                            : tcp_store(table.servers[0], port, false);
-  return std::make_shared<Communicator>(prefixed(prefix, store), name, static_cast<int>(rank), ranks, config_timeout(config));
+  return std::make_shared<Communicator>(prefixed(prefix, store), name, static_cast<int>(rank), ranks, std::move(options));
 }
 
 void result(void** comm, std::shared_ptr<Communicator> made) { *comm = add_communicator(std::move(made)); }
@@ -165,6 +178,7 @@ void place(void** comm) {
 }  // namespace
 
 std::shared_ptr<Communicator> communicator(void* handle) {
+  if (!handle) refuse_call(kNullPointer, "comm is null");
   std::lock_guard lock(communicators_mutex);
   const auto found = communicators.find(handle);
   if (found == communicators.end()) refuse_call(kParameter, handle, " is no communicator, or it was destroyed");
@@ -237,13 +251,10 @@ HCCL_API(computed, HcclCreateSubCommConfig,
       std::string prefix = text("sub/", id);
       for (uint32_t i = 0; i < number; ++i) prefix += text("/", members[i]);
       const auto name = config_name(config, text(whole->name, "_sub_", id));
-      {
-        static std::map<std::string, int> uses;  // equal on all members: each creates it equally often
-        std::lock_guard lock(communicators_mutex);
-        prefix += text("/", name, "/", uses[text(*comm, prefix, name)]++);
-      }
+      prefix += text("/", name);
+      prefix += text("/", whole->next_use(prefix));
       result(sub, std::make_shared<Communicator>(prefixed(prefix, whole->store()), name, static_cast<int>(rank),
-                      static_cast<int>(number), config_timeout(config)));
+                      static_cast<int>(number), options_of(config, name, static_cast<int>(number))));
     })
 
 // All ranks in this process, one per NPU.
@@ -261,7 +272,8 @@ HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, vo
     threads.emplace_back([&, i] {
       try {
         set_current_device(devices[i]);
-        made[i] = std::make_shared<Communicator>(store, name, static_cast<int>(i), static_cast<int>(number), exec_timeout());
+        made[i] = std::make_shared<Communicator>(
+            store, name, static_cast<int>(i), static_cast<int>(number), options_of(nullptr, name, static_cast<int>(number)));
       } catch (const std::exception& error) { failures[i] = error.what(); }
     });
   }
@@ -277,6 +289,7 @@ HCCL_API(computed, HcclCommDestroy, (void* comm), {
     std::lock_guard lock(communicators_mutex);
     communicators.erase(comm);
   }
+  forget_memory(comm);
   it->close();
 })
 

@@ -19,6 +19,8 @@ struct Operation {
   Header call;
   std::function<void()> body;       // of a collective
   std::vector<PointToPoint> items;  // of point-to-point calls
+  std::shared_ptr<Ticket> ticket{};
+  fault::Kind fault = fault::Kind::none;
 };
 
 // Calls of this thread between HcclGroupStart and HcclGroupEnd.
@@ -29,21 +31,33 @@ thread_local std::vector<Operation> group;
 void run(const std::vector<Operation>& operations) {
   for (size_t i = 0; i < operations.size(); ++i) {
     const auto& first = operations[i];
-    if (first.body) {
-      first.on->perform(first.call, first.body);
-      continue;
-    }
+    std::vector<Ticket*> tickets;
+    if (first.ticket) tickets.push_back(first.ticket.get());
+    auto fault = first.fault;
     auto items = first.items;
-    for (; i + 1 < operations.size() && !operations[i + 1].body; ++i) {
-      items.insert(items.end(), operations[i + 1].items.begin(), operations[i + 1].items.end());
+    for (; !first.body && i + 1 < operations.size() && !operations[i + 1].body; ++i) {
+      const auto& next = operations[i + 1];
+      items.insert(items.end(), next.items.begin(), next.items.end());
+      if (next.ticket) tickets.push_back(next.ticket.get());
+      if (fault == fault::Kind::none) fault = next.fault;
     }
-    first.on->perform(first.call, [&] { first.on->exchange(items); });
+    if (fault == fault::Kind::hang) fault::hang();
+    first.on->perform(
+        first.call,
+        [&] {
+          if (first.body)
+            first.body();
+          else
+            first.on->exchange(items);
+        },
+        tickets, fault);
   }
 }
 
 // Bytes over this rank's links, for the trace.
 double link_bytes(const Operation& operation) {
-  const auto& [on, stream, call, body, items] = operation;
+  const auto& on = operation.on;
+  const auto& call = operation.call;
   const double bytes = static_cast<double>(call.count * data_type(call.type).bytes), others = on->ranks - 1;
   double sum = 0;
   switch (call.kind) {
@@ -53,34 +67,30 @@ double link_bytes(const Operation& operation) {
     case kAllToAll: return bytes * others;
     case kSend:
     case kReceive:
-      for (const auto& each : items) sum += static_cast<double>(each.header.bytes);
+      for (const auto& each : operation.items) sum += static_cast<double>(each.header.bytes);
       return sum;
     default: return bytes;
   }
 }
 
-// Counts as pending on the communicator until the task has run or was dropped.
-struct Pending {
-  explicit Pending(std::shared_ptr<Communicator> on) : on(std::move(on)) { this->on->started(); }
-  ~Pending() { end(); }
-  void end() {
-    if (!std::exchange(ended, true)) on->finished();
-  }
-  std::shared_ptr<Communicator> on;
-  bool ended = false;
-};
-
 void submit(std::vector<Operation> operations) {
   const auto stream = stream_at(operations.front().stream);
-  const auto pending = std::make_shared<Pending>(operations.front().on);
   Task task{kind_name(operations.front().call.kind), {}, emu::Kind::collective, /*blocks=*/true};
   if (trace_enabled()) {
     for (const auto& each : operations) task.work.link += link_bytes(each);
     task.work.bytes = 2 * task.work.link;
     task.work.shapes = operations.front().call.describe();
   }
-  task.run = [operations = std::move(operations), pending] { run(operations); };
-  if (stream->submit(std::move(task)) == 0) pending->end();  // captured: the graph keeps the task
+  if (!stream->capture()) {
+    for (auto& each : operations) {
+      std::set<int> lanes;
+      for (const auto& item : each.items) lanes.insert(Ticket::lane(item));
+      if (each.body) lanes.insert(Ticket::kCollectives);
+      each.ticket = std::make_shared<Ticket>(each.on, std::move(lanes));
+    }
+  }
+  task.run = [operations = std::move(operations)] { run(operations); };
+  stream->submit(std::move(task));
 }
 
 void issue(Operation operation) {
@@ -88,6 +98,7 @@ void issue(Operation operation) {
   const int device = stream_at(operation.stream)->device;
   check(device == operation.on->device, kInvalidParam, "the stream is of NPU ", device, ", the communicator of NPU ",
       operation.on->device);
+  if (fault::armed()) operation.fault = fault::pending();
   if (group_depth)
     group.push_back(std::move(operation));
   else
@@ -98,13 +109,9 @@ void* buffer(const void* address, uint64_t bytes, const char* name) {
   if (!bytes) return nullptr;
   if (!address) refuse_call(kNullPointer, name, " is null");
   if (!is_device(address)) refuse_call(kParameter, name, " is not device memory: ", address);
-  void* found = to_kernel(address);
-  for (int i = 0; i < device_count(); ++i) {
-    if (!device(i).owns(address)) continue;
-    const auto left = device(i).bytes_from(address);
-    if (left < bytes) refuse_call(kParameter, name, " has ", left, " bytes from ", address, " on, ", bytes, " are needed");
-  }
-  return found;
+  try {
+    return to_kernel(address, bytes);
+  } catch (const Error& error) { refuse_call(kParameter, name, ": ", error.what()); }
 }
 
 void rank_within(const char* name, uint32_t rank, const Communicator& on) {

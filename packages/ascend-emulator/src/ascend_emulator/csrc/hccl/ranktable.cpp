@@ -1,6 +1,7 @@
 #include "ranktable.h"
 
 #include <arpa/inet.h>
+#include <netdb.h>
 
 #include <fstream>
 #include <iterator>
@@ -89,6 +90,17 @@ class Reader {
   size_t at_ = 0;
 };
 
+// IPv4 address of a server, "" if there is none. A name that does not resolve is this machine if it is the only server.
+std::string resolved(const std::string& host, bool only) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_family = AF_INET;
+  if (getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0 || !found) return only ? "127.0.0.1" : "";
+  char address[INET_ADDRSTRLEN];
+  inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in*>(found->ai_addr)->sin_addr, address, sizeof address);
+  freeaddrinfo(found);
+  return address;
+}
+
 }  // namespace
 
 RankTable read_rank_table(const char* path) {
@@ -99,11 +111,14 @@ RankTable read_rank_table(const char* path) {
   if (const auto status = root.at("status"); status != "completed")
     refuse_call(kUnavailable, path, ": status is ", status.empty() ? "missing" : status, "; it must be completed");
   std::map<int, std::string> found;
-  for (const auto& server : root.list("server_list")) {
+  const auto& servers = root.list("server_list");
+  for (const auto& server : servers) {
     // server_id is an address, or a name if host_ip has the address.
-    in_addr parsed;
-    std::string address = server.at("host_ip").empty() ? server.at("server_id") : server.at("host_ip");
-    if (inet_pton(AF_INET, address.c_str(), &parsed) != 1) address = "127.0.0.1";
+    const auto host = server.at("host_ip").empty() ? server.at("server_id") : server.at("host_ip");
+    const auto address = resolved(host, servers.size() == 1);
+    if (address.empty())
+      refuse_call(
+          kParameter, path, ": server_id '", host, "' is no IPv4 address and does not resolve; give the server's host_ip");
     for (const auto& device : server.list("device")) {
       const auto rank = device.at("rank_id");
       if (rank.empty() || rank.find_first_not_of("0123456789") != std::string::npos || rank.size() > 6)

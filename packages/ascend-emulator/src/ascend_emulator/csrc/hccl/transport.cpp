@@ -28,7 +28,7 @@ std::string Header::describe() const {
   if (kind == kBarrier || kind == kDistributeBarrier) return kind_name(kind);
   std::string out = text(kind_name(kind), "(");
   if (count) out += text(count, " ");
-  out += data_type(type).name;
+  out += data_type_name(type);
   if (op != 0xff) out += text(", ", reduction_name(op));
   if (root != kNone) out += text(", root ", root);
   return out + ")";
@@ -77,18 +77,48 @@ bool same(const Header& a, const Header& b) {
   return a.kind == b.kind && a.type == b.type && a.op == b.op && a.root == b.root && a.count == b.count && a.bytes == b.bytes;
 }
 
+// Streams run in any order that events allow. Ranks that run a communicator's calls in different orders would wait for each other
+// on an NPU, or exchange the data of different calls.
+void check_order(int peer, const Header& theirs, const Header& ours) {
+  if (theirs.overtaken == ours.overtaken || theirs.overtaken == kNone || ours.overtaken == kNone) return;
+  const auto ahead = [](uint32_t calls) { return calls ? text("ahead of ", calls, " issued earlier") : "in turn"; };
+  throw TransferError(kParameter,
+      text("rank ", peer, " runs ", theirs.describe(), " ", ahead(theirs.overtaken), " and this rank ", ahead(ours.overtaken),
+          ": streams ran the communicator's calls in another order than they were issued; use one stream for a communicator, or "
+          "order its streams by events"));
+}
+
 // Finds the call that matches a message. Point-to-point messages may arrive before their call.
 const Incoming* match_receive(Channel& channel, const Header& header) {
   for (auto at = channel.waiting.begin(); at != channel.waiting.end(); ++at) {
     if ((*at)->header.kind != header.kind) continue;
+    check_order(channel.peer, header, (*at)->header);
     if (!same((*at)->header, header)) mismatch(channel.peer, header, (*at)->header);
     const auto* found = *at;
     channel.waiting.erase(at);
     return found;
   }
+  if (channel.waiting.empty()) return nullptr;  // a send failed: what arrives is read up to the peer's reason
   const auto& expected = channel.waiting.front()->header;
-  if (!point_to_point(header.kind) || !point_to_point(expected.kind)) mismatch(channel.peer, header, expected);
+  if (!point_to_point(header.kind) || !point_to_point(expected.kind)) {
+    check_order(channel.peer, header, expected);
+    mismatch(channel.peer, header, expected);
+  }
   return nullptr;
+}
+
+// Memory for an early message grows with what has arrived: a header's length is not trusted.
+constexpr uint64_t kStep = 1 << 20;
+
+void begin_unexpected(Channel& channel, const Link& link) {
+  const auto& header = channel.header;
+  if (link.unexpected.size() >= kEarlyMessages || header.bytes > kEarlyBytes ||
+      link.unexpected_bytes > kEarlyBytes - header.bytes) {
+    throw TransferError(kParameter, text("rank ", channel.peer, " sends ", header.describe(), " of ", header.bytes,
+                                        " bytes before this rank asks for it; at most ", kEarlyMessages, " messages and ",
+                                        kEarlyBytes, " bytes may be ahead of their calls"));
+  }
+  channel.unexpected.emplace(UnexpectedMessage{header, {}});
 }
 
 [[noreturn]] void raise_closed(int peer) {
@@ -143,8 +173,14 @@ bool receive_some(Channel& channel, Link& link) {
       room = sizeof(Header) - channel.received;
     } else {
       const uint64_t done = channel.received - sizeof(Header);
-      to = channel.target + done;
       room = channel.header.bytes - done;
+      if (channel.unexpected) {
+        auto& bytes = channel.unexpected->bytes;
+        if (bytes.size() == done) bytes.resize(done + std::min(room, std::max(kStep, done)));
+        room = bytes.size() - done;
+        channel.target = bytes.data();
+      }
+      to = channel.target + done;
     }
     const ssize_t bytes = recv(link.socket.get(), to, room, MSG_DONTWAIT);
     if (bytes < 0) {
@@ -164,13 +200,15 @@ bool receive_some(Channel& channel, Link& link) {
       } else if (const auto* call = match_receive(channel, channel.header)) {
         channel.target = static_cast<char*>(call->data);
       } else {
-        channel.unexpected.emplace(UnexpectedMessage{channel.header, std::vector<char>(channel.header.bytes)});
-        channel.target = channel.unexpected->bytes.data();
+        begin_unexpected(channel, link);
       }
     }
     if (channel.has_header && channel.received == sizeof(Header) + channel.header.bytes) {
       if (channel.header.kind == kFailed) throw TransferError(kRemote, text("rank ", channel.peer, " failed: ", channel.failure));
-      if (channel.unexpected) link.unexpected.push_back(std::move(*channel.unexpected));
+      if (channel.unexpected) {
+        link.unexpected_bytes += channel.header.bytes;
+        link.unexpected.push_back(std::move(*channel.unexpected));
+      }
       channel.unexpected.reset();
       channel.has_header = false;
       channel.received = 0;
@@ -235,6 +273,7 @@ void transfer(
     for (auto at = unexpected.begin(); at != unexpected.end() && !channel.waiting.empty();) {
       const auto* call = match_receive(channel, at->header);
       if (call && !at->bytes.empty()) std::memcpy(call->data, at->bytes.data(), at->bytes.size());
+      if (call) links[channel.peer].unexpected_bytes -= at->bytes.size();
       at = call ? unexpected.erase(at) : std::next(at);
     }
   }

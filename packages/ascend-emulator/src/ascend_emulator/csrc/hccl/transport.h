@@ -3,8 +3,10 @@
 // connection is noticed immediately, and waiting uses no CPU.
 #ifndef ASCEND_EMULATOR_HCCL_TRANSPORT_H
 #define ASCEND_EMULATOR_HCCL_TRANSPORT_H
+#include <array>
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -64,8 +66,10 @@ constexpr uint32_t kNone = 0xffffffff;
 struct Header {
   uint8_t kind = kBarrier, type = 0, op = 0xff, unused = 0;
   uint32_t root = kNone;
-  uint64_t count = 0;  // of elements, if equal on all ranks
-  uint64_t bytes = 0;  // of the payload
+  uint64_t count = 0;          // of elements, if equal on all ranks
+  uint64_t bytes = 0;          // of the payload
+  uint32_t overtaken = kNone;  // calls that were issued earlier and have not run yet (Ticket); kNone: not known
+  uint32_t reserved = 0;
   std::string describe() const;
 };
 
@@ -74,9 +78,13 @@ struct UnexpectedMessage {  // point-to-point message that arrived before this r
   std::vector<char> bytes;
 };
 
+// Limits of a peer's messages that arrived before this rank's call.
+constexpr uint64_t kEarlyMessages = 4096, kEarlyBytes = 4ull << 30;
+
 struct Link {
   File socket;
   std::deque<UnexpectedMessage> unexpected;
+  uint64_t unexpected_bytes = 0;
   bool within_message = false;  // a message was sent in part
 };
 
@@ -106,13 +114,23 @@ void notify_failure(std::vector<Link>& links, const std::string& reason);
 // Sleeps until the deadline; throws TransferError if `wake` becomes readable.
 void pause(Deadline deadline, int wake);
 
-// Establishes one rank's connections to its peers from the addresses that all ranks publish.
+// A random value that all ranks of a communicator know from their store.
+using Token = std::array<uint64_t, 2>;
+Token random_token();
+
+// Establishes one rank's connections to its peers. Ranks on one machine connect over Unix sockets.
 class Rendezvous {
  public:
-  explicit Rendezvous(const std::string& ip);
+  explicit Rendezvous(int npu);
+  // What this rank publishes: its machine, its NPU, and its Unix socket.
   std::string address() const { return address_; }
-  // `addresses` by rank; `token` is the communicator's.
-  std::vector<Link> connect(const std::vector<std::string>& addresses, int rank, uint64_t token, Clock::time_point deadline);
+  // Throws if two ranks are on one NPU. `addresses` by rank.
+  static void check_npus(const std::string& communicator, const std::vector<std::string>& addresses);
+  // Listens on TCP if a peer is on another machine; returns the address to publish for those, or "".
+  std::string listen_for_other_machines(const std::vector<std::string>& addresses, int rank);
+  // `tcp_address` asks for what a peer on another machine published.
+  std::vector<Link> connect(const std::vector<std::string>& addresses, const std::function<std::string(int peer)>& tcp_address,
+      int rank, const Token& token, Clock::time_point deadline);
 
  private:
   File tcp_, local_;

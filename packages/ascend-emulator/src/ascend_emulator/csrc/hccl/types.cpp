@@ -77,6 +77,11 @@ const DataType& data_type(int code) {
   return found->second;
 }
 
+const char* data_type_name(int code) {
+  const auto found = kTypes.find(code);
+  return found == kTypes.end() ? "unknown type" : found->second.name;
+}
+
 void check_transferable(int code) {
   std::vector<int> allowed{0, 7, 1, 8, 2, 9, 5, 6, 3, 4, 10};
   if (chip().bfloat16) allowed.push_back(11);

@@ -43,7 +43,8 @@ struct DataType {
   uint64_t bytes;
   std::optional<at::ScalarType> scalar;  // dtype of its reductions
 };
-const DataType& data_type(int code);  // throws if the code is none
+const DataType& data_type(int code);   // throws if the code is none
+const char* data_type_name(int code);  // for messages, of any code
 
 // Throw unless the chip can transfer, or reduce, this type; the message lists the allowed types.
 void check_transferable(int code);

@@ -30,6 +30,14 @@ void check_buffer(const void* address, uint64_t bytes, const char* name) {
   if (!bytes) refuse_call(kParameter, "the size is 0");
 }
 
+// Throws unless all of it is device memory that is allocated or mapped.
+void check_mapped(const void* address, uint64_t bytes, const char* name) {
+  if (!is_device(address)) refuse_call(kParameter, name, " is not device memory: ", address);
+  try {
+    locate(address, bytes);
+  } catch (const Error& error) { refuse_call(kParameter, name, ": ", error.what()); }
+}
+
 void remove(std::map<std::pair<void*, uintptr_t>, Memory>& from, void* comm, uintptr_t key, const char* what) {
   communicator(comm);
   std::lock_guard lock(windows_mutex);
@@ -38,12 +46,18 @@ void remove(std::map<std::pair<void*, uintptr_t>, Memory>& from, void* comm, uin
 
 }  // namespace
 
+void emu::hccl::forget_memory(void* comm) {
+  std::lock_guard lock(windows_mutex);
+  for (auto* map : {&windows, &ranges, &active})
+    std::erase_if(*map, [&](const auto& entry) { return entry.first.first == comm; });
+}
+
 HCCL_API(keeps, HcclCommRegister, (void* comm, void* address, uint64_t bytes, void** handle, uint32_t flag), {
   communicator(comm);
   check_buffer(address, bytes, "addr");
   if (!handle) refuse_call(kNullPointer, "handle is null");
   if (flag) refuse_call(kParameter, "flag is ", flag, "; allowed: 0");
-  if (!is_device(address)) refuse_call(kParameter, "addr is not device memory: ", address);
+  check_mapped(address, bytes, "addr");
   std::lock_guard lock(windows_mutex);
   *handle = reinterpret_cast<void*>(next_window);
   windows[{comm, next_window++}] = {number(address), bytes};
@@ -52,13 +66,16 @@ HCCL_API(keeps, HcclCommDeregister, (void* comm, void* handle), { remove(windows
 HCCL_API(nothing("ranks have no memory of each other to map: what they exchange is sent"), HcclCommExchangeMem,
     (void* comm, void* handle, const uint32_t* peers, uint32_t count), {
       const auto on = communicator(comm);
+      if (!handle) refuse_call(kNullPointer, "handle is null");
       if (count && !peers) refuse_call(kNullPointer, "peerRanks is null");
       for (uint32_t i = 0; i < count; ++i) {
         if (static_cast<int64_t>(peers[i]) >= on->ranks)
           refuse_call(kParameter, "peerRanks[", i, "] is ", peers[i], "; the communicator has ", on->ranks, " ranks");
       }
       std::lock_guard lock(windows_mutex);
-      if (!windows.count({comm, number(handle)})) refuse_call(kNotFound, handle, " is no registered memory of this communicator");
+      const auto found = windows.find({comm, number(handle)});
+      if (found == windows.end()) refuse_call(kNotFound, handle, " is no registered memory of this communicator");
+      check_mapped(reinterpret_cast<void*>(found->second.start), found->second.bytes, "the registered memory");
     })
 
 HCCL_API(keeps, HcclCommSetMemoryRange, (void* comm, void* base, size_t bytes, size_t alignment, uint64_t), {
@@ -68,7 +85,18 @@ HCCL_API(keeps, HcclCommSetMemoryRange, (void* comm, void* base, size_t bytes, s
   std::lock_guard lock(windows_mutex);
   ranges[{comm, number(base)}] = {number(base), bytes};
 })
-HCCL_API(keeps, HcclCommUnsetMemoryRange, (void* comm, void* base), { remove(ranges, comm, number(base), "memory range"); })
+HCCL_API(keeps, HcclCommUnsetMemoryRange, (void* comm, void* base), {
+  communicator(comm);
+  {
+    std::lock_guard lock(windows_mutex);
+    const auto range = ranges.find({comm, number(base)});
+    for (const auto& [key, memory] : active)
+      if (key.first == comm && range != ranges.end() && range->second.contains(memory.start, memory.bytes))
+        refuse_call(kParameter, "memory at ", reinterpret_cast<void*>(memory.start),
+            " in this range is active; call HcclCommDeactivateCommMemory before");
+  }
+  remove(ranges, comm, number(base), "memory range");
+})
 HCCL_API(keeps, HcclCommActivateCommMemory, (void* comm, void* address, size_t bytes, size_t offset, void* handle, uint64_t), {
   communicator(comm);
   check_buffer(address, bytes, "virPtr");
@@ -77,6 +105,11 @@ HCCL_API(keeps, HcclCommActivateCommMemory, (void* comm, void* address, size_t b
   std::lock_guard lock(windows_mutex);
   for (const auto& [key, range] : ranges) {
     if (key.first != comm || !range.contains(number(address), bytes)) continue;
+    for (const auto& [other, memory] : active)
+      if (other.first == comm && number(address) < memory.start + memory.bytes && memory.start < number(address) + bytes)
+        refuse_call(kParameter, "virPtr: ", bytes, " bytes at ", address, " overlap the active memory at ",
+            reinterpret_cast<void*>(memory.start));
+    check_mapped(address, bytes, "virPtr");
     active[{comm, number(address)}] = {number(address), bytes};
     return;
   }

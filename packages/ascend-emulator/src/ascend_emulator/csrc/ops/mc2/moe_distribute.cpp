@@ -1,6 +1,7 @@
 // Common part of dispatch and combine; see moe_distribute.h.
 #include "moe_distribute.h"
 
+#include <cstdlib>
 #include <set>
 
 namespace emu::mc2 {
@@ -106,6 +107,37 @@ void Experts::check_tokens(const Tensor& ids, const Opt<Tensor>& mask, int64_t h
     shape("x_active_mask", *mask, {tokens});
   else
     shape("x_active_mask", *mask, {tokens, choices});
+}
+
+// "HCCL通信域缓存区大小" of each operator's documentation. On A2 only HCCL_BUFFSIZE counts, on A3 also the communicator's own
+// hccl_buffer_size.
+void Experts::check_buffer(int64_t tokens, int64_t choices, int64_t hidden, int64_t element) const {
+  const bool a2 = is_chip("Ascend910B"), first = version == Version::one;
+  constexpr int64_t kMiB = 1 << 20;
+  const auto align = [](int64_t to, int64_t value) { return (value + to - 1) / to * to; };
+  const auto is = [](const char* variable, const char* value) {
+    const char* found = std::getenv(variable);
+    return found && std::string(found) == value;
+  };
+  const bool by_variables = a2 && algorithm.empty() && is("HCCL_INTRA_PCIE_ENABLE", "1") && is("HCCL_INTRA_ROCE_ENABLE", "0");
+  const int64_t most = global_tokens / ranks(), local = experts / (ranks() - shared_ranks);
+  int64_t bytes;
+  if (first && by_variables) {
+    bytes = experts * tokens * (hidden * element + 4 * align(8, choices) * 4) + 104 * kMiB;
+  } else if (!first && (algorithm == "hierarchy" || by_variables)) {
+    bytes = (experts + ranks() / 4) * align(512, most * (hidden * element + 4 * align(8, choices) * 4)) + 8 * kMiB;
+  } else if (a2) {
+    bytes = 2 * (tokens * ranks() * std::min(local, choices) * hidden * 2 + 2 * kMiB);
+  } else if (first) {
+    bytes = 2 * tokens * 2 * (hidden + 128) * (ranks() * local + choices + 1) + 2 * kMiB;
+  } else {
+    bytes = std::max(2 * kMiB, 2 * (local * most * ranks() * align(512, align(32, 2 * hidden) + 64) +
+                                       (choices + shared) * most * align(512, 2 * hidden)));
+  }
+  const auto has = static_cast<int64_t>(a2 ? hccl::buffer_size() : on->options.buffer_size);
+  check(bytes <= has * kMiB, kOpParam, "the buffer of communicator ", on->name, " has ", has, " MiB; with ", tokens,
+      " tokens of ", hidden, " values, ", choices, " experts each, ", experts, " experts and ", ranks(), " ranks at least ",
+      (bytes + kMiB - 1) / kMiB, " are needed: set HCCL_BUFFSIZE", a2 ? "" : " or the group's hccl_buffer_size");
 }
 
 int64_t Experts::most_rows(int64_t choices) const {

@@ -33,6 +33,8 @@ struct Experts {
       int64_t copy, int64_t constant);
 
   void check_tokens(const Tensor& ids, const Opt<Tensor>& mask, int64_t hidden, bool words) const;
+  // The communicator's buffer holds what these operators exchange.
+  void check_buffer(int64_t tokens, int64_t choices, int64_t hidden, int64_t element) const;
   int64_t ranks() const { return on->ranks; }
   int64_t local(int64_t rank) const { return rank < shared_ranks ? 1 : experts / (ranks() - shared_ranks); }
   int64_t all_experts() const { return experts + zero + copy + constant; }

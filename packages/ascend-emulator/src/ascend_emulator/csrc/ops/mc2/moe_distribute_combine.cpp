@@ -11,6 +11,7 @@ void Combine::check_arguments() const {
   rank("expand_x", expand_x, 2);
   const int64_t hidden = expand_x.size(1), tokens = ids.size(0);
   at.check_tokens(ids, mask, hidden, false);
+  at.check_buffer(tokens, ids.size(1), hidden, expand_x.element_size());
   check(expand_x.size(0) >= at.most_rows(ids.size(1)), kOpParam, "expand_x has ", expand_x.size(0),
       " rows; it must have at least ", at.most_rows(ids.size(1)));
   one_of("ep_send_counts", counts, {at::kInt});
@@ -122,8 +123,19 @@ using namespace emu::mc2;
 
 namespace {
 
-Computation combine(const Combine& one, int64_t quant_mode, const Tensor& out) {
+// "必选参数" on A2 and with comm_alg hierarchy, otherwise "暂不支持该参数".
+void check_expand_scales(const Combine& one, const Opt<Tensor>& scales) {
+  const bool a2 = is_chip("Ascend910B"), levels = one.at.algorithm == "hierarchy";
+  if (!a2 && !levels) return reserved("expand_scales", scales);
+  check(!absent(scales), kOpParam, "expand_scales is None; ", a2 ? "on Ascend910B" : "with comm_alg hierarchy",
+      " it is needed: what the dispatch returned as expand_scales");
+  one_of("expand_scales", *scales, {at::kFloat});
+  shape("expand_scales", *scales, {one.expand_x.size(0)});
+}
+
+Computation combine(const Combine& one, const Opt<Tensor>& expand_scales, int64_t quant_mode, const Tensor& out) {
   one.check_arguments();
+  check_expand_scales(one, expand_scales);
   check(quant_mode == 0, kOpParam, "comm_quant_mode is ", quant_mode,
       "; 0 is emulated: how communicated values are quantized is not documented");
   shape("out", out, {one.ids.size(0), one.expand_x.size(1)});
@@ -134,10 +146,10 @@ Computation combine(const Combine& one, int64_t quant_mode, const Tensor& out) {
 
 FUSED(aclnnMoeDistributeCombine,
     (Tensor expand_x, Tensor expert_ids, Tensor expand_idx, Tensor counts, Tensor expert_scales, Opt<Tensor>,
-        Opt<Tensor> x_active_mask, Opt<Tensor> activation_scale, Opt<Tensor> weight_scale, Opt<Tensor> group_list, Opt<Tensor>,
-        Text group_ep, int64_t ep_world_size, int64_t ep_rank_id, int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t,
-        int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t global_bs, int64_t, int64_t quant_mode, int64_t,
-        Tensor out),
+        Opt<Tensor> x_active_mask, Opt<Tensor> activation_scale, Opt<Tensor> weight_scale, Opt<Tensor> group_list,
+        Opt<Tensor> expand_scales, Text group_ep, int64_t ep_world_size, int64_t ep_rank_id, int64_t moe_expert_num, Text,
+        int64_t tp_world_size, int64_t, int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t global_bs,
+        int64_t, int64_t quant_mode, int64_t, Tensor out),
     {
       reserved("activation_scale", activation_scale);
       reserved("weight_scale", weight_scale);
@@ -145,16 +157,17 @@ FUSED(aclnnMoeDistributeCombine,
       return combine({{Version::one, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,
                           shared_rank_num, global_bs, "", 0, 0, 0},
                          expand_x, expert_ids, expand_idx, counts, expert_scales, x_active_mask, {}, {}, {}, {}, {}},
-          quant_mode, out);
+          expand_scales, quant_mode, out);
     })
 
 FUSED(aclnnMoeDistributeCombineV4,
     (Tensor expand_x, Tensor expert_ids, Tensor info, Tensor counts, Tensor expert_scales, Opt<Tensor>, Opt<Tensor> x_active_mask,
-        Opt<Tensor> activation_scale, Opt<Tensor> weight_scale, Opt<Tensor> group_list, Opt<Tensor>, Opt<Tensor> shared_x,
-        Opt<Tensor> elastic_info, Opt<Tensor> ori_x, Opt<Tensor> alpha1, Opt<Tensor> alpha2, Opt<Tensor> const_v,
-        Opt<Tensor> performance_info, Text group_ep, int64_t ep_world_size, int64_t ep_rank_id, int64_t moe_expert_num, Text,
-        int64_t tp_world_size, int64_t, int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t global_bs,
-        int64_t, int64_t quant_mode, int64_t, Text comm_alg, int64_t zero_num, int64_t copy_num, int64_t const_num, Tensor out),
+        Opt<Tensor> activation_scale, Opt<Tensor> weight_scale, Opt<Tensor> group_list, Opt<Tensor> expand_scales,
+        Opt<Tensor> shared_x, Opt<Tensor> elastic_info, Opt<Tensor> ori_x, Opt<Tensor> alpha1, Opt<Tensor> alpha2,
+        Opt<Tensor> const_v, Opt<Tensor> performance_info, Text group_ep, int64_t ep_world_size, int64_t ep_rank_id,
+        int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t, int64_t shard_type, int64_t shared_num,
+        int64_t shared_rank_num, int64_t global_bs, int64_t, int64_t quant_mode, int64_t, Text comm_alg, int64_t zero_num,
+        int64_t copy_num, int64_t const_num, Tensor out),
     {
       reserved("activation_scale", activation_scale);
       reserved("weight_scale", weight_scale);
@@ -165,7 +178,7 @@ FUSED(aclnnMoeDistributeCombineV4,
           {{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,
                shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},
               expand_x, expert_ids, info, counts, expert_scales, x_active_mask, shared_x, ori_x, alpha1, alpha2, const_v},
-          quant_mode, out);
+          expand_scales, quant_mode, out);
     })
 
 // y is the normalized sum of the combined tokens and residual_x, x the sum.

@@ -28,6 +28,7 @@ struct Dispatch {
     rank("x", x, 2);
     const int64_t hidden = x.size(1), choices = ids.size(1);
     at.check_tokens(ids, mask, hidden, words());
+    at.check_buffer(ids.size(0), choices, hidden, x.element_size());
     check(
         x.size(0) == ids.size(0), kOpParam, "x has ", x.size(0), " rows and expert_ids ", ids.size(0), "; they must be the same");
     // 1, 3 and 4 (static, per group, MX) are of Ascend950.
