@@ -267,7 +267,7 @@ def rank_table(rank: int, ranks: int) -> Any:
     return [status, plain(x), sub.value is None, name.value.decode(), wrong, message()]
 
 
-def all_reduce(x: torch.Tensor, comm: ctypes.c_void_p, stream: torch.npu.Stream) -> int:
+def all_reduce(x: torch.Tensor, comm: ctypes.c_void_p, stream: Any) -> int:
     count, handle = ctypes.c_uint64(x.numel()), ctypes.c_void_p(stream.npu_stream)
     return int(library().HcclAllReduce(address(x), address(x), count, FLOAT, SUM, comm, handle))
 
@@ -291,7 +291,7 @@ def on_threads(number: int, work: Callable[[int, ctypes.c_void_p], Any]) -> list
     return out
 
 
-def late(stream: torch.npu.Stream) -> None:
+def late(stream: Any) -> None:
     """Give the stream work that takes some seconds."""
     x = torch.ones(1000, 1000, device="npu")
     with torch.npu.stream(stream):

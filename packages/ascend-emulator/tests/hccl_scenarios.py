@@ -316,7 +316,13 @@ def listens(rank: int, ranks: int) -> Any:
     if rank == 1:
         time.sleep(1.5)
     seen: list[int] = []
-    watch = threading.Thread(target=lambda: seen.extend(listening() for _ in range(10) if not time.sleep(0.1)))
+
+    def look() -> None:
+        for _ in range(10):
+            time.sleep(0.1)
+            seen.append(listening())
+
+    watch = threading.Thread(target=look)
     watch.start()
     dist.all_reduce(x)
     watch.join()
