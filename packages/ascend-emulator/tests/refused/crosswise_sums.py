@@ -1,5 +1,7 @@
 # run: --npus 2
 # refused: in another order than they were issued
+# source: HCCL, order of calls of a communicator
+# seen on hardware: no
 """Two streams share a communicator and no event orders them: rank 0 begins with the second sum, rank 1 with the first.
 
 The sums have one shape, so each rank adds its first values to the other's second ones.

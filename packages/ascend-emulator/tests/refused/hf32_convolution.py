@@ -1,6 +1,8 @@
 """A convolution in float32 that expects float32's precision: NPUs multiply in HF32 unless torch.npu.conv.allow_hf32 is off."""
 # run:
 # refused: AssertionError: the convolution differs from float64 by \d\.\de-0[34]
+# source: torch_npu, torch.npu.conv.allow_hf32; CANN, cubeMathType
+# seen on hardware: no
 
 import torch
 import torch_npu  # noqa: F401

@@ -1,5 +1,7 @@
 # run: --npus 2
 # refused: ranks 0 and 1 .* are both on NPU 0; .*torch\.npu\.set_device
+# source: HCCL, one rank per device
+# seen on hardware: no
 """Two processes of a group that both leave out ``torch.npu.set_device``: both compute on NPU 0."""
 
 import os

@@ -1,6 +1,8 @@
 """A copy to memory of an NPU that was reset."""
 # run:
 # refused: 4096 bytes at 0x[0-9a-f]+, where 0 are allocated
+# source: CANN, aclrtResetDevice
+# seen on hardware: no
 
 import ctypes
 

@@ -5,7 +5,7 @@ It is found through PYTHONPATH (``activation.set_environment``), as with CANN's 
 
 import ctypes
 
-from acl import rt
+from . import rt
 
 __all__ = ["get_soc_name", "rt"]
 

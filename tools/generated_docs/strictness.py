@@ -1,0 +1,72 @@
+"""What the emulator refuses: tables of docs/emulator-strictness.md.
+
+Programs come from packages/ascend-emulator/tests/refused, by the lines at their head; operators from the sources below csrc/ops.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import environment
+
+EMULATOR = environment.ROOT / "packages" / "ascend-emulator"
+SOURCES = EMULATOR / "src" / "ascend_emulator" / "csrc"
+VERDICTS = Path(__file__).with_name("emulator_verdicts.toml")
+HEADER = re.compile(r"^# (refused|source|seen on hardware):[ ]*(.*)$", re.MULTILINE)
+CHECK = re.compile(
+    r"\b(?:check|one_of|same_dtype|rank|shape|within|multiple|contiguous|chips|SHAPE|SAME|BROADCAST|EXPANDS|ALONG|REDUCED|PRODUCT)\("
+)
+DTYPES = re.compile(r'^\{"(\w+)", "', re.MULTILINE)
+
+
+def programs() -> list[list[str]]:
+    """What a program does wrong, what is refused, where the rule is documented, and whether it was seen on hardware."""
+    rows = []
+    for path in sorted((EMULATOR / "tests" / "refused").glob("*.py")):
+        text = path.read_text()
+        header = dict(HEADER.findall(text))
+        sentence = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0].rstrip(".")
+        rows.append([f"`{path.stem}`", sentence, header["source"], header["seen on hardware"]])
+    return rows
+
+
+def operators() -> list[list[str]]:
+    """By source file: operators, those with a rule for dtypes, those with a hardware verdict, statements that check, the source."""
+    from ascend_emulator import coverage
+
+    families: dict[str, set[str]] = {}
+    for point in coverage.entry_points():
+        if point.family.startswith("ops/") and point.state == "computed":
+            families.setdefault(point.family, set()).add(point.name)
+    rules = set(DTYPES.findall((SOURCES / "operator" / "dtypes.h").read_text()))
+    verdicts = tomllib.loads(VERDICTS.read_text())
+    seen = {name for table in verdicts.values() if isinstance(table, dict) for name in table}
+    rows = []
+    for family, names in sorted(families.items()):
+        text = _source(SOURCES / f"{family}.cpp")
+        checks = len(CHECK.findall(text))
+        counts = [len(names), len(names & rules), len(names & seen), checks]
+        rows.append([f"`{family.removeprefix('ops/')}`", *(str(count or "") for count in counts), ", ".join(_documents(text))])
+    return rows
+
+
+def _source(path: Path) -> str:
+    """A source file with the headers of its own directory."""
+    text = path.read_text()
+    headers = (path.parent / name for name in re.findall(r'^#include "([^"/]+)"', text, re.MULTILINE))
+    return text + "".join(header.read_text() for header in headers if header.exists())
+
+
+def _documents(text: str) -> Iterator[str]:
+    """Documents that the comments of a source file name."""
+    for what, pattern in (
+        ("torch_npu's documentation", r"torch_npu's documentation"),
+        ("op-plugin's call sites and tests", r"op-plugin's (?!docs)"),
+        ("PyTorch", r"(?:as|of|in|by) (?:torch|PyTorch)\b|torch\.\w+|at::\w+"),
+    ):
+        if re.search(pattern, " ".join(re.findall(r"//(.*)", text))):
+            yield what
