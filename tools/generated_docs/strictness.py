@@ -35,7 +35,7 @@ def programs() -> list[list[str]]:
 
 
 def operators() -> list[list[str]]:
-    """By source file: operators, those with a rule for dtypes, those with a hardware verdict, statements that check, the source."""
+    """By source file: operators, those with a dtype rule, those with a hardware verdict, statements that check, documents."""
     from ascend_emulator import coverage
 
     families: dict[str, set[str]] = {}
