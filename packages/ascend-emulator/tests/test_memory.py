@@ -207,12 +207,13 @@ torch.npu.memory.change_current_allocator(allocator)
 mine = ctypes.CDLL(sys.argv[1])
 mine.my_balance.restype = ctypes.c_longlong
 x = torch.arange(1000.0, device="npu")
-y = (x * 2).sum()
+doubled = x * 2
+y = doubled.sum()
 assert y.item() == 999000
 held = mine.my_balance()
 assert held >= 4000, held
-del x, y
-torch.npu.synchronize()
+torch.npu.synchronize()  # this allocator frees at once
+del x, y, doubled
 assert mine.my_balance() < held
 print("calls", mine.my_calls())
 """
