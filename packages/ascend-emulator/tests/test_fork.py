@@ -12,9 +12,12 @@ def child(body):
         body()
         sys.stdout.flush()
         sys.exit(0)  # as a program ends, with the clean-up of torch_npu and of the emulator
-    started = time.monotonic()
+    used, since = 0, time.monotonic()
     while os.waitpid(pid, os.WNOHANG)[0] == 0:
-        if time.monotonic() - started > 60:
+        before, used = used, open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[11:13]  # its CPU time
+        if used != before:
+            since = time.monotonic()
+        if time.monotonic() - since > 60:
             os.kill(pid, 9)
             sys.exit("the child hangs")
         time.sleep(0.01)
