@@ -424,3 +424,6 @@ def test_forms_that_hardware_takes_beyond_the_documentation_are_taken(agree):
     agree(lambda a: torch.all(a, dim=()), torch.tensor([True, False]))
     empty, offsets = torch.zeros(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     agree(lambda a, i, o: functional.embedding_bag(i, a, o, mode="sum"), torch.randn(4, 3), empty, offsets)
+    samples = torch.zeros(0)
+    call = functional.embedding_bag
+    agree(lambda a, i, o, w: call(i, a, o, mode="sum", per_sample_weights=w), torch.randn(4, 3), empty, offsets, samples)

@@ -184,19 +184,17 @@ OP(aclnnInplaceScatterReduce, (Tensor self, int64_t dim, Tensor indices, Tensor 
 OP(aclnnEmbeddingRenorm, (Tensor self, Tensor indices, double bound, double order),
     { at::embedding_renorm_(self, to_int64(indices), bound, order); })
 namespace {
-// A3 takes an empty input where sums are asked for, and with weights of the samples only if both indices and offsets are INT64,
-// in PyTorch's tests (Ascend/pytorch, ci-test, skip_list.json at 52087f69e: test_embedding_bag_empty_input and
-// test_EmbeddingBag_empty_per_sample_weights_and_offsets fail, test_embedding_bag_half passes).
-void with_values(const at::Tensor& indices, const at::Tensor& offsets, int64_t mode, bool weighted) {
-  const bool wide = indices.scalar_type() == at::kLong && offsets.scalar_type() == at::kLong;
-  emu::check(indices.numel() > 0 || (mode == 0 && (wide || !weighted)), emu::kOpParam, "indices is empty and mode is ", mode,
-      "; it may be empty in mode 0, with INT64 if there are weights of the samples");
+// A3 refuses an empty input where means or maxima are asked for (Ascend/pytorch, ci-test, skip_list.json at 52087f69e:
+// test_embedding_bag_empty_input), and takes it for sums (op-plugin's test_embedding_bag.py, test_embedding_bag_0d).
+void with_values(const at::Tensor& indices, int64_t mode) {
+  emu::check(
+      indices.numel() > 0 || mode == 0, emu::kOpParam, "indices is empty and mode is ", mode, "; it may be empty in mode 0");
 }
 }  // namespace
 SHAPED(aclnnEmbeddingBag,
     (Tensor weight, Tensor indices, Tensor offsets, bool scale, int64_t mode, bool sparse, Opt<Tensor> per_sample, bool last,
         int64_t padding, Tensor out, Tensor bags, Tensor sizes, Tensor maxima),
-    with_values(indices, offsets, mode, per_sample.has_value()), {
+    with_values(indices, mode), {
       const auto [value, bag, size, maximum] = at::_embedding_bag(
           upcast(weight), to_int64(indices), to_int64(offsets), scale, mode, sparse, upcast(per_sample), last, padding);
       out.copy_(value);
