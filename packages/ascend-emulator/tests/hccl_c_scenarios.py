@@ -323,7 +323,7 @@ def order_by_events(rank: int, ranks: int) -> Any:
 
 @scenario("crossed sends", ranks=2, plain_c="1")
 def crossed_sends(rank: int, ranks: int) -> Any:
-    """Rank 0 sends twice on two streams, of which the first is late; rank 1 receives in turn."""
+    """Rank 0 sends twice on two streams, of which the first is late; rank 1 receives in turn, because its second is late."""
     if rank:
         return None
 
@@ -331,8 +331,7 @@ def crossed_sends(rank: int, ranks: int) -> Any:
         streams = torch.npu.Stream(), torch.npu.Stream()
         values = [torch.full((4,), k + 1.0 - 2 * rank, device="npu") for k in range(2)]
         torch.npu.synchronize()
-        if rank == 0:
-            late(streams[0])
+        late(streams[rank])
         call = library().HcclRecv if rank else library().HcclSend
         for each, stream in zip(values, streams, strict=True):
             count, peer, handle = ctypes.c_uint64(4), ctypes.c_uint32(1 - rank), ctypes.c_void_p(stream.npu_stream)
