@@ -45,6 +45,7 @@ def _pin(variable: str, value: str, why: str) -> None:
 _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
 _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
 watchdog.exit_when_parent_exits()
+sockets.replace_foreign_directory()
 failures.forget()
 failures.watch()
 # vLLM warns of names it does not know (Platform.validate_environ)

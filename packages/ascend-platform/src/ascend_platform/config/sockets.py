@@ -3,6 +3,8 @@
 import atexit
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 
 from vllm import envs
@@ -12,6 +14,8 @@ from ascend_platform.cli import failures
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000")  # bytes: sun_path of Linux, minus vLLM's name of a socket
+
+_waiting: list["subprocess.Popen[bytes]"] = []
 
 
 def use_own_directory() -> None:
@@ -28,13 +32,16 @@ def use_own_directory() -> None:
 
 
 def replace_foreign_directory() -> None:
-    """Replace VLLM_RPC_BASE_PATH if it is no directory of this machine.
+    """Replace VLLM_RPC_BASE_PATH in a process of Ray if it is no directory of this machine.
 
-    vLLM hands its environment to Ray's workers and engines on other machines (``vllm/v1/executor/ray_env_utils.py``).
+    vLLM hands its environment to Ray's workers and engines on other machines (``vllm/v1/executor/ray_env_utils.py``), and ends them
+    without their exit handlers. So a process that waits for their end removes the new directory.
     """
     given = os.environ.get(VARIABLE)
-    if given and not os.path.isdir(given):
+    if given and "ray" in sys.modules and not os.path.isdir(given):
         _create()
+        remove = ["sh", "-c", 'read -r line; rm -rf -- "$0"', os.environ[VARIABLE]]
+        _waiting.append(subprocess.Popen(remove, stdin=subprocess.PIPE, start_new_session=True))
 
 
 def _check(variable: str, directory: str, longest: int) -> None:
