@@ -94,7 +94,7 @@ def play(name: str) -> dict[str, Any]:
     """Results of start_servers.py for one case."""
     asked, lengths = layouts.prompts(json.loads((layouts.ADDER / "config.json").read_text())["vocab_size"])
     case = {"name": name, "prompts": asked, "lengths": lengths} | (CASES | OTHERS)[name]
-    variables = dict.fromkeys(["VLLM_PLUGINS", "VLLM_RPC_BASE_PATH", "RAY_ADDRESS"], "") | {"OMP_NUM_THREADS": "1"}
+    variables: dict[str, Any] = {"VLLM_PLUGINS": "", "VLLM_RPC_BASE_PATH": "", "RAY_ADDRESS": "", "OMP_NUM_THREADS": "1"}
     done = npus.run(4, sys.executable, str(PROGRAM), json.dumps([case]), **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (found,) = npus.results(done.stdout)

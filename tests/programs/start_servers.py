@@ -30,7 +30,7 @@ import psutil
 from harness import launcher
 
 PR_SET_CHILD_SUBREAPER = 36
-READY = 240.0  # seconds for all that a case starts
+READY = 400.0  # seconds for all that a case starts
 GONE = 40.0  # seconds for an end after a kill
 HIDE = 'while [ "$1" != -- ]; do mkdir -p "$1" && mount -t tmpfs none "$1" || exit; shift; done; shift; exec "$@"'
 started: dict[int, psutil.Popen] = {}

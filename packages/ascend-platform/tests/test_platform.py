@@ -369,7 +369,9 @@ def test_directory_too_long_for_sockets_is_refused_in_one_line(model, monkeypatc
 
 
 def test_specs_can_be_registered_and_a_config_created_without_an_engine(model):
-    script = "import sys; from vllm.platforms import current_platform as platform; platform.register_custom_kv_cache_specs(None); "
+    script = (
+        "import sys; from vllm.platforms import current_platform as platform; platform.register_custom_kv_cache_specs(None); "
+    )
     script += "from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry as registry; registry._ensure_registered(); "
     script += "from vllm.config import KVTransferConfig, ModelConfig, VllmConfig; "
     script += "transfer = KVTransferConfig(kv_connector='AscendP2PConnector', kv_role='kv_both'); "

@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM do not end an engine core before its model is loaded."""
 
 import functools
+import multiprocessing
 import signal
 import threading
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from types import FrameType
 from typing import Any
 
 from ascend_patches import patch
+
+PATIENCE = 1.5  # seconds for workers to end by themselves
 
 
 @patch(
@@ -39,6 +42,21 @@ def _is_of_vllm(handler: Any) -> bool:
 
 def _end(handler: Callable[..., Any], number: int, frame: FrameType | None) -> None:
     handler(number, frame)
-    for each in (signal.SIGINT, signal.SIGTERM):  # after a ctrl-C, which reaches all processes, the main process sends SIGTERM
-        signal.signal(each, signal.SIG_IGN)
+    # After a ctrl-C, which reaches all processes, the main process sends SIGTERM. Not SIG_IGN: if both have arrived, Python
+    # reports the second one as an error.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, _ignore)
+    timer = threading.Timer(PATIENCE, _kill_workers)
+    timer.daemon = True
+    timer.start()
     raise SystemExit(128 + number)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def _kill_workers() -> None:
+    """End workers that wait in C++, such as for another rank, and do not handle signals. The main process waits for 5 seconds."""
+    for process in multiprocessing.active_children():
+        process.kill()

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
 from ascend_platform import host
@@ -19,6 +20,7 @@ from ascend_platform.components import Problem, requirements
 
 _installed = False
 _last = ""
+TRACKER_PATIENCE = 2.0  # seconds
 
 
 def install() -> None:
@@ -61,14 +63,17 @@ def install() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End on ctrl-C: at once while modules are imported, some of which catch KeyboardInterrupt, and later by that.
+    """End on ctrl-C: at once while modules are imported, some of which catch any exception, and later by SystemExit.
 
-    asyncio would replace Python's own handler by one that waits for the event loop, and vLLM starts the engine without returning
-    to it. VLLM_RPC_BASE_PATH is set before child processes are started (``config/sockets.py``).
+    vLLM catches KeyboardInterrupt where it waits for the engine (``zmq_socket_ctx``), and asyncio replaces Python's own handler
+    by one that waits for the event loop. VLLM_RPC_BASE_PATH is set before child processes are started (``config/sockets.py``).
     """
+    global _last
+    line = "vllm: interrupted by SIGINT"
     if "VLLM_RPC_BASE_PATH" in os.environ:
-        raise KeyboardInterrupt
-    os.write(2, b"vllm: interrupted by SIGINT\n")
+        _last = line
+        raise SystemExit(128 + number)
+    os.write(2, f"{line}\n".encode())
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -76,10 +81,24 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _print_last() -> None:
     line = _last or (failures.cause() and f"ascend-platform: {failures.cause()}")
     if line:
+        with contextlib.suppress(OSError, AttributeError):
+            _wait_for_resource_tracker()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
                 stream.flush()
         print(line, file=sys.stderr, flush=True)
+
+
+def _wait_for_resource_tracker() -> None:
+    """Let Python's resource tracker warn of what killed processes have left, which it removes when all processes have ended."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    tracker = module and module._resource_tracker
+    if tracker and tracker._fd is not None:
+        os.close(tracker._fd)
+        pid, tracker._fd, tracker._pid = tracker._pid, None, None
+        deadline = time.monotonic() + TRACKER_PATIENCE
+        while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def _cpu_without_kernels() -> Problem | None:

@@ -34,8 +34,8 @@ def use_own_directory() -> None:
 def replace_foreign_directory() -> None:
     """Replace VLLM_RPC_BASE_PATH in a process of Ray if it is no directory of this machine.
 
-    vLLM hands its environment to Ray's workers and engines on other machines (``vllm/v1/executor/ray_env_utils.py``), and ends them
-    without their exit handlers. So a process that waits for their end removes the new directory.
+    vLLM hands its environment to Ray's workers and engines on other machines (``vllm/v1/executor/ray_env_utils.py``), and ends
+    them without their exit handlers. So a process that waits for their end removes the new directory.
     """
     given = os.environ.get(VARIABLE)
     if given and "ray" in sys.modules and not os.path.isdir(given):
