@@ -311,6 +311,40 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 }
 
 
+TOOL_CALL = (
+    '<tool_call>\\{"name": "(add|find)", "arguments": \\{"size": [0-9]{1,3}, "text": "[a-zA-Z ,.;:!?]{12,24}"\\}\\}</tool_call>'
+)
+"""In Hermes' format, with text in which a drafter can be right."""
+
+
+def tool_calls(count: int = 3) -> list[dict[str, Any]]:
+    """Requests for two tool calls each, with one in between that has no grammar."""
+    grammar = {"structured": {"regex": f"({TOOL_CALL}){{2}}"}}
+    asked = [{"prompt": prompt, "sampling": {"temperature": 0, "max_tokens": 250}} | grammar for prompt in prompts(count)]
+    return [asked[0], {"prompt": prompts()[3], "sampling": {"temperature": 0, "max_tokens": 40, "ignore_eos": True}}, *asked[1:]]
+
+
+def others_with_grammar(model: Any, directory: Path, request: dict[str, Any], tokens: list[int]) -> int:
+    """Tokens of an answer that are not the model's argmax among those that the request's grammar allows."""
+    import torch
+    import transformers
+    import xgrammar
+
+    scores = logits(model, request["prompt"], [tokens])[0]
+    if "structured" in request:
+        vocabulary = scores.shape[1]
+        words = xgrammar.TokenizerInfo.from_huggingface(
+            transformers.AutoTokenizer.from_pretrained(directory), vocab_size=vocabulary
+        )
+        matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(words).compile_regex(request["structured"]["regex"]))
+        allowed = xgrammar.allocate_token_bitmask(len(tokens), vocabulary)
+        for place, token in enumerate(tokens):
+            matcher.fill_next_token_bitmask(allowed, place)
+            assert matcher.accept_token(token), f"token {token} at {place} is not allowed"
+        xgrammar.apply_token_bitmask_inplace(scores, allowed)
+    return int((scores.argmax(-1) != torch.tensor(tokens)).sum())
+
+
 def structured(count: int = 4) -> list[dict[str, Any]]:
     """Requests with a grammar, each followed by one without."""
     sampling = {"temperature": 1.5, "max_tokens": 80}
