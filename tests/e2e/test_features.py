@@ -1,7 +1,7 @@
 """LoRA, speculative decoding, sampling and structured output through vLLM's API, compared with references.
 
-Here is one engine with sampling and grammars, one with adapters and drafts too, and tensor parallelism, and one with MTP, fused
-attention and graphs.
+Here is one engine with sampling and grammars, one with adapters and drafts too, and tensor parallelism, and two with MTP or
+n-grams, fused attention and graphs.
 `tools/check features` runs every method and layout.
 """
 
@@ -62,7 +62,8 @@ def served(directory: Path) -> dict[str, Any]:
         speculative_config={"method": "mtp", "num_speculative_tokens": 3},
         structured_outputs_config={"backend": "xgrammar"},
     )
-    return features.serve([one, two, mtp], ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
+    (ngram,) = features.speculation(directory, ["n-gram on the NPU"], 1, "float16")
+    return features.serve([one, two, mtp, ngram], ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
 
 
 def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Path) -> None:
@@ -102,8 +103,17 @@ def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     assert drafted / 2 < accepted < drafted
 
 
+def test_ngram_on_the_npu_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
+    asked, found = [features.greedy(prompt) for prompt in features.prompts()], served["n-gram on the NPU"]
+    tokens, others, far = features.compare(features.reference(small_models.target(directory)), asked, found["steps"][0])
+    assert (tokens, others) == (144, 0)
+    assert far < 1e-2
+    assert features.accepted(found)[2] > 0
+
+
 def test_asynchronous_scheduling_stays_on_with_drafts(served: dict[str, Any]) -> None:
-    assert [served[name]["async"] for name in ("one", "two", "mtp")] == [False, True, True]
+    names = "one", "two", "mtp", "n-gram on the NPU"
+    assert [served[name]["async"] for name in names] == [False, True, True, True]
 
 
 def test_host_waits_for_the_accepted_tokens_alone(served: dict[str, Any]) -> None:

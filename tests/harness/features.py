@@ -95,6 +95,7 @@ def methods(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
         "draft model, the same": (llama, {"method": "draft_model", "model": str(llama)} | three),
         "draft model, another": (llama, {"method": "draft_model", "model": str(other)} | three),
         "n-gram": (llama, {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3} | three),
+        "n-gram on the NPU": (llama, {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 3} | three),
         "suffix": (llama, {"method": "suffix"} | three),
         "EAGLE": (llama, {"method": "eagle", "model": str(small_models.eagle(directory))} | three),
         "EAGLE, wrong": (llama, {"method": "eagle", "model": str(small_models.eagle(directory, wrong=True))} | three),
