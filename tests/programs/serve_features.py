@@ -70,7 +70,7 @@ def count(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def tool_calls(engine: LLM, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def tool_calls(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each request its tokens, the largest number that came at once, and the calls as streamed and from the whole text."""
     tokenizer = engine.get_tokenizer()
     parsers: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def tool_calls(engine: LLM, requests: list[dict[str, Any]]) -> list[dict[str, An
         engine.llm_engine.add_request(str(number), prompt, params)
         parsers[str(number)] = Hermes2ProToolParser(tokenizer)
         found[str(number)] = {"tokens": [], "text": "", "largest": 0, "streamed": {}}
-    asked = ChatCompletionRequest(messages=[], model="")
+    asked = ChatCompletionRequest(messages=[], model="", seed=0)
     while engine.llm_engine.has_unfinished_requests():
         for output in engine.llm_engine.step():
             own, part = found[output.request_id], output.outputs[0]

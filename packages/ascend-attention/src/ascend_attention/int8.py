@@ -121,8 +121,10 @@ def _prefill_in_slices(
     npu_attention_update merges the outputs by their softmax_lse (``torch_npu/_op_plugin_docs.py``).
     """
     first_new = (seq_len - len(query)) // block_size
-    causal = {"atten_mask": meta.mask, "sparse_mode": 3}
-    slices = [(start, min(start + capacity, first_new), {"sparse_mode": 0}) for start in range(0, first_new, capacity)]
+    causal: dict[str, Any] = {"atten_mask": meta.mask, "sparse_mode": 3}
+    slices: list[tuple[int, int, dict[str, Any]]] = [
+        (start, min(start + capacity, first_new), {"sparse_mode": 0}) for start in range(0, first_new, capacity)
+    ]
     merged: list[torch.Tensor] = []
     for start, end, mask in [*slices, (first_new, -(-seq_len // block_size), causal)]:
         (keys, values), table = dequantize(slice(start, end))

@@ -10,9 +10,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum
 from itertools import zip_longest
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 
 class AttentionFeature(Enum):
@@ -164,7 +165,8 @@ class AttentionImplBase:
         self.writes_cache = kv_sharing_target_layer_name is None
 
 
-class Rejected(NamedTuple):
+@dataclass(frozen=True)
+class Rejected:
     """Rejected draft tokens, which ``seq_lens_cpu_upper_bound`` counts.
 
     Attributes:
