@@ -98,6 +98,7 @@ void issue(Operation operation) {
   const int device = stream_at(operation.stream)->device;
   check(device == operation.on->device, kInvalidParam, "the stream is of NPU ", device, ", the communicator of NPU ",
       operation.on->device);
+  operation.on->claim(operation.call.kind);
   if (fault::armed()) operation.fault = fault::pending();
   if (group_depth)
     group.push_back(std::move(operation));
