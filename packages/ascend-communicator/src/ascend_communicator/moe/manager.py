@@ -76,9 +76,7 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
         if backend == "mc2":
             assert self._mc2_group is not None
             limits = mc2.algorithm(self.chip, shape, self.internode)
-            return mc2.dispatch_and_combine(
-                limits, self._mc2_group, x, topk_weights, topk_ids, num_experts, experts, max(sizes)
-            )
+            return mc2.dispatch_and_combine(limits, self._mc2_group, x, topk_weights, topk_ids, num_experts, experts, max(sizes))
         if backend == "alltoall":
             return alltoall.dispatch_and_combine(self.device_group, x, topk_weights, topk_ids, num_experts, experts)
         return None

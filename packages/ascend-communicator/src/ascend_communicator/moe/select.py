@@ -27,7 +27,9 @@ def select_backend(requested: str, chip: extension.Chip, sizes: list[int], shape
     """
     if requested == "mc2" and not limit.tokens:
         supported = " or ".join(ALL2ALL_BACKENDS[:2])
-        raise ValueError(f"ascend.communicator.all2all is mc2, which is not supported here: {limit.reason}; set auto or {supported}")
+        raise ValueError(
+            f"ascend.communicator.all2all is mc2, which is not supported here: {limit.reason}; set auto or {supported}"
+        )
     if requested not in ("auto", "mc2"):
         return requested, ""
     if min(sizes) >= 1 and max(sizes) <= limit.tokens:

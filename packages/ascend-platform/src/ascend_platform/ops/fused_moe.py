@@ -1,7 +1,7 @@
 """Fused MoE on CANN's operators: top-k routing, grouped matrix products and the weighted sum of expert outputs.
 
-vLLM's routers call ``torch.ops._moe_C`` (``vllm/model_executor/layers/fused_moe/router/fused_topk_router.py``), whose operators
-are defined here for the NPU. Unquantized experts are the CustomOp ``UnquantizedFusedMoEMethod``, replaced by ``register_oot``.
+The functions of vLLM's routers that call CUDA operators are replaced (``vllm/model_executor/layers/fused_moe/router``).
+Unquantized experts are the CustomOp ``UnquantizedFusedMoEMethod``, replaced by ``register_oot``.
 Shapes, dtypes and limits of the NPU operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
 
@@ -18,65 +18,58 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from ascend_platform import extension
 from ascend_platform.chips import ChipFamily
-from ascend_platform.vllm_overrides import override, require
+from ascend_platform.vllm_overrides import override
 
 SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
 MAX_SCORE, TOP2_SUM = 0, 1  # its group_select_mode
 
-_moe_library = torch.library.Library("_moe_C", "FRAGMENT")
-_OUTPUTS = "Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) rows"
-_moe_library.define(f"topk_softmax({_OUTPUTS}, Tensor logits, bool renormalize, Tensor? bias, Tensor? padding) -> ()")
-_moe_library.define(
-    f"topk_sigmoid({_OUTPUTS}, Tensor logits, bool renormalize, Tensor? bias, float factor, Tensor? padding) -> ()"
-)
-
 
 def topk_softmax(
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    rows: torch.Tensor,
-    logits: torch.Tensor,
-    renormalize: bool,
-    bias: torch.Tensor | None,
-    padding: torch.Tensor | None,
-) -> None:
-    """Select the top-k experts by softmax; writes weights float32 and ids int32 ``[tokens, k]``, but not ``rows``.
+    topk_weights: torch.Tensor,
+    topk_indices: torch.Tensor,
+    token_expert_indices: torch.Tensor,
+    gating_output: torch.Tensor,
+    renormalize: bool = False,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the top-k experts by softmax; returns new weights float32 and ids ``[tokens, k]``.
 
     Args:
-        logits: ``[tokens, experts]`` of float32, float16 or bfloat16.
+        topk_weights, topk_indices, token_expert_indices: vLLM's buffers for the results; not used.
+        gating_output: ``[tokens, experts]`` of float32, float16 or bfloat16.
         renormalize: scale the weights of a token to a sum of 1.
-        bias: ``[experts]``, added for the selection only.
-        padding: ignored; the results of padding tokens are not used.
+        e_score_correction_bias: ``[experts]``, added for the selection only.
     """
-    if bias is None:
-        topk_weights, topk_ids, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
-            logits.float(), k=ids.shape[1], renorm=int(renormalize)
+    if e_score_correction_bias is None:
+        weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
+            gating_output.float(), k=topk_indices.shape[1], renorm=int(renormalize)
         )
     else:
-        topk_weights, topk_ids = gating_top_k(logits, ids.shape[1], SOFTMAX, renormalize, bias)
-    weights.copy_(topk_weights)
-    ids.copy_(topk_ids)
+        weights, ids = gating_top_k(gating_output, topk_indices.shape[1], SOFTMAX, renormalize, e_score_correction_bias)
+    return weights, ids.to(topk_indices.dtype)
 
 
 def topk_sigmoid(
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    rows: torch.Tensor,
-    logits: torch.Tensor,
-    renormalize: bool,
-    bias: torch.Tensor | None,
-    factor: float,
-    padding: torch.Tensor | None,
-) -> None:
-    """As :func:`topk_softmax` with sigmoid scores; the weights are multiplied by ``factor``."""
-    topk_weights, topk_ids = gating_top_k(logits, ids.shape[1], SIGMOID, renormalize, bias, factor)
-    weights.copy_(topk_weights)
-    ids.copy_(topk_ids)
+    topk_weights: torch.Tensor,
+    topk_indices: torch.Tensor,
+    token_expert_indices: torch.Tensor,
+    gating_output: torch.Tensor,
+    renormalize: bool = False,
+    e_score_correction_bias: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`topk_softmax` with sigmoid scores; the weights are multiplied by ``routed_scaling_factor``."""
+    weights, ids = gating_top_k(
+        gating_output, topk_indices.shape[1], SIGMOID, renormalize, e_score_correction_bias, routed_scaling_factor
+    )
+    return weights, ids.to(topk_indices.dtype)
 
 
-for _function in (topk_softmax, topk_sigmoid):
-    require(f"vllm._custom_ops:{_function.__name__}")  # the caller of the operator
-    _moe_library.impl(_function.__name__, _function, "PrivateUse1")
+# they call torch.ops._moe_C, of vLLM's CUDA extension, which writes to the buffers: two copies in each layer
+override("vllm.model_executor.layers.fused_moe.router.fused_topk_router:vllm_topk_softmax", topk_softmax)
+override("vllm.model_executor.layers.fused_moe.router.fused_topk_router:vllm_topk_sigmoid", topk_sigmoid)
+override("vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:vllm_topk_softmax", topk_softmax)
+override("vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:vllm_topk_sigmoid", topk_sigmoid)
 
 
 def gating_top_k(
@@ -220,8 +213,8 @@ class NPUExperts:
             raise ValueError(f"MoE experts with {', '.join(reasons)} are not supported; SwiGLU experts without biases are")
         if layer.expert_map is not None and not chip_family().finalize_dropped:
             raise extension.RefusedError(
-                f"expert parallelism is not supported on {extension.chip().name}, which lacks operators for tokens of other ranks' "
-                "experts; fix: remove --enable-expert-parallel"
+                f"expert parallelism is not supported on {extension.chip().name}, which lacks operators for the tokens of other "
+                "ranks' experts; fix: remove --enable-expert-parallel"
             )
         local = range(self.moe.num_experts) if layer.expert_map is None else (layer.expert_map >= 0).nonzero().flatten().tolist()
         self.first_expert, self.num_local_experts = local[0], len(local)

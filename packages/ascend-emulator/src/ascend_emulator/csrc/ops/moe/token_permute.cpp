@@ -12,7 +12,9 @@ Tensor rows_or_zeros(const Tensor& rows, const Tensor& index) {
   const auto positions = index.reshape({-1}).to(at::kLong);
   const auto known = at::logical_and(positions >= 0, positions < rows.size(0));
   if (rows.size(0) == 0) return at::zeros({positions.numel(), rows.size(1)}, at::kFloat);
-  return rows.to(at::kFloat).index_select(0, positions.where(known, at::zeros_like(positions))) * known.unsqueeze(1);
+  return rows.to(at::kFloat)
+      .index_select(0, positions.where(known, at::zeros_like(positions)))
+      .masked_fill(known.logical_not().unsqueeze(1), 0);  // also where the row is NaN
 }
 
 // Throws unless all indices are within [least, end).
