@@ -1,6 +1,6 @@
-"""Quantized weights and KV caches of ModelSlim and compressed-tensors checkpoints, on CANN's operators.
+"""Quantized weights and KV caches of ModelSlim, compressed-tensors, AWQ and GPTQ checkpoints, on CANN's operators.
 
-Each scheme is a module of ``schemes``, registered in ``registry.py``; ``formats`` has the two checkpoint formats.
+Each scheme is a module of ``schemes``, registered in ``registry.py``; ``formats`` has the checkpoint formats.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _import_error: ImportError | None = None
 
 @functools.cache
 def register() -> None:
-    """Register both formats with vLLM, once. Imports vLLM's quantization, so call it only before a model is configured.
+    """Register the formats with vLLM, once. Imports vLLM's quantization, so call it only before a model is configured.
 
     Never raises: with a vLLM that lacks a name imported here, models that are not quantized still work; :func:`check` raises
     for the others.
     """
     global _import_error
     try:
+        import ascend_platform.quantization.formats.awq_gptq
         import ascend_platform.quantization.formats.compressed_tensors
         import ascend_platform.quantization.formats.modelslim  # noqa: F401
     except ImportError as error:
