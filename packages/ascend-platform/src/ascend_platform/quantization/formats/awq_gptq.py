@@ -126,15 +126,15 @@ class NPUGPTQConfig(AutoGPTQConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         # the helpers apply the rules for single layers to a copy of the configuration
-        experts: Any = lambda own, moe: QuantizedExperts(moe, *own.scheme(), name=prefix)  # noqa: E731
-        linear: Any = lambda own: TransposedLinearMethod(*own.scheme(), name=prefix)  # noqa: E731
+        experts: Any = lambda own, moe: QuantizedExperts(moe, *own.arguments(prefix))  # noqa: E731
+        linear: Any = lambda own: TransposedLinearMethod(*own.arguments(prefix))  # noqa: E731
         if isinstance(layer, RoutedExperts):
             return get_moe_quant_method(self, layer, prefix, experts)
         return get_linear_quant_method(self, layer, prefix, linear)
 
-    def scheme(self) -> tuple[Scheme, dict[str, Stored], Any, int]:
-        """The scheme, the stored tensors, their reader and the group size."""
+    def arguments(self, prefix: str) -> tuple[Scheme, dict[str, Stored], Any, int, str]:
+        """Arguments of the methods: the scheme, the stored tensors, their reader, the group size and the layer's name."""
         bits = self.weight_bits
         offset = 0 if self.full_config.get("checkpoint_format") == "gptq_v2" else ONES[bits]
         read = functools.partial(read_gptq, bits=bits, symmetric=self.is_sym, offset=offset)
-        return SCHEMES[f"W{bits}A16"], tensors_of(bits, awq=False), read, self.group_size
+        return SCHEMES[f"W{bits}A16"], tensors_of(bits, awq=False), read, self.group_size, prefix
