@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ascend_kv_connector import protocol
 from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.errors import KINDS, TransferError
+from ascend_kv_connector.errors import KINDS, Kind, TransferError
 from ascend_kv_connector.protocol import Query, Refused, Reply
 from ascend_kv_connector.query_queue import Asked, BusyError, QueryQueue
 
@@ -176,7 +176,8 @@ class RpcClient:
                     return protocol.decode_reply(frames[1])
                 except msgspec.MsgspecError as error:
                     raise TransferError("mismatch", f"invalid reply: {error}") from None
-        raise TransferError("peer", f"no answer in {max(0.0, until - began):.2g} s")
+        kind: Kind = "peer" if until < deadline else "deadline"
+        raise TransferError(kind, f"no answer in {max(0.0, until - began):.2g} s")
 
     def connection_count(self) -> int:
         """Number of times the connection was lost; if it changed, another process may be listening at the address."""

@@ -284,7 +284,12 @@ class P2PScheduler:
             wrong = f"has metaserver: {NO_LAYERWISE_WINDOWS}"
         if not self._is_consumer:
             wrong = "needs kv_role kv_consumer or kv_both"
-        if wrong := wrong or self._foreign_source(request, params):
+        wrong = wrong or self._other_prompt(request, params)
+        if not wrong and self._is_released(params):  # with n > 1, or a repeated request
+            extension.logger.debug("request %s: its source has been released; its prompt is computed here", request.request_id)
+            self._stop_remote_prefill(request)
+            return None
+        if wrong:
             extension.logger.warning("request %s: do_remote_prefill %s; its prompt is computed here", request.request_id, wrong)
             self._stop_remote_prefill(request)
             return None
@@ -292,17 +297,17 @@ class P2PScheduler:
         most = request.num_prompt_tokens - self._is_hybrid
         return min(params.get("remote_num_tokens", most), most)
 
-    def _foreign_source(self, request: Any, params: dict[str, Any]) -> str:
-        """Why the KV cache that the parameters name is not this request's, or gone; "" if it can be loaded."""
-        if "metaserver" in params:
+    def _is_released(self, params: dict[str, Any]) -> bool:
+        return "metaserver" not in params and f"{params['remote_engine_id']} {params['remote_request_id']}" in self._released
+
+    def _other_prompt(self, request: Any, params: dict[str, Any]) -> str:
+        """Says so if the parameters' source is another prompt's, for example of the same list of prompts; "" otherwise."""
+        if "metaserver" in params or request.request_id in self._recognized:
             return ""
-        if f"{params['remote_engine_id']} {params['remote_request_id']}" in self._released:
-            return f"has remote_request_id {params['remote_request_id']!r}, whose blocks this instance has released"
-        if request.request_id not in self._recognized:
-            tokens = params["remote_num_tokens"]
-            if tokens > request.num_prompt_tokens or params["remote_prompt_digest"] != prompt_digest(request, tokens):
-                return f"is for another prompt, remote_request_id {params['remote_request_id']!r}"
-            self._recognized.add(request.request_id)
+        tokens = params["remote_num_tokens"]
+        if tokens > request.num_prompt_tokens or params["remote_prompt_digest"] != prompt_digest(request, tokens):
+            return f"is for another prompt, remote_request_id {params['remote_request_id']!r}"
+        self._recognized.add(request.request_id)
         return ""
 
     def _windows_complete(self, blocks: list[int], tokens: int) -> bool:
