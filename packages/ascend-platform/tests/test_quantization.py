@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
-from ascend_platform import extension, host, quantization
+from ascend_platform import host, quantization
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.quantization import base
 from ascend_platform.quantization.common import DESCRIPTION, NAME
@@ -310,13 +310,18 @@ def test_awq_and_gptq_checkpoints_are_detected(model, monkeypatch, config, asked
         engine_config(path)
 
 
-def test_unquantized_models_work_with_a_vllm_that_lacks_a_name(model, monkeypatch, caplog):
+def test_a_vllm_that_lacks_a_name_serves_unquantized_models_only(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(quantization, "_import_error", None)
     monkeypatch.setitem(sys.modules, "ascend_platform.quantization.formats.modelslim", None)
-    monkeypatch.delattr(quantization.formats, "modelslim")
+    monkeypatch.delattr(quantization.formats, "modelslim", raising=False)
     quantization.register.cache_clear()
-    monkeypatch.setattr(extension.logger, "propagate", True)
     engine_config(model())
-    assert "quantized weights are not supported with vLLM" in caplog.text
+    with pytest.raises(ValueError, match=r"the model is quantized \(compressed-tensors\), and .* cannot load quantized weights"):
+        engine_config(model(quantization_config=compressed(INT4)))
+    directory = model()
+    (tmp_path / DESCRIPTION).write_text("{}")
+    with pytest.raises(ValueError, match=r"the model is quantized \(ascend\), .*; fix: pip install --upgrade ascend-platform"):
+        engine_config(directory)
     quantization.register.cache_clear()
 
 
