@@ -81,11 +81,12 @@ def token_limit(chip: extension.Chip, shape: MoEShape, internode: bool, mib: int
     if tokens == limits.tokens:
         return Limit(tokens, f"mc2 takes up to {tokens} tokens of a rank")
     needed = buffer_mib(limits.comm_alg, shape, limits.tokens)
-    variable = "ascend.communicator.groups.mc2.buffer_size or HCCL_BUFFSIZE" if chip.family.mc2.group_buffer else "HCCL_BUFFSIZE"
+    of_group = chip.family.mc2 is not None and chip.family.mc2.group_buffer
+    setting = "ascend.communicator.groups.mc2.buffer_size" if of_group else "HCCL_BUFFSIZE"
     return Limit(
         tokens,
         f"mc2 takes up to {tokens} tokens of a rank with an HCCL buffer of {mib} MiB, and {limits.tokens} with {needed}: "
-        f"set {variable}",
+        f"set {setting}",
     )
 
 
