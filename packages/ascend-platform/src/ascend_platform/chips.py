@@ -35,7 +35,9 @@ class ChipFamily:
         name: the product's.
         prefixes: of the chips' names, as ``aclrtGetSocName`` and torch_npu give them.
         streams: of an NPU; each captured graph keeps some for as long as it lives (CANN's API reference, ``aclrtCreateStream``).
-        quantization: the operators of quantized weights.
+        dtypes: of models; the first is what a model gets whose own dtype is not among them.
+        operators: fused operators of torch_npu that the product uses where a chip has them, and does without elsewhere.
+        quantization: schemes of quantized weights; None means all.
         top_k_top_p: npu_sim_exponential_ and npu_top_k_top_p_sample.
         moe_routing: npu_moe_init_routing_v2 and npu_moe_re_routing, which all-to-all needs.
         mc2: limits of MC2, None without its operators.
@@ -44,17 +46,42 @@ class ChipFamily:
     name: str
     prefixes: tuple[str, ...]
     streams: int = 1984
-    quantization: bool = False
+    dtypes: tuple[str, ...] = ("float16", "float32")
+    operators: frozenset[str] = frozenset()
+    quantization: tuple[str, ...] | None = ()
     top_k_top_p: bool = False
     moe_routing: bool = False
     mc2: MC2Limits | None = None
 
+    def lacks(self, *operators: str) -> list[str]:
+        """Those of the operators that the chips of this family do not have."""
+        return [name for name in operators if name not in self.operators]
+
+
+ALL_DTYPES = ("bfloat16", "float16", "float32")
+ALL_OPERATORS = frozenset(
+    {
+        "npu_add_rms_norm",
+        "npu_fused_infer_attention_score",
+        "npu_fused_infer_attention_score_v2",
+        "npu_fusion_attention",
+        "npu_moe_gating_top_k",
+        "npu_moe_init_routing_v2",
+        "npu_mrope",
+        "npu_rms_norm",
+        "npu_scatter_pa_kv_cache",
+        "npu_swiglu",
+    }
+)
+"""Of Atlas A2 and A3. torch_npu's documentation lists the products of each operator (op-plugin: docs/zh/custom_APIs)"""
 
 FAMILIES = (
     ChipFamily(
         "Atlas A2",
         ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4"),
-        quantization=True,
+        dtypes=ALL_DTYPES,
+        operators=ALL_OPERATORS,
+        quantization=None,
         top_k_top_p=True,
         moe_routing=True,
         mc2=MC2Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32), expand_scales=True),
@@ -62,14 +89,29 @@ FAMILIES = (
     ChipFamily(
         "Atlas A3",
         ("Ascend910_93",),
-        quantization=True,
+        dtypes=ALL_DTYPES,
+        operators=ALL_OPERATORS,
+        quantization=None,
         top_k_top_p=True,
         moe_routing=True,
         mc2=MC2Limits(frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
     ),
-    ChipFamily("Ascend 950", ("Ascend950", "Ascend910_95")),
-    ChipFamily("Ascend 310P", ("Ascend310P",), streams=1024),
-    ChipFamily("Ascend 910A", ("Ascend910A", "Ascend910P", "Ascend910B")),  # the first generation has an Ascend910B, too
+    ChipFamily(
+        "Ascend 950",
+        ("Ascend950", "Ascend910_95"),
+        dtypes=ALL_DTYPES,
+        operators=frozenset({"npu_add_rms_norm", "npu_fusion_attention"}),
+    ),
+    # npu_dynamic_quant and per-token scales of npu_quant_matmul are for A2 and A3, so that only static inputs can be quantized
+    ChipFamily(
+        "Ascend 310P",
+        ("Ascend310P",),
+        streams=1024,
+        operators=frozenset({"npu_add_rms_norm", "npu_moe_init_routing_v2", "npu_rms_norm"}),
+        quantization=("W8A8",),
+    ),
+    # the first generation has an Ascend910B, too
+    ChipFamily("Ascend 910A", ("Ascend910A", "Ascend910P", "Ascend910B"), operators=frozenset({"npu_rms_norm"})),
 )
 """The first whose prefixes fit is a chip's family."""
 
