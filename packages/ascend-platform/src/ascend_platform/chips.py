@@ -11,20 +11,37 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class MC2Limits:
-    """Limits of npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2 by their documentation.
+class MC2Algorithm:
+    """An algorithm of npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2, with its limits by their documentation.
 
     Attributes:
+        comm_alg: its name.
         ranks: sizes of the expert-parallel group.
         tokens: the most tokens of a rank.
         hidden: sizes of a token, in elements.
-        expand_scales: whether combine needs the dispatch's ``expand_scales``; otherwise it does not take it.
+        expert_scales: whether the router's weights travel with the tokens.
     """
 
+    comm_alg: str
     ranks: frozenset[int]
     tokens: int
     hidden: range
-    expand_scales: bool = False
+    expert_scales: bool = False
+
+
+@dataclass(frozen=True)
+class MC2:
+    """The MC2 algorithms of a family.
+
+    Attributes:
+        default: the algorithm.
+        internode: the algorithm for a group over several machines, where it takes the group; None: the default.
+        group_buffer: whether the buffer size of a group's own HCCL options counts, rather than HCCL_BUFFSIZE alone.
+    """
+
+    default: MC2Algorithm
+    internode: MC2Algorithm | None = None
+    group_buffer: bool = True
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,9 @@ class ChipFamily:
         quantization: schemes of quantized weights; None means all.
         top_k_top_p: npu_sim_exponential_ and npu_top_k_top_p_sample.
         moe_routing: npu_moe_init_routing_v2 and npu_moe_re_routing, which all-to-all needs.
-        mc2: limits of MC2, None without its operators.
+        token_unpermute: npu_moe_token_unpermute.
+        finalize_dropped: npu_moe_finalize_routing with dropped rows (drop_pad_mode 3).
+        mc2: MC2's algorithms, None without its operators.
     """
 
     name: str
@@ -51,7 +70,9 @@ class ChipFamily:
     quantization: tuple[str, ...] | None = ()
     top_k_top_p: bool = False
     moe_routing: bool = False
-    mc2: MC2Limits | None = None
+    token_unpermute: bool = False
+    finalize_dropped: bool = False
+    mc2: MC2 | None = None
 
     def lacks(self, *operators: str) -> list[str]:
         """Those of the operators that the chips of this family do not have."""
@@ -84,7 +105,13 @@ FAMILIES = (
         quantization=None,
         top_k_top_p=True,
         moe_routing=True,
-        mc2=MC2Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32), expand_scales=True),
+        token_unpermute=True,
+        finalize_dropped=True,
+        mc2=MC2(
+            MC2Algorithm("fullmesh", frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32), True),
+            MC2Algorithm("hierarchy", frozenset({16, 32, 64}), 512, range(32, 10240 + 1, 32), True),
+            group_buffer=False,
+        ),
     ),
     ChipFamily(
         "Atlas A3",
@@ -94,7 +121,9 @@ FAMILIES = (
         quantization=None,
         top_k_top_p=True,
         moe_routing=True,
-        mc2=MC2Limits(frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
+        token_unpermute=True,
+        finalize_dropped=True,  # torch_npu's documentation names A2 alone, CANN's of aclnnMoeFinalizeRoutingV2 (8.5) both
+        mc2=MC2(MC2Algorithm("fullmesh_v1", frozenset(range(2, 769)), 512, range(1024, 8192 + 1))),
     ),
     ChipFamily(
         "Ascend 950",
