@@ -1,7 +1,7 @@
 """LoRA, speculative decoding, sampling and structured output through vLLM's API, compared with references.
 
-Here is one engine with sampling and grammars, one with adapters and drafts too, and tensor parallelism, and two with MTP or
-n-grams, fused attention and graphs.
+Here is one engine with sampling and grammars, one with adapters and drafts too, and tensor parallelism, one with adapters on
+experts, and two with MTP or n-grams, fused attention and graphs.
 `tools/check features` runs every method and layout.
 """
 
@@ -63,7 +63,8 @@ def served(directory: Path) -> dict[str, Any]:
         structured_outputs_config={"backend": "xgrammar"},
     )
     (ngram,) = features.speculation(directory, ["n-gram on the NPU"], 1, "float16")
-    return features.serve([one, two, mtp, ngram], ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
+    experts = features.lora_on_experts("experts", directory, 2)
+    return features.serve([one, two, experts, mtp, ngram], ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
 
 
 def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Path) -> None:
@@ -78,6 +79,15 @@ def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Pa
     assert far < 1e-3
     shuffled = {"steps": [steps[9][3:] + steps[9][:3]]}
     assert features.compare_lora(directory, shuffled)[1:] > (20, 0.5)  # each adapter has answers of its own
+
+
+def test_lora_on_experts_matches_peft(served: dict[str, Any], directory: Path) -> None:
+    answers = served["experts"]["steps"][0]
+    tokens, others, far = features.compare_lora_on_experts(directory, answers)
+    print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
+    assert (tokens, others) == (72, 0)
+    assert far < 1e-3
+    assert features.compare_lora_on_experts(directory, answers[3:] + answers[:3])[1:] > (20, 0.5)
 
 
 def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
