@@ -14,6 +14,7 @@ from ascend_platform.cli import failures
 from ascend_platform.components import VARIABLES
 from ascend_platform.components.scopes import enter
 from ascend_platform.config import (
+    chip,
     compilation,
     components,
     devices,
@@ -25,8 +26,6 @@ from ascend_platform.config import (
     unsupported,
 )
 from ascend_platform.observability import metrics
-from ascend_platform.quantization.common import METHODS
-from ascend_platform.worker import watchdog
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,21 +34,6 @@ if TYPE_CHECKING:
 logger = extension.logger
 
 
-def _pin(variable: str, value: str, why: str) -> None:
-    if (given := os.environ.get(variable)) not in (None, value):
-        logger.warning("%s=%s is not supported on Ascend NPUs and is set to %s: %s", variable, given, value, why)
-    os.environ[variable] = value
-
-
-# Each process imports this module when vLLM resolves its platform, before vLLM reads these variables.
-_pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
-_pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
-watchdog.exit_when_parent_exits()
-sockets.replace_foreign_directory()
-failures.forget()
-failures.watch()
-# vLLM warns of names it does not know (Platform.validate_environ)
-vllm_overrides.add("vllm.envs:environment_variables", {name: functools.partial(os.environ.get, name) for name in VARIABLES})
 _resolve_again = functools.cache(resolve_current_platform_cls_qualname)
 
 
@@ -72,14 +56,22 @@ class NPUPlatform(Platform):
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        from ascend_platform.ops import activation, layernorm, rotary_embedding  # noqa: F401
+        from ascend_platform.ops import layernorm  # noqa: F401
+
+        family = host.chip_family()
+        if not family.lacks("npu_swiglu"):
+            from ascend_platform.ops import activation  # noqa: F401
+        if not family.lacks("npu_mrope"):
+            from ascend_platform.ops import rotary_embedding  # noqa: F401
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> Any:
         from vllm.config.kernel import IrOpPriorityConfig
 
-        fused = ["npu", "native"]
-        return IrOpPriorityConfig.with_default(["native"], rms_norm=fused, fused_add_rms_norm=fused)
+        operators = {"rms_norm": "npu_rms_norm", "fused_add_rms_norm": "npu_add_rms_norm"}
+        lacking = host.chip_family().lacks(*operators.values())
+        fused = {name: ["npu", "native"] for name, operator in operators.items() if operator not in lacking}
+        return IrOpPriorityConfig.with_default(["native"], **fused)
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
@@ -102,7 +94,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        return torch.npu.get_device_name(device_id)
+        # vLLM also asks in the API server, when it replaces a dtype that is not supported (vllm/config/model.py)
+        return torch.npu.get_device_name(device_id) if torch.npu.is_initialized() else host.chip()
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
@@ -123,6 +116,14 @@ class NPUPlatform(Platform):
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
         return torch.npu.get_device_properties(device_id).cube_core_num
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return chip.dtypes()
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        chip.check_dtype(dtype)
 
     # Engine features
 
@@ -161,11 +162,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        if quant not in METHODS:
-            raise extension.RefusedError(
-                f"ascend-platform {extension.version('ascend-platform')} supports quantization methods {', '.join(METHODS)}; "
-                f"the model has {quant!r}"
-            )
+        quantization.check(quant)
 
     @classmethod
     def get_attn_backend_cls(
@@ -207,6 +204,13 @@ class NPUPlatform(Platform):
     # Configuration
 
     @classmethod
+    def validate_environ(cls, hard_fail: bool) -> None:
+        """Warn of environment variables that neither vLLM nor a component knows."""
+        known = {name: functools.partial(os.environ.get, name) for name in VARIABLES}
+        vllm_overrides.add("vllm.envs:environment_variables", known)
+        super().validate_environ(hard_fail)
+
+    @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         from vllm.plugins import load_general_plugins
 
@@ -227,6 +231,7 @@ class NPUPlatform(Platform):
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"
         quantization.detect(vllm_config)
+        chip.check(vllm_config)
         unsupported.check(vllm_config)
         kv_connectors.check(vllm_config)
         spec_decode.check(vllm_config)

@@ -7,10 +7,8 @@ import subprocess
 import sys
 import tempfile
 
-from vllm import envs
-
-from ascend_platform import extension
 from ascend_platform.cli import failures
+from ascend_platform.components import RefusedError
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000")  # bytes: sun_path of Linux, minus vLLM's name of a socket
@@ -45,9 +43,11 @@ def replace_foreign_directory() -> None:
 
 
 def _check(variable: str, directory: str, longest: int) -> None:
+    from vllm import envs
+
     length = len(os.fsencode(directory))
     if length > longest and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
-        raise extension.RefusedError(
+        raise RefusedError(
             f"{variable}: {directory} has {length} characters, and with more than {longest} the names of vLLM's Unix sockets "
             "in it are too long; fix: export VLLM_RPC_BASE_PATH=/tmp, or another short directory"
         )

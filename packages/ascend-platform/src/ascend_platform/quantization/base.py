@@ -45,12 +45,14 @@ class Stored(NamedTuple):
     """Storage of one tensor of a matrix ``[out, in]`` in a checkpoint.
 
     rows, columns: how many rows or columns of ``layout`` are packed into one.
+    transposed: the checkpoint has the transpose, ``[in, out]`` or ``[groups, out]``.
     """
 
     dtype: torch.dtype
     layout: Layout = Layout.WEIGHT
     rows: int = 1
     columns: int = 1
+    transposed: bool = False
 
     def shape(self, out: int, inputs: int, groups: int) -> tuple[int, ...]:
         """The shape for an unpacked matrix of these sizes."""
@@ -59,8 +61,8 @@ class Stored(NamedTuple):
             return (1,)
         if self.layout == Layout.CHANNELS:
             return (rows,)
-        columns = {Layout.WEIGHT: inputs, Layout.GROUPS: groups, Layout.COLUMN: 1}[self.layout]
-        return (rows, columns // self.columns)
+        columns = {Layout.WEIGHT: inputs, Layout.GROUPS: groups, Layout.COLUMN: 1}[self.layout] // self.columns
+        return (columns, rows) if self.transposed else (rows, columns)
 
 
 class Scheme:
@@ -73,6 +75,7 @@ class Scheme:
         groups, expert_groups: whether it supports per-group scales, in linear layers and in experts.
         offsets: whether it supports a non-zero zero_point.
         packed: names of the tensors that ``pack`` returns.
+        int8_rows: whether experts take rows that are already quantized to int8, dynamically by row.
     """
 
     name: ClassVar[str]
@@ -82,6 +85,7 @@ class Scheme:
     expert_groups: ClassVar[bool] = False
     offsets: ClassVar[bool] = False
     packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    int8_rows: ClassVar[bool] = False
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
         """The tensors of a layer in a ModelSlim checkpoint (msmodelslim, ``ascendv1`` format)."""
@@ -121,6 +125,22 @@ class Scheme:
             )
         return Quantized(matrix.weight, matrix.scale, zero_point)
 
+    def count_groups(self, inputs: int, group_size: int, experts: bool, layer: str) -> int:
+        """Number of groups in an output channel of so many inputs; one if ``group_size`` is 0 or -1.
+
+        Raises:
+            RefusedError: the groups do not divide the inputs, or the scheme does not support them.
+        """
+        if group_size <= 0:
+            return 1
+        if inputs % group_size:
+            raise extension.RefusedError(
+                f"{layer} is {self.name} with groups of {group_size}, which do not divide this rank's {inputs} inputs; fix: "
+                f"lower --tensor-parallel-size{', or set --enable-expert-parallel' if experts else ''}"
+            )
+        self.check_groups(inputs, inputs // group_size, experts, layer)
+        return inputs // group_size
+
     def check_groups(self, inputs: int, groups: int, experts: bool, layer: str) -> None:
         """Raise RefusedError unless the scheme supports so many groups in an output channel of so many inputs."""
         if groups == 1:
@@ -148,9 +168,36 @@ class Scheme:
         """Multiply each expert's rows by its matrix; see ``ascend_platform.ops.fused_moe.grouped_matmul``."""
         raise NotImplementedError
 
-    def swiglu(self, first: Tensors, second: Tensors, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Apply each expert to its rows; see ``ascend_platform.ops.fused_moe.swiglu_experts``."""
-        return self.grouped(torch_npu.npu_swiglu(self.grouped(rows, first, counts)), second, counts)
+    def pack_down(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """As ``pack``, for the second matrix of experts."""
+        return self.pack(matrix, dtype)
+
+    def grouped_int8(
+        self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """As :meth:`grouped` for int8 rows with ``scale`` float32 ``[rows]``, if ``int8_rows``; the result has this dtype."""
+        raise NotImplementedError
+
+    def swiglu(
+        self,
+        first: Tensors,
+        second: Tensors,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Apply each expert to its rows; see ``ascend_platform.ops.fused_moe.swiglu_experts``.
+
+        Args:
+            scale: of int8 rows; None for others.
+            dtype: of the result of int8 rows.
+        """
+        if scale is None or dtype is None:
+            gate_up = self.grouped(rows, first, counts)
+        else:
+            gate_up = self.grouped_int8(rows, scale, first, counts, dtype)
+        return self.grouped(torch_npu.npu_swiglu(gate_up), second, counts)
 
 
 def unpack_words(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:

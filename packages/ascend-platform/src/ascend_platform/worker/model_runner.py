@@ -8,12 +8,13 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.ops.fused_moe  # noqa: F401  (before a model's layers are made)
-from ascend_platform import extension
+from ascend_platform import extension, host
 from ascend_platform.attention import kv_cache
 from ascend_platform.graph import acl_graph
 from ascend_platform.graph.acl_graph import module_with_overrides
@@ -21,7 +22,8 @@ from ascend_platform.graph.capture_sizes import GraphSizeMixin
 from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
-from ascend_platform.vllm_overrides import override
+from ascend_platform.vllm_overrides import override, require
+from ascend_platform.worker.draft_lengths import DraftLengthsMixin
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -32,8 +34,11 @@ _torch = module_with_overrides(
     torch, cuda=module_with_overrides(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES})
 )
 override("vllm.v1.worker.gpu_model_runner:torch", _torch)
+override("vllm.v1.spec_decode.ngram_proposer_gpu:torch", _torch)
 override("vllm.distributed.parallel_state:torch", _torch)
 override("vllm.distributed.parallel_state:graph_capture", acl_graph.graph_capture)
+
+require("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT")
 
 
 class NPUEplbState(EplbState):
@@ -50,11 +55,15 @@ override("vllm.distributed.eplb.eplb_state:EplbState", NPUEplbState)  # load_mod
 def register_vision_attention() -> None:
     """Register the offered MMEncoderAttention for multimodal encoders, once."""
     if (path := extension.offered("attention.vision")) and MMEncoderAttention.__name__ not in op_registry_oot:
-        MMEncoderAttention.register_oot(resolve_obj_by_qualname(path))
+        attention = resolve_obj_by_qualname(path)
+        if lacking := host.chip_family().lacks(*getattr(attention, "operators", ())):
+            extension.logger.info("attention of encoders falls back to PyTorch: %s has no %s", host.chip(), ", ".join(lacking))
+        else:
+            MMEncoderAttention.register_oot(attention)
 
 
-class NPUModelRunner(GraphSizeMixin, GPUModelRunner):
-    """GPUModelRunner with limited capture sizes, and with keys and values in separate tensors."""
+class NPUModelRunner(GraphSizeMixin, DraftLengthsMixin, GPUModelRunner):
+    """GPUModelRunner with limited capture sizes, exact lengths on the host, and keys and values in separate tensors."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.speculative_config:
@@ -63,6 +72,11 @@ class NPUModelRunner(GraphSizeMixin, GPUModelRunner):
             register_vision_attention()
         super().__init__(vllm_config, *args, **kwargs)
         topk_topp.install(self)
+
+    def load_model(self, *arguments: Any, **named: Any) -> None:
+        """Load the model as vLLM does, with rotary tables of its own, because sleep mode frees them."""
+        _ROPE_DICT.clear()
+        super().load_model(*arguments, **named)
 
     def reload_weights(self, *arguments: Any, **named: Any) -> None:
         """Reload weights as vLLM does.
