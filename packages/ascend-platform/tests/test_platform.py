@@ -96,7 +96,9 @@ def connectors(monkeypatch):
     """Registers the connectors of ascend-kv-connector; undone after the test."""
     import ascend_kv_connector
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.plugins import load_general_plugins
 
+    load_general_plugins()  # once per process: not while nothing is registered
     monkeypatch.setattr(registry, "_statuses", {})
     monkeypatch.setattr(slots, "_offers", {})
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
