@@ -29,8 +29,8 @@ RESERVED_STREAMS = 184
 """Streams left to torch_npu's stream pools, HCCL and other processes on the NPU."""
 
 HCCL_STREAMS = 40
-"""Streams that HCCL itself takes for a communicator where it does not schedule collectives on the vector cores (from vllm-ascend's
-``update_aclgraph_sizes``)."""
+"""Streams that HCCL itself takes for a communicator where it does not schedule collectives on the vector cores (from
+vllm-ascend's ``update_aclgraph_sizes``)."""
 
 OUT_OF_STREAMS_CODES = ("207008", "207005")
 """CANN's error codes when no stream is left (vllm-project/vllm-ascend, issues 9564 and 9691)."""
