@@ -1,6 +1,7 @@
 """LoRA, speculative decoding, sampling and structured output through vLLM's API, compared with references.
 
-Here is one engine with sampling and grammars, and one with adapters and drafts too, and tensor parallelism.
+Here is one engine with sampling and grammars, one with adapters and drafts too, and tensor parallelism, and one with adapters on
+experts.
 `tools/check features` runs every method and layout.
 """
 
@@ -45,7 +46,9 @@ def served(directory: Path) -> dict[str, Any]:
         ["generate", features.sampled(ANSWERS // 2, 4, drafts=True)[1:3]],
         ["generate", features.structured(1)],
     ]
-    return features.serve([one, two], ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
+    return features.serve(
+        [one, two, features.lora_on_experts("experts", directory, 2)], ASCEND_EMULATOR_TRACE=str(directory / "trace.json")
+    )
 
 
 def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Path) -> None:
@@ -60,6 +63,15 @@ def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Pa
     assert far < 1e-3
     shuffled = {"steps": [steps[9][3:] + steps[9][:3]]}
     assert features.compare_lora(directory, shuffled)[1:] > (20, 0.5)  # each adapter has answers of its own
+
+
+def test_lora_on_experts_matches_peft(served: dict[str, Any], directory: Path) -> None:
+    answers = served["experts"]["steps"][0]
+    tokens, others, far = features.compare_lora_on_experts(directory, answers)
+    print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
+    assert (tokens, others) == (72, 0)
+    assert far < 1e-3
+    assert features.compare_lora_on_experts(directory, answers[3:] + answers[:3])[1:] > (20, 0.5)
 
 
 def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:

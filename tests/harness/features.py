@@ -186,6 +186,32 @@ def compare_lora(directory: Path, found: dict[str, Any], dtype: str = "float32")
     return tuple(sums)  # type: ignore[return-value]
 
 
+def lora_on_experts(name: str, directory: Path, ranks: int, dtype: str = "float32") -> dict[str, Any]:
+    """As :func:`lora`, with adapters on the experts of another model."""
+    steps = [["generate", [request for request, _ in expert_requests(directory)]]]
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": max(small_models.EXPERT_RANKS)}
+    return case(name, small_models.target(directory, "Qwen3Moe"), ranks, steps, dtype, **options)
+
+
+def expert_requests(directory: Path) -> list[tuple[dict[str, Any], Path | None]]:
+    """Each prompt with every adapter on experts and with none, and PEFT's form of the adapter."""
+    model = small_models.target(directory, "Qwen3Moe")
+    asked: list[tuple[dict[str, Any], Path | None]] = [(greedy(prompt, 8), None) for prompt in prompts(3)]
+    for number, rank in enumerate(small_models.EXPERT_RANKS, 1):
+        own, path = small_models.adapter_on_experts(model, directory, rank)
+        asked += [(greedy(prompt, 8, lora=[path.name, number, str(path)]), own) for prompt in prompts(3)]
+    return asked
+
+
+def compare_lora_on_experts(directory: Path, answers: list[Any], dtype: str = "float32") -> tuple[int, int, float]:
+    """As :func:`compare_lora`."""
+    model, sums = small_models.target(directory, "Qwen3Moe"), [0, 0, 0.0]
+    for (request, own), answer in zip(expert_requests(directory), answers, strict=True):
+        tokens, others, far = compare(reference(model, own, dtype), [request], [answer])
+        sums = [sums[0] + tokens, sums[1] + others, max(sums[2], far)]
+    return tuple(sums)  # type: ignore[return-value]
+
+
 # Sampling
 
 SAMPLING: dict[str, dict[str, Any]] = {

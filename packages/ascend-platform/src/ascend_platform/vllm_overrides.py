@@ -284,6 +284,14 @@ OVERRIDES: tuple[Override, ...] = (
         replaced_in=("vllm.compilation.backends",),
     ),
     Override(
+        "vllm.lora.utils:_all_lora_classes",
+        "replaced",
+        "vLLM's LoRA on experts needs a modular kernel of Triton",
+        "vLLM lets a platform register classes of LoRA layers",
+        {"0.31": "b9854c4e7282"},
+        compared="vllm.lora.layers.fused_moe:FusedMoEWithLoRA.__init__",
+    ),
+    Override(
         f"{_ROUTER}grouped_topk_router:grouped_topk",
         "replaced",
         "npu_moe_gating_top_k does it in one operator, and the router has no hook",
