@@ -80,6 +80,8 @@ def test_linear_layer(spec, dtype):
         given["deq_scale"] = given["deq_scale"].to(torch.int32).view(torch.float32)
     packed = scheme.load(given, dtype, "x", True)
     assert set(packed) == set(scheme.packed)
+    if spec.inputs == "static":  # converted once: npu_quant_matmul would convert a float32 scale for float16 in each call
+        assert packed["deq_scale"].dtype == (torch.int64 if dtype == torch.float16 else torch.float32)
     x = (torch.randn(5, IN) * 0.8).to(dtype)
     bias = torch.linspace(-1, 1, OUT).to(dtype)
     actual = scheme.apply(x.npu(), packed, None if spec.inputs == "static" else bias.npu())
@@ -112,10 +114,16 @@ def no_zero(own):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("spec", OF_EXPERTS, ids=str)
 @pytest.mark.parametrize("counts", [[3, 0, 4], [7]], ids=str)
-def test_experts(spec, dtype, counts):
+def test_experts(spec, dtype, counts, monkeypatch):
     scheme = SCHEMES[spec.scheme]
     made, given = drawn(spec, dtype, experts=len(counts))
     packed = scheme.pack(scheme.checked(scheme.read(given), "x"), dtype)
+    assert set(packed) == set(scheme.packed_experts or scheme.packed)
+    casts = []
+    with monkeypatch.context() as context:  # of scales in each call
+        context.setattr(torch.Tensor, "to", lambda *arguments: casts.append(arguments))
+        scheme.grouped(torch.ones(sum(counts), IN, dtype=dtype, device="npu"), packed, torch.tensor(counts, device="npu"))
+    assert not casts
     x = torch.randn(sum(counts), IN).to(dtype)
     actual = scheme.grouped(x.npu(), packed, torch.tensor(counts).npu())
     values, expert = quantized_inputs(x, spec, dtype), torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

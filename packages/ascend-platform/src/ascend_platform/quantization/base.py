@@ -72,7 +72,7 @@ class Scheme:
         experts: whether the scheme supports experts.
         groups, expert_groups: whether it supports per-group scales, in linear layers and in experts.
         offsets: whether it supports a non-zero zero_point.
-        packed: names of the tensors that ``pack`` returns.
+        packed, packed_experts: names of the tensors that ``pack`` returns, of one matrix and of one per expert.
     """
 
     name: ClassVar[str]
@@ -82,6 +82,8 @@ class Scheme:
     expert_groups: ClassVar[bool] = False
     offsets: ClassVar[bool] = False
     packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    packed_experts: ClassVar[tuple[str, ...]] = ()
+    """Empty: as ``packed``."""
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
         """The tensors of a layer in a ModelSlim checkpoint (msmodelslim, ``ascendv1`` format)."""

@@ -22,6 +22,7 @@ from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import override
+from ascend_platform.worker.host_inputs import HostInputsMixin
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -53,7 +54,7 @@ def register_vision_attention() -> None:
         MMEncoderAttention.register_oot(resolve_obj_by_qualname(path))
 
 
-class NPUModelRunner(GraphSizeMixin, GPUModelRunner):
+class NPUModelRunner(HostInputsMixin, GraphSizeMixin, GPUModelRunner):
     """GPUModelRunner with limited capture sizes, and with keys and values in separate tensors."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:

@@ -89,5 +89,6 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        first, second = ({n: getattr(layer, p + n) for n in self.scheme.packed} for p in ("w13_", "w2_"))
+        names = self.scheme.packed_experts or self.scheme.packed
+        first, second = ({n: getattr(layer, p + n) for n in names} for p in ("w13_", "w2_"))
         return self.apply_routed(functools.partial(self.scheme.swiglu, first, second), x, topk_weights, topk_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch_npu
 
@@ -15,9 +17,14 @@ documentation)."""
 
 class W8A8Dynamic(Scheme):
     name = "W8A8_DYNAMIC"
+    packed_experts: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "grouped_scale")
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        return {"weight": transpose_int8(matrix.weight), "weight_scale": per_row(matrix.scale)}
+        scale = per_row(matrix.scale)
+        packed = {"weight": transpose_int8(matrix.weight), "weight_scale": scale}
+        if matrix.weight.dim() > 2:  # for bfloat16 outputs npu_grouped_matmul supports bfloat16 scales only
+            packed["grouped_scale"] = scale.to(dtype) if dtype == torch.bfloat16 else scale
+        return packed
 
     def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         values, scale = torch_npu.npu_dynamic_quant(x)
@@ -48,6 +55,5 @@ class W8A8Dynamic(Scheme):
     def _grouped(
         self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        # for bfloat16 outputs the operator supports bfloat16 scales only
-        factor = own["weight_scale"].to(dtype) if dtype == torch.bfloat16 else own["weight_scale"]
-        return grouped_matmul(values, own["weight"], counts, scale=factor, per_token_scale=scale, output_dtype=dtype)
+        scales = {"scale": own["grouped_scale"], "per_token_scale": scale}
+        return grouped_matmul(values, own["weight"], counts, **scales, output_dtype=dtype)
