@@ -49,30 +49,13 @@ GEMMA = BASE | {
     "query_pre_attn_scalar": HEAD,
     "pad_token_id": 2,
 }
-TEXT = {name: value for name, value in (BASE | {"intermediate_size": 3072}).items() if name != "tie_word_embeddings"}
-VISION = {"depth": 2, "hidden_size": 128, "num_heads": 2, "intermediate_size": 256, "out_hidden_size": HIDDEN}
-QWEN2_5_VL = {
-    "model_type": "qwen2_5_vl",
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "text_config": {name: value for name, value in TEXT.items() if name != "head_dim"}
-    | {"num_attention_heads": HIDDEN // HEAD, "num_key_value_heads": HIDDEN // HEAD}
+PADDLEOCR_VL = {
+    "model_type": "paddleocr_vl",
+    "architectures": ["PaddleOCRVLForConditionalGeneration"],
+    "text_config": BASE
+    | {"intermediate_size": 3072}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
-    "vision_config": VISION | {"fullatt_block_indexes": [1]},
-    "tie_word_embeddings": True,
-}
-QWEN3_VL = {
-    "model_type": "qwen3_vl",
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "text_config": TEXT
-    | {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5e6,
-            "mrope_section": [24, 20, 20],
-            "mrope_interleaved": True,
-        }
-    },
-    "vision_config": VISION | {"deepstack_visual_indexes": []},
+    "vision_config": {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256},
     "tie_word_embeddings": True,
 }
 BERT = {name: BASE[name] for name in ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")} | {
@@ -93,13 +76,11 @@ INT8 = {
         }
     },
 }
-TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"config": DENSE, "ranks": 1, "engine": {}},
     "dense, TP2": {"config": DENSE, "ranks": 2, "engine": {"tensor_parallel_size": 2}},
     "Gemma 3": {"config": GEMMA, "ranks": 1, "engine": {}},
-    "Qwen2.5-VL": {"config": QWEN2_5_VL, "ranks": 1, "engine": TEXT_ONLY},
-    "Qwen3-VL": {"config": QWEN3_VL, "ranks": 1, "engine": TEXT_ONLY},
+    "PaddleOCR-VL (M-RoPE)": {"config": PADDLEOCR_VL, "ranks": 1, "engine": {"limit_mm_per_prompt": {"image": 0}}},
     "experts": {"config": EXPERTS, "ranks": 1, "engine": {}},
     "experts, TP2 EP2": {"config": EXPERTS, "ranks": 2, "engine": {"tensor_parallel_size": 2, "enable_expert_parallel": True}},
     "dense, W8A8": {"config": DENSE | {"quantization_config": INT8}, "ranks": 1, "engine": {}},

@@ -121,8 +121,8 @@ class FusedEncoderAttentionBackend(extension.AttentionBackendBase, AttentionBack
 def host_ends(cu_seqlens: torch.Tensor) -> list[int]:
     """Cumulative lengths on the host, without the leading 0: copied once, as all layers of a forward pass get the same tensor."""
     if not hasattr(cu_seqlens, "host_ends"):
-        cu_seqlens.host_ends = cu_seqlens[1:].tolist()  # type: ignore[attr-defined]
-    return cu_seqlens.host_ends  # type: ignore[attr-defined]
+        cu_seqlens.host_ends = cu_seqlens[1:].tolist()
+    return cu_seqlens.host_ends
 
 
 class FusedMMEncoderAttention(MMEncoderAttention):
@@ -132,7 +132,7 @@ class FusedMMEncoderAttention(MMEncoderAttention):
     def maybe_recompute_cu_seqlens(cls, attn_backend: Any, cu_seqlens: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """vLLM's tensor on the device, with the lengths that the host knows here."""
         on_device = super().maybe_recompute_cu_seqlens(attn_backend, cu_seqlens, *args, **kwargs)
-        on_device.host_ends = cu_seqlens[1:].tolist()  # type: ignore[attr-defined]
+        on_device.host_ends = cu_seqlens[1:].tolist()
         return on_device
 
     def forward_oot(

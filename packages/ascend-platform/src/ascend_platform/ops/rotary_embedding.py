@@ -76,7 +76,7 @@ class NPUMRotaryEmbedding(MRotaryEmbedding):
         key: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rotate query and key ``[tokens, heads * head_size]`` by positions ``[tokens]``, or ``[3, tokens]`` of time and space."""
+        """Rotate query and key ``[tokens, heads * head_size]`` by positions ``[tokens]`` or ``[3, tokens]``."""
         section, cache_mode = [0, 0, 0], "default"
         if positions.dim() == 2:
             section = self.mrope_section or section

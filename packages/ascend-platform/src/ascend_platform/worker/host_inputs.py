@@ -18,7 +18,7 @@ class HostInputsMixin:
     there. Only with asynchronous speculative decoding they are; otherwise the host knows all lengths.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         names = ("positions", "seq_lens", "num_computed_tokens")
         self._host_inputs = {name: torch.zeros_like(getattr(self, name), device="cpu").pin_memory() for name in names}

@@ -30,8 +30,8 @@ class W8A8(Scheme):
 
     def load(self, given: Tensors, dtype: torch.dtype, layer: str, first_rank: bool) -> dict[str, torch.Tensor]:
         bias = given["quant_bias"] if first_rank else torch.zeros_like(given["quant_bias"])
-        inputs = [shared_input_value(given[name], layer) for name in ("input_scale", "input_offset")]
-        return self.pack_static(given["weight"], given["deq_scale"], bias, *inputs, dtype)
+        scale, offset = (shared_input_value(given[name], layer) for name in ("input_scale", "input_offset"))
+        return self.pack_static(given["weight"], given["deq_scale"], bias, scale, offset, dtype)
 
     def pack_static(
         self,
