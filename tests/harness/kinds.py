@@ -93,7 +93,7 @@ def case(name: str, directory: Path, ranks: int, dtype: str, engine: dict[str, A
     asked: list[Any]
     asked, lengths = kind_models.prompts()
     if kind.media == "image":
-        asked, lengths = ["what is <image>?", "<image><image>: how many", "1+1="], [6, 5, 4]
+        asked, lengths = ["what is <image>?", "<image> or <image>: how many", "1+1="], [6, 5, 4]
     if kind.media == "audio":
         asked, lengths = [[3, 4 + i, 5] for i in range(3)], [6, 5, 7]
     made = {"name": name, "model": str(make(name, directory)), "task": kind.task, "ranks": ranks, "dtype": dtype}
