@@ -131,9 +131,11 @@ def per_layer(result: dict[str, Any]) -> dict[str, Any]:
         names = Counter(more["names"])
         names.subtract(fewer["names"])
         launches = {name: count for name, count in sorted(names.items()) if count}
+        by_name = {name: more["moved"][name] - fewer["moved"].get(name, 0) for name in launches if name in more["moved"]}
         moved, sent = needed(CASES[result["name"]], step)
         found[step] = {
             "launches": launches,
+            "moved": by_name,
             "outside": sum(fewer["names"].values()) - 2 * sum(launches.values()),
             "bytes": more["bytes"] - fewer["bytes"],
             "needed": moved,
