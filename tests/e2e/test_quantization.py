@@ -1,6 +1,6 @@
 """Quantized models served by vLLM, compared with transformers with dequantized weights.
 
-Here are two models, each layer of which has another scheme; `tools/check quantized` runs all, and breaks each scheme once.
+Here are four models, whose layers have different schemes; `tools/check quantized` runs all, and breaks each scheme once.
 """
 
 import json
@@ -13,11 +13,14 @@ from harness import checkout, layouts, npus, quantized
 
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}  # with torch.compile's fusions
+EAGER = layouts.OF_EXPERTS["TP2"]
 TP1 = layouts.OF_EXPERTS["TP1"]
 # name: (model, format, dtype, int8 KV cache, engine, what it is served by)
 CASES = {
     "linear layers with biases, ModelSlim, int8 KV cache, TP2": ("dense", "ascend", "float16", True, TP2, "FusedAttentionImpl"),
     "experts, compressed-tensors": ("experts", "compressed-tensors", "bfloat16", False, TP1, "QuantizedExperts"),
+    "linear layers with biases, GPTQ by layer, TP2": ("dense", "gptq", "bfloat16", False, EAGER, "FusedAttentionImpl"),
+    "experts, AWQ, TP2": ("experts", "awq", "float16", False, EAGER, "QuantizedExperts"),
 }
 
 

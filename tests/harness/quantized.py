@@ -59,6 +59,8 @@ DENSE = {
         Spec(4, "dynamic", group=64),
         Spec(4, "dynamic", group=64, packed=True),
     ],
+    "awq": [Spec(4, group=128, symmetric=False)] * 2,
+    "gptq": [Spec(4, group=128), Spec(4, group=64, symmetric=False), Spec(8, group=128, symmetric=False), Spec(4)],
 }
 EXPERTS = {
     "ascend": [
@@ -77,13 +79,15 @@ EXPERTS = {
         Spec(4, "dynamic"),
         Spec(4, "dynamic", group=32),
     ],
+    "awq": [Spec(4, group=32, symmetric=False)] * 2,
+    "gptq": [Spec(4, group=64), Spec(4, group=32, symmetric=False)],
 }
 
 
 def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
     """The spec of a matrix by its name; ``only`` leaves all layers but one as they are.
 
-    Linear layers beside experts have the experts' spec, but in the first layer static inputs, which no experts have.
+    Linear layers beside experts have the experts' spec; static inputs, which no experts have, in a first layer with dynamic ones.
     """
 
     def find(name: str) -> Spec | None:
@@ -93,7 +97,8 @@ def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
         layer = int(parts[parts.index("layers") + 1])
         if only not in (None, layer):
             return None
-        return STATIC if experts and layer == 0 and "experts" not in parts else specs[layer]
+        static = experts and layer == 0 and "experts" not in parts and specs[0] == DYNAMIC
+        return STATIC if static else specs[layer]
 
     return find
 

@@ -8,7 +8,7 @@ import pytest
 import zmq
 from ascend_kv_connector.auth import SECRET_ENV, CurveKeys, is_loopback, read_secret
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.protocol import Ack, Release
+from ascend_kv_connector.protocol import Ack, Finish
 from ascend_kv_connector.rpc import RpcClient, RpcServer
 from ascend_kv_connector.transfers import Done
 from ascend_platform import extension
@@ -26,10 +26,10 @@ def test_client_with_a_different_secret_is_refused(ours: CurveKeys | None, their
     began = monotonic()
     try:
         if ours is theirs:
-            assert client.call(Release("r", "d/0", 1), began + 5) == Ack()
+            assert client.call(Finish("r", "d", 0, 1), began + 5) == Ack()
         else:
             with pytest.raises(TransferError, match="authentication failed: the secrets differ or only one instance has one"):
-                client.call(Release("r", "d/0", 1), began + 5)
+                client.call(Finish("r", "d", 0, 1), began + 5)
             assert asked == []
         assert monotonic() - began < 2
     finally:

@@ -116,13 +116,13 @@ def test_preempted_prompt_continues_in_new_blocks(instances: Callable) -> None:
 def test_revoke_waits_for_readers() -> None:
     leases = Leases()
     leases.track("r", [1], 4, PrefillProgress())
-    with leases.use("r"):
+    with leases.use("r", "d"):
         began = monotonic()
         leases.revoke("r", 0.1)
         assert monotonic() - began >= 0.1
     leases.track("r", [1], 4, PrefillProgress())
     leases.revoke("r", 5.0, "it is over")
-    with pytest.raises(TransferError, match="it is over"), leases.use("r"):
+    with pytest.raises(TransferError, match="it is over"), leases.use("r", "d"):
         pass
     assert leases.pop_ended() == {}  # revoked blocks belong to the scheduler
 

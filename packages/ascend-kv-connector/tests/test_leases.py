@@ -1,12 +1,14 @@
-"""Leases and send buffers with a simulated clock."""
+"""Leases, send buffers and the queue for them with a simulated clock."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from ascend_kv_connector.buffers import SendBuffers
+from ascend_kv_connector.buffers import Owner, SendBuffers
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.leases import Leases, NotReadyError, PrefillProgress
+from ascend_kv_connector.leases import MAX_READERS, Leases, NotReadyError, PrefillProgress
+from ascend_kv_connector.protocol import Ack, Fetch, Refused
+from ascend_kv_connector.query_queue import Asked, BusyError, QueryQueue
 
 
 class Clock:
@@ -33,14 +35,14 @@ def test_lease_expires_once(leases: Leases, clock: Clock) -> None:
     clock.now += 0.2
     assert leases.pop_ended() == {"r": "the lease of 10 s has expired"}
     assert leases.pop_ended() == {}
-    with pytest.raises(TransferError, match="were freed: the lease of 10 s has expired"), leases.use("r"):
+    with pytest.raises(TransferError, match="were freed: the lease of 10 s has expired"), leases.use("r", "d"):
         pass
 
 
 def test_use_renews_the_lease_and_keeps_it(leases: Leases, clock: Clock) -> None:
     leases.grant("r", [3, 4], 7, 10)
     clock.now += 9
-    with leases.use("r") as lease:
+    with leases.use("r", "d") as lease:
         assert (lease.blocks, lease.tokens) == ([3, 4], 7)
         clock.now += 30
         assert leases.pop_ended() == {}
@@ -49,24 +51,24 @@ def test_use_renews_the_lease_and_keeps_it(leases: Leases, clock: Clock) -> None
 
 def test_lease_ends_when_all_readers_released_it(leases: Leases) -> None:
     leases.grant("r", [3], 7, 10)
-    leases.release("r", "d/0", 2)
-    leases.release("r", "d/0", 2)
+    leases.finish("r", "d", 0, 2)
+    leases.finish("r", "d", 0, 2)
     assert leases.pop_ended() == {}
-    leases.release("r", "d/1", 2)
+    leases.finish("r", "d", 1, 2)
     assert list(leases.pop_ended()) == ["r"]
-    leases.release("r", "d/1", 2)
+    leases.finish("r", "d", 1, 2)
     assert (leases.pop_ended(), len(leases)) == ({}, 0)
 
 
 def test_releases_before_the_grant_are_counted(leases: Leases) -> None:
-    leases.release("r", "d/0", 2)
-    with pytest.raises(NotReadyError), leases.use("r"):
+    leases.finish("r", "d", 0, 2)
+    with pytest.raises(NotReadyError), leases.use("r", "d"):
         pass
     leases.grant("r", [3], 7, 10)
     assert leases.pop_ended() == {}
-    leases.release("r", "d/1", 2)
+    leases.finish("r", "d", 1, 2)
     assert list(leases.pop_ended()) == ["r"]
-    leases.release("s", "d/0", 1)
+    leases.finish("s", "d", 0, 1)
     leases.grant("s", [3], 7, 10)
     assert list(leases.pop_ended()) == ["s"]
 
@@ -74,16 +76,16 @@ def test_releases_before_the_grant_are_counted(leases: Leases) -> None:
 def test_request_id_can_be_reused(leases: Leases) -> None:
     for _ in range(2):
         leases.grant("r", [3], 7, 10)
-        with leases.use("r"):
+        with leases.use("r", "d"):
             pass
-        leases.release("r", "d/0", 1)
+        leases.finish("r", "d", 0, 1)
         assert list(leases.pop_ended()) == ["r"]
 
 
 def test_no_tokens_are_ready_while_blocks_are_written(leases: Leases) -> None:
     written: Callable[[], bool] = iter([False, True]).__next__
     leases.grant("r", [3], 7, 10, written)
-    with leases.use("r") as lease:
+    with leases.use("r", "d") as lease:
         assert [lease.ready_tokens(["a layer"]), lease.ready_tokens(["a layer"])] == [0, 7]
 
 
@@ -105,17 +107,104 @@ def test_ready_tokens_is_the_minimum_over_layers() -> None:
 def test_send_buffers_are_lent_for_limited_time(clock: Clock) -> None:
     first, second = torch.empty(1), torch.empty(1)
     buffers = SendBuffers([first, second], clock)
-    (one, buffer), (_, other) = buffers.acquire("r", "d/0", 5), buffers.acquire("r", "d/1", 9)
-    assert (buffer is first, other is second, buffers.acquire("s", "d/0", 5)) == (True, True, None)
-    buffers.release("r", "d/1", [one])  # another reader's
+    mine, other, third = Owner("r", "d", 0, "n"), Owner("r", "d", 1, "n"), Owner("s", "d", 0, "n")
+    (one, buffer), (_, taken) = buffers.acquire(mine, 5), buffers.acquire(other, 9)
+    assert (buffer is first, taken is second, buffers.acquire(third, 5)) == (True, True, None)
+    buffers.release(other, [one])  # another reader's
     assert buffers.in_use == 2
     clock.now += 5
     assert buffers.in_use == 1
-    three, buffer = buffers.acquire("r", "d/0", 5)
+    three, buffer = buffers.acquire(mine, 5)
     assert buffer is first
-    buffers.release("r", "d/0", [one])  # expired, although the same reader has the buffer again
-    assert (buffers.in_use, buffers.acquire("s", "d/0", 5)) == (2, None)
-    buffers.release("r", "d/1")
-    assert buffers.acquire("s", "d/0", 5)[1] is second
-    buffers.release("r", "d/0", [three])
+    buffers.release(mine, [one])  # expired, although the same transfer has the buffer again
+    assert (buffers.in_use, buffers.acquire(third, 5)) == (2, None)
+    buffers.release(other)
+    assert buffers.acquire(third, 5)[1] is second
+    buffers.release(mine, [three])
     assert buffers.in_use == 1
+
+
+def test_a_transfer_cannot_return_its_siblings_buffers(clock: Clock) -> None:
+    """With n > 1, or a repeated request, several requests of one engine read the same blocks."""
+    buffers = SendBuffers([torch.empty(1) for _ in range(3)], clock)
+    one, sibling, later = Owner("r", "d", 0, "0_n"), Owner("r", "d", 0, "1_n"), Owner("s", "d", 0, "m")
+    (ticket, _), _, _ = (buffers.acquire(each, 9) for each in (one, sibling, later))
+    buffers.release(sibling, [ticket])
+    assert buffers.in_use == 3
+    buffers.release(one)
+    assert buffers.in_use == 2
+    buffers.release_request("r", "d", 0)
+    assert buffers.in_use == 1
+
+
+def test_lease_counts_the_readers_that_have_registered(leases: Leases, clock: Clock) -> None:
+    leases.grant("r", [3], 7, 10)
+    for reader in ("d", "e"):
+        with leases.use("r", reader):
+            pass
+    leases.finish("r", "d", 0, 1)
+    leases.finish("r", "d", 1, 2)  # it says 2 ranks now
+    assert leases.pop_ended() == {}, "e still reads"
+    leases.finish("r", "e", 0, 2)
+    leases.finish("r", "e", 5, 2)  # no such rank
+    assert leases.pop_ended() == {}
+    leases.finish("r", "e", 1, 2)
+    assert list(leases.pop_ended()) == ["r"]
+
+
+def test_peers_cannot_fill_the_memory(leases: Leases) -> None:
+    for number in range(MAX_READERS + 50):
+        leases.finish("early", f"d{number}", 0, 2)
+    assert len(leases._early_readers["early"]) == MAX_READERS
+    leases.grant("r", [3], 7, 10)
+    for number in range(MAX_READERS):
+        with leases.use("r", f"d{number}"):
+            pass
+    with pytest.raises(TransferError, match=f"{MAX_READERS} other instances read the request"), leases.use("r", "one more"):
+        pass
+
+
+def fetch(number: int) -> Fetch:
+    return Fetch("r", "d", 0, f"n{number}", 0, 1, [0], 0, 1)
+
+
+def test_queries_are_answered_in_their_order(clock: Clock) -> None:
+    queue, free = QueryQueue(5.0, clock), 0
+    replies: list[tuple[str, object]] = []
+
+    def answer(query: Fetch) -> Ack:
+        nonlocal free
+        if not free:
+            raise BusyError((query.transfer,), "all in use")
+        free -= 1
+        return Ack()
+
+    def ask(number: int) -> None:
+        queue.add((f"n{number}",), Asked(fetch(number), lambda reply: replies.append((f"n{number}", reply))), "all in use")
+
+    for number in range(4):
+        ask(number)
+        clock.now += 1
+    assert [queue.is_next((f"n{number}",)) for number in (0, 1, 7)] == [True, False, False]
+    queue.serve(answer)
+    assert replies == []
+    free = 1
+    queue.serve(answer)
+    assert replies.pop() == ("n0", Ack())
+    clock.now += 2.5  # 6.5 s after the first: the second query has waited for 5.5 s
+    queue.serve(answer)
+    told = Refused("deadline", "all in use", again=True, queued=True)
+    assert replies.pop() == ("n1", told)
+    assert replies == []
+    queue.remove(lambda place: place == ("n2",))  # its transfer has ended
+    ask(1)  # repeated, and still before the others
+    free = 2
+    queue.serve(answer)
+    assert replies == [("n1", Ack()), ("n3", Ack())]
+    assert len(queue) == 0
+    ask(5)
+    clock.now += 6
+    queue.serve(answer)
+    clock.now += 6
+    queue.serve(answer)  # its sender has not repeated it
+    assert len(queue) == 0

@@ -67,6 +67,21 @@ def test_prefill_params_are_passed_to_decode_and_its_stream_to_the_client() -> N
     assert to_decode == body | {"kv_transfer_params": PARAMS}
 
 
+def test_prefill_generates_one_token_of_one_sequence() -> None:
+    body = {"prompt": [6, 7], "max_tokens": 5, "min_tokens": 2, "n": 2, "best_of": 2}
+    _, _, asked = ask(body, first, second)
+    (_, to_prefill, _), (_, to_decode, _) = asked
+    assert to_prefill == {"prompt": [6, 7], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    assert to_decode == body | {"kv_transfer_params": PARAMS}
+
+
+@pytest.mark.parametrize("prompts", [["6*7=", "2*3="], [[6, 7], [2, 3]]])
+def test_list_of_prompts_is_computed_by_the_decode_instance(prompts: list) -> None:
+    body = {"prompt": prompts, "max_tokens": 5}
+    status, _, asked = ask(body, first, second)
+    assert (status, [(name, sent) for name, sent, _ in asked]) == (200, [("decode", body)])
+
+
 async def without(request: web.Request) -> web.Response:
     return web.json_response({"choices": []})
 

@@ -5,11 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ascend_kv_connector.connector import AscendP2PConnector
+from ascend_kv_connector.prompt_digest import prompt_digest
 from ascend_kv_connector.scheduler import Endpoint, LayerwisePrefill, Load, P2PScheduler
 from ascend_kv_connector.transfers import Source
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -23,15 +27,22 @@ ANSWER = {
     "remote_ranks": [["10.0.0.1", 7000], ["10.0.0.2", 7001]],
     "remote_num_tokens": 21,
 }
+"""For the prompt of :func:`request`."""
+
 SOURCE = Source("p", "far", (("10.0.0.1", 7000), ("10.0.0.2", 7001)))
 
 
 NOTHING = SchedulerOutput.make_empty()
 
 
-def request(tokens: int = 21, params: dict[str, Any] | None = None, name: str = "near") -> Request:
+def request(tokens: int = 21, params: dict[str, Any] | None = None, name: str = "near", first: int = 0, **more: Any) -> Request:
+    """Request for the prompt ``first``, 1, 2, …; a source in its parameters is for it, unless they have a digest."""
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params} if params else None)
-    return Request(request_id=name, prompt_token_ids=list(range(tokens)), sampling_params=sampling, pooling_params=None)
+    ids = [first, *range(1, tokens)]
+    made = Request(request_id=name, prompt_token_ids=ids, sampling_params=sampling, pooling_params=None, **more)
+    if params and "remote_num_tokens" in params and isinstance(params["remote_num_tokens"], int):
+        params.setdefault("remote_prompt_digest", prompt_digest(made, params["remote_num_tokens"]))
+    return made
 
 
 def scheduler(produces: bool = True, consumes: bool = True) -> P2PScheduler:
@@ -52,7 +63,7 @@ def test_remote_prompt_is_loaded_after_the_local_prefix() -> None:
     made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 0)  # vLLM calls it again after the load
     meta = made.build_connector_meta(NOTHING)
     assert meta.loads == {"near": Load(SOURCE, [52, 53, 54, 55], 8, 21)}
-    assert meta.declined == []
+    assert meta.released == []
     assert made.build_connector_meta(NOTHING).loads == {}
     assert made.get_num_new_matched_tokens(near, 0) == (0, False)  # after a preemption
     assert made.request_finished(near, [50]) == (False, None)
@@ -70,10 +81,10 @@ def test_last_token_is_not_loaded_with_sliding_windows() -> None:
     tables = SimpleNamespace(get_block_ids=lambda: ([50, 51, 52, 53, 54, 55], [0, 0, 0, 63, 64, 65]))
     made.update_state_after_alloc(near, tables, 12)
     assert made.build_connector_meta(NOTHING).loads == {"near": Load(SOURCE, [52, 53, 54, 0, 63, 64], 8, 20)}
-    one = request(1, params=dict(ANSWER, remote_num_tokens=1))
+    one = request(1, params=dict(ANSWER, remote_num_tokens=1, remote_request_id="one"))
     assert made.get_num_new_matched_tokens(one, 0) == (0, False)
     made.update_state_after_alloc(one, blocks(7), 0)
-    assert made.build_connector_meta(NOTHING).declined == [SOURCE]
+    assert made.build_connector_meta(NOTHING).released == [SOURCE._replace(request="one")]
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(4, True), (9, False), (10, True), (21, False), (22, True)])
@@ -91,6 +102,7 @@ def test_layerwise_is_refused_with_sliding_windows() -> None:
     made, near = of_windows(), request(params={"do_remote_prefill": True, "metaserver": "http://r"})
     assert made.get_num_new_matched_tokens(near, 0) == (0, False)
     reader = {"do_remote_decode": True, "remote_reader": "d-1", "remote_ranks": [["h", 9]]}
+    reader["remote_prompt_digest"] = prompt_digest(request(22), 22)
     far = request(22, params=reader, name="far")
     made.update_state_after_alloc(far, blocks(*range(1, 7)), 0)
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 22
@@ -104,14 +116,14 @@ def test_fully_cached_prompt_is_declined() -> None:
     made, near = scheduler(), request(20, params=dict(ANSWER, remote_num_tokens=16))
     assert made.get_num_new_matched_tokens(near, 16) == (0, False)
     made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54), 0)
-    assert made.build_connector_meta(NOTHING).declined == [SOURCE]
+    assert made.build_connector_meta(NOTHING).released == [SOURCE]
 
 
 def test_request_aborted_before_scheduling_is_declined() -> None:
     made, near = scheduler(), request(params=dict(ANSWER))
     near.status = RequestStatus.FINISHED_ABORTED
     assert made.request_finished(near, []) == (False, None)
-    assert made.build_connector_meta(NOTHING).declined == [SOURCE]
+    assert made.build_connector_meta(NOTHING).released == [SOURCE]
 
 
 def test_finished_prompt_is_kept_and_its_params_returned() -> None:
@@ -229,6 +241,7 @@ def test_push_mode_uses_the_configured_metaserver_by_default() -> None:
 
 def test_aborted_prefill_is_revoked_and_cancelled() -> None:
     params = {"do_remote_decode": True, "remote_reader": "near", "remote_ranks": [["h", 1]]}
+    params["remote_prompt_digest"] = prompt_digest(request(), 21)
     prefill, far = scheduler(), request(params=params, name="far")
     prefill.update_state_after_alloc(far, blocks(7, 8), 0)
     far.status = RequestStatus.FINISHED_ABORTED
@@ -253,6 +266,72 @@ def test_load_of_a_disconnected_client_is_aborted() -> None:
     made.update_finished_loads({"second"})
     assert made.request_finished(second, [50]) == (False, None)
     assert made.build_connector_meta(NOTHING).aborted == []
+
+
+def load(made: P2PScheduler, near: Request) -> tuple[int, list[Source]]:
+    """Schedule a request: the tokens that it loads, and the sources released by then."""
+    tokens, _ = made.get_num_new_matched_tokens(near, 0)
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), tokens)
+    return tokens, made.build_connector_meta(NOTHING).released
+
+
+def test_source_of_another_prompt_is_not_loaded() -> None:
+    """vLLM returns the parameters of a list's first prompt, and routers give them to all prompts of the list."""
+    made = scheduler()
+    answer = request(params=dict(ANSWER)).kv_transfer_params
+    prompts = {
+        "first": request(params=dict(answer), name="first"),
+        "second": request(params=dict(answer), name="second", first=7),
+        "shorter": request(20, params=dict(answer), name="shorter"),
+        "longer": request(30, params=dict(answer), name="longer"),
+    }
+    assert {name: load(made, near)[0] for name, near in prompts.items()} == {"first": 21, "second": 0, "shorter": 0, "longer": 21}
+    assert made.build_connector_meta(NOTHING).released == []
+
+
+def test_digest_covers_what_determines_the_kv_cache() -> None:
+    def image(offset: int, identifier: str) -> MultiModalFeatureSpec:
+        return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, 4))
+
+    embeds = torch.arange(84.0).view(21, 4)
+    others = {
+        "token": request(first=7),
+        "adapter": request(lora_request=LoRARequest("a", 1, "/a")),
+        "image": request(mm_features=[image(3, "a")]),
+        "other image": request(mm_features=[image(3, "b")]),
+        "image elsewhere": request(mm_features=[image(4, "a")]),
+        "embeddings": request(prompt_embeds=embeds),
+        "other embeddings": request(prompt_embeds=embeds + 1),
+    }
+    digests = {name: prompt_digest(each, 21) for name, each in others.items()} | {"": prompt_digest(request(), 21)}
+    assert len(set(digests.values())) == len(digests), digests
+    assert prompt_digest(request(30, mm_features=[image(22, "a")]), 21) == digests[""]  # only what is before it counts
+    assert prompt_digest(request(), 20) != digests[""]
+
+
+def test_requests_that_share_a_source_release_it_once() -> None:
+    """With n > 1, or if a router repeats a request, several requests name one source."""
+    made, answer = scheduler(), request(params=dict(ANSWER)).kv_transfer_params
+    one, other, aborted, late = (request(params=dict(answer), name=name) for name in ("one", "other", "aborted", "late"))
+    assert [load(made, each) for each in (one, other, aborted)] == [(21, [])] * 3
+    made.update_finished_loads({"one"})
+    aborted.status = RequestStatus.FINISHED_ABORTED
+    made.request_finished(aborted, [])
+    meta = made.build_connector_meta(NOTHING)
+    assert (meta.released, meta.aborted) == ([], ["aborted"])
+    made.update_finished_loads({"other", "aborted"})
+    assert made.build_connector_meta(NOTHING).released == [SOURCE]
+    assert load(made, late) == (0, [])  # the producer has freed it
+
+
+def test_prefill_for_another_prompt_is_not_sent() -> None:
+    params = {"do_remote_decode": True, "remote_reader": "near", "remote_ranks": [["h", 1]]}
+    params["remote_prompt_digest"] = prompt_digest(request(), 21)
+    prefill, far = scheduler(), request(params=params, name="far", first=7)
+    prefill.update_state_after_alloc(far, blocks(7, 8), 0)
+    new = NewRequestData("far", None, [], None, None, ([7, 8],), 0, None)
+    meta = prefill.build_connector_meta(step([new], {"far": 21}))
+    assert (meta.layerwise, meta.cancelled) == ({}, [])
 
 
 def test_connector_implements_vllms_signatures() -> None:

@@ -1,15 +1,18 @@
 """Quantization schemes against float64, and refused configurations through vLLM's own configuration."""
 
+import functools
 import json
 import sys
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
-from ascend_platform import extension, host, quantization
+from ascend_platform import host, quantization
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.quantization import base
 from ascend_platform.quantization.common import DESCRIPTION, NAME
+from ascend_platform.quantization.formats import awq_gptq
 from ascend_platform.quantization.formats.compressed_tensors import reader
 from ascend_platform.quantization.methods import kv_cache
 from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod
@@ -159,6 +162,42 @@ def test_packed_words_of_compressed_tensors(spec):
     assert spec.symmetric or torch.equal(found.zero_point.cpu(), own.zero)
 
 
+@pytest.mark.parametrize(
+    ("form", "spec"),
+    [
+        ("awq", Spec(4, group=64, symmetric=False)),
+        ("awq", Spec(4, group=64)),
+        ("gptq", Spec(4, group=64, symmetric=False)),
+        ("gptq_v2", Spec(4, group=64, symmetric=False)),
+        ("gptq", Spec(4, symmetric=True)),
+        ("gptq", Spec(8, group=128, symmetric=False)),
+    ],
+    ids=str,
+)
+def test_packed_words_of_awq_and_gptq(form, spec):
+    own = quantize.matrix(torch.randn(OUT, IN) + 0.3, spec, torch.float16)
+    if form == "awq":
+        given, read = quantize.of_awq(own, torch.float16), functools.partial(awq_gptq.read_awq, symmetric=spec.symmetric)
+    else:
+        given = quantize.of_gptq(own, torch.float16, second=form == "gptq_v2")
+        offset = 0 if form == "gptq_v2" else awq_gptq.ONES[spec.bits]
+        read = functools.partial(awq_gptq.read_gptq, bits=spec.bits, symmetric=spec.symmetric, offset=offset)
+    found = read({name: tensor.npu() for name, tensor in given.items()})
+    assert torch.equal(found.weight.cpu(), own.values)
+    assert torch.equal(found.scale.cpu().float(), own.scale)
+    assert spec.symmetric or torch.equal(found.zero_point.cpu(), own.zero)
+    several = read({name: torch.stack((tensor, tensor)).npu() for name, tensor in given.items()})  # experts
+    assert torch.equal(several.weight[1], found.weight)
+
+
+def test_first_gptq_format_with_zeros_of_0():
+    """GPTQModel subtracts 1 from a word of eight zeros at once, which borrows from the next where a zero is 0."""
+    zero = torch.tensor([[-8.0, 3, -8, -8, 0, 7, -8, 5]]).T
+    own = quantize.Matrix(Spec(4, symmetric=False), torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, 1), zero)
+    found = awq_gptq.read_gptq(quantize.of_gptq(own, torch.float16), bits=4, symmetric=False, offset=awq_gptq.ONES[4])
+    assert torch.equal(found.zero_point, zero)
+
+
 @pytest.fixture
 def model(tmp_path):
     """Write a model's configuration, and perhaps a description; return its directory."""
@@ -247,18 +286,57 @@ def test_unsupported_compressed_tensors_are_refused_in_one_line(model, config, n
     assert engine_config(model(quantization_config=compressed(INT4))).model_config.quantization == "compressed-tensors"
 
 
-def test_unquantized_models_work_with_a_vllm_that_lacks_a_name(model, monkeypatch, caplog):
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (AWQ | {"version": "gemv"}, "the AWQ checkpoint has weights in the layout of gemv kernels; supported: gemm; fix: "),
+        (AWQ | {"bits": 8}, "the AWQ checkpoint has 8-bit weights; supported: 4 bits"),
+        (GPTQ | {"bits": 3}, "the GPTQ checkpoint has 3-bit weights; supported: 4 and 8 bits"),
+        (GPTQ | {"checkpoint_format": "marlin"}, r"weights in format marlin \(checkpoint_format\); supported: gptq, gptq_v2"),
+        (GPTQ | {"desc_act": True}, r"activation ordering \(desc_act=True\) is no longer supported"),
+        (GPTQ | {"lm_head": True}, "a quantized output head .lm_head.; supported: output heads that are not quantized"),
+    ],
+)
+def test_unsupported_awq_and_gptq_checkpoints_are_refused_in_one_line(model, config, named):
+    with pytest.raises(ValueError, match=rf"[^\n]*{named}"):
+        engine_config(model(quantization_config=config))
+
+
+@pytest.mark.parametrize(("config", "asked"), [(AWQ, "awq"), (GPTQ, "gptq_marlin"), (GPTQ | {"sym": False, "bits": 8}, None)])
+def test_awq_and_gptq_checkpoints_are_detected(model, monkeypatch, config, asked):
+    tensors = {"model.layers.0.mlp.down_proj.qweight": torch.zeros(1, dtype=torch.int32)}
+    path = model(quantization_config=config)
+    safetensors.torch.save_file(tensors, f"{path}/model.safetensors")
+    found = engine_config(path, quantization=asked)
+    assert found.model_config.quantization == f"auto_{config['quant_method']}"
+    monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
+    with pytest.raises(ValueError, match=f"W{config['bits']}A16, which are supported on .* this NPU is Ascend310P3"):
+        engine_config(path)
+
+
+def test_a_vllm_that_lacks_a_name_serves_unquantized_models_only(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(quantization, "_import_error", None)
     monkeypatch.setitem(sys.modules, "ascend_platform.quantization.formats.modelslim", None)
-    monkeypatch.delattr(quantization.formats, "modelslim")
+    monkeypatch.delattr(quantization.formats, "modelslim", raising=False)
     quantization.register.cache_clear()
-    monkeypatch.setattr(extension.logger, "propagate", True)
     engine_config(model())
-    assert "quantized weights are not supported with vLLM" in caplog.text
+    with pytest.raises(ValueError, match=r"the model is quantized \(compressed-tensors\), and .* cannot load quantized weights"):
+        engine_config(model(quantization_config=compressed(INT4)))
+    directory = model()
+    (tmp_path / DESCRIPTION).write_text("{}")
+    with pytest.raises(ValueError, match=r"the model is quantized \(ascend\), .*; fix: pip install --upgrade ascend-platform"):
+        engine_config(directory)
     quantization.register.cache_clear()
 
 
 def test_other_methods_are_refused_by_name(model):
-    with pytest.raises(ValueError, match="supports quantization methods ascend, compressed-tensors; the model has 'fp8'"):
+    with pytest.raises(
+        ValueError, match="supports quantization methods ascend, compressed-tensors, auto_awq, auto_gptq; the model has 'fp8'"
+    ):
         engine_config(model(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}))
     assert NPUPlatform.supported_quantization == []
 
@@ -326,6 +404,16 @@ def test_int8_cache_scales_are_loaded_per_rank(monkeypatch, rank):
 def test_unsupported_groups_are_refused(spec, groups, experts, named):
     with pytest.raises(ValueError, match=named):
         SCHEMES[spec.scheme].check_groups(IN, groups, experts, "x")
+
+
+@pytest.mark.parametrize(("experts", "cure"), [(False, "-size$"), (True, "or set --enable-expert-parallel$")])
+def test_groups_that_a_rank_has_in_part_are_refused(experts, cure):
+    """Qwen3-30B-A3B has 768 inputs in an expert's second matrix: with groups of 128, four ranks have one and a half each."""
+    named = f"groups of 128, which do not divide this rank's 192 inputs; fix: lower --tensor-parallel{'-size, ' * experts}{cure}"
+    with pytest.raises(ValueError, match=named):
+        SCHEMES["W4A16"].count_groups(192, 128, experts, "x")
+    assert SCHEMES["W4A16"].count_groups(384, 128, experts, "x") == 3
+    assert SCHEMES["W4A16"].count_groups(384, -1, experts, "x") == 1
 
 
 def test_asymmetric_weights_with_quantized_inputs_are_refused():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ascend_platform
 import pytest
+from ascend_platform.cli import startup
 
 SCRIPT = """
 import ascend_platform
@@ -128,6 +129,30 @@ def test_vllm_command_with_vllm_ascend_ends_in_one_line(vllm_ascend):
     env = {**os.environ, "PYTHONPATH": str(vllm_ascend)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"ascend-platform: {CONFLICT}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "stopped"),
+    [
+        (["vllm", "serve"], {}, True),
+        (["-u", "vllm", "serve"], {}, True),
+        (["vllm", "serve"], {"VLLM_ASCEND_STARTUP_CHECKS": "0"}, False),
+        (["pytest", "vllm"], {}, False),
+    ],
+)
+def test_start_up_is_checked_where_vllm_is_the_program(vllm_ascend, tmp_path, words, variables, stopped):
+    for name in ("vllm", "pytest"):
+        (tmp_path / name).write_text("print('started')")
+    words = [str(tmp_path / word) if word in ("vllm", "pytest") and word != words[-1] else word for word in words]
+    env = {**os.environ, "PYTHONPATH": str(vllm_ascend)} | variables
+    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == ((1, "") if stopped else (0, "started\n"))
+
+
+def test_vllm_as_a_module_is_the_program():
+    assert startup.runs_vllm(["python3", "-u", "-m", "vllm.entrypoints.openai.api_server"])
+    assert not startup.runs_vllm(["python3", "-m", "pytest", "vllm"])
+    assert not startup.runs_vllm(["python3", "-c", "vllm"])
 
 
 def test_components_are_disabled_with_vllm_ascend(vllm_ascend):

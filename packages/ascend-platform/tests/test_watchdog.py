@@ -23,15 +23,20 @@ time.sleep(120)
 
 PARENT = """
 import multiprocessing, time
+from multiprocessing import connection
 from ascend_platform.worker import watchdog
 
-def child():
-    watchdog.exit_when_parent_exits()
+def child(late):
     print("ready", flush=True)
+    while late and not connection.wait([multiprocessing.parent_process().sentinel]):
+        pass
+    watchdog.exit_when_parent_exits()
     time.sleep(120)
 
 if __name__ == "__main__":
-    processes = [multiprocessing.get_context("spawn").Process(target=child, name=name) for name in ("EngineCore_DP0", "other")]
+    names = ("EngineCore_DP0", "VllmWorker-0", "other")
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=child, name=name, args=(name == "VllmWorker-0",)) for name in names]
     for process in processes:
         process.start()
     print(*(process.pid for process in processes), flush=True)
@@ -39,19 +44,18 @@ if __name__ == "__main__":
 """
 
 
-def test_engine_core_exits_with_its_parent(tmp_path: Path) -> None:
+def test_engine_core_and_worker_exit_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert parent.stdout is not None
-    lines = [line.strip() for line in itertools.islice(filter(None, map(said, parent.stdout)), 3)]
-    assert sorted(lines)[1:] == ["ready", "ready"]
-    engine, other = map(psutil.Process, map(int, sorted(lines)[0].split()))
+    lines = [line.strip() for line in itertools.islice(filter(None, map(said, parent.stdout)), 4)]
+    assert sorted(lines)[1:] == ["ready"] * 3
+    engine, late, other = map(psutil.Process, map(int, sorted(lines)[0].split()))
     parent.kill()
     try:
         assert f"the parent process {parent.pid} has exited" in parent.stdout.readline()
-        psutil.wait_procs([engine], timeout=10)
-        assert not engine.is_running()
+        assert psutil.wait_procs([engine, late], timeout=10)[1] == []  # late: it began to watch after its parent's end
         assert other.is_running()  # not one of vLLM's
     finally:
         other.kill()

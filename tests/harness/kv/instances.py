@@ -35,6 +35,22 @@ class Network(Protocol):
     def make_transport(self) -> Any: ...
 
 
+class ScheduledConsumer(Consumer):
+    """A consumer that releases a source after the last load from it, as P2PScheduler lets the workers do."""
+
+    def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int) -> None:
+        self.__dict__.setdefault("sources", {})[request] = source
+        super().start(request, source, blocks, start, stop)
+
+    def get_finished(self) -> list[Done | Failed]:
+        ended = super().get_finished()
+        for outcome in ended:
+            source = self.__dict__["sources"].pop(outcome.request)
+            if source is not None and source not in self.__dict__["sources"].values():
+                self.release(source)
+        return ended
+
+
 class Instance:
     """The ranks of one instance: caches ``[blocks, block_size, heads, size]`` of int16, for each rank its layers and heads.
 
@@ -99,7 +115,7 @@ class Instance:
     def consume(self, model: str = "m") -> Instance:
         count = len(self.caches)
         self.consumers = [
-            Consumer(
+            ScheduledConsumer(
                 cache, self.network.make_transport(), self.options, self.name, model, rank, count, self.queue, keys=self.keys
             )
             for rank, cache in enumerate(self.caches)

@@ -164,7 +164,7 @@ class Endurance:
             if leaves:
                 self.result.ended["declined"] += 1
                 for rank in ranks:
-                    rank.decline(source)
+                    rank.release(source)
                 return
         start = tokens // 2 // BLOCK_SIZE * BLOCK_SIZE
         self.loads[name] = Load(self.consumer.take(tokens - start), start, tokens, monotonic())

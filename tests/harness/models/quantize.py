@@ -1,7 +1,7 @@
-"""Quantize a small model for tests: write it as ModelSlim does, or as compressed-tensors.
+"""Quantize a small model for tests: write it as ModelSlim, compressed-tensors, AutoAWQ or GPTQModel do.
 
-No calibration is done here: the ranges of inputs and of keys and values are given. Layouts: msmodelslim's AscendV1Saver, and
-compressed-tensors' pack-quantized and int-quantized formats as vLLM reads them.
+No calibration is done here: the ranges of inputs and of keys and values are given. Layouts: msmodelslim's AscendV1Saver,
+compressed-tensors' pack-quantized and int-quantized formats as vLLM reads them, AutoAWQ's WQLinear_GEMM, GPTQModel's QuantLinear.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -148,6 +149,57 @@ def of_compressed(own: Matrix, inputs: Range | None, dtype: torch.dtype) -> dict
     return tensors
 
 
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Columns of a word from its lowest bits on (AutoAWQ, ``WQLinear_GEMM.from_linear``)."""
+
+
+def words_of_columns(values: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """Pack unsigned values ``[rows, columns]`` into 32-bit words ``[rows, columns / n]``, from the lowest bits on."""
+    each = 32 // bits
+    words = np.zeros((len(values), values.shape[1] // each), np.uint32)
+    for slot, column in enumerate(order or range(each)):
+        words |= values[:, column::each].astype(np.uint32) << np.uint32(bits * slot)
+    return words
+
+
+def of_awq(own: Matrix, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A matrix's tensors in an AWQ checkpoint: ``[in, out]``, words along the columns."""
+    values, zeros = ((tensor.T.numpy() + 8).astype(np.uint32) for tensor in (own.values, own.zero))
+    words = {"qweight": words_of_columns(values, 4, AWQ_ORDER), "qzeros": words_of_columns(zeros, 4, AWQ_ORDER)}
+    return {name: torch.from_numpy(each.view(np.int32)) for name, each in words.items()} | {"scales": own.scale.T.to(dtype)}
+
+
+def of_gptq(own: Matrix, dtype: torch.dtype, *, second: bool = False) -> dict[str, torch.Tensor]:
+    """A matrix's tensors in a GPTQ checkpoint: ``[in, out]``, words along the rows; ``second``: in format gptq_v2."""
+    bits, middle = own.spec.bits, 2 ** (own.spec.bits - 1)
+    values, zeros = ((tensor.T.numpy().astype(np.int64) + middle).astype(np.uint32) for tensor in (own.values, own.zero))
+    stored = words_of_columns(zeros, bits)
+    if not second:  # GPTQModel subtracts 1 from each value of the word at once
+        stored = stored - np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
+    words = {"qweight": words_of_columns(values.T, bits).T.copy(), "qzeros": stored}
+    groups = torch.arange(values.shape[0], dtype=torch.int32) // (values.shape[0] // own.scale.shape[1])
+    tensors = {name: torch.from_numpy(each.view(np.int32)) for name, each in words.items()}
+    return tensors | {"scales": own.scale.T.to(dtype), "g_idx": groups}
+
+
+def config_of(form: str, names: dict[Spec, list[str]]) -> dict[str, Any]:
+    """The ``quantization_config`` of an AWQ or GPTQ checkpoint; specs after the first are GPTQ's rules for single layers."""
+
+    def own(spec: Spec) -> dict[str, Any]:
+        return {"bits": spec.bits, "group_size": spec.group or -1}
+
+    first, *others = names
+    if form == "awq":
+        assert not others, "an AWQ checkpoint has one scheme"
+        return own(first) | {"quant_method": "awq", "version": "gemm", "zero_point": not first.symmetric}
+    rules: dict[str, Any] = {}
+    for spec in others:
+        layers = sorted({re.sub(r"^(.*layers\.\d+)\..*", r"\1", name) for name in names[spec]})
+        rules |= {rf"+:{re.escape(layer)}\..*": own(spec) | {"sym": spec.symmetric} for layer in layers}
+    more = {"desc_act": False, "sym": first.symmetric, "checkpoint_format": "gptq", "dynamic": rules}
+    return own(first) | {"quant_method": "gptq"} | more
+
+
 def form_of(spec: Spec) -> str:
     return "pack-quantized" if spec.inputs == "none" or spec.packed else "int-quantized"
 
@@ -182,7 +234,7 @@ def quantize(
     """Write ``source`` quantized to target.
 
     Args:
-        form: ``ascend`` or ``compressed-tensors``.
+        form: ``ascend``, ``compressed-tensors``, ``awq`` or ``gptq``.
         spec_of: by a matrix's name, without ``.weight``.
         dtype: that the model will be served in.
         inputs: ranges of the inputs of matrices with static ones.
@@ -207,8 +259,10 @@ def quantize(
         bias = weights.get(f"{base}.bias")
         if form == "ascend":
             tensors = of_ascend(own, None if bias is None else bias.to(dtype), inputs.get(base), dtype)
-        else:
+        elif form == "compressed-tensors":
             tensors = of_compressed(own, inputs.get(base), dtype)
+        else:
+            tensors = of_awq(own, dtype) if form == "awq" else of_gptq(own, dtype)
         stored |= {f"{base}.{part}": tensor.contiguous() for part, tensor in tensors.items()}
         kinds |= {f"{base}.{part}": spec.scheme for part in tensors}
     for name, given in (cache or {}).items():
@@ -222,6 +276,9 @@ def quantize(
         about |= {"kv_cache_type": "C8", "kv_quant_type": "C8"} if cache else {}
         (target / "quant_model_description.json").write_text(json.dumps(about | kinds, indent=2))
         save_file(stored, target / "quant_model_weights.safetensors")
+    elif form in ("awq", "gptq"):
+        config["quantization_config"] = config_of(form, names)
+        save_file(stored, target / "model.safetensors", {"format": "pt"})
     else:
         groups = {f"group_{i}": group_of(spec, under) for i, (spec, under) in enumerate(names.items())}
         config["quantization_config"] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import NamedTuple
 
@@ -28,16 +28,25 @@ def checksum(data: torch.Tensor) -> int:
     return zlib.crc32(data.cpu().numpy().data)
 
 
-class Loan(NamedTuple):
-    """A buffer lent to a reader of a request until ``until``. ``ticket`` distinguishes it from earlier loans of the buffer."""
+class Owner(NamedTuple):
+    """A transfer of a reader: its engine and rank, the producer's request that it reads, and its own request."""
 
-    owner: tuple[str, str]
+    request: str
+    reader: str
+    rank: int
+    transfer: str
+
+
+class Loan(NamedTuple):
+    """A buffer lent to a transfer until ``until``. ``ticket`` distinguishes it from earlier loans of the buffer."""
+
+    owner: Owner
     until: float
     ticket: int
 
 
 class SendBuffers:
-    """Buffers that a rank sends from: lent to a reader for a limited time, until it releases them."""
+    """Buffers that a rank sends from: lent to a transfer for a limited time, until it releases them."""
 
     def __init__(self, buffers: list[torch.Tensor], clock: Callable[[], float] = monotonic) -> None:
         self.buffers = buffers
@@ -46,22 +55,27 @@ class SendBuffers:
         self._loans: dict[int, Loan] = {}
         self._tickets = itertools.count()
 
-    def acquire(self, request: str, reader: str, seconds: float) -> tuple[int, torch.Tensor] | None:
-        """Lend a buffer to this reader: ticket and buffer, or None if all are in use."""
+    def acquire(self, owner: Owner, seconds: float) -> tuple[int, torch.Tensor] | None:
+        """Lend a buffer to this transfer: ticket and buffer, or None if all are in use."""
         with self._lock:
             now = self._clock()
             for index, buffer in enumerate(self.buffers):
                 if index not in self._loans or self._loans[index].until <= now:
-                    loan = self._loans[index] = Loan((request, reader), now + seconds, next(self._tickets))
+                    loan = self._loans[index] = Loan(owner, now + seconds, next(self._tickets))
                     return loan.ticket, buffer
         return None
 
-    def release(self, request: str, reader: str, tickets: list[int] | None = None) -> None:
-        """Take back the buffers of these tickets, or all that the reader has of the request."""
+    def release(self, owner: Owner, tickets: Sequence[int] = ()) -> None:
+        """Take back the buffers of these tickets if the transfer has them, without tickets all that it has."""
+        self._release(lambda loan: loan.owner == owner and (not tickets or loan.ticket in tickets))
+
+    def release_request(self, request: str, reader: str, rank: int) -> None:
+        """Take back all buffers that a reader's rank has of a request."""
+        self._release(lambda loan: loan.owner[:3] == (request, reader, rank))
+
+    def _release(self, ended: Callable[[Loan], bool]) -> None:
         with self._lock:
-            for index, loan in list(self._loans.items()):
-                if loan.owner == (request, reader) and (tickets is None or loan.ticket in tickets):
-                    del self._loans[index]
+            self._loans = {index: loan for index, loan in self._loans.items() if not ended(loan)}
 
     @property
     def in_use(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from time import monotonic
+from typing import NamedTuple
 
 import torch
 import zmq
@@ -26,6 +27,7 @@ from ascend_kv_connector.protocol import (
     CacheInfo,
     Chunk,
     Fetch,
+    Finish,
     Handshake,
     PrefillCancelled,
     PrefillStarted,
@@ -46,6 +48,13 @@ WHOLE_TRANSFER = -1
 
 MAX_STUCK_THREADS = 16
 """Threads that may be stuck in reads; beyond that, stuck threads are not replaced."""
+
+
+class Notice(NamedTuple):
+    """Message for all ranks of a source."""
+
+    source: Source
+    message: Finish | Release
 
 
 class Consumer:
@@ -69,10 +78,10 @@ class Consumer:
         keys: CurveKeys | None = None,
     ) -> None:
         self.cache, self.transport, self.options = cache, transport, options
-        self.model, self.rank, self.ranks, self.reader = model, rank, ranks, f"{engine}/{rank}"
+        self.model, self.rank, self.ranks, self.reader = model, rank, ranks, engine
         self.stream_context, self.keys = stream_context, keys
         self.context = zmq.Context()
-        self.work_queue: queue.SimpleQueue[Transfer | Source | None] = queue.SimpleQueue()
+        self.work_queue: queue.SimpleQueue[Transfer | Notice | None] = queue.SimpleQueue()
         self._transfers: dict[str, Transfer] = {}
         self._quarantined: list[tuple[float, torch.Tensor]] = []
         self._lock = threading.Lock()
@@ -86,7 +95,8 @@ class Consumer:
     def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int) -> None:
         """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`get_finished` reports the outcome.
 
-        Without a source the transfer starts when a producer sends PrefillStarted, and proceeds layer by layer.
+        Without a source the transfer starts when a producer sends PrefillStarted, proceeds layer by layer, and releases the
+        producer's blocks at its end. Otherwise other requests may load from the source too, until :meth:`release`.
         """
         transfer = Transfer(request, source, blocks, start, stop, self.options.transfer_timeout)
         with self._lock:
@@ -106,8 +116,8 @@ class Consumer:
         source = Source(query.source_engine, query.source_request, tuple((host, port) for host, port in query.ranks))
         with self._lock:
             transfer = self._transfers.get(query.request)
-            if query.request in self._unannounced:
-                self.work_queue.put(source)  # no longer needed: release it
+            if query.request in self._unannounced or (transfer and transfer.source not in (None, source)):
+                self.release(source)  # no longer needed, or computed twice (n > 1)
             elif transfer is None:
                 self._announced[query.request] = source
             elif transfer.source is None:
@@ -125,9 +135,21 @@ class Consumer:
         if (transfer := self._transfers.get(request)) and transfer.source is None:
             self.cancel(request, TransferError("peer", cause, "check the logs of the router and the prefill instance"))
 
-    def decline(self, source: Source) -> None:
-        """Tell the producer that this request's blocks are not needed."""
-        self.work_queue.put(source)
+    def release(self, source: Source) -> None:
+        """Tell the producer that this rank does not need the request's blocks any more."""
+        self.work_queue.put(Notice(source, self.finish_message(source)))
+
+    def finish_message(self, source: Source) -> Finish:
+        return Finish(source.request, self.reader, self.rank, self.ranks)
+
+    def release_chunks(self, transfer: Transfer) -> None:
+        """Tell the producer that a transfer does not read any more; without effect for a layer-by-layer transfer's blocks."""
+        assert transfer.source is not None
+        self.work_queue.put(Notice(transfer.source, self.release_message(transfer)))
+
+    def release_message(self, transfer: Transfer, *tickets: int) -> Release:
+        assert transfer.source is not None
+        return Release(transfer.source.request, self.reader, self.rank, transfer.request, list(tickets))
 
     def get_finished(self) -> list[Done | Failed]:
         """Transfers that ended since the last call. Fails those whose deadline has passed."""
@@ -171,8 +193,8 @@ class Consumer:
         if transfer.source is None:
             error = TransferError("peer", f"no prefill instance started the prompt in {transfer.seconds:g} s")
         transfer.fail(error, self.transport.name, self.cache.block_size)
-        if transfer.source is not None:
-            self.decline(transfer.source)  # its thread may be stuck and not release it
+        if transfer.source is not None:  # its thread may be stuck and not release it
+            (self.release(transfer.source) if transfer.layerwise else self.release_chunks(transfer))
         for index, worker in enumerate(self._threads):
             if worker.transfer is transfer and len(self._stuck) < MAX_STUCK_THREADS:
                 worker.stop = True
@@ -203,7 +225,7 @@ class FetchThread:
                 self._run_transfer(work)
                 self.transfer = None
             elif work is not None:
-                self._release(work)
+                self._post(work)
         self._unpacker.shutdown(wait=False)
         for buffer in self._buffers:
             self._consumer.quarantine(buffer)
@@ -222,7 +244,10 @@ class FetchThread:
             if not isinstance(error, TransferError):  # after a TransferEndedError, fail() below has no effect
                 error = TransferError("internal", f"{type(error).__name__}: {error}")
             transfer.fail(error, transport, block_size)
-        self._release(transfer.source)
+        if transfer.layerwise:
+            self._post(Notice(transfer.source, self._consumer.finish_message(transfer.source)))
+        elif isinstance(transfer.outcome, Failed):
+            self._post(Notice(transfer.source, self._consumer.release_message(transfer)))
         if isinstance(transfer.outcome, Failed) and transfer.outcome.kind != "aborted":
             self._disconnect(transfer.source)
 
@@ -242,37 +267,28 @@ class FetchThread:
         transfer.written_until = dict.fromkeys(range(len(plans)), transfer.start)
         if cache.is_hybrid:  # fails as a whole: vLLM does not accept single invalid blocks with several KV cache groups
             transfer.written_until[WHOLE_TRANSFER] = transfer.start
-        read: dict[int, list[int]] = {}
         for part, (first, plan) in enumerate(zip(firsts, plans, strict=True)):
             if first < transfer.stop:
-                read[plan.rank] = self._fetch_from_rank(transfer, part, first, plan, peers[plan.rank], read.get(plan.rank, []))
+                self._fetch_from_rank(transfer, part, first, plan, peers[plan.rank])
         self._wait_unpacked()
 
-    def _fetch_from_rank(
-        self, transfer: Transfer, part: int, begin: int, plan: FetchPlan, peer: CacheInfo, read: list[int]
-    ) -> list[int]:
-        """Fetch all tokens from ``begin`` on according to a plan; the next chunk is requested while one is read.
-
-        ``read`` and the return value are tickets of that rank's chunks that are read but not released.
-        """
+    def _fetch_from_rank(self, transfer: Transfer, part: int, begin: int, plan: FetchPlan, peer: CacheInfo) -> None:
+        """Fetch all tokens from ``begin`` on according to a plan; the next chunk is requested while one is read."""
         assert transfer.source is not None
         client = self._client_of(transfer.source.ranks[plan.rank])
         transfer.peer = client.peer
         each = self._tokens_per_chunk(plan, peer)
         fetches = [self._make_fetch(transfer, plan, first, each) for first in range(begin, transfer.stop, each)]
         asked = monotonic()
-        number = client.send(replace(fetches[0], read=read))
+        number = client.send(fetches[0])
         for index, fetch in enumerate(fetches):
             transfer.remaining()
-            # a retry releases what was read meanwhile; otherwise readers that each hold a buffer could deadlock
-            chunk = _expect_chunk(client.await_reply(number, replace(fetch, read=read), transfer.deadline))
+            chunk = _expect_chunk(client.await_reply(number, fetch, transfer.deadline, check=transfer.remaining))
             until = asked + chunk.seconds
             if index + 1 < len(fetches):
                 asked = monotonic()
-                number = client.send(replace(fetches[index + 1], read=read))
+                number = client.send(fetches[index + 1])
             self._read_chunk(transfer, part, plan, fetch, chunk, peer.session, until)
-            read = [chunk.ticket]
-        return read
 
     def _fetch_layerwise(self, transfer: Transfer, plans: list[FetchPlan], peers: list[CacheInfo]) -> None:
         """Fetch a prompt during its prefill: the tokens that are ready, layer after layer, until all are fetched."""
@@ -289,14 +305,13 @@ class FetchThread:
         transfer.written_until = dict.fromkeys(range(len(layer_plans)), transfer.start)
         at = [transfer.start] * len(layer_plans)
         pending = deque(range(len(layer_plans)))
-        read: dict[int, list[int]] = {}
 
         def ask(part: int) -> tuple[Fetch, RpcClient, int, float]:
             plan = layer_plans[part]
             client = self._client_of(source.ranks[plan.rank])
             each = self._tokens_per_chunk(plan, peers[plan.rank])
             fetch = self._make_fetch(transfer, plan, at[part], each)
-            return fetch, client, client.send(replace(fetch, read=read.get(plan.rank, []))), monotonic()
+            return fetch, client, client.send(fetch), monotonic()
 
         asked = ask(pending[0])
         while pending:
@@ -304,9 +319,10 @@ class FetchThread:
             part = pending.popleft()
             plan, (fetch, client, number, since) = layer_plans[part], asked
             transfer.peer = client.peer
-            again = replace(fetch, read=read.pop(plan.rank, []))
             chunk = _expect_chunk(
-                client.await_reply(number, again, transfer.deadline, retry_seconds=left, max_pause=MAX_LAYERWISE_POLL)
+                client.await_reply(
+                    number, fetch, transfer.deadline, retry_seconds=left, max_pause=MAX_LAYERWISE_POLL, check=transfer.remaining
+                )
             )
             if not fetch.start < chunk.stop <= fetch.stop:
                 raise TransferError("mismatch", f"the peer sent tokens up to {chunk.stop} for {fetch.start} to {fetch.stop}")
@@ -317,7 +333,6 @@ class FetchThread:
                 asked = ask(pending[0])
             got = replace(fetch, stop=chunk.stop)
             self._read_chunk(transfer, part, plan, got, chunk, peers[plan.rank].session, since + chunk.seconds)
-            read.setdefault(plan.rank, []).append(chunk.ticket)
         self._wait_unpacked()
 
     def _tokens_per_chunk(self, plan: FetchPlan, peer: CacheInfo) -> int:
@@ -332,6 +347,8 @@ class FetchThread:
         return Fetch(
             request=transfer.source.request,
             reader=self._consumer.reader,
+            rank=self._consumer.rank,
+            transfer=transfer.request,
             start=first,
             stop=min(first + each, transfer.stop),
             regions=plan.remote,
@@ -362,6 +379,9 @@ class FetchThread:
                 self._buffers.append(buffer)
             raise
         self._buffers.append(buffer)
+        # before anything is awaited: readers that each hold one peer's buffer and wait for another's would deadlock
+        assert transfer.source is not None
+        self._client_of(transfer.source.ranks[plan.rank]).post(consumer.release_message(transfer, chunk.ticket))
         if monotonic() >= until:
             raise TransferError("lease", f"reading a chunk took longer than the {chunk.seconds:g} s for which the peer kept it")
         self._wait_unpacked()
@@ -426,12 +446,12 @@ class FetchThread:
             if client := self._clients.pop(address, None):
                 client.close()
 
-    def _release(self, source: Source) -> None:
-        """Send Release to all ranks of the producer without waiting; a rank that does not receive it keeps the blocks until the
+    def _post(self, notice: Notice) -> None:
+        """Send a message to all ranks of a producer without waiting; a rank that does not receive it keeps the blocks until the
         lease expires."""
-        for address in source.ranks:
+        for address in notice.source.ranks:
             with suppress(TransferError):
-                self._client_of(address).send(Release(source.request, self._consumer.reader, self._consumer.ranks))
+                self._client_of(address).send(notice.message)
 
 
 def _expect_chunk(answer: Reply) -> Chunk:

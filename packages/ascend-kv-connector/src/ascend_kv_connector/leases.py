@@ -1,4 +1,4 @@
-"""Leases: which requests' blocks a producer keeps for readers, until when, and which readers have released them."""
+"""Leases: which requests' blocks a producer keeps for readers, until when, and which readers have finished with them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ Value = TypeVar("Value")
 
 MAX_REMEMBERED = 4096
 """Requests that are remembered after their end or before their start, for messages that arrive out of order."""
+
+
+MAX_READERS = 64
+"""Instances that may read one request."""
 
 
 class BoundedDict(dict[str, Value]):
@@ -54,6 +58,18 @@ class PrefillProgress:
 
 
 @dataclass
+class Reader:
+    """An instance that reads a request: which of its ``ranks`` ranks have finished; 0 ranks if none has said so."""
+
+    finished: set[int] = field(default_factory=set)
+    ranks: int = 0
+
+    @property
+    def has_finished(self) -> bool:
+        return 0 < self.ranks <= len(self.finished)
+
+
+@dataclass
 class Lease:
     """``blocks`` of a request of ``tokens`` tokens; ``ready_tokens(layers)`` is how many of them the device has written.
 
@@ -66,8 +82,7 @@ class Lease:
     expires: float
     ready_tokens: Callable[[Iterable[str]], int]
     finished: bool = False
-    readers: set[str] = field(default_factory=set)
-    expected: int = 0
+    readers: dict[str, Reader] = field(default_factory=dict)
     in_use: int = 0
 
 
@@ -80,7 +95,7 @@ class Leases:
         self._live: dict[str, Lease] = {}
         self._ended: BoundedDict[str] = BoundedDict()
         self._unreported: dict[str, str] = {}
-        self._early_releases: BoundedDict[tuple[set[str], int]] = BoundedDict()
+        self._early_readers: BoundedDict[dict[str, Reader]] = BoundedDict()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -92,8 +107,7 @@ class Leases:
         with self._lock:
             lease = self._update(request, blocks, tokens, lambda layers: tokens if ready() else 0)
             lease.finished, lease.seconds, lease.expires = True, seconds, self._clock() + seconds
-            if lease.readers and len(lease.readers) >= lease.expected:
-                self._end(request, "all readers have released it")
+            self._end_if_unused(request, lease)
 
     def track(self, request: str, blocks: list[int], tokens: int, progress: PrefillProgress) -> None:
         """Update the blocks of a request during prefill; readers may fetch the tokens that are ready."""
@@ -115,11 +129,11 @@ class Leases:
             if reason:
                 self._ended[request] = reason
             elif lease.readers:
-                self._early_releases[request] = lease.readers, lease.expected
+                self._early_readers[request] = lease.readers
 
     @contextmanager
-    def use(self, request: str) -> Iterator[Lease]:
-        """Use a request's lease; it is renewed, and does not end within the context.
+    def use(self, request: str, reader: str) -> Iterator[Lease]:
+        """Use a request's lease for a reader; it is renewed, and does not end within the context.
 
         Raises:
             NotReadyError: the request is not known yet.
@@ -131,6 +145,8 @@ class Leases:
                 if request in self._ended:
                     raise TransferError("lease", f"the request's blocks were freed: {self._ended[request]}")
                 raise NotReadyError("the request's blocks are not available yet")
+            if not _register(lease.readers, reader):
+                raise TransferError("lease", f"{MAX_READERS} other instances read the request")
             lease.in_use += 1
             lease.expires = self._clock() + lease.seconds
         try:
@@ -140,19 +156,22 @@ class Leases:
                 lease.in_use -= 1
                 self._lock.notify_all()
 
-    def release(self, request: str, reader: str, readers: int) -> None:
-        """One of ``readers`` readers has finished; the lease ends with the last."""
+    def finish(self, request: str, reader: str, rank: int, ranks: int) -> None:
+        """A rank of a reader needs the request no more; the lease ends when all ranks of all its readers have said so."""
         with self._lock:
             lease = self._live.get(request)
-            if lease is None:
-                if request not in self._ended:  # a reader gave up before the lease was granted
-                    released, expected = self._early_releases.get(request, (set(), readers))
-                    self._early_releases[request] = released | {reader}, expected
+            if lease is None and request in self._ended:
                 return
-            lease.readers.add(reader)
-            lease.expected = readers
-            if len(lease.readers) >= readers and lease.finished:
-                self._end(request, "all readers have released it")
+            # without a lease a reader gave up before it was granted
+            readers = lease.readers if lease else self._early_readers.get(request, {})
+            if rank >= ranks or not _register(readers, reader):
+                return
+            readers[reader].finished.add(rank)
+            readers[reader].ranks = ranks
+            if lease:
+                self._end_if_unused(request, lease)
+            else:
+                self._early_readers[request] = readers
 
     def pop_ended(self) -> dict[str, str]:
         """Requests whose lease ended since the last call, with the reason; their blocks are free."""
@@ -168,10 +187,22 @@ class Leases:
         self._ended.pop(request, None)  # request ids may be reused
         lease = self._live.setdefault(request, Lease([], 0, 0.0, 0.0, ready_tokens))
         lease.blocks, lease.tokens, lease.ready_tokens = list(blocks), tokens, ready_tokens
-        if request in self._early_releases:
-            lease.readers, lease.expected = self._early_releases.pop(request)
+        if request in self._early_readers:
+            lease.readers = self._early_readers.pop(request)
         return lease
+
+    def _end_if_unused(self, request: str, lease: Lease) -> None:
+        if lease.finished and lease.readers and all(reader.has_finished for reader in lease.readers.values()):
+            self._end(request, "all readers have released it")
 
     def _end(self, request: str, reason: str) -> None:
         del self._live[request]
         self._unreported[request] = self._ended[request] = reason
+
+
+def _register(readers: dict[str, Reader], reader: str) -> bool:
+    """Add a reader if it is new; False if there are too many."""
+    if reader not in readers and len(readers) >= MAX_READERS:
+        return False
+    readers.setdefault(reader, Reader())
+    return True

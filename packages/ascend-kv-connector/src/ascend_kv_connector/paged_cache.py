@@ -86,9 +86,12 @@ class PagedCache:
         return self.windows != (0,)
 
     def first_needed_token(self, start: int, stop: int, group: int) -> int:
-        """First of tokens ``start`` to ``stop`` that the group needs to compute tokens from ``stop`` on."""
+        """First of tokens ``start`` to ``stop`` that the group needs to compute tokens from ``stop`` on.
+
+        It is the first of its block: vLLM's prefix cache offers the block to requests whose window reaches further back.
+        """
         window = self.windows[group]
-        return max(start, stop + 1 - window) if window else start
+        return max(start, (stop + 1 - window) // self.block_size * self.block_size) if window else start
 
     def slot_mapping(self, blocks: Sequence[int], start: int, stop: int, group: int = 0) -> torch.Tensor:
         """int64 ``[stop - start]`` on the host: the tokens' slots, indices into ``[blocks * block_size]``.

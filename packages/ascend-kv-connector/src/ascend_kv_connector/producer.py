@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ascend_kv_connector import protocol
 from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.buffers import SendBuffers, allocate_buffer, checksum
+from ascend_kv_connector.buffers import Owner, SendBuffers, allocate_buffer, checksum
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import Leases, NotReadyError
 from ascend_kv_connector.paged_cache import Heads, PagedCache
-from ascend_kv_connector.protocol import Ack, CacheInfo, Chunk, Fetch, Handshake, Query, Refused, Release, Reply
+from ascend_kv_connector.protocol import Ack, CacheInfo, Chunk, Fetch, Finish, Handshake, Query, Refused, Release, Reply
+from ascend_kv_connector.query_queue import BusyError, QueryQueue
 from ascend_kv_connector.rpc import RpcServer
 from ascend_kv_connector.transport import Transport
 
@@ -37,6 +38,7 @@ class Producer:
     ) -> None:
         self.cache, self.transport, self.options, self.leases = cache, transport, options, Leases()
         self._stream_context = stream_context
+        self._waiting = QueryQueue(options.answer_timeout / 2)
         self._buffers = SendBuffers([allocate_buffer(transport, options.chunk_bytes, cache.device) for _ in range(options.slots)])
         self._cache_info = CacheInfo(
             version=protocol.VERSION,
@@ -51,7 +53,7 @@ class Producer:
             chunk_bytes=options.chunk_bytes,
             regions=cache.regions,
         )
-        self.server = RpcServer(self.answer, host, port, keys)
+        self.server = RpcServer(self.answer, host, port, keys, self._waiting)
 
     @property
     def buffers_in_use(self) -> int:
@@ -63,6 +65,7 @@ class Producer:
 
         Raises:
             TransferError: the query is invalid or failed.
+            BusyError: a Fetch has to wait for a buffer.
         """
         match query:
             case Handshake(version=version, engine=engine):
@@ -74,9 +77,15 @@ class Producer:
                 return self._cache_info
             case Fetch():
                 return self._fetch(query)
-            case Release(request=request, reader=reader, readers=readers):
-                self._buffers.release(request, reader)
-                self.leases.release(request, reader, readers)
+            case Release(tickets=tickets):
+                owner = Owner(query.request, query.reader, query.rank, query.transfer)
+                self._buffers.release(owner, tickets)
+                if not tickets:
+                    self._waiting.remove(lambda place: place == owner)
+            case Finish(request=request, reader=reader, rank=rank, ranks=ranks):
+                self._buffers.release_request(request, reader, rank)
+                self._waiting.remove(lambda place: place[:3] == (request, reader, rank))
+                self.leases.finish(request, reader, rank, ranks)
             case _:
                 return Refused("mismatch", "this rank is a producer only")
         return Ack()
@@ -85,18 +94,18 @@ class Producer:
         self.server.close()
 
     def _fetch(self, fetch: Fetch) -> Reply:
-        self._buffers.release(fetch.request, fetch.reader, fetch.read)
+        owner = Owner(fetch.request, fetch.reader, fetch.rank, fetch.transfer)
         try:
-            with self.leases.use(fetch.request) as lease:
+            with self.leases.use(fetch.request, fetch.reader) as lease:
                 self._check(fetch, lease.tokens)
                 ready = lease.ready_tokens({self.cache.regions[index].layer for index in fetch.regions})
                 if ready <= fetch.start or (ready < fetch.stop and not fetch.allow_partial):
                     raise NotReadyError("the request's blocks are still being written")
                 stop = min(fetch.stop, ready)
                 seconds = 3 * self.options.answer_timeout
-                loan = self._buffers.acquire(fetch.request, fetch.reader, seconds)
+                loan = self._buffers.acquire(owner, seconds) if self._waiting.is_next(owner) else None
                 if loan is None:
-                    return Refused("deadline", f"all {len(self._buffers.buffers)} send buffers are in use", again=True)
+                    raise BusyError(owner, f"all {len(self._buffers.buffers)} send buffers are in use")
                 ticket, buffer = loan
                 with self._stream_context():
                     slots = self.cache.slot_mapping(lease.blocks, fetch.start, stop, self.cache.region_groups[fetch.regions[0]])

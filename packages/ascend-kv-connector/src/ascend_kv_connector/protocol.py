@@ -7,13 +7,21 @@ address. A message's ``tag`` is its name on the wire.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-VERSION = 1
+VERSION = 2
 """Protocol version; both instances must have the same."""
 
 LONGEST_MESSAGE = 1 << 20
 """Bytes; a longer message closes its connection (ZMQ_MAXMSGSIZE)."""
+
+
+Name = Annotated[str, msgspec.Meta(max_length=512)]
+"""Id of an engine or a request; a limit, because peers' ids are remembered."""
+
+Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
@@ -54,19 +62,20 @@ class CacheInfo(Message, frozen=True, tag="Cache"):
 class Fetch(Message, frozen=True, rename={"allow_partial": "growing"}):
     """Pack tokens ``start`` to ``stop`` of a request into a chunk. Reply: Chunk or Refused.
 
-    Of each of ``regions`` (indices into CacheInfo.regions), heads ``first_head`` to ``first_head + heads``. ``read`` has the
-    tickets of chunks that the reader has finished reading. With ``allow_partial`` the reply may have fewer tokens: those that are
-    computed.
+    Of each of ``regions`` (indices into CacheInfo.regions), heads ``first_head`` to ``first_head + heads``. ``reader`` is the
+    reading engine, ``rank`` its rank, ``transfer`` its own request, which has one Fetch at a time. With ``allow_partial`` the
+    reply may have fewer tokens: those that are computed.
     """
 
-    request: str
-    reader: str
+    request: Name
+    reader: Name
+    rank: Rank
+    transfer: Name
     start: int
     stop: int
     regions: list[int]
     first_head: int
     heads: int
-    read: list[int] = []
     verify: bool = False
     allow_partial: bool = False
 
@@ -87,11 +96,22 @@ class Chunk(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """This reader, one of ``readers``, has finished with the request. Reply: Ack, also when repeated."""
+    """A transfer does not read the chunks of these ``tickets`` any more, and without tickets none at all. Reply: Ack."""
 
-    request: str
-    reader: str
-    readers: int
+    request: Name
+    reader: Name
+    rank: Rank
+    transfer: Name
+    tickets: list[int] = []
+
+
+class Finish(Message, frozen=True):
+    """Rank ``rank`` of the ``ranks`` of engine ``reader`` needs the request no more. Reply: Ack, also when repeated."""
+
+    request: Name
+    reader: Name
+    rank: Rank
+    ranks: Rank
 
 
 class PrefillStarted(Message, frozen=True, tag="Announce"):
@@ -100,16 +120,16 @@ class PrefillStarted(Message, frozen=True, tag="Announce"):
     Engine ``source_engine`` runs it as ``source_request``; its ranks listen at ``ranks``.
     """
 
-    request: str
-    source_engine: str
-    source_request: str
+    request: Name
+    source_engine: Name
+    source_request: Name
     ranks: list[tuple[str, int]]
 
 
 class PrefillCancelled(Message, frozen=True, tag="Dropped"):
     """No producer will run the prefill that the receiver waits for as ``request``. Reply: Ack."""
 
-    request: str
+    request: Name
     cause: str
 
 
@@ -148,14 +168,18 @@ class Ack(Message, frozen=True, tag="Noted"):
 
 
 class Refused(Message, frozen=True):
-    """Negative reply. ``again``: the same query may succeed a moment later; ``kind`` is one of errors.KINDS."""
+    """Negative reply. ``again``: the same query may succeed a moment later; ``kind`` is one of errors.KINDS.
+
+    ``queued``: it keeps its place in the peer's queue if it is repeated at once.
+    """
 
     kind: str
     cause: str
     again: bool = False
+    queued: bool = False
 
 
-Query = Handshake | Fetch | Release | PrefillStarted | PrefillCancelled | Connect | Send | Disconnect
+Query = Handshake | Fetch | Release | Finish | PrefillStarted | PrefillCancelled | Connect | Send | Disconnect
 Reply = CacheInfo | Chunk | Ack | Refused | RootInfo
 
 encode = msgspec.msgpack.Encoder().encode

@@ -4,6 +4,7 @@ It sends each completion to a prefill instance for one token and then, with the 
 round-robin. With ``--layerwise`` the decode instance is first: it allocates blocks and posts to the router, which sends the
 prompt with these parameters to a prefill instance, and the KV cache is transferred layer by layer during the prefill.
 
+A list of prompts goes to a decode instance alone: a prefill instance answers with the parameters of the first one only.
 It has no queues, retries or health checks; in production use a router such as vLLM's own or llm-d.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +23,9 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 SESSION = web.AppKey("session", ClientSession)
 PATHS = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
 """vLLM's request id for an X-Request-Id, by path (``vllm/entrypoints/openai``)."""
+
+NOT_FOR_PREFILL = ("stream", "stream_options", "max_completion_tokens", "min_tokens", "n", "best_of")
+"""Parameters of a request that would let a prefill instance generate more than one token."""
 
 METASERVER = "/v1/metaserver"
 """Path where a decode instance requests a prefill; vllm-ascend's name."""
@@ -45,6 +50,8 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
             return _error(400, "the body is not a JSON object")
         headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
         headers |= {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
+        if _has_several_prompts(body):
+            return await send_to_decode(request, body, headers, None)
         if layerwise:
             params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": layerwise.rstrip("/") + METASERVER}
             name = PATHS[request.path].format(headers["X-Request-Id"])
@@ -72,9 +79,11 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
     async def metaserver(request: web.Request) -> web.StreamResponse:
         """A decode instance has blocks for a request and asks for its prefill."""
         params = json.loads(await request.text())
-        if params.get("request_id") not in waiting:
-            return _error(404, f"unknown request {params.get('request_id')!r}")
-        path, body, headers = waiting[params["request_id"]]
+        name = str(params.get("request_id"))
+        wanted = waiting.get(name) or waiting.get(re.sub(r"^\d+_", "", name))  # n > 1: vLLM numbers them, "0_cmpl-…"
+        if wanted is None:
+            return _error(404, f"unknown request {name!r}")
+        path, body, headers = wanted
         where = next(instances[0]) + path
         try:
             async with request.app[SESSION].post(where, json=_prefill_body(body, params), headers=headers) as answer:
@@ -83,12 +92,13 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
             return _error(502, f"the prefill instance at {where} failed: {type(error).__name__}: {error}")
 
     async def send_to_decode(
-        request: web.Request, body: dict[str, Any], headers: dict[str, str], params: dict[str, Any]
+        request: web.Request, body: dict[str, Any], headers: dict[str, str], params: dict[str, Any] | None
     ) -> web.StreamResponse:
         where = next(instances[1]) + request.path
+        body = body | {"kv_transfer_params": params} if params else body
         response = None
         try:
-            async with request.app[SESSION].post(where, json=body | {"kv_transfer_params": params}, headers=headers) as answer:
+            async with request.app[SESSION].post(where, json=body, headers=headers) as answer:
                 response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]})
                 await response.prepare(request)
                 async for data in answer.content.iter_any():
@@ -108,8 +118,14 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
 
 def _prefill_body(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
     """The request for the prefill instance: the same with one token."""
-    first = {key: value for key, value in body.items() if key not in ("stream", "stream_options", "max_completion_tokens")}
+    first = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL}
     return first | {"max_tokens": 1, "kv_transfer_params": params}
+
+
+def _has_several_prompts(body: dict[str, Any]) -> bool:
+    """Whether ``prompt`` is a list of prompts, and not one of token ids."""
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(each, int) for each in prompt)
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -13,8 +13,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ascend_kv_connector import protocol
 from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.errors import KINDS, TransferError
+from ascend_kv_connector.errors import KINDS, Kind, TransferError
 from ascend_kv_connector.protocol import Query, Refused, Reply
+from ascend_kv_connector.query_queue import Asked, BusyError, QueryQueue
 
 MAX_CONNECT_ATTEMPTS = 5
 """Connection attempts, 0.1 s apart, before a peer counts as unreachable."""
@@ -27,6 +28,10 @@ POLL_MS = 100
 """Milliseconds between checks of whether a wait should end."""
 
 
+QUEUE_POLL_MS = 5
+"""The same while queries wait for a buffer, whose loan may expire."""
+
+
 def endpoint_url(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
@@ -34,13 +39,22 @@ def endpoint_url(host: str, port: int) -> str:
 class RpcServer:
     """Answers queries one after another by ``handler``, in a thread of its own."""
 
-    def __init__(self, handler: Callable[[Query], Reply], host: str, port: int = 0, keys: CurveKeys | None = None) -> None:
+    def __init__(
+        self,
+        handler: Callable[[Query], Reply],
+        host: str,
+        port: int = 0,
+        keys: CurveKeys | None = None,
+        waiting: QueryQueue | None = None,
+    ) -> None:
         """Listen on a port, or on any free one if it is 0; with keys only authenticated clients are accepted.
+
+        Queries for which the handler raises BusyError are kept in ``waiting``.
 
         Raises:
             RefusedError: the port or address is not available.
         """
-        self._handler, self.host = handler, host
+        self._handler, self.host, self._waiting = handler, host, QueryQueue(5.0) if waiting is None else waiting
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -71,22 +85,40 @@ class RpcServer:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            if not self._socket.poll(POLL_MS):
-                continue
-            frames = self._socket.recv_multipart()
-            try:
-                sender, request_id, content = frames
-                reply: Reply = self._handler(protocol.decode_query(content))
-            except (ValueError, msgspec.MsgspecError) as error:
-                if len(frames) != 3:
-                    continue
-                reply = Refused("mismatch", f"the peer received an invalid message: {error}")
-            except TransferError as error:
-                reply = Refused(error.kind, str(error))
-            except Exception as error:
-                extension.logger.warning("KV connector: error while answering a peer: %s: %s", type(error).__name__, error)
-                reply = Refused("internal", f"{type(error).__name__}: {error}")
-            self._socket.send_multipart([sender, request_id, protocol.encode(reply)])
+            if self._socket.poll(QUEUE_POLL_MS if len(self._waiting) else POLL_MS):
+                self._receive(self._socket.recv_multipart())
+            self._waiting.serve(self._answer)
+
+    def _receive(self, frames: list[bytes]) -> None:
+        if len(frames) != 3:
+            return
+        sender, request_id, content = frames
+
+        def reply(message: Reply) -> None:
+            self._socket.send_multipart([sender, request_id, protocol.encode(message)])
+
+        try:
+            query = protocol.decode_query(content)
+        except (ValueError, msgspec.MsgspecError) as error:
+            reply(Refused("mismatch", f"the peer received an invalid message: {error}"))
+            return
+        try:
+            answer = self._answer(query)
+        except BusyError as error:
+            self._waiting.add(error.place, Asked(query, reply), str(error))
+        else:
+            reply(answer)
+
+    def _answer(self, query: Query) -> Reply:
+        try:
+            return self._handler(query)
+        except BusyError:
+            raise
+        except TransferError as error:
+            return Refused(error.kind, str(error))
+        except Exception as error:
+            extension.logger.warning("KV connector: error while answering a peer: %s: %s", type(error).__name__, error)
+            return Refused("internal", f"{type(error).__name__}: {error}")
 
 
 class RpcClient:
@@ -119,8 +151,14 @@ class RpcClient:
         self._socket.send_multipart([str(self._request_id).encode(), protocol.encode(query)])
         return self._request_id
 
-    def receive(self, request_id: int, deadline: float) -> Reply:
+    def post(self, query: Query) -> None:
+        """Send a query whose reply is not awaited; one to an earlier query still is."""
+        self._socket.send_multipart([b"", protocol.encode(query)])
+
+    def receive(self, request_id: int, deadline: float, check: Callable[[], object] = lambda: None) -> Reply:
         """The reply to this query; replies to earlier ones are discarded. ``deadline`` is monotonic time.
+
+        ``check`` is called every 0.1 s and may raise.
 
         Raises:
             TransferError: no reply in time, or an invalid one.
@@ -129,6 +167,7 @@ class RpcClient:
         until = min(deadline, began + self._timeout)
         while monotonic() < until:
             if self._socket not in dict(self._poller.poll(max(1, min(POLL_MS, int((until - monotonic()) * 1000))))):
+                check()
                 self._check_connection()
                 continue
             frames = self._socket.recv_multipart()
@@ -137,7 +176,8 @@ class RpcClient:
                     return protocol.decode_reply(frames[1])
                 except msgspec.MsgspecError as error:
                     raise TransferError("mismatch", f"invalid reply: {error}") from None
-        raise TransferError("peer", f"no answer in {max(0.0, until - began):.2g} s")
+        kind: Kind = "peer" if until < deadline else "deadline"
+        raise TransferError(kind, f"no answer in {max(0.0, until - began):.2g} s")
 
     def connection_count(self) -> int:
         """Number of times the connection was lost; if it changed, another process may be listening at the address."""
@@ -175,18 +215,29 @@ class RpcClient:
         return self.await_reply(self.send(query), query, deadline)
 
     def await_reply(
-        self, request_id: int, query: Query, deadline: float, retry_seconds: float | None = None, max_pause: float = 0.1
+        self,
+        request_id: int,
+        query: Query,
+        deadline: float,
+        retry_seconds: float | None = None,
+        max_pause: float = 0.1,
+        check: Callable[[], object] = lambda: None,
     ) -> Reply:
         """Await the reply to a query that was sent, as :meth:`call` does.
 
-        Refused replies with ``again`` are retried for ``retry_seconds`` seconds, by default the answer timeout.
+        Refused replies with ``again`` are retried for ``retry_seconds`` seconds, by default the answer timeout; ``queued`` ones
+        until the deadline.
         """
         pause, first = 0.002, monotonic()
         retry_seconds = self._timeout if retry_seconds is None else retry_seconds
         while True:
-            reply = self.receive(request_id, deadline)
+            reply = self.receive(request_id, deadline, check)
+            check()
             if not isinstance(reply, Refused):
                 return reply
+            if reply.queued and monotonic() < deadline:
+                request_id = self.send(query)
+                continue
             if not reply.again or monotonic() - first > retry_seconds or monotonic() + pause > deadline:
                 waited = f" (for {monotonic() - first:.2g} s)" if reply.again else ""
                 raise TransferError(reply.kind if reply.kind in KINDS else "internal", f"{reply.cause}{waited}")

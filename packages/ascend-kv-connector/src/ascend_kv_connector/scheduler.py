@@ -11,8 +11,10 @@ from ascend_platform import extension
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from vllm.v1.request import RequestStatus
 
+from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.paged_cache import group_block_table
+from ascend_kv_connector.prompt_digest import prompt_digest
 from ascend_kv_connector.transfers import Source
 
 
@@ -57,16 +59,16 @@ class LayerwisePrefill:
 class P2PMetadata(KVConnectorMetadata):
     """Connector metadata of one step for the workers.
 
-    ``loads``: loads to start, by request. ``leases``: blocks to keep and their number of tokens, by request. ``declined``:
-    sources whose blocks are not needed. ``layerwise``: prefills of this step with a waiting consumer. ``revoked``: prefills whose
-    blocks are taken back, with the reason, "" for a preemption. ``aborted``: loads whose request ended. ``failed_loads``: loads
-    that no prefill instance will serve, with the cause. ``cancelled``: prefills with a waiting consumer that will not run.
+    ``loads``: loads to start, by request. ``leases``: blocks to keep and their number of tokens, by request. ``released``:
+    sources whose blocks are no longer needed. ``layerwise``: prefills of this step with a waiting consumer. ``revoked``: prefills
+    whose blocks are taken back, with the reason, "" for a preemption. ``aborted``: loads whose request ended. ``failed_loads``:
+    loads that no prefill instance will serve, with the cause. ``cancelled``: prefills with a waiting consumer that will not run.
     ``ranks``: (host, port) of this instance's producers.
     """
 
     loads: dict[str, Load] = field(default_factory=dict)
     leases: dict[str, tuple[list[int], int]] = field(default_factory=dict)
-    declined: list[Source] = field(default_factory=list)
+    released: list[Source] = field(default_factory=list)
     layerwise: dict[str, LayerwisePrefill] = field(default_factory=dict)
     revoked: dict[str, str] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
@@ -102,7 +104,9 @@ class P2PScheduler:
         self._consumer_ranks: list[tuple[str, int]] = []
         self._metadata = P2PMetadata()
         self._layerwise: dict[str, LayerwisePrefill] = {}
-        self._loading: set[str] = set()
+        self._loading: dict[str, Source | None] = {}
+        self._released: BoundedDict[None] = BoundedDict()
+        self._recognized: set[str] = set()
         self._failed_loads: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self._metaserver_client = MetaserverClient(seconds, lambda request, cause: self._failed_loads.put((request, cause)))
 
@@ -123,18 +127,17 @@ class P2PScheduler:
             return
         params, name = request.kv_transfer_params, request.request_id
         source = None if "metaserver" in params else _source(params)
-        params["do_remote_prefill"] = False  # only once: after a preemption the prompt is computed here
+        self._stop_remote_prefill(request)  # only once: after a preemption the prompt is computed here
         if not num_external_tokens:
-            if source is not None:
-                self._metadata.declined.append(source)
+            self._release_unused(source)
             return
         start = stop - num_external_tokens
         columns = slice(start // self._block_size, -(-stop // self._block_size))
         wanted = [block for table in blocks.get_block_ids() for block in table[columns]]
         self._metadata.loads[name] = Load(source, wanted, start, stop)
-        self._loading.add(name)
+        self._loading[name] = source
         if source is None:
-            self._metaserver_client.post(name, params["metaserver"], self._prefill_params(name, start))
+            self._metaserver_client.post(name, params["metaserver"], self._prefill_params(request, start))
 
     def build_connector_meta(self, scheduled: Any) -> P2PMetadata:
         """Metadata of a step; ``scheduled`` is vLLM's SchedulerOutput."""
@@ -147,13 +150,29 @@ class P2PScheduler:
 
     def update_finished_loads(self, requests: Iterable[str]) -> None:
         """Loads of these requests have ended in all ranks."""
-        self._loading.difference_update(requests)
+        for name in requests:
+            self._release_unused(self._loading.pop(name, None))
 
     def close(self) -> None:
         self._metaserver_client.close()
 
-    def _prefill_params(self, name: str, start: int) -> dict[str, Any]:
-        """``kv_transfer_params`` for the prefill instance; keys as vllm-ascend's, except remote_ranks and remote_reader."""
+    def _release_unused(self, source: Source | None) -> None:
+        """Release a source's blocks unless another request loads them too, such as a sibling (``n`` > 1) or a retry.
+
+        Later requests with this source compute their prompt: most of it is in the prefix cache by then.
+        """
+        if source is not None and source not in self._loading.values():
+            self._metadata.released.append(source)
+            self._released[f"{source.engine} {source.request}"] = None
+
+    def _stop_remote_prefill(self, request: Any) -> None:
+        request.kv_transfer_params["do_remote_prefill"] = False
+        self._recognized.discard(request.request_id)
+
+    def _prefill_params(self, request: Any, start: int) -> dict[str, Any]:
+        """``kv_transfer_params`` for the prefill instance; keys as vllm-ascend's, except remote_ranks, remote_reader and
+        remote_prompt_digest."""
+        name = request.request_id
         host, port = self._consumer_ranks[0]
         return {
             "request_id": external_request_id(name),
@@ -165,6 +184,7 @@ class P2PScheduler:
             "remote_ranks": [list(rank) for rank in self._consumer_ranks],
             "remote_reader": name,
             "remote_cached_tokens": start,
+            "remote_prompt_digest": prompt_digest(request, request.num_prompt_tokens),
         }
 
     def _track_prefill(self, request: Any) -> None:
@@ -178,7 +198,10 @@ class P2PScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or "remote_reader" not in params or not self._is_producer:
             return None
-        if wrong := _invalid_params(params, {"remote_reader": str, "remote_ranks": list}):
+        wrong = _invalid_params(params, {"remote_reader": str, "remote_ranks": list, "remote_prompt_digest": str})
+        if not wrong and params["remote_prompt_digest"] != prompt_digest(request, request.num_prompt_tokens):
+            wrong = f"is for another prompt, of remote_reader {params['remote_reader']!r}"
+        if wrong:
             extension.logger.warning("request %s: do_remote_decode %s; its blocks are not sent", request.request_id, wrong)
             return None
         reader_ranks = tuple((host, port) for host, port in params["remote_ranks"])
@@ -209,13 +232,12 @@ class P2PScheduler:
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         params, name = request.kv_transfer_params or {}, request.request_id
         if self._remote_tokens(request) is not None:  # it was never scheduled, for example because its client disconnected
-            if "metaserver" not in params:
-                self._metadata.declined.append(_source(params))
-            params["do_remote_prefill"] = False
+            self._stop_remote_prefill(request)
+            self._release_unused(None if "metaserver" in params else _source(params))
             return False, None
         if name in self._loading:  # its client disconnected
-            self._loading.discard(name)
             self._metadata.aborted.append(name)
+            self._release_unused(self._loading.pop(name))
         ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         prefill = self._layerwise.pop(name, None)
         if not params.get("do_remote_decode") or not ended or not block_ids:
@@ -246,6 +268,7 @@ class P2PScheduler:
             "remote_port": port,
             "remote_ranks": [list(rank) for rank in self._ranks],
             "remote_num_tokens": tokens,
+            "remote_prompt_digest": prompt_digest(request, tokens),
         }
 
     def _remote_tokens(self, request: Any) -> int | None:
@@ -261,13 +284,31 @@ class P2PScheduler:
             wrong = f"has metaserver: {NO_LAYERWISE_WINDOWS}"
         if not self._is_consumer:
             wrong = "needs kv_role kv_consumer or kv_both"
+        wrong = wrong or self._other_prompt(request, params)
+        if not wrong and self._is_released(params):  # with n > 1, or a repeated request
+            extension.logger.debug("request %s: its source has been released; its prompt is computed here", request.request_id)
+            self._stop_remote_prefill(request)
+            return None
         if wrong:
             extension.logger.warning("request %s: do_remote_prefill %s; its prompt is computed here", request.request_id, wrong)
-            params["do_remote_prefill"] = False
+            self._stop_remote_prefill(request)
             return None
         # The prompt's last token is computed here and needs a full window, which vLLM retains only if that token is not loaded.
         most = request.num_prompt_tokens - self._is_hybrid
         return min(params.get("remote_num_tokens", most), most)
+
+    def _is_released(self, params: dict[str, Any]) -> bool:
+        return "metaserver" not in params and f"{params['remote_engine_id']} {params['remote_request_id']}" in self._released
+
+    def _other_prompt(self, request: Any, params: dict[str, Any]) -> str:
+        """Says so if the parameters' source is another prompt's, for example of the same list of prompts; "" otherwise."""
+        if "metaserver" in params or request.request_id in self._recognized:
+            return ""
+        tokens = params["remote_num_tokens"]
+        if tokens > request.num_prompt_tokens or params["remote_prompt_digest"] != prompt_digest(request, tokens):
+            return f"is for another prompt, remote_request_id {params['remote_request_id']!r}"
+        self._recognized.add(request.request_id)
+        return ""
 
     def _windows_complete(self, blocks: list[int], tokens: int) -> bool:
         """Whether the sliding windows still hold what a consumer needs to compute the last token.
@@ -283,7 +324,13 @@ class P2PScheduler:
 
 NO_LAYERWISE_WINDOWS = "layer-by-layer transfers do not support sliding windows; use --disable-hybrid-kv-cache-manager"
 
-REMOTE_PARAMS = {"remote_engine_id": str, "remote_request_id": str, "remote_num_tokens": int, "remote_ranks": list}
+REMOTE_PARAMS = {
+    "remote_engine_id": str,
+    "remote_request_id": str,
+    "remote_num_tokens": int,
+    "remote_ranks": list,
+    "remote_prompt_digest": str,
+}
 """Parameters that a decode instance needs for a prompt with a remote prefill, and their types."""
 
 

@@ -232,16 +232,19 @@ class HandoffTests(ConnectorTests):
     prefill: ClassVar[dict[str, Any]] = {"kv_role": "kv_producer"}
     decode: ClassVar[dict[str, Any]] = {"kv_role": "kv_consumer"}
 
-    def hand_over(self, one: Engine, other: Engine, given: dict[str, list[int]], left: dict[str, int] | None = None) -> None:
+    def prefill_all(self, one: Engine, given: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
+        """Compute prompts on the first instance; returns the parameters for the other, by name."""
         for name, prompt in given.items():
             one.add(name, prompt, 1, {"do_remote_decode": True})
         while one.scheduler.has_unfinished_requests():
             one.step()
-        for name, prompt in given.items():
-            reason, _, params = one.ended[name]
-            assert reason == "length"
-            assert params, "the prefill instance returned no kv_transfer_params"
-            other.add(name, prompt, 5, json.loads(json.dumps(params)))  # serialized as by a router
+        assert all(one.ended[name][0] == "length" for name in given)
+        assert all(one.ended[name][2] for name in given), "the prefill instance returned no kv_transfer_params"
+        return {name: json.loads(json.dumps(one.ended[name][2])) for name in given}  # serialized as by a router
+
+    def hand_over(self, one: Engine, other: Engine, given: dict[str, list[int]], left: dict[str, int] | None = None) -> None:
+        for name, params in self.prefill_all(one, given).items():
+            other.add(name, given[name], 5, params)
 
         def both(step: int) -> None:
             one.step()
@@ -264,6 +267,43 @@ class HandoffTests(ConnectorTests):
         left = {name: place % 4 for place, name in enumerate(list(given)[::2])}
         self.hand_over(one, other, given, left)
         self.check(other, given, 5, set(left))
+
+    def test_params_of_another_prompt(self, engine: Callable[..., Engine]) -> None:
+        """The API server returns the parameters of a list's first prompt, and a router gives them to all prompts of the list."""
+        one, other = engine(**self.prefill), engine(**self.decode)
+        given = {name: prompt for name, prompt in prompts(12, 7).items() if len(prompt) > BLOCK}
+        first = next(iter(given))
+        params = self.prefill_all(one, {first: given[first]})[first]
+        for name, prompt in given.items():
+            other.add(name, prompt, 5, dict(params))
+        other.run(lambda step: one.step())
+        self.check(other, given, 5)
+        for name, prompt in given.items():  # also what the prefix cache has kept of them is right
+            other.add(f"{name}-again", prompt, 5)
+        other.run()
+        self.check(other, {f"{name}-again": prompt for name, prompt in given.items()}, 5)
+
+    def test_params_of_several_requests(self, engine: Callable[..., Engine]) -> None:
+        """With ``n`` > 1, and if a router repeats a request, several requests have the same parameters."""
+        one, other, given = engine(**self.prefill), engine(**self.decode), prompts(8, 8)
+        siblings = {f"{number}_{name}": prompt for name, prompt in given.items() for number in range(3)}
+        params = self.prefill_all(one, given)
+        for name, prompt in siblings.items():
+            other.add(name, prompt, 5, dict(params[name.partition("_")[2]]))
+        left = {f"1_{name}": place % 3 for place, name in enumerate(given)}
+
+        def both(step: int) -> None:
+            one.step()
+            for name in [name for name, at in left.items() if at == step]:
+                other.abort(name)
+
+        other.run(both)
+        self.check(other, siblings, 5, set(left))
+        for name, prompt in given.items():
+            other.add(f"again_{name}", prompt, 5, dict(params[name]))
+        other.run(both)
+        self.check(other, {f"again_{name}": prompt for name, prompt in given.items()}, 5)
+        one.run()
 
     def test_params_of_another_connector(self, engine: Callable[..., Engine]) -> None:
         other, given = engine(**self.decode), prompts(3, 6)

@@ -141,8 +141,8 @@ class P2PWorker:
         if self._consumer:
             for request, load in metadata.loads.items():
                 self._consumer.start(request, load.source, load.blocks, load.start, load.stop)
-            for source in metadata.declined:
-                self._consumer.decline(source)
+            for source in metadata.released:
+                self._consumer.release(source)
             for request in metadata.aborted:
                 self._consumer.cancel(request, TransferError("aborted", "the request has ended"))
             for request, cause in metadata.failed_loads.items():

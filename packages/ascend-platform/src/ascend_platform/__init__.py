@@ -18,7 +18,7 @@ def register() -> str | None:
     if _reason is None:
         _reason = _find_reason()
         if not _reason:
-            _enter_scopes()
+            _activate()
     return None if _reason else "ascend_platform.platform.NPUPlatform"
 
 
@@ -34,11 +34,26 @@ def _find_reason() -> str:
     return reason
 
 
-def _enter_scopes() -> None:
+def _activate() -> None:
+    """Prepare this process, before vLLM reads these variables, imports the platform's class and creates anything."""
     from ascend_platform.components import scopes
+    from ascend_platform.worker import watchdog
 
+    _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
+    _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
+    watchdog.exit_when_parent_exits()
     for scope in scopes.scopes_here():
         scopes.enter(scope)
+
+
+def _pin(variable: str, value: str, why: str) -> None:
+    import os
+
+    from ascend_platform.components import logger
+
+    if (given := os.environ.get(variable)) not in (None, value):
+        logger.warning("%s=%s is not supported on Ascend NPUs and is set to %s: %s", variable, given, value, why)
+    os.environ[variable] = value
 
 
 def _missing_device() -> str:

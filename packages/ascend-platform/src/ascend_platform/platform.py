@@ -24,28 +24,12 @@ from ascend_platform.config import (
     unsupported,
 )
 from ascend_platform.observability import metrics
-from ascend_platform.quantization.common import METHODS
-from ascend_platform.worker import watchdog
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 logger = extension.logger
-
-
-def _pin(variable: str, value: str, why: str) -> None:
-    if (given := os.environ.get(variable)) not in (None, value):
-        logger.warning("%s=%s is not supported on Ascend NPUs and is set to %s: %s", variable, given, value, why)
-    os.environ[variable] = value
-
-
-# Each process imports this module when vLLM resolves its platform, before vLLM reads these variables.
-_pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
-_pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
-watchdog.exit_when_parent_exits()
-# vLLM warns of names it does not know (Platform.validate_environ)
-vllm_overrides.add("vllm.envs:environment_variables", {name: functools.partial(os.environ.get, name) for name in VARIABLES})
 
 
 class NPUPlatform(Platform):
@@ -156,11 +140,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        if quant not in METHODS:
-            raise extension.RefusedError(
-                f"ascend-platform {extension.version('ascend-platform')} supports quantization methods {', '.join(METHODS)}; "
-                f"the model has {quant!r}"
-            )
+        quantization.check(quant)
 
     @classmethod
     def get_attn_backend_cls(
@@ -200,6 +180,13 @@ class NPUPlatform(Platform):
         resolve_current_platform_cls_qualname()
 
     # Configuration
+
+    @classmethod
+    def validate_environ(cls, hard_fail: bool) -> None:
+        """Warn of environment variables that neither vLLM nor a component knows."""
+        known = {name: functools.partial(os.environ.get, name) for name in VARIABLES}
+        vllm_overrides.add("vllm.envs:environment_variables", known)
+        super().validate_environ(hard_fail)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:

@@ -267,18 +267,10 @@ OVERRIDES: tuple[Override, ...] = (
         replaced_in=("vllm.utils.torch_utils", "vllm.compilation.breakable_cudagraph"),
     ),
     Override(
-        "vllm.platforms.interface:Platform._global_graph_pool",
-        "used",
-        "graphs that are captured again need another memory pool",
-        "vLLM can reset its graph pool",
-        {"0.31": "5d298078a162"},
-        compared="vllm.platforms.interface:Platform.get_global_graph_pool",
-    ),
-    Override(
         "vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances",
         "used",
-        "graphs that are captured again need another memory pool",
-        "vLLM can reset its graph pool",
+        "vLLM clears, and moves to another memory pool, the graphs of all engines of the process",
+        "vLLM's profile_cudagraph_memory clears the graphs of its runner alone",
         {"0.31": "a9c2e5f493e3"},
         compared="vllm.compilation.cuda_graph:CUDAGraphWrapper.__init__",
     ),
@@ -364,6 +356,13 @@ OVERRIDES: tuple[Override, ...] = (
             compared="vllm.profiler.wrapper:validate_worker_profiler_config",
         )
         for table in ("_SUPPORTED_PROFILER_KINDS", "_DEFAULT_TORCH_PROFILER_ACTIVITIES", "_SUPPORTED_TORCH_PROFILER_ACTIVITIES")
+    ),
+    Override(
+        "vllm.model_executor.layers.rotary_embedding:_ROPE_DICT",
+        "used",
+        "engines of a process share the rotary tables of equal models, and sleep mode frees those of its engine",
+        "vLLM keeps the tables per engine",
+        {"0.31": "24362a6e9494"},
     ),
     Override(
         "vllm.v1.executor.ray_utils:WORKER_SPECIFIC_ENV_VARS",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Mapping
 
 from ascend_platform.components import Problem, RefusedError
@@ -56,5 +57,11 @@ def configure(additional_config: object) -> None:
 
 
 def config(namespace: str) -> dict[str, object]:
-    """The options of a component, given ones over defaults. ``namespace`` is its name without ``ascend-``."""
-    return _defaults.get(namespace, {}) | _given.get(namespace, {})
+    """The options of a component, given ones over defaults. ``namespace`` is its name without ``ascend-``.
+
+    They are those of the engine whose configuration is vLLM's current one, otherwise those of the last engine of the process.
+    """
+    vllm = sys.modules.get("vllm.config")  # this module does not import vLLM
+    current = vllm and vllm.get_current_vllm_config_or_none()
+    given = current.additional_config.get("ascend", {}) if current and isinstance(current.additional_config, Mapping) else _given
+    return _defaults.get(namespace, {}) | given.get(namespace, {})

@@ -4,7 +4,9 @@ A graph holds one stream of the NPU for each stream that it captured, until it i
 attention layers is a graph, so that sizes times layers reaches the limit.
 """
 
-from collections.abc import Callable
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +31,6 @@ OUT_OF_STREAMS_CODES = ("207008", "207005")
 """CANN's error codes when no stream is left (vllm-project/vllm-ascend, issues 9564 and 9691)."""
 
 
-require("vllm.platforms.interface:Platform._global_graph_pool")
 require("vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances")
 
 
@@ -71,6 +72,11 @@ class GraphSizeMixin(Runner):
         In mode NONE vLLM's method is not called, because its warning about a mode set by hand would be wrong.
         """
         while self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            # torch_npu cannot capture into a pool after a failed start of a capture (beginAllocateToPool: already recording), and
+            # in a pool that is shared a replay of another engine overwrites this one's outputs
+            pool = current_platform.graph_pool_handle()
+            for wrapper in self._own_wrappers():
+                wrapper.graph_pool = pool
             try:
                 return super().capture_model()
             except OutOfStreamsError as error:
@@ -87,18 +93,32 @@ class GraphSizeMixin(Runner):
             _warn("capturing graphs of %d of %d sizes (%s tokens): %s", len(kept), len(sizes), ", ".join(map(str, kept)), reason)
         return 0
 
-    def free_graphs(self: Any) -> None:
-        """Free all graphs and their memory, and use a new memory pool for later captures.
+    def profile_cudagraph_memory(self: Any) -> int:
+        """Estimate graph memory as vLLM does, whose method clears all wrappers' graphs, with this runner's wrappers only."""
+        with self._hide_other_wrappers():
+            return super().profile_cudagraph_memory()
 
-        torch_npu cannot capture into a pool after a failed start of a capture (``beginAllocateToPool: already recording``).
-        """
+    def free_graphs(self: Any) -> None:
+        """Free this runner's graphs and their memory."""
         torch.npu.synchronize()
-        CUDAGraphWrapper.clear_all_graphs()
-        type(current_platform)._global_graph_pool = None
-        pool = current_platform.get_global_graph_pool()
-        for wrapper in CUDAGraphWrapper._all_instances:
-            wrapper.graph_pool = pool
+        for wrapper in self._own_wrappers():
+            wrapper.clear_graphs()
         torch.npu.empty_cache()
+
+    def _own_wrappers(self: Any) -> list[CUDAGraphWrapper]:
+        """The wrappers of this engine's models; the draft model's configuration differs, but not its compilation_config."""
+        own = self.compilation_config
+        return [wrapper for wrapper in CUDAGraphWrapper._all_instances if wrapper.compilation_config is own]
+
+    @contextlib.contextmanager
+    def _hide_other_wrappers(self: Any) -> Iterator[None]:
+        every = CUDAGraphWrapper._all_instances
+        CUDAGraphWrapper._all_instances = weakref.WeakSet(self._own_wrappers())
+        try:
+            yield
+        finally:
+            every.update(CUDAGraphWrapper._all_instances)
+            CUDAGraphWrapper._all_instances = every
 
     def _warmup_and_capture(self: Any, *args: Any, **kwargs: Any) -> None:
         """Capture one size. If one rank runs out of streams, fail on all; the others would hang in a collective."""

@@ -7,16 +7,18 @@ With several API server processes, prometheus_client's multiprocess files are us
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ascend_platform import extension
 
@@ -49,12 +51,14 @@ class Collector:
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily
 
-        found = [json.loads(file.read_text()) for file in _files()]
-        for name, text in GAUGES.items() if found else ():
+        found = list(_readings())
+        for name, text in GAUGES.items():
             family = GaugeMetricFamily(name, text, labels=LABELS)
             for each in found:
-                family.add_metric(each["labels"], each["values"][name])
-            yield family
+                if name in each["values"]:
+                    family.add_metric(each["labels"], each["values"][name])
+            if family.samples:
+                yield family
 
 
 def offer(config: VllmConfig) -> None:
@@ -86,22 +90,44 @@ def report(config: VllmConfig, rank: int, device: int) -> Callable[[], None]:
     return functools.partial(_stop, thread, stopped)
 
 
-def measured(device: int) -> dict[str, float]:
-    """The metrics of an NPU on which this process has a context, by name."""
+def measured(device: int, failed: set[str] | None = None) -> dict[str, float]:
+    """The metrics of an NPU on which this process has a context, by name.
+
+    Args:
+        failed: names that are left out; those that fail are added, each with a warning. For example, a container may not be
+            allowed to read the utilization.
+    """
     import torch
 
-    free, total = torch.npu.mem_get_info(device)
-    values = (total - free, total, torch.npu.memory_allocated(device), torch.npu.memory_reserved(device))
-    return dict(zip(GAUGES, [*values, torch.npu.utilization(device) / 100], strict=True))
+    def total() -> int:
+        return torch.npu.mem_get_info(device)[1]
+
+    measures: dict[str, Callable[[], float]] = {
+        "vllm:npu_memory_used_bytes": lambda: total() - torch.npu.mem_get_info(device)[0],
+        "vllm:npu_memory_total_bytes": total,
+        "vllm:npu_memory_allocated_bytes": lambda: torch.npu.memory_allocated(device),
+        "vllm:npu_memory_reserved_bytes": lambda: torch.npu.memory_reserved(device),
+        "vllm:npu_utilization_ratio": lambda: torch.npu.utilization(device) / 100,
+    }
+    failed = set() if failed is None else failed
+    values = {}
+    for name in [name for name in measures if name not in failed]:
+        try:
+            values[name] = measures[name]()
+        except Exception as error:
+            failed.add(name)
+            extension.logger.warning("metric %s of NPU %d disabled: %s: %s", name, device, type(error).__name__, error)
+    return values
 
 
 def _report_until_stopped(write: Callable[[dict[str, float]], None], device: int, stopped: threading.Event) -> None:
+    failed: set[str] = set()
     try:
         import torch
 
         torch.npu.set_device(device)
         while True:
-            write(measured(device))
+            write(measured(device, failed))
             if stopped.wait(INTERVAL):
                 return
     except Exception as error:
@@ -135,13 +161,25 @@ def _file_writer(file: Path, labels: list[str]) -> Callable[[dict[str, float]], 
     return write
 
 
+@functools.cache
+def _own_directory() -> Path:
+    directory = tempfile.mkdtemp(prefix="vllm-npus-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
+
+
 def _directory() -> Path:
-    """The directory of vLLM's sockets, which the main process removes at exit."""
-    return Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir())
+    """The directory of vLLM's sockets, which the main process removes at exit; else one of this process."""
+    shared = os.environ.get("VLLM_RPC_BASE_PATH")
+    return Path(shared) if shared and os.path.isdir(shared) else _own_directory()
 
 
-def _files() -> Iterator[Path]:
+def _readings() -> Iterator[dict[str, Any]]:
+    """What the workers of this process's engines have written last. A file may be removed at any time."""
     for config in filter(None, (each() for each in _configs)):
         for file in sorted(_directory().glob(f"npus-{config.instance_id}*/*[0-9]")):
-            if time.time() - file.stat().st_mtime < STALE:
-                yield file
+            try:
+                if time.time() - file.stat().st_mtime < STALE:
+                    yield json.loads(file.read_text())
+            except FileNotFoundError:
+                continue

@@ -1,6 +1,6 @@
-"""Quantized weights and KV caches of ModelSlim and compressed-tensors checkpoints, on CANN's operators.
+"""Quantized weights and KV caches of ModelSlim, compressed-tensors, AWQ and GPTQ checkpoints, on CANN's operators.
 
-Each scheme is a module of ``schemes``, registered in ``registry.py``; ``formats`` has the two checkpoint formats.
+Each scheme is a module of ``schemes``, registered in ``registry.py``; ``formats`` has the checkpoint formats.
 """
 
 from __future__ import annotations
@@ -9,27 +9,44 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ascend_platform import extension
-from ascend_platform.quantization.common import DESCRIPTION, NAME
+from ascend_platform.quantization.common import DESCRIPTION, METHODS, NAME
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_import_error: ImportError | None = None
+
 
 @functools.cache
 def register() -> None:
-    """Register both formats with vLLM, once. Imports vLLM's quantization, so call it only before a model is configured.
+    """Register the formats with vLLM, once. Imports vLLM's quantization, so call it only before a model is configured.
 
-    Never raises: with a vLLM that lacks a name imported here, models that are not quantized still work.
+    Never raises: with a vLLM that lacks a name imported here, models that are not quantized still work; :func:`check` raises
+    for the others.
     """
+    global _import_error
     try:
+        import ascend_platform.quantization.formats.awq_gptq
         import ascend_platform.quantization.formats.compressed_tensors
         import ascend_platform.quantization.formats.modelslim  # noqa: F401
     except ImportError as error:
-        extension.logger.warning(
-            "quantized weights are not supported with vLLM %s: %s; fix: pip install --upgrade ascend-platform",
-            extension.version("vllm"),
-            error,
-        )
+        _import_error = error
+
+
+def check(method: str) -> None:
+    """Refuse a quantization method that is not supported.
+
+    Raises:
+        RefusedError: the supported methods, or why none is supported with this vLLM.
+    """
+    own = f"ascend-platform {extension.version('ascend-platform')}"
+    if method not in METHODS:
+        raise extension.RefusedError(f"{own} supports quantization methods {', '.join(METHODS)}; the model has {method!r}")
+    if _import_error:
+        raise extension.RefusedError(
+            f"the model is quantized ({method}), and {own} cannot load quantized weights with vLLM {extension.version('vllm')}: "
+            f"{_import_error}; fix: pip install --upgrade ascend-platform"
+        ) from _import_error
 
 
 def detect(vllm_config: VllmConfig) -> None:
@@ -45,6 +62,7 @@ def detect(vllm_config: VllmConfig) -> None:
         return
     if not file_or_path_exists(model.model, DESCRIPTION, model.revision):
         return
+    check(NAME)
     extension.logger.info("%s has a file %s: --quantization %s", model.model, DESCRIPTION, NAME)
     model.quantization = NAME
     vllm_config.quant_config = vllm_config.get_quantization_config(model, vllm_config.load_config)

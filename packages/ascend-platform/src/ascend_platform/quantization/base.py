@@ -45,12 +45,14 @@ class Stored(NamedTuple):
     """Storage of one tensor of a matrix ``[out, in]`` in a checkpoint.
 
     rows, columns: how many rows or columns of ``layout`` are packed into one.
+    transposed: the checkpoint has the transpose, ``[in, out]`` or ``[groups, out]``.
     """
 
     dtype: torch.dtype
     layout: Layout = Layout.WEIGHT
     rows: int = 1
     columns: int = 1
+    transposed: bool = False
 
     def shape(self, out: int, inputs: int, groups: int) -> tuple[int, ...]:
         """The shape for an unpacked matrix of these sizes."""
@@ -59,8 +61,8 @@ class Stored(NamedTuple):
             return (1,)
         if self.layout == Layout.CHANNELS:
             return (rows,)
-        columns = {Layout.WEIGHT: inputs, Layout.GROUPS: groups, Layout.COLUMN: 1}[self.layout]
-        return (rows, columns // self.columns)
+        columns = {Layout.WEIGHT: inputs, Layout.GROUPS: groups, Layout.COLUMN: 1}[self.layout] // self.columns
+        return (columns, rows) if self.transposed else (rows, columns)
 
 
 class Scheme:
@@ -122,6 +124,22 @@ class Scheme:
                 "weights, W8A16 and W4A16 both; fix: quantize the model again"
             )
         return Quantized(matrix.weight, matrix.scale, zero_point)
+
+    def count_groups(self, inputs: int, group_size: int, experts: bool, layer: str) -> int:
+        """Number of groups in an output channel of so many inputs; one if ``group_size`` is 0 or -1.
+
+        Raises:
+            RefusedError: the groups do not divide the inputs, or the scheme does not support them.
+        """
+        if group_size <= 0:
+            return 1
+        if inputs % group_size:
+            raise extension.RefusedError(
+                f"{layer} is {self.name} with groups of {group_size}, which do not divide this rank's {inputs} inputs; fix: "
+                f"lower --tensor-parallel-size{', or set --enable-expert-parallel' if experts else ''}"
+            )
+        self.check_groups(inputs, inputs // group_size, experts, layer)
+        return inputs // group_size
 
     def check_groups(self, inputs: int, groups: int, experts: bool, layer: str) -> None:
         """Raise RefusedError unless the scheme supports so many groups in an output channel of so many inputs."""

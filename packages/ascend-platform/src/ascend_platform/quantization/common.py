@@ -10,7 +10,10 @@ NAME = "ascend"
 """Value of ``--quantization`` for ModelSlim checkpoints."""
 
 DESCRIPTION = "quant_model_description.json"
-METHODS = (NAME, "compressed-tensors")
+AWQ, GPTQ = "auto_awq", "auto_gptq"
+"""vLLM's names of the methods; checkpoints have ``awq`` and ``gptq``."""
+
+METHODS = (NAME, "compressed-tensors", AWQ, GPTQ)
 
 
 def check_chip(schemes: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -21,7 +22,7 @@ from ascend_platform.graph.capture_sizes import GraphSizeMixin
 from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
-from ascend_platform.vllm_overrides import override
+from ascend_platform.vllm_overrides import override, require
 from ascend_platform.worker.host_inputs import HostInputsMixin
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
@@ -35,6 +36,8 @@ _torch = module_with_overrides(
 override("vllm.v1.worker.gpu_model_runner:torch", _torch)
 override("vllm.distributed.parallel_state:torch", _torch)
 override("vllm.distributed.parallel_state:graph_capture", acl_graph.graph_capture)
+
+require("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT")
 
 
 class NPUEplbState(EplbState):
@@ -64,6 +67,11 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, GPUModelRunner):
             register_vision_attention()
         super().__init__(vllm_config, *args, **kwargs)
         topk_topp.install(self)
+
+    def load_model(self, *arguments: Any, **named: Any) -> None:
+        """Load the model as vLLM does, with rotary tables of its own, because sleep mode frees them."""
+        _ROPE_DICT.clear()
+        super().load_model(*arguments, **named)
 
     def reload_weights(self, *arguments: Any, **named: Any) -> None:
         """Reload weights as vLLM does.

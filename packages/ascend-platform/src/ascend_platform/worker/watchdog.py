@@ -3,16 +3,15 @@
 Without them vLLM's engine core outlives its API server, and a worker outlives rank 0.
 """
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import socket
 import threading
 import time
+from typing import Any
 
-import torch
-
-from ascend_platform import extension
+from ascend_platform.components import logger
 
 TCP_KEEPALIVE = 5, 5, 3  # TCP_KEEPIDLE and TCP_KEEPINTVL in seconds, TCP_KEEPCNT
 SIGTERM_GRACE = 10.0  # seconds; a process that waits in C++ does not handle SIGTERM
@@ -20,15 +19,20 @@ VLLM_PROCESS_NAMES = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordina
 
 
 def exit_when_parent_exits() -> None:
-    """End this process when its parent exits, if it is a multiprocessing child of vLLM. Called when the platform is imported."""
-    if multiprocessing.current_process().name.startswith(VLLM_PROCESS_NAMES):
-        threading.Thread(target=_watch_parent, args=(os.getppid(),), name="ascend-parent", daemon=True).start()
+    """End this process when its parent exits, if it is a multiprocessing child of vLLM. Called when the platform is activated.
+
+    The parent may have exited before this call.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and multiprocessing.current_process().name.startswith(VLLM_PROCESS_NAMES):
+        threading.Thread(target=_watch_parent, args=(parent,), name="ascend-parent", daemon=True).start()
 
 
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    _terminate("the parent process %d has exited; terminating", parent)
+def _watch_parent(parent: Any) -> None:
+    # the sentinel is a pipe, which a process that the parent has forked keeps open
+    while not multiprocessing.connection.wait([parent.sentinel], timeout=1) and os.getppid() == parent.pid:
+        pass
+    _terminate("the parent process %d has exited; terminating", parent.pid)
 
 
 def exit_when_rank_0_exits() -> None:
@@ -36,6 +40,8 @@ def exit_when_rank_0_exits() -> None:
 
     Call it after the process groups are initialized. Does nothing with other stores.
     """
+    import torch  # only a worker needs it
+
     store = torch.distributed.distributed_c10d._get_default_store()
     while isinstance(store, torch.distributed.PrefixStore):
         store = store.underlying_store
@@ -59,7 +65,7 @@ def _watch_rank_0(connection: socket.socket) -> None:
 
 
 def _terminate(line: str, *arguments: object) -> None:
-    extension.logger.error(line, *arguments)
+    logger.error(line, *arguments)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SIGTERM_GRACE)
     os._exit(1)

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/device.h"
+#include "core/recheck.h"
 #include "core/stream.h"
 #include "core/trace.h"
 #include "api.h"
@@ -13,12 +14,21 @@ using namespace emu::hccl;
 
 namespace {
 
+// Device memory of a call.
+struct Buffer {
+  const char* name;
+  const void* address;
+  uint64_t bytes;
+};
+
 struct Operation {
   std::shared_ptr<Communicator> on;
   void* stream;
   Header call;
   std::function<void()> body;       // of a collective
   std::vector<PointToPoint> items;  // of point-to-point calls
+  std::vector<Buffer> buffers{};
+  Recheck memory{};
   std::shared_ptr<Ticket> ticket{};
   fault::Kind fault = fault::Kind::none;
 };
@@ -26,6 +36,14 @@ struct Operation {
 // Calls of this thread between HcclGroupStart and HcclGroupEnd.
 thread_local int group_depth = 0;
 thread_local std::vector<Operation> group;
+// Of this thread's current call.
+thread_local std::vector<Buffer> buffers;
+
+void check_memory(const Operation& operation) {
+  operation.memory.verify([&] {
+    for (const auto& each : operation.buffers) operation.memory.check(each.name, each.address, each.bytes);
+  });
+}
 
 // Adjacent point-to-point calls are one step, so that their order cannot deadlock.
 void run(const std::vector<Operation>& operations) {
@@ -35,6 +53,7 @@ void run(const std::vector<Operation>& operations) {
     if (first.ticket) tickets.push_back(first.ticket.get());
     auto fault = first.fault;
     auto items = first.items;
+    const auto begin = i;
     for (; !first.body && i + 1 < operations.size() && !operations[i + 1].body; ++i) {
       const auto& next = operations[i + 1];
       items.insert(items.end(), next.items.begin(), next.items.end());
@@ -45,6 +64,7 @@ void run(const std::vector<Operation>& operations) {
     first.on->perform(
         first.call,
         [&] {
+          for (auto at = begin; at <= i; ++at) check_memory(operations[at]);
           if (first.body)
             first.body();
           else
@@ -99,16 +119,24 @@ void issue(Operation operation) {
   check(device == operation.on->device, kInvalidParam, "the stream is of NPU ", device, ", the communicator of NPU ",
       operation.on->device);
   if (fault::armed()) operation.fault = fault::pending();
+  operation.buffers = std::move(buffers);
   if (group_depth)
     group.push_back(std::move(operation));
   else
     submit({std::move(operation)});
 }
 
+// Begins a call.
+std::shared_ptr<Communicator> communicator_of(void* handle) {
+  buffers.clear();
+  return communicator(handle);
+}
+
 void* buffer(const void* address, uint64_t bytes, const char* name) {
   if (!bytes) return nullptr;
   if (!address) refuse_call(kNullPointer, name, " is null");
   if (!is_device(address)) refuse_call(kParameter, name, " is not device memory: ", address);
+  buffers.push_back({name, address, bytes});
   try {
     return to_kernel(address, bytes);
   } catch (const Error& error) { refuse_call(kParameter, name, ": ", error.what()); }
@@ -188,7 +216,7 @@ void all_to_all_call(CallKind kind, uint64_t count, const void* send_address, Co
 
 HCCL_API(
     computed, HcclAllReduce, (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream), {
-      const auto on = communicator(comm);
+      const auto on = communicator_of(comm);
       check_reducible(type, op);
       const uint64_t bytes = bytes_of(count, type);
       const auto call = header(kAllReduce, count, type, op);
@@ -199,7 +227,7 @@ HCCL_API(
 
 HCCL_API(computed, HcclReduce,
     (void* send, void* receive, uint64_t count, int32_t type, int32_t op, uint32_t root, void* comm, void* stream), {
-      const auto on = communicator(comm);
+      const auto on = communicator_of(comm);
       check_reducible(type, op);
       rank_within("root", root, *on);
       const uint64_t bytes = bytes_of(count, type);
@@ -210,7 +238,7 @@ HCCL_API(computed, HcclReduce,
 
 HCCL_API(computed, HcclReduceScatter,
     (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream), {
-      const auto on = communicator(comm);
+      const auto on = communicator_of(comm);
       check_reducible(type, op);
       const uint64_t bytes = bytes_of(count, type);
       void* from = buffer(send, bytes * on->ranks, "sendBuf");
@@ -224,7 +252,7 @@ HCCL_API(computed, HcclReduceScatterV,
     (const void* send, const void* send_counts, const void* send_starts, const void* receive, uint64_t count, int32_t type,
         int32_t op, void* comm, void* stream),
     {
-      const auto on = communicator(comm);
+      const auto on = communicator_of(comm);
       check_reducible(type, op);
       const auto counts = counts_of(send_counts, "sendCounts", *on);
       const auto starts = counts_of(send_starts, "sdispls", *on);
@@ -238,7 +266,7 @@ HCCL_API(computed, HcclReduceScatterV,
     })
 
 HCCL_API(computed, HcclAllGather, (void* send, void* receive, uint64_t count, int32_t type, void* comm, void* stream), {
-  const auto on = communicator(comm);
+  const auto on = communicator_of(comm);
   check_transferable(type);
   const uint64_t bytes = bytes_of(count, type);
   void* from = buffer(send, bytes, "sendBuf");
@@ -251,7 +279,7 @@ HCCL_API(computed, HcclAllGatherV,
     (const void* send, uint64_t count, const void* receive, const void* receive_counts, const void* receive_starts, int32_t type,
         void* comm, void* stream),
     {
-      const auto on = communicator(comm);
+      const auto on = communicator_of(comm);
       check_transferable(type);
       const auto counts = counts_of(receive_counts, "recvCounts", *on);
       const auto starts = counts_of(receive_starts, "rdispls", *on);
@@ -265,7 +293,7 @@ HCCL_API(computed, HcclAllGatherV,
     })
 
 HCCL_API(computed, HcclBroadcast, (void* address, uint64_t count, int32_t type, uint32_t root, void* comm, void* stream), {
-  const auto on = communicator(comm);
+  const auto on = communicator_of(comm);
   check_transferable(type);
   rank_within("root", root, *on);
   void* whole = buffer(address, bytes_of(count, type), "buf");
@@ -275,7 +303,7 @@ HCCL_API(computed, HcclBroadcast, (void* address, uint64_t count, int32_t type, 
 
 HCCL_API(
     computed, HcclScatter, (void* send, void* receive, uint64_t count, int32_t type, uint32_t root, void* comm, void* stream), {
-      const auto on = communicator(comm);
+      const auto on = communicator_of(comm);
       check_transferable(type);
       rank_within("root", root, *on);
       const uint64_t bytes = bytes_of(count, type);
@@ -289,7 +317,7 @@ HCCL_API(computed, HcclAlltoAll,
     (const void* send, uint64_t send_count, int32_t send_type, const void* receive, uint64_t receive_count, int32_t receive_type,
         void* comm, void* stream),
     {
-      const auto on = communicator(comm);
+      const auto on = communicator_of(comm);
       if (send_count != receive_count)
         refuse_call(kParameter, "sendCount is ", send_count, ", recvCount ", receive_count, "; they must be the same");
       all_to_all_call(kAllToAll, send_count, send, same(send_count, *on), multiples(send_count, *on), send_type, receive,
@@ -300,7 +328,7 @@ HCCL_API(computed, HcclAlltoAllV,
     (const void* send, const void* send_counts, const void* send_starts, int32_t send_type, const void* receive,
         const void* receive_counts, const void* receive_starts, int32_t receive_type, void* comm, void* stream),
     {
-      const auto on = communicator(comm);
+      const auto on = communicator_of(comm);
       all_to_all_call(kAllToAllV, 0, send, counts_of(send_counts, "sendCounts", *on), counts_of(send_starts, "sdispls", *on),
           send_type, receive, counts_of(receive_counts, "recvCounts", *on), counts_of(receive_starts, "rdispls", *on),
           receive_type, on, stream);
@@ -311,7 +339,7 @@ HCCL_API(computed, HcclAlltoAllVC,
     (const void* send, const void* matrix, int32_t send_type, const void* receive, int32_t receive_type, void* comm,
         void* stream),
     {
-      const auto on = communicator(comm);
+      const auto on = communicator_of(comm);
       if (!matrix) refuse_call(kNullPointer, "sendCountMatrix is null");
       const auto* counts = static_cast<const uint64_t*>(matrix);
       for (int i = 0; i < on->ranks * on->ranks; ++i) checked_count("sendCountMatrix", counts[i]);
@@ -328,19 +356,19 @@ HCCL_API(computed, HcclAlltoAllVC,
     })
 
 HCCL_API(computed, HcclSend, (void* address, uint64_t count, int32_t type, uint32_t peer, void* comm, void* stream), {
-  const auto on = communicator(comm);
+  const auto on = communicator_of(comm);
   const auto one = item(kSend, address, count, type, peer, *on);
   issue({on, stream, one.header, {}, {one}});
 })
 
 HCCL_API(computed, HcclRecv, (void* address, uint64_t count, int32_t type, uint32_t peer, void* comm, void* stream), {
-  const auto on = communicator(comm);
+  const auto on = communicator_of(comm);
   const auto one = item(kReceive, address, count, type, peer, *on);
   issue({on, stream, one.header, {}, {one}});
 })
 
 HCCL_API(computed, HcclBatchSendRecv, (const SendReceive* batch, uint32_t number, void* comm, void* stream), {
-  const auto on = communicator(comm);
+  const auto on = communicator_of(comm);
   if (!batch) refuse_call(kNullPointer, "sendRecvInfo is null");
   if (!number) refuse_call(kParameter, "itemNum is 0");
   std::vector<PointToPoint> items;
@@ -354,7 +382,7 @@ HCCL_API(computed, HcclBatchSendRecv, (const SendReceive* batch, uint32_t number
 })
 
 HCCL_API(computed, HcclBarrier, (void* comm, void* stream), {
-  const auto on = communicator(comm);
+  const auto on = communicator_of(comm);
   const auto call = header(kBarrier, 0, 0);
   issue({on, stream, call, [=] { barrier(*on, call); }, {}});
 })

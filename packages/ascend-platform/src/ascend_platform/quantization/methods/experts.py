@@ -23,7 +23,7 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
     Args:
         stored: the tensors of an expert's matrix, which vLLM loads into ``w13_<name>`` and ``w2_<name>``.
         read: converts these tensors to a matrix.
-        group_size: inputs per scale; 0 for one scale per channel.
+        group_size: inputs per scale; 0 or -1 for one scale per channel.
         name: of the layer, for errors.
     """
 
@@ -59,16 +59,16 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
             "w2_": (hidden_size, intermediate_size_per_partition),
         }
         for prefix, (out, inputs) in sizes.items():
-            groups = max(1, inputs // self.group_size) if self.group_size else 1
-            self.scheme.check_groups(inputs, groups, True, self.name)
+            groups = self.scheme.count_groups(inputs, self.group_size, True, self.name)
             for name, stored in self.stored.items():
                 made = torch.nn.Parameter(
                     torch.zeros(num_experts, *stored.shape(out, inputs, groups), dtype=stored.dtype), requires_grad=False
                 )
-                several = stored.layout == Layout.GROUPS and groups > 1
+                several = stored.layout == Layout.GROUPS and self.group_size > 0  # a rank may have a single group
                 kind = FusedMoeWeightScaleSupported.GROUP if several else FusedMoeWeightScaleSupported.CHANNEL
                 layer.register_parameter(prefix + name, made)
-                set_weight_attrs(made, extra_weight_attrs | {"quant_method": kind.value})
+                own = {"quant_method": kind.value, "is_transposed": stored.transposed}
+                set_weight_attrs(made, extra_weight_attrs | own)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         for prefix in ("w13_", "w2_"):

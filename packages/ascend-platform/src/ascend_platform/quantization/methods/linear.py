@@ -1,4 +1,4 @@
-"""Linear layers of ModelSlim checkpoints: loaded through vLLM's parameters, applied by a scheme."""
+"""Linear layers of ModelSlim, AWQ and GPTQ checkpoints: loaded through vLLM's parameters, applied by a scheme."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from vllm.model_executor.parameter import (
     ChannelQuantScaleParameter,
     GroupQuantScaleParameter,
     ModelWeightParameter,
+    PackedColumnParameter,
     PackedvLLMParameter,
     PerTensorScaleParameter,
 )
 
 from ascend_platform import extension
-from ascend_platform.quantization.base import Layout, Scheme, Stored
+from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors
 
 
 class ScaleParameter(GroupQuantScaleParameter):
@@ -130,3 +131,58 @@ class ModelSlimLinearMethod(LinearMethodBase):
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         # with static inputs, quant_bias includes the layer's bias
         return apply(self.scheme, layer, x, None if "quant_bias" in self.stored else bias)
+
+
+def transposed_parameter(
+    stored: Stored, shape: tuple[int, ...], per_channel: bool, loader: Callable[..., None]
+) -> BasevLLMParameter:
+    """vLLM's parameter for a transposed tensor of a linear layer, ``[in, out]`` or ``[groups, out]``."""
+    data = torch.zeros(shape, dtype=stored.dtype)
+    options: dict[str, Any] = {"data": data, "output_dim": 1, "weight_loader": loader}
+    packed: dict[str, Any] = {}
+    if stored.rows * stored.columns > 1:
+        packed = {"packed_dim": int(stored.rows > 1), "packed_factor": stored.rows * stored.columns}
+    if stored.layout == Layout.GROUPS and per_channel:  # one group, which all ranks share
+        return PackedColumnParameter(**options, **packed) if packed else ChannelQuantScaleParameter(**options)
+    options["input_dim"] = 0
+    return PackedvLLMParameter(**options, **packed) if packed else GroupQuantScaleParameter(**options)
+
+
+@register_weight_loader_v2_supported_method
+class TransposedLinearMethod(ModelSlimLinearMethod):
+    """Quantization method of one linear layer whose matrix is transposed in the checkpoint, as in AWQ and GPTQ.
+
+    Args:
+        stored: the layer's tensors in the checkpoint, all transposed.
+        read: converts these tensors to a matrix.
+        group_size: inputs per scale; -1 for one scale per channel.
+        name: of the layer, for errors.
+    """
+
+    def __init__(
+        self, scheme: Scheme, stored: dict[str, Stored], read: Callable[[Tensors], Quantized], group_size: int, name: str
+    ) -> None:
+        super().__init__(scheme, stored, name)
+        self.read, self.group_size = read, group_size
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        rows, loader = sum(output_partition_sizes), extra_weight_attrs["weight_loader"]
+        self.dtype = params_dtype
+        groups = self.scheme.count_groups(input_size_per_partition, self.group_size, False, self.name)
+        for name, stored in self.stored.items():
+            shape = stored.shape(rows, input_size_per_partition, groups)
+            made = transposed_parameter(stored, shape, self.group_size <= 0, loader)
+            layer.register_parameter(name, made)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        matrix = self.read({name: getattr(layer, name).data for name in self.stored})
+        replace(layer, self.stored, self.scheme.pack(self.scheme.checked(matrix, self.name), self.dtype))

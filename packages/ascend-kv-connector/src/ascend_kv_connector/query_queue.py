@@ -1,0 +1,93 @@
+"""Queries that wait for a free buffer of a producer, answered in order of arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, NamedTuple
+
+from ascend_kv_connector.protocol import Query, Refused, Reply
+
+Place = tuple[Any, ...]
+
+MAX_WAITING = 4096
+"""Queries that may wait; a peer's further ones are refused."""
+
+
+class BusyError(Exception):
+    """A query cannot be answered before another one's resource is free: it waits under ``place``, one query at a time."""
+
+    def __init__(self, place: Place, cause: str) -> None:
+        super().__init__(cause)
+        self.place = place
+
+
+class Asked(NamedTuple):
+    """A received query: ``reply`` sends the reply to its sender."""
+
+    query: Query
+    reply: Callable[[Reply], None]
+
+
+@dataclass
+class Waiting:
+    """A place in the queue. ``asked`` is None from when the sender was told to repeat its query until it does, or ``until``."""
+
+    asked: Asked | None
+    until: float
+
+
+class QueryQueue:
+    """Places by arrival. After ``seconds`` a sender is told to repeat its query, so that it knows that this side is alive; the
+    place is kept for as long again."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._places: dict[Place, Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def is_next(self, place: Place) -> bool:
+        """Whether no earlier query waits."""
+        for earlier, waiting in self._places.items():
+            if earlier == place:
+                return True
+            if waiting.asked is not None:
+                return False
+        return True
+
+    def add(self, place: Place, asked: Asked, cause: str) -> None:
+        """Let a query wait; it replaces an earlier one in the same place."""
+        if place not in self._places and len(self._places) >= MAX_WAITING:
+            asked.reply(Refused("deadline", f"{cause}, and {MAX_WAITING} queries wait", again=True))
+            return
+        waiting = self._places.setdefault(place, Waiting(None, 0.0))
+        waiting.asked, waiting.until = asked, self._clock() + self._seconds
+
+    def remove(self, matches: Callable[[Place], bool]) -> None:
+        """Forget the places of senders that no longer wait."""
+        self._places = {place: waiting for place, waiting in self._places.items() if not matches(place)}
+
+    def serve(self, answer: Callable[[Query], Reply]) -> None:
+        """Answer queries in their order, until one has to wait on."""
+        blocked = ""
+        for place, waiting in list(self._places.items()):
+            asked, expired = waiting.asked, waiting.until <= self._clock()
+            if asked is None:
+                if expired:
+                    del self._places[place]
+                continue
+            if not blocked:
+                try:
+                    reply = answer(asked.query)
+                except BusyError as error:
+                    blocked = str(error)
+                else:
+                    self._places.pop(place, None)
+                    asked.reply(reply)
+                    continue
+            if expired:
+                waiting.asked, waiting.until = None, self._clock() + self._seconds
+                asked.reply(Refused("deadline", blocked, again=True, queued=True))
