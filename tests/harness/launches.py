@@ -97,7 +97,7 @@ def run(names: list[str], directory: Path) -> dict[str, Any]:
         "OMP_NUM_THREADS": "1",
         "ASCEND_EMULATOR_TRACE": str(directory / "trace.json"),
     }
-    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", **variables)
+    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", timeout=2400, **variables)
     found = {result["name"]: per_layer(result) for result in npus.results(done.stdout)}
     if done.returncode or list(found) != names:
         sys.exit(f"launches: the program ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_npu
-from ascend_platform.ops import activation, layernorm, rotary_embedding  # noqa: F401  (registers them)
+from ascend_platform.ops import activation, gemma_layernorm, layernorm, rotary_embedding  # noqa: F401  (registers them)
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import FastGELU, GeluAndMul, NewGELU, QuickGELU, SiluAndMul
@@ -57,6 +57,7 @@ def test_fused_add_rms_norm(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemma_rms_norm(dtype):
     layer = GemmaRMSNorm(128, eps=1e-6).to(dtype)
+    assert type(layer) is gemma_layernorm.NPUGemmaRMSNorm
     layer.weight.data.normal_()
     expected_weight = layer.weight.double() + 1
     layer = layer.to("npu")

@@ -301,6 +301,34 @@ def test_attention_that_nobody_has_is_refused_by_name(change, named):
         select_backend(DENSE._replace(**change), None)
 
 
+@pytest.fixture
+def ascend310p(monkeypatch):
+    monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
+
+
+def test_dtype_auto_is_one_of_the_chip(model, ascend310p):
+    assert engine_config(model(dtype="bfloat16")).model_config.dtype == torch.float16
+    with pytest.raises(ValueError, match=r"dtype bfloat16 is not supported on Ascend310P3; supported: float16, float32; fix"):
+        engine_config(model(), dtype="bfloat16")
+
+
+def test_experts_are_refused_on_a_chip_without_their_operators(model, ascend310p):
+    with pytest.raises(ValueError, match=r"mixture-of-experts models are not supported on Ascend310P3, which has no npu_moe_gat"):
+        engine_config(model(**EXPERTS))
+
+
+@pytest.mark.parametrize("slot", ["dense", "sinks", "encoder"])
+def test_built_in_attention_serves_on_a_chip_without_the_kernels(monkeypatch, ascend310p, slot):
+    pytest.importorskip("ascend_attention")
+    monkeypatch.setattr(slots, "_offers", FUSED)
+    change = {"dense": {}, "sinks": {"has_sink": True}, "encoder": {"attn_type": "encoder_only"}}[slot]
+    path, why = select_backend(DENSE._replace(**change), None)
+    assert path == (BUILT_IN_ENCODER if slot == "encoder" else BUILT_IN_ATTENTION)
+    assert "fused attention disabled: Ascend310P3 has no npu_fus" in why
+    monkeypatch.setattr(host, "chip", lambda: "Ascend950PR_9599")
+    assert ("built-in" in select_backend(DENSE._replace(**change), None)[1]) == (slot != "encoder")
+
+
 def test_memory_is_not_asked_of_a_process_without_device():
     if not torch.npu.is_initialized():
         with pytest.raises(NotImplementedError, match="this process has no device context"):

@@ -121,11 +121,11 @@ def test_experts(spec, dtype, counts, monkeypatch):
     scheme = SCHEMES[spec.scheme]
     made, given = drawn(spec, dtype, experts=len(counts))
     packed = scheme.pack(scheme.checked(scheme.read(given), "x"), dtype)
-    assert set(packed) == set(scheme.packed_experts or scheme.packed)
-    casts = []
+    assert set(packed) == set(scheme.packed)
+    down, casts = scheme.pack_down(scheme.checked(scheme.read(given), "x"), dtype), []
     with monkeypatch.context() as context:  # of scales in each call
         context.setattr(torch.Tensor, "to", lambda *arguments: casts.append(arguments))
-        scheme.grouped(torch.ones(sum(counts), IN, dtype=dtype, device="npu"), packed, torch.tensor(counts, device="npu"))
+        scheme.grouped(torch.ones(sum(counts), IN, dtype=dtype, device="npu"), down, torch.tensor(counts, device="npu"))
     assert not casts
     x = torch.randn(sum(counts), IN).to(dtype)
     actual = scheme.grouped(x.npu(), packed, torch.tensor(counts).npu())
@@ -247,8 +247,11 @@ def test_other_chips_and_dtypes_are_refused(model, monkeypatch):
     with pytest.raises(ValueError, match="float32 is not supported for quantization method ascend"):
         engine_config(model({WEIGHT: "W8A8"}), dtype="float32")
     monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
-    with pytest.raises(ValueError, match="W4A16, W8A8, which are supported on Atlas A2 and Atlas A3; this NPU is Ascend310P3"):
+    with pytest.raises(
+        ValueError, match=r"of W4A16, which are supported on Atlas A2 and Atlas A3; this NPU is Ascend310P3; .* of W8A8"
+    ):
         engine_config(model({WEIGHT: "W8A8", "x.weight": "W4A16"}))
+    engine_config(model({WEIGHT: "W8A8"}), dtype="float16")
     engine_config(model({WEIGHT: "FLOAT"}))
 
 

@@ -125,6 +125,7 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
 
     title = "the fused attention of ascend-attention"
     serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_DECODER})
+    operators = ("npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache")
     can_return_lse_for_decode = True
     supports_dcp = True
     int8_cache = True

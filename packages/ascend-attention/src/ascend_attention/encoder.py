@@ -78,6 +78,7 @@ class FusedEncoderAttentionImpl(extension.AttentionImplBase, AttentionImpl[Fused
 
     title = "the fused encoder-only attention of ascend-attention"
     serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_ONLY})
+    operators = ("npu_fusion_attention",)
 
     def forward(
         self,
@@ -127,6 +128,8 @@ def host_ends(cu_seqlens: torch.Tensor) -> list[int]:
 
 class FusedMMEncoderAttention(MMEncoderAttention):
     """Attention of vision and audio encoders with all sequences in one call; vLLM's native one loops over them."""
+
+    operators = ("npu_fusion_attention",)
 
     @classmethod
     def maybe_recompute_cu_seqlens(cls, attn_backend: Any, cu_seqlens: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -303,19 +303,20 @@ OVERRIDES: tuple[Override, ...] = (
             "vllm.models.kimi_k3.nvidia.model",
         ),
     ),
-    Override(
-        "vllm._custom_ops:topk_softmax",
-        "operator defined",
-        "it calls torch.ops._moe_C.topk_softmax of vLLM's CUDA extension",
-        "the router asks the platform for it",
-        {"0.31": "e3fb0bdcef67"},
-    ),
-    Override(
-        "vllm._custom_ops:topk_sigmoid",
-        "operator defined",
-        "it calls torch.ops._moe_C.topk_sigmoid of vLLM's CUDA extension",
-        "the router asks the platform for it",
-        {"0.31": "675fdc3f3fa6"},
+    *(
+        Override(
+            f"{_ROUTER}{module}:vllm_topk_{scores}",
+            "replaced",
+            f"it calls torch.ops._moe_C.topk_{scores} of vLLM's CUDA extension; the NPU's operators return new tensors",
+            "the router asks the platform for it",
+            {"0.31": fingerprinted},
+        )
+        for module, scores, fingerprinted in (
+            ("fused_topk_router", "softmax", "ab8a6e501fc2"),
+            ("fused_topk_router", "sigmoid", "344ea2f4a103"),
+            ("fused_topk_bias_router", "softmax", "c674f96edd00"),
+            ("fused_topk_bias_router", "sigmoid", "75fcefd3c2e7"),
+        )
     ),
     Override(
         "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p",

@@ -104,6 +104,7 @@ class AttentionImplBase:
     Attributes:
         title: name of the attention in error messages.
         serves: features beyond causal decoder attention.
+        operators: those of torch_npu that not every chip has.
         num_heads, num_kv_heads: heads of the query and of the KV cache on this rank.
         head_size: elements of one key.
         scale: factor of the scores.
@@ -113,6 +114,7 @@ class AttentionImplBase:
 
     title: ClassVar[str] = "this attention"
     serves: ClassVar[frozenset[AttentionFeature]] = frozenset()
+    operators: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,

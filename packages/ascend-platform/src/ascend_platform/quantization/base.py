@@ -74,7 +74,8 @@ class Scheme:
         experts: whether the scheme supports experts.
         groups, expert_groups: whether it supports per-group scales, in linear layers and in experts.
         offsets: whether it supports a non-zero zero_point.
-        packed, packed_experts: names of the tensors that ``pack`` returns, of one matrix and of one per expert.
+        packed: names of the tensors that ``pack`` returns.
+        int8_rows: whether experts take rows that are already quantized to int8, dynamically by row.
     """
 
     name: ClassVar[str]
@@ -84,8 +85,7 @@ class Scheme:
     expert_groups: ClassVar[bool] = False
     offsets: ClassVar[bool] = False
     packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
-    packed_experts: ClassVar[tuple[str, ...]] = ()
-    """Empty: as ``packed``."""
+    int8_rows: ClassVar[bool] = False
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
         """The tensors of a layer in a ModelSlim checkpoint (msmodelslim, ``ascendv1`` format)."""
@@ -168,9 +168,36 @@ class Scheme:
         """Multiply each expert's rows by its matrix; see ``ascend_platform.ops.fused_moe.grouped_matmul``."""
         raise NotImplementedError
 
-    def swiglu(self, first: Tensors, second: Tensors, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Apply each expert to its rows; see ``ascend_platform.ops.fused_moe.swiglu_experts``."""
-        return self.grouped(torch_npu.npu_swiglu(self.grouped(rows, first, counts)), second, counts)
+    def pack_down(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """As ``pack``, for the second matrix of experts."""
+        return self.pack(matrix, dtype)
+
+    def grouped_int8(
+        self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """As :meth:`grouped` for int8 rows with ``scale`` float32 ``[rows]``, if ``int8_rows``; the result has this dtype."""
+        raise NotImplementedError
+
+    def swiglu(
+        self,
+        first: Tensors,
+        second: Tensors,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Apply each expert to its rows; see ``ascend_platform.ops.fused_moe.swiglu_experts``.
+
+        Args:
+            scale: of int8 rows; None for others.
+            dtype: of the result of int8 rows.
+        """
+        if scale is None or dtype is None:
+            gate_up = self.grouped(rows, first, counts)
+        else:
+            gate_up = self.grouped_int8(rows, scale, first, counts, dtype)
+        return self.grouped(torch_npu.npu_swiglu(gate_up), second, counts)
 
 
 def unpack_words(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:

@@ -18,10 +18,11 @@ METHODS = (NAME, "compressed-tensors", AWQ, GPTQ)
 
 def check_chip(schemes: Iterable[str]) -> None:
     """Raise RefusedError if the chip does not have the operators of these schemes, by torch_npu's documentation."""
-    found, names = host.chip(), sorted(set(schemes))
-    if found and names and not chips.family_of(found).quantization:
-        served = " and ".join(family.name for family in chips.FAMILIES if family.quantization)
+    found, served = host.chip(), host.chip_family().quantization
+    names = [] if served is None else sorted(set(schemes) - set(served))
+    if found and names:
+        families = " and ".join(family.name for family in chips.FAMILIES if family.quantization is None)
+        fix = f"serve a checkpoint of {', '.join(served)}, or the unquantized model" if served else "serve the unquantized model"
         raise extension.RefusedError(
-            f"the model has weights of {', '.join(names)}, which are supported on {served}; this NPU is {found}; "
-            "fix: serve the unquantized model"
+            f"the model has weights of {', '.join(names)}, which are supported on {families}; this NPU is {found}; fix: {fix}"
         )

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.ops.fused_moe  # noqa: F401  (before a model's layers are made)
-from ascend_platform import extension
+from ascend_platform import extension, host
 from ascend_platform.attention import kv_cache
 from ascend_platform.graph import acl_graph
 from ascend_platform.graph.acl_graph import module_with_overrides
@@ -54,7 +54,11 @@ override("vllm.distributed.eplb.eplb_state:EplbState", NPUEplbState)  # load_mod
 def register_vision_attention() -> None:
     """Register the offered MMEncoderAttention for multimodal encoders, once."""
     if (path := extension.offered("attention.vision")) and MMEncoderAttention.__name__ not in op_registry_oot:
-        MMEncoderAttention.register_oot(resolve_obj_by_qualname(path))
+        attention = resolve_obj_by_qualname(path)
+        if lacking := host.chip_family().lacks(*getattr(attention, "operators", ())):
+            extension.logger.info("attention of encoders falls back to PyTorch: %s has no %s", host.chip(), ", ".join(lacking))
+        else:
+            MMEncoderAttention.register_oot(attention)
 
 
 class NPUModelRunner(HostInputsMixin, GraphSizeMixin, GPUModelRunner):
