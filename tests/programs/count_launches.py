@@ -19,6 +19,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import harness.engine_imports  # noqa: F401
 import torch
 from harness import launcher, trace
+from harness.models import kinds
 from transformers import AutoConfig
 from vllm import LLM, PoolingParams, SamplingParams
 
@@ -39,8 +40,10 @@ def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     given |= {"text_config": given["text_config"] | layers} if "text_config" in given else layers
     config = AutoConfig.for_model(**given)
     config.save_pretrained(directory)
-    engine = LLM(str(directory), **COMMON, **case["engine"]).llm_engine
     pools = case["engine"].get("runner") == "pooling"
+    if pools:  # for which vLLM wants a tokenizer
+        kinds.tokenizer().save_pretrained(directory)
+    engine = LLM(str(directory), **COMMON | {"skip_tokenizer_init": not pools} | case["engine"]).llm_engine
     torch.manual_seed(0)
     for request in range(case["requests"]):
         prompt = torch.randint(3, config.get_text_config().vocab_size, (case["prompt"],)).tolist()

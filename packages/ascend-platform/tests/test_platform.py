@@ -164,12 +164,17 @@ def test_unsupported_models_are_refused_in_one_line(model, changes, named):
         engine_config(model(**changes))
 
 
-def test_lora_is_refused_on_experts_alone(model):
+def test_lora_on_experts_is_refused_with_expert_parallelism(model):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     directory = model(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **experts)
-    with pytest.raises(ValueError, match=r"does not support LoRA on experts \(--lora-target-modules without experts serves"):
-        engine_config(directory, enable_lora=True)
-    assert engine_config(directory, enable_lora=True, lora_target_modules=["q_proj"]).lora_config.target_modules == ["q_proj"]
+    named = (
+        r"does not support LoRA on experts beyond tensor parallelism \(--lora-target-modules without experts .*expert parallelism"
+    )
+    expert_parallel = {"enable_lora": True, "enable_expert_parallel": True}
+    with pytest.raises(ValueError, match=named):
+        engine_config(directory, **expert_parallel)
+    assert engine_config(directory, **expert_parallel, lora_target_modules=["q_proj"]).lora_config.target_modules == ["q_proj"]
+    assert engine_config(directory, enable_lora=True).lora_config.target_modules is None
     assert engine_config(model(), enable_lora=True).lora_config.target_modules is None
 
 

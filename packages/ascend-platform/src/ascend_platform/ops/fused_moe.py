@@ -197,6 +197,8 @@ class NPUExperts:
     is_monolithic = False  # routing is a separate step
     supports_internal_mk = True  # dispatch and combine are called here, not by vLLM's MoE runner
     moe: Any
+    lora: Any = None
+    """Finds the adapters of rows (``ops/lora_experts.py``, ``FusedMoEWithLoRA.of_rows``); None without LoRA on experts."""
 
     def setup_experts(self, layer: Any) -> None:
         """Store the range of this rank's experts.
@@ -249,6 +251,8 @@ class NPUExperts:
             active_expert_range=[self.first_expert, self.first_expert + self.num_local_experts],
             quant_mode=1 if takes_int8 else -1,
         )
+        if self.lora is not None and (adapters := self.lora(row_idx, topk_ids.shape[1])):
+            experts = functools.partial(experts, lora=adapters)
         expert_out = experts(rows, counts, scale) if takes_int8 else experts(rows, counts)
         return combine(expert_out, row_idx, topk_weights, self.num_local_experts < self.moe.num_experts)
 
@@ -297,7 +301,9 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         return self.apply_routed(experts, x, topk_weights, topk_ids)
 
 
-def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def swiglu_experts(
+    w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, lora: Any = None
+) -> torch.Tensor:
     """Apply SwiGLU experts to rows sorted by expert; output rows after the last expert's are undefined.
 
     Args:
@@ -305,9 +311,16 @@ def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, coun
         w2: ``[experts, hidden, inner]``, down projection.
         rows: ``[rows, hidden]``.
         counts: int64 ``[experts]``, rows per expert.
+        lora: adapters of the rows (``ascend_platform.ops.lora_experts.RowLoRA``), or None.
     """
-    inner = torch_npu.npu_swiglu(grouped_matmul(rows, w13.transpose(1, 2), counts))
-    return grouped_matmul(inner, w2.transpose(1, 2), counts)
+    gate_up = grouped_matmul(rows, w13.transpose(1, 2), counts)
+    if lora is not None:
+        lora.add_w13(gate_up, rows, counts)
+    inner = torch_npu.npu_swiglu(gate_up)
+    expert_out = grouped_matmul(inner, w2.transpose(1, 2), counts)
+    if lora is not None:
+        lora.add_w2(expert_out, inner, counts)
+    return expert_out
 
 
 def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **options: Any) -> torch.Tensor:
