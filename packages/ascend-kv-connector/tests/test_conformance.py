@@ -1,10 +1,17 @@
 """Conformance suite on this wheel's connectors, with the KV cache on an emulated NPU."""
 
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, ClassVar
 
 import pytest
-from ascend_kv_connector.testing import ConnectorTests, HandoffTests, one_rank  # noqa: F401
+import torch
+from ascend_kv_connector.testing import ConnectorTests, Engine, HandoffTests, one_rank  # noqa: F401
+from ascend_kv_connector.transfers import Done
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
 
@@ -33,9 +40,55 @@ def store(tmp_path: Path) -> dict[str, Any]:
     return STORE | {"kv_connector_extra_config": STORE["kv_connector_extra_config"] | {"disk_path": str(tmp_path)}}
 
 
+class Busy:
+    """A stream that executes nothing after :meth:`start` until it is released, as an NPU that is busy with a step."""
+
+    def __init__(self) -> None:
+        self.stream, self.released = torch.npu.Stream(), threading.Event()
+        self._wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self.released.wait(60) and None)
+
+    def start(self) -> None:
+        library = ctypes.CDLL("libascendcl.so")
+        assert library.aclrtLaunchHostFunc(ctypes.c_void_p(self.stream.npu_stream), self._wait, None) == 0
+
+
+@contextmanager
+def busy() -> Iterator[Busy]:
+    made = Busy()
+    try:
+        yield made
+    finally:
+        made.released.set()
+        made.stream.synchronize()
+
+
 class TestAscendP2PConnector(HandoffTests):
     transfer: ClassVar[dict[str, Any]] = P2P
     device = "npu"
+
+    def test_transfers_do_not_wait_for_later_steps(self, engine: Callable[..., Engine]) -> None:
+        one, other = engine(kv_role="kv_producer"), engine(kv_role="kv_consumer")
+        given = {"a": list(range(100)), "b": list(range(1, 101))}
+        params = self.prefill_all(one, given)
+        with busy() as on_one, busy() as on_other:
+            with torch.npu.stream(on_other.stream):
+                other.add("a", given["a"], 3, params["a"])
+                other.step()
+                on_other.start()
+                other.add("b", given["b"], 3, params["b"])
+                other.step()
+            transfers = dict(other.worker._worker._consumer._transfers)
+            with torch.npu.stream(on_one.stream):
+                on_one.start()
+                one.step()  # the leases
+            until = monotonic() + 10
+            while transfers["a"].outcome is None and monotonic() < until:
+                sleep(0.01)
+            assert isinstance(transfers["a"].outcome, Done)
+            assert transfers["b"].outcome is None, "its blocks may still be used by the step before"
+        other.run(lambda step: one.step())
+        one.run()
+        self.check(other, given, 3)
 
 
 class TestAscendP2PConnectorWithWindows(HandoffTests):

@@ -324,6 +324,23 @@ def test_requests_that_share_a_source_release_it_once() -> None:
     assert load(made, late) == (0, [])  # the producer has freed it
 
 
+def test_lease_has_the_step_that_computed_its_last_tokens() -> None:
+    """Not a later one, which async scheduling may have started with the request in it."""
+    prefill, far = scheduler(), request(params={"do_remote_decode": True}, name="far")
+    prefill.update_state_after_alloc(far, blocks(7, 8), 0)
+    new = NewRequestData("far", None, [], None, None, ([7, 8],), 0, None)
+    ran = [
+        step([new], {"far": 8}),
+        NOTHING,
+        step([], {"far": 13}, far=([9], 8, False)),
+        step([], {"far": 1}, far=([], 21, False)),
+    ]
+    assert [prefill.build_connector_meta(each).step for each in ran] == [1, 0, 3, 0]
+    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
+    prefill.request_finished(far, [7, 8, 9])
+    assert prefill.build_connector_meta(NOTHING).written == {"far": 3}
+
+
 def test_prefill_for_another_prompt_is_not_sent() -> None:
     params = {"do_remote_decode": True, "remote_reader": "near", "remote_ranks": [["h", 1]]}
     params["remote_prompt_digest"] = prompt_digest(request(), 21)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import zmq
@@ -60,7 +60,8 @@ class Notice(NamedTuple):
 class Consumer:
     """Rank ``rank`` of ``ranks`` of a consumer instance.
 
-    ``stream_context()`` is entered around all device work, in the fetch threads; on exit that work has completed.
+    ``stream_context(event)`` is entered around all device work, in the unpack threads: it runs after the event and has completed
+    on exit.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Consumer:
         model: str,
         rank: int = 0,
         ranks: int = 1,
-        stream_context: Callable[[], AbstractContextManager] = nullcontext,
+        stream_context: Callable[..., AbstractContextManager] = nullcontext,
         host: str = "127.0.0.1",
         port: int = 0,
         keys: CurveKeys | None = None,
@@ -92,13 +93,14 @@ class Consumer:
         self._unannounced: BoundedDict[None] = BoundedDict()
         self.server = RpcServer(self.answer, host, port, keys)
 
-    def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int) -> None:
+    def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int, after: Any = None) -> None:
         """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`get_finished` reports the outcome.
 
-        Without a source the transfer starts when a producer sends PrefillStarted, proceeds layer by layer, and releases the
-        producer's blocks at its end. Otherwise other requests may load from the source too, until :meth:`release`.
+        The blocks are written after the event ``after``, if given. Without a source the transfer starts when a producer sends
+        PrefillStarted, proceeds layer by layer, and releases the producer's blocks at its end. Otherwise other requests may load
+        from the source too, until :meth:`release`.
         """
-        transfer = Transfer(request, source, blocks, start, stop, self.options.transfer_timeout)
+        transfer = Transfer(request, source, blocks, start, stop, self.options.transfer_timeout, after)
         with self._lock:
             self._transfers[request] = transfer
             if source is None:
@@ -393,7 +395,7 @@ class FetchThread:
         cache = self._consumer.cache
         if fetch.verify and checksum(data) != chunk.checksum:
             raise TransferError("verify", f"a chunk of {chunk.size} bytes failed its checksum")
-        with transfer.writing(), self._consumer.stream_context():
+        with transfer.writing(), self._consumer.stream_context(transfer.after):
             slots = cache.slot_mapping(transfer.blocks, fetch.start - transfer.start, fetch.stop - transfer.start, plan.group)
             cache.unpack(slots, plan.local, plan.heads, data)
         transfer.size += chunk.size

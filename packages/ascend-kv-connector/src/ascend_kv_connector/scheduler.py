@@ -63,7 +63,8 @@ class P2PMetadata(KVConnectorMetadata):
     sources whose blocks are no longer needed. ``layerwise``: prefills of this step with a waiting consumer. ``revoked``: prefills
     whose blocks are taken back, with the reason, "" for a preemption. ``aborted``: loads whose request ended. ``failed_loads``:
     loads that no prefill instance will serve, with the cause. ``cancelled``: prefills with a waiting consumer that will not run.
-    ``ranks``: (host, port) of this instance's producers.
+    ``step``: number of this step if it computes prompts that consumers may load, otherwise 0. ``written``: the step in which the
+    last tokens of a lease were computed. ``ranks``: (host, port) of this instance's producers.
     """
 
     loads: dict[str, Load] = field(default_factory=dict)
@@ -74,6 +75,8 @@ class P2PMetadata(KVConnectorMetadata):
     aborted: list[str] = field(default_factory=list)
     failed_loads: dict[str, str] = field(default_factory=dict)
     cancelled: list[tuple[LayerwisePrefill, str]] = field(default_factory=list)
+    step: int = 0
+    written: dict[str, int] = field(default_factory=dict)
     ranks: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -104,6 +107,8 @@ class P2PScheduler:
         self._consumer_ranks: list[tuple[str, int]] = []
         self._metadata = P2PMetadata()
         self._layerwise: dict[str, LayerwisePrefill] = {}
+        self._steps = 0
+        self._prompts: dict[str, tuple[int, int]] = {}  # of producers: number of tokens, and the step that computed the last ones
         self._loading: dict[str, Source | None] = {}
         self._released: BoundedDict[None] = BoundedDict()
         self._recognized: set[str] = set()
@@ -141,6 +146,7 @@ class P2PScheduler:
 
     def build_connector_meta(self, scheduled: Any) -> P2PMetadata:
         """Metadata of a step; ``scheduled`` is vLLM's SchedulerOutput."""
+        self._note_step(scheduled)
         self._update_progress(scheduled)
         while not self._failed_loads.empty():
             request, cause = self._failed_loads.get()
@@ -190,6 +196,8 @@ class P2PScheduler:
     def _track_prefill(self, request: Any) -> None:
         """Track a prompt that a consumer waits for, when its prefill starts or restarts."""
         name = request.request_id
+        if self._is_producer and (request.kv_transfer_params or {}).get("do_remote_decode"):
+            self._prompts.setdefault(name, (request.num_prompt_tokens, 0))
         if not self._is_hybrid and name not in self._layerwise and (prefill := self._waiting_reader(request)):
             self._layerwise[name] = prefill
 
@@ -206,6 +214,20 @@ class P2PScheduler:
             return None
         reader_ranks = tuple((host, port) for host, port in params["remote_ranks"])
         return LayerwisePrefill(params["remote_reader"], reader_ranks, request.num_prompt_tokens)
+
+    def _note_step(self, scheduled: Any) -> None:
+        """Record which prompts for consumers this step computes."""
+        self._steps += 1
+        if not self._prompts:
+            return
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        old = scheduled.scheduled_cached_reqs
+        computed |= dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        for name in self._prompts.keys() & computed.keys():
+            total, _ = self._prompts[name]
+            if computed[name] < total:
+                self._prompts[name] = total, self._steps
+                self._metadata.step = self._steps
 
     def _update_progress(self, scheduled: Any) -> None:
         """Record tokens and blocks of this step's layer-by-layer prefills."""
@@ -231,6 +253,7 @@ class P2PScheduler:
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         params, name = request.kv_transfer_params or {}, request.request_id
+        _, step = self._prompts.pop(name, (0, 0))
         if self._remote_tokens(request) is not None:  # it was never scheduled, for example because its client disconnected
             self._stop_remote_prefill(request)
             self._release_unused(None if "metaserver" in params else _source(params))
@@ -257,7 +280,7 @@ class P2PScheduler:
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if not self._windows_complete(block_ids, tokens):
             return False, None
-        self._metadata.leases[request.request_id] = (list(block_ids), tokens)
+        self._metadata.leases[name], self._metadata.written[name] = (list(block_ids), tokens), step
         host, port = self._ranks[0]
         return True, {
             "do_remote_prefill": True,
