@@ -1,6 +1,7 @@
 """Conformance suite on this wheel's connectors, with the KV cache on an emulated NPU."""
 
 import ctypes
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +66,34 @@ def busy() -> Iterator[Busy]:
 class TestAscendP2PConnector(HandoffTests):
     transfer: ClassVar[dict[str, Any]] = P2P
     device = "npu"
+
+    def test_addresses_of_a_client_are_not_contacted(self, engine: Callable[..., Engine], tmp_path: Path) -> None:
+        (tmp_path / "secret").write_text("sixteen bytes or more")
+        options = P2P["kv_connector_extra_config"] | {"secret_file": str(tmp_path / "secret")}
+        one, other = (engine(kv_role=role, kv_connector_extra_config=options) for role in ("kv_producer", "kv_consumer"))
+        prompt = list(range(60))
+        sent = self.prefill_all(one, {"a": prompt})["a"]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(0.3)
+            port = listener.getsockname()[1]
+            chosen = {
+                "metaserver": {"do_remote_prefill": True, "metaserver": f"http://127.0.0.1:{port}/"},
+                "ranks": sent | {"remote_ranks": [["127.0.0.1", port]]},
+                "reader": sent | {"do_remote_prefill": False, "do_remote_decode": True, "remote_reader": "r"},
+            }
+            chosen["reader"]["remote_ranks"] = [["127.0.0.1", port]]
+            for name, params in chosen.items():
+                target = one if name == "reader" else other
+                target.add(name, prompt, 2, params)
+                while target.scheduler.has_unfinished_requests():
+                    target.step()
+                assert target.ended[name][0] == "length"
+            with pytest.raises(TimeoutError):
+                listener.accept()
+        other.add("a", prompt, 2, sent)
+        other.run(lambda step: one.step())
+        self.check(other, dict.fromkeys(("metaserver", "ranks", "a"), prompt), 2)
+        assert other.loaded["a"] >= 48
 
     def test_transfers_do_not_wait_for_later_steps(self, engine: Callable[..., Engine]) -> None:
         one, other = engine(kv_role="kv_producer"), engine(kv_role="kv_consumer")

@@ -19,7 +19,7 @@ from ascend_kv_connector import protocol
 from ascend_kv_connector.auth import CurveKeys
 from ascend_kv_connector.buffers import allocate_buffer, checksum
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError
+from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError, printable
 from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.paged_cache import FetchPlan, PagedCache, plan_fetches
 from ascend_kv_connector.protocol import (
@@ -77,10 +77,12 @@ class Consumer:
         host: str = "127.0.0.1",
         port: int = 0,
         keys: CurveKeys | None = None,
+        trusts: Callable[[str], bool] = lambda host: True,
     ) -> None:
+        """``trusts(host)``: whether a producer's host, which announces itself, may be contacted."""
         self.cache, self.transport, self.options = cache, transport, options
         self.model, self.rank, self.ranks, self.reader = model, rank, ranks, engine
-        self.stream_context, self.keys = stream_context, keys
+        self.stream_context, self.keys, self._trusts = stream_context, keys, trusts
         self.context = zmq.Context()
         self.work_queue: queue.SimpleQueue[Transfer | Notice | None] = queue.SimpleQueue()
         self._transfers: dict[str, Transfer] = {}
@@ -89,7 +91,7 @@ class Consumer:
         self._threads = [FetchThread(self) for _ in range(options.lanes)]
         self._stuck: list[FetchThread] = []
         # PrefillStarted received before the request, and requests that ended before it
-        self._announced: BoundedDict[Source] = BoundedDict()
+        self._announced: BoundedDict[Source] = BoundedDict(256)
         self._unannounced: BoundedDict[None] = BoundedDict()
         self.server = RpcServer(self.answer, host, port, keys)
 
@@ -111,10 +113,12 @@ class Consumer:
     def answer(self, query: Query) -> Reply:
         """Reply to a producer's query."""
         if isinstance(query, PrefillCancelled):
-            self.cancel_unstarted(query.request, f"the prefill instance cancelled it: {query.cause}")
+            self.cancel_unstarted(query.request, f"the prefill instance cancelled it: {printable(query.cause)}")
             return Ack()
         if not isinstance(query, PrefillStarted):
             return Refused("mismatch", "this rank is a consumer only")
+        if not all(self._trusts(host) for host, _ in query.ranks):
+            return Refused("mismatch", "the decode instance's option peers does not have this prefill instance's hosts")
         source = Source(query.source_engine, query.source_request, tuple((host, port) for host, port in query.ranks))
         with self._lock:
             transfer = self._transfers.get(query.request)
@@ -426,7 +430,10 @@ class FetchThread:
                 raise TransferError("mismatch", f"unexpected reply to Handshake: {type(answer).__name__}")
             if answer.model != self._consumer.model or answer.transport != self._consumer.transport.name:
                 here = f"{self._consumer.model} by {self._consumer.transport.name}"
-                raise TransferError("mismatch", f"the peer serves {answer.model} by {answer.transport}, this instance {here}")
+                raise TransferError(
+                    "mismatch",
+                    f"the peer serves {printable(answer.model)} by {printable(answer.transport)}, this instance {here}",
+                )
             known = answer
             self._caches[address] = known, client.connection_count()
         return known

@@ -10,7 +10,7 @@ import zmq
 from ascend_platform import extension
 
 from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.errors import TransferError, printable
 from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
 from ascend_kv_connector.rpc import RpcClient
 
@@ -51,7 +51,10 @@ class PrefillNotifier:
                     clients[rank].call(message, monotonic() + self._timeout)
                 except (TransferError, zmq.ZMQError) as error:
                     extension.logger.warning(
-                        "KV transfer of %s: cannot notify the decode instance at %s:%d: %s", message.request, *rank, error
+                        "KV transfer of %s: cannot notify the decode instance at %s:%d: %s",
+                        printable(message.request),
+                        *rank,
+                        error,
                     )
                     if client := clients.pop(rank, None):
                         client.close()

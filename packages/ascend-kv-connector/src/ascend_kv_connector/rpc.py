@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ascend_kv_connector import protocol
 from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.errors import KINDS, Kind, TransferError
+from ascend_kv_connector.errors import KINDS, Kind, TransferError, printable
 from ascend_kv_connector.protocol import Query, Refused, Reply
 from ascend_kv_connector.query_queue import Asked, BusyError, QueryQueue
 
@@ -240,7 +240,7 @@ class RpcClient:
                 continue
             if not reply.again or monotonic() - first > retry_seconds or monotonic() + pause > deadline:
                 waited = f" (for {monotonic() - first:.2g} s)" if reply.again else ""
-                raise TransferError(reply.kind if reply.kind in KINDS else "internal", f"{reply.cause}{waited}")
+                raise TransferError(reply.kind if reply.kind in KINDS else "internal", f"{printable(reply.cause)}{waited}")
             threading.Event().wait(pause)
             pause = min(2 * pause, max_pause)
             request_id = self.send(query)

@@ -11,11 +11,14 @@ from ascend_platform import extension
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from vllm.v1.request import RequestStatus
 
+from ascend_kv_connector.errors import printable
 from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.paged_cache import group_block_table
 from ascend_kv_connector.prompt_digest import prompt_digest
+from ascend_kv_connector.protocol import MAX_RANKS
 from ascend_kv_connector.transfers import Source
+from ascend_kv_connector.trusted_addresses import TrustedAddresses
 
 
 @dataclass
@@ -97,12 +100,14 @@ class P2PScheduler:
         is_producer: bool,
         is_consumer: bool,
         seconds: float = 120.0,
-        metaserver: str = "",
+        trusted: TrustedAddresses | None = None,
+        push: bool = False,
         windows: tuple[int, ...] = (0,),
     ) -> None:
         self._windows, self._is_hybrid = windows, windows != (0,)
         self._engine, self._block_size, self._is_producer, self._is_consumer = engine, block_size, is_producer, is_consumer
-        self._metaserver = metaserver
+        self._trusted = trusted or TrustedAddresses()
+        self._metaserver = self._trusted.metaservers[0] if push and self._trusted.metaservers else ""
         self._ranks: list[tuple[str, int]] = []
         self._consumer_ranks: list[tuple[str, int]] = []
         self._metadata = P2PMetadata()
@@ -180,7 +185,7 @@ class P2PScheduler:
         remote_prompt_digest."""
         name = request.request_id
         host, port = self._consumer_ranks[0]
-        return {
+        params = {
             "request_id": external_request_id(name),
             "do_remote_prefill": False,
             "do_remote_decode": True,
@@ -192,6 +197,7 @@ class P2PScheduler:
             "remote_cached_tokens": start,
             "remote_prompt_digest": prompt_digest(request, request.num_prompt_tokens),
         }
+        return self._trusted.sign(params)
 
     def _track_prefill(self, request: Any) -> None:
         """Track a prompt that a consumer waits for, when its prefill starts or restarts."""
@@ -208,7 +214,8 @@ class P2PScheduler:
             return None
         wrong = _invalid_params(params, {"remote_reader": str, "remote_ranks": list, "remote_prompt_digest": str})
         if not wrong and params["remote_prompt_digest"] != prompt_digest(request, request.num_prompt_tokens):
-            wrong = f"is for another prompt, of remote_reader {params['remote_reader']!r}"
+            wrong = f"is for another prompt, of remote_reader {printable(params['remote_reader'])}"
+        wrong = wrong or self._trusted.refusal({key: value for key, value in params.items() if key != "metaserver"})
         if wrong:
             extension.logger.warning("request %s: do_remote_decode %s; its blocks are not sent", request.request_id, wrong)
             return None
@@ -282,7 +289,7 @@ class P2PScheduler:
             return False, None
         self._metadata.leases[name], self._metadata.written[name] = (list(block_ids), tokens), step
         host, port = self._ranks[0]
-        return True, {
+        params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._engine,
@@ -293,6 +300,7 @@ class P2PScheduler:
             "remote_num_tokens": tokens,
             "remote_prompt_digest": prompt_digest(request, tokens),
         }
+        return True, self._trusted.sign(params)
 
     def _remote_tokens(self, request: Any) -> int | None:
         """Number of prompt tokens that a producer has for this request, as far as needed; None without a producer or with invalid
@@ -307,7 +315,7 @@ class P2PScheduler:
             wrong = f"has metaserver: {NO_LAYERWISE_WINDOWS}"
         if not self._is_consumer:
             wrong = "needs kv_role kv_consumer or kv_both"
-        wrong = wrong or self._other_prompt(request, params)
+        wrong = wrong or self._trusted.refusal(params) or self._other_prompt(request, params)
         if not wrong and self._is_released(params):  # with n > 1, or a repeated request
             extension.logger.debug("request %s: its source has been released; its prompt is computed here", request.request_id)
             self._stop_remote_prefill(request)
@@ -329,7 +337,7 @@ class P2PScheduler:
             return ""
         tokens = params["remote_num_tokens"]
         if tokens > request.num_prompt_tokens or params["remote_prompt_digest"] != prompt_digest(request, tokens):
-            return f"is for another prompt, remote_request_id {params['remote_request_id']!r}"
+            return f"is for another prompt, remote_request_id {printable(params['remote_request_id'])}"
         self._recognized.add(request.request_id)
         return ""
 
@@ -361,12 +369,14 @@ def _invalid_params(params: dict[str, Any], forms: dict[str, type]) -> str:
     """Which of a router's parameters is missing or has the wrong type; "" if none."""
     for key, form in forms.items():
         if not isinstance(params.get(key), form):
-            return f"has {key} {params.get(key)!r}, which is not from AscendP2PConnector"
+            return f"has {key} {printable(repr(params.get(key)))}, which is not from AscendP2PConnector"
     if "remote_ranks" not in forms:
         return ""
     ranks = params["remote_ranks"]
-    if not ranks or not all(isinstance(rank, (list, tuple)) and list(map(type, rank)) == [str, int] for rank in ranks):
-        return f"has remote_ranks {ranks!r}, which are not hosts and ports"
+    if not 0 < len(ranks) <= MAX_RANKS or not all(
+        isinstance(rank, (list, tuple)) and list(map(type, rank)) == [str, int] for rank in ranks
+    ):
+        return f"has remote_ranks {printable(repr(ranks))}, which are not hosts and ports"
     return ""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NamedTuple
 
-from ascend_kv_connector.errors import Kind, TransferError
+from ascend_kv_connector.errors import Kind, TransferError, printable
 
 
 class Source(NamedTuple):
@@ -135,7 +135,7 @@ class Transfer:
             cause=str(error),
             hint=error.hint,
             peer=self.peer,
-            engine=self.source.engine if self.source else "(none)",
+            engine=printable(self.source.engine) if self.source else "(none)",
             transport=transport,
             size=self.size,
             total=self.total,

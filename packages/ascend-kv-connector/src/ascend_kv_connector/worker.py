@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip
 
-from ascend_kv_connector.auth import SECRET_ENV, CurveKeys, is_loopback, read_secret
+from ascend_kv_connector.auth import CurveKeys, read_secret, require_secret
 from ascend_kv_connector.config import Options, sliding_windows
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.errors import TransferError
@@ -29,6 +29,7 @@ from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata
 from ascend_kv_connector.transfers import Failed
 from ascend_kv_connector.transport import Transport, make_transport
+from ascend_kv_connector.trusted_addresses import TrustedAddresses
 
 DEFAULT_KV_PORT = 14579
 """vLLM's default of ``kv_port``: the user has chosen none (``vllm/config/kv_transfer.py``)."""
@@ -72,10 +73,7 @@ class P2PWorker:
         cache = PagedCache(regions, block_size, heads, total, groups, sliding_windows("AscendP2PConnector", self._groups))
         host = self._options.host or get_ip()
         shared = read_secret(self._options.secret_file)
-        if rank == 0 and not shared and not is_loopback(host):
-            extension.logger.warning(
-                "KV connector: anyone who can reach %s can fetch KV cache; fix: set secret_file or %s", host, SECRET_ENV
-            )
+        require_secret(shared, self._options.insecure, host)
         keys = CurveKeys(shared) if shared else None
         transport = self._transport = self._transport or make_transport(
             self._options.transport, host, self._options.protocol, keys
@@ -91,7 +89,9 @@ class P2PWorker:
                 self._notifier = PrefillNotifier(self._options.answer_timeout, keys)
         if transfer.is_kv_consumer:
             landing = 0 if self._producer else port
-            self._consumer = Consumer(**common, rank=rank, ranks=ranks, stream_context=stream_context, host=host, port=landing)
+            where = {"rank": rank, "ranks": ranks, "host": host, "port": landing}
+            trusts = TrustedAddresses.from_options(self._options).allows
+            self._consumer = Consumer(**common, **where, stream_context=stream_context, trusts=trusts)
 
     def get_handshake_metadata(self) -> Endpoint | None:
         ports = [part.server.port if part else 0 for part in (self._producer, self._consumer)]
