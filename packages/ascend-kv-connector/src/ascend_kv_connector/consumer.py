@@ -232,8 +232,8 @@ class FetchThread:
         self._unpacker = ThreadPoolExecutor(1, "kv-unpack")
         self._unpacking: Future[None] | None = None
         self._caches: dict[tuple[str, int], tuple[CacheInfo, int]] = {}
-        forget = lambda address: self._caches.pop(address, None)  # noqa: E731
-        self._clients = ClientPool(consumer.context, consumer.options.answer_timeout, consumer.keys, forget)
+        options = consumer.options
+        self._clients = ClientPool(consumer.context, options.answer_timeout, consumer.keys, self._forget_cache)
         self.transfer: Transfer | None = None
         self.stop = False
         self.thread = threading.Thread(target=self._run, name="kv-fetch", daemon=True)
@@ -459,6 +459,9 @@ class FetchThread:
             known = answer
             self._caches[address] = known, client.connection_count()
         return known
+
+    def _forget_cache(self, address: tuple[str, int]) -> None:
+        self._caches.pop(address, None)
 
     def _disconnect(self, source: Source) -> None:
         """Drop the connections to a producer and its CacheInfo: another process may use the address next time."""

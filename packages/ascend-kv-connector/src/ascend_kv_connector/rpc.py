@@ -276,7 +276,7 @@ class ClientPool:
         keys: CurveKeys | None = None,
         on_close: Callable[[tuple[str, int]], object] = lambda address: None,
     ) -> None:
-        self._make = lambda address: RpcClient(context, *address, answer_timeout, keys)
+        self._make = lambda address: RpcClient(context, address[0], address[1], answer_timeout, keys)
         self._on_close = on_close
         self._clients: dict[tuple[str, int], tuple[RpcClient, float]] = {}  # with the time of their last use, oldest first
 

@@ -89,7 +89,7 @@ class P2PWorker:
                 self._notifier = PrefillNotifier(self._options.answer_timeout, keys)
         if transfer.is_kv_consumer:
             landing = 0 if self._producer else port
-            where = {"rank": rank, "ranks": ranks, "host": host, "port": landing}
+            where: dict[str, Any] = {"rank": rank, "ranks": ranks, "host": host, "port": landing}
             trusts = TrustedAddresses.from_options(self._options).allows
             self._consumer = Consumer(**common, **where, stream_context=stream_context, trusts=trusts)
 
