@@ -6,6 +6,7 @@ from time import monotonic, sleep
 
 import pytest
 import torch
+from ascend_kv_connector.consumer import MAX_QUARANTINED
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.protocol import Fetch, Refused, decode_reply
 from ascend_kv_connector.rpc import MAX_CLIENTS, RpcServer
@@ -434,14 +435,17 @@ def test_more_producers_than_a_context_has_sockets(instances: Callable) -> None:
 def test_failed_reads_take_a_limited_number_of_buffers(instances: Callable, network: InMemoryNetwork) -> None:
     producer, consumer = instances("p").produce(), instances("d", lanes=2).consume()
     rank, network.faults.fail = consumer.consumers[0], 1.0
-    for number in range(12):
-        source, _ = producer.fill(f"r{number}", 4)
-        rank.start(f"r{number}", source, consumer.take(4), 0, 4)
+    blocks = consumer.take(4)
+    for number in range(MAX_QUARANTINED + 6):
+        source, held = producer.fill(f"r{number}", 4)
+        producer.free += held
+        rank.start(f"r{number}", source, blocks, 0, 4)
         ((outcome,),) = consumer.wait()
         assert outcome.kind == "transport"
-    assert "8 receive buffers are still in use or in quarantine after failed reads" in outcome.cause
+    most = MAX_QUARANTINED + 4
+    assert f"{most} receive buffers are still in use or in quarantine after failed reads" in outcome.cause
     assert outcome.seconds < 1.0
-    assert len(rank.transport._memory) == 8
+    assert len(rank.transport._memory) == most
     rank._quarantined = [(0.0, buffer) for _, buffer in rank._quarantined]  # a minute later
     network.faults.fail = 0.0
     source, _ = producer.fill("s", 4)

@@ -46,7 +46,10 @@ WHOLE_TRANSFER = -1
 """Key in ``written_until`` for the transfer as a whole, where partial results do not count."""
 
 BUFFERS_OF_LANE = 2
-"""Receive buffers of a lane. There may be as many again, in quarantine."""
+"""Receive buffers of a lane."""
+
+MAX_QUARANTINED = 64
+"""Further ones in quarantine after failed reads, 1 GiB with chunks of 16 MiB."""
 
 MAX_STUCK_THREADS = 16
 """Threads that may be stuck in reads; beyond that, stuck threads are not replaced."""
@@ -89,7 +92,7 @@ class Consumer:
         self.work_queue: queue.SimpleQueue[Transfer | Notice | None] = queue.SimpleQueue()
         self._transfers: dict[str, Transfer] = {}
         self._quarantined: list[tuple[float, torch.Tensor]] = []
-        self._buffers, self._most_buffers = 0, 2 * BUFFERS_OF_LANE * options.lanes
+        self._buffers, self._most_buffers = 0, BUFFERS_OF_LANE * options.lanes + MAX_QUARANTINED
         self._lock = threading.Lock()
         self._threads = [FetchThread(self) for _ in range(options.lanes)]
         self._stuck: list[FetchThread] = []
