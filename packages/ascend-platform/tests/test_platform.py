@@ -69,6 +69,13 @@ def test_graphs_are_those_asked_for(model, asked, mode, graphs):
     assert (compilation.mode.name, compilation.cudagraph_mode.name, compilation.backend) == (mode, graphs, "eager")
 
 
+def test_graphs_are_refused_with_a_queue_that_cannot_be_captured(model, monkeypatch):
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
+    with pytest.raises(ValueError, match="captures no graphs with TASK_QUEUE_ENABLE=2; fix: export TASK_QUEUE_ENABLE=1, or"):
+        engine_config(model())
+    engine_config(model(), enforce_eager=True)
+
+
 def test_full_graphs_are_refused_where_the_attention_cannot_be_captured(model):
     message = "FULL needs attention that can be captured, and this model's is built-in PyTorch .*; supported: PIECEWISE, NONE"
     with pytest.raises(Exception, match=message):

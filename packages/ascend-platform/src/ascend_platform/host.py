@@ -203,6 +203,11 @@ def driver_version() -> str:
     return _version_in(DRIVER / "version.info")
 
 
+def firmware_version() -> str:
+    """The firmware's version from its version file, or ""."""
+    return _version_in(DRIVER.with_name("firmware") / "version.info")
+
+
 def set_env() -> str:
     """The command that sets up CANN's environment, if an installation is found, else how to install it."""
     roots = [Path("/usr/local/Ascend"), Path.home() / "Ascend"]

@@ -234,6 +234,9 @@ OVERRIDES: tuple[Override, ...] = (
         "5a9f55bd7b2c",
     ),
     _torch_view("vllm.distributed.parallel_state", "graph_capture and the groups take torch.cuda's streams", "7420a0e96b51"),
+    _torch_view(
+        "vllm.v1.spec_decode.ngram_proposer_gpu", "it copies the number of draft tokens on a torch.cuda stream", "0285abb6afad"
+    ),
     _torch_view("vllm.compilation.cuda_graph", "CUDAGraphWrapper captures by torch.cuda.graph", "934f7fb345ba"),
     Override(
         "vllm.distributed.parallel_state:graph_capture",
@@ -343,8 +346,8 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata",
         "replaced",
-        "a drafter updates seq_lens on the device alone, and marks padding by slot -1, which npu_scatter_pa_kv_cache rejects",
-        "drafters keep seq_lens_cpu_upper_bound up to date and use slots of the null block",
+        "rejected tokens change seq_lens on the device alone, and have slot -1, which npu_scatter_pa_kv_cache rejects",
+        "drafters keep exact lengths on the host and use slots of the null block",
         {"0.31": "1a23a12d0de6", "0.32": "c117a57e4063"},
     ),
     Override(

@@ -23,6 +23,7 @@ from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import override, require
+from ascend_platform.worker.draft_lengths import DraftLengthsMixin
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -33,6 +34,7 @@ _torch = module_with_overrides(
     torch, cuda=module_with_overrides(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES})
 )
 override("vllm.v1.worker.gpu_model_runner:torch", _torch)
+override("vllm.v1.spec_decode.ngram_proposer_gpu:torch", _torch)
 override("vllm.distributed.parallel_state:torch", _torch)
 override("vllm.distributed.parallel_state:graph_capture", acl_graph.graph_capture)
 
@@ -60,8 +62,8 @@ def register_vision_attention() -> None:
             MMEncoderAttention.register_oot(attention)
 
 
-class NPUModelRunner(GraphSizeMixin, GPUModelRunner):
-    """GPUModelRunner with limited capture sizes, and with keys and values in separate tensors."""
+class NPUModelRunner(GraphSizeMixin, DraftLengthsMixin, GPUModelRunner):
+    """GPUModelRunner with limited capture sizes, exact lengths on the host, and keys and values in separate tensors."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.speculative_config:
