@@ -1,9 +1,12 @@
 """LoRA, speculative decoding, sampling and structured output through vLLM's API, compared with references.
 
-Here is one engine with sampling and grammars, and one with adapters and drafts too, and tensor parallelism.
+Here is one engine with sampling and grammars, one with adapters and drafts too, and tensor parallelism, one with adapters on
+experts, and two with MTP or n-grams, fused attention and graphs.
 `tools/check features` runs every method and layout.
 """
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +48,23 @@ def served(directory: Path) -> dict[str, Any]:
         ["generate", features.sampled(ANSWERS // 2, 4, drafts=True)[1:3]],
         ["generate", features.structured(1)],
     ]
-    return features.serve([one, two], ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
+    glm = small_models.target(directory, "Glm4Moe")
+    mtp = features.case(
+        "mtp",
+        glm,
+        1,
+        [
+            ["generate", [features.greedy(prompt) for prompt in features.prompts()]],
+            ["tools", features.tool_calls()],
+            ["count", [prompt | PLAIN | {"sampling": PLAIN["sampling"] | {"max_tokens": 24}}] * 4],
+        ],
+        "float16",
+        speculative_config={"method": "mtp", "num_speculative_tokens": 3},
+        structured_outputs_config={"backend": "xgrammar"},
+    )
+    (ngram,) = features.speculation(directory, ["n-gram on the NPU"], 1, "float16")
+    experts = features.lora_on_experts("experts", directory, 2)
+    return features.serve([one, two, experts, mtp, ngram], ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
 
 
 def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Path) -> None:
@@ -62,6 +81,15 @@ def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Pa
     assert features.compare_lora(directory, shuffled)[1:] > (20, 0.5)  # each adapter has answers of its own
 
 
+def test_lora_on_experts_matches_peft(served: dict[str, Any], directory: Path) -> None:
+    answers = served["experts"]["steps"][0]
+    tokens, others, far = features.compare_lora_on_experts(directory, answers)
+    print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
+    assert (tokens, others) == (72, 0)
+    assert far < 1e-3
+    assert features.compare_lora_on_experts(directory, answers[3:] + answers[:3])[1:] > (20, 0.5)
+
+
 def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     asked = [features.greedy(prompt) for prompt in features.prompts()]
     tokens, others, far = features.compare(features.reference(small_models.target(directory)), asked, served["two"]["steps"][10])
@@ -70,6 +98,57 @@ def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory
     assert (tokens, others) == (144, 0)
     assert far < 1e-3
     assert 0 < accepted < drafted
+
+
+def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
+    """With asynchronous scheduling, fused attention and full graphs."""
+    asked, found = [features.greedy(prompt) for prompt in features.prompts()], served["mtp"]
+    model = features.reference(small_models.target(directory, "Glm4Moe"))
+    tokens, others, far = features.compare(model, asked, found["steps"][0])
+    drafts, drafted, accepted = features.accepted(found)
+    print(f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted} tokens, {accepted} accepted")
+    assert found["async"]
+    assert (tokens, others) == (144, 0)
+    assert far < 1e-2
+    assert drafted / 2 < accepted < drafted
+
+
+def test_ngram_on_the_npu_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
+    asked, found = [features.greedy(prompt) for prompt in features.prompts()], served["n-gram on the NPU"]
+    tokens, others, far = features.compare(features.reference(small_models.target(directory)), asked, found["steps"][0])
+    assert (tokens, others) == (144, 0)
+    assert far < 1e-2
+    assert features.accepted(found)[2] > 0
+
+
+def test_asynchronous_scheduling_stays_on_with_drafts(served: dict[str, Any]) -> None:
+    names = "one", "two", "mtp", "n-gram on the NPU"
+    assert [served[name]["async"] for name in names] == [False, True, True, True]
+
+
+def test_host_waits_for_the_accepted_tokens_alone(served: dict[str, Any]) -> None:
+    """With three draft tokens: for the number accepted in the last step, for its tokens, and for the reused input buffers.
+
+    Without draft tokens vLLM's asynchronous scheduling has the latter two. None is in the drafter.
+    """
+    assert served["mtp"]["steps"][2]["synchronizations"] == 3
+
+
+def test_tool_calls_with_mtp(served: dict[str, Any], directory: Path) -> None:
+    """Each token is the best that the grammar allows, and the parser reads the same calls from chunks of several tokens."""
+    glm = small_models.target(directory, "Glm4Moe")
+    model, asked = features.reference(glm), features.tool_calls()
+    for request, found in zip(asked, served["mtp"]["steps"][1], strict=True):
+        print(found["text"], found["largest"])
+        assert features.others_with_grammar(model, glm, request, found["tokens"]) == 0
+        assert 1 < found["largest"] <= 4
+        if "structured" not in request:
+            continue
+        assert re.fullmatch(request["structured"]["regex"], found["text"])
+        assert [name for name, _ in found["whole"]] == [name for name, _ in found["streamed"]]
+        whole, streamed = ([json.loads(arguments) for _, arguments in found[key]] for key in ("whole", "streamed"))
+        assert whole == streamed
+        assert [sorted(arguments) for arguments in whole] == [["size", "text"]] * 2
 
 
 def test_sampled_tokens_have_their_distribution(served: dict[str, Any], directory: Path) -> None:

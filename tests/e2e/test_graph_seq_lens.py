@@ -24,7 +24,7 @@ output = torch.zeros(tokens, 4, size, dtype=torch.float16, device="npu")
 
 def metadata(*kv):
     lengths = {"actual_seq_lengths": [1, 2, 3, 4], "actual_seq_lengths_kv": list(kv)}
-    return FusedAttentionMetadata(lengths, tokens, table, places, mask, torch.empty(1, device="npu"))
+    return FusedAttentionMetadata(lambda: lengths, tokens, table, places, mask, torch.empty(1, device="npu"))
 
 def attend(meta):
     layer.forward(None, query, key, value, (keys, values), meta, output)

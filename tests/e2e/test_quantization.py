@@ -12,7 +12,7 @@ import pytest
 from harness import checkout, layouts, npus, quantized
 
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
-TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}  # with torch.compile's fusions
+TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}  # with torch.compile's fusions
 EAGER = layouts.OF_EXPERTS["TP2"]
 TP1 = layouts.OF_EXPERTS["TP1"]
 # name: (model, format, dtype, int8 KV cache, engine, what it is served by)
@@ -49,6 +49,12 @@ def served(models: dict[str, quantized.Model]) -> dict[str, Any]:
     cases = [quantized.case(name, model, CASES[name][4]) for name, model in models.items()]
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
     return npus.by_name(done)
+
+
+def test_int8_kv_cache_is_served_in_full_graphs(served: dict[str, Any]) -> None:
+    name = next(iter(CASES))
+    assert "int8 KV cache" in name
+    assert served[name]["mode"] == "FULL_AND_PIECEWISE"
 
 
 @pytest.mark.parametrize("name", CASES)

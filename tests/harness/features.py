@@ -95,6 +95,7 @@ def methods(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
         "draft model, the same": (llama, {"method": "draft_model", "model": str(llama)} | three),
         "draft model, another": (llama, {"method": "draft_model", "model": str(other)} | three),
         "n-gram": (llama, {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3} | three),
+        "n-gram on the NPU": (llama, {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 3} | three),
         "suffix": (llama, {"method": "suffix"} | three),
         "EAGLE": (llama, {"method": "eagle", "model": str(small_models.eagle(directory))} | three),
         "EAGLE, wrong": (llama, {"method": "eagle", "model": str(small_models.eagle(directory, wrong=True))} | three),
@@ -182,6 +183,32 @@ def compare_lora(directory: Path, found: dict[str, Any], dtype: str = "float32")
         path = Path(request["lora"][2]) if "lora" in request else None
         model = reference(small_models.target(directory), path, dtype)
         tokens, others, far = compare(model, [request], [answer])
+        sums = [sums[0] + tokens, sums[1] + others, max(sums[2], far)]
+    return tuple(sums)  # type: ignore[return-value]
+
+
+def lora_on_experts(name: str, directory: Path, ranks: int, dtype: str = "float32") -> dict[str, Any]:
+    """As :func:`lora`, with adapters on the experts of another model."""
+    steps = [["generate", [request for request, _ in expert_requests(directory)]]]
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": max(small_models.EXPERT_RANKS)}
+    return case(name, small_models.target(directory, "Qwen3Moe"), ranks, steps, dtype, **options)
+
+
+def expert_requests(directory: Path) -> list[tuple[dict[str, Any], Path | None]]:
+    """Each prompt with every adapter on experts and with none, and PEFT's form of the adapter."""
+    model = small_models.target(directory, "Qwen3Moe")
+    asked: list[tuple[dict[str, Any], Path | None]] = [(greedy(prompt, 8), None) for prompt in prompts(3)]
+    for number, rank in enumerate(small_models.EXPERT_RANKS, 1):
+        own, path = small_models.adapter_on_experts(model, directory, rank)
+        asked += [(greedy(prompt, 8, lora=[path.name, number, str(path)]), own) for prompt in prompts(3)]
+    return asked
+
+
+def compare_lora_on_experts(directory: Path, answers: list[Any], dtype: str = "float32") -> tuple[int, int, float]:
+    """As :func:`compare_lora`."""
+    model, sums = small_models.target(directory, "Qwen3Moe"), [0, 0, 0.0]
+    for (request, own), answer in zip(expert_requests(directory), answers, strict=True):
+        tokens, others, far = compare(reference(model, own, dtype), [request], [answer])
         sums = [sums[0] + tokens, sums[1] + others, max(sums[2], far)]
     return tuple(sums)  # type: ignore[return-value]
 
@@ -309,6 +336,40 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "regex": {"regex": "[a-f]{3}-[0-9]{2,4}!"},
     "choice": {"choice": ["yes", "no", "maybe"]},
 }
+
+
+TOOL_CALL = (
+    '<tool_call>\\{"name": "(add|find)", "arguments": \\{"size": [0-9]{1,3}, "text": "[a-zA-Z ,.;:!?]{12,24}"\\}\\}</tool_call>'
+)
+"""In Hermes' format, with text in which a drafter can be right."""
+
+
+def tool_calls(count: int = 3) -> list[dict[str, Any]]:
+    """Requests for two tool calls each, with one in between that has no grammar."""
+    grammar = {"structured": {"regex": f"({TOOL_CALL}){{2}}"}}
+    asked = [{"prompt": prompt, "sampling": {"temperature": 0, "max_tokens": 250}} | grammar for prompt in prompts(count)]
+    return [asked[0], {"prompt": prompts()[3], "sampling": {"temperature": 0, "max_tokens": 40, "ignore_eos": True}}, *asked[1:]]
+
+
+def others_with_grammar(model: Any, directory: Path, request: dict[str, Any], tokens: list[int]) -> int:
+    """Tokens of an answer that are not the model's argmax among those that the request's grammar allows."""
+    import torch
+    import transformers
+    import xgrammar
+
+    scores = logits(model, request["prompt"], [tokens])[0]
+    if "structured" in request:
+        vocabulary = scores.shape[1]
+        words = xgrammar.TokenizerInfo.from_huggingface(
+            transformers.AutoTokenizer.from_pretrained(directory), vocab_size=vocabulary
+        )
+        matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(words).compile_regex(request["structured"]["regex"]))
+        allowed = xgrammar.allocate_token_bitmask(len(tokens), vocabulary)
+        for place, token in enumerate(tokens):
+            matcher.fill_next_token_bitmask(allowed, place)
+            assert matcher.accept_token(token), f"token {token} at {place} is not allowed"
+        xgrammar.apply_token_bitmask_inplace(scores, allowed)
+    return int((scores.argmax(-1) != torch.tensor(tokens)).sum())
 
 
 def structured(count: int = 4) -> list[dict[str, Any]]:

@@ -115,11 +115,11 @@ class PagedBatch:
             slot_mapping=torch.tensor(slots).npu(),
         )
 
-    def run(self, backend: Any, joined: bool = False, **beyond: Any) -> torch.Tensor:
+    def run(self, backend: Any, joined: bool = False, common: Any = None, **beyond: Any) -> torch.Tensor:
         """Output of a backend, ``[tokens, heads, head_size]`` on the host; the backend writes the new tokens to the cache first.
 
-        ``joined``: keys and values are slices of one tensor, as a model's joint projection has them. ``beyond``: arguments of the
-        implementation's constructor.
+        ``joined``: keys and values are slices of one tensor, as a model's joint projection has them. ``common``: in place of the
+        batch's own. ``beyond``: arguments of the implementation's constructor.
         """
         from vllm.config import VllmConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -134,7 +134,7 @@ class PagedBatch:
         if joined:
             key, value = torch.cat([key, value], dim=1).split(of.kv_heads, dim=1)
         output = torch.full_like(query, torch.nan)
-        layer.forward(None, query, key, value, self.held(), builder.build(0, self.common()), output)
+        layer.forward(None, query, key, value, self.held(), builder.build(0, common or self.common()), output)
         return output.cpu()
 
     def held(self) -> Any:

@@ -29,7 +29,8 @@ def write(directory: Path, file: str, text: str) -> None:
 def edited(target: str, renamed: bool) -> tuple[str, str]:
     """The file of a target below site-packages, and its text with the target renamed or with another body."""
     module, _, qualname = target.partition(":")
-    path = INSTALLED.parent.joinpath(*module.split(".")).with_suffix(".py")
+    path = INSTALLED.parent.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = path.read_text()
     if qualname.endswith(".*"):
         prefix = qualname.removesuffix("*")

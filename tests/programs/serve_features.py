@@ -4,7 +4,8 @@
 
 A step is `["generate", [request, ...]]`, where a request has `prompt` (token ids), `sampling`, and perhaps `structured` and
 `lora` (name, number, directory), or `["add" | "remove" | "pin" | "list", ...]` for adapters, or `["count", [request, ...]]`, for
-what one step of decode launches and how often the host waits in it, with a trace (ASCEND_EMULATOR_TRACE). Each case runs
+what one step of decode launches and how often the host waits in it, with a trace (ASCEND_EMULATOR_TRACE), or `["tools", [request,
+...]]`, for the tool calls that vLLM's parser of Hermes' format reads from the answers, streamed and as a whole. Each case runs
 under vLLM's external launcher, with so many ranks forked, so that torch and vLLM are imported once.
 Prints one line `RESULT {json}` a case: what each step gave on rank 0, and the counts of drafts and of accepted ones.
 """
@@ -21,8 +22,10 @@ import serve_layout
 import torch
 from harness import launcher
 from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
 
 COMMON: dict[str, Any] = {
     "max_model_len": 512,
@@ -49,7 +52,7 @@ def generate(engine: LLM, requests: list[dict[str, Any]]) -> list[Any]:
 
 
 def count(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """``trace.summary`` of the second decode step, for requests that are prefilled in one step."""
+    """``trace.summary`` and synchronizations of the second decode step, for requests that are prefilled in one step."""
     from harness import trace
 
     for number, request in enumerate(requests):
@@ -59,10 +62,42 @@ def count(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
         engine.step()
     before = len(trace.events())
     engine.step()
-    found = trace.summary(trace.events()[before:])
+    events = trace.events()[before:]
+    waits = sum(event["cat"] == "synchronize" or event["name"] in trace.HOST_COPIES for event in events)
+    found = trace.summary(events) | {"synchronizations": waits - 1}  # without the trace's own
     while engine.has_unfinished_requests():
         engine.step()
     return found
+
+
+def tool_calls(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each request its tokens, the largest number that came at once, and the calls as streamed and from the whole text."""
+    tokenizer = engine.get_tokenizer()
+    parsers: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for number, request in enumerate(requests):
+        prompt, params, _ = read(request)
+        params.output_kind = RequestOutputKind.DELTA
+        engine.llm_engine.add_request(str(number), prompt, params)
+        parsers[str(number)] = Hermes2ProToolParser(tokenizer)
+        found[str(number)] = {"tokens": [], "text": "", "largest": 0, "streamed": {}}
+    asked = ChatCompletionRequest(messages=[], model="", seed=0)
+    while engine.llm_engine.has_unfinished_requests():
+        for output in engine.llm_engine.step():
+            own, part = found[output.request_id], output.outputs[0]
+            text, tokens = own["text"] + part.text, own["tokens"] + list(part.token_ids)
+            delta = parsers[output.request_id].extract_tool_calls_streaming(
+                own["text"], text, part.text, own["tokens"], tokens, list(part.token_ids), asked
+            )
+            own |= {"text": text, "tokens": tokens, "largest": max(own["largest"], len(part.token_ids))}
+            for call in delta.tool_calls if delta else []:
+                name, arguments = own["streamed"].setdefault(call.index, ["", ""])
+                own["streamed"][call.index] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
+    for own in found.values():
+        whole = Hermes2ProToolParser(tokenizer).extract_tool_calls(own["text"], asked).tool_calls
+        own["whole"] = [[call.function.name, call.function.arguments] for call in whole]
+        own["streamed"] = [own["streamed"][index] for index in sorted(own["streamed"])]
+    return [found[str(number)] for number in range(len(requests))]
 
 
 def answer(completion: Any) -> dict[str, Any]:
@@ -75,6 +110,8 @@ def perform(engine: LLM, step: list[Any]) -> Any:
     core = engine.llm_engine
     if do == "generate":
         return generate(engine, *arguments)
+    if do == "tools":
+        return tool_calls(engine, *arguments)
     if do == "count":
         return count(core, *arguments)
     try:
@@ -94,7 +131,8 @@ def serve(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
     found = {metric.name: metric for metric in engine.get_metrics()}
     named = {count: found.get(f"vllm:spec_decode_num_{count}") for count in COUNTS}
     counts = {name: getattr(metric, "value", None) or getattr(metric, "values", None) for name, metric in named.items() if metric}
-    return {"steps": steps, "counts": counts}
+    is_async = engine.llm_engine.vllm_config.scheduler_config.async_scheduling
+    return {"steps": steps, "counts": counts, "async": is_async}
 
 
 def options(case: dict[str, Any]) -> dict[str, Any]:

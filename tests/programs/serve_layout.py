@@ -67,7 +67,8 @@ def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
     # each data-parallel engine has its own part of the prompts
     parallel = engine.llm_engine.vllm_config.parallel_config
     mine = range(parallel.data_parallel_rank, len(case["prompts"]), parallel.data_parallel_size)
-    return {"results": answers(engine, case, mine), "kinds": attention_and_experts(engine)}
+    mode = engine.llm_engine.vllm_config.compilation_config.cudagraph_mode
+    return {"results": answers(engine, case, mine), "kinds": attention_and_experts(engine), "mode": mode.name}
 
 
 def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]:
@@ -83,7 +84,8 @@ def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]
 
 def external_launcher(case: dict[str, Any]) -> dict[str, Any]:
     found = play(case, case["ranks"], lambda: rank_of_external_launcher(case))
-    return {"results": by_prompt([rank["results"] for rank in found], case), "kinds": found[0]["kinds"]}
+    results = by_prompt([rank["results"] for rank in found], case)
+    return {"results": results, "kinds": found[0]["kinds"], "mode": found[0]["mode"]}
 
 
 async def executor(case: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Run by test_sleep.py: put an engine to sleep and wake it, at each level, and measure the memory it frees.
 
-    python tests/programs/sleep_and_wake.py MODEL CYCLES TENSOR_PARALLEL_SIZE
+    python tests/programs/sleep_and_wake.py MODEL OTHER_WEIGHTS CYCLES TENSOR_PARALLEL_SIZE
 
-Prints `RESULT {json}`; bytes are the device's own account (`mem_get_info`), not the allocator's.
+OTHER_WEIGHTS is a model of the same shapes, whose weights are given to the engine after level 2, as frameworks of reinforcement
+learning do. Prints `RESULT {json}`; bytes are the device's own account (`mem_get_info`), not the allocator's.
 """
 
 import json
@@ -15,28 +16,39 @@ os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function for the work
 
 import harness.engine_imports  # noqa: F401
 import torch
+from safetensors.torch import load_file
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
 PROMPTS = [TokensPrompt(prompt_token_ids=[3 + (7 * i + j) % 500 for j in range(5 + 20 * i)]) for i in range(4)]
 
 
 def measure(worker: Any) -> dict:
-    """Bytes used on the worker's NPU, and held by the storages of weights and KV cache."""
+    """Bytes used on the worker's NPU, and those of the segments of weights and KV cache; their addresses, and the graphs."""
     torch.npu.synchronize()
     free, total = torch.npu.mem_get_info()
-    weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in worker.model_runner.get_model().parameters()}
-    caches = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in worker.model_runner.kv_caches}
-    return {"used": total - free, "weights": sum(weights.values()), "kv_cache": sum(caches.values())}
+    runner = worker.model_runner
+    tensors = [*runner.get_model().parameters(), *runner.kv_caches]
+    entries = [entry for each in CUDAGraphWrapper._all_instances for entry in each.concrete_cudagraph_entries.values()]
+    segments = worker.sleep_mode_backend._memory._segments.values()
+    bytes_of = {tag: sum(each.size for each in segments if each.tag == tag and each.handle) for tag in ("weights", "kv_cache")}
+    graphs = sorted(id(entry.cudagraph) for entry in entries)
+    return {"used": total - free, "addresses": [tensor.data_ptr() for tensor in tensors], "graphs": graphs} | bytes_of
 
 
-def main(directory: str, cycles: int, tensor: int) -> None:
+def load(worker: Any, directory: str) -> None:
+    """Give a checkpoint's weights to the model."""
+    worker.model_runner.get_model().load_weights(load_file(f"{directory}/model.safetensors").items())
+
+
+def main(directory: str, other: str, cycles: int, tensor: int) -> None:
     engine = LLM(
         directory,
         dtype="bfloat16",
         skip_tokenizer_init=True,
         max_model_len=512,
         gpu_memory_utilization=0.2,
-        compilation_config={"cudagraph_capture_sizes": [1, 4]},  # each cycle captures them again
+        compilation_config={"cudagraph_capture_sizes": [1, 4]},
         enable_sleep_mode=True,
         tensor_parallel_size=tensor,
         seed=0,
@@ -62,6 +74,13 @@ def main(directory: str, cycles: int, tensor: int) -> None:
     engine.collective_rpc("reload_weights")
     engine.wake_up(tags=["kv_cache"])
     result["tokens after level 2"] = tokens()
+    for name, path in (("other weights", other), ("first weights again", directory)):
+        engine.sleep(level=2)
+        engine.wake_up(tags=["weights"])
+        engine.collective_rpc(load, args=(path,))
+        engine.wake_up(tags=["kv_cache"])
+        result[f"tokens of {name}"] = tokens()
+    result["prompts"] = [each["prompt_token_ids"] for each in PROMPTS]
     for _ in range(cycles):
         engine.sleep(level=1)
         engine.wake_up()
@@ -70,4 +89,4 @@ def main(directory: str, cycles: int, tensor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -3,12 +3,12 @@
     python tools/benchmarks/engine.py '{"model": DIRECTORY, ...}'      the argument: keywords of vllm.LLM
 
 A question is a line of JSON, `{"batch": 8, "prompt": 64, "output": 33}`: that many requests with that many prompt
-tokens (random ones, new every time) are completed greedily. The answer is one too: `{"prefill": prompt tokens per
-second until every request has its first token, "decode": generated tokens per second from then on}`. The first line of
-output, `{"ready": seconds}`, tells that the engine is there. Everything else goes to stderr. With the engine in this process
-(VLLM_ENABLE_V1_MULTIPROCESSING=0) the answer also has `"runner": milliseconds`, the median of what the model runner takes for
-a step that decodes all requests; and if the question has `"kernels": true`, `"kernels": milliseconds`, what the CPU's operators
-take of such a step by PyTorch's profiler.
+tokens (random ones, new every time; with `"period": 4` the first four again and again) are completed greedily. The answer
+is one too: `{"prefill": prompt tokens per second until every request has its first token, "decode": generated tokens per
+second from then on}`. The first line of output, `{"ready": seconds}`, tells that the engine is there. Everything else goes
+to stderr. With the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) the answer also has `"runner": milliseconds`,
+the median of what the model runner takes for a step that decodes all requests; and if the question has `"kernels": true`,
+`"kernels": milliseconds`, what the CPU's operators take of such a step by PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         batch, length = question["batch"], question["prompt"]
-        prompts = [TokensPrompt(prompt_token_ids=chance.choices(range(vocabulary), k=length)) for _ in range(batch)]
+        period = question.get("period", length)
+        parts = [chance.choices(range(vocabulary), k=period) for _ in range(batch)]
+        prompts = [TokensPrompt(prompt_token_ids=(part * -(-length // period))[:length]) for part in parts]
         sampling = SamplingParams(temperature=0, max_tokens=question["output"], ignore_eos=True, detokenize=False)
         steps_taken.clear()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_attention import dense, sinks
+from ascend_attention import dense, int8, sinks
 from ascend_attention.metadata import FusedAttentionMetadata
 from harness.paged_batches import KINDS, PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -65,7 +65,7 @@ def test_cross_attention():
     layer = dense.FusedAttentionImpl(heads, size, size**-0.5, 2, attn_type="encoder_decoder")
     for new in (slots, slots[:0]):
         meta = FusedAttentionMetadata(
-            lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
+            compute_lengths=lambda: {"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
             num_tokens=ends[-1],
             block_table=torch.arange(9, dtype=torch.int32).view(3, 3).npu(),
             slot_mapping=new.npu(),
@@ -97,15 +97,20 @@ def off_ties(rows, scale, offset):
     return rows.masked_fill(near.view(rows.shape), 0)
 
 
+LONG = [(3, 900), (1, 40), (20, 300), (1, 300)]
+"""New tokens and those before."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_int8_kv_cache(dtype, symmetric, kind):
+@pytest.mark.parametrize("kind", [*KINDS, "in slices"])
+def test_int8_kv_cache(dtype, symmetric, kind, monkeypatch):
     heads, kv_heads, size = 8, 2, 64
     rng = random.Random(kind)
-    requests = sorted(
-        pairs(kind, rng, 4, 600), key=lambda pair: pair[0] != 1
-    )  # decodes first, as vLLM sorts them for the builder
+    requests = LONG if kind == "in slices" else pairs(kind, rng, 4, 600)
+    if kind == "in slices":
+        monkeypatch.setattr(int8, "WORKSPACE_TOKENS", 1)  # 2 blocks, for requests of up to 8
+    requests = sorted(requests, key=lambda pair: pair[0] != 1)  # decodes first, as vLLM sorts them for the builder
     lengths = [new + before for new, before in requests]
     table = [list(range(8 * r, 8 * r + 8)) for r in range(4)]
     slots = [[table[r][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(n)] for r, n in enumerate(lengths)]
@@ -125,7 +130,7 @@ def test_int8_kv_cache(dtype, symmetric, kind):
     ends = [sum(new for new, _ in requests[: r + 1]) for r in range(4)]
     new_slots = [slot for own, (_, before) in zip(slots, requests, strict=True) for slot in own[before:]]
     meta = FusedAttentionMetadata(
-        lengths={"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
+        compute_lengths=lambda: {"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
         num_tokens=ends[-1],
         block_table=torch.tensor(table, dtype=torch.int32).npu(),
         slot_mapping=torch.tensor(new_slots).npu(),
@@ -147,6 +152,66 @@ def test_int8_kv_cache(dtype, symmetric, kind):
     torch.testing.assert_close(output.cpu().double(), attended(keys, values), atol=bound, rtol=bound)
     assert (output.cpu() - attended([k * 1.3 for k in keys], values)).abs().max() > 2 * bound
     assert (output.cpu() - attended(keys, [v * 1.3 for v in values])).abs().max() > 2 * bound
+
+
+def test_int8_prefill_stays_within_the_profiled_memory(monkeypatch):
+    """The profiling run allocates as much as a prefill of a long context at the end of a mixed batch."""
+    monkeypatch.setattr(int8, "WORKSPACE_TOKENS", 512)
+    tokens, heads, kv_heads, size, blocks = 256, 8, 2, 64, 64
+    impl = dense.FusedAttentionImpl(heads, size, size**-0.5, kv_heads)
+    scale = torch.full((kv_heads * size,), 0.01, dtype=torch.float16, device="npu")
+    layer = SimpleNamespace(kv_cache_torch_dtype=torch.int8, k_cache_scale=scale, v_cache_scale=scale)
+    layer.k_cache_offset = layer.v_cache_offset = None
+    cache = tuple(torch.ones(2, blocks, BLOCK_SIZE, kv_heads, size, dtype=torch.int8).npu())
+    query, output = (torch.randn(tokens, heads, size, dtype=torch.float16, device="npu") for _ in range(2))
+    new = torch.randn(tokens, kv_heads, size, dtype=torch.float16, device="npu")
+    length = blocks * BLOCK_SIZE
+    meta = FusedAttentionMetadata(
+        compute_lengths=lambda: {"actual_seq_lengths": [tokens], "actual_seq_lengths_kv": [length]},
+        num_tokens=tokens,
+        block_table=torch.arange(blocks, dtype=torch.int32).view(1, blocks).npu(),
+        slot_mapping=torch.arange(length - tokens, length).npu(),
+        mask=torch.ones(2048, 2048, dtype=torch.int8).triu_(1).npu(),
+        softmax_lse=torch.empty(1, device="npu"),
+    )
+
+    def peak(call, *arguments):
+        torch.npu.synchronize()
+        torch.npu.reset_peak_memory_stats()
+        before = torch.npu.memory_allocated()
+        call(*arguments)
+        torch.npu.synchronize()
+        return torch.npu.max_memory_allocated() - before
+
+    halves = [torch.ones(2, BLOCK_SIZE, kv_heads, size, dtype=torch.float16, device="npu") for _ in range(2)]
+    lengths = {"actual_seq_lengths": [tokens], "actual_seq_lengths_kv": [tokens]}
+    kernel = peak(impl.attend, query, *halves, lengths, meta.block_table[:, :2].contiguous(), meta, output)
+    profiled, used = (peak(impl.forward, layer, query, new, new, cache, metadata, output) for metadata in (None, meta))
+    print(f"profiled {profiled} bytes, used {used}, {kernel} by the kernel; all blocks are {4 * length * kv_heads * size}")
+    assert used <= profiled + kernel
+    assert profiled < 4 * length * kv_heads * size / 2
+
+
+def test_draft_tokens_with_lengths_that_the_host_does_not_know():
+    """A drafter's later pass: of 3, 0, 1 and 2 draft tokens 1, 0, 0 and 2 are rejected, as only the device knows."""
+    from ascend_platform.attention import base
+
+    drafts, rejected = [3, 0, 1, 2], [1, 0, 0, 2]
+    rng = random.Random(0)
+    batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, 4, 2, 64, torch.float16, 1e4), [(1, 300), (1, 127), (1, 5), (1, 0)], rng)
+    common = batch.common()
+    common.seq_lens_cpu_upper_bound = common.seq_lens_cpu_upper_bound + torch.tensor(rejected, dtype=torch.int32)
+    waits = []
+
+    def unknown():
+        waits.append(1)
+        return rejected
+
+    with base.subtract_rejected(base.Rejected(unknown, drafts)):
+        output = batch.run(dense.FusedAttentionBackend, common=common)
+    assert not waits
+    bound = 8 * torch.finfo(torch.float16).eps
+    torch.testing.assert_close(output.double(), batch.expected(), atol=bound, rtol=bound)
 
 
 def test_profiling_run_returns_zeros():

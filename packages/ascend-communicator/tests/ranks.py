@@ -145,6 +145,49 @@ def ways(rank: int) -> dict[str, Any]:
     return found
 
 
+def alternating(rank: int) -> list[Any]:
+    """Steps of a few tokens by mc2 and of many by alltoall in turn, with collectives of the expert parallel group in between."""
+    group = parallel_state.get_ep_group()
+    manager = group.device_communicator.all2all_manager
+    manager.requested, manager.used, found = "mc2", set(), []
+    for sizes in (SIZES, [300, 2], SIZES, [2, 300], SIZES):
+        group.all_reduce(torch.ones(4).npu())
+        found.append(step(manager, rank, sizes, FactorExperts(rank)))
+    return [sorted(manager.used), *found]
+
+
+def quantized(rank: int) -> list[Any]:
+    """A step by mc2 with experts that take int8."""
+    manager, experts = parallel_state.get_ep_group().device_communicator.all2all_manager, FactorExperts(rank)
+    experts.takes_int8 = True
+    return [step(manager, rank, SIZES, experts), experts.dtypes]
+
+
+class FactorExperts:
+    """A rank's experts, each a factor; int8 rows come with scales."""
+
+    takes_int8 = False
+
+    def __init__(self, rank: int) -> None:
+        self.own, self.dtypes = FACTORS[2 * rank : 2 * rank + 2].npu(), []
+
+    def __call__(self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        self.dtypes.append(str(rows.dtype))
+        total = int(counts.sum())
+        out = torch.full(rows.shape, torch.nan, dtype=torch.bfloat16, device="npu")
+        values = rows[:total] if scale is None else rows[:total] * scale[:total].unsqueeze(1)
+        out[:total] = values * self.own.repeat_interleave(counts).unsqueeze(1).to(values.dtype)
+        return out
+
+
+def step(manager: Any, rank: int, sizes: list[int], experts: FactorExperts) -> Any:
+    x, weights, ids = routed(rank, sizes[rank], 4)
+    metadata = DPMetadata(torch.tensor(sizes))
+    context = type("Context", (), {"dp_metadata": metadata})()
+    with override_forward_context(context), metadata.sp_local_sizes(1):
+        return numbers(manager.apply_experts(x.npu().bfloat16(), weights.npu(), ids.npu(), 4, experts))
+
+
 def refusals(rank: int) -> dict[str, str]:
     ours = parallel_state.get_dp_group().device_communicator
     x = torch.zeros(3, 4, device="npu")
@@ -260,7 +303,7 @@ def play(rank: int, port: int) -> dict[str, Any]:
         parallel_state.init_distributed_environment(1, 0, "env://", rank, "hccl")
         parallel_state.initialize_model_parallel(backend="hccl")
         found = {"collectives": collectives(rank), "experts": experts(rank), "ways": ways(rank), "refusals": refusals(rank)}
-        found["direct"] = direct(rank)
+        found |= {"alternating": alternating(rank), "quantized": quantized(rank), "direct": direct(rank)}
         parallel_state.destroy_model_parallel()
         found["options"] = options(rank)
     return found
@@ -274,6 +317,8 @@ def options(rank: int) -> dict[str, Any]:
     given = {
         name: dict(group.device_group._get_backend(torch.device("npu")).options.hccl_config) for name, group in groups.items()
     }
+    manager = groups["ep"].device_communicator.all2all_manager
+    again = step(manager, rank, SIZES, FactorExperts(rank))
     x, waited = torch.ones(4).npu(), []
     for group in groups.values():
         group.all_reduce(x)
@@ -287,7 +332,7 @@ def options(rank: int) -> dict[str, Any]:
             said = str(error)
         waited = [time.monotonic() - began, said]
     dist.barrier(groups["dp"].cpu_group)
-    return {"given": given, "waited": waited}
+    return {"given": given, "waited": waited, "again": again, "used": sorted(manager.used)}
 
 
 def main() -> None:

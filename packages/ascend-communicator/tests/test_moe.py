@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from ascend_communicator import OPTIONS, _take_options
-from ascend_communicator.moe.mc2 import unsupported_reason
+from ascend_communicator.moe import MoEShape
+from ascend_communicator.moe.mc2 import algorithm, buffer_mib, token_limit, unsupported_reason
 from ascend_communicator.moe.select import select_backend
 from ascend_platform import extension
 
@@ -51,6 +52,33 @@ def test_backends_on_two_npus(played: dict[str, Any], name: str, asked: str, dty
         torch.testing.assert_close(torch.tensor(made, dtype=torch.float64), exact, rtol=bound, atol=bound)
 
 
+def close(made: Any, rank: int, tokens: int, bound: float = 0.03) -> None:
+    exact = expected(rank, tokens, 4, torch.bfloat16)
+    torch.testing.assert_close(torch.tensor(made, dtype=torch.float64), exact, rtol=bound, atol=bound)
+
+
+def test_mc2_and_alltoall_alternate(played: dict[str, Any]) -> None:
+    """The emulator refuses mc2 on a communicator with other operators, and other operators on that of mc2."""
+    for rank in range(2):
+        used, *steps = played["alternating"][rank]
+        assert used == ["alltoall", "mc2"]
+        for made, sizes in zip(steps, ([3, 5], [300, 2], [3, 5], [2, 300], [3, 5]), strict=True):
+            close(made, rank, sizes[rank])
+
+
+def test_int8_tokens_by_mc2(played: dict[str, Any]) -> None:
+    for rank in range(2):
+        made, dtypes = played["quantized"][rank]
+        assert dtypes == ["torch.int8"]
+        close(made, rank, [3, 5][rank], 0.06)
+
+
+def test_new_groups_have_a_new_group_of_mc2(played: dict[str, Any]) -> None:
+    for rank in range(2):
+        assert played["options"][rank]["used"] == ["mc2"]
+        close(played["options"][rank]["again"], rank, [3, 5][rank])
+
+
 A2, A3, DUO = (extension.Chip(name, 0, 0, 0) for name in ("Ascend910B1", "Ascend910_9392", "Ascend310P3"))
 HALF, WIDE = torch.bfloat16, torch.float32
 
@@ -78,16 +106,53 @@ HALF, WIDE = torch.bfloat16, torch.float32
 def test_select_backend(
     chip: extension.Chip, sizes: list[int], experts: int, choices: int, hidden: int, dtype: torch.dtype, taken: str
 ) -> None:
-    assert select_backend("auto", chip, sizes, experts, choices, hidden, dtype) == taken
-    assert select_backend("allgather", chip, sizes, experts, choices, hidden, dtype) == "allgather"
-    assert select_backend("alltoall", chip, sizes, experts, choices, hidden, dtype) == "alltoall"
+    shape = MoEShape(len(sizes), experts, choices, hidden, dtype)
+    limit = token_limit(chip, shape, False, 4096)
+
+    def select(requested: str) -> str:
+        backend, reason = select_backend(requested, chip, sizes, shape, limit)
+        assert bool(reason) == (requested in ("auto", "mc2") and backend != "mc2")
+        return backend
+
+    assert select("auto") == taken
+    assert select("allgather") == "allgather"
+    assert select("alltoall") == "alltoall"
     if taken == "mc2":
-        assert select_backend("mc2", chip, sizes, experts, choices, hidden, dtype) == "mc2"
-    elif unsupported_reason(chip, len(sizes), experts, choices, hidden, dtype):
+        assert select("mc2") == "mc2"
+    elif unsupported_reason(chip, shape, False):
         with pytest.raises(ValueError, match="is mc2, which is not supported here: "):
-            select_backend("mc2", chip, sizes, experts, choices, hidden, dtype)
+            select("mc2")
     else:
-        assert select_backend("mc2", chip, sizes, experts, choices, hidden, dtype) == "alltoall"
+        assert select("mc2") == "alltoall"
+
+
+QWEN_235B, QWEN_30B, DEEPSEEK = (128, 8, 4096), (128, 8, 2048), (256, 8, 7168)
+
+
+@pytest.mark.parametrize(
+    ("chip", "model", "ranks", "internode", "name", "most", "needed", "tokens"),
+    [  # by hand from the formulas of the documentation; the last column with a buffer of 200 MiB
+        (A2, QWEN_235B, 16, False, "fullmesh", 256, 516, 98),
+        (A2, QWEN_235B, 8, False, "fullmesh", 256, 260, 196),
+        (A2, QWEN_235B, 16, True, "hierarchy", 512, 545, 183),
+        (A2, QWEN_235B, 128, True, "fullmesh", 256, 516, 98),  # one expert on a rank
+        (A3, QWEN_30B, 8, False, "fullmesh_v1", 512, 612, 167),
+        (A3, DEEPSEEK, 16, True, "fullmesh_v1", 512, 3838, 26),
+    ],
+)
+def test_tokens_that_a_buffer_is_enough_for(
+    chip: extension.Chip, model: tuple[int, ...], ranks: int, internode: bool, name: str, most: int, needed: int, tokens: int
+) -> None:
+    shape = MoEShape(ranks, *model, HALF)
+    limits = algorithm(chip, shape, internode)
+    assert (limits.comm_alg, limits.tokens) == (name, most)
+    assert buffer_mib(name, shape, most) == needed
+    limit = token_limit(chip, shape, internode, 200)
+    assert limit.tokens == tokens
+    assert f"takes up to {tokens} tokens of a rank with an HCCL buffer of 200 MiB, and {most} with {needed}: set " in limit.reason
+    assert limit.reason.endswith("HCCL_BUFFSIZE" if chip is A2 else "ascend.communicator.groups.mc2.buffer_size")
+    assert buffer_mib(name, shape, tokens) <= 200 < buffer_mib(name, shape, tokens + 1)
+    assert token_limit(chip, shape, internode, needed).tokens == most
 
 
 def test_unknown_backend_is_refused() -> None:

@@ -19,8 +19,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "said"),
     [
         ({"groups": 3}, """groups is 3; supported: an object such as {"ep": {"buffer_size": 400}}"""),
-        ({"groups": {"xp": {}}}, "groups.xp is {}; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp"),
-        ({"groups": {"tp": 4}}, "groups.tp is 4; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp"),
+        ({"groups": {"xp": {}}}, "groups.xp is {}; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp, mc2"),
+        ({"groups": {"tp": 4}}, "groups.tp is 4; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp, mc2"),
         ({"groups": {"tp": {"qos": 4}}}, "groups.tp.qos is 4; supported: one of the keys buffer_size, exec_timeout"),
         (
             {"groups": {"tp": {"buffer_size": 0}}},

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch_npu
-from hccl_ranks import SCENARIOS, data, plain, play, scenario, timed
+from hccl_ranks import SCENARIOS, data, failure, plain, play, scenario, timed
 
 FACTORS = (0.5, -1.0, 2.0, -0.5, 1.0, -2.0, 0.25, -4.0)  # what the experts do, exact in every type
 SHARED_FACTORS = (8.0, -8.0)
@@ -364,6 +364,25 @@ def refused(rank: int, ranks: int) -> Any:
     total = torch.ones(1, device="npu")
     dist.all_reduce(total)
     return [texts, plain(total)]
+
+
+@scenario("shared communicator")
+def shared_communicator(rank: int, ranks: int) -> Any:
+    """Collectives where dispatch was called before, and dispatch where a collective was."""
+    x, ids, total = data(rank, (3, 64), torch.float16), routing(rank, 3, 2, 4), torch.ones(1, device="npu")
+    other = dist.new_group(list(range(ranks)))
+    name = other._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
+    Layer(rank, ranks, 4).dispatch(x, ids)
+    dist.all_reduce(total, group=other)
+    dispatch = "no error"
+    try:
+        Layer(rank, ranks, 4, group_ep=name).dispatch(x, ids)
+    except RuntimeError as error:
+        dispatch = str(error)[:1000]
+    dist.all_reduce(total, group=other)  # both go on
+    Layer(rank, ranks, 4).dispatch(x, ids)
+    sums = plain(total)
+    return [dispatch, sums, failure(lambda: dist.all_reduce(total))]
 
 
 def wrong(what: str) -> Callable[[int, int], Any]:

@@ -197,6 +197,7 @@ import torch, torch_npu
 from acl.rt import memcpy
 import acl
 x = torch.zeros(4, device="npu")
+torch.npu.synchronize()  # memcpy is not ordered behind the queue of launches
 host = torch.arange(4.0)
 print(memcpy(x.data_ptr(), 16, host.data_ptr(), 16, 1), x.tolist(), acl.rt.get_device_count(), acl.get_soc_name())
 """

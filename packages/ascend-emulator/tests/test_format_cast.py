@@ -140,6 +140,20 @@ def test_grouped_products_with_nz_weights():
         assert ((values.cpu().double() - torch.nn.functional.silu(gate) * up / step[:, None]).abs() <= 0.501).all()
 
 
+def test_int4_words_of_an_nz_weight():
+    """Bytes of int4 pairs, cast to FRACTAL_NZ and viewed as int32 words in the storage's dimensions (op-plugin's own test)."""
+    counts, x, pairs = torch.tensor([3, 1, 4]), integers(8, 32), integers(3, 32, 64)
+    scale, per_token = torch.rand(3, 128).npu() * 1e-3, torch.rand(8).npu()
+    words = nz(pairs).view(torch.int32).view(3, 2, 2, 16, 8)
+    found, expected = (
+        torch_npu.npu_grouped_matmul_swiglu_quant(x.npu(), weight, counts.cumsum(0).npu(), scale, per_token)
+        for weight in (words, pairs.npu().view(torch.int32))
+    )
+    assert expected[0].any()
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
 @pytest.mark.parametrize(
     ("view", "found"),
     [

@@ -61,6 +61,8 @@ def test_gather(agree, kind, dtype):
         agree(lambda x, i: x.gather(dim, i), x, index.long())  # noqa: B023
     scalar = torch.tensor(3, dtype=dtype)
     agree(lambda x, i: x.gather(0, i), scalar, torch.tensor(0))
+    agree(lambda x, i: x.gather(0, i), scalar, torch.tensor([0, 0]))
+    agree(lambda x, i: x.gather(0, i), x[0, 0], torch.tensor(2))
 
 
 @pytest.mark.parametrize("kind", INDEX, ids=str)

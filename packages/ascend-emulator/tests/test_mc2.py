@@ -296,6 +296,17 @@ def test_documented_limits(played, place, text):
         assert total == [2.0]
 
 
+def test_other_operators_on_the_communicator_of_experts(played):
+    for dispatch, total, collective in played["shared communicator"]:
+        assert "HcclAllReduce on communicator" in collective
+        assert (
+            "on which MoeDistributeDispatch was called before: MoE dispatch and combine need a communicator without" in collective
+        )
+        assert "MoeDistributeDispatch on communicator" in dispatch
+        assert "on which HcclAllReduce was called before" in dispatch
+        assert total == [4.0]
+
+
 @pytest.mark.parametrize(
     ("what", "own", "other"),
     [

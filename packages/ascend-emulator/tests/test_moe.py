@@ -305,7 +305,7 @@ def test_finalize_routing(mode):
     rows = torch.randn(experts, 3, columns) if mode % 2 else torch.randn(tokens * k, columns)
     places = torch.randperm(15 if mode % 2 else 12)[:12].int()
     if mode % 2:
-        places[2] = -1
+        places[places == 0], places[2], rows[0, 0] = 14, -1, torch.nan  # what is dropped reads no row
     skip1, skip2, bias = torch.randn(tokens, columns), torch.randn(tokens, columns), torch.randn(experts, columns)
     scales, chosen = torch.randn(tokens, k), torch.randint(0, experts, (tokens, k), dtype=torch.int32)
     actual = torch_npu.npu_moe_finalize_routing(
@@ -380,3 +380,27 @@ assert ends.cpu().tolist() == [3, 5, 6, 8]
 def test_limits_are_refused(call, message):
     with pytest.raises(RuntimeError, match=message):
         call(torch.randn(4, 8, device="npu"), torch.zeros(4, 2, dtype=torch.int32, device="npu"))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("npu_moe_token_unpermute(x, i - 1)", "sorted_indices has values from -1 to 2; allowed: 0 to 3"),
+        ("npu_moe_token_unpermute(x, i // 2)", "sorted_indices has the same index twice; each must be there once"),
+        (
+            "npu_moe_finalize_routing(x, None, None, None, x[:2, :2], i - 1, None, 2)",
+            "expanded_src_to_dst_row has values from -1 to 2; allowed: 0 to 3",
+        ),
+    ],
+)
+def test_rows_that_do_not_exist_are_refused(run, call, message):
+    """In programs of their own, as the stream fails."""
+    code = f"""
+import torch, torch_npu
+x, i = torch.randn(4, 8, device="npu"), torch.arange(4, dtype=torch.int32, device="npu")
+torch_npu.{call}
+torch.npu.synchronize()
+"""
+    done = run("run", "--", sys.executable, "-c", code)
+    assert done.returncode
+    assert message in done.stderr

@@ -232,18 +232,22 @@ def test_floating_dtypes_are_taken(dtype):
     assert (functional.silu(x) + functional.gelu(x @ x)).dtype == dtype
 
 
-def test_bfloat16_is_refused_where_the_chip_has_none(run):
+def test_bfloat16_and_operators_are_refused_where_the_chip_has_none(run):
     script = (
         "import torch, torch_npu\n"
         "x = torch.empty(4, 4, dtype=torch.bfloat16, device='npu')\n"
-        "for call in (lambda: x @ x, lambda: torch.nn.functional.silu(x), lambda: torch.add(x, x), lambda: torch.cat([x, x])):\n"
+        "half, positions = torch.empty(2, 64, dtype=torch.half, device='npu'), torch.zeros(2, dtype=torch.int64, device='npu')\n"
+        "def rotary(): torch_npu.npu_mrope(positions, half, half, half, 64, mrope_section=[0, 0, 0], rotary_mode='half')\n"
+        "silu = torch.nn.functional.silu\n"
+        "for call in (lambda: x @ x, lambda: silu(x), lambda: torch.add(x, x), lambda: torch.cat([x, x]), rotary):\n"
         "    try: call()\n"
         "    except RuntimeError as error: print(' '.join(str(error).split()))\n"
         "print((torch.ones(4, 4, device='npu') @ torch.ones(4, 4, device='npu')).sum().item())\n"
     )
     done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
-    *lines, value = done.stdout.splitlines()
+    *lines, operator, value = done.stdout.splitlines()
+    assert "aclnnRopeWithSinCosCacheV2 is not an operator of Ascend310P3, by torch_npu's documentation" in operator
     wanted = ["aclnnMatmul: self is", "aclnnSilu: self is", "aclnnAdd: self is", "aclnnCat: tensors is"]
     assert value == "64.0"
     assert len(lines) == len(wanted)

@@ -1,6 +1,7 @@
 """What the tests of several files use."""
 
 import logging
+from pathlib import Path
 
 import pytest
 from ascend_platform import extension
@@ -16,3 +17,19 @@ def lines():
     extension.logger.setLevel("INFO")
     yield records
     extension.logger.removeHandler(handler)
+
+
+@pytest.fixture
+def cuda_torch(tmp_path):
+    """A directory for PYTHONPATH with this environment's torch and, in its lib, the library that only torch's CUDA build has."""
+    import torch
+
+    here = Path(torch.__file__).parent
+    there = tmp_path / "torch"
+    for directory, names in ((here, there), (here / "lib", there / "lib")):
+        names.mkdir()
+        for entry in directory.iterdir():
+            if entry.name != "lib":
+                (names / entry.name).symlink_to(entry)
+    (there / "lib" / "libc10_cuda.so").symlink_to(here / "lib" / "libc10.so")
+    return tmp_path

@@ -15,6 +15,14 @@ def test_num_graphs(mode: str, graphs: int) -> None:
     assert capture_sizes.num_graphs(CUDAGraphMode[mode], SIZES, 29, 256) == graphs
 
 
+@pytest.mark.parametrize(
+    ("groups", "mode", "streams"), [(0, "", 100), (1, "AIV", 200), (2, "AIV", 300), (1, "", 340), (2, "AI_CPU", 580)]
+)
+def test_num_streams_by_mode_of_hccl(groups: int, mode: str, streams: int) -> None:
+    """Except with AIV a captured collective takes two streams, and each communicator some of its own."""
+    assert capture_sizes.num_streams(100, groups, mode) == streams
+
+
 @pytest.mark.parametrize(("most", "each"), [(1800, 1), (1800, 2), (840, 1), (840, 3)])
 def test_max_sizes_that_fit(most: int, each: int) -> None:
     def streams(sizes: list[int]) -> int:

@@ -1,5 +1,8 @@
 """The table of chip families, by the chips' names that torch_npu knows."""
 
+import re
+from pathlib import Path
+
 import pytest
 from ascend_platform import chips, extension
 
@@ -27,8 +30,49 @@ def test_family_and_streams(chip: str, family: str, streams: int) -> None:
 
 def test_operators_that_only_atlas_a2_and_a3_have() -> None:
     served = {"Atlas A2", "Atlas A3"}
-    for capability in ("quantization", "top_k_top_p", "moe_routing", "mc2"):
+    for capability in ("top_k_top_p", "moe_routing", "mc2"):
         assert {family.name for family in chips.FAMILIES if getattr(family, capability)} == served
+    assert {family.name for family in chips.FAMILIES if family.quantization is None} == served
+    assert {family.name for family in chips.FAMILIES if not family.lacks(*chips.ALL_OPERATORS)} == served
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "lacking"),
+    [
+        ("Ascend910B3", "bfloat16", []),
+        ("Ascend310P3", "float16", ["npu_fused_infer_attention_score", "npu_mrope"]),
+        ("Ascend910A", "float16", ["npu_add_rms_norm", "npu_fused_infer_attention_score", "npu_mrope"]),
+        ("Ascend950PR_9599", "bfloat16", ["npu_fused_infer_attention_score", "npu_mrope"]),
+        ("Ascend310B1", "float16", ["npu_add_rms_norm", "npu_fused_infer_attention_score", "npu_mrope"]),
+    ],
+)
+def test_preferred_dtype_and_operators(chip: str, dtype: str, lacking: list[str]) -> None:
+    family = chips.family_of(chip)
+    assert family.dtypes[0] == dtype
+    assert family.lacks("npu_add_rms_norm", "npu_fused_infer_attention_score", "npu_mrope") == lacking
+
+
+def test_the_product_names_no_chip_elsewhere() -> None:
+    """`chips.py` is the one table."""
+    sources = Path(chips.__file__).parent
+    assert [path.name for path in sources.rglob("*.py") if re.search(r"Ascend(910|310|950)", path.read_text())] == ["chips.py"]
+
+
+def test_emulated_chips_lack_what_the_table_says() -> None:
+    """By the operators that the emulator refuses on a chip; the table may lack more, which vLLM computes by itself then."""
+    names = {
+        "npu_fused_infer_attention_score": "aclnnFusedInferAttentionScoreV3",
+        "npu_scatter_pa_kv_cache": "aclnnScatterPaKvCache",
+        "npu_fusion_attention": "aclnnFlashAttentionVarLenScoreV4",
+        "npu_moe_gating_top_k": "aclnnMoeGatingTopK",
+        "npu_mrope": "aclnnRopeWithSinCosCacheV2",
+    }
+    emulated = pytest.importorskip("ascend_emulator.chips").chips()
+    for key, chip in emulated.items():
+        family = chips.family_of(key)
+        assert chip.bfloat16 == ("bfloat16" in family.dtypes)
+        assert chip.streams == family.streams
+        assert {name for name, called in names.items() if called in chip.lacks} <= set(family.lacks(*names))
 
 
 def test_figures_go_by_the_beginning_of_the_name() -> None:

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import ascend_platform
 import pytest
+from ascend_platform import host
+from ascend_platform.cli import tuning
+from ascend_platform.components import requirements
 
 CLEAN = ("VLLM_", "HCCL_", "HF_", "ASCEND_RT_", "GLOO_")
 CLI = ["-c", "import sys; from ascend_platform.cli.main import main; sys.exit(main())"]
@@ -145,7 +148,7 @@ def test_another_torch_npu(installed):
     found = failing(lines)
     assert found["requirements of ascend-platform"][0].endswith(", found 2.7.1")
     assert found["requirements of ascend-platform"][1].startswith("pip install 'torch-npu")
-    assert found["requirements of torch-npu"][1] == "pip install 'torch==2.7.1'"
+    assert found["requirements of torch-npu"][1] == f"pip install 'torch==2.7.1' --index-url {requirements.CPU_INDEX}"
     assert "disabled" in found["ascend of ascend-platform 0.1.0"][0]
 
 
@@ -174,6 +177,14 @@ def test_vllm_version_that_is_unsupported_or_invalid(version):
     status, lines = examine(VLLM_VERSION=version)
     assert status == 1
     assert {fix for _, fix in failing(lines).values()} == {"unset VLLM_VERSION"}
+
+
+def test_the_cuda_build_of_torch(cuda_torch):
+    status, lines = examine(path=[cuda_torch])
+    assert status == 1
+    found, fix = failing(lines)["torch"]
+    assert "is the CUDA build, beside which importing torch_npu aborts" in found
+    assert fix == f"pip install --force-reinstall 'torch==2.13.0' --index-url {requirements.CPU_INDEX}"
 
 
 def test_metadata_without_its_package(tmp_path):
@@ -358,6 +369,61 @@ def test_interfaces(variable, value, state, says):
     line = lines["HCCL", variable]
     assert (line[0], status) == (state, int(state == "fail"))
     assert says in line[1]
+
+
+# Settings that make serving slow or unstable
+
+
+def test_settings_of_queue_and_hccl():
+    given = {"TASK_QUEUE_ENABLE": "2", "HCCL_OP_EXPANSION_MODE": "HOST", "HCCL_BUFFSIZE": "1024"}
+    status, lines = examine(ASCEND_EMULATOR_NPUS="2", ASCEND_CUSTOM_OPP_PATH="/a/vllm_ascend/ops:/mine", **given)
+    assert status == 0
+    found = bad(lines)
+    assert found["TASK_QUEUE_ENABLE"][1] == "export TASK_QUEUE_ENABLE=1, or serve with --enforce-eager"
+    assert found["HCCL_OP_EXPANSION_MODE"][1].startswith("export HCCL_OP_EXPANSION_MODE=AIV")
+    assert found["HCCL_BUFFSIZE"][0].startswith("1024 MiB: 8.0 GiB of an NPU with 4 communicators")
+    assert found["ASCEND_CUSTOM_OPP_PATH"][1] == "export ASCEND_CUSTOM_OPP_PATH=/mine"
+    wrong = {"TASK_QUEUE_ENABLE": "3", "HCCL_OP_EXPANSION_MODE": "aiv", "HCCL_BUFFSIZE": "big"}
+    assert examine(**wrong)[0] == 1
+    assert set(failing(examine(**wrong)[1])) == set(wrong)
+
+
+def test_without_a_mode_several_npus_are_warned_of_and_one_is_not(monkeypatch):
+    monkeypatch.delenv("HCCL_OP_EXPANSION_MODE", raising=False)
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    (result,) = tuning.hccl(8)
+    assert result.found.startswith("not set: ")
+    assert list(tuning.hccl(1)) == []
+
+
+@pytest.mark.parametrize(("governors", "state"), [(["performance"] * 2, "ok"), (["performance", "powersave"], "warn")])
+def test_cpu_governor(tmp_path, governors, state):
+    for number, governor in enumerate(governors):
+        directory = tmp_path / f"cpu{number}" / "cpufreq"
+        directory.mkdir(parents=True)
+        (directory / "scaling_governor").write_text(f"{governor}\n")
+    (result,) = tuning.cpu_governor(tmp_path)
+    assert result.state == state
+    assert ("powersave on 1 CPUs" in result.found) == (state == "warn")
+
+
+def test_cann_older_than_torch_npu_wants():
+    (result,) = tuning.cann_for_torch_npu("9.0.RC1")
+    assert (result.state, result.fix) == ("warn", "install CANN 9.1")
+    assert list(tuning.cann_for_torch_npu("9.1.0")) == list(tuning.cann_for_torch_npu("")) == []
+
+
+def test_firmware_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "DRIVER", tmp_path / "driver")
+    (tmp_path / "firmware").mkdir()
+    (tmp_path / "firmware" / "version.info").write_text("Version=7.8.0.2\n")
+    assert host.firmware_version() == "7.8.0.2"
+
+
+def test_files_of_vllm_ascend(tmp_path):
+    (tmp_path / "vllm_ascend").mkdir()
+    (tmp_path / "vllm_ascend" / "__init__.py").write_text("")
+    assert bad(examine(path=[tmp_path])[1])["vllm_ascend"][1].startswith(f"rm -r {tmp_path}/vllm_ascend")
 
 
 # Disk, memory, configuration

@@ -69,6 +69,13 @@ def test_graphs_are_those_asked_for(model, asked, mode, graphs):
     assert (compilation.mode.name, compilation.cudagraph_mode.name, compilation.backend) == (mode, graphs, "eager")
 
 
+def test_graphs_are_refused_with_a_queue_that_cannot_be_captured(model, monkeypatch):
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
+    with pytest.raises(ValueError, match="captures no graphs with TASK_QUEUE_ENABLE=2; fix: export TASK_QUEUE_ENABLE=1, or"):
+        engine_config(model())
+    engine_config(model(), enforce_eager=True)
+
+
 def test_full_graphs_are_refused_where_the_attention_cannot_be_captured(model):
     message = "FULL needs attention that can be captured, and this model's is built-in PyTorch .*; supported: PIECEWISE, NONE"
     with pytest.raises(Exception, match=message):
@@ -164,12 +171,17 @@ def test_unsupported_models_are_refused_in_one_line(model, changes, named):
         engine_config(model(**changes))
 
 
-def test_lora_is_refused_on_experts_alone(model):
+def test_lora_on_experts_is_refused_with_expert_parallelism(model):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     directory = model(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **experts)
-    with pytest.raises(ValueError, match=r"does not support LoRA on experts \(--lora-target-modules without experts serves"):
-        engine_config(directory, enable_lora=True)
-    assert engine_config(directory, enable_lora=True, lora_target_modules=["q_proj"]).lora_config.target_modules == ["q_proj"]
+    named = (
+        r"does not support LoRA on experts beyond tensor parallelism \(--lora-target-modules without experts .*expert parallelism"
+    )
+    expert_parallel = {"enable_lora": True, "enable_expert_parallel": True}
+    with pytest.raises(ValueError, match=named):
+        engine_config(directory, **expert_parallel)
+    assert engine_config(directory, **expert_parallel, lora_target_modules=["q_proj"]).lora_config.target_modules == ["q_proj"]
+    assert engine_config(directory, enable_lora=True).lora_config.target_modules is None
     assert engine_config(model(), enable_lora=True).lora_config.target_modules is None
 
 
@@ -299,6 +311,34 @@ def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(mo
 def test_attention_that_nobody_has_is_refused_by_name(change, named):
     with pytest.raises(ValueError, match=named):
         select_backend(DENSE._replace(**change), None)
+
+
+@pytest.fixture
+def ascend310p(monkeypatch):
+    monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
+
+
+def test_dtype_auto_is_one_of_the_chip(model, ascend310p):
+    assert engine_config(model(dtype="bfloat16")).model_config.dtype == torch.float16
+    with pytest.raises(ValueError, match=r"dtype bfloat16 is not supported on Ascend310P3; supported: float16, float32; fix"):
+        engine_config(model(), dtype="bfloat16")
+
+
+def test_experts_are_refused_on_a_chip_without_their_operators(model, ascend310p):
+    with pytest.raises(ValueError, match=r"mixture-of-experts models are not supported on Ascend310P3, which has no npu_moe_gat"):
+        engine_config(model(**EXPERTS))
+
+
+@pytest.mark.parametrize("slot", ["dense", "sinks", "encoder"])
+def test_built_in_attention_serves_on_a_chip_without_the_kernels(monkeypatch, ascend310p, slot):
+    pytest.importorskip("ascend_attention")
+    monkeypatch.setattr(slots, "_offers", FUSED)
+    change = {"dense": {}, "sinks": {"has_sink": True}, "encoder": {"attn_type": "encoder_only"}}[slot]
+    path, why = select_backend(DENSE._replace(**change), None)
+    assert path == (BUILT_IN_ENCODER if slot == "encoder" else BUILT_IN_ATTENTION)
+    assert "fused attention disabled: Ascend310P3 has no npu_fus" in why
+    monkeypatch.setattr(host, "chip", lambda: "Ascend950PR_9599")
+    assert ("built-in" in select_backend(DENSE._replace(**change), None)[1]) == (slot != "encoder")
 
 
 def test_memory_is_not_asked_of_a_process_without_device():

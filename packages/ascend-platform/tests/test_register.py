@@ -131,6 +131,28 @@ def test_vllm_command_with_vllm_ascend_ends_in_one_line(vllm_ascend):
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"ascend-platform: {CONFLICT}\n")
 
 
+CUDA = (
+    "is the CUDA build, beside which importing torch_npu aborts the process; fix: pip install --force-reinstall 'torch==2.13.0' "
+    "--index-url https://download.pytorch.org/whl/cpu"
+)
+
+
+def test_with_the_cuda_build_of_torch_nothing_is_activated(cuda_torch):
+    out, said = run(PYTHONPATH=str(cuda_torch), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert out[:2] == ["None", "None"]
+    assert said[0].endswith(CUDA)
+
+
+def test_vllm_command_with_the_cuda_build_of_torch_ends_in_one_line(cuda_torch, tmp_path):
+    (tmp_path / "vllm").write_text("import torch")
+    env = {**os.environ, "PYTHONPATH": str(cuda_torch)}
+    done = subprocess.run([sys.executable, str(tmp_path / "vllm")], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ascend-platform: torch 2.13.0")
+    assert line.endswith(CUDA)
+
+
 @pytest.mark.parametrize(
     ("words", "variables", "stopped"),
     [

@@ -1,85 +1,109 @@
-"""Sleep mode: tensors freed and restored, with a worker that has only a model and KV caches."""
+"""Sleep mode: memory freed and restored at the same addresses, with a worker that has only a model and KV caches."""
 
 import gc
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch_npu
-from ascend_platform.worker.sleep_mode import StorageBackend
+from ascend_platform.worker import virtual_memory
+from ascend_platform.worker.sleep_mode import VirtualMemoryBackend
 
 NZ, ND = 29, 2
+BIG = 12 << 20  # bytes, with a segment of the caching allocator of its own
 
 
 class Model(torch.nn.Module):
-    """A tied weight, a buffer and a derived tensor."""
+    """Parameters, one of them tied, a buffer, a tensor in a private format, and one that no module has as an attribute."""
 
     def __init__(self):
         super().__init__()
-        self.first = torch.nn.Linear(64, 32, bias=False, device="npu")
-        self.second = torch.nn.Linear(64, 32, bias=False, device="npu")
+        self.first = torch.nn.Linear(1024, BIG // 4096, bias=False, device="npu")
+        self.second = torch.nn.Linear(1024, BIG // 4096, bias=False, device="npu")
         self.second.weight = self.first.weight
+        self.small = torch.nn.Linear(64, 32, device="npu")
         self.register_buffer("table", torch.arange(100.0, device="npu"))
-        self.derived = self.first.weight.detach() * 2
-        self.plain = "no tensor"
+        self.listed = [torch.arange(7, device="npu")]
+        torch.npu.config.allow_internal_format = True
+        try:
+            private = torch_npu.npu_format_cast(torch.randn(64, 48).half().npu(), NZ)
+            self.private = torch.nn.Parameter(private, requires_grad=False)
+        finally:
+            torch.npu.config.allow_internal_format = False  # torch_npu's default
+        torch.ones(BIG, device="npu")  # a temporary tensor of loading
 
 
 @pytest.fixture
 def worker():
-    model = Model()
-    cache = torch.ones(1 << 20, device="npu")
-    graphs = []
-    runner = SimpleNamespace(get_model=lambda: model, kv_caches=list(cache.split(1 << 19)), graphs=graphs)
-    runner.free_graphs = lambda: graphs.append(("dropped", model.first.weight.untyped_storage().nbytes() > 0))
-    runner.capture_model = lambda: graphs.append(("captured", runner.kv_caches[0].untyped_storage().nbytes() > 0))
-    return SimpleNamespace(model_runner=runner, get_draft_model=lambda: None)
+    gc.collect()
+    worker = SimpleNamespace(get_draft_model=lambda: None)
+    worker.backend = VirtualMemoryBackend(worker)
+    with worker.backend.pool("weights"):
+        worker.model = Model()
+    with worker.backend.pool("kv_cache"):
+        caches = list(torch.ones(1 << 20, device="npu").split(1 << 19))
+    worker.model_runner = SimpleNamespace(get_model=lambda: worker.model, kv_caches=caches)
+    yield worker
+    worker.backend._memory.close()
+
+
+def used():
+    torch.npu.synchronize()
+    free, total = torch.npu.mem_get_info()
+    return total - free
 
 
 def values(model):
-    return [
-        tensor.cpu().clone() for tensor in (model.first.weight.detach(), model.second.weight.detach(), model.table, model.derived)
-    ]
+    private = torch_npu.npu_format_cast(model.private.data, ND)
+    kept = [model.table, model.listed[0]]
+    return [tensor.cpu().clone() for tensor in (model.first.weight.data, model.small.bias.data, private)], [t.cpu() for t in kept]
+
+
+def test_temporary_tensors_of_loading_are_freed(worker):
+    segments = worker.backend._memory._segments.values()
+    mapped = [segment.size for segment in segments if segment.handle is not None]
+    assert BIG < max(mapped) < 2 * BIG
+    assert mapped.count(max(mapped)) == 1  # of the tied weights there were two
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_all_tensors_are_restored(worker, level):
-    model, backend = worker.model_runner.get_model(), StorageBackend(worker)
-    gc.collect()  # tensors of former tests
-    before, allocated = values(model), torch.npu.memory_allocated()
+def test_all_tensors_are_restored_at_their_addresses(worker, level):
+    model, backend = worker.model_runner.get_model(), worker.backend
+    (before, kept), address = values(model), model.first.weight.data_ptr()
+    graph, doubled = torch.npu.NPUGraph(), torch.empty_like(model.first.weight)
+    with torch.npu.graph(graph):
+        torch.mul(model.first.weight.detach(), 2, out=doubled)
+    awake = used()
     backend.suspend(level)
     assert backend.state() == "SUSPENDED"
-    freed = 4 * (2 * 64 * 32 + 100 + (1 << 20))
-    assert allocated - torch.npu.memory_allocated() >= freed
+    assert awake - used() >= BIG + (4 << 20)
     backend.resume()
     assert backend.state() == "RUNNING"
-    assert torch.npu.memory_allocated() == allocated
+    assert used() <= awake
+    assert model.first.weight.data_ptr() == address
     wanted = before if level == 1 else [torch.zeros_like(tensor) for tensor in before]
-    torch.testing.assert_close(values(model), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(values(model), (wanted, kept), rtol=0, atol=0)
+    assert int(torch_npu.get_npu_format(model.private)) == NZ
     assert not worker.model_runner.kv_caches[1].any()
     model.first.weight.data.fill_(3)
     assert (model.second.weight == 3).all()
-
-
-def test_graphs_are_freed_first_and_captured_last(worker):
-    backend = StorageBackend(worker)
-    backend.discard(("kv_cache",))
-    backend.suspend()
-    backend.resume(["weights"])
-    assert [what for what, _ in worker.model_runner.graphs] == ["dropped", "dropped"]
-    backend.resume(["kv_cache"])
-    assert worker.model_runner.graphs == [("dropped", True), ("dropped", True), ("captured", True)]
+    graph.replay()  # it was not captured again
+    assert (doubled == 6).all()
 
 
 def test_tags(worker):
-    model, backend = worker.model_runner.get_model(), StorageBackend(worker)
-    before = values(model)
+    model, backend = worker.model_runner.get_model(), worker.backend
+    before, awake = values(model), used()
     backend.discard(("kv_cache",))
     torch.testing.assert_close(values(model), before)
-    assert worker.model_runner.kv_caches[0].untyped_storage().nbytes() == 0
+    assert awake - used() >= 4 << 20
     backend.suspend(1)
     backend.resume(["kv_cache"])
     assert backend.state() == "SUSPENDED"
-    assert worker.model_runner.kv_caches[0].untyped_storage().nbytes() == 4 << 20
+    assert not worker.model_runner.kv_caches[0].any()
     backend.resume(["weights"])
     assert backend.state() == "RUNNING"
     torch.testing.assert_close(values(model), before, rtol=0, atol=0)
@@ -87,20 +111,44 @@ def test_tags(worker):
         backend.resume(["kv"])
 
 
-def test_private_format_is_restored(worker):
-    """torch_npu refuses to resize the storage of such a tensor."""
-    model, backend = worker.model_runner.get_model(), StorageBackend(worker)
-    before = torch.randn(64, 48).half()
-    torch.npu.config.allow_internal_format = True
-    try:
-        model.first.weight = torch.nn.Parameter(torch_npu.npu_format_cast(before.npu(), NZ))
-        assert int(torch_npu.get_npu_format(model.first.weight)) == NZ
-        allocated = torch.npu.memory_allocated()
-        backend.suspend(1)
-        assert model.first.weight.numel() == 0
-        assert torch.npu.memory_allocated() < allocated
-        backend.resume()
-        assert int(torch_npu.get_npu_format(model.first.weight)) == NZ
-        torch.testing.assert_close(torch_npu.npu_format_cast(model.first.weight.data, ND).cpu(), before, rtol=0, atol=0)
-    finally:
-        torch.npu.config.allow_internal_format = False  # torch_npu's default
+def test_wake_up_without_free_memory_can_be_repeated(worker):
+    model, backend = worker.model_runner.get_model(), worker.backend
+    before = values(model)
+    backend.suspend(1)
+    free, _ = torch.npu.mem_get_info()
+    taken = virtual_memory.Segment(free - (6 << 20), torch.npu.current_device(), "other")
+    with pytest.raises(torch.OutOfMemoryError):
+        backend.resume(["weights"])
+    taken.unmap()
+    backend.resume()
+    torch.testing.assert_close(values(model), before, rtol=0, atol=0)
+
+
+def test_freed_tensors_free_their_segments(worker):
+    memory, before = worker.backend._memory, used()
+    worker.model_runner.kv_caches.clear()
+    worker.model = None
+    memory.close()
+    gc.collect()
+    torch.npu.empty_cache()
+    assert not memory._segments
+    assert before - used() >= BIG
+
+
+def test_sleep_without_the_option_is_refused():
+    with pytest.raises(ValueError, match="sleep mode is not enabled; fix: --enable-sleep-mode"):
+        VirtualMemoryBackend(SimpleNamespace()).suspend()
+
+
+def test_process_ends_with_tensors_in_use():
+    """Segments are freed by Python functions, which must not be called after the interpreter has ended."""
+    program = """
+import torch
+from ascend_platform.worker.virtual_memory import VirtualMemory
+memory = VirtualMemory()
+with memory.pool("weights"):
+    kept = torch.ones(1 << 22, device="npu"); torch.ones(1 << 23, device="npu")
+memory.free("weights", ())
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

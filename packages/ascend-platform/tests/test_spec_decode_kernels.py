@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from ascend_platform.attention import base
 from ascend_platform.sampling import rejection
 from ascend_platform.triton_overrides import drafter
 
@@ -251,6 +252,7 @@ def test_expand_eagle_inputs(seed, slots, shift):
 
 
 def test_drafter_metadata_has_exact_host_lengths():
+    """2 and 0 of 3 draft tokens are rejected in this step, and 0 and 1 were in the last one, as the host learns later."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.spec_decode import llm_base_proposer
 
@@ -260,7 +262,7 @@ def test_drafter_metadata_has_exact_host_lengths():
     given = CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts.cpu(),
-        seq_lens=npu([5, 7]),
+        seq_lens=npu([7, 8]),
         num_reqs=2,
         num_actual_tokens=8,
         max_query_len=4,
@@ -269,17 +271,40 @@ def test_drafter_metadata_has_exact_host_lengths():
         slot_mapping=npu([130, -1], torch.int64),
         seq_lens_cpu_upper_bound=torch.tensor([9, 9], dtype=torch.int32),
     )
-    built = []
+    built, waits = [], []
+
+    def count(name, rejected):
+        def wait():
+            waits.append(name)
+            return rejected
+
+        return wait
 
     def build(common_attn_metadata, draft_index):
-        built.append((common_attn_metadata.seq_lens_cpu_upper_bound.tolist(), common_attn_metadata.slot_mapping.tolist()))
+        bounds = base.draft_length_bounds(common_attn_metadata)
+        waited = waits.copy()
+        lengths = base.host_lengths(common_attn_metadata, "this attention")
+        built.append((bounds, waited, lengths, common_attn_metadata.slot_mapping.tolist()))
+        waits.clear()
 
     group = types.SimpleNamespace(build_metadata_for_drafting=build, layer_names=[])
     config = types.SimpleNamespace(cache_config=types.SimpleNamespace(block_size=128))
     proposer = types.SimpleNamespace(draft_attn_groups=[group], vllm_config=config)
-    for draft_index in (0, 1):
-        llm_base_proposer.SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata(proposer, given, draft_index)
-    assert built == [([9, 9], [130, 1]), ([5, 7], [130, 1])]  # a place in block 0, which is no request's
+    reset = drafter.rejected_in_step.set(base.Rejected(count("this", [2, 0]), [3, 3]))
+    with base.subtract_rejected(base.Rejected(count("last", [0, 1]))):
+        for draft_index in (0, 1):
+            llm_base_proposer.SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata(proposer, given, draft_index)
+    drafter.rejected_in_step.reset(reset)
+    slots = [130, 1]  # a place in block 0, which is no request's
+    assert built == [(None, [], [9, 8], slots), (([9, 8], [3, 3]), ["last"], [7, 8], slots)]
     extended = llm_base_proposer.extend_all_queries_by_N(given, 2, npu([0, 1, 2]), given.slot_mapping)
-    assert extended.seq_lens_cpu_upper_bound.tolist() == extended.seq_lens.tolist() == [7, 9]
-    assert given.seq_lens_cpu_upper_bound.tolist() == [5, 7]
+    assert extended.seq_lens_cpu_upper_bound.tolist() == [11, 11]
+    assert given.seq_lens_cpu_upper_bound.tolist() == [9, 9]
+
+
+def test_host_lengths_of_cross_attention_have_no_draft_tokens():
+    common = types.SimpleNamespace(causal=False, num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([5, 6, 0]))
+    with base.subtract_rejected(base.Rejected(lambda: [1, 1])):
+        assert base.host_lengths(common, "this attention") == [5, 6]
+        common.causal = True
+        assert base.host_lengths(common, "this attention") == [4, 5]

@@ -192,7 +192,7 @@ def config_of(form: str, names: dict[Spec, list[str]]) -> dict[str, Any]:
     if form == "awq":
         assert not others, "an AWQ checkpoint has one scheme"
         return own(first) | {"quant_method": "awq", "version": "gemm", "zero_point": not first.symmetric}
-    rules = {}
+    rules: dict[str, Any] = {}
     for spec in others:
         layers = sorted({re.sub(r"^(.*layers\.\d+)\..*", r"\1", name) for name in names[spec]})
         rules |= {rf"+:{re.escape(layer)}\..*": own(spec) | {"sym": spec.symmetric} for layer in layers}

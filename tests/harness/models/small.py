@@ -56,6 +56,7 @@ EXPERTS = {
     "partial_rotary_factor": 0.5,
     "use_qk_norm": False,
 }
+QWEN_EXPERTS = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
 MARGIN = 0.06  # times HIDDEN: the logit of the next token
 
 
@@ -99,12 +100,13 @@ def _shrink(model: torch.nn.Module, size: float, seed: int) -> None:
 
 
 def target(directory: Path, family: str = "Llama", seed: int = 3, size: float = 0.12) -> Path:
-    """A model of Llama's or Glm4Moe's architecture, the latter with a layer for the prediction of one more token (MTP)."""
+    """A model of Llama's, Qwen3Moe's or Glm4Moe's architecture, the last with a layer for one more token's prediction (MTP)."""
     path = directory / f"{family.lower()}-{seed}"
     if path.exists():
         return path
     mtp = family == "Glm4Moe"
     shape = SHAPE | (EXPERTS | {"num_hidden_layers": SHAPE["num_hidden_layers"] + 1} if mtp else {})
+    shape |= QWEN_EXPERTS if family == "Qwen3Moe" else {}
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
     _shrink(model, size, seed)
     model.model.embed_tokens.weight.data.copy_(embedding())
@@ -217,3 +219,48 @@ def adapter(model: Path, directory: Path, name: str) -> Path:
                 torch.nn.init.normal_(weight, std=0.15 if "embedding" not in key else 0.05)
         made.save_pretrained(str(path), save_embedding_layers=False)
     return path
+
+
+EXPERT_RANKS = (4, 8)
+"""Ranks of the adapters on experts."""
+
+
+def adapter_on_experts(model: Path, directory: Path, rank: int) -> tuple[Path, Path]:
+    """An adapter for the experts and the attention of a Qwen3Moe target: as PEFT writes it, and with a matrix for each expert.
+
+    PEFT adapts the tensors of all experts of a layer; the second form is what other trainers write and vLLM reads.
+    """
+    import peft
+
+    own, path = directory / "adapters" / f"experts-{rank}-peft", directory / "adapters" / f"experts-{rank}"
+    if path.exists():
+        return own, path
+    torch.manual_seed(rank)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    shared: dict[str, Any] = {"r": rank, "lora_alpha": 16, "task_type": "CAUSAL_LM", "target_modules": ATTENTION}
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    made = peft.get_peft_model(base, peft.LoraConfig(**shared, target_parameters=parameters))
+    for key, weight in made.named_parameters():
+        if "lora_" in key:
+            torch.nn.init.normal_(weight, std=0.15)
+    made.save_pretrained(str(own))
+    stored: dict[str, torch.Tensor] = load_file(own / "adapter_model.safetensors")
+    split: dict[str, torch.Tensor] = {}
+    split |= {key: tensor for key, tensor in stored.items() if ".experts." not in key}
+    for layer in sorted({key.partition(".experts.")[0] for key in stored if ".experts." in key}):
+        for part in (".base_layer", ""):  # gate_up_proj, down_proj
+            a, b = (stored[f"{layer}.experts{part}.lora_{which}.weight"] for which in "AB")
+            inputs = HIDDEN if part else QWEN_EXPERTS["moe_intermediate_size"]
+            per_expert = zip(a.view(8, rank, -1), b.view(-1, rank, 8).permute(2, 0, 1), strict=True)
+            for expert, (first, second) in enumerate(per_expert):
+                if first.shape[1] != inputs:  # PEFT takes the first dimension of a matrix for its inputs
+                    first, second = second.T, first.T
+                parts = second.chunk(2) if part else (second,)
+                for name, half in zip(("gate_proj", "up_proj") if part else ("down_proj",), parts, strict=True):
+                    split[f"{layer}.experts.{expert}.{name}.lora_A.weight"] = first.clone(memory_format=torch.contiguous_format)
+                    split[f"{layer}.experts.{expert}.{name}.lora_B.weight"] = half.contiguous()
+    path.mkdir()
+    save_file(split, path / "adapter_model.safetensors")
+    modules = shared | {"peft_type": "LORA", "bias": "none", "target_modules": [*ATTENTION, *MLP]}
+    (path / "adapter_config.json").write_text(json.dumps(modules))
+    return own, path

@@ -4,6 +4,8 @@ Arguments, dtypes and limits of the kernel are those of ``torch_npu/_op_plugin_d
 written by npu_scatter_pa_kv_cache, documented there for Atlas A2 and A3.
 """
 
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -48,9 +50,15 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """NEVER for decode context parallelism, int8 KV caches and cross attention, whose kernel calls differ between steps."""
-        is_dynamic = vllm_config.parallel_config.decode_context_parallel_size > 1 or kv_cache_spec.dtype == torch.int8
-        return AttentionCGSupport.NEVER if is_dynamic or isinstance(kv_cache_spec, CrossAttentionSpec) else cls._cudagraph_support
+        """NEVER for decode context parallelism and cross attention, whose kernel calls differ between steps.
+
+        With an int8 KV cache only decodes read the cache as it is.
+        """
+        uses_dcp = vllm_config.parallel_config.decode_context_parallel_size > 1
+        if uses_dcp or isinstance(kv_cache_spec, CrossAttentionSpec):
+            return AttentionCGSupport.NEVER
+        is_int8 = kv_cache_spec.dtype == torch.int8
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if is_int8 else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -59,21 +67,30 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
 
         For a full graph vLLM pads the tokens, and pads the requests with dummy requests that have no tokens.
         """
-        common, seq_lens = common_attn_metadata, extension.host_lengths(common_attn_metadata, FusedAttentionImpl.title)
+        common = common_attn_metadata
+        seq_lens = extension.deferred_host_lengths(common, FusedAttentionImpl.title)
         cu_query_lens = common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist()
         num_tokens, block_table = common.num_actual_tokens, common.block_table_tensor
         share = None
         if self.interleave:
-            share = dcp.build_metadata(cu_query_lens, seq_lens, common.slot_mapping[:num_tokens], self.interleave)
-        if common.num_reqs < num_tokens <= self._max_mixed_graph_tokens():
+            share = dcp.build_metadata(cu_query_lens, seq_lens(), common.slot_mapping[:num_tokens], self.interleave)
+        rows = None
+        bounds = extension.draft_length_bounds(common)
+        if bounds and not self.interleave and not self.int8_cache:
+            cu_query_lens, seq_lens, rows = _pad_queries(common.seq_lens[: common.num_reqs], *bounds)
+        num_dummies = int(common.num_reqs < num_tokens <= self._max_mixed_graph_tokens())
+        if num_dummies:
             block_table = self._append_dummy_request(block_table)
-            cu_query_lens.append(cu_query_lens[-1])
-            seq_lens.append(0)
-        if padding := num_tokens - cu_query_lens[-1]:
-            _assign_padding(padding, cu_query_lens, seq_lens)
-        convert = list if self.int8_cache else _to_script_list  # int8.py slices the lists
+        convert = list if self.int8_cache and common.max_query_len > 1 else _to_script_list  # int8.py slices the lists
+
+        def lengths() -> dict[str, Any]:
+            ends, lens = cu_query_lens, seq_lens()
+            if rows is None:
+                ends, lens = _assign_padding(num_tokens, ends, lens, num_dummies)
+            return dict(zip(self.length_args, (convert(ends), convert(lens)), strict=True))
+
         return FusedAttentionMetadata(
-            lengths=dict(zip(self.length_args, (convert(cu_query_lens), convert(seq_lens)), strict=True)),
+            compute_lengths=lengths,
             num_tokens=num_tokens,
             block_table=block_table,
             slot_mapping=common.slot_mapping[:num_tokens],
@@ -81,6 +98,8 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
             softmax_lse=self.softmax_lse,
             causal=bool(common.causal),
             dcp=share,
+            rows=rows,
+            num_rows=cu_query_lens[-1],
         )
 
     def _max_mixed_graph_tokens(self) -> int:
@@ -108,16 +127,39 @@ def _to_script_list(lengths: list[int]) -> Any:
     return torch._C.ScriptList(lengths)
 
 
-def _assign_padding(padding: int, cu_query_lens: list[int], seq_lens: list[int]) -> None:
-    """Assign padding tokens to the dummy requests at the end of a padded batch.
+def _pad_queries(
+    seq_lens: torch.Tensor, bounds: list[int], drafts: list[int]
+) -> tuple[list[int], Callable[[], list[int]], torch.Tensor]:
+    """Cumulative query lengths, sequence lengths and rows for requests with one query token and draft tokens in flight.
+
+    ``seq_lens`` is known on the device alone, and is up to ``drafts`` lower than ``bounds``. The kernel aligns the last query row
+    with the last key, so that a token n rows before the last attends to n fewer keys: each request gets a row for each possible
+    length, and the token goes to the row of its length.
+    """
+    ends = list(accumulate(count + 1 for count in drafts))
+    last, longest = torch.tensor([[end - 1 for end in ends], bounds], pin_memory=True).to(seq_lens.device, non_blocking=True)
+    return ends, lambda: bounds, last - longest + seq_lens
+
+
+def _assign_padding(
+    num_tokens: int, cu_query_lens: list[int], seq_lens: list[int], num_dummies: int
+) -> tuple[list[int], list[int]]:
+    """Append dummy requests, and assign padding tokens to the dummy requests at the end of a padded batch.
 
     The kernel requires every token to belong to a request, and no request to have more query tokens than its sequence length.
+
+    Returns:
+        The cumulative query lengths and the sequence lengths.
     """
-    first_dummy = seq_lens.index(0)
-    share, remainder = divmod(padding, len(seq_lens) - first_dummy)
-    for request in range(first_dummy, len(seq_lens)):
-        seq_lens[request] = share + (request - first_dummy < remainder)
-        cu_query_lens[request] = (cu_query_lens[request - 1] if request else 0) + seq_lens[request]
+    cu_query_lens = cu_query_lens + cu_query_lens[-1:] * num_dummies
+    seq_lens = seq_lens + [0] * num_dummies
+    if padding := num_tokens - cu_query_lens[-1]:
+        first_dummy = seq_lens.index(0)
+        share, remainder = divmod(padding, len(seq_lens) - first_dummy)
+        for request in range(first_dummy, len(seq_lens)):
+            seq_lens[request] = share + (request - first_dummy < remainder)
+            cu_query_lens[request] = (cu_query_lens[request - 1] if request else 0) + seq_lens[request]
+    return cu_query_lens, seq_lens
 
 
 class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttentionMetadata]):
@@ -125,6 +167,7 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
 
     title = "the fused attention of ascend-attention"
     serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_DECODER})
+    operators = ("npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache")
     can_return_lse_for_decode = True
     supports_dcp = True
     int8_cache = True
@@ -150,6 +193,8 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
             attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the output is then zero.
         """
         if attn_metadata is None:
+            if getattr(layer, "kv_cache_torch_dtype", None) == torch.int8:
+                int8.reserve(self, query, BLOCK_SIZE)
             return output.zero_()
         meta, (key_cache, value_cache) = attn_metadata, kv_cache
         tokens = slice(meta.num_tokens)
@@ -161,6 +206,12 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
             assert key is not None
             assert value is not None
             dcp.attend(query[tokens], key[tokens], value[tokens], kv_cache, meta, self._head_args(), output[tokens])
+        elif meta.rows is not None:
+            padded = query.new_zeros(meta.num_rows, *query.shape[1:])
+            padded.index_copy_(0, meta.rows, query[tokens])
+            attended = torch.empty_like(padded)
+            self.attend(padded, key_cache, value_cache, meta.lengths, meta.block_table, meta, attended)
+            output[tokens] = attended.index_select(0, meta.rows)
         else:
             self.attend(query[tokens], key_cache, value_cache, meta.lengths, meta.block_table, meta, output[tokens])
         return output

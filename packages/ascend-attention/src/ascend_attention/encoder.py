@@ -78,6 +78,7 @@ class FusedEncoderAttentionImpl(extension.AttentionImplBase, AttentionImpl[Fused
 
     title = "the fused encoder-only attention of ascend-attention"
     serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_ONLY})
+    operators = ("npu_fusion_attention",)
 
     def forward(
         self,
@@ -120,6 +121,8 @@ class FusedEncoderAttentionBackend(extension.AttentionBackendBase, AttentionBack
 
 class FusedMMEncoderAttention(MMEncoderAttention):
     """Attention of vision and audio encoders with all sequences in one call; vLLM's native one loops over them."""
+
+    operators = ("npu_fusion_attention",)
 
     def forward_oot(
         self,

@@ -1,16 +1,19 @@
 """Attention over an int8 KV cache.
 
 The kernel reads int8 blocks only with one query token per request (``torch_npu/_op_plugin_docs.py``,
-npu_fused_infer_attention_score: key_antiquant_scale and Q_S). For prefills the blocks are dequantized to the model's dtype first.
+npu_fused_infer_attention_score: key_antiquant_scale and Q_S). For prefills the blocks are dequantized to the model's dtype first,
+into a workspace of bounded size: requests whose blocks do not fit together run one after another, longer ones in slices.
 Stored values are round(value / scale + offset), with one scale and offset per channel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch_npu
+from ascend_platform import extension
 
 from ascend_attention.metadata import FusedAttentionMetadata
 
@@ -34,11 +37,6 @@ def write(
     torch_npu.npu_scatter_pa_kv_cache(int8_key, int8_value, key_cache, value_cache, slot_mapping, cache_mode="Norm")
 
 
-def count_decodes(cu_query_lens: list[int]) -> int:
-    """Number of leading requests with one query token."""
-    return next((i for i, end in enumerate(cu_query_lens) if end != i + 1), len(cu_query_lens))
-
-
 def attend(
     impl: Any,
     layer: Any,
@@ -54,36 +52,122 @@ def attend(
         impl: a FusedAttentionImpl.
         layer: vLLM's Attention layer, with the scales and offsets.
     """
-    cu_query_lens, seq_lens = meta.lengths["actual_seq_lengths"], meta.lengths["actual_seq_lengths_kv"]
-    num_decodes = count_decodes(cu_query_lens)
+    num_decodes, cu_query_lens = meta.num_decodes, meta.lengths["actual_seq_lengths"]
     if num_decodes:
         _decode(impl, layer, query[:num_decodes], key_cache, value_cache, meta, output[:num_decodes])
-    if num_decodes < len(cu_query_lens):
-        prefills = slice(num_decodes, None)
-        max_blocks = -(-max(seq_lens[prefills]) // key_cache.shape[1])
-        block_table = meta.block_table[prefills, :max_blocks]
-        # the dequantized blocks are a new cache in the order of the block table
-        renumbered = torch.arange(block_table.numel(), dtype=block_table.dtype, device=block_table.device)
-        caches = [
-            _dequantize(cache.index_select(0, block_table.flatten()), scale, offset, query.dtype)
-            for cache, scale, offset in (
-                (key_cache, layer.k_cache_scale, layer.k_cache_offset),
-                (value_cache, layer.v_cache_scale, layer.v_cache_offset),
-            )
-        ]
-        tokens = slice(num_decodes, cu_query_lens[-1])
-        lengths = {
-            "actual_seq_lengths": [end - num_decodes for end in cu_query_lens[prefills]],
-            "actual_seq_lengths_kv": seq_lens[prefills],
-        }
-        impl.attend(query[tokens], *caches, lengths, renumbered.view(block_table.shape), meta, output[tokens])
+    if num_decodes == len(cu_query_lens):
+        return
+    starts, seq_lens = [0, *cu_query_lens], meta.lengths["actual_seq_lengths_kv"]
+    block_size = key_cache.shape[1]
+    capacity = _workspace_blocks(len(query), block_size)
+    blocks = [-(-length // block_size) for length in seq_lens]
+    for first, last in group_prefills(blocks, num_decodes, capacity):
+        rows, tokens = slice(first, last), slice(starts[first], starts[last])
+
+        def dequantize(columns: slice, rows: slice = rows) -> tuple[list[torch.Tensor], torch.Tensor]:
+            table = meta.block_table[rows, columns]
+            return _dequantize(layer, key_cache, value_cache, table, query.dtype), _renumber(table)
+
+        most = max(blocks[rows])
+        if most <= capacity:
+            caches, table = dequantize(slice(most))
+            lengths = {
+                "actual_seq_lengths": [end - tokens.start for end in cu_query_lens[rows]],
+                "actual_seq_lengths_kv": seq_lens[rows],
+            }
+            impl.attend(query[tokens], *caches, lengths, table, meta, output[tokens])
+        else:
+            _prefill_in_slices(impl, query[tokens], seq_lens[first], block_size, capacity, dequantize, meta, output[tokens])
 
 
-def _dequantize(blocks: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    values = blocks.flatten(2).float()
-    if offset is not None:
-        values = values - offset
-    return (values * scale).to(dtype).view(blocks.shape)
+WORKSPACE_TOKENS = 4096
+"""Tokens of dequantized keys and values in the workspace; more if a step has more new tokens."""
+
+
+def _workspace_blocks(num_tokens: int, block_size: int) -> int:
+    """Blocks in the workspace: the new tokens of one request, with those before them in their first block."""
+    return -(-max(num_tokens, WORKSPACE_TOKENS) // block_size) + 1
+
+
+def reserve(impl: Any, query: torch.Tensor, block_size: int) -> None:
+    """Allocate and free what a prefill of these tokens allocates, so that it is in the profiled peak of memory."""
+    shape = _workspace_blocks(len(query), block_size), block_size, impl.num_kv_heads, impl.head_size
+    workspace = [torch.empty(shape, dtype=dtype, device=query.device) for dtype in (query.dtype, query.dtype, torch.int8)]
+    workspace += [torch.empty_like(query) for _ in range(3)]  # a slice's output, and the merged ones before and after
+    workspace.clear()
+
+
+def group_prefills(blocks: list[int], first: int, capacity: int) -> Iterator[tuple[int, int]]:
+    """Ranges of requests whose blocks fit into the workspace together, padded to the longest; a longer request is alone."""
+    start = first
+    for end in range(first + 1, len(blocks) + 1):
+        if end == len(blocks) or (end + 1 - start) * max(blocks[start : end + 1]) > capacity:
+            yield start, end
+            start = end
+
+
+def _prefill_in_slices(
+    impl: Any,
+    query: torch.Tensor,
+    seq_len: int,
+    block_size: int,
+    capacity: int,
+    dequantize: Callable[[slice], tuple[list[torch.Tensor], torch.Tensor]],
+    meta: FusedAttentionMetadata,
+    output: torch.Tensor,
+) -> None:
+    """Attention of one request whose blocks exceed the workspace: slices of its context, then the blocks with its new tokens.
+
+    npu_attention_update merges the outputs by their softmax_lse (``torch_npu/_op_plugin_docs.py``).
+    """
+    first_new = (seq_len - len(query)) // block_size
+    causal: dict[str, Any] = {"atten_mask": meta.mask, "sparse_mode": 3}
+    slices: list[tuple[int, int, dict[str, Any]]] = [
+        (start, min(start + capacity, first_new), {"sparse_mode": 0}) for start in range(0, first_new, capacity)
+    ]
+    merged: list[torch.Tensor] = []
+    for start, end, mask in [*slices, (first_new, -(-seq_len // block_size), causal)]:
+        (keys, values), table = dequantize(slice(start, end))
+        part, softmax_lse = torch_npu.npu_fused_infer_attention_score(
+            query.contiguous(),
+            keys.flatten(2),
+            values.flatten(2),
+            block_table=table,
+            block_size=block_size,
+            input_layout="TND",
+            softmax_lse_flag=True,
+            actual_seq_lengths=[len(query)],
+            actual_seq_lengths_kv=[min(end * block_size, seq_len) - start * block_size],
+            **mask,
+            **impl._head_args(),
+        )
+        del keys, values
+        part, softmax_lse = part.flatten(0, 1), softmax_lse.flatten()
+        if merged:
+            part, softmax_lse = torch_npu.npu_attention_update([merged[1], softmax_lse], [merged[0], part], 1)
+        merged = [part, softmax_lse]
+    output.copy_(merged[0].view_as(output))
+
+
+def _renumber(block_table: torch.Tensor) -> torch.Tensor:
+    """The block table of dequantized blocks, which are in the order of the block table."""
+    return torch.arange(block_table.numel(), dtype=block_table.dtype, device=block_table.device).view(block_table.shape)
+
+
+def _dequantize(
+    layer: Any, key_cache: torch.Tensor, value_cache: torch.Tensor, block_table: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Keys and values of these blocks, each ``[blocks, block_size, kv_heads, head_size]``."""
+
+    def one(cache: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
+        blocks = cache.index_select(0, block_table.flatten())
+        offset = None if offset is None else -offset.float()  # the operator adds it
+        return torch_npu.npu_anti_quant(blocks.flatten(2), scale.float(), offset=offset, dst_dtype=dtype).view(blocks.shape)
+
+    return [
+        one(key_cache, layer.k_cache_scale, layer.k_cache_offset),
+        one(value_cache, layer.v_cache_scale, layer.v_cache_offset),
+    ]
 
 
 def _decode(
@@ -95,8 +179,6 @@ def _decode(
     meta: FusedAttentionMetadata,
     output: torch.Tensor,
 ) -> None:
-    num_decodes = len(query)
-
     def per_channel(parameter: torch.Tensor | None) -> torch.Tensor | None:
         return None if parameter is None else parameter.view(impl.num_kv_heads, 1, -1)
 
@@ -104,20 +186,21 @@ def _decode(
     offsets = [layer.k_cache_offset, layer.v_cache_offset]
     if any(offset is not None for offset in offsets):
         offsets = [torch.zeros_like(layer.k_cache_scale) if offset is None else -offset for offset in offsets]
-    attended, _ = torch_npu.npu_fused_infer_attention_score(
-        query.contiguous().unsqueeze(2),
-        key_cache.flatten(2),
-        value_cache.flatten(2),
-        actual_seq_lengths_kv=meta.lengths["actual_seq_lengths_kv"][:num_decodes],
-        block_table=meta.block_table[:num_decodes],
-        block_size=key_cache.shape[1],
-        num_heads=impl.num_heads,
-        num_key_value_heads=impl.num_kv_heads,
-        scale=impl.scale,
-        input_layout="BNSD",
-        key_antiquant_scale=per_channel(layer.k_cache_scale),
-        key_antiquant_offset=per_channel(offsets[0]),
-        value_antiquant_scale=per_channel(layer.v_cache_scale),
-        value_antiquant_offset=per_channel(offsets[1]),
-    )
-    output.copy_(attended.squeeze(2))
+    seq_lens = meta.lengths["actual_seq_lengths_kv"]
+    num_decodes = len(query)
+    attend = {
+        "actual_seq_lengths_kv": seq_lens if len(seq_lens) == num_decodes else seq_lens[:num_decodes],
+        "block_table": meta.block_table[:num_decodes],
+        "block_size": key_cache.shape[1],
+        "input_layout": "BNSD",
+        "key_antiquant_scale": per_channel(layer.k_cache_scale),
+        "key_antiquant_offset": per_channel(offsets[0]),
+        "value_antiquant_scale": per_channel(layer.v_cache_scale),
+        "value_antiquant_offset": per_channel(offsets[1]),
+        **impl._head_args(),
+    }
+    tensors = query.contiguous().unsqueeze(2), key_cache.flatten(2), value_cache.flatten(2)
+    if extension.is_captured():
+        attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **attend)
+    with extension.graph_task():
+        torch_npu.npu_fused_infer_attention_score.out(*tensors, **attend, out=[output.unsqueeze(2), meta.softmax_lse])

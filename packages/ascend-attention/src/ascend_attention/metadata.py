@@ -1,6 +1,7 @@
 """Metadata of the fused attention for one step, and the constants that it shares between steps."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,7 @@ class FusedAttentionMetadata(AttentionMetadata):
     """Metadata of one step, the same for all layers of a KV cache group.
 
     Attributes:
-        lengths: the kernel's host arguments, which a graph updates at each replay (``extension.graph_task``).
-            ``actual_seq_lengths`` is the cumulative query length of each request; the last entry is the number of tokens.
-            ``actual_seq_lengths_kv`` is the sequence length of each request after this step's tokens are written.
+        compute_lengths: computes ``lengths``; with draft tokens it may wait for the device.
         num_tokens: query tokens, including padding tokens in full-graph mode.
         block_table: int32 ``[requests, blocks]``.
         slot_mapping: int64, KV cache slot of each new key. vLLM replaces it in layers with cross attention.
@@ -41,9 +40,10 @@ class FusedAttentionMetadata(AttentionMetadata):
         softmax_lse: float32 ``[1]``, placeholder for the unused softmax_lse output.
         causal: False for cross attention, where every token attends to all of its request's keys.
         dcp: this rank's share of the step under decode context parallelism.
+        rows: int64 ``[num_tokens]``, row of each query token among ``num_rows``, where the host does not know the exact lengths.
     """
 
-    lengths: dict[str, Any]
+    compute_lengths: Callable[[], dict[str, Any]]
     num_tokens: int
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
@@ -51,6 +51,23 @@ class FusedAttentionMetadata(AttentionMetadata):
     softmax_lse: torch.Tensor
     causal: bool = True
     dcp: DCPMetadata | None = None
+    rows: torch.Tensor | None = None
+    num_rows: int = 0
+
+    @functools.cached_property
+    def lengths(self) -> dict[str, Any]:
+        """The kernel's host arguments, which a graph updates at each replay (``extension.graph_task``).
+
+        ``actual_seq_lengths`` is the cumulative query length of each request; the last entry is the number of tokens.
+        ``actual_seq_lengths_kv`` is the sequence length of each request after this step's tokens are written.
+        """
+        return self.compute_lengths()
+
+    @functools.cached_property
+    def num_decodes(self) -> int:
+        """Number of leading requests with one query token."""
+        ends = enumerate(self.lengths["actual_seq_lengths"], 1)
+        return next((number - 1 for number, end in ends if end != number), len(self.lengths["actual_seq_lengths"]))
 
 
 @functools.cache

@@ -27,6 +27,7 @@ class SinkAttentionImpl(FusedAttentionImpl):
 
     title = "the fused attention with attention sinks of ascend-attention"
     serves = FusedAttentionImpl.serves | {extension.AttentionFeature.SINKS}
+    operators = ("npu_fused_infer_attention_score_v2", "npu_scatter_pa_kv_cache")
     supports_dcp = False
     int8_cache = False
 

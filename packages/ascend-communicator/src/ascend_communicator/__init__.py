@@ -11,8 +11,8 @@ ALL2ALL_BACKENDS = ("allgather", "alltoall", "mc2")
 OPTIONS = {"all2all": "auto", "groups": {}, "deterministic": False, "connect_timeout": None}
 """Keys and defaults of ``ascend.communicator``; see docs/configuration.md."""
 
-GROUPS = ("tp", "pp", "dp", "ep", "eplb", "etp", "edp")
-"""Names of vLLM's groups with a device communicator (``vllm/distributed/parallel_state.py``)."""
+GROUPS = ("tp", "pp", "dp", "ep", "eplb", "etp", "edp", "mc2")
+"""Names of vLLM's groups with a device communicator (``vllm/distributed/parallel_state.py``), and of the group of MC2 alone."""
 
 GROUP_OPTIONS = {
     "buffer_size": ("hccl_buffer_size", "MiB"),

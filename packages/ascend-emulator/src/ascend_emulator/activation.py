@@ -68,15 +68,17 @@ def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memo
         ASCEND_EMULATOR_SOC=model.name,
         ASCEND_EMULATOR_MEMORY=str(size),
         ASCEND_EMULATOR_CHIP=model.description(),
+        ASCEND_EMULATOR_LACKS=",".join(model.lacks),
     )
     if sanitizers := build.sanitizer_libraries():
         others = [one for one in environ.get("LD_PRELOAD", "").split(os.pathsep) if one and one not in sanitizers]
         environ["LD_PRELOAD"] = os.pathsep.join([*sanitizers, *others])
         for name, options in build.SANITIZER_OPTIONS.items():
             environ.setdefault(name, options)
+    name = model.name if model.correlated else f"{model.name}, not correlated with hardware"
     part = "" if size == model.memory else f" of its {model.memory / 2**30:.0f} GiB"
     devices = f"{npus} emulated NPU{'s' * (npus > 1)}"
-    return f"ascend-emulator: {devices} ({model.name}, {size / 2**30:.3g} GiB{part}), computed on this CPU"
+    return f"ascend-emulator: {devices} ({name}, {size / 2**30:.3g} GiB{part}), computed on this CPU"
 
 
 def _first(directory: str, path: str) -> str:

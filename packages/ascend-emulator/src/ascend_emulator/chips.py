@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+SEPARATE = ("name", "memory", "correlated", "lacks")
+"""Fields that the library reads elsewhere, or not at all."""
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -19,6 +22,8 @@ class Chip:
         l2: second-level cache in bytes.
         cube_cores: matrix cores ("AI cores").
         vector_cores: vector cores.
+        correlated: whether results of the emulated chip were compared with published ones.
+        lacks: CANN's operators that the chip does not have.
         bfloat16: whether operators support bfloat16.
         streams: maximum number of streams, including those of captured graphs.
         graph_nodes: maximum number of operators in a captured graph.
@@ -36,6 +41,8 @@ class Chip:
     l2: int
     cube_cores: int
     vector_cores: int
+    correlated: bool
+    lacks: tuple[str, ...]
     bfloat16: bool
     streams: int
     graph_nodes: int
@@ -50,7 +57,7 @@ class Chip:
     def description(self) -> str:
         """The fields as the library reads them (csrc/core/device.cpp)."""
         fields = dataclasses.asdict(self)
-        return " ".join(f"{name}={float(fields[name]):.17g}" for name in fields if name not in ("name", "memory"))
+        return " ".join(f"{name}={float(fields[name]):.17g}" for name in fields if name not in SEPARATE)
 
 
 @cache
@@ -68,6 +75,8 @@ def chips() -> dict[str, Chip]:
             l2=row["l2_mib"] << 20,
             cube_cores=row["cube_cores"],
             vector_cores=row["vector_cores"],
+            correlated=row["correlated"],
+            lacks=tuple(row["lacks"]),
             bfloat16=row["bfloat16"],
             streams=row["streams"],
             graph_nodes=row["graph_nodes"],

@@ -67,6 +67,8 @@ def _missing_device() -> str:
         return "torch_npu is not installed; fix: pip install torch-npu"
     if mismatch := requirements.unmet("torch-npu"):
         return f"torch_npu {requirements.version('torch-npu')} {mismatch}"
+    if problem := requirements.cuda_torch():
+        return str(problem)
     try:
         import torch_npu
     except ImportError as error:

@@ -11,20 +11,37 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class MC2Limits:
-    """Limits of npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2 by their documentation.
+class MC2Algorithm:
+    """An algorithm of npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2, with its limits by their documentation.
 
     Attributes:
+        comm_alg: its name.
         ranks: sizes of the expert-parallel group.
         tokens: the most tokens of a rank.
         hidden: sizes of a token, in elements.
-        expand_scales: whether combine needs the dispatch's ``expand_scales``; otherwise it does not take it.
+        expert_scales: whether the router's weights travel with the tokens.
     """
 
+    comm_alg: str
     ranks: frozenset[int]
     tokens: int
     hidden: range
-    expand_scales: bool = False
+    expert_scales: bool = False
+
+
+@dataclass(frozen=True)
+class MC2:
+    """The MC2 algorithms of a family.
+
+    Attributes:
+        default: the algorithm.
+        internode: the algorithm for a group over several machines, where it takes the group; None: the default.
+        group_buffer: whether the buffer size of a group's own HCCL options counts, rather than HCCL_BUFFSIZE alone.
+    """
+
+    default: MC2Algorithm
+    internode: MC2Algorithm | None = None
+    group_buffer: bool = True
 
 
 @dataclass(frozen=True)
@@ -35,41 +52,99 @@ class ChipFamily:
         name: the product's.
         prefixes: of the chips' names, as ``aclrtGetSocName`` and torch_npu give them.
         streams: of an NPU; each captured graph keeps some for as long as it lives (CANN's API reference, ``aclrtCreateStream``).
-        quantization: the operators of quantized weights.
+        dtypes: of models; the first is what a model gets whose own dtype is not among them.
+        operators: fused operators of torch_npu that the product uses where a chip has them, and does without elsewhere.
+        quantization: schemes of quantized weights; None means all.
         top_k_top_p: npu_sim_exponential_ and npu_top_k_top_p_sample.
         moe_routing: npu_moe_init_routing_v2 and npu_moe_re_routing, which all-to-all needs.
-        mc2: limits of MC2, None without its operators.
+        token_unpermute: npu_moe_token_unpermute.
+        finalize_dropped: npu_moe_finalize_routing with dropped rows (drop_pad_mode 3).
+        weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which its documentation recommends.
+        mc2: MC2's algorithms, None without its operators.
     """
 
     name: str
     prefixes: tuple[str, ...]
     streams: int = 1984
-    quantization: bool = False
+    dtypes: tuple[str, ...] = ("float16", "float32")
+    operators: frozenset[str] = frozenset()
+    quantization: tuple[str, ...] | None = ()
     top_k_top_p: bool = False
     moe_routing: bool = False
-    mc2: MC2Limits | None = None
+    token_unpermute: bool = False
+    finalize_dropped: bool = False
+    weight_nz: bool = False
+    mc2: MC2 | None = None
 
+    def lacks(self, *operators: str) -> list[str]:
+        """Those of the operators that the chips of this family do not have."""
+        return [name for name in operators if name not in self.operators]
+
+
+ALL_DTYPES = ("bfloat16", "float16", "float32")
+ALL_OPERATORS = frozenset(
+    {
+        "npu_add_rms_norm",
+        "npu_fused_infer_attention_score",
+        "npu_fused_infer_attention_score_v2",
+        "npu_fusion_attention",
+        "npu_moe_gating_top_k",
+        "npu_moe_init_routing_v2",
+        "npu_mrope",
+        "npu_rms_norm",
+        "npu_scatter_pa_kv_cache",
+        "npu_swiglu",
+    }
+)
+"""Of Atlas A2 and A3. torch_npu's documentation lists the products of each operator (op-plugin: docs/zh/custom_APIs)"""
 
 FAMILIES = (
     ChipFamily(
         "Atlas A2",
         ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4"),
-        quantization=True,
+        dtypes=ALL_DTYPES,
+        operators=ALL_OPERATORS,
+        quantization=None,
+        weight_nz=True,
         top_k_top_p=True,
         moe_routing=True,
-        mc2=MC2Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32), expand_scales=True),
+        token_unpermute=True,
+        finalize_dropped=True,
+        mc2=MC2(
+            MC2Algorithm("fullmesh", frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32), True),
+            MC2Algorithm("hierarchy", frozenset({16, 32, 64}), 512, range(32, 10240 + 1, 32), True),
+            group_buffer=False,
+        ),
     ),
     ChipFamily(
         "Atlas A3",
         ("Ascend910_93",),
-        quantization=True,
+        dtypes=ALL_DTYPES,
+        operators=ALL_OPERATORS,
+        quantization=None,
+        weight_nz=True,
         top_k_top_p=True,
         moe_routing=True,
-        mc2=MC2Limits(frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
+        token_unpermute=True,
+        finalize_dropped=True,  # torch_npu's documentation names A2 alone, CANN's of aclnnMoeFinalizeRoutingV2 (8.5) both
+        mc2=MC2(MC2Algorithm("fullmesh_v1", frozenset(range(2, 769)), 512, range(1024, 8192 + 1))),
     ),
-    ChipFamily("Ascend 950", ("Ascend950", "Ascend910_95")),
-    ChipFamily("Ascend 310P", ("Ascend310P",), streams=1024),
-    ChipFamily("Ascend 910A", ("Ascend910A", "Ascend910P", "Ascend910B")),  # the first generation has an Ascend910B, too
+    ChipFamily(
+        "Ascend 950",
+        ("Ascend950", "Ascend910_95"),
+        dtypes=ALL_DTYPES,
+        operators=frozenset({"npu_add_rms_norm", "npu_fusion_attention"}),
+    ),
+    # npu_dynamic_quant and per-token scales of npu_quant_matmul are for A2 and A3, so that only static inputs can be quantized
+    ChipFamily(
+        "Ascend 310P",
+        ("Ascend310P",),
+        streams=1024,
+        operators=frozenset({"npu_add_rms_norm", "npu_moe_init_routing_v2", "npu_rms_norm"}),
+        quantization=("W8A8",),
+    ),
+    # the first generation has an Ascend910B, too
+    ChipFamily("Ascend 910A", ("Ascend910A", "Ascend910P", "Ascend910B"), operators=frozenset({"npu_rms_norm"})),
 )
 """The first whose prefixes fit is a chip's family."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -12,6 +13,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from ascend_platform import chips
 
 DRIVER = Path("/usr/local/Ascend/driver")
 VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
@@ -166,7 +169,17 @@ def numa_nodes(devices: Path = PCI_DEVICES, listing: str | None = None) -> tuple
 
 def chip() -> str:
     """The chip's name, or "" if it is unknown."""
-    return query_driver().get("chip", "?=").partition("?=")[0]
+    try:
+        name = ctypes.CDLL("libascendcl.so", mode=os.RTLD_NOLOAD).aclrtGetSocName
+    except (OSError, AttributeError):  # torch_npu is not loaded in this process
+        return query_driver().get("chip", "?=").partition("?=")[0]
+    name.restype = ctypes.c_char_p
+    return (name() or b"").decode()
+
+
+def chip_family() -> chips.ChipFamily:
+    """The capabilities of this machine's chip; see ``chips.py``."""
+    return chips.family_of(chip())
 
 
 def cann_home() -> Path | None:
@@ -188,6 +201,11 @@ def cann_version() -> str:
 def driver_version() -> str:
     """The driver's version from its version file, or ""."""
     return _version_in(DRIVER / "version.info")
+
+
+def firmware_version() -> str:
+    """The firmware's version from its version file, or ""."""
+    return _version_in(DRIVER.with_name("firmware") / "version.info")
 
 
 def set_env() -> str:

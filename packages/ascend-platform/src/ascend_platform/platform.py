@@ -13,6 +13,7 @@ from ascend_platform.attention import selector
 from ascend_platform.components import VARIABLES
 from ascend_platform.components.scopes import enter
 from ascend_platform.config import (
+    chip,
     compilation,
     components,
     devices,
@@ -51,14 +52,22 @@ class NPUPlatform(Platform):
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        from ascend_platform.ops import activation, layernorm, rotary_embedding  # noqa: F401
+        from ascend_platform.ops import layernorm  # noqa: F401
+
+        family = host.chip_family()
+        if not family.lacks("npu_swiglu"):
+            from ascend_platform.ops import activation  # noqa: F401
+        if not family.lacks("npu_mrope"):
+            from ascend_platform.ops import rotary_embedding  # noqa: F401
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> Any:
         from vllm.config.kernel import IrOpPriorityConfig
 
-        fused = ["npu", "native"]
-        return IrOpPriorityConfig.with_default(["native"], rms_norm=fused, fused_add_rms_norm=fused)
+        operators = {"rms_norm": "npu_rms_norm", "fused_add_rms_norm": "npu_add_rms_norm"}
+        lacking = host.chip_family().lacks(*operators.values())
+        fused = {name: ["npu", "native"] for name, operator in operators.items() if operator not in lacking}
+        return IrOpPriorityConfig.with_default(["native"], **fused)
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
@@ -81,7 +90,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        return torch.npu.get_device_name(device_id)
+        # vLLM also asks in the API server, when it replaces a dtype that is not supported (vllm/config/model.py)
+        return torch.npu.get_device_name(device_id) if torch.npu.is_initialized() else host.chip()
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
@@ -102,6 +112,14 @@ class NPUPlatform(Platform):
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
         return torch.npu.get_device_properties(device_id).cube_core_num
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return chip.dtypes()
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        chip.check_dtype(dtype)
 
     # Engine features
 
@@ -206,6 +224,7 @@ class NPUPlatform(Platform):
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"
         quantization.detect(vllm_config)
+        chip.check(vllm_config)
         unsupported.check(vllm_config)
         kv_connectors.check(vllm_config)
         spec_decode.check(vllm_config)

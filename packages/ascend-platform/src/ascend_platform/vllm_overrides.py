@@ -234,6 +234,9 @@ OVERRIDES: tuple[Override, ...] = (
         "5a9f55bd7b2c",
     ),
     _torch_view("vllm.distributed.parallel_state", "graph_capture and the groups take torch.cuda's streams", "7420a0e96b51"),
+    _torch_view(
+        "vllm.v1.spec_decode.ngram_proposer_gpu", "it copies the number of draft tokens on a torch.cuda stream", "0285abb6afad"
+    ),
     _torch_view("vllm.compilation.cuda_graph", "CUDAGraphWrapper captures by torch.cuda.graph", "934f7fb345ba"),
     Override(
         "vllm.distributed.parallel_state:graph_capture",
@@ -284,6 +287,14 @@ OVERRIDES: tuple[Override, ...] = (
         replaced_in=("vllm.compilation.backends",),
     ),
     Override(
+        "vllm.lora.utils:_all_lora_classes",
+        "replaced",
+        "vLLM's LoRA on experts needs a modular kernel of Triton",
+        "vLLM lets a platform register classes of LoRA layers",
+        {"0.31": "b9854c4e7282"},
+        compared="vllm.lora.layers.fused_moe:FusedMoEWithLoRA.__init__",
+    ),
+    Override(
         f"{_ROUTER}grouped_topk_router:grouped_topk",
         "replaced",
         "npu_moe_gating_top_k does it in one operator, and the router has no hook",
@@ -303,19 +314,20 @@ OVERRIDES: tuple[Override, ...] = (
             "vllm.models.kimi_k3.nvidia.model",
         ),
     ),
-    Override(
-        "vllm._custom_ops:topk_softmax",
-        "operator defined",
-        "it calls torch.ops._moe_C.topk_softmax of vLLM's CUDA extension",
-        "the router asks the platform for it",
-        {"0.31": "e3fb0bdcef67"},
-    ),
-    Override(
-        "vllm._custom_ops:topk_sigmoid",
-        "operator defined",
-        "it calls torch.ops._moe_C.topk_sigmoid of vLLM's CUDA extension",
-        "the router asks the platform for it",
-        {"0.31": "675fdc3f3fa6"},
+    *(
+        Override(
+            f"{_ROUTER}{module}:vllm_topk_{scores}",
+            "replaced",
+            f"it calls torch.ops._moe_C.topk_{scores} of vLLM's CUDA extension; the NPU's operators return new tensors",
+            "the router asks the platform for it",
+            {"0.31": fingerprinted},
+        )
+        for module, scores, fingerprinted in (
+            ("fused_topk_router", "softmax", "ab8a6e501fc2"),
+            ("fused_topk_router", "sigmoid", "344ea2f4a103"),
+            ("fused_topk_bias_router", "softmax", "c674f96edd00"),
+            ("fused_topk_bias_router", "sigmoid", "75fcefd3c2e7"),
+        )
     ),
     Override(
         "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p",
@@ -334,8 +346,8 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata",
         "replaced",
-        "a drafter updates seq_lens on the device alone, and marks padding by slot -1, which npu_scatter_pa_kv_cache rejects",
-        "drafters keep seq_lens_cpu_upper_bound up to date and use slots of the null block",
+        "rejected tokens change seq_lens on the device alone, and have slot -1, which npu_scatter_pa_kv_cache rejects",
+        "drafters keep exact lengths on the host and use slots of the null block",
         {"0.31": "1a23a12d0de6", "0.32": "c117a57e4063"},
     ),
     Override(

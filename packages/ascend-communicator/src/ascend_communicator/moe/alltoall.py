@@ -36,8 +36,7 @@ def dispatch_and_combine(
     outputs = _apply_sorted(received_rows, by_rank[1], experts) if len(received_rows) else received_rows
     expert_out = torch.empty_like(rows)
     dist.all_to_all_single(expert_out, outputs, sent, received, group=group)
-    weights = topk_weights.to(expert_out.dtype)
-    return torch_npu.npu_moe_finalize_routing(expert_out, None, None, None, weights, row_idx, None, drop_pad_mode=2)
+    return torch_npu.npu_moe_token_unpermute(expert_out, row_idx, probs=topk_weights)
 
 
 def _apply_sorted(rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:

@@ -5,13 +5,19 @@ of a token is sent to the rank of its expert and back; the host needs the messag
 ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``, without synchronization with the host.
 """
 
+import os
+from collections.abc import Mapping
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from ascend_platform import extension
+from vllm.config import get_current_vllm_config
 from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 from vllm.forward_context import get_forward_context
 
-from ascend_communicator.moe import Experts, alltoall, mc2
+from ascend_communicator import GROUP_OPTIONS
+from ascend_communicator.moe import Experts, MoEShape, alltoall, mc2
 from ascend_communicator.moe.select import select_backend
 
 
@@ -21,9 +27,23 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
     def __init__(self, cpu_group: dist.ProcessGroup, device_group: dist.ProcessGroup) -> None:
         super().__init__(cpu_group)
         self.device_group = device_group
-        self.requested = str(extension.config("communicator").get("all2all", "auto"))
+        options = extension.config("communicator")
+        self.requested = str(options.get("all2all", "auto"))
         self.chip = extension.chip()
         self.used: set[str] = set()  # backends of the steps so far
+        self._limits: dict[MoEShape, mc2.Limit] = {}
+        self._mc2_group: mc2.MC2Group | None = None
+        groups = cast(Mapping[str, Mapping[str, int]], options.get("groups", {}))
+        self._hccl_config = {GROUP_OPTIONS[key][0]: value for key, value in groups.get("mc2", {}).items()}
+        if "hccl_buffer_size" in self._hccl_config and self.chip.family.mc2 and not self.chip.family.mc2.group_buffer:
+            raise extension.RefusedError(
+                f"ascend.communicator.groups.mc2.buffer_size has no effect on {self.chip.name}, whose operators take the size "
+                "from HCCL_BUFFSIZE; fix: set HCCL_BUFFSIZE instead"
+            )
+        config = get_current_vllm_config()
+        drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+        decoded = config.scheduler_config.max_num_seqs * (1 + drafts)
+        self._decode_tokens = max(decoded, config.compilation_config.max_cudagraph_capture_size or 0)
 
     def apply_experts(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, experts: Experts
@@ -34,8 +54,7 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
             x: ``[tokens, hidden]``.
             topk_weights, topk_ids: float and int32 ``[tokens, k]``.
             num_experts: experts of all ranks, which are divided among the ranks in order.
-            experts: applies this rank's experts to rows sorted by expert: rows ``[rows, hidden]`` and rows per expert, int64
-                ``[experts]``.
+            experts: applies this rank's experts to rows sorted by expert.
 
         Returns:
             ``[tokens, hidden]``, or None for the backend allgather, which the caller runs as ``dispatch`` and ``combine``.
@@ -44,14 +63,61 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
         sizes = (metadata.get_chunk_sizes_across_dp_rank() if metadata else None) or []
         if len(sizes) != self.world_size:
             return None  # tensor-parallel ranks have the same tokens, which only allgather keeps together
-        top_k = topk_ids.shape[1]
-        backend = select_backend(self.requested, self.chip, sizes, num_experts, top_k, x.shape[1], x.dtype)
+        shape = MoEShape(self.world_size, num_experts, topk_ids.shape[1], x.shape[1], x.dtype)
+        backend, reason = select_backend(self.requested, self.chip, sizes, shape, self._limit(shape))
         if backend == "alltoall" and torch.npu.is_current_stream_capturing():
             backend = "allgather"  # the host cannot know the message sizes at a replay
         if backend not in self.used:
             self.used.add(backend)
-            extension.logger.info("MoE all2all backend: %s (requested %s, up to %d tokens)", backend, self.requested, max(sizes))
-        arguments = self.device_group, x, topk_weights, topk_ids, num_experts, experts
+            extension.logger.info(
+                "MoE all2all backend: %s (requested %s, up to %d tokens%s)",
+                *(backend, self.requested, max(sizes), f"; {reason}" if reason else ""),
+            )
         if backend == "mc2":
-            return mc2.dispatch_and_combine(self.chip, *arguments, max(sizes))
-        return alltoall.dispatch_and_combine(*arguments) if backend == "alltoall" else None
+            assert self._mc2_group is not None
+            limits = mc2.algorithm(self.chip, shape, self.internode)
+            return mc2.dispatch_and_combine(limits, self._mc2_group, x, topk_weights, topk_ids, num_experts, experts, max(sizes))
+        if backend == "alltoall":
+            return alltoall.dispatch_and_combine(self.device_group, x, topk_weights, topk_ids, num_experts, experts)
+        return None
+
+    def _limit(self, shape: MoEShape) -> mc2.Limit:
+        """Tokens that mc2 takes, the same on all ranks. Creates the group of mc2 at the first call with a shape it supports."""
+        if self.requested not in ("auto", "mc2"):
+            return mc2.Limit(0, "")
+        if shape not in self._limits:
+            limit = mc2.token_limit(self.chip, shape, self.internode, self._buffer_mib(shape))
+            # HCCL_BUFFSIZE may differ between machines
+            agreed = torch.tensor(limit.tokens)
+            dist.all_reduce(agreed, dist.ReduceOp.MIN, self.cpu_group)
+            if agreed.item() < limit.tokens:
+                limit = mc2.Limit(int(agreed), f"mc2 takes up to {int(agreed)} tokens of a rank on another rank")
+            if limit.tokens and self._mc2_group is None:
+                self._mc2_group = mc2.MC2Group(dist.get_process_group_ranks(self.device_group), self._hccl_config)
+            self._limits[shape] = limit
+        return self._limits[shape]
+
+    def _buffer_mib(self, shape: MoEShape) -> int:
+        """MiB of the mc2 group's buffer: as set, or for the tokens of a decode step."""
+        family = self.chip.family
+        if family.mc2 is None or mc2.unsupported_reason(self.chip, shape, self.internode):
+            return 0
+        from_environment = int(os.environ.get("HCCL_BUFFSIZE") or HCCL_BUFFER_MIB)
+        if not family.mc2.group_buffer:
+            return from_environment
+        if "hccl_buffer_size" not in self._hccl_config:
+            limits = mc2.algorithm(self.chip, shape, self.internode)
+            needed = mc2.buffer_mib(limits.comm_alg, shape, min(limits.tokens, self._decode_tokens))
+            self._hccl_config["hccl_buffer_size"] = needed
+        return self._hccl_config["hccl_buffer_size"]
+
+    def destroy(self) -> None:
+        if self._mc2_group is not None:
+            self._mc2_group.destroy()
+            self._mc2_group = None
+            self._limits.clear()
+        super().destroy()
+
+
+HCCL_BUFFER_MIB = 200
+"""HCCL_BUFFSIZE's default."""

@@ -6,9 +6,13 @@ them before vLLM's own class (``vllm/v1/attention/backend.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 
@@ -104,6 +108,7 @@ class AttentionImplBase:
     Attributes:
         title: name of the attention in error messages.
         serves: features beyond causal decoder attention.
+        operators: those of torch_npu that not every chip has.
         num_heads, num_kv_heads: heads of the query and of the KV cache on this rank.
         head_size: elements of one key.
         scale: factor of the scores.
@@ -113,6 +118,7 @@ class AttentionImplBase:
 
     title: ClassVar[str] = "this attention"
     serves: ClassVar[frozenset[AttentionFeature]] = frozenset()
+    operators: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -161,12 +167,37 @@ class AttentionImplBase:
         self.writes_cache = kv_sharing_target_layer_name is None
 
 
-def host_lengths(common: Any, title: str) -> list[int]:
-    """Sequence lengths of a step as a host list, without synchronizing with the device.
+@dataclass(frozen=True)
+class Rejected:
+    """Rejected draft tokens, which ``seq_lens_cpu_upper_bound`` counts.
 
-    A length counts the tokens in the KV cache after this step's are written. ``seq_lens_cpu_upper_bound`` is exact unless draft
-    tokens are in flight (see CommonAttentionMetadata). For speculative decoding, ``config/spec_decode.py`` and
-    ``triton_overrides/drafter.py`` keep it exact.
+    Attributes:
+        count: returns the number of each request; it may wait for the device.
+        drafts: number of draft tokens of each request, while the host cannot know yet how many are rejected; None after that.
+    """
+
+    count: Callable[[], list[int]]
+    drafts: list[int] | None = None
+
+
+_rejected: ContextVar[tuple[Rejected, ...]] = ContextVar("rejected draft tokens", default=())
+
+
+@contextmanager
+def subtract_rejected(rejected: Rejected | None) -> Iterator[None]:
+    """Subtract rejected draft tokens from the host lengths of the metadata that is built in this context."""
+    reset = _rejected.set((*_rejected.get(), rejected) if rejected else _rejected.get())
+    try:
+        yield
+    finally:
+        _rejected.reset(reset)
+
+
+def host_lengths(common: Any, title: str) -> list[int]:
+    """Sequence lengths of a step as a host list.
+
+    A length counts the tokens in the KV cache after this step's are written. With draft tokens in flight, this waits for the
+    number of accepted ones; ``deferred_host_lengths`` lets the device start before.
 
     Args:
         common: vLLM's CommonAttentionMetadata.
@@ -175,10 +206,35 @@ def host_lengths(common: Any, title: str) -> list[int]:
     Raises:
         NotImplementedError: causality differs between requests, or the lengths are not on the host.
     """
-    seq_lens = common.seq_lens_cpu_upper_bound
-    if not isinstance(common.causal, bool) or seq_lens is None:
+    return deferred_host_lengths(common, title)()
+
+
+def deferred_host_lengths(common: Any, title: str) -> Callable[[], list[int]]:
+    """A function that returns a step's ``host_lengths``, to be called within the step: it may wait for the device."""
+    bounds = common.seq_lens_cpu_upper_bound
+    if not isinstance(common.causal, bool) or bounds is None:
         raise NotImplementedError(f"{title} supports batches that are causal as a whole or not at all, with seq_lens on the host")
-    return seq_lens[: common.num_reqs].tolist()
+    rejected = _rejected.get() if common.causal else ()  # the lengths of cross attention are the encoder's
+    return functools.partial(_subtract, bounds[: common.num_reqs].tolist(), rejected)
+
+
+def draft_length_bounds(common: Any) -> tuple[list[int], list[int]] | None:
+    """Upper bounds of the sequence lengths in a drafter's pass after the first, and how many tokens each may be too high.
+
+    The host does not know yet how many draft tokens are rejected, and ``host_lengths`` would wait for it. ``common.seq_lens`` on
+    the device is exact. None where the host knows the lengths.
+    """
+    rejected = _rejected.get()
+    drafts = next((each.drafts for each in rejected if each.drafts is not None), None)
+    if drafts is None:
+        return None
+    known = tuple(each for each in rejected if each.drafts is None)
+    return _subtract(common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist(), known), drafts
+
+
+def _subtract(bounds: list[int], rejected: Sequence[Rejected]) -> list[int]:
+    counts = [each.count() for each in rejected]
+    return [bound - sum(each) for bound, *each in zip_longest(bounds, *counts, fillvalue=0)]
 
 
 capturing: AbstractContextManager[Any] | None = None

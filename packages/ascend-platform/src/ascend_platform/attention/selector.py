@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension
+from ascend_platform import extension, host
 from ascend_platform.attention.base import AttentionFeature
 
 if TYPE_CHECKING:
@@ -49,10 +49,13 @@ def _unsupported_reasons(path: str, config: "AttentionSelectorConfig", model: An
         AttentionFeature.LOGITS_SOFT_CAP: model is not None
         and bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
     }
-    serves = getattr(backend.get_impl_cls(), "serves", ())
+    impl = backend.get_impl_cls()
+    serves = getattr(impl, "serves", ())
+    lacking = host.chip_family().lacks(*getattr(impl, "operators", ()))
     missing = [feature for feature, is_requested in requested.items() if is_requested and feature not in serves]
     reasons = backend.validate_configuration(device_capability=None, **config._asdict())
-    return reasons + [f"{feature.value} not supported" for feature in missing]
+    reasons += [f"{feature.value} not supported" for feature in missing]
+    return reasons + [f"{host.chip()} has no {operator}" for operator in lacking]
 
 
 def describe_backend(vllm_config: "VllmConfig") -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from ascend_platform import host
-from ascend_platform.cli import env_vars, plugins
+from ascend_platform.cli import env_vars, plugins, tuning
 from ascend_platform.cli.result import Result, fail, ok, warn
 from ascend_platform.components import COMPONENTS, RefusedError, options, requirements
 from ascend_platform.components.plugin_filter import PluginFilter
@@ -35,6 +35,8 @@ def device(given: argparse.Namespace) -> Iterator[Result]:
         yield fail("driver", f"the driver does not answer: {unknown}", host.driver_fix())
     else:
         yield ok("driver", host.driver_version() or "answers")
+    if firmware := host.firmware_version():
+        yield ok("firmware", firmware)
     if npus == 0:
         fix = "npu-smi info; a container needs --device /dev/davinci0; on a machine without NPUs: ascend-emulator run -- COMMAND"
         yield fail("NPUs", "none found", fix)
@@ -61,6 +63,7 @@ def cann(given: argparse.Namespace) -> Iterator[Result]:
         yield fail("CANN", f"ASCEND_HOME_PATH={home} does not exist", host.set_env())
     else:
         yield ok("CANN", f"{host.cann_version() or 'unknown version'} in {home}")
+        yield from tuning.cann_for_torch_npu(host.cann_version())
     if opp := os.environ.get("ASCEND_OPP_PATH"):
         exists = Path(opp).is_dir()
         yield ok("ASCEND_OPP_PATH", opp) if exists else fail("ASCEND_OPP_PATH", f"{opp} does not exist", host.set_env())
@@ -109,6 +112,8 @@ def versions(given: argparse.Namespace) -> Iterator[Result]:
         elif host.package(top) is None:
             fix = f"pip install --force-reinstall --no-deps {name}"
             yield fail(name, f"{version} according to its metadata, but there is no package {top}", fix)
+        elif name == "torch" and (problem := requirements.cuda_torch()):
+            yield fail(name, *problem)
         else:
             yield ok(name, version)
     wheels: dict[requirements.Problem | None, list[str]] = {}
@@ -167,6 +172,9 @@ def environment(given: argparse.Namespace) -> Iterator[Result]:
     yield from env_vars.target_device()
     yield from env_vars.plugin_filter(plugins.names())
     yield from env_vars.unknown()
+    yield from tuning.task_queue()
+    yield from tuning.cpu_governor()
+    yield from tuning.vllm_ascend()
 
 
 def hccl(given: argparse.Namespace) -> Iterator[Result]:
@@ -175,6 +183,7 @@ def hccl(given: argparse.Namespace) -> Iterator[Result]:
     else:
         yield fail("libhccl.so", "not on LD_LIBRARY_PATH", host.set_env())
     yield from env_vars.interfaces()
+    yield from tuning.hccl(host.npu_count()[0])
 
 
 def disk_and_memory(given: argparse.Namespace) -> Iterator[Result]:

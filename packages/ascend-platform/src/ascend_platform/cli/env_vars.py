@@ -67,7 +67,9 @@ def unknown() -> Iterator[Result]:
         if near:
             yield warn(name, f"a likely typo of {near[0]}; nothing reads it", f"export {near[0]}=${name}; unset {name}")
         elif name.startswith("VLLM_"):
-            yield warn(name, "the installed vLLM does not read it", f"unset {name}")
+            theirs = name.startswith("VLLM_ASCEND_")
+            found = "one of vllm-ascend's; these wheels do not read it" if theirs else "the installed vLLM does not read it"
+            yield warn(name, found, f"unset {name}")
 
 
 def interfaces() -> Iterator[Result]:

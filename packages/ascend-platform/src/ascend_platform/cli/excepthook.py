@@ -30,7 +30,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    if problem := requirements.conflict() or _cpu_without_kernels():
+    if problem := requirements.conflict() or requirements.cuda_torch() or _cpu_without_kernels():
         sys.stderr.write(f"ascend-platform: {problem}\n")
         sys.stderr.flush()
         os._exit(1)  # while Python starts, SystemExit would be a fatal error with a traceback

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ascend_platform.components import COMPONENTS, Problem
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def version(distribution: str) -> str:
@@ -71,9 +75,27 @@ def required_by_platform(name: str) -> Requirement:
 
 
 def install_command(requirement: Requirement) -> str:
-    """The command that installs a requirement. vLLM is built from source: its wheels are for CUDA and require CUDA packages."""
+    """The command that installs a requirement.
+
+    vLLM is built from source: its wheels are for CUDA and require CUDA packages. torch comes from PyTorch's index of CPU builds:
+    on PyPI it is the CUDA build, beside which torch_npu cannot be loaded.
+    """
     of_source = "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm"
-    return f"{of_source if requirement.name == 'vllm' else 'pip install'} '{_text(requirement)}'"
+    index = {"torch": f" --index-url {CPU_INDEX}", "torch-npu": f" --extra-index-url {CPU_INDEX}"}.get(requirement.name, "")
+    return f"{of_source if requirement.name == 'vllm' else 'pip install'} '{_text(requirement)}'{index}"
+
+
+def cuda_torch() -> Problem | None:
+    """torch's CUDA build beside torch_npu: both register one option of the allocator, and the process aborts at import.
+
+    The first error is ``Duplicated key 'pinned_reserve_segment_size_mb'``, of C++, so that nothing can catch it.
+    """
+    torch, torch_npu = map(importlib.util.find_spec, ("torch", "torch_npu"))
+    places = torch and torch_npu and torch.submodule_search_locations
+    if not places or not any(Path(place, "lib", "libc10_cuda.so").exists() for place in places):
+        return None
+    found = f"torch {version('torch')} is the CUDA build, beside which importing torch_npu aborts the process"
+    return Problem(found, f"pip install --force-reinstall 'torch=={version('torch').partition('+')[0]}' --index-url {CPU_INDEX}")
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Graph modes and torch.compile passes: defaults on Ascend NPUs, and modes that are refused."""
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING
 
 from ascend_platform import extension
@@ -30,13 +31,17 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
 
 
 def check(vllm_config: "VllmConfig") -> None:
-    """Refuse cudagraph_mode FULL with attention that cannot be captured.
+    """Refuse cudagraph_mode FULL with attention that cannot be captured, and graphs with TASK_QUEUE_ENABLE=2.
 
     Raises:
         RefusedError: the modes that are supported, in one line.
     """
     from vllm.config import CUDAGraphMode
 
+    if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE and os.environ.get("TASK_QUEUE_ENABLE") == "2":
+        raise extension.RefusedError(
+            "torch_npu captures no graphs with TASK_QUEUE_ENABLE=2; fix: export TASK_QUEUE_ENABLE=1, or --enforce-eager"
+        )
     if vllm_config.model_config is None or vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL:
         return
     if (attention := selector.describe_backend(vllm_config)).startswith("built-in"):

@@ -38,11 +38,19 @@ def _fuses(config: VllmConfig) -> bool:
     return any(getattr(passes, name) is True for name in names - {"fuse_norm_quant"})
 
 
-def _has_lora_on_experts(config: VllmConfig) -> bool:
-    if not config.lora_config or not config.model_config.is_moe:
-        return False
-    targets = config.lora_config.target_modules
-    return targets is None or any(target.rpartition(".")[2] == "experts" for target in targets)
+def _other_lora_on_experts(config: VllmConfig) -> str:
+    lora, parallel = config.lora_config, config.parallel_config
+    if not lora or not config.model_config.is_moe:
+        return ""
+    if lora.target_modules is not None and not any(target.rpartition(".")[2] == "experts" for target in lora.target_modules):
+        return ""
+    others = {
+        "expert parallelism": parallel.enable_expert_parallel,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "--fully-sharded-loras": lora.fully_sharded_loras,
+        "--enable-moe-shared-loras": getattr(lora, "enable_moe_shared_loras", False),
+    }
+    return ", ".join(name for name, asked in others.items() if asked)
 
 
 def _other_cache_dtype(config: VllmConfig) -> str:
@@ -66,7 +74,9 @@ FEATURES = (
     Feature("vLLM's V2 model runner, which watermarking needs", lambda config: config.use_v2_model_runner),
     Feature("fusions by torch.compile other than fuse_norm_quant", _fuses),
     Feature(
-        "LoRA on experts (--lora-target-modules without experts serves the other layers)", _has_lora_on_experts, of_model=True
+        "LoRA on experts beyond tensor parallelism (--lora-target-modules without experts serves the other layers)",
+        _other_lora_on_experts,
+        of_model=True,
     ),
     Feature("KV cache dtypes other than the model's", _other_cache_dtype, of_model=True),
     Feature("MLA", lambda config: config.model_config.use_mla, of_model=True),

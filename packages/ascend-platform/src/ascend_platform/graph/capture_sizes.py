@@ -5,6 +5,7 @@ attention layers is a graph, so that sizes times layers reaches the limit.
 """
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,10 @@ else:
 
 RESERVED_STREAMS = 184
 """Streams left to torch_npu's stream pools, HCCL and other processes on the NPU."""
+
+HCCL_STREAMS = 40
+"""Streams that HCCL itself takes for a communicator where it does not schedule collectives on the vector cores (from
+vllm-ascend's ``update_aclgraph_sizes``)."""
 
 OUT_OF_STREAMS_CODES = ("207008", "207005")
 """CANN's error codes when no stream is left (vllm-project/vllm-ascend, issues 9564 and 9691)."""
@@ -56,7 +61,7 @@ class GraphSizeMixin(Runner):
             _warn(
                 "capturing graphs of %d of the %d requested sizes (%s tokens): all sizes need %d streams, and %s has %d, "
                 "%d of them reserved; steps are padded to the next captured size. fix: fewer cudagraph_capture_sizes, or "
-                '"cudagraph_mode": "FULL_DECODE_ONLY", in --compilation-config',
+                '"cudagraph_mode": "FULL_DECODE_ONLY", in --compilation-config%s',
                 count,
                 len(requested),
                 ", ".join(map(str, self.compilation_config.cudagraph_capture_sizes)),
@@ -64,6 +69,7 @@ class GraphSizeMixin(Runner):
                 chip.name,
                 limit,
                 RESERVED_STREAMS,
+                "" if os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV" else ", or, on several NPUs, HCCL_OP_EXPANSION_MODE=AIV",
             )
 
     def capture_model(self: Any) -> int:
@@ -140,11 +146,26 @@ class GraphSizeMixin(Runner):
         self.cudagraph_dispatcher.initialize_cudagraph_keys(self._graph_mode, self.uniform_decode_query_len)
 
     def _num_streams(self: Any, sizes: list[int]) -> int:
-        """Count one stream per graph, and one more per process group whose collectives it contains."""
-        groups = (get_tp_group(), get_dp_group(), *([get_ep_group()] if self.model_config.is_moe else []))
-        streams_per_graph = 1 + sum(group.world_size > 1 for group in groups)
+        """Count the streams of the graphs of these sizes, and those of HCCL."""
+        every = (get_tp_group(), get_dp_group(), *([get_ep_group()] if self.model_config.is_moe else []))
+        groups = sum(group.world_size > 1 for group in every)
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
-        return streams_per_graph * num_graphs(self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs)
+        graphs = num_graphs(self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs)
+        return num_streams(graphs, groups, os.environ.get("HCCL_OP_EXPANSION_MODE", ""))
+
+
+def num_streams(graphs: int, groups: int, expansion_mode: str) -> int:
+    """Count the streams that graphs take.
+
+    Each graph has one, and for each process group whose collectives it contains one more if HCCL schedules them on the vector
+    cores (AIV), otherwise two.
+
+    Args:
+        expansion_mode: HCCL_OP_EXPANSION_MODE.
+    """
+    if expansion_mode == "AIV":
+        return graphs * (1 + groups)
+    return graphs * (1 + 2 * groups) + HCCL_STREAMS * groups
 
 
 def num_graphs(mode: CUDAGraphMode, sizes: list[int], pieces: int, max_decode_tokens: int) -> int:

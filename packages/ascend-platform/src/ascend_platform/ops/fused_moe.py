@@ -1,7 +1,7 @@
 """Fused MoE on CANN's operators: top-k routing, grouped matrix products and the weighted sum of expert outputs.
 
-vLLM's routers call ``torch.ops._moe_C`` (``vllm/model_executor/layers/fused_moe/router/fused_topk_router.py``), whose operators
-are defined here for the NPU. Unquantized experts are the CustomOp ``UnquantizedFusedMoEMethod``, replaced by ``register_oot``.
+The functions of vLLM's routers that call CUDA operators are replaced (``vllm/model_executor/layers/fused_moe/router``).
+Unquantized experts are the CustomOp ``UnquantizedFusedMoEMethod``, replaced by ``register_oot``.
 Shapes, dtypes and limits of the NPU operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
 
@@ -16,65 +16,60 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from ascend_platform.vllm_overrides import override, require
+from ascend_platform import extension
+from ascend_platform.chips import ChipFamily
+from ascend_platform.vllm_overrides import override
 
 SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
 MAX_SCORE, TOP2_SUM = 0, 1  # its group_select_mode
 
-_moe_library = torch.library.Library("_moe_C", "FRAGMENT")
-_OUTPUTS = "Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) rows"
-_moe_library.define(f"topk_softmax({_OUTPUTS}, Tensor logits, bool renormalize, Tensor? bias, Tensor? padding) -> ()")
-_moe_library.define(
-    f"topk_sigmoid({_OUTPUTS}, Tensor logits, bool renormalize, Tensor? bias, float factor, Tensor? padding) -> ()"
-)
-
 
 def topk_softmax(
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    rows: torch.Tensor,
-    logits: torch.Tensor,
-    renormalize: bool,
-    bias: torch.Tensor | None,
-    padding: torch.Tensor | None,
-) -> None:
-    """Select the top-k experts by softmax; writes weights float32 and ids int32 ``[tokens, k]``, but not ``rows``.
+    topk_weights: torch.Tensor,
+    topk_indices: torch.Tensor,
+    token_expert_indices: torch.Tensor,
+    gating_output: torch.Tensor,
+    renormalize: bool = False,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the top-k experts by softmax; returns new weights float32 and ids ``[tokens, k]``.
 
     Args:
-        logits: ``[tokens, experts]`` of float32, float16 or bfloat16.
+        topk_weights, topk_indices, token_expert_indices: vLLM's buffers for the results; not used.
+        gating_output: ``[tokens, experts]`` of float32, float16 or bfloat16.
         renormalize: scale the weights of a token to a sum of 1.
-        bias: ``[experts]``, added for the selection only.
-        padding: ignored; the results of padding tokens are not used.
+        e_score_correction_bias: ``[experts]``, added for the selection only.
     """
-    if bias is None:
-        topk_weights, topk_ids, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
-            logits.float(), k=ids.shape[1], renorm=int(renormalize)
+    if e_score_correction_bias is None:
+        weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
+            gating_output.float(), k=topk_indices.shape[1], renorm=int(renormalize)
         )
     else:
-        topk_weights, topk_ids = gating_top_k(logits, ids.shape[1], SOFTMAX, renormalize, bias)
-    weights.copy_(topk_weights)
-    ids.copy_(topk_ids)
+        weights, ids = gating_top_k(gating_output, topk_indices.shape[1], SOFTMAX, renormalize, e_score_correction_bias)
+    return weights, ids.to(topk_indices.dtype)
 
 
 def topk_sigmoid(
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    rows: torch.Tensor,
-    logits: torch.Tensor,
-    renormalize: bool,
-    bias: torch.Tensor | None,
-    factor: float,
-    padding: torch.Tensor | None,
-) -> None:
-    """As :func:`topk_softmax` with sigmoid scores; the weights are multiplied by ``factor``."""
-    topk_weights, topk_ids = gating_top_k(logits, ids.shape[1], SIGMOID, renormalize, bias, factor)
-    weights.copy_(topk_weights)
-    ids.copy_(topk_ids)
+    topk_weights: torch.Tensor,
+    topk_indices: torch.Tensor,
+    token_expert_indices: torch.Tensor,
+    gating_output: torch.Tensor,
+    renormalize: bool = False,
+    e_score_correction_bias: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`topk_softmax` with sigmoid scores; the weights are multiplied by ``routed_scaling_factor``."""
+    weights, ids = gating_top_k(
+        gating_output, topk_indices.shape[1], SIGMOID, renormalize, e_score_correction_bias, routed_scaling_factor
+    )
+    return weights, ids.to(topk_indices.dtype)
 
 
-for _function in (topk_softmax, topk_sigmoid):
-    require(f"vllm._custom_ops:{_function.__name__}")  # the caller of the operator
-    _moe_library.impl(_function.__name__, _function, "PrivateUse1")
+# they call torch.ops._moe_C, of vLLM's CUDA extension, which writes to the buffers: two copies in each layer
+override("vllm.model_executor.layers.fused_moe.router.fused_topk_router:vllm_topk_softmax", topk_softmax)
+override("vllm.model_executor.layers.fused_moe.router.fused_topk_router:vllm_topk_sigmoid", topk_sigmoid)
+override("vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:vllm_topk_softmax", topk_softmax)
+override("vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:vllm_topk_sigmoid", topk_sigmoid)
 
 
 def gating_top_k(
@@ -187,7 +182,9 @@ def eplb_map_to_physical(
 override("vllm.model_executor.layers.fused_moe.router.base_router:eplb_map_to_physical_and_record", eplb_map_to_physical)
 
 
-Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Experts = Callable[..., torch.Tensor]
+"""Applies this rank's experts to rows sorted by expert, with rows per expert; see :func:`swiglu_experts`. With an attribute
+``takes_int8`` that is true it takes int8 rows and, as a third argument, their scales float32 ``[rows]``."""
 
 
 class NPUExperts:
@@ -200,6 +197,8 @@ class NPUExperts:
     is_monolithic = False  # routing is a separate step
     supports_internal_mk = True  # dispatch and combine are called here, not by vLLM's MoE runner
     moe: Any
+    lora: Any = None
+    """Finds the adapters of rows (``ops/lora_experts.py``, ``FusedMoEWithLoRA.of_rows``); None without LoRA on experts."""
 
     def setup_experts(self, layer: Any) -> None:
         """Store the range of this rank's experts.
@@ -214,6 +213,11 @@ class NPUExperts:
         }
         if reasons := [reason for reason, is_used in unsupported.items() if is_used]:
             raise ValueError(f"MoE experts with {', '.join(reasons)} are not supported; SwiGLU experts without biases are")
+        if layer.expert_map is not None and not chip_family().finalize_dropped:
+            raise extension.RefusedError(
+                f"expert parallelism is not supported on {extension.chip().name}, which lacks operators for the tokens of other "
+                "ranks' experts; fix: remove --enable-expert-parallel"
+            )
         local = range(self.moe.num_experts) if layer.expert_map is None else (layer.expert_map >= 0).nonzero().flatten().tolist()
         self.first_expert, self.num_local_experts = local[0], len(local)
 
@@ -236,7 +240,8 @@ class NPUExperts:
         return group.combine(self.apply_local(experts, x, topk_weights, topk_ids), parallel.is_sequence_parallel)
 
     def apply_local(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        rows, row_idx, counts, _ = torch_npu.npu_moe_init_routing_v2(
+        takes_int8 = getattr(experts, "takes_int8", False)
+        rows, row_idx, counts, scale = torch_npu.npu_moe_init_routing_v2(
             x,
             topk_ids,
             active_num=topk_ids.numel(),
@@ -244,17 +249,35 @@ class NPUExperts:
             expert_tokens_num_type=1,
             expert_tokens_num_flag=True,
             active_expert_range=[self.first_expert, self.first_expert + self.num_local_experts],
-            quant_mode=-1,
+            quant_mode=1 if takes_int8 else -1,
         )
-        expert_out = experts(rows, counts)
-        weights = topk_weights.to(expert_out.dtype)
-        if self.num_local_experts < self.moe.num_experts:
-            # Experts of other ranks have row index -1. They read row 0 with weight 0, and row 0 is not written if no
-            # token is routed to this rank.
-            weights = weights * (row_idx >= 0).view(weights.shape)
-            row_idx = row_idx.clamp_min(0)
-            expert_out[:1].masked_fill_(counts.sum() == 0, 0)
-        return torch_npu.npu_moe_finalize_routing(expert_out, None, None, None, weights, row_idx, None, drop_pad_mode=2)
+        if self.lora is not None and (adapters := self.lora(row_idx, topk_ids.shape[1])):
+            experts = functools.partial(experts, lora=adapters)
+        expert_out = experts(rows, counts, scale) if takes_int8 else experts(rows, counts)
+        return combine(expert_out, row_idx, topk_weights, self.num_local_experts < self.moe.num_experts)
+
+
+def combine(expert_out: torch.Tensor, row_idx: torch.Tensor, topk_weights: torch.Tensor, has_dropped: bool) -> torch.Tensor:
+    """Compute the weighted sum of each token's expert outputs, ``[tokens, hidden]``.
+
+    Args:
+        expert_out: ``[tokens * k, hidden]``, sorted by expert; dropped rows come last and are not read.
+        row_idx: int32 ``[tokens * k]``, the row of each copy of a token; -1 is a dropped one, of another rank's expert.
+        topk_weights: float32 ``[tokens, k]``.
+        has_dropped: whether there may be dropped rows. Only npu_moe_finalize_routing takes -1.
+    """
+    if not has_dropped and chip_family().token_unpermute:
+        return torch_npu.npu_moe_token_unpermute(expert_out, row_idx, probs=topk_weights)
+    weights = topk_weights.to(expert_out.dtype)
+    # with dropped rows expert_out is [experts, capacity, hidden], at least k experts; their rows are numbered through
+    rows, mode = (expert_out.view(topk_weights.shape[1], -1, expert_out.shape[1]), 3) if has_dropped else (expert_out, 2)
+    return torch_npu.npu_moe_finalize_routing(rows, None, None, None, weights, row_idx, None, drop_pad_mode=mode)
+
+
+@functools.cache
+def chip_family() -> ChipFamily:
+    """The family of this process's NPU."""
+    return extension.chip().family
 
 
 @UnquantizedFusedMoEMethod.register_oot
@@ -278,7 +301,9 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         return self.apply_routed(experts, x, topk_weights, topk_ids)
 
 
-def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def swiglu_experts(
+    w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, lora: Any = None
+) -> torch.Tensor:
     """Apply SwiGLU experts to rows sorted by expert; output rows after the last expert's are undefined.
 
     Args:
@@ -286,9 +311,16 @@ def swiglu_experts(w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, coun
         w2: ``[experts, hidden, inner]``, down projection.
         rows: ``[rows, hidden]``.
         counts: int64 ``[experts]``, rows per expert.
+        lora: adapters of the rows (``ascend_platform.ops.lora_experts.RowLoRA``), or None.
     """
-    inner = torch_npu.npu_swiglu(grouped_matmul(rows, w13.transpose(1, 2), counts))
-    return grouped_matmul(inner, w2.transpose(1, 2), counts)
+    gate_up = grouped_matmul(rows, w13.transpose(1, 2), counts)
+    if lora is not None:
+        lora.add_w13(gate_up, rows, counts)
+    inner = torch_npu.npu_swiglu(gate_up)
+    expert_out = grouped_matmul(inner, w2.transpose(1, 2), counts)
+    if lora is not None:
+        lora.add_w2(expert_out, inner, counts)
+    return expert_out
 
 
 def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **options: Any) -> torch.Tensor:

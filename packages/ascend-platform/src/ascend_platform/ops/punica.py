@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
+from ascend_platform.ops import lora_experts  # noqa: F401  (registers the layer)
+
 
 class NPUPunicaWrapper(PunicaWrapperCPU):
     """Punica wrapper on the NPU (``vllm/lora/punica_wrapper/punica_base.py``).
@@ -34,6 +36,10 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         self.no_lora = not any(mapping.index_mapping)
         for mask, indices in ((self._token_mask, self.token_lora_indices), (self._sampler_mask, self.sampler_indices)):
             mask[: len(indices)] = indices.unsqueeze(1) == self._slots
+
+    def token_mask(self, tokens: int) -> torch.Tensor:
+        """``[tokens, slots]`` for the first tokens of the batch: 1 at the slot of a token's adapter."""
+        return self._token_mask[:tokens]
 
     def add_lora_linear(
         self,

@@ -10,9 +10,11 @@ import torch
 import torch_npu
 
 from ascend_platform import extension
+from ascend_platform.quantization.common import uses_weight_nz
 
 Tensors = Mapping[str, torch.Tensor]
 
+FRACTAL_NZ = 29  # ACL_FORMAT_FRACTAL_NZ
 GROUP_STEP = 32
 """Group sizes are multiples of this (npu_weight_quant_batchmatmul, antiquant_group_size)."""
 
@@ -75,6 +77,7 @@ class Scheme:
         groups, expert_groups: whether it supports per-group scales, in linear layers and in experts.
         offsets: whether it supports a non-zero zero_point.
         packed: names of the tensors that ``pack`` returns.
+        int8_rows: whether experts take rows that are already quantized to int8, dynamically by row.
     """
 
     name: ClassVar[str]
@@ -84,6 +87,7 @@ class Scheme:
     expert_groups: ClassVar[bool] = False
     offsets: ClassVar[bool] = False
     packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    int8_rows: ClassVar[bool] = False
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
         """The tensors of a layer in a ModelSlim checkpoint (msmodelslim, ``ascendv1`` format)."""
@@ -166,9 +170,36 @@ class Scheme:
         """Multiply each expert's rows by its matrix; see ``ascend_platform.ops.fused_moe.grouped_matmul``."""
         raise NotImplementedError
 
-    def swiglu(self, first: Tensors, second: Tensors, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Apply each expert to its rows; see ``ascend_platform.ops.fused_moe.swiglu_experts``."""
-        return self.grouped(torch_npu.npu_swiglu(self.grouped(rows, first, counts)), second, counts)
+    def pack_down(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """As ``pack``, for the second matrix of experts."""
+        return self.pack(matrix, dtype)
+
+    def grouped_int8(
+        self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """As :meth:`grouped` for int8 rows with ``scale`` float32 ``[rows]``, if ``int8_rows``; the result has this dtype."""
+        raise NotImplementedError
+
+    def swiglu(
+        self,
+        first: Tensors,
+        second: Tensors,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Apply each expert to its rows; see ``ascend_platform.ops.fused_moe.swiglu_experts``.
+
+        Args:
+            scale: of int8 rows; None for others.
+            dtype: of the result of int8 rows.
+        """
+        if scale is None or dtype is None:
+            gate_up = self.grouped(rows, first, counts)
+        else:
+            gate_up = self.grouped_int8(rows, scale, first, counts, dtype)
+        return self.grouped(torch_npu.npu_swiglu(gate_up), second, counts)
 
 
 def unpack_words(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
@@ -191,11 +222,18 @@ def pack_int4(weight: torch.Tensor) -> torch.Tensor:
 
 
 def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
-    """Transpose int8 ``[..., out, in]`` to ``[..., in, out]``.
+    """Transpose int8 ``[..., out, in]`` to ``[..., in, out]``; a matrix of npu_quant_matmul, not of experts, to FRACTAL_NZ.
 
-    The result is not in FRACTAL_NZ: torch_npu uses base formats unless ``torch.npu.config.allow_internal_format`` is set.
+    FRACTAL_NZ has blocks of 16 by 32 values; a matrix that they do not divide keeps the base format.
     """
-    return weight.transpose(-1, -2).contiguous()
+    across = weight.transpose(-1, -2).contiguous()
+    if across.dim() > 2 or across.shape[0] % 16 or across.shape[1] % 32 or not uses_weight_nz():
+        return across
+    torch.npu.config.allow_internal_format = True  # torch_npu creates base formats otherwise; the attribute cannot be read
+    try:
+        return torch_npu.npu_format_cast(across, FRACTAL_NZ)
+    finally:
+        torch.npu.config.allow_internal_format = False  # torch_npu's default
 
 
 def per_row(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""PyTorch implementations of the Triton kernels of vLLM's drafters, and exact sequence lengths on the host for drafts.
+"""PyTorch implementations of the Triton kernels of vLLM's drafters, and sequence lengths on the host for drafters.
 
 The functions take the kernels' arguments in the kernels' order (``vllm/triton_utils/dispatcher.py``), with the meaning of
 ``vllm/v1/spec_decode/utils.py``. They compute a whole batch at once, without synchronizing with the device, and no shape depends
@@ -7,10 +7,12 @@ on which tokens are accepted.
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from ascend_platform.attention import base
 from ascend_platform.sampling import rejection
 from ascend_platform.triton_overrides import register
 from ascend_platform.triton_overrides.slot_mapping import null_slots
@@ -165,27 +167,33 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
 """vLLM's kernels, as in ``vllm_overrides.OVERRIDES``, and the functions that take their arguments."""
 
 
+rejected_in_step: ContextVar[base.Rejected | None] = ContextVar("draft tokens rejected in this step", default=None)
+"""Set while a drafter runs, unless no request of the step had draft tokens."""
+
+
 def install() -> None:
     """Register the kernels, and make a drafter's attention metadata meet the attention kernels' requirements.
 
     In ``vllm/v1/spec_decode/llm_base_proposer.py`` added and rejected tokens change ``seq_lens`` on the device only, and rejected
     tokens have slot -1. The kernels need lengths on the host and valid slots. A second call does nothing.
     """
-    from vllm.v1.spec_decode import llm_base_proposer
+    from vllm.compilation.decorators import ignore_torch_compile
+    from vllm.v1.spec_decode import llm_base_proposer, ngram_proposer_gpu
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
+    ignore_torch_compile(ngram_proposer_gpu.NgramGPUKernel)  # whose configuration asks for Inductor
     build = SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata
     extend = llm_base_proposer.extend_all_queries_by_N
     register({**OVERRIDES, **rejection.OVERRIDES})
 
     @functools.wraps(build)
     def build_with_lengths(self: Any, common_attn_metadata: Any, draft_index: int = 0) -> Any:
-        if draft_index == 1:  # for each later draft token vLLM adds 1 to both
-            common_attn_metadata.seq_lens_cpu_upper_bound = common_attn_metadata.seq_lens.cpu()
         slots = common_attn_metadata.slot_mapping
         padding = null_slots(len(slots), self.vllm_config.cache_config.block_size, slots.device)
         common_attn_metadata.slot_mapping = torch.where(slots < 0, padding, slots)
-        return build(self, common_attn_metadata, draft_index)
+        # the first draft token's pass still has the rejected tokens in its queries
+        with base.subtract_rejected(rejected_in_step.get() if draft_index else None):
+            return build(self, common_attn_metadata, draft_index)
 
     @functools.wraps(extend)
     def extend_with_lengths(common_attn_metadata: Any, N: int, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.ops.fused_moe  # noqa: F401  (before a model's layers are made)
-from ascend_platform import extension
+from ascend_platform import extension, host
 from ascend_platform.attention import kv_cache
 from ascend_platform.graph import acl_graph
 from ascend_platform.graph.acl_graph import module_with_overrides
@@ -23,6 +23,7 @@ from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import override, require
+from ascend_platform.worker.draft_lengths import DraftLengthsMixin
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -33,6 +34,7 @@ _torch = module_with_overrides(
     torch, cuda=module_with_overrides(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES})
 )
 override("vllm.v1.worker.gpu_model_runner:torch", _torch)
+override("vllm.v1.spec_decode.ngram_proposer_gpu:torch", _torch)
 override("vllm.distributed.parallel_state:torch", _torch)
 override("vllm.distributed.parallel_state:graph_capture", acl_graph.graph_capture)
 
@@ -53,11 +55,15 @@ override("vllm.distributed.eplb.eplb_state:EplbState", NPUEplbState)  # load_mod
 def register_vision_attention() -> None:
     """Register the offered MMEncoderAttention for multimodal encoders, once."""
     if (path := extension.offered("attention.vision")) and MMEncoderAttention.__name__ not in op_registry_oot:
-        MMEncoderAttention.register_oot(resolve_obj_by_qualname(path))
+        attention = resolve_obj_by_qualname(path)
+        if lacking := host.chip_family().lacks(*getattr(attention, "operators", ())):
+            extension.logger.info("attention of encoders falls back to PyTorch: %s has no %s", host.chip(), ", ".join(lacking))
+        else:
+            MMEncoderAttention.register_oot(attention)
 
 
-class NPUModelRunner(GraphSizeMixin, GPUModelRunner):
-    """GPUModelRunner with limited capture sizes, and with keys and values in separate tensors."""
+class NPUModelRunner(GraphSizeMixin, DraftLengthsMixin, GPUModelRunner):
+    """GPUModelRunner with limited capture sizes, exact lengths on the host, and keys and values in separate tensors."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.speculative_config:

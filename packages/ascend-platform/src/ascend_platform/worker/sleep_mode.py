@@ -1,114 +1,78 @@
 """Sleep mode in PyTorch: frees the NPU memory of weights and KV cache while an engine is idle.
 
-vLLM's backend needs a compiled allocator that unmaps the memory of tensors. Here the tensors' storages are resized to 0 and
-back, so that all tensors of a storage (views, tied weights, split keys and values) are restored with it. Addresses change:
-graphs are freed, and captured again when all tags are awake.
+vLLM's backend needs a compiled allocator that unmaps the memory of tensors. Here ``virtual_memory.py`` does, with CANN's
+functions: tensors keep their addresses, so that graphs stay valid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-import torch_npu
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ascend_platform import extension
+from ascend_platform.worker.virtual_memory import VirtualMemory
 
 TAGS = ("weights", "kv_cache")
 
 
-class _Storage(NamedTuple):
-    """A freed storage, with a host copy of its contents if they are kept."""
-
-    storage: torch.UntypedStorage
-    size: int
-    host_copy: torch.Tensor | None
-
-    @classmethod
-    def free(cls, tensor: torch.Tensor, keep: bool) -> _Storage:
-        storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        host_copy = None
-        if keep:
-            host_copy = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            host_copy.copy_(_as_bytes(storage))
-        storage.resize_(0)
-        return cls(storage, size, host_copy)
-
-    def restore(self) -> None:
-        self.storage.resize_(self.size)
-        data = _as_bytes(self.storage)
-        data.zero_() if self.host_copy is None else data.copy_(self.host_copy, non_blocking=True)
-
-
-class _Formatted(NamedTuple):
-    """A freed tensor in a private format of CANN. torch_npu cannot resize its storage, so its data is replaced."""
-
-    tensor: torch.Tensor
-    format: int
-    shape: torch.Size
-    host_copy: torch.Tensor | None
-
-    @classmethod
-    def free(cls, tensor: torch.Tensor, keep: bool) -> _Formatted:
-        freed = cls(tensor, torch_npu.get_npu_format(tensor), tensor.shape, tensor.cpu() if keep else None)
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return freed
-
-    def restore(self) -> None:
-        like: dict[str, Any] = {"dtype": self.tensor.dtype, "device": self.tensor.device}
-        data = torch.zeros(self.shape, **like) if self.host_copy is None else self.host_copy.to(**like)
-        self.tensor.data = torch_npu.npu_format_cast(data, self.format)
-
-
-class StorageBackend(SleepModeBackend):
+class VirtualMemoryBackend(SleepModeBackend):
     """Sleep mode backend of a worker (``vllm/device_allocator/sleep_mode_backend.py``)."""
 
     def __init__(self, worker: Any) -> None:
         super().__init__()
         self._worker = worker
-        self._freed: dict[str, list[_Storage | _Formatted]] = {}
+        self._memory = VirtualMemory()
+
+    def pool(self, tag: str) -> AbstractContextManager[None]:
+        """Context in which the tensors of a tag are allocated."""
+        return self._memory.pool(tag)
 
     def suspend(self, level: int = 1) -> None:
-        """Free weights and KV cache; at level 1 the weights are kept on the host."""
-        self._free("weights", keep=level == 1)
-        self._free("kv_cache", keep=False)
+        """Free weights and KV cache.
+
+        At level 1 the weights are kept on the host. At level 2 the model's parameters are not; other tensors that were made
+        with the model, such as rotary tables and the slots of LoRA adapters, are.
+
+        Raises:
+            RefusedError: sleep mode is not enabled.
+        """
+        if self._memory.is_empty():
+            raise extension.RefusedError("sleep mode is not enabled; fix: --enable-sleep-mode")
+        self._free("weights", discard=level != 1)
+        self._free("kv_cache", discard=True)
         torch.npu.empty_cache()
         self._state = "SUSPENDED"
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Free the memory of these tags without keeping its contents.
+        """Free the memory of these tags without keeping its contents, which are those of level 2.
 
         Raises:
             ValueError: a tag is neither ``weights`` nor ``kv_cache``.
         """
         for tag in _check_tags(tags):
-            self._free(tag, keep=False)
+            self._free(tag, discard=True)
         torch.npu.empty_cache()
         self._state = "SUSPENDED"
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Restore the memory of these tags, or of all: weights from the host copy or zeros, the KV cache zeros.
+        """Restore the memory of these tags, or of all; what was not kept is 0.
 
         Raises:
             ValueError: a tag is neither ``weights`` nor ``kv_cache``.
             torch.OutOfMemoryError: the memory is in use; a later call restores the rest.
         """
         self._state = "RESUMING"
+        torch.npu.empty_cache()
         for tag in _check_tags(tags or TAGS):
-            freed = self._freed.get(tag, [])
-            while freed:
-                freed[-1].restore()
-                freed.pop()
-            self._freed.pop(tag, None)
-        torch.npu.synchronize()
-        if self._freed:
+            self._memory.restore(tag)
+        if self._memory.is_asleep():
             self._state = "SUSPENDED"
             return
-        self._worker.model_runner.capture_model()
         self._state = "RUNNING"
         notify_awake(True)
 
@@ -116,29 +80,24 @@ class StorageBackend(SleepModeBackend):
     def preserves_communicators(cls) -> bool:
         return True
 
-    def _free(self, tag: str, keep: bool) -> None:
-        if tag in self._freed:
-            return
-        notify_awake(False)
-        torch.npu.synchronize()
-        self._worker.model_runner.free_graphs()
-        found: dict[int, torch.Tensor] = {}
-        for tensor in self._tensors(tag):
-            if tensor.device.type == "npu" and tensor.untyped_storage().nbytes():
-                found.setdefault(tensor.untyped_storage()._cdata, tensor)
-        self._freed[tag] = [_kind(tensor).free(tensor, keep) for tensor in found.values()]
+    @classmethod
+    def preserves_compiled_artifacts(cls) -> bool:
+        return True
 
-    def _tensors(self, tag: str) -> Iterator[torch.Tensor]:
-        runner = self._worker.model_runner
-        if tag == "kv_cache":
-            yield from runner.kv_caches
-            return
-        for model in filter(None, (runner.get_model(), self._worker.get_draft_model())):
-            for module in model.modules():
-                yield from module.parameters(recurse=False)
-                yield from module.buffers(recurse=False)
-                # tensors that a layer derived from its weights after loading, but not its KV cache
-                yield from (value for name, value in vars(module).items() if name != "kv_cache" and torch.is_tensor(value))
+    @classmethod
+    def preserves_graphs_with_communicators(cls) -> bool:
+        return True
+
+    def _free(self, tag: str, discard: bool) -> None:
+        notify_awake(False)
+        if tag == "weights":
+            self._memory.free(tag, self._parameters() if discard else ())
+        else:
+            self._memory.free(tag, None)
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for model in filter(None, (self._worker.model_runner.get_model(), self._worker.get_draft_model())):
+            yield from model.parameters()
 
 
 def notify_awake(state: bool) -> None:
@@ -151,12 +110,3 @@ def _check_tags(tags: tuple[str, ...] | list[str]) -> tuple[str, ...] | list[str
     if unknown := [tag for tag in tags if tag not in TAGS]:
         raise ValueError(f"unknown sleep mode tag {unknown[0]!r}; supported: {', '.join(TAGS)}")
     return tags
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _kind(tensor: torch.Tensor) -> type[_Storage] | type[_Formatted]:
-    base_formats = (0, 2, 27, 30)  # NCHW, ND, NCL and NCDHW
-    return _Storage if int(torch_npu.get_npu_format(tensor)) in base_formats else _Formatted

@@ -27,9 +27,9 @@ from ascend_platform import compat, extension
 from ascend_platform.config.components import announce
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
-from ascend_platform.worker import watchdog
+from ascend_platform.worker import sleep_mode, watchdog
 from ascend_platform.worker.model_runner import NPUModelRunner
-from ascend_platform.worker.sleep_mode import StorageBackend, notify_awake
+from ascend_platform.worker.sleep_mode import VirtualMemoryBackend, notify_awake
 
 
 class NPUWorker(Worker):
@@ -169,11 +169,23 @@ class NPUWorker(Worker):
         return NPUModelRunner(self.vllm_config, self.device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
-        return nullcontext()
+        """Context in which vLLM allocates weights and KV cache: with sleep mode, memory that can be freed and restored.
+
+        Raises:
+            RefusedError: expandable segments, whose memory does not come from memory pools.
+        """
+        if tag not in sleep_mode.TAGS or not self.model_config.enable_sleep_mode:
+            return nullcontext()
+        if "expandable_segments:true" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").lower():
+            raise extension.RefusedError(
+                "sleep mode does not support PYTORCH_NPU_ALLOC_CONF=expandable_segments:True; fix: unset it, or remove "
+                "--enable-sleep-mode"
+            )
+        return self.sleep_mode_backend.pool(tag)
 
     @cached_property
-    def sleep_mode_backend(self) -> StorageBackend:
-        return StorageBackend(self)
+    def sleep_mode_backend(self) -> VirtualMemoryBackend:
+        return VirtualMemoryBackend(self)
 
 
 def _draft_load_config(vllm_config: Any) -> Any:

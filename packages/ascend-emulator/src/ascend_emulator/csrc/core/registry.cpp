@@ -26,8 +26,11 @@ std::string without_suffix(const std::string& file) { return file.substr(0, file
 const std::set<std::string>& removals() {
   static const std::set<std::string> names = [] {
     std::set<std::string> out;
-    std::stringstream list(std::getenv("ASCEND_EMULATOR_WITHOUT") ? std::getenv("ASCEND_EMULATOR_WITHOUT") : "");
-    for (std::string name; std::getline(list, name, ',');) out.insert(name);
+    // what the user disabled, and what the chip does not have (chips.toml)
+    for (const char* variable : {"ASCEND_EMULATOR_WITHOUT", "ASCEND_EMULATOR_LACKS"}) {
+      std::stringstream list(std::getenv(variable) ? std::getenv(variable) : "");
+      for (std::string name; std::getline(list, name, ',');) out.insert(name);
+    }
     return out;
   }();
   return names;

@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -69,10 +70,19 @@ int guarded(const char* name, c10::function_ref<void()> body) noexcept {
 
 namespace {
 bool of_atb(const char* name) { return std::strncmp(name, "Atb", 3) == 0; }
+
+// ASCEND_EMULATOR_LACKS: operators that the chip does not have, separated by commas.
+bool lacking(const char* name) {
+  const char* list = std::getenv("ASCEND_EMULATOR_LACKS");
+  return list && text(",", list, ",").find(text(",", name, ",")) != std::string::npos;
+}
 }  // namespace
 
 int refuse(const char* name) {
-  const int status = fail(kUnsupported, text(name, " is not emulated. `ascend-emulator coverage` lists what is."));
+  const char* soc = std::getenv("ASCEND_EMULATOR_SOC");
+  const int status = fail(kUnsupported,
+      lacking(name) ? text(name, " is not an operator of ", soc ? soc : "this chip", ", by torch_npu's documentation.")
+                    : text(name, " is not emulated. `ascend-emulator coverage` lists what is."));
   return std::strncmp(name, "aclnn", 5) == 0 || of_atb(name) ? operator_done(name, status) : status;
 }
 

@@ -65,6 +65,15 @@ void Buffers::release() {
   if (const uint64_t bytes = bytes_.exchange(0)) device(device_).release_physical(bytes);
 }
 
+void Communicator::claim(uint8_t kind) {
+  const auto of_experts = [](uint8_t each) { return each == kDispatch || each == kCombine; };
+  std::lock_guard lock(order_mutex_);
+  if (!claimed_) claimed_ = kind;
+  check(of_experts(kind) == of_experts(*claimed_), kOpParam, kind_name(kind), " on communicator ", name, ", on which ",
+      kind_name(*claimed_), " was called before: MoE dispatch and combine need a communicator without other operators; create a ",
+      "group for them alone");
+}
+
 int Communicator::next_use(const std::string& key) {
   std::lock_guard lock(order_mutex_);
   return uses_[key]++;

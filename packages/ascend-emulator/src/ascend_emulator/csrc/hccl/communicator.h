@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 
 #include "core/fault.h"
@@ -80,6 +81,9 @@ class Communicator {
 
   int error() const { return error_; }
   std::string message();
+  // To be called before each call is issued. Throws if MoE dispatch or combine shares the communicator with other operators:
+  // "该通信域中不允许有其他算子" (torch_npu's documentation of npu_moe_distribute_dispatch_v2).
+  void claim(uint8_t kind);
   // How often this was asked with the same key; equal on all ranks that ask equally often.
   int next_use(const std::string& key);
 
@@ -97,7 +101,8 @@ class Communicator {
 
   c10::intrusive_ptr<c10d::Store> store_;
   int rendezvous_count_ = 0;
-  std::mutex order_mutex_;  // guards the next three
+  std::mutex order_mutex_;          // guards the next four
+  std::optional<uint8_t> claimed_;  // kind of the first call
   uint64_t issued_ = 0;
   std::map<int, std::set<uint64_t>> waiting_;  // calls that have not run yet, by lane (Ticket)
   std::map<std::string, int> uses_;

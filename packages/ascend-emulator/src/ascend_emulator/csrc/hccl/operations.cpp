@@ -118,6 +118,7 @@ void issue(Operation operation) {
   const int device = stream_at(operation.stream)->device;
   check(device == operation.on->device, kInvalidParam, "the stream is of NPU ", device, ", the communicator of NPU ",
       operation.on->device);
+  operation.on->claim(operation.call.kind);
   if (fault::armed()) operation.fault = fault::pending();
   operation.buffers = std::move(buffers);
   if (group_depth)

@@ -287,7 +287,6 @@
 {"aclnnUpsampleBilinear2d", "bf16 fp16 fp32 fp64 int8 int16 int32 int64 bool"},  // refused on A3: uint8
 {"aclnnUpsampleBilinear2dAA", "bf16 fp16 fp32 int8 int16 int32 int64 bool"},  // refused on A3: fp64 uint8
 {"aclnnUpsampleLinear1d", "bf16 fp16 fp32 uint8 int8 int16 int32 int64 bool"},  // refused on A3: fp64
-{"aclnnUpsampleNearest1dV2", "bf16 fp16 fp32 fp64 int8 int16 int32 int64 bool"},  // refused on A3: uint8
 {"aclnnUpsampleNearest2dV2", "bf16 fp16 fp32 fp64 int8 int16 int32 int64 bool"},  // refused on A3: uint8
 {"aclnnUpsampleNearest3d", "bf16 fp16 fp32 fp64 int8 int16 int32 int64 bool"},  // refused on A3: uint8
 {"aclnnUpsampleNearestExact1d", "bf16 fp16 fp32 int8 int16 int32 int64 bool"},  // refused on A3: fp64 uint8

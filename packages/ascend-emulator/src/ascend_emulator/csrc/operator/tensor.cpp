@@ -1,6 +1,7 @@
 #include "tensor.h"
 
 #include <c10/core/InferenceMode.h>
+#include <c10/util/strides.h>
 
 #include <mutex>
 #include <unordered_map>
@@ -180,7 +181,13 @@ CREATE(aclTensor, aclCreateTensor,
       // Ascend/pytorch, disabled_testcases.json).
       emu::check(rank <= 8, emu::kOpParam, "a tensor of shape ", sizes, " has ", rank, " dimensions; allowed: up to 8");
       const bool fractal = format == emu::kFractalNZ;
-      const auto stored = at::IntArrayRef(storage_dims, storage_rank);
+      auto stored = at::IntArrayRef(storage_dims, storage_rank);
+      // A storage viewed as a wider dtype (int8 as int32 words of int4) keeps its description; the view has the words'
+      // dimensions.
+      const bool words = fractal && offset == 0 && rank == storage_rank && sizes.back() < stored.back() &&
+                         sizes.slice(0, rank - 1) == stored.slice(0, rank - 1) &&
+                         c10::contiguous_strides(sizes) == at::IntArrayRef(strides, rank);
+      if (words) stored = sizes;
       emu::check(!fractal || storage_rank >= 4, emu::kOpParam, "a tensor in FRACTAL_NZ has the storage ", stored);
       char* base = nullptr;
       std::string why_host;

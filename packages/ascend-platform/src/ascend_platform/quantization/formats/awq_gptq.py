@@ -89,12 +89,12 @@ class NPUAWQConfig(AutoAWQConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not isinstance(layer, LinearBase | RoutedExperts):
             return None
-        experts = isinstance(layer, RoutedExperts)
+        experts: Any = layer.moe_config if isinstance(layer, RoutedExperts) else None
         fused = {} if experts else self.packed_modules_mapping
         if is_layer_skipped(prefix, self.modules_to_not_convert, fused, match_mode="substring"):
-            return UnquantizedFusedMoEMethod(layer.moe_config) if experts else UnquantizedLinearMethod()
+            return UnquantizedFusedMoEMethod(experts) if experts else UnquantizedLinearMethod()
+        method = functools.partial(QuantizedExperts, experts) if experts else TransposedLinearMethod
         read = functools.partial(read_awq, symmetric=not self.zero_point)
-        method = functools.partial(QuantizedExperts, layer.moe_config) if experts else TransposedLinearMethod
         return method(SCHEMES["W4A16"], tensors_of(4, awq=True), read, self.group_size, prefix)
 
 
@@ -125,19 +125,16 @@ class NPUGPTQConfig(AutoGPTQConfig):
         return super().from_config(config)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        def experts(own: NPUGPTQConfig, moe: Any) -> QuantizeMethodBase:
-            return QuantizedExperts(moe, *own.scheme(), prefix)
-
-        def linear(own: NPUGPTQConfig) -> QuantizeMethodBase:
-            return TransposedLinearMethod(*own.scheme(), prefix)
-
+        # the helpers apply the rules for single layers to a copy of the configuration
+        experts: Any = lambda own, moe: QuantizedExperts(moe, *own.arguments(prefix))  # noqa: E731
+        linear: Any = lambda own: TransposedLinearMethod(*own.arguments(prefix))  # noqa: E731
         if isinstance(layer, RoutedExperts):
             return get_moe_quant_method(self, layer, prefix, experts)
         return get_linear_quant_method(self, layer, prefix, linear)
 
-    def scheme(self) -> tuple[Scheme, dict[str, Stored], Any, int]:
-        """The scheme, the stored tensors, their reader and the group size."""
+    def arguments(self, prefix: str) -> tuple[Scheme, dict[str, Stored], Any, int, str]:
+        """Arguments of the methods: the scheme, the stored tensors, their reader, the group size and the layer's name."""
         bits = self.weight_bits
         offset = 0 if self.full_config.get("checkpoint_format") == "gptq_v2" else ONES[bits]
         read = functools.partial(read_gptq, bits=bits, symmetric=self.is_sym, offset=offset)
-        return SCHEMES[f"W{bits}A16"], tensors_of(bits, awq=False), read, self.group_size
+        return SCHEMES[f"W{bits}A16"], tensors_of(bits, awq=False), read, self.group_size, prefix

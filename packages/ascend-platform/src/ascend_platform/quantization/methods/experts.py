@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ascend_platform.quantization.methods.linear import replace
 
 
 class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
-    """Quantization method of one layer's experts. Tokens are dispatched unquantized and quantized on the experts' rank.
+    """Quantization method of one layer's experts. Tokens are quantized as they are dispatched, if the scheme takes int8 rows.
 
     Args:
         stored: the tensors of an expert's matrix, which vLLM loads into ``w13_<name>`` and ``w2_<name>``.
@@ -74,7 +74,8 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         for prefix in ("w13_", "w2_"):
             given = {name: getattr(layer, prefix + name).data for name in self.stored}
             matrix = self.scheme.checked(self.read(given), self.name)
-            replace(layer, self.stored, self.scheme.pack(matrix, self.dtype), prefix)
+            pack = self.scheme.pack_down if prefix == "w2_" else self.scheme.pack
+            replace(layer, self.stored, pack(matrix, self.dtype), prefix)
         self.setup_experts(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
@@ -90,4 +91,21 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         first, second = ({n: getattr(layer, p + n) for n in self.scheme.packed} for p in ("w13_", "w2_"))
-        return self.apply_routed(functools.partial(self.scheme.swiglu, first, second), x, topk_weights, topk_ids)
+        return self.apply_routed(SchemeExperts(self.scheme, first, second, x.dtype), x, topk_weights, topk_ids)
+
+
+@dataclass(frozen=True)
+class SchemeExperts:
+    """One layer's experts; see ``ascend_platform.ops.fused_moe.Experts``."""
+
+    scheme: Scheme
+    first: Tensors
+    second: Tensors
+    dtype: torch.dtype
+
+    @property
+    def takes_int8(self) -> bool:
+        return self.scheme.int8_rows
+
+    def __call__(self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return self.scheme.swiglu(self.first, self.second, rows, counts, scale, self.dtype)

@@ -32,6 +32,7 @@ class W4A8Dynamic(Scheme):
     bits = 4
     groups = True
     expert_groups = True
+    int8_rows = True
     packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "scale_bias")
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
@@ -70,6 +71,11 @@ class W4A8Dynamic(Scheme):
 
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
         values, scale = torch_npu.npu_dynamic_quant(rows)
+        return self.grouped_int8(values, scale, own, counts, rows.dtype)
+
+    def grouped_int8(
+        self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         return grouped_matmul(
             values,
             own["weight"],
@@ -77,5 +83,5 @@ class W4A8Dynamic(Scheme):
             scale=own["weight_scale"],
             bias=own["scale_bias"],
             per_token_scale=scale,
-            output_dtype=rows.dtype,
+            output_dtype=dtype,
         )

@@ -15,6 +15,7 @@ documentation)."""
 
 class W8A8Dynamic(Scheme):
     name = "W8A8_DYNAMIC"
+    int8_rows = True
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return {"weight": transpose_int8(matrix.weight), "weight_scale": per_row(matrix.scale)}
@@ -25,15 +26,34 @@ class W8A8Dynamic(Scheme):
             values, own["weight"], own["weight_scale"], pertoken_scale=scale, bias=bias, output_dtype=x.dtype
         )
 
+    def pack_down(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        packed = self.pack(matrix, dtype)
+        return packed | {"weight_scale": _output_scale(packed["weight_scale"], dtype)}
+
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
         values, scale = torch_npu.npu_dynamic_quant(rows)
-        return self._grouped(values, scale, own, counts, rows.dtype)
+        return self.grouped_int8(values, scale, own, counts, rows.dtype)
 
-    def swiglu(self, first: Tensors, second: Tensors, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def grouped_int8(
+        self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        factor = _output_scale(own["weight_scale"], dtype)
+        return grouped_matmul(values, own["weight"], counts, scale=factor, per_token_scale=scale, output_dtype=dtype)
+
+    def swiglu(
+        self,
+        first: Tensors,
+        second: Tensors,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         inner = first["weight"].shape[-1] // 2
         if inner % FUSED_STEP or inner > FUSED_MOST:
-            return super().swiglu(first, second, rows, counts)
-        values, scale = torch_npu.npu_dynamic_quant(rows)
+            return super().swiglu(first, second, rows, counts, scale, dtype)
+        dtype = dtype or rows.dtype
+        values, scale = torch_npu.npu_dynamic_quant(rows) if scale is None else (rows, scale)
         sums = grouped_matmul(values, first["weight"], counts, output_dtype=torch.int32)
         values, scale = torch_npu.npu_dequant_swiglu_quant(
             sums,
@@ -43,11 +63,9 @@ class W8A8Dynamic(Scheme):
             activate_left=True,
             quant_mode=1,
         )
-        return self._grouped(values, scale, second, counts, rows.dtype)
+        return self.grouped_int8(values, scale, second, counts, dtype)
 
-    def _grouped(
-        self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        # for bfloat16 outputs the operator supports bfloat16 scales only
-        factor = own["weight_scale"].to(dtype) if dtype == torch.bfloat16 else own["weight_scale"]
-        return grouped_matmul(values, own["weight"], counts, scale=factor, per_token_scale=scale, output_dtype=dtype)
+
+def _output_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """npu_grouped_matmul supports bfloat16 scales only for bfloat16 outputs, and float32 scales for float16."""
+    return scale.to(dtype) if dtype == torch.bfloat16 else scale

@@ -269,7 +269,7 @@ CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
           Tensor list, int64_t dequant_mode, int64_t, int64_t quant_mode, int64_t list_kind, Opt<Ints>, Tensor out,            \
           Tensor out_scale),                                                                                                   \
       {                                                                                                                        \
-        check(!smooth, kOpParam, "smooth_scale is given; only None is allowed");                                               \
+        check(!smooth, kOpParam, "smooth_scale (int4 inputs) is not emulated");                                                \
         one_of("quant_mode", quant_mode, {int64_t{0}});                                                                        \
         within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});                                                          \
         return swiglu_quant(x, weight.at(0), weight_scale.at(0), empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), \

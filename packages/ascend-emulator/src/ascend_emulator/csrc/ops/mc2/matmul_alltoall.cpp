@@ -138,6 +138,7 @@ Computation exchange_first(const Grouped& one, const Opt<Tensor>& send_tensor, c
     const Text& comm_mode, bool wanted, const Opt<Tensor>& permuted) {
   const auto on = one.check_arguments(send_tensor, receive_tensor, comm_mode, true);
   check(!wanted || permuted, kOpParam, "permute_out is None; with permute_out_flag it is needed");
+  on->claim(hccl::kAllToAllGrouped);
   return [=] {
     const auto rows = one.exchanged(*on, hccl::kAllToAllGrouped, one.x).index_select(0, one.order(one.receive, true));
     if (wanted) permuted->copy_(rows);
@@ -149,6 +150,7 @@ Computation exchange_first(const Grouped& one, const Opt<Tensor>& send_tensor, c
 Computation exchange_last(
     const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode) {
   const auto on = one.check_arguments(send_tensor, receive_tensor, comm_mode, false);
+  on->claim(hccl::kGroupedAllToAll);
   return [=] {
     const auto rows = one.products(one.x, one.send).index_select(0, one.order(one.send, false));
     one.y.copy_(one.exchanged(*on, hccl::kGroupedAllToAll, rows));
@@ -241,6 +243,7 @@ Computation all_to_all_first(const Dense& one, bool t1, bool t2, const Tensor& o
   check(one.x2.size(0) == hidden * ranks, kOpParam, "x2 has ", one.x2.size(0), " rows; it must have ", hidden * ranks,
       ", the columns of x1 times the ranks");
   shape("y", out, {rows / ranks, one.x2.size(1)});
+  on->claim(hccl::kAllToAllMatmul);
   return [=] {
     const auto left = transposed(*on, hccl::kAllToAllMatmul, one.x1.view({ranks, rows / ranks, hidden}))
                           .transpose(0, 1)
@@ -256,6 +259,7 @@ Computation all_to_all_last(const Dense& one, bool t1, bool t2, const Tensor& ou
   multiple("the columns of x2", columns, ranks);
   check(one.x2.size(0) == one.x1.size(1), kOpParam, "x1 has ", one.x1.size(1), " columns and x2 ", one.x2.size(0), " rows");
   shape("y", out, {rows * ranks, columns / ranks});
+  on->claim(hccl::kMatmulAllToAll);
   return [=] {
     const auto parts = one.values(one.x1).view({rows, ranks, columns / ranks}).transpose(0, 1);
     out.copy_(transposed(*on, hccl::kMatmulAllToAll, parts).reshape(out.sizes()));

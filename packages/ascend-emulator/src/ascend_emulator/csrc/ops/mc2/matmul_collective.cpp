@@ -113,6 +113,7 @@ Computation all_reduce(const Product& product, const Opt<Tensor>& x3, const Text
     same_dtype("x3", *x3, "out", out);
     shape("x3", *x3, form);
   }
+  on->claim(hccl::kMatmulAllReduce);
   return [=] {
     auto partial = product.values().view(out.sizes());
     if (!absent(x3)) partial = partial + x3->to(at::kFloat);
@@ -207,6 +208,7 @@ Computation gather_product(const Product& product, const Opt<Tensor>& x1_scale, 
     one_of("x1_scale", *x1_scale, {at::kFloat});
     shape("x1_scale", *x1_scale, {x1.size(0), 1});
   }
+  on->claim(hccl::kAllGatherMatmul);
   return [=] {
     const auto call = hccl::fused_header(hccl::kAllGatherMatmul, x1.scalar_type(), x1.numel());
     Tensor whole;
@@ -228,6 +230,7 @@ Computation product_scatter(const Product& product, const Text& hcom, const Text
   const auto on = sharded(product, hcom, out);
   multiple("m", product.x1.size(0), on->ranks);
   shape("out", out, {product.x1.size(0) / on->ranks, product.x2.size(1)});
+  on->claim(hccl::kMatmulReduceScatter);
   return [=] {
     const auto partial = product.values().to(out.scalar_type());
     const auto result = at::empty(out.sizes(), out.options());

@@ -34,9 +34,10 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
     one_of("ep_world_size", ranks, a2 ? List{16, 32, 64} : List{8, 16, 32, 64, 128, 144, 256, 288});
   else if (algorithm == "hierarchy" && a2)
     one_of("ep_world_size, with comm_alg hierarchy,", ranks, {int64_t{16}, int64_t{32}, int64_t{64}});
-  else if (algorithm == "hierarchy")
+  else if (algorithm == "hierarchy") {
     within("ep_world_size, with comm_alg hierarchy,", ranks, 16, 256);
-  else if (a2)
+    multiple("ep_world_size, with comm_alg hierarchy,", ranks, 16);
+  } else if (a2)
     one_of("ep_world_size", ranks, List{2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256});
   else
     within("ep_world_size", ranks, 2, 768);
@@ -125,14 +126,17 @@ void Experts::check_buffer(int64_t tokens, int64_t choices, int64_t hidden, int6
   if (first && by_variables) {
     bytes = experts * tokens * (hidden * element + 4 * align(8, choices) * 4) + 104 * kMiB;
   } else if (!first && (algorithm == "hierarchy" || by_variables)) {
-    bytes = (experts + ranks() / 4) * align(512, most * (hidden * element + 4 * align(8, choices) * 4)) + 8 * kMiB;
+    const int64_t row = hidden * element + 4 * align(8, choices) * 4;
+    bytes = a2 ? (experts + ranks() / 4) * align(512, most * row) + 8 * kMiB : experts * tokens * row + (4 + 400) * kMiB;
   } else if (a2) {
-    bytes = 2 * (tokens * ranks() * std::min(local, choices) * hidden * 2 + 2 * kMiB);
+    const int64_t row = element == 4 ? hidden * 4 + 32 : hidden * 2;
+    bytes = 2 * (tokens * ranks() * std::min(local, choices) * row + 2 * kMiB);
   } else if (first) {
     bytes = 2 * tokens * 2 * (hidden + 128) * (ranks() * local + choices + 1) + 2 * kMiB;
   } else {
-    bytes = std::max(2 * kMiB, 2 * (local * most * ranks() * align(512, align(32, 2 * hidden) + 64) +
-                                       (choices + shared) * most * align(512, 2 * hidden)));
+    const int64_t row = align(32, 2 * hidden) + 64,
+                  slot = algorithm == "fullmesh_v2" ? align(480, row) / 480 * 512 : align(512, row);
+    bytes = std::max(2 * kMiB, 2 * (local * most * ranks() * slot + (choices + shared) * most * align(512, 2 * hidden)));
   }
   const auto has = static_cast<int64_t>(a2 ? hccl::buffer_size() : on->options.buffer_size);
   check(bytes <= has * kMiB, kOpParam, "the buffer of communicator ", on->name, " has ", has, " MiB; with ", tokens,

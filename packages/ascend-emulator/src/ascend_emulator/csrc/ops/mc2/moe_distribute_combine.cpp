@@ -139,6 +139,7 @@ Computation combine(const Combine& one, const Opt<Tensor>& expand_scales, int64_
   check(quant_mode == 0, kOpParam, "comm_quant_mode is ", quant_mode,
       "; 0 is emulated: how communicated values are quantized is not documented");
   shape("out", out, {one.ids.size(0), one.expand_x.size(1)});
+  one.at.on->claim(hccl::kCombine);
   return [=] { one.run([&](const Tensor& sum) { out.copy_(sum); }); };
 }
 
@@ -208,6 +209,7 @@ FUSED(aclnnMoeDistributeCombineAddRmsNormV2,
                             shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},
           expand_x, expert_ids, info, counts, expert_scales, x_active_mask, shared_x, ori_x, alpha1, alpha2, const_v};
       one.check_arguments();
+      one.at.on->claim(hccl::kCombine);
       COMPUTE {
         one.run([&](const Tensor& combined) {
           const auto sum = combined.unsqueeze(1) + residual_x.to(at::kFloat);

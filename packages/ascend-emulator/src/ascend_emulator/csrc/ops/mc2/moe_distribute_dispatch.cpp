@@ -178,6 +178,7 @@ struct Dispatch {
 
 Computation dispatch(const Dispatch& one) {
   one.check_arguments();
+  one.at.on->claim(hccl::kDispatch);
   return [=] { one.run(); };
 }
 

@@ -12,7 +12,17 @@ Tensor rows_or_zeros(const Tensor& rows, const Tensor& index) {
   const auto positions = index.reshape({-1}).to(at::kLong);
   const auto known = at::logical_and(positions >= 0, positions < rows.size(0));
   if (rows.size(0) == 0) return at::zeros({positions.numel(), rows.size(1)}, at::kFloat);
-  return rows.to(at::kFloat).index_select(0, positions.where(known, at::zeros_like(positions))) * known.unsqueeze(1);
+  return rows.to(at::kFloat)
+      .index_select(0, positions.where(known, at::zeros_like(positions)))
+      .masked_fill(known.logical_not().unsqueeze(1), 0);  // also where the row is NaN
+}
+
+// Throws unless all indices are within [least, end).
+void check_rows(const char* name, const Tensor& index, int64_t least, int64_t end) {
+  if (!index.numel()) return;
+  const auto [low, high] = at::aminmax(index);
+  const int64_t from = low.item<int64_t>(), to = high.item<int64_t>();
+  check(from >= least && to < end, kOpParam, name, " has values from ", from, " to ", to, "; allowed: ", least, " to ", end - 1);
 }
 
 void check_no_padding(bool padded) { check(!padded, kOpParam, "padded_mode is true; only false is allowed"); }
@@ -57,6 +67,10 @@ CHECKED(aclnnMoeTokenUnpermute, (Tensor permuted, Tensor sorted_indices, Opt<Ten
   }
   COMPUTE {
     const int64_t k = probs ? probs->size(1) : 1;
+    // "取值范围是[0, tokens_num * topK_num - 1]，且没有重复索引"; indices behind the last row are dropped tokens'.
+    check_rows("sorted_indices", sorted_indices, 0, sorted_indices.numel());
+    check(std::get<0>(at::sort(sorted_indices)).diff().ne(0).all().item<bool>(), kOpParam,
+        "sorted_indices has the same index twice; each must be there once");
     auto rows = rows_or_zeros(permuted, sorted_indices).view({-1, k, permuted.size(1)});
     if (probs) rows = rows * probs->to(at::kFloat).unsqueeze(-1);
     out.copy_(rows.sum(1));
@@ -120,6 +134,8 @@ CHECKED(aclnnMoeFinalizeRoutingV4,
       }
       COMPUTE {
         const int64_t tokens = out.size(0), columns = out.size(1);
+        // Dropped rows are -1 "drop_pad_mode参数为1或3时" only.
+        check_rows("expanded_src_to_dst_row", places, mode % 2 ? -1 : 0, mode % 2 ? rows.size(0) * rows.size(1) : places.numel());
         const auto index = mode < 2 ? places.view({k, tokens}).t() : places.view({tokens, k});
         auto values = rows_or_zeros(rows.reshape({-1, columns}), index).view({tokens, k, columns});
         if (bias)

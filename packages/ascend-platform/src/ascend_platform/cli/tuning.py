@@ -1,0 +1,97 @@
+"""Checks of what makes serving slow or unstable without an error: settings of HCCL, torch_npu, CANN and the host."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from ascend_platform import chips, host
+from ascend_platform.cli.result import Result, fail, ok, warn
+from ascend_platform.components import requirements
+
+CANN_OF_TORCH_NPU = {"2.13": (9, 1), "2.14": (9, 1)}
+"""The oldest CANN by torch_npu's minor version; 2.12 is released for 9.1 (COMPATIBILITY.md of Ascend/pytorch)."""
+
+EXPANSION_MODES = ("AIV", "AI_CPU", "HOST", "HOST_TS", "CCU_MS", "CCU_SCHED")
+"""Values of HCCL_OP_EXPANSION_MODE (CANN's reference of environment variables)."""
+
+CPUS = Path("/sys/devices/system/cpu")
+BUFFER, COMMUNICATORS, SHARE = 200, 4, 0.1
+"""HCCL's default buffer in MiB, the communicators of a layout with tensor, data, expert and pipeline parallelism, and the part of
+an NPU's memory that their buffers may have without a warning."""
+
+
+def cann_for_torch_npu(cann: str) -> Iterator[Result]:
+    """Whether CANN is as new as torch_npu wants it."""
+    torch_npu = requirements.version("torch-npu")
+    wanted = CANN_OF_TORCH_NPU.get(".".join(torch_npu.split(".")[:2]))
+    found = re.match(r"(\d+)\.(\d+)", cann)
+    if wanted and found and (int(found[1]), int(found[2])) < wanted:
+        newer = ".".join(map(str, wanted))
+        yield warn("CANN for torch_npu", f"torch_npu {torch_npu} is for CANN {newer}, found {cann}", f"install CANN {newer}")
+
+
+def task_queue() -> Iterator[Result]:
+    """TASK_QUEUE_ENABLE, of torch_npu."""
+    name, value = "TASK_QUEUE_ENABLE", os.environ.get("TASK_QUEUE_ENABLE")
+    if value == "2":
+        yield warn(name, "2: torch_npu captures no graphs with it", f"export {name}=1, or serve with --enforce-eager")
+    elif value == "0":
+        yield warn(name, "0: each operator is launched by the thread that calls it, which is slower", f"unset {name}")
+    elif value not in (None, "1"):
+        yield fail(name, f"{value!r} is not 0, 1 or 2", f"unset {name}")
+
+
+def hccl(npus: int) -> Iterator[Result]:
+    """HCCL_OP_EXPANSION_MODE and HCCL_BUFFSIZE."""
+    name, mode = "HCCL_OP_EXPANSION_MODE", os.environ.get("HCCL_OP_EXPANSION_MODE")
+    if mode is not None and mode not in EXPANSION_MODES:
+        yield fail(name, f"{mode!r}; supported: {', '.join(EXPANSION_MODES)}", f"export {name}=AIV")
+    elif mode != "AIV" and npus > 1:
+        found = f"{mode or 'not set'}: collectives have more latency, and a captured one takes more of the NPU's streams"
+        yield warn(name, f"{found}, so that fewer graphs fit", f"export {name}=AIV, unless a layout with several groups hangs")
+    elif mode is not None:
+        yield ok(name, mode)
+    yield from _buffers(os.environ.get("HCCL_BUFFSIZE"))
+
+
+def _buffers(value: str | None) -> Iterator[Result]:
+    if value is None:
+        return
+    if not value.isdigit() or int(value) < 1:
+        yield fail("HCCL_BUFFSIZE", f"{value!r} is not a number of MiB", f"unset HCCL_BUFFSIZE (its default is {BUFFER})")
+        return
+    taken, figures = 2 * int(value) * COMMUNICATORS / 1024, chips.figures_of(host.chip())
+    found = f"{value} MiB: {taken:.1f} GiB of an NPU with {COMMUNICATORS} communicators, each with two buffers"
+    if figures and taken > SHARE * figures.memory_gib:
+        fix = "set a size for single groups (ascend.communicator.groups), or a smaller HCCL_BUFFSIZE"
+        yield warn("HCCL_BUFFSIZE", f"{found}, which the KV cache lacks", fix)
+    else:
+        yield ok("HCCL_BUFFSIZE", found)
+
+
+def cpu_governor(cpus: Path = CPUS) -> Iterator[Result]:
+    """Whether the CPUs run at full speed: decoding waits for the host, which launches the operators."""
+    files = cpus.glob("cpu[0-9]*/cpufreq/scaling_governor")
+    governors = Counter(file.read_text().strip() for file in files)
+    if slow := {name: count for name, count in governors.items() if name != "performance"}:
+        found = ", ".join(f"{name} on {count} CPUs" for name, count in slow.items())
+        yield warn("CPU governor", f"{found}: launching operators is slower", "cpupower frequency-set -g performance")
+    elif governors:
+        yield ok("CPU governor", "performance")
+
+
+def vllm_ascend() -> Iterator[Result]:
+    """What vllm-ascend leaves behind; see ``checks.installed_plugins`` for the wheel itself."""
+    paths = [path for path in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":") if re.search("vllm[-_]ascend", path)]
+    if paths:
+        kept = [path for path in os.environ["ASCEND_CUSTOM_OPP_PATH"].split(":") if path and path not in paths]
+        fix = f"export ASCEND_CUSTOM_OPP_PATH={':'.join(kept)}" if kept else "unset ASCEND_CUSTOM_OPP_PATH"
+        yield warn("ASCEND_CUSTOM_OPP_PATH", f"CANN loads vllm-ascend's operators from {', '.join(paths)}", fix)
+    package = host.package("vllm_ascend")
+    if package and not requirements.version("vllm-ascend"):
+        found = f"{package} has files of vllm-ascend, which is not installed"
+        yield warn("vllm_ascend", found, f"rm -r {package}, or take it off PYTHONPATH")
