@@ -9,7 +9,7 @@ import pytest
 from harness import launches as table
 from harness import npus
 
-CASES = ["dense", "experts, TP2 EP2"]  # tools/check launches counts the others too
+CASES = ["dense", "Gemma 3", "experts, TP2 EP2"]  # tools/check launches counts the others too
 STEPS = [(name, step) for name in CASES for step in ("prefill", "decode")]
 
 

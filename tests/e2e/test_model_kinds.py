@@ -15,6 +15,7 @@ CASES = {
     "granite, sinks and windows": (1, 82, 0.03),
     "bert cross-encoder": (1, 2, 5e-3),
     "idefics3, an image": (1, 30, 0.03),
+    "paddleocr-vl, an image": (1, 30, 0.03),
     "whisper, a sound": (1, 36, 0.02),
 }
 

@@ -59,6 +59,13 @@ KINDS |= {
         (["FusedAttentionImpl", "FusedMMEncoderAttention"], ["MMEncoderAttention", "PagedAttentionImpl"]),
         "image",
     ),
+    "paddleocr-vl, an image": Kind(
+        "generate",
+        kind_models.paddleocr,
+        IMAGES,
+        (["FusedAttentionImpl", "FusedMMEncoderAttention"], ["MMEncoderAttention", "PagedAttentionImpl"]),
+        "image",
+    ),
     "whisper, a sound": Kind(
         "generate",
         kind_models.whisper,
@@ -86,7 +93,7 @@ def case(name: str, directory: Path, ranks: int, dtype: str, engine: dict[str, A
     asked: list[Any]
     asked, lengths = kind_models.prompts()
     if kind.media == "image":
-        asked, lengths = ["what is <image>?", "<image><image>: how many", "1+1="], [6, 5, 4]
+        asked, lengths = ["what is <image>?", "<image> or <image>: how many", "1+1="], [6, 5, 4]
     if kind.media == "audio":
         asked, lengths = [[3, 4 + i, 5] for i in range(3)], [6, 5, 7]
     made = {"name": name, "model": str(make(name, directory)), "task": kind.task, "ranks": ranks, "dtype": dtype}
@@ -101,8 +108,8 @@ def reference(name: str, case: dict[str, Any]) -> Callable[[int, tuple[int, ...]
 
     dtype, path = getattr(torch, case["dtype"]), case["model"]
     if KINDS[name].media == "image":
-        model = transformers.Idefics3ForConditionalGeneration.from_pretrained(path, dtype=dtype).eval().float()
-        processor = transformers.Idefics3Processor.from_pretrained(path)
+        model = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).eval().float()
+        processor = transformers.AutoProcessor.from_pretrained(path)
     elif KINDS[name].media == "audio":
         model = transformers.WhisperForConditionalGeneration.from_pretrained(path, dtype=dtype).eval().float()
         extractor = transformers.WhisperFeatureExtractor.from_pretrained(path)
@@ -118,6 +125,8 @@ def reference(name: str, case: dict[str, Any]) -> Callable[[int, tuple[int, ...]
             prompt = made.pop("input_ids")[0].tolist()
             made.pop("attention_mask")
             more = dict(made)
+            if (types := more.get("mm_token_type_ids")) is not None:
+                more["mm_token_type_ids"] = torch.nn.functional.pad(types, (0, len(tokens)))
         all_tokens = torch.tensor([prompt + list(tokens)])
         with torch.no_grad():
             if KINDS[name].media == "audio":

@@ -41,11 +41,51 @@ EXPERTS = BASE | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+GEMMA = BASE | {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "intermediate_size": 3072,
+    "sliding_window": 512,
+    "query_pre_attn_scalar": HEAD,
+    "pad_token_id": 2,
+}
+PADDLEOCR_VL = {
+    "model_type": "paddleocr_vl",
+    "architectures": ["PaddleOCRVLForConditionalGeneration"],
+    "text_config": BASE
+    | {"intermediate_size": 3072}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
+    "vision_config": {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256},
+    "tie_word_embeddings": True,
+}
+BERT = {name: BASE[name] for name in ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")} | {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "intermediate_size": 3072,
+}
+_ARGUMENTS = {"num_bits": 8, "type": "int", "symmetric": True}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": _ARGUMENTS | {"strategy": "channel", "dynamic": False},
+            "input_activations": _ARGUMENTS | {"strategy": "token", "dynamic": True},
+        }
+    },
+}
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"config": DENSE, "ranks": 1, "engine": {}},
     "dense, TP2": {"config": DENSE, "ranks": 2, "engine": {"tensor_parallel_size": 2}},
+    "Gemma 3": {"config": GEMMA, "ranks": 1, "engine": {}},
+    "PaddleOCR-VL (M-RoPE)": {"config": PADDLEOCR_VL, "ranks": 1, "engine": {"limit_mm_per_prompt": {"image": 0}}},
     "experts": {"config": EXPERTS, "ranks": 1, "engine": {}},
     "experts, TP2 EP2": {"config": EXPERTS, "ranks": 2, "engine": {"tensor_parallel_size": 2, "enable_expert_parallel": True}},
+    "dense, W8A8": {"config": DENSE | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
+    "experts, W8A8": {"config": EXPERTS | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
+    "embedding (BERT)": {"config": BERT, "ranks": 1, "engine": {"runner": "pooling"}},
 }
 
 
@@ -57,7 +97,7 @@ def run(names: list[str], directory: Path) -> dict[str, Any]:
         "OMP_NUM_THREADS": "1",
         "ASCEND_EMULATOR_TRACE": str(directory / "trace.json"),
     }
-    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", **variables)
+    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", timeout=2400, **variables)
     found = {result["name"]: per_layer(result) for result in npus.results(done.stdout)}
     if done.returncode or list(found) != names:
         sys.exit(f"launches: the program ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -68,27 +108,34 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     """Bytes that one layer has to move in a rank's memory, and to send: each weight once, the keys and values that are seen
     once, and the tokens' hidden state in and out; for each all-reduce what a ring sends, 2 (n - 1) / n of the tensor."""
     config, ranks = case["config"], case["ranks"]
+    text = config.get("text_config", config)
+    heads, kv_heads = text["num_attention_heads"], text.get("num_key_value_heads", text["num_attention_heads"])
+    size = HIDDEN // heads if config is BERT else HEAD
     tokens, seen = (REQUESTS * PROMPT, REQUESTS * PROMPT) if step == "prefill" else (REQUESTS, REQUESTS * CACHED)
-    weights = (2 * HEADS + 2 * KV_HEADS) * HEAD * HIDDEN // ranks
+    weights, router = (2 * heads + 2 * kv_heads) * size * HIDDEN // ranks, 0
     if "num_experts" in config:
-        weights += HIDDEN * config["num_experts"] + 3 * HIDDEN * config["moe_intermediate_size"] * config["num_experts"] // ranks
+        router = HIDDEN * config["num_experts"]
+        weights += 3 * HIDDEN * config["moe_intermediate_size"] * config["num_experts"] // ranks
     else:
-        weights += 3 * HIDDEN * config["intermediate_size"] // ranks
-    cache = 2 * KV_HEADS * HEAD * (seen + (tokens if step == "decode" else 0)) // ranks
-    return 2 * (weights + cache + 2 * tokens * HIDDEN), 2 * 2 * 2 * (ranks - 1) * tokens * HIDDEN // ranks
+        weights += (2 if config is BERT else 3) * HIDDEN * text["intermediate_size"] // ranks
+    cache = 0 if config is BERT else 2 * kv_heads * size * (seen + (tokens if step == "decode" else 0)) // ranks
+    width = 1 if "quantization_config" in config else 2
+    return width * weights + 2 * (router + cache + 2 * tokens * HIDDEN), 2 * 2 * 2 * (ranks - 1) * tokens * HIDDEN // ranks
 
 
 def per_layer(result: dict[str, Any]) -> dict[str, Any]:
     """The output of count_launches.py, split into one layer and all that is outside of the layers."""
     found: dict[str, Any] = {}
-    for step in ("prefill", "decode"):
+    for step in result["fewer"]:
         fewer, more = result["fewer"][step], result["more"][step]
         names = Counter(more["names"])
         names.subtract(fewer["names"])
         launches = {name: count for name, count in sorted(names.items()) if count}
+        by_name = {name: more["moved"][name] - fewer["moved"].get(name, 0) for name in launches if name in more["moved"]}
         moved, sent = needed(CASES[result["name"]], step)
         found[step] = {
             "launches": launches,
+            "moved": by_name,
             "outside": sum(fewer["names"].values()) - 2 * sum(launches.values()),
             "bytes": more["bytes"] - fewer["bytes"],
             "needed": moved,

@@ -25,11 +25,17 @@ def summary(step: list[dict]) -> dict[str, Any]:
     launched = [
         event for event in step if event["cat"] in ("operator", "copy", "collective") and event["name"] not in HOST_COPIES
     ]
+    # an operator on tensors without elements launches no kernel
+    launched = [event for event in launched if event["cat"] != "operator" or event["args"]["bytes"]]
     launched.sort(key=lambda event: event["ts"])
     first = next(event["ts"] for event in launched if event["cat"] == "operator")
     last = launched[-1]["ts"]  # the sampled tokens' way to the host
     waits = [event["ts"] + event["dur"] for event in step if event["cat"] == "synchronize" or event["name"] in HOST_COPIES]
     sent = [event["args"].get("link", 0) for event in launched if event["cat"] == "collective"]
-    moved = [event["args"]["bytes"] for event in launched if event["cat"] == "operator"]
+    moved: Counter[str] = Counter()
+    for event in launched:
+        if event["cat"] == "operator":
+            moved[event["name"]] += event["args"]["bytes"]
     names = Counter(event["name"] for event in launched)
-    return {"names": names, "bytes": sum(moved), "sent": sum(sent), "waits": sum(first < end < last for end in waits)}
+    found = {"names": names, "moved": moved, "bytes": moved.total(), "sent": sum(sent)}
+    return found | {"waits": sum(first < end < last for end in waits)}

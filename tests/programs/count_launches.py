@@ -19,8 +19,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import harness.engine_imports  # noqa: F401
 import torch
 from harness import launcher, trace
+from harness.models import kinds
 from transformers import AutoConfig
-from vllm import LLM, SamplingParams
+from vllm import LLM, PoolingParams, SamplingParams
 
 COMMON: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -35,19 +36,26 @@ COMMON |= {"enforce_eager": True}  # which counts what a graph would hold
 
 
 def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
-    config = AutoConfig.for_model(**case["config"] | {"num_hidden_layers": case["layers"]})
+    given, layers = case["config"], {"num_hidden_layers": case["layers"]}
+    given |= {"text_config": given["text_config"] | layers} if "text_config" in given else layers
+    config = AutoConfig.for_model(**given)
     config.save_pretrained(directory)
-    engine = LLM(str(directory), **COMMON, **case["engine"]).llm_engine
+    pools = case["engine"].get("runner") == "pooling"
+    if pools:  # for which vLLM wants a tokenizer
+        kinds.tokenizer().save_pretrained(directory)
+    engine = LLM(str(directory), **COMMON | {"skip_tokenizer_init": not pools} | case["engine"]).llm_engine
     torch.manual_seed(0)
     for request in range(case["requests"]):
-        prompt = torch.randint(3, config.vocab_size, (case["prompt"],)).tolist()
-        sampling = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
-        engine.add_request(str(request), {"prompt_token_ids": prompt}, sampling)
+        prompt = torch.randint(3, config.get_text_config().vocab_size, (case["prompt"],)).tolist()
+        asked: SamplingParams | PoolingParams = PoolingParams(task="embed")
+        if not pools:
+            asked = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
+        engine.add_request(str(request), {"prompt_token_ids": prompt}, asked)
     found, before = {}, len(trace.events())
-    for name in ("prefill", "first decode", "decode"):
+    for name in ("prefill",) if pools else ("prefill", "first decode", "decode"):
         engine.step()
         found[name], before = trace.events()[before:], len(trace.events())
-    return {name: trace.summary(found[name]) for name in ("prefill", "decode")}
+    return {name: trace.summary(found[name]) for name in found if name != "first decode"}
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:

@@ -178,13 +178,15 @@ class LogprobDifferences:
 class Pair:
     """The two instances, and the answers that the second computes alone."""
 
-    def __init__(self, case: dict[str, Any]) -> None:
+    def __init__(self, case: dict[str, Any], port: int) -> None:
+        self.metaserver = f"http://127.0.0.1:{port}/v1/metaserver"
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
             ours, theirs = context.Pipe()
             shape = case[name]
-            options = case.get("transfer", {}), shape.get("tiers", {}), shape.get("engine", {})
+            allowed = {"metaserver": self.metaserver} if role == "kv_consumer" else {}
+            options = case.get("transfer", {}) | allowed, shape.get("tiers", {}), shape.get("engine", {})
             arguments = (theirs, case["model"], shape["devices"], role, *options)
             self.processes.append(context.Process(target=instance, args=arguments))
             self.processes[-1].start()
@@ -234,10 +236,10 @@ class Pair:
         began = time.monotonic()
         return self.judge(items, first, self.ask(self.decode, there), began)
 
-    def layerwise(self, items: list[dict[str, Any]], port: int, finished: dict[str, Any] | None = None) -> dict[str, Any]:
+    def layerwise(self, items: list[dict[str, Any]], finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """The decode instance has blocks first; the prompts are read while they are computed, but for those that are finished."""
         by_name = {item["name"]: item for item in items}
-        params = {"do_remote_prefill": True, "metaserver": f"http://127.0.0.1:{port}/v1/metaserver"}
+        params = {"do_remote_prefill": True, "metaserver": self.metaserver}
         began = time.monotonic()
         first = dict(finished or {})
         self.decode.send([item | {"params": first[item["name"]][2] if item["name"] in first else params} for item in items])
@@ -334,7 +336,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Router)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     port, seed = server.server_address[1], case.get("seed", 0)
-    pair = Pair(case)
+    pair = Pair(case, port)
     try:
         for pipe in pair.pipes:
             assert pipe.poll(480)
@@ -353,7 +355,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             result["alone, again"] = pair.compute_alone_again(every)
         for name in ("pull", "layerwise"):
             if phases[name]:
-                result[name] = pair.pull(phases[name]) if name == "pull" else pair.layerwise(phases[name], port)
+                result[name] = pair.pull(phases[name]) if name == "pull" else pair.layerwise(phases[name])
                 result[name]["blocks are free"] = [pair.free(pipe) for pipe in pair.pipes]
         if case["decode"].get("tiers"):
             result["from host memory"] = pair.offload(phases["pull"])
@@ -362,7 +364,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             finished = pair.compute_there(phases["killed"][:half])
             killer = threading.Timer(draw.uniform(0.0, 0.2), pair.kill_prefill)
             killer.start()
-            result["killed"] = pair.layerwise(phases["killed"], port, finished)
+            result["killed"] = pair.layerwise(phases["killed"], finished)
             killer.join()
             result["killed"]["blocks are free"] = [pair.free(pair.decode)]
         return result

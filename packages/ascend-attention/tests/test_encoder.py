@@ -1,5 +1,6 @@
 """Fused encoder attention on random batches, compared with softmax(q k^T) v in float64."""
 
+import numpy as np
 import pytest
 import torch
 from ascend_attention import encoder
@@ -78,6 +79,23 @@ def test_mm_encoder_attention():
     ends = torch.tensor([0, 3, 20, 30], dtype=torch.int32).npu()
     expected = reference(*(x.flatten(0, 1) for x in (query, key, value)), [3, 17, 10], 40**-0.5)
     close(layer.forward_oot(*packed, cu_seqlens=ends, max_seqlen=torch.tensor(17))[0], expected)
+
+
+def test_host_waits_for_lengths_at_most_once(monkeypatch):
+    copies = []
+    to_list = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: copies.append(x.device.type) or to_list(x))
+    layer = encoder.FusedMMEncoderAttention(2, 32)
+    query, key, value = torch.randn(3, 1, 20, 64).npu()
+    ends = np.array([0, 3, 20], dtype=np.int32)
+    known = layer.maybe_recompute_cu_seqlens(layer.attn_backend, ends, 64, 1, torch.device("npu"))  # as Qwen-VL's models do
+    unknown = torch.tensor(ends).npu()
+    expected = reference(*(x[0].unflatten(-1, (2, 32)).cpu() for x in (query, key, value)), [3, 17], 32**-0.5)
+    for lengths, waits in ((known, 0), (unknown, 1)):
+        copies.clear()
+        for _ in range(3):
+            close(layer.forward_oot(query, key, value, lengths)[0].unflatten(-1, (2, 32)), expected)
+        assert copies.count("npu") == waits
 
 
 def test_unsupported_features_are_refused():

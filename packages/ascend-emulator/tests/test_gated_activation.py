@@ -152,3 +152,8 @@ def test_gradient_of_fast_gelu():
 def test_odd_width_is_refused():
     with pytest.raises(RuntimeError, match="it must be even"):
         torch_npu.npu_gelu_mul(torch.randn(4, 5, dtype=torch.float16, device="npu"))
+
+
+def test_wide_rows_of_gelu_mul_are_refused():
+    with pytest.raises(RuntimeError, match="the last dimension of input is 1026; allowed: 2 to 1024"):
+        torch_npu.npu_gelu_mul(torch.randn(4, 1026, dtype=torch.float16, device="npu"))

@@ -77,6 +77,43 @@ def test_mrope(kind, size, rotary, mode, dtype):
         close(result, rope(x, positions, cache, size, mode == "interleave"), ulps=6)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+@pytest.mark.parametrize(
+    ("section", "turns"), [([16, 24, 24], "default"), ([8, 12, 12], "default"), ([24, 20, 20], "interleave")]
+)
+def test_mrope_of_three_rows_of_positions(section, turns, mode, dtype):
+    rotary, size = 2 * sum(section), 128
+    query, key, cache = (torch.randn(shape).to(dtype) for shape in ((9, 4 * size), (9, 2 * size), (40, rotary)))
+    positions = torch.randint(40, (3, 9))
+    if turns == "default":
+        owners = [row for row, count in enumerate(section) for _ in range(count)]
+    else:
+        owners = [i % 3 if i < 3 * section[i % 3] else 0 for i in range(rotary // 2)]
+    angles = torch.stack([cache[positions[row]][:, [i, i + rotary // 2]] for i, row in enumerate(owners)], -1).flatten(1)
+    results = torch_npu.npu_mrope(
+        positions.npu(), query.npu(), key.npu(), cache.npu(), size, mrope_section=section, rotary_mode=mode, cache_mode=turns
+    )
+    for x, result in zip((query, key), results, strict=True):
+        close(result, rope(x, torch.arange(9), angles, size, mode == "interleave"), ulps=6)
+
+
+def test_sections_that_are_not_documented_are_refused():
+    x, cache, positions = (torch.ones(shape, device="npu") for shape in ((2, 128), (4, 64), (3, 2)))
+    with pytest.raises(RuntimeError, match=r"mrope_section is \[11, 11, 10\]; \[16, 24, 24\], \[24, 20, 20\] and"):
+        torch_npu.npu_mrope(positions.long(), x, x, cache, 64, mrope_section=[11, 11, 10], cache_mode="interleave")
+
+
+def test_too_many_heads_are_refused():
+    x, angles = torch.ones(2, 3, 500, 64, device="npu"), torch.ones(1, 3, 1, 64, device="npu")
+    torch_npu.npu_rotary_mul(x, angles, angles, "half")
+    with pytest.raises(RuntimeError, match="B \\* N is 1000; with rotary_mode interleave it must be below 1000"):
+        torch_npu.npu_rotary_mul(x, angles, angles, "interleave")
+    wide = x.repeat(1, 1, 2, 1)
+    with pytest.raises(RuntimeError, match="dimension 2 of input is 1000; B and N must be below 1000"):
+        torch_npu.npu_rotary_mul(wide, angles, angles, "half")
+
+
 def test_mrope_without_tokens():
     x, cache = torch.empty(0, 128, device="npu"), torch.randn(4, 64, device="npu")
     query, key = torch_npu.npu_mrope(torch.empty(0, dtype=torch.int64, device="npu"), x, x, cache, 64, mrope_section=[0, 0, 0])

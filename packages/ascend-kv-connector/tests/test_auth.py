@@ -6,7 +6,7 @@ from time import monotonic
 
 import pytest
 import zmq
-from ascend_kv_connector.auth import SECRET_ENV, CurveKeys, is_loopback, read_secret
+from ascend_kv_connector.auth import SECRET_ENV, CurveKeys, is_loopback, read_secret, require_secret
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.protocol import Ack, Finish
 from ascend_kv_connector.rpc import RpcClient, RpcServer
@@ -78,6 +78,16 @@ def test_secret_file_takes_precedence_over_environment(tmp_path: Path, monkeypat
         read_secret(str(file))
     with pytest.raises(extension.RefusedError, match=r"secret_file .*none cannot be read: No such file"):
         read_secret(str(tmp_path / "none"))
+
+
+def test_secret_is_required_where_other_machines_can_connect() -> None:
+    require_secret(b"", False, "127.0.0.1")
+    require_secret(b"", True, "10.0.0.1")
+    require_secret(b"sixteen bytes or more", False, "10.0.0.1")
+    with pytest.raises(
+        extension.RefusedError, match=r"can reach 10\.0\.0\.1, .*set secret_file .*VLLM_ASCEND_KV_SECRET .*insecure"
+    ):
+        require_secret(b"", False, "10.0.0.1")
 
 
 def test_is_loopback() -> None:

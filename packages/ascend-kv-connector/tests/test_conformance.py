@@ -1,10 +1,18 @@
 """Conformance suite on this wheel's connectors, with the KV cache on an emulated NPU."""
 
+import ctypes
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, ClassVar
 
 import pytest
-from ascend_kv_connector.testing import ConnectorTests, HandoffTests, one_rank  # noqa: F401
+import torch
+from ascend_kv_connector.testing import ConnectorTests, Engine, HandoffTests, one_rank  # noqa: F401
+from ascend_kv_connector.transfers import Done
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
 
@@ -33,9 +41,83 @@ def store(tmp_path: Path) -> dict[str, Any]:
     return STORE | {"kv_connector_extra_config": STORE["kv_connector_extra_config"] | {"disk_path": str(tmp_path)}}
 
 
+class Busy:
+    """A stream that executes nothing after :meth:`start` until it is released, as an NPU that is busy with a step."""
+
+    def __init__(self) -> None:
+        self.stream, self.released = torch.npu.Stream(), threading.Event()
+        self._wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self.released.wait(60) and None)
+
+    def start(self) -> None:
+        library = ctypes.CDLL("libascendcl.so")
+        assert library.aclrtLaunchHostFunc(ctypes.c_void_p(self.stream.npu_stream), self._wait, None) == 0
+
+
+@contextmanager
+def busy() -> Iterator[Busy]:
+    made = Busy()
+    try:
+        yield made
+    finally:
+        made.released.set()
+        made.stream.synchronize()
+
+
 class TestAscendP2PConnector(HandoffTests):
     transfer: ClassVar[dict[str, Any]] = P2P
     device = "npu"
+
+    def test_addresses_of_a_client_are_not_contacted(self, engine: Callable[..., Engine], tmp_path: Path) -> None:
+        (tmp_path / "secret").write_text("sixteen bytes or more")
+        options = P2P["kv_connector_extra_config"] | {"secret_file": str(tmp_path / "secret")}
+        one, other = (engine(kv_role=role, kv_connector_extra_config=options) for role in ("kv_producer", "kv_consumer"))
+        prompt = list(range(60))
+        sent = self.prefill_all(one, {"a": prompt})["a"]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(0.3)
+            port = listener.getsockname()[1]
+            chosen = {
+                "metaserver": {"do_remote_prefill": True, "metaserver": f"http://127.0.0.1:{port}/"},
+                "ranks": sent | {"remote_ranks": [["127.0.0.1", port]]},
+                "reader": sent | {"do_remote_prefill": False, "do_remote_decode": True, "remote_reader": "r"},
+            }
+            chosen["reader"]["remote_ranks"] = [["127.0.0.1", port]]
+            for name, params in chosen.items():
+                target = one if name == "reader" else other
+                target.add(name, prompt, 2, params)
+                while target.scheduler.has_unfinished_requests():
+                    target.step()
+                assert target.ended[name][0] == "length"
+            with pytest.raises(TimeoutError):
+                listener.accept()
+        other.add("a", prompt, 2, sent)
+        other.run(lambda step: one.step())
+        self.check(other, dict.fromkeys(("metaserver", "ranks", "a"), prompt), 2)
+        assert other.loaded["a"] >= 48
+
+    def test_transfers_do_not_wait_for_later_steps(self, engine: Callable[..., Engine]) -> None:
+        one, other = engine(kv_role="kv_producer"), engine(kv_role="kv_consumer")
+        given = {"a": list(range(100)), "b": list(range(1, 101))}
+        params = self.prefill_all(one, given)
+        with busy() as on_one, busy() as on_other:
+            with torch.npu.stream(on_other.stream):
+                other.add("a", given["a"], 3, params["a"])
+                other.step()
+                on_other.start()
+                other.add("b", given["b"], 3, params["b"])
+                other.step()
+            transfers = dict(other.worker._worker._consumer._transfers)
+            with torch.npu.stream(on_one.stream):
+                on_one.start()
+                one.step()  # the leases
+            until = monotonic() + 10
+            while transfers["a"].outcome is None and monotonic() < until:
+                sleep(0.01)
+            assert isinstance(transfers["a"].outcome, Done)
+            assert transfers["b"].outcome is None, "its blocks may still be used by the step before"
+        other.run(lambda step: one.step())
+        one.run()
+        self.check(other, given, 3)
 
 
 class TestAscendP2PConnectorWithWindows(HandoffTests):

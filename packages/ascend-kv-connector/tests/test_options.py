@@ -15,6 +15,9 @@ def test_defaults_and_values() -> None:
     assert Options.from_config({}) == Options()
     assert Options.from_config({"lease": 3, "verify": True, "prefill": {"tp_size": 2}}) == Options(lease=3, verify=True)
     assert Options.from_config({"chunk_mib": 2}).chunk_bytes == 2 << 20
+    assert Options.from_config({"metaserver": "http://r"}).metaservers == ["http://r"]
+    assert Options.from_config({"peers": ["10.0.0.0/8", "p"]}).peer_hosts == ["10.0.0.0/8", "p"]
+    assert (Options().metaservers, Options().peer_hosts) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -28,7 +31,9 @@ def test_defaults_and_values() -> None:
         ({"verify": 1}, "verify is 1; it must be true or false"),
         ({"host": 7}, "host is 7; it must be a string"),
         ({"mode": "both"}, "mode is 'both'; it must be pull or push"),
-        ({"metaserver": "http://r"}, "metaserver needs mode push; set mode to push"),
+        ({"metaserver": ["http://r", "r:80"]}, "metaserver is 'r:80'; it must be a URL"),
+        ({"metaserver": {"a": 1}}, "it must be a name or a list of names"),
+        ({"peers": 7}, "peers is 7; it must be a name or a list of names"),
         ({"mode": "push", "metaserver": "r:80"}, "metaserver is 'r:80'; it must be a URL"),
     ],
 )

@@ -10,6 +10,7 @@ from ascend_kv_connector.connector import AscendP2PConnector
 from ascend_kv_connector.prompt_digest import prompt_digest
 from ascend_kv_connector.scheduler import Endpoint, LayerwisePrefill, Load, P2PScheduler
 from ascend_kv_connector.transfers import Source
+from ascend_kv_connector.trusted_addresses import TrustedAddresses
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.lora.request import LoRARequest
@@ -46,7 +47,8 @@ def request(tokens: int = 21, params: dict[str, Any] | None = None, name: str = 
 
 
 def scheduler(produces: bool = True, consumes: bool = True) -> P2PScheduler:
-    made = P2PScheduler("d", 4, produces, consumes)
+    urls = ["http://router/v1/metaserver", "http://configured", "http://own"]
+    made = P2PScheduler("d", 4, produces, consumes, trusted=TrustedAddresses(metaservers=urls, insecure=True))
     made.set_endpoints({(1, 0): Endpoint("h", 3, 23), (0, 1): Endpoint("h", 2, 22), (0, 0): Endpoint("h", 1, 21)})
     return made
 
@@ -70,7 +72,8 @@ def test_remote_prompt_is_loaded_after_the_local_prefix() -> None:
 
 
 def of_windows() -> P2PScheduler:
-    made = P2PScheduler("d", 4, True, True, windows=(0, 6))
+    trusted = TrustedAddresses(metaservers=["http://r"], insecure=True)
+    made = P2PScheduler("d", 4, True, True, trusted=trusted, windows=(0, 6))
     made.set_endpoints({(0, 0): Endpoint("h", 1, 21)})
     return made
 
@@ -161,6 +164,8 @@ def test_other_prompts_are_not_kept(status: RequestStatus, params: dict | None, 
         {"remote_ranks": [["10.0.0.1"]]},
         {"remote_ranks": [["10.0.0.1", "7000"]]},
         {"remote_ranks": "10.0.0.1:7000"},
+        {"remote_ranks": [["10.0.0.1", 7000]] * 2000},
+        {"metaserver": "http://169.254.169.254/latest"},
     ],
 )
 def test_invalid_params_are_logged_and_the_prompt_is_computed(wrong: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +178,7 @@ def test_invalid_params_are_logged_and_the_prompt_is_computed(wrong: dict, monke
     assert made.get_num_new_matched_tokens(near, 0) == (0, False)
     (line,) = said
     assert next(iter(wrong)) in line
+    assert len(line) < 500
 
 
 def step(new: list[NewRequestData], tokens: dict[str, int], preempted: tuple[str, ...] = (), **old: Any) -> SchedulerOutput:
@@ -322,6 +328,23 @@ def test_requests_that_share_a_source_release_it_once() -> None:
     made.update_finished_loads({"other", "aborted"})
     assert made.build_connector_meta(NOTHING).released == [SOURCE]
     assert load(made, late) == (0, [])  # the producer has freed it
+
+
+def test_lease_has_the_step_that_computed_its_last_tokens() -> None:
+    """Not a later one, which async scheduling may have started with the request in it."""
+    prefill, far = scheduler(), request(params={"do_remote_decode": True}, name="far")
+    prefill.update_state_after_alloc(far, blocks(7, 8), 0)
+    new = NewRequestData("far", None, [], None, None, ([7, 8],), 0, None)
+    ran = [
+        step([new], {"far": 8}),
+        NOTHING,
+        step([], {"far": 13}, far=([9], 8, False)),
+        step([], {"far": 1}, far=([], 21, False)),
+    ]
+    assert [prefill.build_connector_meta(each).step for each in ran] == [1, 0, 3, 0]
+    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
+    prefill.request_finished(far, [7, 8, 9])
+    assert prefill.build_connector_meta(NOTHING).written == {"far": 3}
 
 
 def test_prefill_for_another_prompt_is_not_sent() -> None:

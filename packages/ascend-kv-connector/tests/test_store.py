@@ -241,6 +241,7 @@ def test_files_are_written_atomically(tmp_path: Path) -> None:
     ended.set()
     thread.join()
     assert seen <= {"missing", "loaded"}
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.kv")} == {0o600}  # prompts are in them
     assert is_intact(name, read[:-FOOTER_BYTES], read_footer(read))
     assert not is_intact("m/abd", read[:-FOOTER_BYTES], read_footer(read))
 

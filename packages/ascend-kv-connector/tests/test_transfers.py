@@ -6,8 +6,10 @@ from time import monotonic, sleep
 
 import pytest
 import torch
+from ascend_kv_connector.consumer import MAX_QUARANTINED
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.protocol import Fetch, Refused, decode_reply
+from ascend_kv_connector.rpc import MAX_CLIENTS, RpcServer
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed, Source
 
@@ -409,3 +411,43 @@ def test_more_readers_than_buffers_of_a_pipeline(instances: Callable) -> None:
             assert all(isinstance(outcome, Done) for outcome in ended), ended
             assert max(outcome.seconds for outcome in ended) < 2.0
     assert all(consumer.holds(name, blocks, 0, 30) for consumer, name, blocks in wanted)
+
+
+def test_more_producers_than_a_context_has_sockets(instances: Callable) -> None:
+    """Each restart of a prefill instance listens on new ports."""
+    producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
+    rank = consumer.consumers[0]
+    door = RpcServer(producer.producers[0].answer, "0.0.0.0")
+    blocks = consumer.take(4)
+    for number in range(360):
+        source, held = producer.fill(f"r{number}", 4)
+        source = source._replace(ranks=((f"127.0.{1 + number // 200}.{1 + number % 200}", door.port),))
+        rank.start(f"r{number}", source, blocks, 0, 4)
+        ((outcome,),) = consumer.wait()
+        assert isinstance(outcome, Done), (number, outcome)
+        producer.free += held
+    assert len(rank._threads[0]._clients) == MAX_CLIENTS
+    rank._threads[0]._clients.close_idle(0.0)
+    assert len(rank._threads[0]._clients) == len(rank._threads[0]._caches) == 0
+    door.close()
+
+
+def test_failed_reads_take_a_limited_number_of_buffers(instances: Callable, network: InMemoryNetwork) -> None:
+    producer, consumer = instances("p").produce(), instances("d", lanes=2).consume()
+    rank, network.faults.fail = consumer.consumers[0], 1.0
+    blocks = consumer.take(4)
+    for number in range(MAX_QUARANTINED + 6):
+        source, held = producer.fill(f"r{number}", 4)
+        producer.free += held
+        rank.start(f"r{number}", source, blocks, 0, 4)
+        ((outcome,),) = consumer.wait()
+        assert outcome.kind == "transport"
+    most = MAX_QUARANTINED + 4
+    assert f"{most} receive buffers are still in use or in quarantine after failed reads" in outcome.cause
+    assert outcome.seconds < 1.0
+    assert len(rank.transport._memory) == most
+    rank._quarantined = [(0.0, buffer) for _, buffer in rank._quarantined]  # a minute later
+    network.faults.fail = 0.0
+    source, _ = producer.fill("s", 4)
+    rank.start("s", source, consumer.take(4), 0, 4)
+    assert isinstance(consumer.wait()[0][0], Done)

@@ -64,6 +64,7 @@ def test_emulated_chips_lack_what_the_table_says() -> None:
         "npu_fused_infer_attention_score": "aclnnFusedInferAttentionScoreV3",
         "npu_scatter_pa_kv_cache": "aclnnScatterPaKvCache",
         "npu_fusion_attention": "aclnnFlashAttentionVarLenScoreV4",
+        "npu_gemma_rms_norm": "aclnnGemmaRmsNorm",
         "npu_moe_gating_top_k": "aclnnMoeGatingTopK",
         "npu_mrope": "aclnnRopeWithSinCosCacheV2",
     }

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from ascend_platform.ops import activation, layernorm, rotary_embedding  # noqa: F401  (registers them)
+import torch.nn.functional as F
+import torch_npu
+from ascend_platform.ops import activation, gemma_layernorm, layernorm, rotary_embedding  # noqa: F401  (registers them)
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.activation import FastGELU, GeluAndMul, NewGELU, QuickGELU, SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, MRotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -51,6 +54,22 @@ def test_fused_add_rms_norm(dtype):
     close(left, total, ulps=1)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gemma_rms_norm(dtype):
+    layer = GemmaRMSNorm(128, eps=1e-6).to(dtype)
+    assert type(layer) is gemma_layernorm.NPUGemmaRMSNorm
+    layer.weight.data.normal_()
+    expected_weight = layer.weight.double() + 1
+    layer = layer.to("npu")
+    x, residual = torch.randn(2, 9, 256, dtype=dtype)
+    heads = x.npu()[:, :128].unflatten(-1, (1, 128))  # as Gemma 3 has queries: rows of a wider tensor
+    close(layer(heads)[:, 0], rms(x[:, :128].double(), expected_weight, 1e-6))
+    x, residual = x[:, :128], residual[:, :128]
+    normed, left = layer(x.npu(), residual.npu())
+    close(left, x.double() + residual.double(), ulps=1)
+    close(normed, rms((x + residual).double(), expected_weight, 1e-6))
+
+
 def test_partial_rms_norm_falls_back_to_native():
     layer = RMSNorm(64, var_hidden_size=32, dtype=torch.float32)
     x = torch.randn(3, 64)
@@ -67,12 +86,29 @@ def test_silu_and_mul(dtype, shape):
     close(layer(x.npu()), gate * gate.sigmoid() * up)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_and_mul(dtype, approximate):
+    layer = GeluAndMul(approximate)
+    x = torch.randn(5, 2400, dtype=dtype)
+    gate, up = x.double().chunk(2, -1)
+    close(layer(x.npu()), F.gelu(gate, approximate=approximate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forms_of_gelu(dtype):
+    x = torch.randn(5, 96, dtype=dtype)
+    for layer in (NewGELU(), FastGELU()):
+        close(layer(x.npu()), F.gelu(x.double(), approximate="tanh"))
+    close(QuickGELU()(x.npu()), x.double() * (1.702 * x.double()).sigmoid())
+
+
 def rotated(x, positions, inverse_frequencies, neox, head_size):
-    """Rotate each pair (a, b) of a head by position times frequency; pairs are halves (neox) or neighbours."""
+    """Rotate each pair (a, b) of a head by position times frequency, or the token's; pairs are halves (neox) or neighbours."""
     turned = x.double().reshape(len(positions), -1, head_size).clone()
     angles = positions.double()[:, None] * inverse_frequencies.double()
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    width = 2 * len(inverse_frequencies)
+    width = 2 * inverse_frequencies.shape[-1]
     first = slice(0, width // 2) if neox else slice(0, width, 2)
     second = slice(width // 2, width) if neox else slice(1, width, 2)
     a, b = turned[..., first].clone(), turned[..., second].clone()
@@ -103,3 +139,45 @@ def test_rotary_subclasses_are_fused():
     query, key = torch.randn(2, 30, 128)
     got, _ = layer(positions.npu(), query.npu(), key.npu())
     close(got, rotated(query, positions, layer._compute_inv_freq(10000.0).cpu(), True, 64), ulps=300)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize(
+    ("section", "turns", "fused"),
+    [([16, 24, 24], False, True), ([24, 20, 20], True, True), ([8, 12, 12], False, True), ([11, 11, 10], True, False)],
+)
+def test_mrope(section, turns, fused, neox, dtype, monkeypatch):
+    """The models' sections: of Qwen2.5-VL, Qwen3-VL, GLM-4V, and of Qwen3.5, which npu_mrope does not support."""
+    head_size, rotary = 128, 2 * sum(section)
+    layer = MRotaryEmbedding(head_size, rotary, 128, 10000.0, neox, dtype, section, turns).to("npu")
+    calls = []
+    operator = torch_npu.npu_mrope
+    monkeypatch.setattr(torch_npu, "npu_mrope", lambda *x, **options: calls.append(options) or operator(*x, **options))
+    owners = [row for row, count in enumerate(section) for _ in range(count)]
+    if turns:
+        owners = [i % 3 if i < 3 * section[i % 3] else 0 for i in range(rotary // 2)]
+    positions = torch.randint(0, 512, (3, 11))
+    query, key = torch.randn(11, 4 * head_size, dtype=dtype), torch.randn(11, 2 * head_size, dtype=dtype)
+    joined = torch.cat([query, key], -1).npu()
+    got = layer(positions.npu(), *joined.split([4 * head_size, 2 * head_size], -1))
+    frequencies = 10000.0 ** -(torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
+    angles = torch.stack([positions[row] * frequencies[i] for i, row in enumerate(owners)], -1)
+    for x, found in zip((query, key), got, strict=True):
+        close(found, rotated(x, torch.ones(11), angles, neox, head_size), ulps=300 if dtype is torch.float32 else 4)
+    layer(positions[0].npu(), *joined.split([4 * head_size, 2 * head_size], -1))  # text alone
+    assert len(calls) == 1 + fused
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("shape", [(2, 7, 3, 80), (7, 3, 72)])
+def test_rotary_embedding_of_vision_encoders(dtype, neox, shape, monkeypatch):
+    monkeypatch.setattr(rotary_embedding.NPUApplyRotaryEmb, "forward_native", None)
+    layer = ApplyRotaryEmb(enforce_enable=True, is_neox_style=neox)
+    x, angles = torch.randn(shape, dtype=dtype), torch.randn(shape[-3], shape[-1] // 2)
+    got = layer(x.npu(), angles.cos().to(dtype).npu(), angles.sin().to(dtype).npu())
+    tokens = x.transpose(0, 1).reshape(7, -1) if x.dim() == 4 else x.reshape(7, -1)
+    expected = rotated(tokens, torch.ones(7), angles, neox, shape[-1])
+    expected = expected.view(7, 2, 3, 80).transpose(0, 1) if x.dim() == 4 else expected.view(shape)
+    close(got, expected, ulps=8)

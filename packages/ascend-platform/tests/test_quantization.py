@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
+import torch_npu
 from ascend_platform import host, quantization
+from ascend_platform.components import options
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.quantization import base
 from ascend_platform.quantization.common import DESCRIPTION, NAME
@@ -83,6 +85,8 @@ def test_linear_layer(spec, dtype):
         given["deq_scale"] = given["deq_scale"].to(torch.int32).view(torch.float32)
     packed = scheme.load(given, dtype, "x", True)
     assert set(packed) == set(scheme.packed)
+    if spec.inputs == "static":  # converted once: npu_quant_matmul would convert a float32 scale for float16 in each call
+        assert packed["deq_scale"].dtype == (torch.int64 if dtype == torch.float16 else torch.float32)
     x = (torch.randn(5, IN) * 0.8).to(dtype)
     bias = torch.linspace(-1, 1, OUT).to(dtype)
     actual = scheme.apply(x.npu(), packed, None if spec.inputs == "static" else bias.npu())
@@ -98,6 +102,26 @@ def test_linear_layer(spec, dtype):
         assert distance(actual, shifted @ own.numbers().T + bias.double()) > bound
         later = scheme.load(given, dtype, "x", False)  # of the other ranks, which do not add the bias
         assert not later["quant_bias"].any()
+
+
+@pytest.mark.parametrize(
+    ("given", "form"), [({}, "FRACTAL_NZ"), ({"weight_nz": False}, "ND"), ({"weight_nz": True}, "FRACTAL_NZ")]
+)
+def test_weights_in_fractal_nz(monkeypatch, given, form):
+    monkeypatch.setitem(options._given, "platform", given)
+    scheme, (own,), tensors = SCHEMES["W8A8_DYNAMIC"], *drawn(Spec(8, "dynamic"), torch.float16)
+    packed = scheme.load(tensors, torch.float16, "x", True)
+    assert torch_npu.get_npu_format(packed["weight"]).name == form
+    narrow = base.transpose_int8(torch.zeros(48, IN, dtype=torch.int8).npu())  # blocks of 32 do not divide 48
+    assert torch_npu.get_npu_format(narrow).name == "ND"
+    x = torch.randn(5, IN).half()
+    actual = scheme.apply(x.npu(), packed, None)
+    assert distance(actual, quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T) < torch.finfo(torch.float16).eps
+
+
+def test_other_values_of_weight_nz_are_refused(model):
+    with pytest.raises(ValueError, match=r"ascend\.platform\.weight_nz\" is 'yes'; supported: true, false"):
+        engine_config(model(), additional_config={"ascend": {"platform": {"weight_nz": "yes"}}})
 
 
 def wrong_scale(own):
@@ -119,6 +143,10 @@ def test_experts(spec, dtype, counts):
     scheme = SCHEMES[spec.scheme]
     made, given = drawn(spec, dtype, experts=len(counts))
     packed = scheme.pack(scheme.checked(scheme.read(given), "x"), dtype)
+    assert set(packed) == set(scheme.packed)
+    down = scheme.pack_down(scheme.checked(scheme.read(given), "x"), dtype)
+    if spec.scheme == "W8A8_DYNAMIC":  # of npu_grouped_matmul's dtype, converted once
+        assert down["weight_scale"].dtype == (dtype if dtype == torch.bfloat16 else torch.float32)
     x = torch.randn(sum(counts), IN).to(dtype)
     actual = scheme.grouped(x.npu(), packed, torch.tensor(counts).npu())
     values, expert = quantized_inputs(x, spec, dtype), torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

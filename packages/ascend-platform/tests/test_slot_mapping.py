@@ -1,10 +1,12 @@
-"""PyTorch implementation of vLLM's slot mapping kernel, compared with a loop."""
+"""Slot mappings computed in place of vLLM's kernel, on the device and on the host, compared with a loop."""
 
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping
+from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping, slots_of
 
 
 @pytest.mark.parametrize("decode", [True, False])
@@ -43,5 +45,8 @@ def test_slot_mapping(decode, block_size, ranks, rank, interleave, seed):
         table[o][at[p] // block_size] * block_size + at[p] % block_size if p in at else -1
         for o, p in zip(owners, positions, strict=True)
     ]
-    # tokens of no request: in the null block, apart from each other as far as it reaches
-    assert slots.tolist() == expected + [token % block_size for token in range(len(positions), 2048)]
+    assert slots.tolist() == expected + [0] * (2048 - len(positions))  # the model runner's are those of padding
+    blocks = SimpleNamespace(np=np.array(table, dtype=np.int32))
+    of_host = SimpleNamespace(block_size=block_size, dcp_world_size=ranks, dcp_rank=rank, block_table=blocks)
+    of_host.cp_kv_cache_interleave_size = interleave
+    assert slots_of(of_host, np.array(owners), np.array(positions)).tolist() == expected

@@ -38,9 +38,9 @@ class Network(Protocol):
 class ScheduledConsumer(Consumer):
     """A consumer that releases a source after the last load from it, as P2PScheduler lets the workers do."""
 
-    def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int) -> None:
+    def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int, after: Any = None) -> None:
         self.__dict__.setdefault("sources", {})[request] = source
-        super().start(request, source, blocks, start, stop)
+        super().start(request, source, blocks, start, stop, after)
 
     def get_finished(self) -> list[Done | Failed]:
         ended = super().get_finished()
@@ -98,7 +98,7 @@ class Instance:
                 ]
                 groups = {f"layers.{layer}": layer % len(windows) for layer in own}
                 self.caches.append(PagedCache(regions, block_size, heads, total_heads, groups, windows))
-        self.queue = nullcontext if device == "cpu" else partial(private_stream, torch.device(device, 0), None)
+        self.queue = nullcontext if device == "cpu" else partial(private_stream, torch.device(device, 0))
         self.producers: list[Producer] = []
         self.consumers: list[Consumer] = []
 

@@ -93,7 +93,7 @@ def classifier(path: Path, name: str) -> None:
     tokenizer().save_pretrained(path)
 
 
-def tokenizer() -> Any:
+def tokenizer(**more: Any) -> Any:
     """One token per character; the second text of a pair has token type 1."""
     import transformers
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -109,7 +109,7 @@ def tokenizer() -> Any:
     marks = [("<s>", 0), ("<eos>", 1)]
     made.post_processor = processors.TemplateProcessing("<s> $A <eos>", "<s> $A <eos> $B:1 <eos>:1", marks)
     special = {"bos_token": "<s>", "eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<unk>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special, **more)
 
 
 def idefics3(path: Path, _: str) -> None:
@@ -136,6 +136,33 @@ def idefics3(path: Path, _: str) -> None:
     )
     processor = transformers.Idefics3Processor(pictures, tokenizer(), image_seq_len=(SIDE // PATCH // 2) ** 2)
     processor.save_pretrained(path)
+
+
+def paddleocr(path: Path, _: str) -> None:
+    """M-RoPE with the sections of Qwen2.5-VL, whose own image processor needs torchvision."""
+    import torch
+    import transformers
+
+    words = tokenizer(extra_special_tokens={"image_token": "<image>"})
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
+    config = transformers.PaddleOCRVLConfig(
+        vision_config={"hidden_size": 144, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+        | {"image_size": SIDE, "patch_size": PATCH},
+        text_config=COMMON | {"head_dim": 128, "rope_parameters": rope, "tie_word_embeddings": False},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=IMAGE_TOKEN - 1,
+        vision_start_token_id=IMAGE_TOKEN - 2,
+        vision_end_token_id=IMAGE_TOKEN - 3,
+        tie_word_embeddings=False,
+    )
+    model = transformers.PaddleOCRVLForConditionalGeneration(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and ("visual" in name or "projector" in name):
+            torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(path)
+    size = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": (2 * SIDE) ** 2}
+    pictures = transformers.PaddleOCRVLImageProcessorPil(size=size, patch_size=PATCH, merge_size=2)
+    transformers.PaddleOCRVLProcessor(pictures, words).save_pretrained(path)
 
 
 def whisper(path: Path, _: str) -> None:

@@ -119,10 +119,24 @@ class FusedEncoderAttentionBackend(extension.AttentionBackendBase, AttentionBack
     head_sizes = range(1, 769)
 
 
+def host_ends(cu_seqlens: torch.Tensor) -> list[int]:
+    """Cumulative lengths on the host, without the leading 0: copied once, as all layers of a forward pass get the same tensor."""
+    if not hasattr(cu_seqlens, "host_ends"):
+        cu_seqlens.host_ends = cu_seqlens[1:].tolist()
+    return cu_seqlens.host_ends
+
+
 class FusedMMEncoderAttention(MMEncoderAttention):
     """Attention of vision and audio encoders with all sequences in one call; vLLM's native one loops over them."""
 
     operators = ("npu_fusion_attention",)
+
+    @classmethod
+    def maybe_recompute_cu_seqlens(cls, attn_backend: Any, cu_seqlens: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """vLLM's tensor on the device, with the lengths that the host knows here."""
+        on_device = super().maybe_recompute_cu_seqlens(attn_backend, cu_seqlens, *args, **kwargs)
+        on_device.host_ends = cu_seqlens[1:].tolist()
+        return on_device
 
     def forward_oot(
         self,
@@ -139,7 +153,7 @@ class FusedMMEncoderAttention(MMEncoderAttention):
             cu_seqlens: int ``[sequences + 1]``, cumulative lengths of the sequences packed in a batch of one.
         """
         batch, length = query.shape[:2]
-        ends = [*range(length, batch * length + 1, length)] if cu_seqlens is None else cu_seqlens[1:].tolist()
+        ends = [*range(length, batch * length + 1, length)] if cu_seqlens is None else host_ends(cu_seqlens)
         kv_shape = (-1, self.num_kv_heads, self.head_size)
         queries = query.reshape(-1, self.num_heads, self.head_size)
         return attend(queries, key.reshape(kv_shape), value.reshape(kv_shape), ends, self.scale).view(query.shape)

@@ -48,6 +48,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def require_secret(secret: bytes, insecure: bool, host: str) -> None:
+    """Check that an instance that other machines can reach has a secret.
+
+    Raises:
+        RefusedError: it has none, and is not to be insecure.
+    """
+    if not secret and not insecure and not is_loopback(host):
+        raise extension.RefusedError(
+            f"AscendP2PConnector: other machines can reach {host}, and anyone there could fetch KV cache; set secret_file in "
+            f'kv_connector_extra_config or {SECRET_ENV} on all instances, or "insecure": true'
+        )
+
+
 class CurveKeys:
     """Key pairs derived from the secret: one for clients, one for servers."""
 

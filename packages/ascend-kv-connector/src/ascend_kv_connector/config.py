@@ -33,12 +33,23 @@ class Options:
     lanes: int = 2
     verify: bool = False
     secret_file: str = ""
+    insecure: bool = False
+    peers: str | list[str] = ""
     mode: str = "pull"
-    metaserver: str = ""
+    metaserver: str | list[str] = ""
 
     @property
     def chunk_bytes(self) -> int:
         return self.chunk_mib << 20
+
+    @property
+    def metaservers(self) -> list[str]:
+        """URLs of routers that may be contacted; with mode push, the first one by default."""
+        return _names(self.metaserver)
+
+    @property
+    def peer_hosts(self) -> list[str]:
+        return _names(self.peers)
 
     @classmethod
     def from_config(cls, given: Mapping[str, object]) -> Options:
@@ -50,10 +61,9 @@ class Options:
         options = parse_options(cls, given, IGNORED_KEYS)
         if options.mode not in MODES:
             raise extension.RefusedError(f"kv_connector_extra_config.mode is {options.mode!r}; it must be {' or '.join(MODES)}")
-        if options.metaserver and options.mode != "push":
-            raise extension.RefusedError("kv_connector_extra_config.metaserver needs mode push; set mode to push")
-        if options.metaserver and not options.metaserver.startswith(("http://", "https://")):
-            raise extension.RefusedError(f"kv_connector_extra_config.metaserver is {options.metaserver!r}; it must be a URL")
+        for url in options.metaservers:
+            if not url.startswith(("http://", "https://")):
+                raise extension.RefusedError(f"kv_connector_extra_config.metaserver is {url!r}; it must be a URL")
         return options
 
 
@@ -73,6 +83,10 @@ def parse_options(kind: type[Kind], given: Mapping[str, object], ignored: Collec
         if wanted := _expected(value, known[key]):
             raise extension.RefusedError(f"{title}kv_connector_extra_config.{key} is {value!r}; it must be {wanted}")
     return kind(**values)
+
+
+def _names(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) and value else list(value)
 
 
 def _expected(value: object, kind: str) -> str:

@@ -11,11 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.utils.network_utils import get_ip
 
 from ascend_kv_connector import auth, transport
 from ascend_kv_connector.config import Options, sliding_windows
 from ascend_kv_connector.metrics import TransferMetrics, TransferStats
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata, P2PScheduler
+from ascend_kv_connector.trusted_addresses import TrustedAddresses
 from ascend_kv_connector.worker import P2PWorker
 
 try:
@@ -42,7 +44,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         """
         options = Options.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         transport.check(options.transport)
-        auth.read_secret(options.secret_file)
+        auth.require_secret(auth.read_secret(options.secret_file), options.insecure, options.host or get_ip())
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             raise extension.RefusedError("AscendP2PConnector does not support decode context parallelism; remove one of the two")
 
@@ -59,7 +61,8 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
                 transfer.is_kv_producer,
                 transfer.is_kv_consumer,
                 self._options.transfer_timeout,
-                self._options.metaserver,
+                TrustedAddresses.from_options(self._options),
+                self._options.mode == "push",
                 windows,
             )
         else:

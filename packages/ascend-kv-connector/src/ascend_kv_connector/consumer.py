@@ -9,17 +9,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import zmq
 from msgspec.structs import replace
 
 from ascend_kv_connector import protocol
 from ascend_kv_connector.auth import CurveKeys
 from ascend_kv_connector.buffers import allocate_buffer, checksum
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError
+from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError, printable
 from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.paged_cache import FetchPlan, PagedCache, plan_fetches
 from ascend_kv_connector.protocol import (
@@ -36,7 +35,7 @@ from ascend_kv_connector.protocol import (
     Release,
     Reply,
 )
-from ascend_kv_connector.rpc import RpcClient, RpcServer
+from ascend_kv_connector.rpc import IDLE_SECONDS, ClientPool, RpcClient, RpcServer, make_context
 from ascend_kv_connector.transfers import Done, Failed, Source, Transfer
 from ascend_kv_connector.transport import Transport
 
@@ -45,6 +44,12 @@ MAX_LAYERWISE_POLL = 0.005
 
 WHOLE_TRANSFER = -1
 """Key in ``written_until`` for the transfer as a whole, where partial results do not count."""
+
+BUFFERS_OF_LANE = 2
+"""Receive buffers of a lane."""
+
+MAX_QUARANTINED = 64
+"""Further ones in quarantine after failed reads, 1 GiB with chunks of 16 MiB."""
 
 MAX_STUCK_THREADS = 16
 """Threads that may be stuck in reads; beyond that, stuck threads are not replaced."""
@@ -60,7 +65,8 @@ class Notice(NamedTuple):
 class Consumer:
     """Rank ``rank`` of ``ranks`` of a consumer instance.
 
-    ``stream_context()`` is entered around all device work, in the fetch threads; on exit that work has completed.
+    ``stream_context(event)`` is entered around all device work, in the unpack threads: it runs after the event and has completed
+    on exit.
     """
 
     def __init__(
@@ -72,33 +78,37 @@ class Consumer:
         model: str,
         rank: int = 0,
         ranks: int = 1,
-        stream_context: Callable[[], AbstractContextManager] = nullcontext,
+        stream_context: Callable[..., AbstractContextManager] = nullcontext,
         host: str = "127.0.0.1",
         port: int = 0,
         keys: CurveKeys | None = None,
+        trusts: Callable[[str], bool] = lambda host: True,
     ) -> None:
+        """``trusts(host)``: whether a producer's host, which announces itself, may be contacted."""
         self.cache, self.transport, self.options = cache, transport, options
         self.model, self.rank, self.ranks, self.reader = model, rank, ranks, engine
-        self.stream_context, self.keys = stream_context, keys
-        self.context = zmq.Context()
+        self.stream_context, self.keys, self._trusts = stream_context, keys, trusts
+        self.context = make_context()
         self.work_queue: queue.SimpleQueue[Transfer | Notice | None] = queue.SimpleQueue()
         self._transfers: dict[str, Transfer] = {}
         self._quarantined: list[tuple[float, torch.Tensor]] = []
+        self._buffers, self._most_buffers = 0, BUFFERS_OF_LANE * options.lanes + MAX_QUARANTINED
         self._lock = threading.Lock()
         self._threads = [FetchThread(self) for _ in range(options.lanes)]
         self._stuck: list[FetchThread] = []
         # PrefillStarted received before the request, and requests that ended before it
-        self._announced: BoundedDict[Source] = BoundedDict()
+        self._announced: BoundedDict[Source] = BoundedDict(256)
         self._unannounced: BoundedDict[None] = BoundedDict()
         self.server = RpcServer(self.answer, host, port, keys)
 
-    def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int) -> None:
+    def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int, after: Any = None) -> None:
         """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`get_finished` reports the outcome.
 
-        Without a source the transfer starts when a producer sends PrefillStarted, proceeds layer by layer, and releases the
-        producer's blocks at its end. Otherwise other requests may load from the source too, until :meth:`release`.
+        The blocks are written after the event ``after``, if given. Without a source the transfer starts when a producer sends
+        PrefillStarted, proceeds layer by layer, and releases the producer's blocks at its end. Otherwise other requests may load
+        from the source too, until :meth:`release`.
         """
-        transfer = Transfer(request, source, blocks, start, stop, self.options.transfer_timeout)
+        transfer = Transfer(request, source, blocks, start, stop, self.options.transfer_timeout, after)
         with self._lock:
             self._transfers[request] = transfer
             if source is None:
@@ -109,10 +119,12 @@ class Consumer:
     def answer(self, query: Query) -> Reply:
         """Reply to a producer's query."""
         if isinstance(query, PrefillCancelled):
-            self.cancel_unstarted(query.request, f"the prefill instance cancelled it: {query.cause}")
+            self.cancel_unstarted(query.request, f"the prefill instance cancelled it: {printable(query.cause)}")
             return Ack()
         if not isinstance(query, PrefillStarted):
             return Refused("mismatch", "this rank is a consumer only")
+        if not all(self._trusts(host) for host, _ in query.ranks):
+            return Refused("mismatch", "the decode instance's option peers does not have this prefill instance's hosts")
         source = Source(query.source_engine, query.source_request, tuple((host, port) for host, port in query.ranks))
         with self._lock:
             transfer = self._transfers.get(query.request)
@@ -176,12 +188,22 @@ class Consumer:
             self.context.destroy(linger=0)  # a running thread still uses it
 
     def get_buffer(self) -> torch.Tensor:
-        """A registered buffer: one whose quarantine is over, or a new one."""
+        """A registered buffer: one whose quarantine is over, or a new one.
+
+        Raises:
+            TransferError: too many are in quarantine.
+        """
         with self._lock:
             for index, (until, buffer) in enumerate(self._quarantined):
                 if until <= monotonic():
                     del self._quarantined[index]
                     return buffer
+            if self._buffers >= self._most_buffers:
+                raise TransferError(
+                    "transport",
+                    f"{self._buffers} receive buffers are still in use or in quarantine after failed reads, which is the most",
+                )
+            self._buffers += 1
         return allocate_buffer(self.transport, self.options.chunk_bytes, self.cache.device)
 
     def quarantine(self, buffer: torch.Tensor, seconds: float = QUARANTINE_SECONDS) -> None:
@@ -207,11 +229,14 @@ class FetchThread:
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
-        self._buffers = deque(consumer.get_buffer() for _ in range(2))
+        self._buffers: deque[torch.Tensor] = deque()
+        with suppress(TransferError):  # a transfer reports it
+            self._fill_buffers()
         self._unpacker = ThreadPoolExecutor(1, "kv-unpack")
         self._unpacking: Future[None] | None = None
-        self._clients: dict[tuple[str, int], RpcClient] = {}
         self._caches: dict[tuple[str, int], tuple[CacheInfo, int]] = {}
+        options = consumer.options
+        self._clients = ClientPool(consumer.context, options.answer_timeout, consumer.keys, self._forget_cache)
         self.transfer: Transfer | None = None
         self.stop = False
         self.thread = threading.Thread(target=self._run, name="kv-fetch", daemon=True)
@@ -219,7 +244,11 @@ class FetchThread:
 
     def _run(self) -> None:
         while not self.stop:
-            work = self._consumer.work_queue.get()
+            try:
+                work = self._consumer.work_queue.get(timeout=IDLE_SECONDS / 2)
+            except queue.Empty:
+                self._clients.close_idle()
+                continue
             if isinstance(work, Transfer):
                 self.transfer = work
                 self._run_transfer(work)
@@ -229,8 +258,7 @@ class FetchThread:
         self._unpacker.shutdown(wait=False)
         for buffer in self._buffers:
             self._consumer.quarantine(buffer)
-        for client in self._clients.values():
-            client.close()
+        self._clients.close_idle(0.0)
 
     def _run_transfer(self, transfer: Transfer) -> None:
         assert transfer.source is not None
@@ -275,7 +303,7 @@ class FetchThread:
     def _fetch_from_rank(self, transfer: Transfer, part: int, begin: int, plan: FetchPlan, peer: CacheInfo) -> None:
         """Fetch all tokens from ``begin`` on according to a plan; the next chunk is requested while one is read."""
         assert transfer.source is not None
-        client = self._client_of(transfer.source.ranks[plan.rank])
+        client = self._clients.get(transfer.source.ranks[plan.rank])
         transfer.peer = client.peer
         each = self._tokens_per_chunk(plan, peer)
         fetches = [self._make_fetch(transfer, plan, first, each) for first in range(begin, transfer.stop, each)]
@@ -308,7 +336,7 @@ class FetchThread:
 
         def ask(part: int) -> tuple[Fetch, RpcClient, int, float]:
             plan = layer_plans[part]
-            client = self._client_of(source.ranks[plan.rank])
+            client = self._clients.get(source.ranks[plan.rank])
             each = self._tokens_per_chunk(plan, peers[plan.rank])
             fetch = self._make_fetch(transfer, plan, at[part], each)
             return fetch, client, client.send(fetch), monotonic()
@@ -367,8 +395,7 @@ class FetchThread:
         if chunk.size != expected:
             raise TransferError("mismatch", f"the peer sent a chunk of {chunk.size} bytes instead of {expected}")
         seconds = max(0.0, min(transfer.remaining(), until - monotonic()))
-        while len(self._buffers) < 2:
-            self._buffers.append(consumer.get_buffer())
+        self._fill_buffers()
         buffer = self._buffers.popleft()
         try:
             consumer.transport.read(session, chunk.address, buffer.data_ptr(), chunk.size, seconds)
@@ -381,7 +408,7 @@ class FetchThread:
         self._buffers.append(buffer)
         # before anything is awaited: readers that each hold one peer's buffer and wait for another's would deadlock
         assert transfer.source is not None
-        self._client_of(transfer.source.ranks[plan.rank]).post(consumer.release_message(transfer, chunk.ticket))
+        self._clients.get(transfer.source.ranks[plan.rank]).post(consumer.release_message(transfer, chunk.ticket))
         if monotonic() >= until:
             raise TransferError("lease", f"reading a chunk took longer than the {chunk.seconds:g} s for which the peer kept it")
         self._wait_unpacked()
@@ -393,11 +420,15 @@ class FetchThread:
         cache = self._consumer.cache
         if fetch.verify and checksum(data) != chunk.checksum:
             raise TransferError("verify", f"a chunk of {chunk.size} bytes failed its checksum")
-        with transfer.writing(), self._consumer.stream_context():
+        with transfer.writing(), self._consumer.stream_context(transfer.after):
             slots = cache.slot_mapping(transfer.blocks, fetch.start - transfer.start, fetch.stop - transfer.start, plan.group)
             cache.unpack(slots, plan.local, plan.heads, data)
         transfer.size += chunk.size
         transfer.written_until[part] = fetch.stop
+
+    def _fill_buffers(self) -> None:
+        while len(self._buffers) < BUFFERS_OF_LANE:
+            self._buffers.append(self._consumer.get_buffer())
 
     def _wait_unpacked(self) -> None:
         """Wait for the chunk that is being unpacked, if any.
@@ -416,7 +447,7 @@ class FetchThread:
         transfer.remaining()
         address = transfer.source.ranks[rank]
         transfer.peer = f"{address[0]}:{address[1]}"
-        client = self._client_of(address)
+        client = self._clients.get(address)
         known, connection = self._caches.get(address, (None, 0))
         if known is None or known.engine != transfer.source.engine or connection != client.connection_count():
             answer = client.call(Handshake(protocol.VERSION, transfer.source.engine), transfer.deadline)
@@ -424,34 +455,28 @@ class FetchThread:
                 raise TransferError("mismatch", f"unexpected reply to Handshake: {type(answer).__name__}")
             if answer.model != self._consumer.model or answer.transport != self._consumer.transport.name:
                 here = f"{self._consumer.model} by {self._consumer.transport.name}"
-                raise TransferError("mismatch", f"the peer serves {answer.model} by {answer.transport}, this instance {here}")
+                raise TransferError(
+                    "mismatch",
+                    f"the peer serves {printable(answer.model)} by {printable(answer.transport)}, this instance {here}",
+                )
             known = answer
             self._caches[address] = known, client.connection_count()
         return known
 
-    def _client_of(self, address: tuple[str, int]) -> RpcClient:
-        if address not in self._clients:
-            try:
-                self._clients[address] = RpcClient(
-                    self._consumer.context, *address, self._consumer.options.answer_timeout, self._consumer.keys
-                )
-            except zmq.ZMQError as error:
-                raise TransferError("peer", f"{address[0]}:{address[1]} is not a valid address ({error})") from None
-        return self._clients[address]
+    def _forget_cache(self, address: tuple[str, int]) -> None:
+        self._caches.pop(address, None)
 
     def _disconnect(self, source: Source) -> None:
         """Drop the connections to a producer and its CacheInfo: another process may use the address next time."""
         for address in source.ranks:
-            self._caches.pop(address, None)
-            if client := self._clients.pop(address, None):
-                client.close()
+            self._clients.close(address)
 
     def _post(self, notice: Notice) -> None:
         """Send a message to all ranks of a producer without waiting; a rank that does not receive it keeps the blocks until the
         lease expires."""
         for address in notice.source.ranks:
             with suppress(TransferError):
-                self._client_of(address).send(notice.message)
+                self._clients.get(address).send(notice.message)
 
 
 def _expect_chunk(answer: Reply) -> Chunk:

@@ -24,6 +24,11 @@ QUARANTINE_SECONDS = 60.0
 """Seconds for which a buffer is not reused after a failed read: the transport may still write to it."""
 
 
+def printable(text: str) -> str:
+    """A peer's or a client's text as one printable line of at most 300 characters, for logs."""
+    return "".join(each if each.isprintable() else "?" for each in text[:300])
+
+
 class TransferError(Exception):
     """A transfer failed.
 

@@ -23,11 +23,15 @@ MAX_READERS = 64
 
 
 class BoundedDict(dict[str, Value]):
-    """Dictionary by request id; beyond ``MAX_REMEMBERED`` entries the oldest is dropped."""
+    """Dictionary by request id; beyond ``most`` entries the oldest is dropped."""
+
+    def __init__(self, most: int = MAX_REMEMBERED) -> None:
+        super().__init__()
+        self._most = most
 
     def __setitem__(self, request: str, value: Value) -> None:
         super().__setitem__(request, value)
-        if len(self) > MAX_REMEMBERED:
+        if len(self) > self._most:
             del self[next(iter(self))]
 
 

@@ -6,13 +6,12 @@ import threading
 from queue import SimpleQueue
 from time import monotonic
 
-import zmq
 from ascend_platform import extension
 
 from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.errors import TransferError, printable
 from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
-from ascend_kv_connector.rpc import RpcClient
+from ascend_kv_connector.rpc import ClientPool, make_context
 
 THREAD_COUNT = 4
 """Several, so that an unresponsive instance delays few others."""
@@ -23,7 +22,7 @@ class PrefillNotifier:
 
     def __init__(self, answer_timeout: float, keys: CurveKeys | None = None) -> None:
         self._timeout, self._keys = answer_timeout, keys
-        self._context = zmq.Context()
+        self._context = make_context()
         self._waiting: SimpleQueue[tuple[tuple[tuple[str, int], ...], PrefillStarted | PrefillCancelled] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._run, name="kv-announce", daemon=True) for _ in range(THREAD_COUNT)]
         for thread in self._threads:
@@ -41,19 +40,18 @@ class PrefillNotifier:
             self._context.destroy(linger=0)
 
     def _run(self) -> None:
-        clients: dict[tuple[str, int], RpcClient] = {}
+        clients = ClientPool(self._context, self._timeout, self._keys)
         while (item := self._waiting.get()) is not None:
             ranks, message = item
             for rank in ranks:
                 try:
-                    if rank not in clients:
-                        clients[rank] = RpcClient(self._context, *rank, self._timeout, self._keys)
-                    clients[rank].call(message, monotonic() + self._timeout)
-                except (TransferError, zmq.ZMQError) as error:
+                    clients.get(rank).call(message, monotonic() + self._timeout)
+                except TransferError as error:
                     extension.logger.warning(
-                        "KV transfer of %s: cannot notify the decode instance at %s:%d: %s", message.request, *rank, error
+                        "KV transfer of %s: cannot notify the decode instance at %s:%d: %s",
+                        printable(message.request),
+                        *rank,
+                        error,
                     )
-                    if client := clients.pop(rank, None):
-                        client.close()
-        for client in clients.values():
-            client.close()
+                    clients.close(rank)
+        clients.close_idle(0.0)

@@ -33,7 +33,7 @@ class Producer:
         model: str,
         host: str,
         port: int = 0,
-        stream_context: Callable[[], AbstractContextManager] = nullcontext,
+        stream_context: Callable[..., AbstractContextManager] = nullcontext,
         keys: CurveKeys | None = None,
     ) -> None:
         self.cache, self.transport, self.options, self.leases = cache, transport, options, Leases()

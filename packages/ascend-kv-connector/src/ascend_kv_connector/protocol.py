@@ -21,7 +21,10 @@ LONGEST_MESSAGE = 1 << 20
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 """Id of an engine or a request; a limit, because peers' ids are remembered."""
 
-Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+MAX_RANKS = 1024
+"""Ranks of an instance."""
+
+Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
@@ -123,7 +126,7 @@ class PrefillStarted(Message, frozen=True, tag="Announce"):
     request: Name
     source_engine: Name
     source_request: Name
-    ranks: list[tuple[str, int]]
+    ranks: Annotated[list[tuple[Name, int]], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 class PrefillCancelled(Message, frozen=True, tag="Dropped"):

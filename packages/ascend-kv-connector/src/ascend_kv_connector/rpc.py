@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ascend_kv_connector import protocol
 from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.errors import KINDS, Kind, TransferError
+from ascend_kv_connector.errors import KINDS, Kind, TransferError, printable
 from ascend_kv_connector.protocol import Query, Refused, Reply
 from ascend_kv_connector.query_queue import Asked, BusyError, QueryQueue
 
@@ -27,6 +27,14 @@ HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FA
 POLL_MS = 100
 """Milliseconds between checks of whether a wait should end."""
 
+
+MAX_SOCKETS = 16_384
+
+MAX_CLIENTS = 128
+"""Connections of one thread; beyond that the one that was not used for longest is closed."""
+
+IDLE_SECONDS = 60.0
+"""Seconds after which an unused connection is closed: its peer may be gone for good."""
 
 QUEUE_POLL_MS = 5
 """The same while queries wait for a buffer, whose loan may expire."""
@@ -119,6 +127,13 @@ class RpcServer:
         except Exception as error:
             extension.logger.warning("KV connector: error while answering a peer: %s: %s", type(error).__name__, error)
             return Refused("internal", f"{type(error).__name__}: {error}")
+
+
+def make_context() -> zmq.Context:
+    """Context for clients; a client takes three of its sockets, and ZMQ's default is 1023."""
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, min(MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT)))
+    return context
 
 
 class RpcClient:
@@ -240,7 +255,7 @@ class RpcClient:
                 continue
             if not reply.again or monotonic() - first > retry_seconds or monotonic() + pause > deadline:
                 waited = f" (for {monotonic() - first:.2g} s)" if reply.again else ""
-                raise TransferError(reply.kind if reply.kind in KINDS else "internal", f"{reply.cause}{waited}")
+                raise TransferError(reply.kind if reply.kind in KINDS else "internal", f"{printable(reply.cause)}{waited}")
             threading.Event().wait(pause)
             pause = min(2 * pause, max_pause)
             request_id = self.send(query)
@@ -249,3 +264,51 @@ class RpcClient:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
+
+
+class ClientPool:
+    """Clients of one thread, by address; ``on_close(address)`` is called for each that is closed."""
+
+    def __init__(
+        self,
+        context: zmq.Context,
+        answer_timeout: float,
+        keys: CurveKeys | None = None,
+        on_close: Callable[[tuple[str, int]], object] = lambda address: None,
+    ) -> None:
+        self._make = lambda address: RpcClient(context, address[0], address[1], answer_timeout, keys)
+        self._on_close = on_close
+        self._clients: dict[tuple[str, int], tuple[RpcClient, float]] = {}  # with the time of their last use, oldest first
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def get(self, address: tuple[str, int]) -> RpcClient:
+        """The client of an address.
+
+        Raises:
+            TransferError: the address is not valid.
+        """
+        client, _ = self._clients.pop(address, (None, 0.0))
+        if client is None:
+            self.close_idle()
+            while len(self._clients) >= MAX_CLIENTS:
+                self.close(next(iter(self._clients)))
+            try:
+                client = self._make(address)
+            except zmq.ZMQError as error:
+                raise TransferError("peer", f"cannot connect to {printable(address[0])}:{address[1]} ({error})") from None
+        self._clients[address] = client, monotonic()
+        return client
+
+    def close(self, address: tuple[str, int]) -> None:
+        """Close an address's client, if any."""
+        client, _ = self._clients.pop(address, (None, 0.0))
+        if client is not None:
+            client.close()
+            self._on_close(address)
+
+    def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
+        """Close the clients that were not used for this long."""
+        for address in [address for address, (_, used) in self._clients.items() if monotonic() - used >= seconds]:
+            self.close(address)

@@ -11,11 +11,14 @@ from ascend_platform import extension
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from vllm.v1.request import RequestStatus
 
+from ascend_kv_connector.errors import printable
 from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.paged_cache import group_block_table
 from ascend_kv_connector.prompt_digest import prompt_digest
+from ascend_kv_connector.protocol import MAX_RANKS
 from ascend_kv_connector.transfers import Source
+from ascend_kv_connector.trusted_addresses import TrustedAddresses
 
 
 @dataclass
@@ -63,7 +66,8 @@ class P2PMetadata(KVConnectorMetadata):
     sources whose blocks are no longer needed. ``layerwise``: prefills of this step with a waiting consumer. ``revoked``: prefills
     whose blocks are taken back, with the reason, "" for a preemption. ``aborted``: loads whose request ended. ``failed_loads``:
     loads that no prefill instance will serve, with the cause. ``cancelled``: prefills with a waiting consumer that will not run.
-    ``ranks``: (host, port) of this instance's producers.
+    ``step``: number of this step if it computes prompts that consumers may load, otherwise 0. ``written``: the step in which the
+    last tokens of a lease were computed. ``ranks``: (host, port) of this instance's producers.
     """
 
     loads: dict[str, Load] = field(default_factory=dict)
@@ -74,6 +78,8 @@ class P2PMetadata(KVConnectorMetadata):
     aborted: list[str] = field(default_factory=list)
     failed_loads: dict[str, str] = field(default_factory=dict)
     cancelled: list[tuple[LayerwisePrefill, str]] = field(default_factory=list)
+    step: int = 0
+    written: dict[str, int] = field(default_factory=dict)
     ranks: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -94,16 +100,20 @@ class P2PScheduler:
         is_producer: bool,
         is_consumer: bool,
         seconds: float = 120.0,
-        metaserver: str = "",
+        trusted: TrustedAddresses | None = None,
+        push: bool = False,
         windows: tuple[int, ...] = (0,),
     ) -> None:
         self._windows, self._is_hybrid = windows, windows != (0,)
         self._engine, self._block_size, self._is_producer, self._is_consumer = engine, block_size, is_producer, is_consumer
-        self._metaserver = metaserver
+        self._trusted = trusted or TrustedAddresses()
+        self._metaserver = self._trusted.metaservers[0] if push and self._trusted.metaservers else ""
         self._ranks: list[tuple[str, int]] = []
         self._consumer_ranks: list[tuple[str, int]] = []
         self._metadata = P2PMetadata()
         self._layerwise: dict[str, LayerwisePrefill] = {}
+        self._steps = 0
+        self._prompts: dict[str, tuple[int, int]] = {}  # of producers: number of tokens, and the step that computed the last ones
         self._loading: dict[str, Source | None] = {}
         self._released: BoundedDict[None] = BoundedDict()
         self._recognized: set[str] = set()
@@ -141,6 +151,7 @@ class P2PScheduler:
 
     def build_connector_meta(self, scheduled: Any) -> P2PMetadata:
         """Metadata of a step; ``scheduled`` is vLLM's SchedulerOutput."""
+        self._note_step(scheduled)
         self._update_progress(scheduled)
         while not self._failed_loads.empty():
             request, cause = self._failed_loads.get()
@@ -174,7 +185,7 @@ class P2PScheduler:
         remote_prompt_digest."""
         name = request.request_id
         host, port = self._consumer_ranks[0]
-        return {
+        params = {
             "request_id": external_request_id(name),
             "do_remote_prefill": False,
             "do_remote_decode": True,
@@ -186,10 +197,13 @@ class P2PScheduler:
             "remote_cached_tokens": start,
             "remote_prompt_digest": prompt_digest(request, request.num_prompt_tokens),
         }
+        return self._trusted.sign(params)
 
     def _track_prefill(self, request: Any) -> None:
         """Track a prompt that a consumer waits for, when its prefill starts or restarts."""
         name = request.request_id
+        if self._is_producer and (request.kv_transfer_params or {}).get("do_remote_decode"):
+            self._prompts.setdefault(name, (request.num_prompt_tokens, 0))
         if not self._is_hybrid and name not in self._layerwise and (prefill := self._waiting_reader(request)):
             self._layerwise[name] = prefill
 
@@ -200,12 +214,27 @@ class P2PScheduler:
             return None
         wrong = _invalid_params(params, {"remote_reader": str, "remote_ranks": list, "remote_prompt_digest": str})
         if not wrong and params["remote_prompt_digest"] != prompt_digest(request, request.num_prompt_tokens):
-            wrong = f"is for another prompt, of remote_reader {params['remote_reader']!r}"
+            wrong = f"is for another prompt, of remote_reader {printable(params['remote_reader'])}"
+        wrong = wrong or self._trusted.refusal({key: value for key, value in params.items() if key != "metaserver"})
         if wrong:
             extension.logger.warning("request %s: do_remote_decode %s; its blocks are not sent", request.request_id, wrong)
             return None
         reader_ranks = tuple((host, port) for host, port in params["remote_ranks"])
         return LayerwisePrefill(params["remote_reader"], reader_ranks, request.num_prompt_tokens)
+
+    def _note_step(self, scheduled: Any) -> None:
+        """Record which prompts for consumers this step computes."""
+        self._steps += 1
+        if not self._prompts:
+            return
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        old = scheduled.scheduled_cached_reqs
+        computed |= dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        for name in self._prompts.keys() & computed.keys():
+            total, _ = self._prompts[name]
+            if computed[name] < total:
+                self._prompts[name] = total, self._steps
+                self._metadata.step = self._steps
 
     def _update_progress(self, scheduled: Any) -> None:
         """Record tokens and blocks of this step's layer-by-layer prefills."""
@@ -231,6 +260,7 @@ class P2PScheduler:
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         params, name = request.kv_transfer_params or {}, request.request_id
+        _, step = self._prompts.pop(name, (0, 0))
         if self._remote_tokens(request) is not None:  # it was never scheduled, for example because its client disconnected
             self._stop_remote_prefill(request)
             self._release_unused(None if "metaserver" in params else _source(params))
@@ -257,9 +287,9 @@ class P2PScheduler:
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if not self._windows_complete(block_ids, tokens):
             return False, None
-        self._metadata.leases[request.request_id] = (list(block_ids), tokens)
+        self._metadata.leases[name], self._metadata.written[name] = (list(block_ids), tokens), step
         host, port = self._ranks[0]
-        return True, {
+        params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._engine,
@@ -270,6 +300,7 @@ class P2PScheduler:
             "remote_num_tokens": tokens,
             "remote_prompt_digest": prompt_digest(request, tokens),
         }
+        return True, self._trusted.sign(params)
 
     def _remote_tokens(self, request: Any) -> int | None:
         """Number of prompt tokens that a producer has for this request, as far as needed; None without a producer or with invalid
@@ -284,7 +315,7 @@ class P2PScheduler:
             wrong = f"has metaserver: {NO_LAYERWISE_WINDOWS}"
         if not self._is_consumer:
             wrong = "needs kv_role kv_consumer or kv_both"
-        wrong = wrong or self._other_prompt(request, params)
+        wrong = wrong or self._trusted.refusal(params) or self._other_prompt(request, params)
         if not wrong and self._is_released(params):  # with n > 1, or a repeated request
             extension.logger.debug("request %s: its source has been released; its prompt is computed here", request.request_id)
             self._stop_remote_prefill(request)
@@ -306,7 +337,7 @@ class P2PScheduler:
             return ""
         tokens = params["remote_num_tokens"]
         if tokens > request.num_prompt_tokens or params["remote_prompt_digest"] != prompt_digest(request, tokens):
-            return f"is for another prompt, remote_request_id {params['remote_request_id']!r}"
+            return f"is for another prompt, remote_request_id {printable(params['remote_request_id'])}"
         self._recognized.add(request.request_id)
         return ""
 
@@ -338,12 +369,14 @@ def _invalid_params(params: dict[str, Any], forms: dict[str, type]) -> str:
     """Which of a router's parameters is missing or has the wrong type; "" if none."""
     for key, form in forms.items():
         if not isinstance(params.get(key), form):
-            return f"has {key} {params.get(key)!r}, which is not from AscendP2PConnector"
+            return f"has {key} {printable(repr(params.get(key)))}, which is not from AscendP2PConnector"
     if "remote_ranks" not in forms:
         return ""
     ranks = params["remote_ranks"]
-    if not ranks or not all(isinstance(rank, (list, tuple)) and list(map(type, rank)) == [str, int] for rank in ranks):
-        return f"has remote_ranks {ranks!r}, which are not hosts and ports"
+    if not 0 < len(ranks) <= MAX_RANKS or not all(
+        isinstance(rank, (list, tuple)) and list(map(type, rank)) == [str, int] for rank in ranks
+    ):
+        return f"has remote_ranks {printable(repr(ranks))}, which are not hosts and ports"
     return ""
 
 

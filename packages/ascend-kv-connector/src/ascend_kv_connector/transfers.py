@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ascend_kv_connector.errors import Kind, TransferError
+from ascend_kv_connector.errors import Kind, TransferError, printable
 
 
 class Source(NamedTuple):
@@ -66,11 +66,21 @@ class Transfer:
 
     One thread works on it and another may end it at its deadline. ``writing`` is held while the cache is written: the transfer
     does not end meanwhile, and nothing is written after its end. A layer-by-layer transfer (``layerwise``) has no source until a
-    producer sends PrefillStarted.
+    producer sends PrefillStarted. ``after`` is the device's event from which on the blocks may be written.
     """
 
-    def __init__(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int, seconds: float) -> None:
+    def __init__(
+        self,
+        request: str,
+        source: Source | None,
+        blocks: list[int],
+        start: int,
+        stop: int,
+        seconds: float,
+        after: Any = None,
+    ) -> None:
         self.request, self.source, self.blocks, self.start, self.stop = request, source, blocks, start, stop
+        self.after = after
         self.started = monotonic()
         self.deadline = self.started + seconds
         self.seconds = seconds
@@ -125,7 +135,7 @@ class Transfer:
             cause=str(error),
             hint=error.hint,
             peer=self.peer,
-            engine=self.source.engine if self.source else "(none)",
+            engine=printable(self.source.engine) if self.source else "(none)",
             transport=transport,
             size=self.size,
             total=self.total,

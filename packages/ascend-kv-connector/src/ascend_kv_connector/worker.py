@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip
 
-from ascend_kv_connector.auth import SECRET_ENV, CurveKeys, is_loopback, read_secret
+from ascend_kv_connector.auth import CurveKeys, read_secret, require_secret
 from ascend_kv_connector.config import Options, sliding_windows
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.errors import TransferError
@@ -28,9 +29,14 @@ from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata
 from ascend_kv_connector.transfers import Failed
 from ascend_kv_connector.transport import Transport, make_transport
+from ascend_kv_connector.trusted_addresses import TrustedAddresses
 
 DEFAULT_KV_PORT = 14579
 """vLLM's default of ``kv_port``: the user has chosen none (``vllm/config/kv_transfer.py``)."""
+
+
+KEPT_STEPS = 64
+"""Steps whose end is remembered for leases; older ones have been executed when a request is found to have finished."""
 
 
 class P2PWorker:
@@ -43,10 +49,11 @@ class P2PWorker:
         self._consumer: Consumer | None = None
         self._stats = TransferStats()
         self._failed_block_ids: set[int] = set()
-        self._written: Any = None
+        self._written: dict[int, Any] = {}
+        self._before_step: Any = None
         self._notifier: PrefillNotifier | None = None
         self._progress: dict[str, PrefillProgress] = {}
-        self._step_tokens: dict[str, int] = {}
+        self._step, self._step_tokens = 0, dict[str, int]()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Allocate buffers and start the producer's and the consumer's threads.
@@ -66,10 +73,7 @@ class P2PWorker:
         cache = PagedCache(regions, block_size, heads, total, groups, sliding_windows("AscendP2PConnector", self._groups))
         host = self._options.host or get_ip()
         shared = read_secret(self._options.secret_file)
-        if rank == 0 and not shared and not is_loopback(host):
-            extension.logger.warning(
-                "KV connector: anyone who can reach %s can fetch KV cache; fix: set secret_file or %s", host, SECRET_ENV
-            )
+        require_secret(shared, self._options.insecure, host)
         keys = CurveKeys(shared) if shared else None
         transport = self._transport = self._transport or make_transport(
             self._options.transport, host, self._options.protocol, keys
@@ -78,21 +82,28 @@ class P2PWorker:
         common["model"] = model_fingerprint(self._config.model_config)
         port = int(transfer.kv_port)
         port = 0 if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
+        stream_context = partial(private_stream, cache.device)
         if transfer.is_kv_producer:
-            self._producer = Producer(**common, host=host, port=port, stream_context=self._stream_context(cache.device))
+            self._producer = Producer(**common, host=host, port=port, stream_context=stream_context)
             if rank == 0:
                 self._notifier = PrefillNotifier(self._options.answer_timeout, keys)
         if transfer.is_kv_consumer:
             landing = 0 if self._producer else port
-            stream_context = self._stream_context(cache.device)
-            self._consumer = Consumer(**common, rank=rank, ranks=ranks, stream_context=stream_context, host=host, port=landing)
+            where: dict[str, Any] = {"rank": rank, "ranks": ranks, "host": host, "port": landing}
+            trusts = TrustedAddresses.from_options(self._options).allows
+            self._consumer = Consumer(**common, **where, stream_context=stream_context, trusts=trusts)
 
     def get_handshake_metadata(self) -> Endpoint | None:
         ports = [part.server.port if part else 0 for part in (self._producer, self._consumer)]
         return Endpoint(self._options.host or get_ip(), *ports) if any(ports) else None
 
     def begin_step(self, metadata: P2PMetadata) -> None:
-        """Before the forward pass: revoke and update blocks of layer-by-layer prefills, and notify their consumers."""
+        """Before the forward pass: revoke and update blocks of layer-by-layer prefills, and notify their consumers.
+
+        Blocks to load into may still be used by earlier steps, but not by this one.
+        """
+        self._step = metadata.step
+        self._before_step = _record_event() if metadata.loads else None
         if self._producer is None:
             return
         leases = self._producer.leases
@@ -116,31 +127,33 @@ class P2PWorker:
         self._record_progress([layer])
 
     def end_step(self) -> None:
-        """:meth:`save_kv_layer` for all layers: vLLM does not call it in graphs."""
+        """:meth:`save_kv_layer` for all layers: vLLM does not call it in graphs, nor for the layers of a drafter."""
         if self._producer is not None:
             self._record_progress(dict.fromkeys(region.layer for region in self._producer.cache.regions))
-        self._step_tokens = {}
+            if self._step:
+                self._written[self._step] = _record_event()
+                if len(self._written) > KEPT_STEPS:
+                    del self._written[next(iter(self._written))]
+        self._step, self._step_tokens = 0, {}
 
     def _record_progress(self, layers: Iterable[str]) -> None:
         if self._step_tokens:
-            event = torch.npu.Event()
-            event.record()
+            event = _record_event()
             for layer in layers:
                 for request, tokens in self._step_tokens.items():
                     self._progress[request].record(layer, tokens, event.query)
 
     def start_transfers(self, metadata: P2PMetadata) -> None:
         """Apply this step's metadata, after the step's work was enqueued on the current stream."""
-        if metadata.leases or metadata.loads:
-            self._written = torch.npu.Event()
-            self._written.record()
         if self._producer:
             for request, (blocks, tokens) in metadata.leases.items():
-                self._producer.leases.grant(request, blocks, tokens, self._options.lease, self._written.query)
+                written = self._written.get(metadata.written[request])
+                ready = written.query if written else lambda: True
+                self._producer.leases.grant(request, blocks, tokens, self._options.lease, ready)
                 self._progress.pop(request, None)
         if self._consumer:
             for request, load in metadata.loads.items():
-                self._consumer.start(request, load.source, load.blocks, load.start, load.stop)
+                self._consumer.start(request, load.source, load.blocks, load.start, load.stop, self._before_step)
             for source in metadata.released:
                 self._consumer.release(source)
             for request in metadata.aborted:
@@ -189,15 +202,19 @@ class P2PWorker:
                 part.close()
         self._notifier = self._producer = self._consumer = self._transport = None
 
-    def _stream_context(self, device: torch.device) -> Callable[[], AbstractContextManager]:
-        return lambda: private_stream(device, self._written)
+
+def _record_event() -> Any:
+    """Event after all work that was enqueued on the current stream."""
+    event = torch.npu.Event()
+    event.record()
+    return event
 
 
 _streams = threading.local()
 
 
 @contextmanager
-def private_stream(device: torch.device, behind: Any) -> Iterator[None]:
+def private_stream(device: torch.device, behind: Any = None) -> Iterator[None]:
     """Run work on this thread's private stream after an event, if given; synchronize on exit."""
     torch.npu.set_device(device)
     if not hasattr(_streams, "own"):

@@ -59,6 +59,7 @@ class ChipFamily:
         moe_routing: npu_moe_init_routing_v2 and npu_moe_re_routing, which all-to-all needs.
         token_unpermute: npu_moe_token_unpermute.
         finalize_dropped: npu_moe_finalize_routing with dropped rows (drop_pad_mode 3).
+        weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which its documentation recommends.
         mc2: MC2's algorithms, None without its operators.
     """
 
@@ -72,6 +73,7 @@ class ChipFamily:
     moe_routing: bool = False
     token_unpermute: bool = False
     finalize_dropped: bool = False
+    weight_nz: bool = False
     mc2: MC2 | None = None
 
     def lacks(self, *operators: str) -> list[str]:
@@ -86,6 +88,7 @@ ALL_OPERATORS = frozenset(
         "npu_fused_infer_attention_score",
         "npu_fused_infer_attention_score_v2",
         "npu_fusion_attention",
+        "npu_gemma_rms_norm",
         "npu_moe_gating_top_k",
         "npu_moe_init_routing_v2",
         "npu_mrope",
@@ -103,6 +106,7 @@ FAMILIES = (
         dtypes=ALL_DTYPES,
         operators=ALL_OPERATORS,
         quantization=None,
+        weight_nz=True,
         top_k_top_p=True,
         moe_routing=True,
         token_unpermute=True,
@@ -119,6 +123,7 @@ FAMILIES = (
         dtypes=ALL_DTYPES,
         operators=ALL_OPERATORS,
         quantization=None,
+        weight_nz=True,
         top_k_top_p=True,
         moe_routing=True,
         token_unpermute=True,

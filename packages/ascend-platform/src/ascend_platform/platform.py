@@ -59,6 +59,8 @@ class NPUPlatform(Platform):
         from ascend_platform.ops import layernorm  # noqa: F401
 
         family = host.chip_family()
+        if not family.lacks("npu_gemma_rms_norm"):
+            from ascend_platform.ops import gemma_layernorm  # noqa: F401
         if not family.lacks("npu_swiglu"):
             from ascend_platform.ops import activation  # noqa: F401
         if not family.lacks("npu_mrope"):

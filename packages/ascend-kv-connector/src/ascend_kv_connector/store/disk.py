@@ -69,7 +69,7 @@ class DiskPool:
         part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | self._direct, 0o644)
+            file = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | self._direct, 0o600)
             try:
                 if (written := os.write(file, record)) < len(record):
                     raise OSError(errno.ENOSPC, f"{written} of {len(record)} bytes written")

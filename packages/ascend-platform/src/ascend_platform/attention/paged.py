@@ -5,6 +5,7 @@ causal, with sliding windows, attention sinks, logits soft caps or ALiBi, and en
 values from the blocks and computes in float32. Install ascend-attention for the fused kernel.
 """
 
+import functools
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -189,7 +190,7 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
         if self.soft_cap:
             scores = scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         if self.alibi_slopes is not None:
-            slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=query.device)
+            slopes = _on_device(tuple(self.alibi_slopes), query.device)
             scores += slopes.view(1, -1, 1, 1) * distance.unsqueeze(1)
         scores = scores.masked_fill_(mask.unsqueeze(1), float("-inf"))
         if self.sinks is not None:  # a score without a value: it only adds to the softmax's denominator
@@ -198,6 +199,12 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
         weights = scores.softmax(dim=-1)[..., :seq_len]
         attended = weights.reshape(requests, kv_heads, -1, seq_len) @ values.float().transpose(1, 2)
         return attended.view(requests, heads, tokens, -1).transpose(1, 2).to(query.dtype)
+
+
+@functools.cache
+def _on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Constants of all layers, copied to the device once: float32 ``[values]``."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 class PagedAttentionBackend(AttentionBackendBase, AttentionBackend):

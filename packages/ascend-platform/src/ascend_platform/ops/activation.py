@@ -1,11 +1,12 @@
-"""SwiGLU on a fused NPU operator, registered by ``CustomOp.register_oot`` on import.
+"""Activations on fused NPU operators, registered by ``CustomOp.register_oot`` on import: SwiGLU, GeGLU and forms of GELU.
 
 Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
 
 import torch
+import torch.nn.functional as F
 import torch_npu
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.activation import FastGELU, GeluAndMul, NewGELU, QuickGELU, SiluAndMul
 
 
 @SiluAndMul.register_oot
@@ -14,3 +15,36 @@ class NPUSiluAndMul(SiluAndMul):
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         return torch_npu.npu_swiglu(x)
+
+
+@GeluAndMul.register_oot
+class NPUGeluAndMul(GeluAndMul):
+    """``gelu(x[..., :d]) * x[..., d:]`` by npu_geglu; npu_gelu_mul, which has one output, is limited to ``2 d <= 1024``."""
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_npu.npu_geglu(x, approximate=int(self.approximate == "tanh"), activate_left=True)[0]
+
+
+class NPUTanhGELUMixin:
+    """GELU's tanh approximation by PyTorch's operator, of which vLLM's layer is the formula written out."""
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
+@NewGELU.register_oot
+class NPUNewGELU(NPUTanhGELUMixin, NewGELU):
+    """GELU of GPT-2 and others."""
+
+
+@FastGELU.register_oot
+class NPUFastGELU(NPUTanhGELUMixin, FastGELU):
+    """The same approximation with its factors in another order."""
+
+
+@QuickGELU.register_oot
+class NPUQuickGELU(QuickGELU):
+    """``x * sigmoid(1.702 x)`` by npu_fast_gelu."""
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_npu.npu_fast_gelu(x)

@@ -1,19 +1,56 @@
-"""Rotary embedding on a fused NPU operator, registered by ``CustomOp.register_oot`` on import.
+"""Rotary embeddings on fused NPU operators, registered by ``CustomOp.register_oot`` on import.
 
 Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch_npu
 from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+
+MROPE_SECTIONS = {(16, 24, 24), (24, 20, 20), (8, 12, 12)}
+"""Sections that npu_mrope supports with three rows of positions (op-plugin, ``docs/zh/custom_APIs``): those of Qwen2-VL and
+Qwen2.5-VL, Qwen3-VL, and GLM-4V."""
+
+MAX_HEADS = 999
+"""Batch size and heads of npu_rotary_mul; interleaved, their product."""
+
+
+def _is_supported(layer: Any, query: torch.Tensor) -> bool:
+    """Whether npu_mrope supports the rotary dimensions: multiples of 64 bytes."""
+    return layer.rotary_dim * query.element_size() % 64 == 0
+
+
+def _rotate(
+    layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, section: Sequence[int], cache_mode: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate query and key with one npu_mrope, which indexes the cosine and sine cache by position.
+
+    Args:
+        positions: ``[tokens]``, or ``[3, tokens]`` with a section.
+        section: frequencies of each row of positions, zeros for one row.
+        cache_mode: how the rows share the frequencies, default (one range each) or interleave.
+    """
+    tokens = positions.shape[-1]
+    rotated_query, rotated_key = torch_npu.npu_mrope(
+        positions,
+        query.view(tokens, -1),
+        key.view(tokens, -1),
+        layer._match_cos_sin_cache_dtype(query),
+        layer.head_size,
+        mrope_section=[*section],
+        rotary_mode="half" if layer.is_neox_style else "interleave",
+        cache_mode=cache_mode,
+    )
+    return rotated_query.view(query.shape), rotated_key.view(key.shape)
 
 
 class NPURotaryMixin:
-    """Mixin that rotates query and key with one npu_mrope, which indexes the cosine and sine cache by position.
+    """Mixin that rotates query and key with npu_mrope.
 
     npu_mrope supports both rotation styles and partial rotary dimensions in multiples of 64 bytes (32 elements of 16-bit types,
     16 of float32). Other sizes fall back to vLLM's PyTorch implementation.
@@ -23,19 +60,52 @@ class NPURotaryMixin:
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rotate query and key ``[tokens, heads * head_size]`` by positions ``[tokens]``."""
-        if key is None or self.rotary_dim * query.element_size() % 64:
+        if key is None or not _is_supported(self, query):
             return self.forward_native(positions, query, key)
-        tokens = positions.numel()
-        rotated_query, rotated_key = torch_npu.npu_mrope(
-            positions.view(-1),
-            query.view(tokens, -1),
-            key.view(tokens, -1),
-            self._match_cos_sin_cache_dtype(query),
-            self.head_size,
-            mrope_section=[0, 0, 0],
-            rotary_mode="half" if self.is_neox_style else "interleave",
-        )
-        return rotated_query.view(query.shape), rotated_key.view(key.shape)
+        return _rotate(self, positions.view(-1), query, key, [0, 0, 0], "default")
+
+
+@MRotaryEmbedding.register_oot
+class NPUMRotaryEmbedding(MRotaryEmbedding):
+    """M-RoPE by npu_mrope; sections that it does not support fall back to vLLM's PyTorch implementation."""
+
+    def forward_oot(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rotate query and key ``[tokens, heads * head_size]`` by positions ``[tokens]`` or ``[3, tokens]``."""
+        section, cache_mode = [0, 0, 0], "default"
+        if positions.dim() == 2:
+            section = self.mrope_section or section
+            cache_mode = "interleave" if self.mrope_interleaved else "default"
+        sections = tuple(section) in MROPE_SECTIONS or positions.dim() == 1
+        if key is None or offsets is not None or not sections or not _is_supported(self, query):
+            return self.forward_native(positions, query, key, offsets)
+        return _rotate(self, positions, query, key, section, cache_mode)
+
+
+@ApplyRotaryEmb.register_oot
+class NPUApplyRotaryEmb(ApplyRotaryEmb):
+    """Rotation of vision encoders by npu_rotary_mul, with a cosine and a sine for each element of a head."""
+
+    def forward_oot(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate x ``[batch, tokens, heads, head_size]``, batch optional, by cos and sin ``[tokens, head_size / 2]``."""
+        batch, heads = (x.shape[0] if x.dim() == 4 else 1), x.shape[-2]
+        too_many = max(batch, heads) > MAX_HEADS if self.is_neox_style else batch * heads > MAX_HEADS
+        if too_many or 2 * cos.shape[-1] != x.shape[-1] or cos.dim() != 2 or x.shape[-1] >= 896:
+            return self.forward_native(x, cos, sin)
+        inputs, cos, sin, shape, dtype = self._pre_process(x, cos, sin)
+        factors = [self._for_each_element(each.to(inputs.dtype)) for each in (cos, sin)]
+        rotated = torch_npu.npu_rotary_mul(inputs, *factors, "half" if self.is_neox_style else "interleave")
+        return self._post_process(rotated, shape, dtype)
+
+    def _for_each_element(self, half: torch.Tensor) -> torch.Tensor:
+        """Expand ``[tokens, head_size / 2]`` to ``[1, tokens, 1, head_size]``."""
+        both = torch.cat((half, half), -1) if self.is_neox_style else half.repeat_interleave(2, -1)
+        return both[None, :, None]
 
 
 def _plain_rotary_classes() -> Iterator[type[RotaryEmbedding]]:

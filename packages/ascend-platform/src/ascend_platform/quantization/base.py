@@ -10,9 +10,11 @@ import torch
 import torch_npu
 
 from ascend_platform import extension
+from ascend_platform.quantization.common import uses_weight_nz
 
 Tensors = Mapping[str, torch.Tensor]
 
+FRACTAL_NZ = 29  # ACL_FORMAT_FRACTAL_NZ
 GROUP_STEP = 32
 """Group sizes are multiples of this (npu_weight_quant_batchmatmul, antiquant_group_size)."""
 
@@ -220,11 +222,18 @@ def pack_int4(weight: torch.Tensor) -> torch.Tensor:
 
 
 def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
-    """Transpose int8 ``[..., out, in]`` to ``[..., in, out]``.
+    """Transpose int8 ``[..., out, in]`` to ``[..., in, out]``; a matrix of npu_quant_matmul, not of experts, to FRACTAL_NZ.
 
-    The result is not in FRACTAL_NZ: torch_npu uses base formats unless ``torch.npu.config.allow_internal_format`` is set.
+    FRACTAL_NZ has blocks of 16 by 32 values; a matrix that they do not divide keeps the base format.
     """
-    return weight.transpose(-1, -2).contiguous()
+    across = weight.transpose(-1, -2).contiguous()
+    if across.dim() > 2 or across.shape[0] % 16 or across.shape[1] % 32 or not uses_weight_nz():
+        return across
+    torch.npu.config.allow_internal_format = True  # torch_npu creates base formats otherwise; the attribute cannot be read
+    try:
+        return torch_npu.npu_format_cast(across, FRACTAL_NZ)
+    finally:
+        torch.npu.config.allow_internal_format = False  # torch_npu's default
 
 
 def per_row(parameter: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ascend_platform import chips, extension, host
+from ascend_platform.components import options
 
 NAME = "ascend"
 """Value of ``--quantization`` for ModelSlim checkpoints."""
@@ -26,3 +27,21 @@ def check_chip(schemes: Iterable[str]) -> None:
         raise extension.RefusedError(
             f"the model has weights of {', '.join(names)}, which are supported on {families}; this NPU is {found}; fix: {fix}"
         )
+
+
+def uses_weight_nz() -> bool:
+    """Whether matrices of npu_quant_matmul are stored in FRACTAL_NZ: the option ``ascend.platform.weight_nz``, or by chip."""
+    asked = options.config("platform")["weight_nz"]
+    return extension.chip().family.weight_nz if asked is None else bool(asked)
+
+
+def _check_options(given: Mapping[str, object]) -> None:
+    if given["weight_nz"] not in (None, True, False):
+        raise extension.RefusedError(
+            f'additional_config "ascend.platform.weight_nz" is {given["weight_nz"]!r}; supported: true, false, or null for the '
+            "default of the chip"
+        )
+
+
+options.register("platform", {"weight_nz": None})
+options.listen("platform", _check_options)

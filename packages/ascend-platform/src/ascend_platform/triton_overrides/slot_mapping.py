@@ -1,11 +1,14 @@
-"""PyTorch implementation of vLLM's slot mapping kernel.
+"""vLLM's slot mapping kernel in PyTorch, and the same on the host.
 
-It takes the Triton kernel's arguments (``vllm/triton_utils/dispatcher.py``) and does not synchronize with the device.
+The kernel takes the Triton kernel's arguments (``vllm/triton_utils/dispatcher.py``) and does not synchronize with the device.
 """
 
 import functools
+from typing import Any
 
+import numpy as np
 import torch
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from ascend_platform.compat import slot_mapping_kernel
 
@@ -25,7 +28,7 @@ def compute_slot_mapping(
     PAD_ID: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Write the slot mapping, ``block * block_size + offset``, with slots of the null block for padding tokens.
+    """Write the slot mapping, ``block * block_size + offset``; slots of padding tokens are the model runner's.
 
     Replaces ``vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel``. Under context parallelism, consecutive runs of
     CP_KV_CACHE_INTERLEAVE_SIZE tokens go to the ranks in turn. A rank stores its own tokens without gaps; other ranks' tokens get
@@ -55,7 +58,24 @@ def compute_slot_mapping(
     torch.add(positions, block_numbers - blocks, alpha=KV_CACHE_BLOCK_SIZE, out=slot_mapping[:num_tokens])
     if TOTAL_CP_WORLD_SIZE > 1:
         slot_mapping[:num_tokens].masked_fill_(is_remote, PAD_ID)
-    slot_mapping[num_tokens:].copy_(null_slots(max_num_tokens, KV_CACHE_BLOCK_SIZE, positions.device)[num_tokens:])
+
+
+def slots_of(table: Any, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The same on the host.
+
+    Args:
+        table: vLLM's BlockTable.
+        requests, positions: int64 ``[num_tokens]``, each token's row in the table and position in its request.
+    """
+    size, ranks, run = table.block_size, table.dcp_world_size, table.cp_kv_cache_interleave_size
+    is_remote = None
+    if ranks > 1:
+        runs = positions // run
+        is_remote = runs % ranks != table.dcp_rank
+        positions = runs // ranks * run + positions % run
+    blocks = positions // size
+    slots = positions + (table.block_table.np[requests, blocks] - blocks) * size
+    return slots if is_remote is None else np.where(is_remote, PAD_SLOT_ID, slots)
 
 
 @functools.lru_cache(maxsize=4)

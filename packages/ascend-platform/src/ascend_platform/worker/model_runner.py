@@ -24,6 +24,7 @@ from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import override, require
 from ascend_platform.worker.draft_lengths import DraftLengthsMixin
+from ascend_platform.worker.host_inputs import HostInputsMixin
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -62,7 +63,7 @@ def register_vision_attention() -> None:
             MMEncoderAttention.register_oot(attention)
 
 
-class NPUModelRunner(GraphSizeMixin, DraftLengthsMixin, GPUModelRunner):
+class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUModelRunner):
     """GPUModelRunner with limited capture sizes, exact lengths on the host, and keys and values in separate tensors."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:

@@ -168,7 +168,8 @@ class NPUInt8Kernel(Int8ScaledMMLinearKernel):
             offset = torch.zeros_like(input_scale.data) if zero is None else zero.data.to(input_scale.dtype)
             bias = (-offset * weight.data.sum(1, dtype=torch.float32)).round().to(torch.int32)
             assert isinstance(self.scheme, W8A8)
-            packed = self.scheme.pack_static(weight.data, (scale * input_scale.data).flatten(), bias, input_scale.data, offset)
+            inputs = (input_scale.data, offset, torch.get_default_dtype())
+            packed = self.scheme.pack_static(weight.data, (scale * input_scale.data).flatten(), bias, *inputs)
         else:
             self.scheme = SCHEMES["W8A8_DYNAMIC"]
             packed = self.scheme.pack(Quantized(weight.data, scale), torch.get_default_dtype())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ascend_platform.quantization.base import transpose_int8
 from ascend_platform.quantization.schemes.weight_only import WeightOnly
 
 
@@ -12,4 +11,4 @@ class W8A16(WeightOnly):
     name = "W8A16"
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        return transpose_int8(weight)
+        return weight.transpose(-1, -2).contiguous()

@@ -30,11 +30,17 @@ class W8A8(Scheme):
 
     def load(self, given: Tensors, dtype: torch.dtype, layer: str, first_rank: bool) -> dict[str, torch.Tensor]:
         bias = given["quant_bias"] if first_rank else torch.zeros_like(given["quant_bias"])
-        inputs = [shared_input_value(given[name], layer) for name in ("input_scale", "input_offset")]
-        return self.pack_static(given["weight"], given["deq_scale"], bias, *inputs)
+        scale, offset = (shared_input_value(given[name], layer) for name in ("input_scale", "input_offset"))
+        return self.pack_static(given["weight"], given["deq_scale"], bias, scale, offset, dtype)
 
     def pack_static(
-        self, weight: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
+        self,
+        weight: torch.Tensor,
+        factor: torch.Tensor,
+        bias: torch.Tensor,
+        scale: torch.Tensor,
+        offset: torch.Tensor,
+        dtype: torch.dtype,
     ) -> dict[str, torch.Tensor]:
         """Convert a matrix with static inputs to the tensors of the operators.
 
@@ -43,10 +49,14 @@ class W8A8(Scheme):
             factor: float32 ``[out]``, the dequantization scale.
             bias: int32 ``[out]``, added to the int32 product.
             scale, offset: float32 ``[1]``, of the inputs.
+            dtype: of the outputs.
         """
+        factor = factor.float().contiguous()
+        if dtype == torch.float16:  # npu_quant_matmul would convert a float32 scale in each call
+            factor = torch_npu.npu_trans_quant_param(factor)
         return {
             "weight": transpose_int8(weight),
-            "deq_scale": factor.float().contiguous(),
+            "deq_scale": factor,
             "quant_bias": bias.contiguous(),
             "input_factor": 1 / scale,
             "input_offset": offset,

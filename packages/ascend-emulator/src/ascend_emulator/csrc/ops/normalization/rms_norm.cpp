@@ -101,10 +101,12 @@ CHECKED(aclnnInplaceAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilo
     copy_reshaped(rstd, normed.rstd);
   };
 })
-// The weight is 1 + gamma.
+// The weight is 1 + gamma. Empty and non-contiguous inputs are documented as unsupported.
 CHECKED(aclnnGemmaRmsNorm, (Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd), {
   check_norm("input", x, gamma, kFloating);
   same_dtype("gamma", gamma, "input", x);
+  contiguous("input", x);
+  contiguous("gamma", gamma);
   COMPUTE {
     const auto normed = rms(x.to(at::kFloat), gamma.to(at::kFloat) + 1, epsilon);
     y.copy_(normed.y);

@@ -210,7 +210,10 @@ CHECKED(aclnnClippedSwiglu,
 
 CHECKED(aclnnGeluMul, (Tensor x, Text approximate, Tensor out), {
   one_of("input", x, kFloating);
+  rank("input", x, 2, 8);
   check_even(x, -1);
+  within("the last dimension of input", x.size(-1), 2, 1024);
+  within("the product of the other dimensions", x.numel() / x.size(-1), 0, 200000);
   const char* kind = gelu_kind(approximate);
   COMPUTE {
     const auto halves = x.to(at::kFloat).chunk(2, -1);

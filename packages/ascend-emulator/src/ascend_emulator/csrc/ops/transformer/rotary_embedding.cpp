@@ -78,10 +78,14 @@ Computation rope_with_cache(const Tensor& positions, const Tensor& query, const 
   multiple("rotary_dim", rotary, query.scalar_type() == at::kFloat ? 16 : 32);
   check(rotary <= head_size, kOpParam, "rotary_dim is ", rotary, " and head_size ", head_size, "; it must not be larger");
   one_of<int64_t>("cache_mode", cache_mode, {0, 1});
-  if (positions.dim() == 2)
+  if (positions.dim() == 2) {
     check(sections && sections->size() == 3 && sections->at(0) + sections->at(1) + sections->at(2) == rotary / 2, kOpParam,
         "mrope_section is [", listed(sections.value_or(Ints())), "]; three numbers with the sum ", rotary / 2,
         " are needed for three rows of positions");
+    // The values that op-plugin's page of npu_mrope lists; wrong results were reported for others (sglang, pull request 36959).
+    const bool known = *sections == Ints{16, 24, 24} || *sections == Ints{24, 20, 20} || *sections == Ints{8, 12, 12};
+    check(known, kOpParam, "mrope_section is [", listed(*sections), "]; [16, 24, 24], [24, 20, 20] and [8, 12, 12] are allowed");
+  }
   check(query.stride(-1) == 1 && key.stride(-1) == 1 && query_out.is_contiguous() && key_out.is_contiguous(), kOpParam,
       "rows must be contiguous");
   COMPUTE {
@@ -99,7 +103,8 @@ Computation rope_with_cache(const Tensor& positions, const Tensor& query, const 
   };
 }
 
-void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+// The batch and the heads are the dimensions over which the angles are broadcast.
+void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
   one_of("input", x, kFloating);
   rank("input", x, 4);
   for (const auto& [name, angles] : {std::pair{"r1", &cos}, std::pair{"r2", &sin}}) {
@@ -110,6 +115,13 @@ void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   }
   multiple("D", x.size(3), 2);
   check(x.size(3) < 896, kOpParam, "D is ", x.size(3), "; it must be below 896");
+  int64_t product = 1;
+  for (int64_t dim = 0; dim < 3; ++dim) {
+    if (cos.size(dim) != 1) continue;
+    check(x.size(dim) < 1000, kOpParam, "dimension ", dim, " of input is ", x.size(dim), "; B and N must be below 1000");
+    product *= x.size(dim);
+  }
+  check(!interleaved || product < 1000, kOpParam, "B * N is ", product, "; with rotary_mode interleave it must be below 1000");
 }
 
 // Gradients with respect to x, cos and sin.
@@ -145,7 +157,7 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interl
 // mode: 0 half, 1 interleave (op-plugin's RotaryMulKernelNpuOpApi.cpp).
 CHECKED(aclnnRotaryPositionEmbeddingV2, (Tensor x, Tensor cos, Tensor sin, int64_t mode, Opt<Tensor> rotation, Tensor out), {
   one_of<int64_t>("rotary_mode", mode, {0, 1});
-  check_angles(x, cos, sin);
+  check_angles(x, cos, sin, mode == 1);
   if (rotation) {
     shape("rotate", *rotation, {x.size(3), x.size(3)});
     same_dtype("rotate", *rotation, "input", x);
@@ -162,7 +174,7 @@ CHECKED(aclnnRotaryPositionEmbeddingV2, (Tensor x, Tensor cos, Tensor sin, int64
 CHECKED(aclnnRotaryPositionEmbeddingGrad,
     (Tensor grad, Tensor cos, Tensor sin, Opt<Tensor> x, int64_t mode, Tensor x_grad, Tensor cos_grad, Tensor sin_grad), {
       one_of<int64_t>("rotary_mode", mode, {0, 1});
-      check_angles(grad, cos, sin);
+      check_angles(grad, cos, sin, mode == 1);
       COMPUTE { rotary_grad(grad, cos, sin, x, mode == 1, x_grad, cos_grad, sin_grad); };
     })
 

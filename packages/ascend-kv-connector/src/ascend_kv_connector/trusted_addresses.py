@@ -1,0 +1,84 @@
+"""Which addresses of a request's ``kv_transfer_params`` may be contacted: they come from whoever may call vLLM's API."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ascend_kv_connector.auth import read_secret
+from ascend_kv_connector.config import Options
+from ascend_kv_connector.errors import printable
+
+SIGNATURE = "remote_signature"
+
+SIGNED = (
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_reader",
+    "remote_ranks",
+    "remote_num_tokens",
+    "remote_prompt_digest",
+)
+"""Parameters that the signature covers; routers may add others."""
+
+
+class TrustedAddresses:
+    """Addresses that the configuration allows.
+
+    Ranks of other instances: with a secret those that an instance with the same secret has signed, without one those on this
+    machine. With ``peers`` (hosts and networks) they must be in it as well, and without a secret they may be anywhere in it. With
+    ``insecure`` and neither, all are allowed. Routers: ``metaservers``, by their exact URL.
+    """
+
+    def __init__(
+        self, secret: bytes = b"", peers: Sequence[str] = (), metaservers: Sequence[str] = (), insecure: bool = False
+    ) -> None:
+        self._secret, self.metaservers, self._insecure = secret, tuple(metaservers), insecure
+        self._hosts = {peer for peer in peers if parse_network(peer) is None}
+        self._networks = [network for peer in peers if (network := parse_network(peer))]
+
+    @classmethod
+    def from_options(cls, options: Options) -> TrustedAddresses:
+        return cls(read_secret(options.secret_file), options.peer_hosts, options.metaservers, options.insecure)
+
+    def sign(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The parameters, with a signature if there is a secret."""
+        return params | {SIGNATURE: self._signature(params)} if self._secret else params
+
+    def refusal(self, params: dict[str, Any]) -> str:
+        """Why the parameters' router or ranks may not be contacted; "" if they may. The parameters have the right types."""
+        if "metaserver" in params:
+            url = params["metaserver"]
+            return "" if url in self.metaservers else f"has metaserver {printable(url)}, which is not in option metaserver"
+        if self._secret and not hmac.compare_digest(str(params.get(SIGNATURE)).encode(), self._signature(params).encode()):
+            return "has remote_ranks that no instance with this one's secret has sent"
+        for host, _ in params["remote_ranks"]:
+            if not self.allows(host):
+                option = "peers" if self._hosts or self._networks else "peers, and there is no secret"
+                return f"has remote_ranks with host {printable(host)}, which is not in option {option}"
+        return ""
+
+    def allows(self, host: str) -> bool:
+        """Whether a host of another instance may be contacted."""
+        address = parse_network(host)
+        if self._hosts or self._networks:
+            return host in self._hosts or any(
+                address is not None and address.version == network.version and address.subnet_of(network)  # type: ignore[arg-type]
+                for network in self._networks
+            )
+        return bool(self._secret or self._insecure or host == "localhost" or (address and address.is_loopback))
+
+    def _signature(self, params: dict[str, Any]) -> str:
+        signed = json.dumps([params.get(key) for key in SIGNED])
+        return hmac.digest(self._secret, b"ascend-kv-connector params " + signed.encode(), "sha256").hex()
+
+
+def parse_network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """An address or network; None for a host name."""
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None
