@@ -2,11 +2,11 @@
 
     python tests/programs/start_servers.py '[{"name": ..., "machines": [{"command": [...]}], "prompts": [[1, 2]], …}]'
 
-A machine is a command with environment variables and a temporary directory of its own; the last one serves. With `ready`, the
-next waits until that is in its output. With `kill`, a part of a name or the number of a machine, the last process of that name or
-all of that machine die by SIGKILL while a request is answered, or without one if the case is `idle`. Prints one line
-`RESULT {json}` a case. Every process that a case starts stays below this one, which ends those that are left after it has counted
-them.
+A machine is a command with environment variables and a temporary directory of its own; the last one serves. With `hides`, it
+has a mount namespace of its own, in which these directories are empty. With `ready`, the next waits until that is in its output.
+With `kill`, a part of a name or the number of a machine, the last process of that name or all of that machine die by SIGKILL
+while a request is answered, or without one if the case is `idle`. Prints one line `RESULT {json}` a case. Every process that a
+case starts stays below this one, which ends those that are left after it has counted them.
 """
 
 import contextlib
@@ -30,8 +30,9 @@ import psutil
 from harness import launcher
 
 PR_SET_CHILD_SUBREAPER = 36
-READY = 240.0  # seconds for all that a case starts
+READY = 400.0  # seconds for all that a case starts
 GONE = 40.0  # seconds for an end after a kill
+HIDE = 'while [ "$1" != -- ]; do mkdir -p "$1" && mount -t tmpfs none "$1" || exit; shift; done; shift; exec "$@"'
 started: dict[int, psutil.Popen] = {}
 seen: set[str] = set()  # shared memory of the processes below this one
 
@@ -47,11 +48,14 @@ class Case:
 
     def start(self) -> None:
         for number, machine in enumerate(self.case["machines"]):
-            command = [self.fill(word) for word in machine["command"]]
+            command = machine["command"]
+            if hides := machine.get("hides"):
+                command = ["unshare", "--mount", "sh", "-c", HIDE, "sh", *hides, "--", *command]
+            command = [self.fill(word) for word in command]
             environ = os.environ | {name: self.fill(value) for name, value in machine.get("environ", {}).items()}
             environ = {name: value for name, value in environ.items() if value}
             environ["TMPDIR"] = str(self.temporary(number))
-            self.temporary(number).mkdir()
+            self.temporary(number).mkdir(exist_ok=True)
             with open(self.log(number), "w") as log:
                 process = psutil.Popen(
                     command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

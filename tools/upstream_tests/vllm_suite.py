@@ -5,12 +5,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from pathlib import Path
+from typing import NoReturn
 
 import environment
 
@@ -104,23 +106,45 @@ def prepare() -> dict[str, str]:
 
 
 def run(tests: Path, name: str, variables: dict[str, str], deadline: float) -> list[dict[str, str]]:
-    """The outcomes of one file's cases, in a process of its own; a deadline that passes is a failure of its own."""
+    """The outcomes of one file's cases, in a fork of a process that has imported vLLM; a deadline that passes is a failure."""
     with tempfile.TemporaryDirectory() as directory:
-        kept = Path(directory, "results")
+        kept, log = Path(directory, "results"), Path(directory, "log")
         kept.touch()
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "upstream_plugin"]
-        given = variables | {"UPSTREAM_RESULTS": str(kept)}
-        try:
-            done = subprocess.run(
-                [*command, f"tests/{name}"], cwd=tests.parent, env=given, capture_output=True, timeout=deadline, check=False
-            )
-            status = "" if done.returncode in (0, 1) else f"pytest ended with {done.returncode}: {done.stdout[-300:].decode()}"
-        except subprocess.TimeoutExpired:
+        child = os.fork()
+        if not child:
+            _work(tests, name, variables | {"UPSTREAM_RESULTS": str(kept)}, log)
+        ended = time.monotonic() + deadline
+        while (found := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < ended:
+            time.sleep(0.05)
+        if found == (0, 0):
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
             status = f"not done within {deadline:g} s"
-        found = [json.loads(line) for line in kept.read_text().splitlines()]
-    for case in found:
+        else:
+            code = os.waitstatus_to_exitcode(found[1])
+            status = "" if code in (0, 1) else f"pytest ended with {code}: {log.read_text(errors='replace')[-300:]}"
+        cases = [json.loads(line) for line in kept.read_text().splitlines()]
+    for case in cases:
         case["case"] = case["case"].partition(".py::")[2]
-    return found + ([{"case": "", "outcome": "failed", "message": status}] if status else [])
+    return cases + ([{"case": "", "outcome": "failed", "message": status}] if status else [])
+
+
+def _work(tests: Path, name: str, variables: dict[str, str], log: Path) -> NoReturn:
+    status = 3
+    try:
+        os.setsid()
+        with log.open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        os.environ.update(variables)
+        os.chdir(tests.parent)
+        sys.path[:0] = [str(tests.parent), *variables["PYTHONPATH"].split(os.pathsep)]
+        sys.argv = ["pytest"]
+        import pytest
+
+        status = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", "-p", "upstream_plugin", f"tests/{name}"])
+    finally:
+        os._exit(int(status))
 
 
 def judged(entry: dict, found: list[dict[str, str]]) -> list[str]:
@@ -163,11 +187,14 @@ is not the list's end the command with 1.
 
 def main(tests: Path, patterns: list[str], deadline: float) -> int:
     """Run the files of the list, all or those that match, and write the page where all ran."""
+    variables = prepare()
+    os.environ.update({key: value for key, value in variables.items() if key.startswith("HF_")})  # read at import
     import vllm
+    from ascend_platform.worker import model_runner  # noqa: F401
 
     entries = tomllib.loads(LIST.read_text())["files"]
     chosen = [e for e in entries if not patterns or any(fnmatch.fnmatch(e["name"], f"*{pattern}*") for pattern in patterns)]
-    wrong, variables = 0, prepare()
+    wrong = 0
     for number, entry in enumerate(chosen, 1):
         started = time.monotonic()
         lines = judged(entry, run(tests, entry["name"], variables, deadline))

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ascend_platform.cli import excepthook
+from ascend_platform.cli import explanations
 
 VLLM = str(Path(sys.executable).parent / "vllm")
 NO_DEVICE = "vLLM found no device: Ascend platform not activated:"
@@ -113,6 +113,7 @@ def test_an_error_of_a_torch_npu_that_fits_stays_as_it_is(installed):
     assert status == 1
     assert any("Traceback" in line for line in lines)
     assert not [line for line in lines if line.startswith("ascend-platform: ")]
+    assert lines[-1] == "vllm: ImportError: something else; fix: see the traceback above"
 
 
 @pytest.mark.slow
@@ -151,4 +152,4 @@ def test_two_tritons_and_target_device_are_warnings(installed):
 
 def test_suffix_without_its_library():
     error = ImportError("Arctic Inference is required for suffix decoding. Install via `pip install arctic-inference==0.1.1`.")
-    assert excepthook.explain(error).endswith("; fix: pip install 'ascend-platform[suffix]'")
+    assert explanations.explain(error).endswith("; fix: pip install 'ascend-platform[suffix]'")

@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,7 +103,9 @@ def connectors(monkeypatch):
     """Registers the connectors of ascend-kv-connector; undone after the test."""
     import ascend_kv_connector
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.plugins import load_general_plugins
 
+    load_general_plugins()  # once per process: not while nothing is registered
     monkeypatch.setattr(registry, "_statuses", {})
     monkeypatch.setattr(slots, "_offers", {})
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
@@ -379,12 +383,51 @@ def test_ray_leaves_each_node_its_own_and_keeps_what_is_given(model, monkeypatch
     assert config.parallel_config.ray_runtime_env == {"env_vars": variables, "working_dir": "."}
 
 
-def test_sockets_have_a_directory_that_goes_with_the_main_process(model, tmp_path):
+def test_ray_worker_replaces_a_directory_of_another_machine_and_the_new_one_goes_with_it(tmp_path):
+    script = "import os, sys; sys.modules['ray'] = None; from ascend_platform.config import sockets; "
+    script += "sockets.replace_foreign_directory(); print(os.environ['VLLM_RPC_BASE_PATH']); "
+    script += "print(os.path.isdir(os.environ['VLLM_RPC_BASE_PATH']), flush=True); os.kill(os.getpid(), 9)"
+    for given, kept in ((tmp_path, True), (tmp_path / "elsewhere", False)):
+        environ = os.environ | {"TMPDIR": str(tmp_path), "VLLM_RPC_BASE_PATH": str(given)}
+        done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+        used, exists = done.stdout.split()[-2:]
+        assert (used == str(given), exists) == (kept, "True"), done.stderr
+        deadline = time.monotonic() + 60
+        while not kept and Path(used).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_directory_too_long_for_sockets_is_refused_in_one_line(model, monkeypatch, tmp_path):
+    directory = tmp_path / ("x" * 80)
+    directory.mkdir()
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    with pytest.raises(ValueError, match=r"TMPDIR: .* has \d+ characters, .*; fix: export VLLM_RPC_BASE_PATH=/tmp"):
+        engine_config(model())
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(directory))
+    with pytest.raises(ValueError, match=r"VLLM_RPC_BASE_PATH: .* has \d+ characters"):
+        engine_config(model())
+
+
+def test_specs_can_be_registered_and_a_config_created_without_an_engine(model):
+    script = (
+        "import sys; from vllm.platforms import current_platform as platform; platform.register_custom_kv_cache_specs(None); "
+    )
+    script += "from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry as registry; registry._ensure_registered(); "
+    script += "from vllm.config import KVTransferConfig, ModelConfig, VllmConfig; "
+    script += "transfer = KVTransferConfig(kv_connector='AscendP2PConnector', kv_role='kv_both'); "
+    script += "VllmConfig(model_config=ModelConfig(sys.argv[1], skip_tokenizer_init=True), kv_transfer_config=transfer)"
+    done = subprocess.run([sys.executable, "-c", script, str(model())], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_sockets_have_a_directory_that_goes_with_the_main_process(model):
     script = "import os, sys; from vllm.engine.arg_utils import EngineArgs; "
     script += "EngineArgs(model=sys.argv[1], skip_tokenizer_init=True).create_engine_config(); "
     script += "print(os.environ['VLLM_RPC_BASE_PATH'], os.path.isdir(os.environ['VLLM_RPC_BASE_PATH']))"
-    environ = {name: value for name, value in os.environ.items() if name != "VLLM_RPC_BASE_PATH"} | {"TMPDIR": str(tmp_path)}
+    environ = {name: value for name, value in os.environ.items() if name != "VLLM_RPC_BASE_PATH"} | {"TMPDIR": "/tmp"}
     done = subprocess.run([sys.executable, "-c", script, model()], env=environ, capture_output=True, text=True, check=True)
     directory, there = done.stdout.split()[-2:]
-    assert (Path(directory).parent, there) == (tmp_path, "True")
+    assert (Path(directory).parent, there) == (Path("/tmp"), "True")
     assert not Path(directory).exists()

@@ -36,12 +36,17 @@ def _find_reason() -> str:
 
 def _activate() -> None:
     """Prepare this process, before vLLM reads these variables, imports the platform's class and creates anything."""
+    from ascend_platform.cli import failures
     from ascend_platform.components import scopes
+    from ascend_platform.config import sockets
     from ascend_platform.worker import watchdog
 
     _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
     _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
     watchdog.exit_when_parent_exits()
+    sockets.replace_foreign_directory()
+    failures.forget()
+    failures.watch()
     for scope in scopes.scopes_here():
         scopes.enter(scope)
 

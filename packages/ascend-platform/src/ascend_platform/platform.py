@@ -10,6 +10,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from ascend_platform import extension, host, quantization, vllm_overrides
 from ascend_platform.attention import selector
+from ascend_platform.cli import failures
 from ascend_platform.components import VARIABLES
 from ascend_platform.components.scopes import enter
 from ascend_platform.config import (
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 logger = extension.logger
+
+
+_resolve_again = functools.cache(resolve_current_platform_cls_qualname)
 
 
 class NPUPlatform(Platform):
@@ -190,14 +194,14 @@ class NPUPlatform(Platform):
     # Logging
 
     @classmethod
-    @functools.cache
     def log_warnings(cls) -> None:
-        """Log again which platform plugins vLLM found and activated.
+        """Log again which platform plugins vLLM found and activated, and note errors that end the process.
 
         vLLM resolves its platform while its modules are imported, before it configures logging, and loses its own log lines
         about it. It calls this hook right after (``vllm/logger.py``, ``configure_logging``).
         """
-        resolve_current_platform_cls_qualname()
+        failures.watch()
+        _resolve_again()
 
     # Configuration
 
@@ -210,6 +214,9 @@ class NPUPlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()  # EngineArgs does so; a VllmConfig can also be created without
         kv_connectors.resolve(vllm_config)
         vllm_config.kernel_config.enable_jit_warmup = False
         compilation.set_defaults(vllm_config)
@@ -244,7 +251,9 @@ class NPUPlatform(Platform):
         components.announce(vllm_config)
 
     @classmethod
-    def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig") -> None:
-        # the first hook in the engine core after plugins are loaded, in whichever process it runs
+    def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig | None") -> None:
+        # the first hook in the engine core after plugins are loaded, in whichever process it runs; without a configuration where
+        # vLLM looks up a spec before an engine has registered them (vllm/v1/kv_cache_spec_registry.py)
         enter("engine")
-        components.announce(vllm_config)
+        if vllm_config is not None:
+            components.announce(vllm_config)

@@ -1,4 +1,4 @@
-"""Errors of vLLM's own commands in one line: what was found, and what fixes it.
+"""The last line of vLLM's own commands: what was found, and what fixes it.
 
 ``import torch`` loads torch_npu by itself, transformers imports it too, and vLLM imports both before it asks any plugin. So where
 torch_npu is installed and CANN is not, nothing of vLLM or of ours runs before the error. vLLM keeps one of two plugins with one
@@ -6,21 +6,25 @@ name, so ours may not run at all, and a plugin that is filtered out does not run
 Python starts, which is the one earlier place, in vLLM's own commands only.
 """
 
-import errno
+import atexit
+import contextlib
 import os
+import signal
 import sys
-from traceback import walk_tb
+import time
+from types import FrameType
 
-import ascend_platform
 from ascend_platform import host
-from ascend_platform.components import COMPONENTS, Problem, RefusedError, requirements
-from ascend_platform.components.plugin_filter import VARIABLE, PluginFilter
+from ascend_platform.cli import explanations, failures
+from ascend_platform.components import Problem, requirements
 
 _installed = False
+_last = ""
+TRACKER_PATIENCE = 2.0  # seconds
 
 
 def install() -> None:
-    """Exit if vLLM's command cannot serve; otherwise install an excepthook that shows known errors in one line.
+    """Exit if vLLM's command cannot serve; otherwise let the command end with one line if it fails.
 
     Python reads start-up files twice where lib64 is a link to lib; the second call does nothing.
     """
@@ -40,73 +44,61 @@ def install() -> None:
     before = sys.excepthook
 
     def show(kind, error, traceback):  # type: ignore[no-untyped-def]
-        line = explain(error)
+        global _last
+        if issubclass(kind, KeyboardInterrupt):
+            _last = f"vllm: interrupted by {'SIGTERM' if str(error) == 'terminated' else 'SIGINT'}"  # vLLM's own text for SIGTERM
+            return
+        line = failures.cause() or explanations.explain(error)
         if not line or os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG":
             before(kind, error, traceback)
-        if line:
-            print(f"ascend-platform: {line}", file=sys.stderr)
+        _last = f"ascend-platform: {line}" if line else f"vllm: {explanations.describe(error)}; fix: see the traceback above"
 
     sys.excepthook = show
+    failures.forget()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    # torch_npu prints a line at exit if the excepthook was called (torch_npu/utils/_error_code.py). The handler registered first,
+    # before torch_npu is imported, runs last.
+    atexit.register(_print_last)
 
 
-def explain(error: BaseException) -> str:
-    """One line for an error that ends vLLM's command if it is one of those below, otherwise ""."""
-    explanations = (host.missing_library, _other_torch_npu, _refusal, _no_platform, _port_in_use, _no_suffix)
-    return next(filter(None, (explanation(error) for explanation in explanations)), "")
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End on ctrl-C: at once while modules are imported, some of which catch any exception, and later by SystemExit.
+
+    vLLM catches KeyboardInterrupt where it waits for the engine (``zmq_socket_ctx``), and asyncio replaces Python's own handler
+    by one that waits for the event loop. VLLM_RPC_BASE_PATH is set before child processes are started (``config/sockets.py``).
+    """
+    global _last
+    line = "vllm: interrupted by SIGINT"
+    if "VLLM_RPC_BASE_PATH" in os.environ:
+        _last = line
+        raise SystemExit(128 + number)
+    os.write(2, f"{line}\n".encode())
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
-def _other_torch_npu(error: BaseException) -> str:
-    """A torch_npu for another version of torch, which fails in many ways when torch loads it."""
-    for each in host.error_chain(error):
-        if not host.through_torch_npu(each):
-            continue
-        if problem := requirements.unmet("torch-npu") or requirements.unmet("ascend-platform"):
-            found = " ".join(str(each).split())
-            return f"torch_npu {requirements.version('torch-npu')} cannot be loaded ({found}): {problem}"
-    return ""
+def _print_last() -> None:
+    line = _last or (failures.cause() and f"ascend-platform: {failures.cause()}")
+    if line:
+        with contextlib.suppress(OSError, AttributeError):
+            _wait_for_resource_tracker()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+                stream.flush()
+        print(line, file=sys.stderr, flush=True)
 
 
-def _refusal(error: BaseException) -> str:
-    """A RefusedError of one of our wheels, as it is or wrapped by pydantic."""
-    for each in host.error_chain(error):
-        listing = getattr(each, "errors", None)
-        inner = [(item.get("ctx") or {}).get("error") for item in listing()] if callable(listing) else []
-        for one in (each, *inner):
-            if isinstance(one, RefusedError):
-                return str(one)
-    return ""
-
-
-def _no_platform(error: BaseException) -> str:
-    """Why vLLM found no device (``vllm/config/device.py``), if the platform knows."""
-    if not any(str(each).startswith("Failed to infer device type") for each in host.error_chain(error)):
-        return ""
-    filtered = PluginFilter.current()
-    if filtered.allows(COMPONENTS["ascend-platform"]):
-        reason = ascend_platform._reason
-        return f"vLLM found no device: {ascend_platform.NOT_ACTIVATED}: {reason}" if reason else ""
-    from ascend_platform.cli import plugins
-
-    wrong = filtered.problem(plugins.names())
-    return f"{VARIABLE}: {wrong[0]}" if wrong else ""
-
-
-def _port_in_use(error: BaseException) -> str:
-    """A port that another process uses (``vllm/entrypoints/launchers/launcher.py``, ``create_server_socket``)."""
-    for each in host.error_chain(error):
-        if isinstance(each, OSError) and each.errno == errno.EADDRINUSE:
-            *_, last = walk_tb(each.__traceback__)
-            address, port, *_ = last[0].f_locals.get("addr", ("", "of vLLM"))
-            at = address and f" (on {address})"
-            return f"port {port} is in use by another process{at}; fix: end that process, or choose another port with --port"
-    return ""
-
-
-def _no_suffix(error: BaseException) -> str:
-    """vLLM's own error about a missing library (``vllm/config/speculative.py``, ``_validate_suffix_decoding``)."""
-    if any(isinstance(each, ImportError) and "Arctic Inference is required" in str(each) for each in host.error_chain(error)):
-        return "speculative decoding with suffix needs arctic-inference; fix: pip install 'ascend-platform[suffix]'"
-    return ""
+def _wait_for_resource_tracker() -> None:
+    """Let Python's resource tracker warn of what killed processes have left, which it removes when all processes have ended."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    tracker = module and module._resource_tracker
+    if tracker and tracker._fd is not None:
+        os.close(tracker._fd)
+        pid, tracker._fd, tracker._pid = tracker._pid, None, None
+        deadline = time.monotonic() + TRACKER_PATIENCE
+        while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def _cpu_without_kernels() -> Problem | None:

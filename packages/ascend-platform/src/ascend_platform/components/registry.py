@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -125,6 +126,9 @@ def status(distribution: str) -> Status:
         return Status(State.NOT_INSTALLED, fix=f"pip install {distribution}")
     filtered, name = PluginFilter.current(), COMPONENTS[distribution]
     if filtered.allows(name):
+        vllm_plugins = sys.modules.get("vllm.plugins")  # this module does not import vLLM
+        if vllm_plugins and not vllm_plugins.plugins_loaded:
+            return Status(State.NOT_LOADED, "vLLM has not loaded its plugins", "call vllm.plugins.load_general_plugins() before")
         return Status(State.NOT_LOADED, fix=f"pip install --force-reinstall --no-deps {distribution}")
     space = "VLLM_PLUGINS has a space next to its name, which vLLM takes as part of it"
     detail = space if filtered.has_space_beside(name) else "filtered out by VLLM_PLUGINS"

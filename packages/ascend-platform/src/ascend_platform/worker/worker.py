@@ -24,6 +24,7 @@ from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from ascend_platform import compat, extension
+from ascend_platform.config import sockets
 from ascend_platform.config.components import announce
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
@@ -38,6 +39,7 @@ class NPUWorker(Worker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         announce(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
+        sockets.replace_foreign_directory()
         directory = os.environ.get("VLLM_RPC_BASE_PATH")
         if directory and self.distributed_init_method.startswith("file://"):
             # a worker that dies leaves this file behind; the directory is removed with the main process

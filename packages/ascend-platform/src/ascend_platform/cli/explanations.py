@@ -1,0 +1,213 @@
+"""One-line explanations of the errors that end vLLM's commands: what was found, and what fixes it."""
+
+from __future__ import annotations
+
+import errno
+import re
+import signal
+from collections.abc import Iterator
+from traceback import walk_tb
+from typing import Any
+
+import ascend_platform
+from ascend_platform import host
+from ascend_platform.components import COMPONENTS, RefusedError, requirements
+from ascend_platform.components.plugin_filter import VARIABLE, PluginFilter
+
+LONGEST = 600  # characters of another library's message
+
+
+def explain(error: BaseException) -> str:
+    """One line for an error that is one of those below, otherwise ""."""
+    explanations = (
+        host.missing_library,
+        _other_torch_npu,
+        _refusal,
+        _no_platform,
+        _port_in_use,
+        _no_suffix,
+        _dead_process,
+        _damaged_checkpoint,
+        _unreachable_peer,
+        _out_of_memory,
+        _adapter_rank,
+        _indivisible_heads,
+        _unknown_quantization,
+        _own_words,
+    )
+    return next(filter(None, (explanation(error) for explanation in explanations)), "")
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an error, and of one that pydantic wraps its message alone, in one line."""
+    *_, inner = _errors(error) if hasattr(error, "errors") else [error]
+    message = _one_line(inner)
+    return message if inner is not error else f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def death(what: str, status: int | None) -> str:
+    """How a process ended that should not have, from multiprocessing's ``exitcode``."""
+    if status is None or status >= 0:
+        return f"{what} exited with status {status or 0}; fix: see the log above"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "a signal"
+    fixes = {
+        signal.SIGKILL: "if nobody killed it, the kernel did for want of memory (dmesg): give the machine or container more",
+        signal.SIGBUS: "free or enlarge /dev/shm (docker run --shm-size)",
+    }
+    fix = fixes.get(-status, "report the log above with the output of vllm-ascend env")  # type: ignore[call-overload]
+    return f"{what} was killed by {name} (signal {-status}); fix: {fix}"
+
+
+def _errors(error: BaseException) -> Iterator[BaseException]:
+    """The error, its causes, and those that pydantic wraps."""
+    for each in host.error_chain(error):
+        yield each
+        listing = getattr(each, "errors", None)
+        for item in listing() if callable(listing) else ():
+            if isinstance(inner := (item.get("ctx") or {}).get("error"), BaseException):
+                yield inner
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:LONGEST]
+
+
+def _search(error: BaseException, pattern: str) -> re.Match[str] | None:
+    return next(filter(None, (re.search(pattern, str(each)) for each in _errors(error))), None)
+
+
+def _local(error: BaseException, name: str) -> Any:
+    """A local variable of the innermost frame of a traceback that has it."""
+    found = [frame.f_locals[name] for frame, _ in walk_tb(error.__traceback__) if name in frame.f_locals]
+    return found[-1] if found else None
+
+
+def _other_torch_npu(error: BaseException) -> str:
+    """A torch_npu for another version of torch, which fails in many ways when torch loads it."""
+    for each in host.error_chain(error):
+        if not host.through_torch_npu(each):
+            continue
+        if problem := requirements.unmet("torch-npu") or requirements.unmet("ascend-platform"):
+            return f"torch_npu {requirements.version('torch-npu')} cannot be loaded ({_one_line(each)}): {problem}"
+    return ""
+
+
+def _refusal(error: BaseException) -> str:
+    """A RefusedError of one of our wheels, as it is or wrapped by pydantic."""
+    return next((str(each) for each in _errors(error) if isinstance(each, RefusedError)), "")
+
+
+def _own_words(error: BaseException) -> str:
+    """Another error of our wheels: one line with what fixes it."""
+    return next((_one_line(each) for each in _errors(error) if "; fix: " in str(each)), "")
+
+
+def _no_platform(error: BaseException) -> str:
+    """Why vLLM found no device (``vllm/config/device.py``), if the platform knows."""
+    if not any(str(each).startswith("Failed to infer device type") for each in host.error_chain(error)):
+        return ""
+    filtered = PluginFilter.current()
+    if filtered.allows(COMPONENTS["ascend-platform"]):
+        reason = ascend_platform._reason
+        return f"vLLM found no device: {ascend_platform.NOT_ACTIVATED}: {reason}" if reason else ""
+    from ascend_platform.cli import plugins
+
+    wrong = filtered.problem(plugins.names())
+    return f"{VARIABLE}: {wrong[0]}" if wrong else ""
+
+
+def _port_in_use(error: BaseException) -> str:
+    """A port that another process uses (``vllm/entrypoints/launchers/launcher.py``, ``create_server_socket``)."""
+    for each in host.error_chain(error):
+        if isinstance(each, OSError) and each.errno == errno.EADDRINUSE:
+            *_, last = walk_tb(each.__traceback__)
+            address, port, *_ = last[0].f_locals.get("addr", ("", "of vLLM"))
+            at = address and f" (on {address})"
+            return f"port {port} is in use by another process{at}; fix: end that process, or choose another port with --port"
+    return ""
+
+
+def _no_suffix(error: BaseException) -> str:
+    """vLLM's own error about a missing library (``vllm/config/speculative.py``, ``_validate_suffix_decoding``)."""
+    if any(isinstance(each, ImportError) and "Arctic Inference is required" in str(each) for each in host.error_chain(error)):
+        return "speculative decoding with suffix needs arctic-inference; fix: pip install 'ascend-platform[suffix]'"
+    return ""
+
+
+def _dead_process(error: BaseException) -> str:
+    """An engine core or worker that a signal ended while it started.
+
+    In ``vllm/v1/engine/utils.py``, ``wait_for_engine_startup``, and ``vllm/v1/executor/multiproc_executor.py``,
+    ``wait_for_ready``. Both end the other processes by SIGTERM.
+    """
+    processes: list[Any] = []
+    if str(error).startswith("Engine core initialization failed"):
+        processes = getattr(getattr(_local(error, "launch"), "engine_manager", None), "processes", [])
+    elif str(error).startswith("WorkerProc initialization failed") and (handle := _local(error, "unready_proc_handle")):
+        processes = [handle.proc]
+    for process in processes:
+        if (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGTERM:
+            return death(process.name, process.exitcode)
+    return ""
+
+
+def _damaged_checkpoint(error: BaseException) -> str:
+    for each in host.error_chain(error):
+        if type(each).__name__ == "SafetensorError":
+            file = _local(each, "st_file") or "of the model"
+            fix = "compare its size and checksum with the original, and copy or download it again"
+            return f"checkpoint file {file} is incomplete or damaged ({_one_line(each)}); fix: {fix}"
+    return ""
+
+
+def _unreachable_peer(error: BaseException) -> str:
+    """Ranks that did not meet in time (torch's ``TCPStore``)."""
+    hint = "or raise --distributed-timeout-seconds"
+    if found := _search(error, r"timed out after (\d+)ms while trying to connect to \((.+), (\d+)\)"):
+        seconds, address, port = int(found[1]) / 1000, found[2], found[3]
+        fix = f"start vllm serve with --node-rank 0 there, correct --master-addr and --master-port, {hint}"
+        return f"no answer from {address} port {port} in {seconds:g} s; fix: {fix}"
+    if found := _search(error, r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined"):
+        at = _search(error, r"\[?([\w.:]+)\]?:(\d+)")
+        fix = f"start vllm serve --headless with the other values of --node-rank on the other machines, {hint}"
+        return f"{found[2]} of {found[3]} ranks joined{f' at {at[0]}' if at and '.' in at[1] else ''} in {found[1]} s; fix: {fix}"
+    return ""
+
+
+def _out_of_memory(error: BaseException) -> str:
+    found = _search(error, r"NPU out of memory\.[^\n]*?(?=Please set|If reserved|See doc|$)")
+    if not found:
+        return ""
+    fix = "lower --gpu-memory-utilization, --kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-tokens, or use more NPUs"
+    return f"{' '.join(found[0].split()).rstrip('. ')}; fix: {fix} (--tensor-parallel-size)"
+
+
+def _adapter_rank(error: BaseException) -> str:
+    found = _search(error, r"LoRA rank (\d+) is greater than max_lora_rank (\d+)")
+    if not found:
+        return ""
+    lora = next(filter(None, (_local(each, "lora_request") for each in host.error_chain(error))), None)
+    which = f"adapter {lora.lora_name} in {lora.lora_path}" if lora else "an adapter"
+    return f"{which} has rank {found[1]}, and --max-lora-rank is {found[2]}; fix: --max-lora-rank {found[1]}"
+
+
+def _indivisible_heads(error: BaseException) -> str:
+    found = _search(error, r"number of attention heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)")
+    if not found:
+        return ""
+    heads = int(found[1])
+    sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+    return f"--tensor-parallel-size {found[2]} does not divide the model's {heads} attention heads; fix: choose one of {sizes}"
+
+
+def _unknown_quantization(error: BaseException) -> str:
+    found = _search(error, r"Unknown quantization method: (\S+?)\.(?:\s|$)")
+    if not found:
+        return ""
+    from ascend_platform.quantization.common import METHODS
+
+    supported = ", ".join(METHODS)
+    return f"quantization method {found[1]} is unknown; fix: correct or remove --quantization (supported: {supported})"

@@ -1,0 +1,88 @@
+"""Causes of failures, carried from vLLM's engine and worker processes to the command whose last line they are.
+
+vLLM's command only says "See root cause above". A handler on vLLM's logger sees the errors that end a process, and leaves one
+line for the parent process in the directory of the server's sockets (``config/sockets.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+from ascend_platform.cli import explanations
+
+# vllm/v1/engine/core.py and vllm/v1/executor/multiproc_executor.py
+FATAL = (
+    "EngineCore failed to start.",
+    "EngineCore encountered a fatal error.",
+    "WorkerProc failed to start.",
+    "WorkerProc failed.",
+)
+WORKER_DIED = "Worker proc %s died unexpectedly"
+# vllm/v1/engine/core_client.py
+CORE_DIED = "[shutdown] MPClient: engine core exited unexpectedly"
+
+_found: list[str] = []  # in this process or, at exit, by its child processes
+
+
+def watch() -> None:
+    """Note the errors that end this process or its child processes. vLLM removes log handlers when it configures logging."""
+    log = logging.getLogger("vllm")
+    if not any(isinstance(handler, _Handler) for handler in log.handlers):
+        log.addHandler(_Handler(logging.WARNING))
+
+
+def forget() -> None:
+    """Remove what was left for an earlier process with this process id in a directory that the user keeps."""
+    if file := _file(os.getpid()):
+        file.unlink(missing_ok=True)
+
+
+def cause() -> str:
+    """Why this process or a child process has failed, or "". The first cause that is explained, else the first."""
+    file = _file(os.getpid())
+    if not _found and file and file.is_file():
+        lines = [line.split(" ", 1) for line in file.read_text(errors="replace").splitlines()]
+        file.unlink(missing_ok=True)
+        _found.extend(text for _, text in sorted(lines, key=lambda line: line[0]))
+    return _found[0] if _found else ""
+
+
+class _Handler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):
+            error = record.exc_info[1] if record.exc_info else None
+            message = str(record.msg)
+            if error and message in FATAL:
+                known = explanations.explain(error) or cause()
+                _report(known or f"{multiprocessing.current_process().name}: {explanations.describe(error)}", not known)
+            elif message.startswith(WORKER_DIED) and isinstance(record.args, tuple):
+                name, status = record.args[:2]
+                _found.insert(0, explanations.death(str(name), status))  # type: ignore[arg-type]
+            elif message.startswith(CORE_DIED):
+                _found.extend(_dead_cores())
+
+
+def _report(line: str, unexplained: bool) -> None:
+    """Leave a line for the parent process; several child processes may do so at a time."""
+    if file := _file(os.getppid()):
+        with file.open("a") as out:
+            out.write(f"{int(unexplained)} {line}\n")
+
+
+def _file(reader: int) -> Path | None:
+    directory = os.environ.get("VLLM_RPC_BASE_PATH")
+    return Path(directory, f"failure-{reader}") if directory else None
+
+
+def _dead_cores() -> list[str]:
+    """Engine cores that a signal has ended; ``monitor_engine_cores`` of vLLM, which logs it, has them in its frame."""
+    frame = sys._getframe()
+    while frame and "engine_manager" not in frame.f_locals:
+        frame = frame.f_back  # type: ignore[assignment]
+    processes = frame.f_locals["engine_manager"].processes if frame else []
+    return [explanations.death(process.name, process.exitcode) for process in processes if (process.exitcode or 0) < 0]

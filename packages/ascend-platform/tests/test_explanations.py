@@ -1,0 +1,157 @@
+"""Errors of vLLM, torch and safetensors as they raise them, explained in one line; and causes from a process to its parent."""
+
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ascend_platform.cli import failures
+from ascend_platform.cli.explanations import death, describe, explain
+from harness.models import small as small_models
+
+CHILD = """
+import logging, multiprocessing, os, sys
+from ascend_platform.cli import failures
+log = logging.getLogger("vllm.v1")
+
+def worker(fails):
+    failures.watch()
+    try:
+        raise fails
+    except Exception:
+        log.exception("WorkerProc failed to start.")
+
+def core(errors):
+    failures.watch()
+    spawn = multiprocessing.get_context("spawn")
+    workers = [spawn.Process(target=worker, args=[error], name=f"VllmWorker-{rank}") for rank, error in enumerate(errors)]
+    for each in workers:
+        each.start()
+        each.join()
+    try:
+        raise Exception("WorkerProc initialization failed due to an exception in a background process.")
+    except Exception:
+        log.exception("EngineCore failed to start.")
+
+if __name__ == "__main__":
+    errors = [ValueError("lost the peer\\nin two lines"), RuntimeError("3 NPUs are needed; fix: list more")]
+    process = multiprocessing.get_context("spawn").Process(target=core, args=[errors[:int(sys.argv[1])]], name="EngineCore")
+    process.start()
+    process.join()
+    print(failures.cause())
+    print(os.listdir(os.environ["VLLM_RPC_BASE_PATH"]))
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    tmp_path.joinpath("config.json").write_text(json.dumps(small_models.TINY))
+    return str(tmp_path)
+
+
+def error_of(work, *arguments, **options):
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        work(*arguments, **options)
+    return caught.value
+
+
+def engine_config(model, **arguments):
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=model, skip_tokenizer_init=True, **arguments).create_engine_config()
+
+
+def test_heads_that_do_not_divide(model):
+    line = explain(error_of(engine_config, model, tensor_parallel_size=3))
+    assert line == "--tensor-parallel-size 3 does not divide the model's 4 attention heads; fix: choose one of 1, 2, 4"
+
+
+def test_unknown_quantization_names_the_supported_ones(model):
+    line = explain(error_of(engine_config, model, quantization="awqq"))
+    assert line.startswith("quantization method awqq is unknown; fix: correct or remove --quantization (supported: ")
+    assert "compressed-tensors" in line
+
+
+def test_another_error_of_the_configuration_is_described_without_pydantic_s_words(model):
+    error = error_of(engine_config, model, max_model_len=10**9)
+    assert explain(error) == ""
+    line = describe(error)
+    assert line.startswith("User-specified max_model_len (1000000000) is greater than")
+    assert "\n" not in line
+
+
+def test_truncated_checkpoint_is_named(tmp_path):
+    from safetensors.torch import save_file
+    from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+
+    file = tmp_path / "model.safetensors"
+    save_file({"x": torch.zeros(1000)}, file)
+    os.truncate(file, 2000)
+    line = explain(error_of(lambda: list(safetensors_weights_iterator([str(file)], use_tqdm_on_load=False))))
+    assert line.startswith(f"checkpoint file {file} is incomplete or damaged (")
+    assert "; fix: " in line
+
+
+def test_peers_that_do_not_meet():
+    store, second = torch.distributed.TCPStore, datetime.timedelta(seconds=1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        free = other.getsockname()[1]
+    line = explain(error_of(store, "127.0.0.1", free, 2, False, second))
+    assert line.startswith(f"no answer from 127.0.0.1 port {free} in 1 s; fix: start vllm serve with --node-rank 0 there")
+    line = explain(error_of(store, "127.0.0.1", 0, 2, True, second))
+    assert line.startswith("1 of 2 ranks joined")
+    assert "; fix: start vllm serve --headless" in line
+
+
+def test_memory_that_the_npu_does_not_have():
+    line = explain(error_of(torch.empty, 1 << 50, dtype=torch.int8, device="npu"))
+    assert line.startswith("NPU out of memory. Tried to allocate 1048576.00 GiB")
+    assert "; fix: lower --gpu-memory-utilization, --kv-cache-memory-bytes" in line
+
+
+def test_adapter_above_its_rank():
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.peft_helper import PEFTHelper
+
+    helper = PEFTHelper.from_dict({"r": 32, "lora_alpha": 32, "target_modules": ["q_proj"]})
+    line = explain(error_of(helper.validate_legal, LoRAConfig(max_lora_rank=16)))
+    assert line == "an adapter has rank 32, and --max-lora-rank is 16; fix: --max-lora-rank 32"
+
+
+@pytest.mark.parametrize(("number", "hint"), [(signal.SIGKILL, "memory"), (signal.SIGBUS, "/dev/shm"), (signal.SIGSEGV, "env")])
+def test_killed_process_is_described_by_its_signal(number, hint):
+    status = subprocess.run([sys.executable, "-S", "-c", f"import os; os.kill(os.getpid(), {number})"], check=False).returncode
+    line = death("EngineCore", status)
+    assert line.startswith(f"EngineCore was killed by {number.name} (signal {number}); fix: ")
+    assert hint in line
+
+
+@pytest.mark.parametrize(
+    ("workers", "cause"),
+    [
+        (2, "3 NPUs are needed; fix: list more"),
+        (1, "VllmWorker-0: ValueError: lost the peer in two lines"),
+        (0, "EngineCore: Exception: WorkerProc initialization failed due to an exception in a background process."),
+    ],
+)
+def test_cause_reaches_the_command_and_an_explained_one_comes_first(tmp_path, workers, cause):
+    script, sockets = tmp_path / "script.py", tmp_path / "sockets"
+    script.write_text(CHILD)
+    sockets.mkdir()
+    environ = os.environ | {"VLLM_RPC_BASE_PATH": str(sockets)}
+    done = subprocess.run([sys.executable, str(script), str(workers)], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [cause, "[]"], done.stderr
+
+
+def test_cause_of_an_earlier_process_with_the_same_id_is_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    monkeypatch.setattr(failures, "_found", [])
+    Path(tmp_path, f"failure-{os.getpid()}").write_text("0 stale\n")
+    failures.forget()
+    assert failures.cause() == ""
