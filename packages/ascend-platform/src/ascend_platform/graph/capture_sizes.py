@@ -6,7 +6,6 @@ attention layers is a graph, so that sizes times layers reaches the limit.
 
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -118,13 +117,12 @@ class GraphSizeMixin(Runner):
 
     @contextlib.contextmanager
     def _hide_other_wrappers(self: Any) -> Iterator[None]:
-        every = CUDAGraphWrapper._all_instances
-        CUDAGraphWrapper._all_instances = weakref.WeakSet(self._own_wrappers())
+        others = set(CUDAGraphWrapper._all_instances).difference(self._own_wrappers())
+        CUDAGraphWrapper._all_instances.difference_update(others)
         try:
             yield
         finally:
-            every.update(CUDAGraphWrapper._all_instances)
-            CUDAGraphWrapper._all_instances = every
+            CUDAGraphWrapper._all_instances.update(others)
 
     def _warmup_and_capture(self: Any, *args: Any, **kwargs: Any) -> None:
         """Capture one size. If one rank runs out of streams, fail on all; the others would hang in a collective."""
