@@ -30,7 +30,8 @@ def test_launches_and_bytes_are_those_of_the_table(counted: dict[str, Any], name
 @pytest.mark.parametrize(("name", "step"), STEPS)
 def test_not_much_more_is_moved_than_is_needed(counted: dict[str, Any], name: str, step: str) -> None:
     found = counted[name][step]
-    assert 0.99 <= found["bytes"] / found["needed"] < (1.15 if step == "decode" else 4.5)  # prefill has its activations besides
+    prefill = 4.9 if name == "Gemma 3" else 4.5  # has its activations besides; a Gemma layer has four norms
+    assert 0.99 <= found["bytes"] / found["needed"] < (1.15 if step == "decode" else prefill)
     assert found["sent"] == found["to send"]
 
 
