@@ -12,7 +12,7 @@ from harness.checkout import ROOT
 PACKAGES = ROOT / "packages"
 FILES = sorted(path for path in PACKAGES.glob("*/src/**/*.py") if not {"ascend-emulator", "patches"} & {*path.parts})
 CHANGES = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
-CALLS = {"override", "add", "require"}
+CALLS = {"override", "add", "require", "without"}
 
 
 def replaced(source: str) -> Iterator[str]:

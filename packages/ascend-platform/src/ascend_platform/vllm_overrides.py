@@ -7,12 +7,13 @@ a vLLM that is not supported. The table is also the source of docs/patches-ledge
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -135,6 +136,21 @@ def add(target: str, entries: Mapping[Any, Any] | Iterable[Any]) -> None:
             table.setdefault(key, value)
     else:
         table.update(entries)
+
+
+@contextlib.contextmanager
+def without(target: str, members: Iterable[Any]) -> Iterator[None]:
+    """Take members out of a set of vLLM's while the context lasts.
+
+    Raises:
+        RefusedError: the target is missing, or its source or that of its user has changed.
+    """
+    table, members = _resolve(_entry(target)), set(members)
+    table.difference_update(members)
+    try:
+        yield
+    finally:
+        table.update(members)
 
 
 def require(target: str) -> None:

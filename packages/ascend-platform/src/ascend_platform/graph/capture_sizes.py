@@ -4,9 +4,8 @@ A graph holds one stream of the NPU for each stream that it captured, until it i
 attention layers is a graph, so that sizes times layers reaches the limit.
 """
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from vllm.distributed.parallel_state import get_world_group, is_global_first_ran
 from vllm.platforms import current_platform
 
 from ascend_platform import extension
-from ascend_platform.vllm_overrides import require
+from ascend_platform.vllm_overrides import without
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
@@ -33,9 +32,6 @@ vllm-ascend's ``update_aclgraph_sizes``)."""
 
 OUT_OF_STREAMS_CODES = ("207008", "207005")
 """CANN's error codes when no stream is left (vllm-project/vllm-ascend, issues 9564 and 9691)."""
-
-
-require("vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances")
 
 
 class OutOfStreamsError(RuntimeError):
@@ -100,7 +96,8 @@ class GraphSizeMixin(Runner):
 
     def profile_cudagraph_memory(self: Any) -> int:
         """Estimate graph memory as vLLM does, whose method clears all wrappers' graphs, with this runner's wrappers only."""
-        with self._hide_other_wrappers():
+        others = set(CUDAGraphWrapper._all_instances).difference(self._own_wrappers())
+        with without("vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances", others):
             return super().profile_cudagraph_memory()
 
     def free_graphs(self: Any) -> None:
@@ -114,15 +111,6 @@ class GraphSizeMixin(Runner):
         """The wrappers of this engine's models; the draft model's configuration differs, but not its compilation_config."""
         own = self.compilation_config
         return [wrapper for wrapper in CUDAGraphWrapper._all_instances if wrapper.compilation_config is own]
-
-    @contextlib.contextmanager
-    def _hide_other_wrappers(self: Any) -> Iterator[None]:
-        others = set(CUDAGraphWrapper._all_instances).difference(self._own_wrappers())
-        CUDAGraphWrapper._all_instances.difference_update(others)
-        try:
-            yield
-        finally:
-            CUDAGraphWrapper._all_instances.update(others)
 
     def _warmup_and_capture(self: Any, *args: Any, **kwargs: Any) -> None:
         """Capture one size. If one rank runs out of streams, fail on all; the others would hang in a collective."""
