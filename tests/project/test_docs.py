@@ -64,7 +64,7 @@ def test_every_variable_of_the_emulator_is_explained() -> None:
     files = [path for path in code.rglob("*") if path.suffix in {".py", ".cpp"}]
     used = {name for path in files for name in re.findall(r'"(ASCEND_EMULATOR_[A-Z_]+)"', path.read_text())}
     # How `ascend-emulator run` hands its own options to the libraries.
-    internal = {f"ASCEND_EMULATOR_{name}" for name in ("CHIP", "MEMORY", "NPUS", "SOC", "WITHOUT")}
+    internal = {f"ASCEND_EMULATOR_{name}" for name in ("CHIP", "LACKS", "MEMORY", "NPUS", "SOC", "WITHOUT")}
     page = (DOCS / "emulator.md").read_text()
     assert len(used) > 10
     assert {name for name in used - internal if f"`{name}" not in page} == set()
