@@ -1,0 +1,203 @@
+"""``vllm-ascend doctor`` on settings: environment variables, the machine's tuning, files, memory and ``--additional-config``.
+
+The faults are environment variables, process limits and mounted file systems.
+"""
+
+import subprocess
+
+import pytest
+from ascend_platform import host
+from ascend_platform.cli import tuning
+from harness.doctor import bad, examine, failing
+
+
+@pytest.mark.parametrize(
+    ("value", "state", "says", "fix"),
+    [
+        ("", "fail", "no plugin load", "unset VLLM_PLUGINS"),
+        ("ascend, ascend_attention", "fail", "spaces", "export VLLM_PLUGINS=ascend,ascend_attention"),
+        ("ascend_attention", "fail", "leaves out ascend", "export VLLM_PLUGINS=ascend,ascend_attention"),
+        (
+            "ascend,ascend_atention",
+            "warn",
+            "no plugin has the name ascend_atention",
+            "export VLLM_PLUGINS=ascend,ascend_attention",
+        ),
+        ("ascned", "fail", "no plugin has the name ascned", "export VLLM_PLUGINS=ascend"),
+        ("ascend,ascend_attention", "ok", "ascend,ascend_attention", ""),
+    ],
+)
+def test_plugin_names(value, state, says, fix):
+    status, lines = examine(VLLM_PLUGINS=value)
+    line = lines["environment", "VLLM_PLUGINS"]
+    assert (line[0], line[2], status) == (state, fix, int(state == "fail"))
+    assert says in line[1]
+
+
+def test_filtered_component_is_a_warning_and_filtered_platform_a_failure():
+    status, lines = examine(VLLM_PLUGINS="ascend")
+    assert status == 0
+    names = "ascend_attention, ascend_communicator, ascend_kv_connector, ascend_model_loader, ascend_patches"
+    fix = f"export VLLM_PLUGINS=ascend,{names.replace(', ', ',')}"
+    assert lines["plugins", "filtered out by VLLM_PLUGINS"] == ("warn", names, fix)
+    assert lines["plugins", "lora_hf_hub_resolver of vllm 0.32.0+empty"][0] == "ok"
+    status, lines = examine(VLLM_PLUGINS="ascend_attention")
+    assert status == 1
+    assert lines["plugins", "ascend of ascend-platform 0.1.0"][0] == "fail"
+
+
+def test_target_device():
+    for value, state in (("cpu", "fail"), ("empty", "warn")):
+        status, lines = examine(VLLM_TARGET_DEVICE=value)
+        assert lines["environment", "VLLM_TARGET_DEVICE"][0] == state
+        assert lines["environment", "VLLM_TARGET_DEVICE"][2] == "unset VLLM_TARGET_DEVICE"
+        assert status == int(state == "fail")
+
+
+def test_variables_that_nothing_reads():
+    given = {"VLLM_PLUGIN": "ascend", "VLLM_ASCEND_ENABLE_NZ": "1", "ASCEND_VISIBLE_DEVICE": "0", "HCCL_BUFSIZE": "200"}
+    harmless = {
+        "ASCEND_LAUNCH_BLOCKING": "1",
+        "HCCL_BUFFSIZE": "200",
+        "ASCEND_OF_MY_OWN_COMPANY": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    status, lines = examine(**given, **harmless)
+    assert status == 0
+    assert {title: fix for title, (_, fix) in bad(lines).items()} == {
+        "VLLM_PLUGIN": "export VLLM_PLUGINS=$VLLM_PLUGIN; unset VLLM_PLUGIN",
+        "VLLM_ASCEND_ENABLE_NZ": "unset VLLM_ASCEND_ENABLE_NZ",
+        "ASCEND_VISIBLE_DEVICE": "export ASCEND_VISIBLE_DEVICES=$ASCEND_VISIBLE_DEVICE; unset ASCEND_VISIBLE_DEVICE",
+        "HCCL_BUFSIZE": "export HCCL_BUFFSIZE=$HCCL_BUFSIZE; unset HCCL_BUFSIZE",
+    }
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "state", "says"),
+    [
+        ("HCCL_IF_IP", "127.0.0.1", "ok", "127.0.0.1"),
+        ("HCCL_IF_IP", "203.0.113.1", "fail", "not an address of this machine"),
+        ("VLLM_HOST_IP", "here", "fail", "not an IP address"),
+        ("HCCL_SOCKET_IFNAME", "lo", "ok", "lo: lo"),
+        ("HCCL_SOCKET_IFNAME", "=l", "fail", "no such interface"),
+        ("HCCL_SOCKET_IFNAME", "l", "ok", "l: lo"),
+        ("HCCL_SOCKET_IFNAME", "^nosuch", "ok", "lo"),
+        ("GLOO_SOCKET_IFNAME", "nosuch0", "fail", "no such interface"),
+    ],
+)
+def test_interfaces(variable, value, state, says):
+    status, lines = examine(**{variable: value})
+    line = lines["HCCL", variable]
+    assert (line[0], status) == (state, int(state == "fail"))
+    assert says in line[1]
+
+
+# Settings that make serving slow or unstable
+
+
+def test_settings_of_queue_and_hccl():
+    given = {"TASK_QUEUE_ENABLE": "2", "HCCL_OP_EXPANSION_MODE": "HOST", "HCCL_BUFFSIZE": "1024"}
+    status, lines = examine(ASCEND_EMULATOR_NPUS="2", ASCEND_CUSTOM_OPP_PATH="/a/vllm_ascend/ops:/mine", **given)
+    assert status == 0
+    found = bad(lines)
+    assert found["TASK_QUEUE_ENABLE"][1] == "export TASK_QUEUE_ENABLE=1, or serve with --enforce-eager"
+    assert found["HCCL_OP_EXPANSION_MODE"][1].startswith("export HCCL_OP_EXPANSION_MODE=AIV")
+    assert found["HCCL_BUFFSIZE"][0].startswith("1024 MiB: 8.0 GiB of an NPU with 4 communicators")
+    assert found["ASCEND_CUSTOM_OPP_PATH"][1] == "export ASCEND_CUSTOM_OPP_PATH=/mine"
+    wrong = {"TASK_QUEUE_ENABLE": "3", "HCCL_OP_EXPANSION_MODE": "aiv", "HCCL_BUFFSIZE": "big"}
+    assert examine(**wrong)[0] == 1
+    assert set(failing(examine(**wrong)[1])) == set(wrong)
+
+
+def test_without_a_mode_several_npus_are_warned_of_and_one_is_not(monkeypatch):
+    monkeypatch.delenv("HCCL_OP_EXPANSION_MODE", raising=False)
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    (result,) = tuning.hccl(8)
+    assert result.found.startswith("not set: ")
+    assert list(tuning.hccl(1)) == []
+
+
+@pytest.mark.parametrize(("governors", "state"), [(["performance"] * 2, "ok"), (["performance", "powersave"], "warn")])
+def test_cpu_governor(tmp_path, governors, state):
+    for number, governor in enumerate(governors):
+        directory = tmp_path / f"cpu{number}" / "cpufreq"
+        directory.mkdir(parents=True)
+        (directory / "scaling_governor").write_text(f"{governor}\n")
+    (result,) = tuning.cpu_governor(tmp_path)
+    assert result.state == state
+    assert ("powersave on 1 CPUs" in result.found) == (state == "warn")
+
+
+def test_cann_older_than_torch_npu_wants():
+    (result,) = tuning.cann_for_torch_npu("9.0.RC1")
+    assert (result.state, result.fix) == ("warn", "install CANN 9.1")
+    assert list(tuning.cann_for_torch_npu("9.1.0")) == list(tuning.cann_for_torch_npu("")) == []
+
+
+def test_firmware_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "DRIVER", tmp_path / "driver")
+    (tmp_path / "firmware").mkdir()
+    (tmp_path / "firmware" / "version.info").write_text("Version=7.8.0.2\n")
+    assert host.firmware_version() == "7.8.0.2"
+
+
+def test_files_of_vllm_ascend(tmp_path):
+    (tmp_path / "vllm_ascend").mkdir()
+    (tmp_path / "vllm_ascend" / "__init__.py").write_text("")
+    assert bad(examine(path=[tmp_path])[1])["vllm_ascend"][1].startswith(f"rm -r {tmp_path}/vllm_ascend")
+
+
+# Disk, memory, configuration
+
+
+def test_model_cache_that_is_not_writable():
+    status, lines = examine(HF_HOME="/dev/null/models")
+    assert status == 0
+    assert "/dev/null/models/hub is not writable" in bad(lines)["model cache"][0]
+
+
+def test_small_disk_and_shared_memory(tmp_path):
+    mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && mount -t tmpfs -o size=1m tmpfs /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    before = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    status, lines = examine(before=before, HF_HOME=str(tmp_path))
+    assert status == 0
+    assert bad(lines)["model cache"] == (
+        f"0.0 GiB free for {tmp_path}/hub; vLLM may need 10 GiB",
+        "export HF_HOME=<a directory on a larger disk>",
+    )
+    assert "--shm-size" in bad(lines)["/dev/shm"][1]
+
+
+def test_little_memory():
+    _, lines = examine(before=["prlimit", f"--as={4 << 30}"])
+    assert bad(lines)["memory"][0] == "4.0 GiB free; vLLM may need 8 GiB"
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "says", "fix"),
+    [
+        ('{"ascend": {}}', "ok", "known keys only", ""),
+        ('{"ascend": {"atention": {}}}', "fail", "no key 'atention'", "correct the key (did you mean 'attention'?)"),
+        ('{"ascend": {"attention": {"fast": 1}}}', "fail", "no key 'fast'", "correct the key (known: none)"),
+        ('{"ascend": 1}', "fail", "must be an object", "correct the value"),
+        ("{'ascend': {}}", "fail", "not valid JSON", "in single quotes"),
+        ("[]", "fail", "not an object", "--additional-config"),
+    ],
+)
+def test_additional_config(given, state, says, fix):
+    status, lines = examine("--additional-config", given)
+    line = lines["configuration", "--additional-config"]
+    assert (line[0], status) == (state, int(state == "fail"))
+    assert says in line[1]
+    assert fix in line[2]
+
+
+def test_keys_of_additional_config_for_other_plugins():
+    status, lines = examine("--additional-config", '{"ascend_scheduler_config": {}}')
+    assert status == 0
+    assert bad(lines)["--additional-config, 'ascend_scheduler_config'"][0] == "no installed wheel of ours reads this key"
+
+
+# The commands
