@@ -106,9 +106,9 @@ def serve() -> dict:
 def chosen(names: str | None) -> object:
     """As `filtered`, with each component's state, and the line that `vllm serve` ends with where no device is found."""
     found = filtered(names)
-    from ascend_platform.cli import excepthook
+    from ascend_platform.cli import explanations
 
-    line = excepthook.explain(RuntimeError("Failed to infer device type"))
+    line = explanations.explain(RuntimeError("Failed to infer device type"))
     return [found, states(), line]
 
 

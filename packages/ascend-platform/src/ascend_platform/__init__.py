@@ -1,8 +1,5 @@
 """The Ascend NPU as a platform of vLLM: device, worker, model runner and operators."""
 
-NOT_ACTIVATED = "Ascend platform not activated"
-_reason: str | None = None  # why the platform is not activated, "" if it is, None before the first call
-
 
 def register() -> str | None:
     """Entry point of group ``vllm.platform_plugins``; never raises.
@@ -14,23 +11,24 @@ def register() -> str | None:
         The qualified name of the platform class if torch_npu and an NPU are present; otherwise None, and the reason is logged
         in one line.
     """
-    global _reason
-    if _reason is None:
-        _reason = _find_reason()
-        if not _reason:
+    from ascend_platform.components import activation
+
+    if activation.reason is None:
+        activation.reason = _find_reason()
+        if not activation.reason:
             _activate()
-    return None if _reason else "ascend_platform.platform.NPUPlatform"
+    return None if activation.reason else "ascend_platform.platform.NPUPlatform"
 
 
 def _find_reason() -> str:
-    from ascend_platform.components import logger, requirements
+    from ascend_platform.components import activation, logger, requirements
 
     try:
         reason = str(requirements.conflict() or requirements.unmet("ascend-platform") or _missing_device() or "")
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
-        logger.warning("%s: %s", NOT_ACTIVATED, reason)
+        logger.warning("%s: %s", activation.NOT_ACTIVATED, reason)
     return reason
 
 
