@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ascend_communicator.pyhccl import PyHcclCommunicator
-from ascend_platform.components.options import configure
 from harness import launcher
 from torch.distributed import ReduceOp
-from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import ParallelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import DPMetadata, override_forward_context
 from vllm.plugins import load_general_plugins
@@ -311,7 +310,8 @@ def play(rank: int, port: int) -> dict[str, Any]:
 
 def options(rank: int) -> dict[str, Any]:
     """New groups, one with options, in which a rank waits for the other until the timeout."""
-    configure({"ascend": {"communicator": {"groups": {"dp": {"buffer_size": 64, "exec_timeout": 3}}}}})
+    given_options = {"communicator": {"groups": {"dp": {"buffer_size": 64, "exec_timeout": 3}}}}
+    get_current_vllm_config().additional_config = {"ascend": given_options}
     parallel_state.initialize_model_parallel(backend="hccl")
     groups = {"dp": parallel_state.get_dp_group(), "ep": parallel_state.get_ep_group()}
     given = {

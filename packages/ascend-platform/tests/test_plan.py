@@ -99,7 +99,8 @@ def test_chips_are_those_of_the_emulator():
     """Both packages have these figures, as the product never imports the emulator."""
     emulated = tomllib.loads((resources.files("ascend_emulator") / "chips.toml").read_text())
     common = emulated.pop("all")
-    assert emulated.keys() == chips.FIGURES.keys()
+    uncorrelated = {"Ascend910A", "Ascend950PR_9599"}  # plan has no figures of these
+    assert emulated.keys() - uncorrelated == chips.FIGURES.keys()
     for name, chip in chips.FIGURES.items():
         data = common | emulated[name]
         assert (chip.memory_gib, chip.bandwidth_gbs) == (data["memory_gib"], data["bandwidth_gbs"])

@@ -416,7 +416,8 @@ def test_specs_can_be_registered_and_a_config_created_without_an_engine(model):
     )
     script += "from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry as registry; registry._ensure_registered(); "
     script += "from vllm.config import KVTransferConfig, ModelConfig, VllmConfig; "
-    script += "transfer = KVTransferConfig(kv_connector='AscendP2PConnector', kv_role='kv_both'); "
+    script += "transfer = KVTransferConfig(kv_connector='AscendP2PConnector', kv_role='kv_both', "
+    script += "kv_connector_extra_config={'insecure': True}); "
     script += "VllmConfig(model_config=ModelConfig(sys.argv[1], skip_tokenizer_init=True), kv_transfer_config=transfer)"
     done = subprocess.run([sys.executable, "-c", script, str(model())], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -54,6 +54,8 @@ def cause() -> str:
 
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
+        if logging.lastResort and logging.getLogger("vllm").handlers == [self]:  # vLLM has not configured logging yet
+            logging.lastResort.handle(record)
         with contextlib.suppress(Exception):
             error = record.exc_info[1] if record.exc_info else None
             message = str(record.msg)
