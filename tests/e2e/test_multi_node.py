@@ -44,18 +44,18 @@ def machine(number: int, *command: str, npus: str = "", **variables: str) -> dic
     return {"command": [*command], "environ": environ | {"ASCEND_EMULATOR_HCCL_TRANSPORT": "tcp"} | variables}
 
 
-def ray_node(number: int, *options: str, npus: str = "") -> dict[str, Any]:
-    """A node of Ray. The second one shares no temporary directory with the others."""
+def ray_node(number: int, *options: str, npus: str = "", hidden: bool = False) -> dict[str, Any]:
+    """A node of Ray. A hidden one shares no temporary directory with the others."""
     small = ["--num-cpus", "1", "--object-store-memory", "80000000", "--disable-usage-stats", "--temp-dir", "{directory}/r"]
     command = [str(COMMANDS / "ray"), "start", "--block", "--node-ip-address", f"127.0.0.{number + 2}", *small, *options]
-    hides = ["{directory}/0", "{directory}/2", "{directory}/r"] if number else []
+    hides = ["{directory}/0", "{directory}/2", "{directory}/r"] if hidden else []
     return machine(number, *command, npus=npus) | {"ready": "Ray runtime started", "hides": hides}
 
 
-def two_nodes(npus: tuple[str, str], *options: str) -> list[dict[str, Any]]:
+def two_nodes(npus: tuple[str, str], *options: str, hidden: bool = False) -> list[dict[str, Any]]:
     return [
         ray_node(0, "--head", "--port", "{other}", "--include-dashboard=false", npus=npus[0]),
-        ray_node(1, "--address", "127.0.0.2:{other}", npus=npus[1]),
+        ray_node(1, "--address", "127.0.0.2:{other}", npus=npus[1], hidden=hidden),
         machine(0, *SERVE, *options, *RAY, npus=npus[0], RAY_ADDRESS="127.0.0.2:{other}"),
     ]
 
@@ -84,7 +84,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "one machine, the main process dies": CASES["one machine"] | {"kill": "bin/vllm serve"},
 }
-OTHERS["two nodes of Ray, TP2 PP2"] = {"machines": two_nodes(("0,1", "2,3"), *TP2, "--pipeline-parallel-size", "2"), "kill": 1}
+OTHERS["two nodes of Ray, TP2 PP2"] = {
+    "machines": two_nodes(("0,1", "2,3"), *TP2, "--pipeline-parallel-size", "2", hidden=True),
+    "kill": 1,
+}
 OTHERS["two nodes of Ray, TP2 PP2, a worker dies"] = OTHERS["two nodes of Ray, TP2 PP2"] | {"kill": "ray::RayWorkerProc"}
 OTHERS["two machines, idle, rank 0's dies"] = OTHERS["two machines"] | {"kill": 1, "idle": True}
 """Run by hand: `PYTHONPATH=tests ascend-emulator run -- python tests/e2e/test_multi_node.py NAME…`."""

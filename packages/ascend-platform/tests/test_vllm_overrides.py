@@ -1,6 +1,7 @@
 """Overrides of vLLM's names: a vLLM that differs is refused by the name of the override, before anything is replaced."""
 
 import ast
+import copy
 import functools
 import importlib
 import json
@@ -96,7 +97,8 @@ def test_unchanged_vllm_of_another_version_is_taken(vllm_tree: Path, monkeypatch
 def test_importer_that_the_table_does_not_name_is_refused(entry: Override, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_overrides, "_applied", set())
     importer, module = ModuleType("vllm.somebody"), importlib.import_module(entry.module)
-    importer.taken = functools.partial(getattr(module, entry.qualname))  # of this module alone: replacements may be shared
+    value = getattr(module, entry.qualname)  # of this module alone: replacements may be shared
+    importer.taken = functools.partial(value) if callable(value) else copy.copy(value)
     monkeypatch.setattr(module, entry.qualname, importer.taken)
     monkeypatch.setitem(sys.modules, "vllm.somebody", importer)
     with pytest.raises(extension.RefusedError) as refused:
