@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,3 +50,14 @@ def edited(target: str, renamed: bool) -> tuple[str, str]:
         assert before in lines[node.lineno - 1]
         lines[node.lineno - 1] = lines[node.lineno - 1].replace(before, after, 1)
     return str(path.relative_to(INSTALLED.parent)), "".join(lines)
+
+
+def rename_in_importers(directory: Path, target: str) -> None:
+    """Let the copy's modules import a renamed function by its new name, as vLLM's own would."""
+    module, _, name = target.partition(":")
+    for path in INSTALLED.rglob("*.py"):
+        text = path.read_text()
+        if f"from {module} import" in text:
+            changed = re.sub(rf"^( +){name},$", rf"\1{name}_renamed as {name},", text, flags=re.MULTILINE)
+            if changed != text:
+                write(directory, str(path.relative_to(INSTALLED.parent)), changed)

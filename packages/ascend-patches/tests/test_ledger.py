@@ -11,7 +11,8 @@ from harness import vllm_copy
 START = """
 import sys
 from ascend_patches import enter
-enter("platform")
+for scope in ("platform", "engine"):
+    enter(scope)
 for module in sys.argv[1:]:
     __import__(module)
 """
@@ -24,10 +25,12 @@ for module in sys.argv[1:]:
 def test_patch_whose_target_differs_is_disabled_by_name(renamed: bool, reason: str, tmp_path) -> None:
     tree = vllm_copy.make(tmp_path)
     patches = [each for each in discover() if each.make.__module__.startswith("ascend_patches.")]
-    assert len(patches) == 3
+    assert len(patches) == 5
     for each in patches:
         file, text = vllm_copy.edited(each.target, renamed)
         vllm_copy.write(tree, file, text)
+        if renamed and "." not in each.qualname:
+            vllm_copy.rename_in_importers(tree, each.target)
     removed = ("VLLM_PLUGINS", "VLLM_VERSION", "VLLM_ASCEND_DISABLE_PATCHES")
     environment = {name: value for name, value in os.environ.items() if name not in removed}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
