@@ -7,6 +7,7 @@ import ctypes, os, sys, time
 import torch, torch_npu
 
 def child(body):
+    time.sleep(0.05)  # torch_npu's queue thread, which may hold its own locks, comes to rest; the streams go on
     pid = os.fork()
     if pid == 0:
         body()
