@@ -100,9 +100,7 @@ def test_log_probabilities_are_those_of_dequantized_weights(
 
 
 @pytest.mark.parametrize("name", FP8_CASES)
-def test_fp8_is_that_of_dequantized_weights(
-    served: dict[str, Any], fp8_models: dict[str, tuple[Path, Path]], name: str
-) -> None:
+def test_fp8_is_that_of_dequantized_weights(served: dict[str, Any], fp8_models: dict[str, tuple[Path, Path]], name: str) -> None:
     form, dtype, _, kind = FP8_CASES[name]
     assert kind in served[name]["kinds"]
     count, others, most, mean = layouts.compare(fp8_models[form][1], dtype, served[name]["results"])

@@ -27,7 +27,9 @@ def test_dequantized_bit_for_bit(dtype, monkeypatch):
     stored, scale, numbers = drawn(384, 256, 128, 128)
     monkeypatch.setattr(fp8, "CHUNK", 128 * 256)  # several chunks
     assert same_bits(dequantized(stored.view(torch.uint8).npu(), scale.npu(), dtype), numbers.to(dtype))
-    both = dequantized(stored.view(torch.uint8).expand(2, -1, -1).contiguous().npu(), torch.stack([scale, scale * 2]).npu(), dtype)
+    both = dequantized(
+        stored.view(torch.uint8).expand(2, -1, -1).contiguous().npu(), torch.stack([scale, scale * 2]).npu(), dtype
+    )
     assert same_bits(both[1], (numbers * 2).to(dtype))  # of experts
 
 

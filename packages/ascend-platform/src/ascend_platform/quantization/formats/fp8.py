@@ -6,6 +6,7 @@ matrix. Activations are not FP8: their static scales (``input_scale``) are not l
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -23,6 +24,14 @@ from ascend_platform.quantization.methods import fp8
 from ascend_platform.quantization.methods.fp8 import Fp8Format
 
 UNUSED = WeightsMapper(orig_to_new_suffix={".input_scale": None})
+
+
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    return not isinstance(record.args, tuple) or record.args[1:] != (torch.float8_e4m3fn, torch.uint8)
+
+
+# vLLM warns of each matrix whose dtype is not its parameter's (models/utils.py)
+logging.getLogger("vllm.model_executor.models.utils").addFilter(_is_unexpected)
 
 
 def method_of(layer: torch.nn.Module, form: Fp8Format, prefix: str) -> QuantizeMethodBase:

@@ -32,10 +32,11 @@ from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod, r
 from ascend_platform.quantization.registry import SCHEMES
 
 INT8 = "W8A8_DYNAMIC"
-CHUNK = 2**21
+CHUNK = 2**18
 """Elements converted at once, which limits temporary memory: 12 bytes each."""
 
 Sizes = tuple[int, int]
+ones = functools.partial(torch.ones, dtype=torch.float32)  # the default dtype is the model's while it is created
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Fp8Format:
     block: Sizes
 
     def grid(self, rows: list[int], inputs: int) -> Sizes:
-        """The largest block that divides this rank's matrices of so many rows: shards need not begin at the checkpoint's blocks."""
+        """The largest block that divides this rank's matrices of so many rows; shards need not begin at checkpoint blocks."""
         return math.gcd(self.block[0], *rows), math.gcd(self.block[1], inputs)
 
     def expanded(self, scale: torch.Tensor, grid: Sizes, most: Sizes) -> torch.Tensor:
@@ -80,8 +81,8 @@ def as_bytes(loaded: torch.Tensor) -> torch.Tensor:
     """
     if loaded.dtype != torch.float8_e4m3fn:
         raise extension.RefusedError(
-            f"the FP8 checkpoint has a matrix {list(loaded.shape)} of {loaded.dtype}, in a layer that its configuration calls FP8; "
-            "fix: name the layer in quantization_config (modules_to_not_convert, or ignore)"
+            f"the FP8 checkpoint has a matrix {list(loaded.shape)} of {loaded.dtype}, in a layer that its configuration calls "
+            "FP8; fix: name the layer in quantization_config (modules_to_not_convert, or ignore)"
         )
     return loaded.view(torch.uint8)
 
@@ -93,7 +94,7 @@ def values_of(device: torch.device) -> torch.Tensor:
 
 
 def chunks(weight: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Dequantize bytes ``[out, in]``, with one scale for each of a grid of blocks; yields first rows and float32 ``[rows, in]``."""
+    """Dequantize bytes ``[out, in]``, with one scale for each of a grid of blocks; yields row offsets and float32 rows."""
     block = weight.shape[0] // scale.shape[0]
     step = max(CHUNK // weight.shape[1] // block, 1)
     table = values_of(weight.device)
@@ -156,17 +157,17 @@ class Fp8Linear:
         options: dict[str, Any] = {"output_dim": 0, "weight_loader": loading(loader, as_bytes)}
         layer.register_parameter("weight", ModelWeightParameter(data=weight, input_dim=1, **options))
         if self.fp8.block == (0, 0):
-            data = torch.ones(len(output_partition_sizes))
+            data = ones(len(output_partition_sizes))
             made: Any = PerTensorScaleParameter(data=data, weight_loader=loading(loader, torch.Tensor.float))
         elif self.fp8.block[1] == 0:
             options["weight_loader"] = loading(loader, torch.Tensor.float)
-            made = ChannelQuantScaleParameter(data=torch.ones(rows, 1), **options)
+            made = ChannelQuantScaleParameter(data=ones(rows, 1), **options)
         else:
             grid = self.fp8.grid(output_partition_sizes, input_size_per_partition)
             layer.weight_block_size = list(grid)  # read by vLLM's loaders of merged matrices
             most = (output_size, input_size)
             convert = functools.partial(self.fp8.expanded, grid=grid, most=most)
-            data = torch.ones(rows // grid[0], input_size_per_partition // grid[1])
+            data = ones(rows // grid[0], input_size_per_partition // grid[1])
             options["weight_loader"] = loading(loader, convert)
             made = BlockQuantScaleParameter(data=data, input_dim=1, **options)
         layer.register_parameter(self.fp8.scale, made)
@@ -226,19 +227,22 @@ class Fp8Experts:
         self.dtype = params_dtype
         inner = intermediate_size_per_partition
         whole = inner * self.moe.moe_parallel_config.tp_size
-        sizes = {"w13_": ((inner, inner), hidden_size, (whole, hidden_size)), "w2_": ((hidden_size,), inner, (hidden_size, whole))}
+        sizes = {
+            "w13_": ((inner, inner), hidden_size, (whole, hidden_size)),
+            "w2_": ((hidden_size,), inner, (hidden_size, whole)),
+        }
         loader = extra_weight_attrs.pop("weight_loader")
         for prefix, (rows, inputs, most) in sizes.items():
             data: Any = torch.empty(num_experts, sum(rows), inputs, dtype=torch.uint8)
             register(layer, f"{prefix}weight", data, extra_weight_attrs | {"weight_loader": loading(loader, as_bytes)})
             kind, convert = "tensor", torch.Tensor.float
             if self.fp8.block == (0, 0):
-                data = torch.ones(num_experts, len(rows)) if len(rows) > 1 else torch.ones(num_experts)
+                data = ones(num_experts, len(rows)) if len(rows) > 1 else ones(num_experts)
             elif self.fp8.block[1] == 0:
-                kind, data = "channel", torch.ones(num_experts, sum(rows), 1)
+                kind, data = "channel", ones(num_experts, sum(rows), 1)
             else:
                 grid = self.fp8.grid(list(rows), inputs)
-                kind, data = "block", torch.ones(num_experts, sum(rows) // grid[0], inputs // grid[1])
+                kind, data = "block", ones(num_experts, sum(rows) // grid[0], inputs // grid[1])
                 convert = functools.partial(self.fp8.expanded, grid=grid, most=most)
             own = {"weight_loader": loading(loader, convert), "quant_method": kind}
             register(layer, prefix + self.fp8.scale, data, extra_weight_attrs | own)
