@@ -51,7 +51,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dbrx": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 64}, "attn_config": {"kv_n_heads": 2}},
     "gpt2": {"n_inner": None},
     "gptj": {"rotary_dim": 16, "n_inner": None},
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "multi_query": False},
+    "falcon": {"num_kv_heads": 4, "multi_query": False},
+    "glm4_moe": {"head_dim": 64},
     "opt": {"word_embed_proj_dim": 128},
     "llama4_text": {"intermediate_size_mlp": 256, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 1, 0]},
 }

@@ -30,7 +30,7 @@ def register() -> None:
         import ascend_platform.quantization.formats.compressed_tensors
         import ascend_platform.quantization.formats.fp8
         import ascend_platform.quantization.formats.modelslim
-        import ascend_platform.quantization.formats.mxfp4
+        import ascend_platform.quantization.formats.mxfp4  # noqa: F401
     except ImportError as error:
         _import_error = error
 
