@@ -113,4 +113,4 @@ def test_converted_weights_are_the_dequantized_ones(
     if dtype == "float32":
         assert (others, most < 1e-4) == (0, True)
     else:
-        assert mean < (quantized.FLOAT_BOUND if kind == "RequantizedExperts" else quantized.BOUND)
+        assert mean < (quantized.BOUND if kind == "DequantizedExperts" else quantized.FLOAT_BOUND)

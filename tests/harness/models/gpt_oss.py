@@ -50,9 +50,9 @@ def make(directory: Path) -> tuple[Path, Path]:
     plain, path = directory / "gpt-oss-plain", directory / "gpt-oss"
     torch.manual_seed(0)
     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**CONFIG))
-    for name, weight in model.named_parameters():
+    for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")):
-            torch.nn.init.normal_(weight, std=1.0 if name.endswith("sinks") else 0.1)
+            torch.nn.init.normal_(parameter, std=1.0 if name.endswith("sinks") else 0.1)
     model.save_pretrained(plain)
     shutil.copytree(plain, path, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(plain / "model.safetensors")
