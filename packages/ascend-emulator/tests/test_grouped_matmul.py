@@ -337,7 +337,12 @@ def test_grouped_matmul_swiglu_quant_of_int4(smooth):
     {
         "smooth scale": (
             lambda a, b: torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-                a, [b[None]], [torch.ones(1, 8).npu()], torch.ones(4).npu(), torch.tensor([4]).npu(), smooth_scale=torch.ones(1).npu()
+                a,
+                [b[None]],
+                [torch.ones(1, 8).npu()],
+                torch.ones(4).npu(),
+                torch.tensor([4]).npu(),
+                smooth_scale=torch.ones(1).npu(),
             ),
             "smooth_scale is given and x is Char; it belongs to an x of packed int4",
         ),

@@ -77,7 +77,11 @@ ON_HARDWARE = {
     "aclnnSort: self": (torch.sort, (torch.float64,), torch.int64),
     "aclnnMaxDim: self": (lambda x: x.max(1), (torch.float64, torch.int32), torch.int64),
     "aclnnMaxPool2dWithMask: self": (lambda x: functional.max_pool2d(x[None], 2), (torch.float64,), torch.float16),
-    "aclnnMaxPool3dWithArgmax: self": (lambda x: functional.max_pool3d(x[None, None], (1, 2, 2)), (torch.float64,), torch.float16),
+    "aclnnMaxPool3dWithArgmax: self": (
+        lambda x: functional.max_pool3d(x[None, None], (1, 2, 2)),
+        (torch.float64,),
+        torch.float16,
+    ),
     "aclnnCat: tensors": (lambda x: torch.cat([x, x]), (torch.complex128,), torch.complex64),
     "aclnnArange: out": (lambda x: torch.arange(3, dtype=x.dtype, device="npu"), (torch.int8, torch.int16), torch.int32),
     "aclnnVarMean: self": (torch.var_mean, (torch.bfloat16,), torch.float16),
