@@ -181,13 +181,13 @@ def below() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.status() == psutil.STATUS_ZOMBIE:
-                if process.pid in started:
-                    started[process.pid].poll()
-                elif process.ppid() == os.getpid():
-                    os.waitpid(process.pid, os.WNOHANG)  # an orphan that has come to this process
-            else:
+            if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
+            elif process.pid in started:
+                if started[process.pid].poll() is None:  # its main thread has ended, others have not yet
+                    found.append(process)
+            elif process.ppid() == os.getpid():
+                os.waitpid(process.pid, os.WNOHANG)  # an orphan that has come to this process
     return found
 
 

@@ -120,8 +120,12 @@ class ModelSlimLinearMethod(LinearMethodBase):
         rows, loader = sum(output_partition_sizes), extra_weight_attrs["weight_loader"]
         self.dtype = params_dtype
         for name, stored in self.stored.items():
-            made = parameter(stored, rows, input_size_per_partition, len(output_partition_sizes), loader)
+            made = self.parameter(stored, rows, input_size_per_partition, len(output_partition_sizes), loader)
             layer.register_parameter(name, made)
+
+    def parameter(self, stored: Stored, rows: int, inputs: int, parts: int, loader: Callable[..., None]) -> BasevLLMParameter:
+        """vLLM's parameter for a tensor of a matrix ``[rows, inputs]`` of this rank, which has several ``parts`` if merged."""
+        return parameter(stored, rows, inputs, parts, loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         given = {name: getattr(layer, name).data for name in self.stored}
@@ -165,23 +169,9 @@ class TransposedLinearMethod(ModelSlimLinearMethod):
         super().__init__(scheme, stored, name)
         self.read, self.group_size = read, group_size
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        rows, loader = sum(output_partition_sizes), extra_weight_attrs["weight_loader"]
-        self.dtype = params_dtype
-        groups = self.scheme.count_groups(input_size_per_partition, self.group_size, False, self.name)
-        for name, stored in self.stored.items():
-            shape = stored.shape(rows, input_size_per_partition, groups)
-            made = transposed_parameter(stored, shape, self.group_size <= 0, loader)
-            layer.register_parameter(name, made)
+    def parameter(self, stored: Stored, rows: int, inputs: int, parts: int, loader: Callable[..., None]) -> BasevLLMParameter:
+        groups = self.scheme.count_groups(inputs, self.group_size, False, self.name)
+        return transposed_parameter(stored, stored.shape(rows, inputs, groups), self.group_size <= 0, loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         matrix = self.read({name: getattr(layer, name).data for name in self.stored})
