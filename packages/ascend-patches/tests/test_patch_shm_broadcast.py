@@ -1,4 +1,4 @@
-"""A reader of a queue whose writer is on another machine: waits for ever in vLLM, and ends with the patch when it is shut down."""
+"""A reader of a MessageQueue of another machine: shutdown() leaves it waiting in vLLM, and ends it with the patch."""
 
 import subprocess
 import sys
