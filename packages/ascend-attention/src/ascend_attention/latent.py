@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch_npu
 from ascend_platform import extension
+from vllm.distributed import get_dcp_group
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -22,7 +23,9 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MLAAttentionImpl,
 )
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
+from ascend_attention import dcp
 from ascend_attention.dense import BLOCK_SIZE, assign_padding, pad_queries, to_script_list
 from ascend_attention.metadata import upper_triangle
 
@@ -49,8 +52,6 @@ class LatentMetadata(AttentionMetadata):
         softmax_lse: float32 ``[1]``, placeholder for the unused softmax_lse output.
         rows: int64 ``[num_actual_tokens]``, row of each query token among ``num_rows``, where the host does not know the exact
             lengths.
-        seq_lens: int32 ``[num_decodes]`` on the device; with decode context parallelism, of this rank's tokens.
-        query_start_loc: int32 ``[num_decodes + 1]`` on the device.
     """
 
     compute_lengths: Callable[[], dict[str, Any]]
@@ -61,8 +62,6 @@ class LatentMetadata(AttentionMetadata):
     softmax_lse: torch.Tensor
     rows: torch.Tensor | None
     num_rows: int
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
     num_prefills: ClassVar[int] = 0
 
     @property
@@ -87,12 +86,15 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.mask = upper_triangle(torch.int8, device)
         self.softmax_lse = torch.empty(1, dtype=torch.float32, device=device)
+        parallel = vllm_config.parallel_config
+        self.interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """NEVER where a decode with its draft tokens does not fit a call of the kernel."""
+        """NEVER for decode context parallelism, and where a decode with its draft tokens does not fit a call of the kernel."""
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
-        return AttentionCGSupport.NEVER if drafts >= MAX_QUERY_TOKENS else cls._cudagraph_support
+        uses_dcp = vllm_config.parallel_config.decode_context_parallel_size > 1
+        return AttentionCGSupport.NEVER if uses_dcp or drafts >= MAX_QUERY_TOKENS else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -106,9 +108,10 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         seq_lens = extension.deferred_host_lengths(common, FusedLatentAttentionImpl.title)
         ends = common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist()
         rows, bounds = None, extension.draft_length_bounds(common)
-        if bounds and max(bounds[1], default=0) < MAX_QUERY_TOKENS:
+        if bounds and max(bounds[1], default=0) < MAX_QUERY_TOKENS and not self.interleave:
             ends, seq_lens, rows = pad_queries(common.seq_lens[: common.num_reqs], *bounds)
-        parts = cut(ends, MAX_QUERY_TOKENS)
+        # the tokens that a DCP rank stores are no run of a request's last ones, as the kernel's causal mask takes them to be
+        parts = cut(ends, 1 if self.interleave else MAX_QUERY_TOKENS)
         if len(parts) > len(ends):
             requests = torch.tensor([part.request for part in parts], pin_memory=True)
             block_table = block_table.index_select(0, requests.to(block_table.device, non_blocking=True))
@@ -117,12 +120,16 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         def lengths() -> dict[str, Any]:
             lens = seq_lens()
             kv_lens = [lens[part.request] - part.after for part in parts]
+            if self.interleave:
+                group = get_dcp_group()
+                every = torch.tensor(kv_lens)
+                kv_lens = get_dcp_local_seq_lens(every, group.world_size, group.rank_in_group, self.interleave).tolist()
             found = part_ends, kv_lens
             if rows is None:
                 found = assign_padding(num_tokens, *found, 0)
             return dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), map(to_script_list, found), strict=True))
 
-        is_single = rows is None and common.max_query_len == 1
+        is_single = rows is None and (common.max_query_len == 1 or self.interleave)
         return LatentMetadata(
             compute_lengths=lengths,
             num_actual_tokens=num_tokens,
@@ -132,8 +139,6 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
             softmax_lse=self.softmax_lse,
             rows=rows,
             num_rows=ends[-1],
-            seq_lens=common.seq_lens[: common.num_reqs],
-            query_start_loc=common.query_start_loc,
         )
 
 
@@ -160,9 +165,13 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
 
     title = "the fused latent attention of ascend-attention"
     operators = ("npu_fused_infer_attention_score_v2", "npu_scatter_pa_kv_cache")
+    can_return_lse_for_decode = True
+    supports_dcp = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.uses_dcp = self.dcp_world_size > 1
+        self.dcp_world_size = 1  # for vLLM's MLAAttention, whose exchange between ranks needs Triton
         widths = self.kv_lora_rank, self.qk_rope_head_dim
         if widths != (LATENT, ROPE) or self.num_heads > 128:
             raise NotImplementedError(
@@ -176,7 +185,9 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
         """Write latents ``[tokens, 512]`` and rotated keys ``[tokens, 1, 64]`` into the KV cache."""
         if tokens := len(slot_mapping):
             new = (each[:tokens].reshape(tokens, 1, -1).contiguous() for each in (kv_c_normed, k_pe))
-            torch_npu.npu_scatter_pa_kv_cache(*new, *kv_cache, self.valid_slots(slot_mapping), cache_mode="Norm")
+            # other ranks' tokens have slot -1 and go to the null block
+            slots = slot_mapping.clamp_min(0) if self.uses_dcp else self.valid_slots(slot_mapping)
+            torch_npu.npu_scatter_pa_kv_cache(*new, *kv_cache, slots, cache_mode="Norm")
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: LatentMetadata, layer: Any
@@ -188,17 +199,29 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
             kv_c_and_k_pe_cache: the layer's latents and rotated keys.
 
         Returns:
-            ``[tokens, heads, 512]``, a transposed view of the kernel's layout, and no log-sum-exp.
+            ``[tokens, heads, 512]``, and no log-sum-exp: the result is complete.
         """
-        meta, heads = attn_metadata, q[0].shape[1]
-        query = [_pad(each, meta) for each in q]
-        calls = [self._attend(*each, meta) for each in _calls(query, kv_c_and_k_pe_cache, meta)]
-        output = calls[0] if len(calls) == 1 else torch.cat(calls, 1)
-        if meta.rows is not None:
-            output = output.index_select(1, meta.rows)
-        return output[:heads].transpose(0, 1), None
+        meta, cache = attn_metadata, kv_c_and_k_pe_cache
+        if not self.uses_dcp:
+            return self._attend(q, cache, meta)[0], None
+        group = get_dcp_group()
+        all_heads = group.all_gather(torch.cat(q, -1), dim=1).split((LATENT, ROPE), -1)
+        parts, softmax_lse = self._attend(all_heads, cache, meta)
+        softmax_lse = softmax_lse.masked_fill(softmax_lse == torch.inf, -torch.inf)  # tokens without context on this rank
+        parts, softmax_lse = (dcp.exchange_heads(each, group) for each in (parts, softmax_lse))
+        output, _ = torch_npu.npu_attention_update([*softmax_lse.flatten(1)], [*parts.flatten(1, 2)], 0)
+        return output.view_as(parts[0]), None
 
-    def _attend(
+    def _attend(self, q: Any, kv_cache: Any, meta: LatentMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention output ``[tokens, heads, 512]``, and with decode context parallelism log-sum-exp ``[tokens, heads, 1]``."""
+        heads = q[0].shape[1]
+        calls = [self._call(*each, meta) for each in _calls([_pad(each, meta) for each in q], kv_cache, meta)]
+        output, softmax_lse = calls[0] if len(calls) == 1 else (torch.cat(each) for each in zip(*calls, strict=True))
+        if meta.rows is not None:
+            output = output.index_select(0, meta.rows)
+        return output[:, :heads], softmax_lse[:, :heads] if self.uses_dcp else softmax_lse
+
+    def _call(
         self,
         query: torch.Tensor,
         query_rope: torch.Tensor,
@@ -206,8 +229,8 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
         block_table: torch.Tensor,
         lengths: dict[str, Any],
         meta: LatentMetadata,
-    ) -> torch.Tensor:
-        """Call the kernel for these requests; the result is ``[heads, tokens, 512]``."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call the kernel for these requests. The output is a transposed view, as vLLM's next product reads heads first."""
         tokens, heads, _ = query.shape
         latents, ropes = (cache.flatten(2) for cache in kv_cache)
         attend = {
@@ -216,6 +239,7 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
             "block_table": block_table,
             "block_size": latents.shape[1],
             "input_layout": "TND_NTD",
+            "return_softmax_lse": self.uses_dcp,
             "num_query_heads": heads,
             "num_key_value_heads": 1,
             "softmax_scale": self.scale,
@@ -226,9 +250,10 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
         if extension.is_captured():  # workspace for the longest sequences, so that a graph's memory does not change
             attend["workspace"] = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(*tensors, **attend)
         output = query.new_empty(heads, tokens, LATENT)
+        softmax_lse = meta.softmax_lse.new_empty(tokens, heads, 1) if self.uses_dcp else meta.softmax_lse
         with extension.graph_task():
-            torch_npu.npu_fused_infer_attention_score_v2.out(*tensors, **attend, out=[output, meta.softmax_lse])
-        return output
+            torch_npu.npu_fused_infer_attention_score_v2.out(*tensors, **attend, out=[output, softmax_lse])
+        return output.transpose(0, 1), softmax_lse
 
 
 def _pad(query: torch.Tensor, meta: LatentMetadata) -> torch.Tensor:
