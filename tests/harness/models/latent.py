@@ -16,7 +16,10 @@ EXPERTS: dict[str, Any] = {
     "n_shared_experts": 1,
 }
 ALL: dict[str, Any] = WIDTHS | EXPERTS | {"num_key_value_heads": 4, "tie_word_embeddings": False}
-BIASED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # of the published files; Hugging Face has them in its class
+BIASED: dict[str, Any] = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}  # of the published files; Hugging Face has them in its class
 GROUPS: dict[str, Any] = BIASED | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
 OTHER_WIDTHS = {"kv_lora_rank": 96, "head_dim": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 48, "v_head_dim": 80}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -6,7 +6,7 @@ kernel are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel, and
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -215,22 +215,17 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
     def _attend(self, q: Any, kv_cache: Any, meta: LatentMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention output ``[tokens, heads, 512]``, and with decode context parallelism log-sum-exp ``[tokens, heads, 1]``."""
         heads = q[0].shape[1]
-        calls = [self._call(*each, meta) for each in _calls([_pad(each, meta) for each in q], kv_cache, meta)]
+        calls = [self._call(*each, meta) for each in _calls([_pad(part, meta) for part in q], kv_cache, meta)]
         output, softmax_lse = calls[0] if len(calls) == 1 else (torch.cat(each) for each in zip(*calls, strict=True))
         if meta.rows is not None:
             output = output.index_select(0, meta.rows)
         return output[:, :heads], softmax_lse[:, :heads] if self.uses_dcp else softmax_lse
 
     def _call(
-        self,
-        query: torch.Tensor,
-        query_rope: torch.Tensor,
-        kv_cache: Any,
-        block_table: torch.Tensor,
-        lengths: dict[str, Any],
-        meta: LatentMetadata,
+        self, q: Sequence[torch.Tensor], kv_cache: Any, block_table: torch.Tensor, lengths: dict[str, Any], meta: LatentMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the kernel for these requests. The output is a transposed view, as vLLM's next product reads heads first."""
+        query, query_rope = q
         tokens, heads, _ = query.shape
         latents, ropes = (cache.flatten(2) for cache in kv_cache)
         attend = {
@@ -258,22 +253,20 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
 
 def _pad(query: torch.Tensor, meta: LatentMetadata) -> torch.Tensor:
     """Pad heads to a power of two, as the kernel takes them, and tokens to ``meta.rows``."""
-    if missing := _padded(query.shape[1]) - query.shape[1]:
+    if missing := (1 << (query.shape[1] - 1).bit_length()) - query.shape[1]:
         query = torch.nn.functional.pad(query, (0, 0, 0, missing))
     if meta.rows is not None:
         return query.new_zeros(meta.num_rows, *query.shape[1:]).index_copy_(0, meta.rows, query)
     return query.contiguous()
 
 
-def _padded(heads: int) -> int:
-    return 1 << (heads - 1).bit_length()
-
-
-def _calls(query: list[torch.Tensor], kv_cache: Any, meta: LatentMetadata) -> Iterator[tuple[Any, ...]]:
+def _calls(
+    q: list[torch.Tensor], kv_cache: Any, meta: LatentMetadata
+) -> Iterator[tuple[list[torch.Tensor], Any, torch.Tensor, dict[str, Any]]]:
     """Arguments of the kernel's calls: one, unless there are more than MAX_REQUESTS."""
     lengths = meta.lengths
     if len(meta.block_table) <= MAX_REQUESTS:
-        yield *query, kv_cache, meta.block_table, lengths
+        yield q, kv_cache, meta.block_table, lengths
         return
     ends, kv_lens = map(list, lengths.values())
     for first in range(0, len(ends), MAX_REQUESTS):
@@ -281,7 +274,7 @@ def _calls(query: list[torch.Tensor], kv_cache: Any, meta: LatentMetadata) -> It
         start = ends[first - 1] if first else 0
         rows = slice(start, ends[own][-1])
         own_lengths = [end - start for end in ends[own]], kv_lens[own]
-        yield *(each[rows] for each in query), kv_cache, meta.block_table[own], dict(zip(lengths, own_lengths, strict=True))
+        yield [part[rows] for part in q], kv_cache, meta.block_table[own], dict(zip(lengths, own_lengths, strict=True))
 
 
 class FusedLatentAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
