@@ -108,7 +108,8 @@ def target(directory: Path, family: str = "Llama", seed: int = 3, size: float = 
         return path
     mtp = family in ("Glm4Moe", "DeepseekV3")
     shape = SHAPE | (EXPERTS | {"num_hidden_layers": SHAPE["num_hidden_layers"] + 1} if mtp else {})
-    shape |= {"Qwen3Moe": QWEN_EXPERTS, "DeepseekV3": LATENT}.get(family, {})
+    special: dict[str, dict[str, Any]] = {"Qwen3Moe": QWEN_EXPERTS, "DeepseekV3": LATENT}
+    shape |= special.get(family, {})
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
     _shrink(model, size, seed)
     model.model.embed_tokens.weight.data.copy_(embedding())
