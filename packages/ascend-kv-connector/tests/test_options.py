@@ -49,6 +49,7 @@ def test_unsupported_kv_caches_are_refused() -> None:
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         KVCacheGroupSpec,
+        MLAAttentionSpec,
         SlidingWindowSpec,
     )
 
@@ -56,10 +57,12 @@ def test_unsupported_kv_caches_are_refused() -> None:
     full = KVCacheGroupSpec(["a"], FullAttentionSpec(**shape))
     window = KVCacheGroupSpec(["b"], SlidingWindowSpec(**shape, sliding_window=32))
     assert sliding_windows("X", [full, window, full]) == (0, 32, 0)
+    latent = KVCacheGroupSpec(["e"], MLAAttentionSpec(**shape | {"num_kv_heads": 1, "head_size": 576}))
+    assert sliding_windows("X", [latent]) == (0,)
     chunks = KVCacheGroupSpec(["c"], ChunkedLocalAttentionSpec(**shape, attention_chunk_size=32))
     larger = KVCacheGroupSpec(["d"], FullAttentionSpec(**shape | {"block_size": 32}))
     for groups, what in (([full, chunks], "ChunkedLocalAttentionSpec"), ([full, larger], "blocks of 16, 32 tokens")):
-        with pytest.raises(ValueError, match=f"X supports KV caches of full and sliding-window attention.*{what}"):
+        with pytest.raises(ValueError, match=f"X supports KV caches of full, latent and sliding-window attention.*{what}"):
             sliding_windows("X", groups)
 
 

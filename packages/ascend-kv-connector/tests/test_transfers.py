@@ -8,10 +8,14 @@ import pytest
 import torch
 from ascend_kv_connector.consumer import MAX_QUARANTINED
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.protocol import Fetch, Refused, decode_reply
+from ascend_kv_connector.paged_cache import Heads, plan_fetches
+from ascend_kv_connector.protocol import VERSION, Fetch, Handshake, Refused, decode_reply
 from ascend_kv_connector.rpc import MAX_CLIENTS, RpcServer
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed, Source
+
+LATENT = {"sizes": {"latent": 512, "rope": 64}, "total_heads": 1, "chunk_bytes": 9000}
+"""Multi-head latent attention: all tensor-parallel ranks have the same cache."""
 
 SHAPES = {
     "same": ({}, {}),
@@ -31,6 +35,14 @@ SHAPES = {
     "a window alone, tp 2 to 1": ({"windows": (6,), "tp": 2}, {"windows": (6,)}),
     "three groups, pp 2 to tp 2": ({"windows": (5, 0, 1), "layers": 6, "pp": 2}, {"windows": (5, 0, 1), "layers": 6, "tp": 2}),
     "windows that the producer keeps whole": ({}, {"windows": (0, 6)}),
+    "latents": (LATENT, LATENT),
+    "latents, tp 4 to 2": (LATENT | {"tp": 4}, LATENT | {"tp": 2}),
+    "latents, tp 1 to 4, other block size": (LATENT | {"block_size": 8}, LATENT | {"tp": 4}),
+    "latents, pp 2 tp 2 to 1": (LATENT | {"pp": 2, "tp": 2}, LATENT),
+    "latents on the NPU": (
+        LATENT | {"device": "npu", "dtype": torch.bfloat16, "tp": 2},
+        LATENT | {"device": "npu", "dtype": torch.bfloat16},
+    ),
     "on the NPU": ({"device": "npu"}, {"device": "npu"}),
     "on the NPU, tp 2 to 1": ({"device": "npu", "tp": 2, "dtype": torch.bfloat16}, {"device": "npu", "dtype": torch.bfloat16}),
     "on the NPU, tp 1 to 2": ({"device": "npu", "dtype": torch.bfloat16}, {"device": "npu", "tp": 2, "dtype": torch.bfloat16}),
@@ -61,6 +73,14 @@ def test_tokens_are_transferred_and_blocks_are_freed(shape: str, instances: Call
     caches = [cache.view(-1, consumer.block_size, *cache.shape[2:]) for rank in consumer.caches for cache in rank.caches]
     assert all(bool((cache[list(untouched)] == -1).all()) for cache in caches)
     assert sum(rank.buffers_in_use for rank in producer.producers) == 0
+
+
+def test_latents_are_read_from_different_ranks(instances: Callable) -> None:
+    """Of the ranks that all have them each reader's rank chooses another one."""
+    producer, consumer = instances("p", **LATENT, tp=4).produce(), instances("d", **LATENT, tp=2).consume()
+    infos = [rank.answer(Handshake(VERSION, "p")) for rank in producer.producers]
+    plans = [plan_fetches(cache, infos, rank) for rank, cache in enumerate(consumer.caches)]
+    assert [[(plan.rank, plan.heads) for plan in each] for each in plans] == [[(0, Heads(0, 1))], [(1, Heads(0, 1))]]
 
 
 def fails(instances: Callable, act: Callable, tokens: int = 17, **options: object) -> tuple[Failed, float]:
@@ -326,6 +346,20 @@ def test_mismatched_model_and_engine_are_refused(instances: Callable) -> None:
     ((failed,),) = consumer.wait()
     assert failed.kind == "peer"
     assert "engine p listens at this address instead of engine q" in failed.cause
+
+
+def test_other_weights_of_the_same_model_are_refused(instances: Callable) -> None:
+    """An instance without the checkpoint's files, of which the fingerprint is not known, is compared by the model alone."""
+    for theirs, ours, cause in (
+        ("new", "old", "the peer's weights of m have fingerprint new, this instance's old"),
+        ("new", "new", ""),
+        ("", "old", ""),
+    ):
+        producer, consumer = instances("p", weights=theirs).produce(), instances("d", weights=ours).consume()
+        source, _ = producer.fill("r", 8)
+        consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+        ((outcome,),) = consumer.wait()
+        assert (outcome.kind, outcome.cause) == ("mismatch", cause) if cause else isinstance(outcome, Done)
 
 
 def test_fetch_outside_the_lease_is_refused(instances: Callable) -> None:

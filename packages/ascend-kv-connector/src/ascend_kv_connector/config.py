@@ -109,14 +109,15 @@ def sliding_windows(name: str, groups: list[Any]) -> tuple[int, ...]:
     Raises:
         RefusedError: KV caches other than full attention and sliding window, or several block sizes, in one line.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, iter_layer_specs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
 
     specs = [list(iter_layer_specs(group.kv_cache_spec)) for group in groups]
     kinds = sorted({type(spec).__name__ for group in specs for spec in group})
     sizes = sorted({spec.block_size for group in specs for spec in group})
-    if not {*kinds} <= {FullAttentionSpec.__name__, SlidingWindowSpec.__name__} or len(sizes) > 1:
+    supported = {each.__name__ for each in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)}
+    if not {*kinds} <= supported or len(sizes) > 1:
         raise extension.RefusedError(
-            f"{name} supports KV caches of full and sliding-window attention with one block size; the model has "
+            f"{name} supports KV caches of full, latent and sliding-window attention with one block size; the model has "
             f"{', '.join(kinds)} with blocks of {', '.join(map(str, sizes))} tokens; remove the connector"
         )
     firsts = [group[0] for group in specs]  # a group's specs are equal (vllm/v1/kv_cache_interface.py, UniformTypeKVCacheSpecs)

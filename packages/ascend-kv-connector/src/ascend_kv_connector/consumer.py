@@ -83,9 +83,11 @@ class Consumer:
         port: int = 0,
         keys: CurveKeys | None = None,
         trusts: Callable[[str], bool] = lambda host: True,
+        weights: str = "",
     ) -> None:
-        """``trusts(host)``: whether a producer's host, which announces itself, may be contacted."""
+        """``trusts(host)``: whether a producer's host, which announces itself, may be contacted. ``weights`` as in CacheInfo."""
         self.cache, self.transport, self.options = cache, transport, options
+        self.weights = weights
         self.model, self.rank, self.ranks, self.reader = model, rank, ranks, engine
         self.stream_context, self.keys, self._trusts = stream_context, keys, trusts
         self.context = make_context()
@@ -458,6 +460,13 @@ class FetchThread:
                 raise TransferError(
                     "mismatch",
                     f"the peer serves {printable(answer.model)} by {printable(answer.transport)}, this instance {here}",
+                )
+            if answer.weights and self._consumer.weights and answer.weights != self._consumer.weights:
+                raise TransferError(
+                    "mismatch",
+                    f"the peer's weights of {self._consumer.model} have fingerprint {printable(answer.weights)}, this instance's "
+                    f"{self._consumer.weights}",
+                    "the checkpoint has changed since one of them started: restart it",
                 )
             known = answer
             self._caches[address] = known, client.connection_count()

@@ -35,6 +35,8 @@ def kv_heads_of_rank(rank: int, ranks: int, total: int) -> Heads:
 class PagedCache:
     """Regions of one rank: ``caches[i]`` of ``regions[i]`` is ``[blocks, block_size, heads, size]``.
 
+    Sizes may differ, as those of latents and their rotary keys do.
+
     ``block_size`` is the scheduler's. An attention backend may split blocks into several kernel blocks, which are contiguous
     (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``), so that a token's slot is the same.
 
@@ -147,7 +149,7 @@ class PagedCache:
         if heads.num != self.heads.num:
             return []
         cuts = [0, *(torch.nonzero(slots.diff() != 1).flatten() + 1).tolist(), len(slots)]
-        token = min(region.size for region in self.regions) * heads.num * self.dtype.itemsize
+        token = sum(region.size for region in self.regions) / len(self.regions) * heads.num * self.dtype.itemsize
         if len(slots) * token < MIN_RUN_BYTES * (len(cuts) - 1):
             return []
         return [(at, int(slots[at]), stop - at) for at, stop in pairwise(cuts)]

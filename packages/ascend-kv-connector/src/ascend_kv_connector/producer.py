@@ -35,6 +35,7 @@ class Producer:
         port: int = 0,
         stream_context: Callable[..., AbstractContextManager] = nullcontext,
         keys: CurveKeys | None = None,
+        weights: str = "",
     ) -> None:
         self.cache, self.transport, self.options, self.leases = cache, transport, options, Leases()
         self._stream_context = stream_context
@@ -52,6 +53,7 @@ class Producer:
             heads=cache.heads.num,
             chunk_bytes=options.chunk_bytes,
             regions=cache.regions,
+            weights=weights,
         )
         self.server = RpcServer(self.answer, host, port, keys, self._waiting)
 

@@ -39,7 +39,7 @@ class Handshake(Message, frozen=True, tag="Hello"):
 
 
 class CacheRegion(msgspec.Struct, frozen=True):
-    """One KV cache tensor of a layer: ``part`` is ``key`` or ``value``, ``size`` the elements per head and token."""
+    """One KV cache tensor of a layer: ``part`` is its name there, such as ``key``, ``size`` the elements per head and token."""
 
     layer: str
     part: str
@@ -47,7 +47,10 @@ class CacheRegion(msgspec.Struct, frozen=True):
 
 
 class CacheInfo(Message, frozen=True, tag="Cache"):
-    """KV cache of a rank: of each region, heads ``first_head`` to ``first_head + heads`` of the model's ``total_heads``."""
+    """KV cache of a rank: of each region, heads ``first_head`` to ``first_head + heads`` of the model's ``total_heads``.
+
+    ``weights`` is a fingerprint of the model's weights; "" if the rank does not have the checkpoint's files.
+    """
 
     version: int
     engine: str
@@ -60,6 +63,7 @@ class CacheInfo(Message, frozen=True, tag="Cache"):
     heads: int
     chunk_bytes: int
     regions: list[CacheRegion]
+    weights: str = ""
 
 
 class Fetch(Message, frozen=True, rename={"allow_partial": "growing"}):

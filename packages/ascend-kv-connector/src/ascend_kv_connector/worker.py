@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from ascend_platform import extension
+from ascend_platform.transfer.checkpoint import weights_fingerprint
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip
@@ -68,7 +69,7 @@ class P2PWorker:
         transfer, parallel = self._config.kv_transfer_config, self._config.parallel_config
         tp, pp = get_tp_group(), get_pp_group()
         rank, ranks = pp.rank_in_group * tp.world_size + tp.rank_in_group, pp.world_size * tp.world_size
-        total = self._config.model_config.get_total_num_kv_heads()
+        total = total_kv_heads(self._config.model_config)
         heads, block_size = kv_heads_of_rank(tp.rank_in_group, tp.world_size, total), self._groups[0].kv_cache_spec.block_size
         cache = PagedCache(regions, block_size, heads, total, groups, sliding_windows("AscendP2PConnector", self._groups))
         host = self._options.host or get_ip()
@@ -79,7 +80,7 @@ class P2PWorker:
             self._options.transport, host, self._options.protocol, keys
         )
         common = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id, "keys": keys}
-        common["model"] = model_fingerprint(self._config.model_config)
+        common |= {"model": model_fingerprint(model := self._config.model_config), "weights": weights_fingerprint(model)}
         port = int(transfer.kv_port)
         port = 0 if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
         stream_context = partial(private_stream, cache.device)
@@ -226,8 +227,13 @@ def private_stream(device: torch.device, behind: Any = None) -> Iterator[None]:
     _streams.own.synchronize()
 
 
+def total_kv_heads(model: Any) -> int:
+    """KV heads of the model, which its tensor-parallel ranks share; all ranks have the same latents, as one head."""
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
 def model_fingerprint(model: Any) -> str:
-    """Architecture and a digest of the model's configuration, which must be equal in both instances. Weights are not included."""
+    """Architecture and a digest of the model's configuration, which must be equal in both instances, without the weights."""
     values = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith(("_", "transformers"))}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return f"{'+'.join(model.hf_config.architectures or ['?'])}/{digest}"
