@@ -8,7 +8,7 @@ from time import monotonic, sleep
 import pytest
 import torch
 import zmq
-from ascend_kv_connector.buffers import MAX_QUARANTINED
+from ascend_kv_connector.buffers import MAX_QUARANTINED, allocate_buffer
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.paged_cache import Heads, plan_fetches
 from ascend_kv_connector.peer_queues import MAX_IDLE_THREADS
@@ -16,6 +16,7 @@ from ascend_kv_connector.protocol import VERSION, Fetch, Handshake, Refused, dec
 from ascend_kv_connector.rpc import RpcServer
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed, Source
+from ascend_kv_connector.worker import P2PWorker
 
 LATENT = {"sizes": {"latent": 512, "rope": 64}, "total_heads": 1, "chunk_bytes": 9000}
 """Multi-head latent attention: all tensor-parallel ranks have the same cache."""
@@ -275,6 +276,55 @@ def test_single_group_cannot_read_from_several_groups(instances: Callable) -> No
     assert "give both instances --disable-hybrid-kv-cache-manager or neither" in outcome.cause
 
 
+def test_sleep_ends_leases_and_transfers(instances: Callable, network: InMemoryNetwork) -> None:
+    producer, consumer = instances("p").produce(), instances("d").consume()
+    network.faults.delay, network.faults.seconds = 1.0, 0.5
+    source, _ = producer.fill("r", 30)
+    for part in (consumer, producer):
+        worker = P2PWorker(None, [], part.options)
+        worker._producer = part.producers[0] if part.producers else None
+        worker._consumer = part.consumers[0] if part.consumers else None
+        blocks = part.take(30) if part is consumer else []
+        if part is consumer:
+            part.consumers[0].start("r", source, blocks, 0, 30)
+        else:
+            source, _ = producer.fill("s", 30)
+        worker.set_awake(False)
+        for cache in part.caches[0].caches:
+            cache.fill_(-3)  # it is freed
+        if part is consumer:
+            ((outcome,),) = consumer.wait()
+            assert (outcome.kind, outcome.cause) == ("sleep", "the instance went to sleep: this one")
+            assert outcome.blocks == tuple(blocks)
+            sleep(1.5)  # the read returns
+            assert all(bool((cache == -3).all()) for cache in part.caches[0].caches)
+        else:
+            assert "s" in part.producers[0].leases.pop_ended()
+            consumer.consumers[0].start("s", source, consumer.take(30), 0, 30)
+            ((outcome,),) = consumer.wait()
+            assert (outcome.kind, outcome.cause[-32:]) == ("lease", "the one that computed the prompt")
+            worker.set_awake(True)
+            network.faults.delay = 0.0
+            source, _ = producer.fill("t", 17)
+            taken = consumer.take(17)
+            consumer.consumers[0].start("t", source, taken, 0, 17)
+            assert isinstance(consumer.wait()[0][0], Done)
+            assert consumer.holds("t", taken, 0, 17)
+
+
+def test_buffers_are_not_in_the_pool_of_the_kv_cache() -> None:
+    """It is freed in sleep mode, but a transport goes on reading what was registered with it."""
+    transport = InMemoryNetwork().make_transport()
+    transport.on_device = True
+    pool = torch.npu.MemPool()
+    with torch.npu.use_mem_pool(pool):
+        cache = torch.empty(1 << 20, device="npu")
+        buffer = allocate_buffer(transport, 1 << 20, torch.device("npu", 0))
+    segments = [range(each["address"], each["address"] + each["total_size"]) for each in pool.snapshot()]
+    assert any(cache.data_ptr() in segment for segment in segments)
+    assert not any(buffer.data_ptr() in segment for segment in segments)
+
+
 def test_expired_lease(instances: Callable) -> None:
     def wait(producer: object, consumer: object) -> Source:
         source, _ = producer.fill("old", 17, seconds=0.05)  # type: ignore[attr-defined]
@@ -285,6 +335,21 @@ def test_expired_lease(instances: Callable) -> None:
     outcome, _ = fails(instances, wait)
     assert outcome.kind == "lease"
     assert "the lease of 0.05 s has expired" in outcome.cause
+
+
+def test_lease_is_kept_while_a_request_waits(instances: Callable) -> None:
+    producer, consumer = instances("p", tp=4).produce(), instances("d", tp=2).consume()
+    source, _ = producer.fill("r", 8, seconds=3.0)
+    until = monotonic() + 4.0
+    while monotonic() < until:
+        for rank in consumer.consumers:
+            rank.renew(source)
+        sleep(0.1)
+    blocks = consumer.take(8)
+    assert not any(rank.leases.pop_ended() for rank in producer.producers)
+    for rank in consumer.consumers:
+        rank.start("r", source, blocks, 0, 8)
+    assert all(isinstance(outcome, Done) for (outcome,) in consumer.wait())
 
 
 def test_lease_is_kept_during_reads(instances: Callable, network: InMemoryNetwork) -> None:

@@ -6,6 +6,7 @@ import itertools
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import NamedTuple
 
@@ -17,9 +18,20 @@ from ascend_kv_connector.transport import Transport
 
 def allocate_buffer(transport: Transport, size: int, device: torch.device) -> torch.Tensor:
     """Allocate and register ``size`` bytes, uint8: on the device if the transport reads device memory, otherwise pinned on the
-    host."""
+    host.
+
+    In another thread, hence outside of the memory pool in which vLLM registers the KV cache, which is freed in sleep mode: what a
+    transport has registered must keep its memory.
+    """
     where = device if transport.on_device else torch.device("cpu")
-    buffer = torch.empty(size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type)
+
+    def allocate() -> torch.Tensor:
+        if device.type == "npu":
+            torch.npu.set_device(device)
+        return torch.empty(size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type)
+
+    with ThreadPoolExecutor(1, "kv-buffers") as thread:
+        buffer = thread.submit(allocate).result()
     transport.register(buffer)
     return buffer
 

@@ -27,7 +27,7 @@ class Options:
     host: str = ""
     transfer_timeout: float = 120.0
     answer_timeout: float = 10.0
-    lease: float = 120.0
+    lease: float = 30.0
     chunk_mib: int = 16
     slots: int = 4
     lanes: int = 2

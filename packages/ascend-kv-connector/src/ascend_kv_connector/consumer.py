@@ -19,7 +19,7 @@ from ascend_kv_connector.fetcher import Fetcher, Notice
 from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.paged_cache import PagedCache
 from ascend_kv_connector.peer_queues import CircuitBreaker, PeerQueues
-from ascend_kv_connector.protocol import Ack, Finish, PrefillCancelled, PrefillStarted, Query, Refused, Release, Reply
+from ascend_kv_connector.protocol import Ack, Finish, PrefillCancelled, PrefillStarted, Query, Refused, Release, Renew, Reply
 from ascend_kv_connector.rpc import RpcServer, make_context
 from ascend_kv_connector.transfers import Done, Failed, Source, Transfer
 from ascend_kv_connector.transport import Transport
@@ -120,6 +120,14 @@ class Consumer:
         if transfer := self._transfers.get(request):
             transfer.fail(error, self.transport.name, self.cache.block_size)
 
+    def suspend(self, cause: str) -> None:
+        """Fail all transfers; after that nothing is written to the KV cache."""
+        with self._lock:
+            transfers = [transfer for transfer in self._transfers.values() if transfer.outcome is None]
+        for transfer in transfers:
+            transfer.fail(TransferError("sleep", cause), self.transport.name, self.cache.block_size)
+            self._release_failed(transfer)
+
     def cancel_unstarted(self, request: str, cause: str) -> None:
         """Fail a transfer that has no producer yet."""
         if (transfer := self._transfers.get(request)) and transfer.source is None:
@@ -128,6 +136,11 @@ class Consumer:
     def release(self, source: Source) -> None:
         """Tell the producer that this rank does not need the request's blocks any more."""
         self._enqueue(Notice(source, self.finish_message(source)))
+
+    def renew(self, source: Source) -> None:
+        """Tell the producer that a request waits to load from a source. Each of its ranks is told by one of this instance's."""
+        if ranks := source.ranks[self.rank :: self.ranks]:
+            self._enqueue(Notice(source, Renew(source.request, self.reader), ranks))
 
     def finish_message(self, source: Source) -> Finish:
         return Finish(source.request, self.reader, self.rank, self.ranks)
@@ -154,6 +167,11 @@ class Consumer:
                     self._unannounced[name] = None
         return list(ended.values())
 
+    def gauges(self) -> dict[str, float]:
+        """What this rank is loading now, by name of the metric."""
+        with self._lock:
+            return {"transfers_open": len(self._transfers)}
+
     def close(self) -> None:
         self.server.close()
         self.unpackers.shutdown(wait=False)
@@ -170,19 +188,25 @@ class Consumer:
 
     def _enqueue(self, work: Transfer | Notice) -> None:
         assert work.source is not None
-        layerwise = isinstance(work, Transfer) and work.layerwise
-        peer = work.source.engine, work.source.ranks, layerwise
-        self.queues.put(peer, work, MAX_LAYERWISE if layerwise else self.options.lanes)
+        kind, threads = "fetch", self.options.lanes
+        if isinstance(work, Notice):  # does not wait for transfers
+            kind, threads = "notice", 1
+        elif work.layerwise:
+            kind, threads = "layerwise", MAX_LAYERWISE
+        self.queues.put((kind, work.source.engine, work.source.ranks), work, threads)
 
     def _allocate_buffer(self) -> torch.Tensor:
-        with self.stream_context():  # sets the thread's device
-            return allocate_buffer(self.transport, self.options.chunk_bytes, self.cache.device)
+        return allocate_buffer(self.transport, self.options.chunk_bytes, self.cache.device)
 
     def _expire(self, transfer: Transfer) -> None:
         error = TransferError("deadline", f"the deadline of {transfer.seconds:g} s has passed")
         if transfer.source is None:
             error = TransferError("peer", f"no prefill instance started the prompt in {transfer.seconds:g} s")
         transfer.fail(error, self.transport.name, self.cache.block_size)
-        if transfer.source is not None:  # its thread may be stuck and not release it
-            (self.release(transfer.source) if transfer.layerwise else self.release_chunks(transfer))
+        self._release_failed(transfer)
         self.queues.abandon(transfer)
+
+    def _release_failed(self, transfer: Transfer) -> None:
+        """Tell the producer, since the transfer's thread may be stuck and not do so."""
+        if transfer.source is not None:
+            (self.release(transfer.source) if transfer.layerwise else self.release_chunks(transfer))

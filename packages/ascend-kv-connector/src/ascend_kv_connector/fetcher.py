@@ -15,7 +15,7 @@ from ascend_kv_connector import protocol
 from ascend_kv_connector.buffers import checksum
 from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError, printable
 from ascend_kv_connector.paged_cache import FetchPlan, plan_fetches
-from ascend_kv_connector.protocol import CacheInfo, Chunk, Fetch, Finish, Handshake, Release, Reply
+from ascend_kv_connector.protocol import CacheInfo, Chunk, Fetch, Finish, Handshake, Release, Renew, Reply
 from ascend_kv_connector.rpc import ClientPool, RpcClient
 from ascend_kv_connector.transfers import Failed, Source, Transfer
 
@@ -30,10 +30,11 @@ WHOLE_TRANSFER = -1
 
 
 class Notice(NamedTuple):
-    """Message for all ranks of a source."""
+    """Message for all ranks of a source, or for ``ranks`` of them."""
 
     source: Source
-    message: Finish | Release
+    message: Finish | Release | Renew
+    ranks: tuple[tuple[str, int], ...] = ()
 
 
 class Fetcher:
@@ -59,6 +60,7 @@ class Fetcher:
         assert transfer.source is not None
         transport, block_size = self._consumer.transport.name, self._consumer.cache.block_size
         breaker = self._consumer.breaker(transfer.source)
+        transfer.phases["queue"] = monotonic() - transfer.started
         if refusal := breaker.refusal():
             transfer.fail(TransferError("peer", refusal), transport, block_size)
             return
@@ -83,7 +85,8 @@ class Fetcher:
 
     def _fetch(self, transfer: Transfer) -> None:
         assert transfer.source is not None
-        peers = [self._handshake(transfer, rank) for rank in range(len(transfer.source.ranks))]
+        with transfer.phase("connect"):
+            peers = [self._handshake(transfer, rank) for rank in range(len(transfer.source.ranks))]
         plans = plan_fetches(self._consumer.cache, peers, self._consumer.rank)
         cache = self._consumer.cache
         firsts = [cache.first_needed_token(transfer.start, transfer.stop, plan.group) for plan in plans]
@@ -113,7 +116,8 @@ class Fetcher:
         number = client.send(fetches[0])
         for index, fetch in enumerate(fetches):
             transfer.remaining()
-            chunk = _expect_chunk(client.await_reply(number, fetch, transfer.deadline, check=transfer.remaining))
+            with transfer.phase("wait"):
+                chunk = _expect_chunk(client.await_reply(number, fetch, transfer.deadline, check=transfer.remaining))
             until = asked + chunk.seconds
             if index + 1 < len(fetches):
                 asked = monotonic()
@@ -149,11 +153,9 @@ class Fetcher:
             part = pending.popleft()
             plan, (fetch, client, number, since) = layer_plans[part], asked
             transfer.peer = client.peer
-            chunk = _expect_chunk(
-                client.await_reply(
-                    number, fetch, transfer.deadline, retry_seconds=left, max_pause=MAX_LAYERWISE_POLL, check=transfer.remaining
-                )
-            )
+            with transfer.phase("wait"):
+                deadline, check = transfer.deadline, transfer.remaining
+                chunk = _expect_chunk(client.await_reply(number, fetch, deadline, left, MAX_LAYERWISE_POLL, check))
             if not fetch.start < chunk.stop <= fetch.stop:
                 raise TransferError("mismatch", f"the peer sent tokens up to {chunk.stop} for {fetch.start} to {fetch.stop}")
             if chunk.stop < transfer.stop:
@@ -199,7 +201,8 @@ class Fetcher:
         buffer = consumer.buffers.acquire(transfer.remaining)
         seconds = max(0.0, min(transfer.deadline, until) - monotonic())
         try:
-            consumer.transport.read(session, chunk.address, buffer.data_ptr(), chunk.size, seconds)
+            with transfer.phase("read"):
+                consumer.transport.read(session, chunk.address, buffer.data_ptr(), chunk.size, seconds)
         except Exception as error:
             if duration := getattr(error, "quarantine", QUARANTINE_SECONDS):
                 consumer.buffers.quarantine(buffer, duration)
@@ -226,7 +229,7 @@ class Fetcher:
         try:
             if fetch.verify and checksum(data) != chunk.checksum:
                 raise TransferError("verify", f"a chunk of {chunk.size} bytes failed its checksum")
-            with transfer.writing(), self._consumer.stream_context(transfer.after):
+            with transfer.phase("unpack"), transfer.writing(), self._consumer.stream_context(transfer.after):
                 slots = cache.slot_mapping(transfer.blocks, fetch.start - transfer.start, fetch.stop - transfer.start, plan.group)
                 cache.unpack(slots, plan.local, plan.heads, data)
         finally:
@@ -283,9 +286,9 @@ class Fetcher:
             self._clients.close(address)
 
     def _post(self, notice: Notice) -> None:
-        """Send a message to all ranks of a producer without waiting; a rank that does not receive it keeps the blocks until the
+        """Send a message to ranks of a producer without waiting; a rank that does not receive it keeps the blocks until the
         lease expires."""
-        for address in notice.source.ranks:
+        for address in notice.ranks or notice.source.ranks:
             with suppress(TransferError):
                 self._clients.get(address).send(notice.message)
 

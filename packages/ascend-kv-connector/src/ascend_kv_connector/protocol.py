@@ -121,6 +121,13 @@ class Finish(Message, frozen=True):
     ranks: Rank
 
 
+class Renew(Message, frozen=True):
+    """A request of engine ``reader`` waits to read: the lease begins anew. Reply: Ack, also if there is none."""
+
+    request: Name
+    reader: Name
+
+
 class PrefillStarted(Message, frozen=True, tag="Announce"):
     """A producer started the prefill that the receiver waits for as ``request``. Reply: Ack.
 
@@ -186,7 +193,7 @@ class Refused(Message, frozen=True):
     queued: bool = False
 
 
-Query = Handshake | Fetch | Release | Finish | PrefillStarted | PrefillCancelled | Connect | Send | Disconnect
+Query = Handshake | Fetch | Release | Finish | Renew | PrefillStarted | PrefillCancelled | Connect | Send | Disconnect
 Reply = CacheInfo | Chunk | Ack | Refused | RootInfo
 
 encode = msgspec.msgpack.Encoder().encode
