@@ -1,5 +1,6 @@
 """Shared secret: clients with another secret or none are refused at once."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
@@ -41,15 +42,27 @@ def test_client_with_a_different_secret_is_refused(ours: CurveKeys | None, their
         server.close()
 
 
+def test_server_takes_the_first_free_port_of_a_range() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            extension.RefusedError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*change kv_port, or host or ports"
+        ):
+            RpcServer(lambda question: Ack(), "127.0.0.1", port)
+        server = RpcServer(lambda question: Ack(), "127.0.0.1", range(port, min(port + 200, 65536)))
+        assert port < server.port
+        server.close()
+
+
 def test_client_with_only_the_public_keys_is_refused() -> None:
     server = RpcServer(lambda question: Ack(), "127.0.0.1", keys=OURS)
     context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    socket.curve_serverkey = OURS._server_keys[0]
-    socket.connect(f"tcp://127.0.0.1:{server.port}")
-    socket.send_multipart([b"1", b""])
-    assert not socket.poll(300)
+    client = context.socket(zmq.DEALER)
+    client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+    client.curve_serverkey = OURS._server_keys[0]
+    client.connect(f"tcp://127.0.0.1:{server.port}")
+    client.send_multipart([b"1", b""])
+    assert not client.poll(300)
     context.destroy(linger=0)
     server.close()
 

@@ -34,6 +34,7 @@ class Options:
     verify: bool = False
     secret_file: str = ""
     insecure: bool = False
+    ports: str = ""
     peers: str | list[str] = ""
     mode: str = "pull"
     metaserver: str | list[str] = ""
@@ -46,6 +47,12 @@ class Options:
     def metaservers(self) -> list[str]:
         """URLs of routers that may be contacted; with mode push, the first one by default."""
         return _names(self.metaserver)
+
+    @property
+    def port_range(self) -> range | None:
+        """Ports to choose from, None if any."""
+        first, _, last = self.ports.partition("-")
+        return range(int(first), int(last) + 1) if self.ports else None
 
     @property
     def peer_hosts(self) -> list[str]:
@@ -61,6 +68,11 @@ class Options:
         options = parse_options(cls, given, IGNORED_KEYS)
         if options.mode not in MODES:
             raise extension.RefusedError(f"kv_connector_extra_config.mode is {options.mode!r}; it must be {' or '.join(MODES)}")
+        first, _, last = options.ports.partition("-")
+        if options.ports and not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 65536):
+            raise extension.RefusedError(
+                f'kv_connector_extra_config.ports is {options.ports!r}; it must be the first and last port, such as "20000-20099"'
+            )
         for url in options.metaservers:
             if not url.startswith(("http://", "https://")):
                 raise extension.RefusedError(f"kv_connector_extra_config.metaserver is {url!r}; it must be a URL")

@@ -49,7 +49,7 @@ class Consumer:
         ranks: int = 1,
         stream_context: Callable[..., AbstractContextManager] = nullcontext,
         host: str = "127.0.0.1",
-        port: int = 0,
+        port: int | range = 0,
         keys: CurveKeys | None = None,
         trusts: Callable[[str], bool] = lambda host: True,
         weights: str = "",

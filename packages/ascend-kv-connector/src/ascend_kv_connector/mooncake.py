@@ -40,14 +40,14 @@ class MooncakeTransport:
     Peers connect by host and port, without a metadata server (``P2PHANDSHAKE``).
     """
 
-    def __init__(self, host: str, protocol: str, keys: CurveKeys | None = None) -> None:
+    def __init__(self, host: str, protocol: str, keys: CurveKeys | None = None, ports: range | None = None) -> None:
         """Start an engine; the keys are not used.
 
         Raises:
             RefusedError: Mooncake is not installed, lacks a library, or does not start.
         """
         with _prefixed_refusal():
-            self._engine, self.session = mooncake.start_engine(host, protocol, READ_SECONDS)
+            self._engine, self.session = mooncake.start_engine(host, protocol, READ_SECONDS, ports)
         self.name = f"mooncake ({protocol})"
         self.on_device = protocol == "ascend"
 

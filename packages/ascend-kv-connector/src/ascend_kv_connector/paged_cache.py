@@ -120,10 +120,12 @@ class PagedCache:
                 for at, first, count in runs:
                     part[at : at + count].copy_(self._token_rows(index)[first : first + count], non_blocking=True)
             return size
-        gathered, slots = torch.empty(len(values), dtype=self.dtype, device=self.device), slots.to(self.device)
+        slots = slots.to(self.device)
+        gathered = values if values.device == self.device else torch.empty_like(values, device=self.device)
         for index, part in self._region_views(gathered, regions, len(slots), heads):
-            part.copy_(self._token_rows(index)[:, self._head_slice(heads)].index_select(0, slots))
-        values.copy_(gathered, non_blocking=True)
+            torch.index_select(self._token_rows(index)[:, self._head_slice(heads)], 0, slots, out=part)
+        if gathered is not values:
+            values.copy_(gathered, non_blocking=True)
         return size
 
     def unpack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor) -> None:

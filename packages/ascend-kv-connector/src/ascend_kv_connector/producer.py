@@ -32,7 +32,7 @@ class Producer:
         engine: str,
         model: str,
         host: str,
-        port: int = 0,
+        port: int | range = 0,
         stream_context: Callable[..., AbstractContextManager] = nullcontext,
         keys: CurveKeys | None = None,
         weights: str = "",

@@ -53,11 +53,13 @@ class RpcServer:
         self,
         handler: Callable[[Query], Reply],
         host: str,
-        port: int = 0,
+        port: int | range = 0,
         keys: CurveKeys | None = None,
         waiting: QueryQueue | None = None,
     ) -> None:
-        """Listen on a port, or on any free one if it is 0; with keys only authenticated clients are accepted.
+        """Listen on a port, on any free one if it is 0, or on the first free one of a range.
+
+        With keys only authenticated clients are accepted.
 
         Queries for which the handler raises BusyError are kept in ``waiting``.
 
@@ -72,16 +74,28 @@ class RpcServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.LONGEST_MESSAGE)
         self._authenticator = keys.configure_server(self._socket) if keys else None
         try:
-            self._socket.bind(endpoint_url(host, port).replace(":0", ":*") if port == 0 else endpoint_url(host, port))
-        except zmq.ZMQError as error:
+            self._bind(range(port, port + 1) if isinstance(port, int) else port)
+        except extension.RefusedError:
             self._close()
-            raise extension.RefusedError(
-                f"KV connector: cannot listen on {host}:{port} ({error}); change kv_port, or host in kv_connector_extra_config"
-            ) from None
+            raise
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
         self._thread.start()
+
+    def _bind(self, ports: range) -> None:
+        for port in ports:
+            try:
+                self._socket.bind(endpoint_url(self.host, port) if port else endpoint_url(self.host, 0)[:-1] + "*")
+                return
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EADDRINUSE and port != ports[-1]:
+                    continue
+                which = f"{ports[0]} to {port}" if port != ports[0] else str(port)
+                raise extension.RefusedError(
+                    f"KV connector: cannot listen on {self.host}:{which} ({error}); change kv_port, or host or ports in "
+                    "kv_connector_extra_config"
+                ) from None
 
     def close(self) -> None:
         self._stop.set()

@@ -91,19 +91,20 @@ class P2PWorker:
         require_secret(shared, self._options.insecure, host)
         keys = CurveKeys(shared) if shared else None
         transport = self._transport = self._transport or make_transport(
-            self._options.transport, host, self._options.protocol, keys
+            self._options.transport, host, self._options.protocol, keys, self._options.port_range
         )
         common = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id, "keys": keys}
         common |= {"model": model_fingerprint(model := self._config.model_config), "weights": weights_fingerprint(model)}
-        port = int(transfer.kv_port)
-        port = 0 if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
+        port: int | range = int(transfer.kv_port)
+        free = self._options.port_range or 0
+        port = free if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
         stream_context = partial(private_stream, cache.device)
         if transfer.is_kv_producer:
             self._producer = Producer(**common, host=host, port=port, stream_context=stream_context)
             if rank == 0:
                 self._notifier = PrefillNotifier(self._options.answer_timeout, keys)
         if transfer.is_kv_consumer:
-            landing = 0 if self._producer else port
+            landing = free if self._producer else port
             where: dict[str, Any] = {"rank": rank, "ranks": ranks, "host": host, "port": landing}
             trusts = TrustedAddresses.from_options(self._options).allows
             self._consumer = Consumer(**common, **where, stream_context=stream_context, trusts=trusts)

@@ -16,6 +16,8 @@ TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 ``mooncake-integration/transfer_engine/transfer_engine_py.cpp``)."""
 
 IPV6_VARIABLE = "MC_USE_IPV6"
+PORT_VARIABLES = ("MC_MIN_PRC_PORT", "MC_MAX_PRC_PORT")
+"""First and last port of its listeners (sic, "PRC")."""
 
 _starting = threading.Lock()
 
@@ -49,19 +51,23 @@ def import_module(name: str) -> Any:
         ) from None
 
 
-def start_engine(host: str, protocol: str, timeout: float) -> tuple[Any, str]:
+def start_engine(host: str, protocol: str, timeout: float, ports: range | None = None) -> tuple[Any, str]:
     """A new engine, to which peers connect by host and port, and its session, by which they name it.
 
-    The environment's timeout of reads has precedence over ``timeout``, in seconds.
+    The environment's timeout of reads has precedence over ``timeout``, in seconds. Engines take two ports of ``ports``, those of
+    the first engine with any in this process; by default of 15000 to 17000.
 
     Raises:
         RefusedError: Mooncake is not installed, lacks a library, or does not start.
     """
-    module = import_module("mooncake.engine")
     name = host
     if ":" in host:
         name = f"[{host}]"
         os.environ.setdefault(IPV6_VARIABLE, "1")
+    if ports is not None:
+        for variable, port in zip(PORT_VARIABLES, (ports[0], ports[-1]), strict=True):
+            os.environ.setdefault(variable, str(port))
+    module = import_module("mooncake.engine")  # reads these variables
     with _starting:
         before = os.environ.get(TIMEOUT_VARIABLE)
         os.environ.setdefault(TIMEOUT_VARIABLE, str(max(5, int(timeout))))
