@@ -57,6 +57,10 @@ def test_answers_are_those_of_transformers(served: dict[str, Any], models: dict[
         assert mean < 0.1
 
 
+def test_pipeline_stage_waits_before_it_overwrites_inputs(served: dict[str, Any]) -> None:
+    assert served["dense PP2"]["waits"]
+
+
 @pytest.mark.slow
 def test_torchrun_launches_a_layout() -> None:
     case = layouts.case("torchrun", layouts.ADDER, layouts.LAYOUTS["TP2"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
+import importlib
 import json
 import os
 import signal
@@ -68,11 +70,13 @@ MODELS = {
     },
 }
 PLUGIN = """
-import json, os
+import gc, json, os
 def pytest_collection_finish(session):
     from ascend_platform.triton_overrides import drafter
     from ascend_platform.worker import model_runner  # some tests call what is in vLLM's modules without a worker of ours
     drafter.install()  # as the model runner does where tokens are drafted
+    gc.unfreeze = lambda: None  # vLLM's cleanup after each case would walk through all that is imported
+    gc.freeze()
 def keep(**fields):
     with open(os.environ["UPSTREAM_RESULTS"], "a") as file:
         print(json.dumps(fields), file=file)
@@ -103,6 +107,16 @@ def prepare() -> dict[str, str]:
     (HOME / "upstream_plugin.py").write_text(PLUGIN)
     variables = {"HF_HOME": str(models), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(extra), str(HOME)])}
     return os.environ | variables | {"OMP_NUM_THREADS": "1"}
+
+
+def warm_up(tests: Path, variables: dict[str, str]) -> None:
+    """Import what all files import, once for all forks."""
+    from ascend_platform.worker import model_runner  # noqa: F401
+
+    sys.path[:0] = [str(tests.parent), *variables["PYTHONPATH"].split(os.pathsep)]
+    for name in ("pytest", "tests.conftest"):
+        importlib.import_module(name)
+    gc.freeze()  # forks would copy it otherwise
 
 
 def run(tests: Path, name: str, variables: dict[str, str], deadline: float) -> list[dict[str, str]]:
@@ -138,7 +152,6 @@ def _work(tests: Path, name: str, variables: dict[str, str], log: Path) -> NoRet
             os.dup2(out.fileno(), 2)
         os.environ.update(variables)
         os.chdir(tests.parent)
-        sys.path[:0] = [str(tests.parent), *variables["PYTHONPATH"].split(os.pathsep)]
         sys.argv = ["pytest"]
         import pytest
 
@@ -190,8 +203,8 @@ def main(tests: Path, patterns: list[str], deadline: float) -> int:
     variables = prepare()
     os.environ.update({key: value for key, value in variables.items() if key.startswith("HF_")})  # read at import
     import vllm
-    from ascend_platform.worker import model_runner  # noqa: F401
 
+    warm_up(tests, variables)
     entries = tomllib.loads(LIST.read_text())["files"]
     chosen = [e for e in entries if not patterns or any(fnmatch.fnmatch(e["name"], f"*{pattern}*") for pattern in patterns)]
     wrong = 0
