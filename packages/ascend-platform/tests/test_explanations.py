@@ -14,6 +14,7 @@ import torch
 from ascend_platform.cli import failures
 from ascend_platform.cli.explanations import death, describe, explain
 from ascend_platform.platform import NPUPlatform
+from ascend_platform.components import RefusedError
 from harness.models import small as small_models
 
 CHILD = """
@@ -77,6 +78,13 @@ def test_unknown_quantization_names_the_supported_ones(model):
     line = explain(error_of(engine_config, model, quantization="awqq"))
     assert line.startswith("quantization method awqq is unknown; fix: correct or remove --quantization (supported: ")
     assert "compressed-tensors" in line
+
+
+def test_refusal_of_a_ray_worker_is_its_message():
+    exceptions = pytest.importorskip("ray.exceptions")
+    text = "ray::RayWorkerProc.initialize_worker()\n  File worker.py\n    raise\n    ^^^^^\nRefusedError: too large; fix: less\n"
+    error = exceptions.RayTaskError("initialize_worker", text, RefusedError("too large; fix: less")).as_instanceof_cause()
+    assert explain(error) == "too large; fix: less"
 
 
 def test_another_error_of_the_configuration_is_described_without_pydantic_s_words(model):

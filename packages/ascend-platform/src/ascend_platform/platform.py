@@ -189,6 +189,12 @@ class NPUPlatform(Platform):
         return selector.select_backend(attn_selector_config, get_current_vllm_config().model_config)[0]
 
     @classmethod
+    def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> type:
+        from ascend_platform.attention.latent import NoPrefillBackend
+
+        return NoPrefillBackend
+
+    @classmethod
     def get_punica_wrapper(cls) -> str:
         return "ascend_platform.ops.punica.NPUPunicaWrapper"
 

@@ -63,7 +63,9 @@ def death(what: str, status: int | None) -> str:
 
 def _errors(error: BaseException) -> Iterator[BaseException]:
     """The error, its causes, and those that pydantic wraps."""
-    for each in host.error_chain(error):
+    for found in host.error_chain(error):
+        cause = getattr(found, "cause", None)  # of a RayTaskError, which has its cause's class and a traceback as its message
+        each = cause if isinstance(cause, BaseException) else found
         yield each
         listing = getattr(each, "errors", None)
         for item in listing() if callable(listing) else ():
