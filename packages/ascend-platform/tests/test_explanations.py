@@ -13,8 +13,8 @@ import pytest
 import torch
 from ascend_platform.cli import failures
 from ascend_platform.cli.explanations import death, describe, explain
-from ascend_platform.platform import NPUPlatform
 from ascend_platform.components import RefusedError
+from ascend_platform.platform import NPUPlatform
 from harness.models import small as small_models
 
 CHILD = """
