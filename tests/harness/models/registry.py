@@ -53,6 +53,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 16, "n_inner": None},
     "falcon": {"num_kv_heads": 4, "multi_query": False},
     "glm4_moe": {"head_dim": 64},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
     "opt": {"word_embed_proj_dim": 128},
     "llama4_text": {"intermediate_size_mlp": 256, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 1, 0]},
 }

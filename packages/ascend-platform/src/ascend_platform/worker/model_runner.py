@@ -80,6 +80,8 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
         """Load the model as vLLM does, with rotary tables of its own, because sleep mode frees them."""
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)
+        if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
+            check(self.get_model())
         for layer in self.compilation_config.static_forward_context.values():
             if isinstance(layer, MLAAttention):  # of vLLM's own prefill, which the profile run would reserve
                 layer._chunked_prefill_workspace_size = 0
