@@ -92,6 +92,8 @@ def write(kind: str, path: Path) -> None:
     chosen = {name: value for name, value in SIZES.items() if name in known}
     if known.get("sliding_window"):
         chosen["sliding_window"] = WINDOW
+    if "kv_lora_rank" in known:
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]  # as latent attention has in transformers
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **(chosen | SPECIAL.get(kind, {})))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
