@@ -14,6 +14,7 @@ from ascend_platform.cli import failures
 from ascend_platform.components import VARIABLES
 from ascend_platform.components.scopes import enter
 from ascend_platform.config import (
+    architectures,
     chip,
     compilation,
     components,
@@ -163,6 +164,10 @@ class NPUPlatform(Platform):
             quantization.register()
 
     @classmethod
+    def verify_model_arch(cls, model_arch: str) -> None:
+        architectures.check(model_arch)
+
+    @classmethod
     def verify_quantization(cls, quant: str) -> None:
         quantization.check(quant)
 
@@ -238,6 +243,8 @@ class NPUPlatform(Platform):
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"
+        if vllm_config.model_config is not None:
+            architectures.check(vllm_config.model_config.architecture)
         quantization.detect(vllm_config)
         chip.check(vllm_config)
         unsupported.check(vllm_config)

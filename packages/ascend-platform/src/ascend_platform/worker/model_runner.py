@@ -14,7 +14,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-import ascend_platform.ops.fused_moe  # noqa: F401  (before a model's layers are made)
+import ascend_platform.ops.fused_moe
+import ascend_platform.ops.vocab_embedding  # noqa: F401
 from ascend_platform import extension, host
 from ascend_platform.attention import kv_cache
 from ascend_platform.graph import acl_graph
