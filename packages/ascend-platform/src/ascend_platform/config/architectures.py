@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ascend_platform import extension
 
-_MHC = "hyper-connections (npu_mhc_pre and its like: Ascend950 only)"
+_MHC = "hyper-connections (npu_mhc_pre, which is for the next generation of chips)"
 _COMPRESSED = f"attention over compressed keys and values, its compressor, and {_MHC}"
 _OTHERS = "the kernels that vLLM has for CUDA and ROCm alone"
 
