@@ -20,6 +20,7 @@ from ascend_platform.config import (
     devices,
     kv_connectors,
     load_format,
+    model_runner,
     ray,
     sockets,
     spec_decode,
@@ -233,6 +234,7 @@ class NPUPlatform(Platform):
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"
         quantization.detect(vllm_config)
+        model_runner.choose(vllm_config)
         chip.check(vllm_config)
         unsupported.check(vllm_config)
         kv_connectors.check(vllm_config)
@@ -249,6 +251,10 @@ class NPUPlatform(Platform):
         unsupported.check_communicator(vllm_config)
         metrics.offer(vllm_config)
         components.announce(vllm_config)
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        model_runner.check_request(params)
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig | None") -> None:

@@ -37,6 +37,11 @@ class KVCachePair(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
 
+    @property
+    def device(self) -> torch.device:
+        """By which vLLM's V2 runner tells the caches on the NPU."""
+        return self.key.device
+
 
 def split_kv_cache(cache: torch.Tensor, head_size: int) -> KVCachePair:
     """Split one layer's region into keys and values, as views.
