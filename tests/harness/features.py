@@ -88,7 +88,7 @@ def distance(model: Any, prompt: list[int], answer: dict[str, Any]) -> tuple[int
 
 def methods(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     """By name: the model, and vLLM's speculative_config."""
-    llama, glm = small_models.target(directory), small_models.target(directory, "Glm4Moe")
+    llama, glm, deepseek = (small_models.target(directory, family) for family in ("Llama", "Glm4Moe", "DeepseekV3"))
     other = small_models.target(directory, seed=9)
     three = {"num_speculative_tokens": 3}
     return {
@@ -102,6 +102,7 @@ def methods(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
         "EAGLE-3": (llama, {"method": "eagle3", "model": str(small_models.eagle3(directory))} | three),
         "Medusa": (llama, {"method": "medusa", "model": str(small_models.medusa(directory))} | three),
         "MTP": (glm, {"method": "mtp", "num_speculative_tokens": 2}),
+        "MTP, latent attention": (deepseek, {"method": "mtp", "num_speculative_tokens": 3}),
     }
 
 

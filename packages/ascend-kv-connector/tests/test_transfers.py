@@ -1,17 +1,25 @@
 """Transfers between instances of different parallel layouts, and their failures."""
 
 import random
+import re
 from collections.abc import Callable
 from time import monotonic, sleep
 
 import pytest
 import torch
-from ascend_kv_connector.consumer import MAX_QUARANTINED
+import zmq
+from ascend_kv_connector.buffers import MAX_QUARANTINED, allocate_buffer
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.protocol import Fetch, Refused, decode_reply
-from ascend_kv_connector.rpc import MAX_CLIENTS, RpcServer
+from ascend_kv_connector.paged_cache import Heads, plan_fetches
+from ascend_kv_connector.peer_queues import MAX_IDLE_THREADS
+from ascend_kv_connector.protocol import VERSION, Fetch, Handshake, Refused, decode_reply
+from ascend_kv_connector.rpc import RpcServer
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed, Source
+from ascend_kv_connector.worker import P2PWorker
+
+LATENT = {"sizes": {"latent": 512, "rope": 64}, "total_heads": 1, "chunk_bytes": 9000}
+"""Multi-head latent attention: all tensor-parallel ranks have the same cache."""
 
 SHAPES = {
     "same": ({}, {}),
@@ -31,6 +39,14 @@ SHAPES = {
     "a window alone, tp 2 to 1": ({"windows": (6,), "tp": 2}, {"windows": (6,)}),
     "three groups, pp 2 to tp 2": ({"windows": (5, 0, 1), "layers": 6, "pp": 2}, {"windows": (5, 0, 1), "layers": 6, "tp": 2}),
     "windows that the producer keeps whole": ({}, {"windows": (0, 6)}),
+    "latents": (LATENT, LATENT),
+    "latents, tp 4 to 2": (LATENT | {"tp": 4}, LATENT | {"tp": 2}),
+    "latents, tp 1 to 4, other block size": (LATENT | {"block_size": 8}, LATENT | {"tp": 4}),
+    "latents, pp 2 tp 2 to 1": (LATENT | {"pp": 2, "tp": 2}, LATENT),
+    "latents on the NPU": (
+        LATENT | {"device": "npu", "dtype": torch.bfloat16, "tp": 2},
+        LATENT | {"device": "npu", "dtype": torch.bfloat16},
+    ),
     "on the NPU": ({"device": "npu"}, {"device": "npu"}),
     "on the NPU, tp 2 to 1": ({"device": "npu", "tp": 2, "dtype": torch.bfloat16}, {"device": "npu", "dtype": torch.bfloat16}),
     "on the NPU, tp 1 to 2": ({"device": "npu", "dtype": torch.bfloat16}, {"device": "npu", "tp": 2, "dtype": torch.bfloat16}),
@@ -61,6 +77,14 @@ def test_tokens_are_transferred_and_blocks_are_freed(shape: str, instances: Call
     caches = [cache.view(-1, consumer.block_size, *cache.shape[2:]) for rank in consumer.caches for cache in rank.caches]
     assert all(bool((cache[list(untouched)] == -1).all()) for cache in caches)
     assert sum(rank.buffers_in_use for rank in producer.producers) == 0
+
+
+def test_latents_are_read_from_different_ranks(instances: Callable) -> None:
+    """Of the ranks that all have them each reader's rank chooses another one."""
+    producer, consumer = instances("p", **LATENT, tp=4).produce(), instances("d", **LATENT, tp=2).consume()
+    infos = [rank.answer(Handshake(VERSION, "p")) for rank in producer.producers]
+    plans = [plan_fetches(cache, infos, rank) for rank, cache in enumerate(consumer.caches)]
+    assert [[(plan.rank, plan.heads) for plan in each] for each in plans] == [[(0, Heads(0, 1))], [(1, Heads(0, 1))]]
 
 
 def fails(instances: Callable, act: Callable, tokens: int = 17, **options: object) -> tuple[Failed, float]:
@@ -252,6 +276,55 @@ def test_single_group_cannot_read_from_several_groups(instances: Callable) -> No
     assert "give both instances --disable-hybrid-kv-cache-manager or neither" in outcome.cause
 
 
+def test_sleep_ends_leases_and_transfers(instances: Callable, network: InMemoryNetwork) -> None:
+    producer, consumer = instances("p").produce(), instances("d").consume()
+    network.faults.delay, network.faults.seconds = 1.0, 0.5
+    source, _ = producer.fill("r", 30)
+    for part in (consumer, producer):
+        worker = P2PWorker(None, [], part.options)
+        worker._producer = part.producers[0] if part.producers else None
+        worker._consumer = part.consumers[0] if part.consumers else None
+        blocks = part.take(30) if part is consumer else []
+        if part is consumer:
+            part.consumers[0].start("r", source, blocks, 0, 30)
+        else:
+            source, _ = producer.fill("s", 30)
+        worker.set_awake(False)
+        for cache in part.caches[0].caches:
+            cache.fill_(-3)  # it is freed
+        if part is consumer:
+            ((outcome,),) = consumer.wait()
+            assert (outcome.kind, outcome.cause) == ("sleep", "the instance went to sleep: this one")
+            assert outcome.blocks == tuple(blocks)
+            sleep(1.5)  # the read returns
+            assert all(bool((cache == -3).all()) for cache in part.caches[0].caches)
+        else:
+            assert "s" in part.producers[0].leases.pop_ended()
+            consumer.consumers[0].start("s", source, consumer.take(30), 0, 30)
+            ((outcome,),) = consumer.wait()
+            assert (outcome.kind, outcome.cause[-32:]) == ("lease", "the one that computed the prompt")
+            worker.set_awake(True)
+            network.faults.delay = 0.0
+            source, _ = producer.fill("t", 17)
+            taken = consumer.take(17)
+            consumer.consumers[0].start("t", source, taken, 0, 17)
+            assert isinstance(consumer.wait()[0][0], Done)
+            assert consumer.holds("t", taken, 0, 17)
+
+
+def test_buffers_are_not_in_the_pool_of_the_kv_cache() -> None:
+    """It is freed in sleep mode, but a transport goes on reading what was registered with it."""
+    transport = InMemoryNetwork().make_transport()
+    transport.on_device = True
+    pool = torch.npu.MemPool()
+    with torch.npu.use_mem_pool(pool):
+        cache = torch.empty(1 << 20, device="npu")
+        buffer = allocate_buffer(transport, 1 << 20, torch.device("npu", 0))
+    segments = [range(each["address"], each["address"] + each["total_size"]) for each in pool.snapshot()]
+    assert any(cache.data_ptr() in segment for segment in segments)
+    assert not any(buffer.data_ptr() in segment for segment in segments)
+
+
 def test_expired_lease(instances: Callable) -> None:
     def wait(producer: object, consumer: object) -> Source:
         source, _ = producer.fill("old", 17, seconds=0.05)  # type: ignore[attr-defined]
@@ -262,6 +335,21 @@ def test_expired_lease(instances: Callable) -> None:
     outcome, _ = fails(instances, wait)
     assert outcome.kind == "lease"
     assert "the lease of 0.05 s has expired" in outcome.cause
+
+
+def test_lease_is_kept_while_a_request_waits(instances: Callable) -> None:
+    producer, consumer = instances("p", tp=4).produce(), instances("d", tp=2).consume()
+    source, _ = producer.fill("r", 8, seconds=3.0)
+    until = monotonic() + 4.0
+    while monotonic() < until:
+        for rank in consumer.consumers:
+            rank.renew(source)
+        sleep(0.1)
+    blocks = consumer.take(8)
+    assert not any(rank.leases.pop_ended() for rank in producer.producers)
+    for rank in consumer.consumers:
+        rank.start("r", source, blocks, 0, 8)
+    assert all(isinstance(outcome, Done) for (outcome,) in consumer.wait())
 
 
 def test_lease_is_kept_during_reads(instances: Callable, network: InMemoryNetwork) -> None:
@@ -328,6 +416,20 @@ def test_mismatched_model_and_engine_are_refused(instances: Callable) -> None:
     assert "engine p listens at this address instead of engine q" in failed.cause
 
 
+def test_other_weights_of_the_same_model_are_refused(instances: Callable) -> None:
+    """An instance without the checkpoint's files, of which the fingerprint is not known, is compared by the model alone."""
+    for theirs, ours, cause in (
+        ("new", "old", "the peer's weights of m have fingerprint new, this instance's old"),
+        ("new", "new", ""),
+        ("", "old", ""),
+    ):
+        producer, consumer = instances("p", weights=theirs).produce(), instances("d", weights=ours).consume()
+        source, _ = producer.fill("r", 8)
+        consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+        ((outcome,),) = consumer.wait()
+        assert (outcome.kind, outcome.cause) == ("mismatch", cause) if cause else isinstance(outcome, Done)
+
+
 def test_fetch_outside_the_lease_is_refused(instances: Callable) -> None:
     producer = instances("p").produce()
     producer.fill("r", 8)
@@ -352,8 +454,6 @@ def test_fetch_outside_the_lease_is_refused(instances: Callable) -> None:
 
 
 def test_malformed_messages_are_refused(instances: Callable) -> None:
-    import zmq
-
     producer, consumer = instances("p").produce(), instances("d").consume()
     server, draw = producer.producers[0].server, random.Random(0)
     context = zmq.Context()
@@ -419,17 +519,68 @@ def test_more_producers_than_a_context_has_sockets(instances: Callable) -> None:
     rank = consumer.consumers[0]
     door = RpcServer(producer.producers[0].answer, "0.0.0.0")
     blocks = consumer.take(4)
-    for number in range(360):
+    for number in range(400):
         source, held = producer.fill(f"r{number}", 4)
         source = source._replace(ranks=((f"127.0.{1 + number // 200}.{1 + number % 200}", door.port),))
         rank.start(f"r{number}", source, blocks, 0, 4)
         ((outcome,),) = consumer.wait()
         assert isinstance(outcome, Done), (number, outcome)
         producer.free += held
-    assert len(rank._threads[0]._clients) == MAX_CLIENTS
-    rank._threads[0]._clients.close_idle(0.0)
-    assert len(rank._threads[0]._clients) == len(rank._threads[0]._caches) == 0
+    until = monotonic() + 20.0
+    while rank.queues.thread_count > MAX_IDLE_THREADS + 2 and monotonic() < until:
+        sleep(0.01)
+    assert rank.queues.thread_count <= MAX_IDLE_THREADS + 2
     door.close()
+
+
+def test_dead_and_slow_peers_cost_their_own_requests_alone(instances: Callable, network: InMemoryNetwork) -> None:
+    """With more requests for peers that do not answer, and for peers whose bytes do not arrive, than there are lanes."""
+    healthy, slow = instances("p").produce(), [instances(f"s{number}").produce() for number in range(3)]
+    consumer = instances("d", lanes=2, answer_timeout=30.0, transfer_timeout=30.0).consume()
+    rank, blocks = consumer.consumers[0], consumer.take(17)
+    (own,) = {rank.transport.session}
+    network.cut.update(frozenset((own, each.producers[0].transport.session)) for each in slow)
+    with zmq.Context() as context:
+        sockets = [context.socket(zmq.ROUTER) for _ in range(3)]
+        ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in sockets]
+        for number in range(6):
+            dead = Source(f"x{number % 3}", f"dead-{number}", (("127.0.0.1", ports[number % 3]),))
+            rank.start(f"dead-{number}", dead, blocks, 0, 17)
+            rank.start(f"slow-{number}", slow[number % 3].fill(f"slow-{number}", 17)[0], blocks, 0, 17)
+        own_blocks = {f"r{number}": consumer.take(17) for number in range(2)}
+        for name, taken in own_blocks.items():
+            rank.start(name, healthy.fill(name, 17)[0], taken, 0, 17)
+        (ended,) = consumer.wait(2)
+        for outcome in ended:
+            assert isinstance(outcome, Done), outcome
+            assert outcome.seconds < 10.0
+            assert consumer.holds(outcome.request, own_blocks[outcome.request], 0, 17)
+        for name in [f"{kind}-{number}" for kind in ("dead", "slow") for number in range(6)]:
+            rank.cancel(name, TransferError("aborted", "the test is over"))
+        context.destroy(linger=0)
+
+
+def test_peer_that_failed_twice_is_not_contacted_for_a_while(instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d", lanes=1, answer_timeout=0.3).consume()
+    rank, answer = consumer.consumers[0], producer.producers[0].server._handler
+    producer.producers[0].server._handler = lambda query: sleep(0.5)
+    blocks = consumer.take(4)
+    for number in range(6):
+        rank.start(f"r{number}", producer.fill(f"r{number}", 4)[0], blocks, 0, 4)
+    (ended,) = consumer.wait(6)
+    causes = [outcome.cause for outcome in sorted(ended, key=lambda outcome: outcome.request)]
+    assert causes[:2] == ["no answer in 0.3 s"] * 2
+    refusal = r"not contacted: \d requests in a row failed, the last one \d\.\d s ago \(no answer in 0.3 s\)"
+    assert re.fullmatch(refusal, causes[2])
+    producer.producers[0].server._handler = answer
+    until = monotonic() + 20.0
+    while monotonic() < until:  # it is tried again
+        rank.start("s", producer.fill("s", 4)[0], blocks, 0, 4)
+        ((outcome,),) = consumer.wait()
+        if isinstance(outcome, Done):
+            break
+        producer.free, _ = list(range(64)), sleep(0.1)
+    assert isinstance(outcome, Done)
 
 
 def test_failed_reads_take_a_limited_number_of_buffers(instances: Callable, network: InMemoryNetwork) -> None:
@@ -446,7 +597,7 @@ def test_failed_reads_take_a_limited_number_of_buffers(instances: Callable, netw
     assert f"{most} receive buffers are still in use or in quarantine after failed reads" in outcome.cause
     assert outcome.seconds < 1.0
     assert len(rank.transport._memory) == most
-    rank._quarantined = [(0.0, buffer) for _, buffer in rank._quarantined]  # a minute later
+    rank.buffers._clock = lambda: monotonic() + 61.0
     network.faults.fail = 0.0
     source, _ = producer.fill("s", 4)
     rank.start("s", source, consumer.take(4), 0, 4)

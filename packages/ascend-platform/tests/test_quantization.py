@@ -289,7 +289,7 @@ TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "
     ("config", "named"),
     [
         (
-            compressed(FP8, FP8 | {"strategy": "token", "dynamic": True}, "float-quantized"),
+            compressed(FP8, FP8 | {"strategy": "tensor"}, "float-quantized"),
             "8-bit float weights .channel. with 8-bit",
         ),
         (compressed(INT4 | {"num_bits": 3}), "3-bit int weights"),
@@ -358,9 +358,10 @@ def test_a_vllm_that_lacks_a_name_serves_unquantized_models_only(model, monkeypa
 
 def test_other_methods_are_refused_by_name(model):
     with pytest.raises(
-        ValueError, match="supports quantization methods ascend, compressed-tensors, auto_awq, auto_gptq; the model has 'fp8'"
+        ValueError,
+        match="methods ascend, compressed-tensors, auto_awq, auto_gptq, fp8, gpt_oss_mxfp4; the model has 'fbgemm_fp8'",
     ):
-        engine_config(model(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}))
+        engine_config(model(quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}))
     assert NPUPlatform.supported_quantization == []
 
 

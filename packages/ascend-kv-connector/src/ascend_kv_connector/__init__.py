@@ -31,6 +31,7 @@ def register() -> None:
 def _offer() -> None:
     for name, path in CONNECTORS.items():
         extension.offer(f"kv_connector.{name}", path)
+    extension.offer("worker.awake.kv_connector", "ascend_kv_connector.worker.set_awake")
     if "vllm" not in sys.modules:
         return  # listing the components outside of vLLM; vLLM itself is imported before its plugins are loaded
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
