@@ -1,7 +1,7 @@
 """Quantized models served by vLLM, compared with transformers with dequantized weights.
 
 Here are four models, whose layers have different schemes; `tools/check quantized` runs all, and breaks each scheme once. FP8
-models have experts, and a dense first layer.
+models have experts, and a dense first layer; gpt-oss has biases, clipped SwiGLU and sinks.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harness import checkout, layouts, npus, quantized
-from harness.models import fp8
+from harness.models import fp8, gpt_oss
 
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}  # with torch.compile's fusions
@@ -31,6 +31,8 @@ FP8_CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "FP8 blocks, TP2": ("fp8", "float32", EAGER, "DequantizedExperts"),
     "FP8 blocks to W8A8_DYNAMIC, TP2": ("fp8", "bfloat16", EAGER | INT8, "RequantizedExperts"),
     "FP8 by block, channel and matrix, compressed-tensors": ("compressed-tensors", "bfloat16", TP1, "DequantizedExperts"),
+    "gpt-oss, MXFP4, TP2": ("mxfp4", "float32", EAGER, "ExpandedExperts"),
+    "gpt-oss, MXFP4, in full graphs": ("mxfp4", "bfloat16", TP1, "SinkAttentionImpl"),
 }
 
 
@@ -58,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, quantized.Mode
 def fp8_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """The models in FP8, and dequantized."""
     directory = tmp_path_factory.mktemp("fp8")
-    return {form: fp8.make(directory, form) for form in ("fp8", "compressed-tensors")}
+    return {form: fp8.make(directory, form) for form in ("fp8", "compressed-tensors")} | {"mxfp4": gpt_oss.make(directory)}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,9 @@ def test_log_probabilities_are_those_of_dequantized_weights(
 
 
 @pytest.mark.parametrize("name", FP8_CASES)
-def test_fp8_is_that_of_dequantized_weights(served: dict[str, Any], fp8_models: dict[str, tuple[Path, Path]], name: str) -> None:
+def test_converted_weights_are_the_dequantized_ones(
+    served: dict[str, Any], fp8_models: dict[str, tuple[Path, Path]], name: str
+) -> None:
     form, dtype, _, kind = FP8_CASES[name]
     assert kind in served[name]["kinds"]
     count, others, most, mean = layouts.compare(fp8_models[form][1], dtype, served[name]["results"])
@@ -109,4 +113,4 @@ def test_fp8_is_that_of_dequantized_weights(served: dict[str, Any], fp8_models: 
     if dtype == "float32":
         assert (others, most < 1e-4) == (0, True)
     else:
-        assert mean < (quantized.FLOAT_BOUND if kind == "RequantizedExperts" else quantized.BOUND)
+        assert mean < (quantized.BOUND if kind == "DequantizedExperts" else quantized.FLOAT_BOUND)

@@ -1,6 +1,9 @@
 """Copies between NPU and host memory."""
 
 import ctypes
+import importlib
+import inspect
+import re
 import threading
 from collections.abc import Iterator
 from time import monotonic, sleep
@@ -76,3 +79,23 @@ def test_loads_do_not_wait_for_stores(worker: HostWorker) -> None:
     assert finish(worker, 1) == [2]
     released.set()
     assert finish(worker, 1) == [1]
+
+
+PRIVATE = {
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": ["_registry"],
+    "vllm.v1.kv_offload.tiering.factory:SecondaryTierFactory": ["_registry"],
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker:OffloadingConnectorWorker": ["_init_worker"],
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler": ["_req_status"],
+    "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec": ["_scheduler_mmap", "_engine_id", "_manager"],
+    "vllm.v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion": ["_base", "_creator"],
+    "vllm.v1.kv_offload.tiering.fs.thread_pool:DualQueueThreadPool": ["_threads"],
+}
+"""Names of vLLM that are not its interface, and that this wheel uses."""
+
+
+@pytest.mark.parametrize("place", PRIVATE)
+def test_vllm_has_the_private_names_that_are_used(place: str) -> None:
+    module, _, name = place.partition(":")
+    bases = getattr(importlib.import_module(module), name).__mro__
+    source = "".join(inspect.getsource(base) for base in bases if base.__module__.startswith("vllm."))
+    assert [each for each in PRIVATE[place] if not re.search(rf"\b{each}\b", source)] == []

@@ -98,6 +98,20 @@ def test_weights_replaced_under_the_same_path_do_not_share(engine: Callable[...,
     assert not any(serve(engine(), one, "trained on").values())
 
 
+def test_temporary_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "space" / "abc").mkdir(parents=True)
+    old, young, chunk = (tmp_path / "space" / "abc" / name for name in (".abcd.kv.1.2.tmp", ".abce.kv.1.2.tmp", "abcf.kv"))
+    for file in (old, young, chunk):
+        file.write_bytes(b"part")
+    for file in (old, chunk):
+        os.utime(file, (1e9, 1e9))
+    DiskPool(str(tmp_path))
+    until = monotonic() + 30
+    while old.exists() and monotonic() < until:
+        sleep(0.01)
+    assert [file.exists() for file in (old, young, chunk)] == [False, True, True]
+
+
 def test_roles(engine: Callable[..., Engine]) -> None:
     serve(engine(kv_role="kv_consumer"), LONG, "consumer first")
     assert not any(serve(engine(extra={"enable_lookup": False}), LONG, "does not look").values())  # the consumer stored nothing

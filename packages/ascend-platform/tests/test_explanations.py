@@ -14,6 +14,7 @@ import torch
 from ascend_platform.cli import failures
 from ascend_platform.cli.explanations import death, describe, explain
 from ascend_platform.components import RefusedError
+from ascend_platform.platform import NPUPlatform
 from harness.models import small as small_models
 
 CHILD = """
@@ -163,3 +164,22 @@ def test_cause_of_an_earlier_process_with_the_same_id_is_forgotten(tmp_path, mon
     Path(tmp_path, f"failure-{os.getpid()}").write_text("0 stale\n")
     failures.forget()
     assert failures.cause() == ""
+
+
+def test_architectures_that_cann_cannot_compute_are_refused_by_name():
+    from ascend_platform.config import architectures
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    error = ValueError("Model architectures ['DeepseekV4ForCausalLM'] failed to be inspected. Please check the logs for details.")
+    assert "DeepseekV4ForCausalLM is not supported" in explain(error)
+    assert "CANN's operators lack attention over compressed keys and values" in explain(error)
+    packages = {
+        model.module_name.split(".")[2]
+        for model in ModelRegistry.models.values()
+        if getattr(model, "module_name", "").startswith("vllm.models.")
+    }
+    assert packages - {"deepseek_v32"} == set(architectures.LACKING)  # each package of vLLM's is decided on
+    for name in ("KimiK3ForConditionalGeneration", "MiniMaxM3SparseForCausalLM", "Glm5NextForCausalLM"):
+        with pytest.raises(ValueError, match=f"{name} is not supported by ascend-platform .*; fix: "):
+            NPUPlatform.verify_model_arch(name)
+    NPUPlatform.verify_model_arch("LlamaForCausalLM")

@@ -358,7 +358,8 @@ def test_a_vllm_that_lacks_a_name_serves_unquantized_models_only(model, monkeypa
 
 def test_other_methods_are_refused_by_name(model):
     with pytest.raises(
-        ValueError, match="methods ascend, compressed-tensors, auto_awq, auto_gptq, fp8; the model has 'fbgemm_fp8'"
+        ValueError,
+        match="methods ascend, compressed-tensors, auto_awq, auto_gptq, fp8, gpt_oss_mxfp4; the model has 'fbgemm_fp8'",
     ):
         engine_config(model(quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}))
     assert NPUPlatform.supported_quantization == []

@@ -14,12 +14,14 @@ from ascend_platform.cli import failures
 from ascend_platform.components import VARIABLES
 from ascend_platform.components.scopes import enter
 from ascend_platform.config import (
+    architectures,
     chip,
     compilation,
     components,
     devices,
     kv_connectors,
     load_format,
+    model_runner,
     ray,
     sockets,
     spec_decode,
@@ -163,6 +165,10 @@ class NPUPlatform(Platform):
             quantization.register()
 
     @classmethod
+    def verify_model_arch(cls, model_arch: str) -> None:
+        architectures.check(model_arch)
+
+    @classmethod
     def verify_quantization(cls, quant: str) -> None:
         quantization.check(quant)
 
@@ -238,7 +244,10 @@ class NPUPlatform(Platform):
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"
+        if vllm_config.model_config is not None:
+            architectures.check(vllm_config.model_config.architecture)
         quantization.detect(vllm_config)
+        model_runner.choose(vllm_config)
         chip.check(vllm_config)
         unsupported.check(vllm_config)
         kv_connectors.check(vllm_config)
@@ -255,6 +264,10 @@ class NPUPlatform(Platform):
         unsupported.check_communicator(vllm_config)
         metrics.offer(vllm_config)
         components.announce(vllm_config)
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        model_runner.check_request(params)
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig | None") -> None:

@@ -14,9 +14,9 @@ DESCRIPTION = "quant_model_description.json"
 AWQ, GPTQ = "auto_awq", "auto_gptq"
 """vLLM's names of the methods; checkpoints have ``awq`` and ``gptq``."""
 
-FP8 = "fp8"
+FP8, MXFP4 = "fp8", "gpt_oss_mxfp4"
 
-METHODS = (NAME, "compressed-tensors", AWQ, GPTQ, FP8)
+METHODS = (NAME, "compressed-tensors", AWQ, GPTQ, FP8, MXFP4)
 DEQUANTIZE = "dequantize"
 FP8_TARGETS = (DEQUANTIZE, "W8A8_DYNAMIC")
 """What FP8 weights are converted to at load: the model's dtype, or int8."""
