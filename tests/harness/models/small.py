@@ -58,7 +58,9 @@ EXPERTS = {
     "use_qk_norm": False,
 }
 QWEN_EXPERTS = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
-LATENT: dict[str, Any] = latent.WIDTHS | latent.BIASED | {"q_lora_rank": 96, "num_key_value_heads": 4}
+LATENT: dict[str, Any] = (
+    latent.WIDTHS | latent.BIASED | {"q_lora_rank": 96, "num_key_value_heads": 4, "partial_rotary_factor": 1.0}
+)
 MARGIN = 0.06  # times HIDDEN: the logit of the next token
 
 
