@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from harness import checkout, npus
+from packaging.version import Version
 
 ADDER = checkout.ADDER
 FUSED, BUILT_IN = "ascend_attention.dense.FusedAttentionImpl", "ascend_platform.attention.paged.PagedAttentionImpl"
@@ -32,6 +33,14 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "mistral-bf16-one": ("mistral", "bfloat16", 1, {}),
     "llama-fp32": ("llama", "float32", 8, SMALL_CHUNKS),
 }
+V2 = {"additional_config": {"ascend": {"platform": {"model_runner": "v2"}}}}
+FEW_BLOCKS = {"num_gpu_blocks_override": 28, "async_scheduling": False, "disable_log_stats": False, "max_num_seqs": 24}
+RUNNER_CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "chunks and prefix cache": ("qwen3", "bfloat16", 32, SMALL_CHUNKS),
+    "synchronous, no prefix cache": ("qwen2", "float16", 8, {"enable_prefix_caching": False, "async_scheduling": False}),
+    "preemption": ("llama", "bfloat16", 24, FEW_BLOCKS),
+}
+"""As CASES, for comparing vLLM's V2 model runner with V1."""
 BUILT_IN_CASES = ("qwen3-bf16-small-chunks", "qwen2-fp16-no-prefix-cache")
 
 
@@ -80,6 +89,10 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
     return make
 
 
+v2_runner = pytest.mark.skipif(
+    Version(importlib.metadata.version("vllm")) < Version("0.33"), reason="vLLM's V2 runner is supported from 0.33 on"
+)
+
 Served = tuple[dict[str, dict[str, Any]], str]
 
 
@@ -94,8 +107,8 @@ def serve(cases: list[dict[str, Any]], plugins: str | None, python: str = sys.ex
     return npus.by_name(done), "\n".join(line for line in done.stdout.splitlines() if "vllm-ascend-all |" in line)
 
 
-def case(name: str, directory: str) -> dict[str, Any]:
-    _, dtype, count, engine = CASES[name]
+def case(name: str, directory: str, cases: dict[str, tuple[str, str, int, dict[str, Any]]] = CASES) -> dict[str, Any]:
+    _, dtype, count, engine = cases[name]
     draw = random.Random(name)  # answers of different lengths, so that decodes go on while prompts come in
     lengths = [draw.choice([3, 12, 24]) for _ in range(count)]
     served = {"dtype": dtype, "prompts": prompts(count), "lengths": lengths, "engine": LITTLE | engine}
@@ -149,6 +162,43 @@ def test_log_probabilities_of_the_platform_alone(
     name: str, served: Callable[[str | None], Served], record_property: Callable[[str, object], None]
 ) -> None:
     check(served("ascend")[0][name], CASES[name][1], BUILT_IN, record_property)
+
+
+@pytest.fixture(scope="module")
+def served_by_runners(random_model: Callable[[str], str]) -> dict[str, Any]:
+    """Results of RUNNER_CASES and the adder by runner and name; all engines in one process, so that each has its own choice."""
+    cases = []
+    for name in RUNNER_CASES:
+        served = case(name, random_model(RUNNER_CASES[name][0]), RUNNER_CASES)
+        if name == "preemption":  # when requests in decode need their second block
+            draw = random.Random(name)
+            served["prompts"] = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(90, 127))] for _ in range(24)]
+            served["lengths"] = [48] * 24
+        cases.append(served)
+    for served in [*cases, adder()]:
+        eager = {**served, "engine": served["engine"] | {"enforce_eager": True}}
+        cases += [eager | {"name": f"V1, {served['name']}"}]
+        cases += [eager | {"name": f"V2, {served['name']}", "engine": eager["engine"] | V2}]
+    results, said = serve(cases[len(RUNNER_CASES) :], None)
+    assert "model runner: V2 (additional_config)" in said
+    return results
+
+
+@v2_runner
+@pytest.mark.parametrize("name", RUNNER_CASES)
+def test_v2_runner_gives_the_tokens_of_v1(
+    name: str, served_by_runners: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
+    first, second = (served_by_runners[f"{runner}, {name}"] for runner in ("V1", "V2"))
+    assert [served["tokens"] for served in second["results"]] == [served["tokens"] for served in first["results"]]
+    assert second["preemptions"] == first["preemptions"]
+    assert (second["preemptions"] or 0) > 0 or name != "preemption"
+    check(second, RUNNER_CASES[name][1], FUSED, record_property)
+
+
+@v2_runner
+def test_trained_model_gives_the_same_greedy_tokens_with_the_v2_runner(served_by_runners: dict[str, Any]) -> None:
+    check_adder(served_by_runners["V2, adder"], FUSED)
 
 
 SUMS = [(12, 34), (7, 8), (99, 1), (50, 49), (86, 77), (0, 0), (95, 99), (60, 6)]

@@ -59,12 +59,15 @@ def run(case: dict) -> dict:
     for _ in range(2):
         for prompt, served in zip(case["prompts"], engine.generate(requests, sampling, use_tqdm=False), strict=True):
             results.append(compare(model, rough, prompt, served.outputs[0]))
+    preemptions = None
+    if case["engine"].get("disable_log_stats") is False:
+        preemptions = sum(each.value for each in engine.get_metrics() if each.name == "vllm:num_preemptions")
     layer = next(iter(engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()))
     attention = f"{type(layer.impl).__module__}.{type(layer.impl).__name__}"
     del engine, layer
     cleanup_dist_env_and_memory()
     gc.collect()
-    return {"name": case["name"], "attention": attention, "results": results}
+    return {"name": case["name"], "attention": attention, "results": results, "preemptions": preemptions}
 
 
 if __name__ == "__main__":

@@ -168,7 +168,8 @@ def label_of(message: str, reasons: list[dict]) -> str:
 
 def judged(entry: dict, found: list[dict[str, str]], reasons: list[dict]) -> list[str]:
     """Deviations from the allow-list, one line each."""
-    wrong, fails, labels = [], entry.get("fails", {}), Counter()
+    wrong, fails = [], entry.get("fails", {})
+    labels: Counter[str] = Counter()
     failed = [case for case in found if case["outcome"] == "failed"]
     for case in failed:
         if any(fnmatch.fnmatchcase(case["case"], pattern) for pattern in fails):

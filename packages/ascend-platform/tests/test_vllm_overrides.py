@@ -14,12 +14,16 @@ from types import ModuleType
 import pytest
 from ascend_platform import extension, vllm_overrides
 from ascend_platform.vllm_overrides import OVERRIDES, Override
+from ascend_platform.worker.v2 import overrides as v2
 from harness import vllm_copy
+from packaging.version import Version
+from vllm import __version__ as vllm_version
 
 ADDER = Path(__file__).parents[3] / "tools" / "models" / "adder"
-FUNCTIONS = [
-    each for each in OVERRIDES if each.action == "replaced" and each.qualname.isidentifier() and each.qualname != "torch"
-]
+TABLE = OVERRIDES
+if Version(vllm_version).release >= Version(v2.SINCE).release:
+    TABLE += tuple(each for each in v2.OVERRIDES if each.qualname != "HAS_TRITON")  # a bool, which is no module's own
+FUNCTIONS = [each for each in TABLE if each.action == "replaced" and each.qualname.isidentifier() and each.qualname != "torch"]
 GROUPED = "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk"
 
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from msgspec.structs import replace
 
 from ascend_kv_connector import protocol
-from ascend_kv_connector.buffers import checksum
+from ascend_kv_connector.auth import CurveKeys
+from ascend_kv_connector.buffers import ReceiveBuffers, checksum
+from ascend_kv_connector.config import Options
 from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError, printable
-from ascend_kv_connector.paged_cache import FetchPlan, plan_fetches
+from ascend_kv_connector.paged_cache import FetchPlan, PagedCache, plan_fetches
+from ascend_kv_connector.peer_queues import CircuitBreaker
 from ascend_kv_connector.protocol import CacheInfo, Chunk, Fetch, Finish, Handshake, Release, Renew, Reply
 from ascend_kv_connector.rpc import ClientPool, RpcClient
 from ascend_kv_connector.transfers import Failed, Source, Transfer
-
-if TYPE_CHECKING:
-    from ascend_kv_connector.consumer import Consumer
+from ascend_kv_connector.transport import Transport
 
 MAX_LAYERWISE_POLL = 0.005
 """Longest pause in seconds between fetches of a prompt that is being computed."""
@@ -37,10 +39,33 @@ class Notice(NamedTuple):
     ranks: tuple[tuple[str, int], ...] = ()
 
 
+class Rank(Protocol):
+    """What a fetcher uses of :class:`~ascend_kv_connector.consumer.Consumer`."""
+
+    cache: PagedCache
+    transport: Transport
+    options: Options
+    model: str
+    weights: str
+    rank: int
+    reader: str
+    keys: CurveKeys | None
+    context: Any
+    stream_context: Callable[..., AbstractContextManager]
+    buffers: ReceiveBuffers
+    unpackers: ThreadPoolExecutor
+
+    def breaker(self, source: Source) -> CircuitBreaker: ...
+
+    def finish_message(self, source: Source) -> Finish: ...
+
+    def release_message(self, transfer: Transfer, *tickets: int) -> Release: ...
+
+
 class Fetcher:
     """One thread's connections to the ranks of a producer. A chunk is read while another thread unpacks the one before."""
 
-    def __init__(self, consumer: Consumer) -> None:
+    def __init__(self, consumer: Rank) -> None:
         self._consumer = consumer
         self._unpacking: Future[None] | None = None
         self._caches: dict[tuple[str, int], tuple[CacheInfo, int]] = {}

@@ -34,12 +34,16 @@ def _find_reason() -> str:
 
 def _activate() -> None:
     """Prepare this process, before vLLM reads these variables, imports the platform's class and creates anything."""
+    import os
+
     from ascend_platform.cli import failures
-    from ascend_platform.components import scopes
+    from ascend_platform.components import requirements, scopes
     from ascend_platform.config import sockets
     from ascend_platform.worker import watchdog
 
-    _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
+    if requirements.version("vllm").startswith(("0.31.", "0.32.")):
+        _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # otherwise vLLM chooses; see ascend_platform/config/model_runner.py
     _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
     watchdog.exit_when_parent_exits()
     sockets.replace_foreign_directory()

@@ -21,6 +21,7 @@ from ascend_platform.config import (
     devices,
     kv_connectors,
     load_format,
+    model_runner,
     ray,
     sockets,
     spec_decode,
@@ -246,6 +247,7 @@ class NPUPlatform(Platform):
         if vllm_config.model_config is not None:
             architectures.check(vllm_config.model_config.architecture)
         quantization.detect(vllm_config)
+        model_runner.choose(vllm_config)
         chip.check(vllm_config)
         unsupported.check(vllm_config)
         kv_connectors.check(vllm_config)
@@ -262,6 +264,10 @@ class NPUPlatform(Platform):
         unsupported.check_communicator(vllm_config)
         metrics.offer(vllm_config)
         components.announce(vllm_config)
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        model_runner.check_request(params)
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig | None") -> None:

@@ -78,18 +78,23 @@ class Override:
         return fingerprint.drift(compared, self.sources.values(), source)
 
 
-def check() -> None:
-    """Compare all targets with the source that this version supports.
+def include(entries: Iterable[Override]) -> None:
+    """Add the names that only some engines replace. They are compared by :func:`check` with these entries, and when applied."""
+    _included.extend(each for each in entries if each not in _included)
+
+
+def check(entries: Iterable[Override] | None = None) -> None:
+    """Compare all targets, or those of `entries`, with the source that this version supports.
 
     Raises:
         RefusedError: a target is missing or has changed, in one line.
     """
-    names = {each.name for each in OVERRIDES}
+    names = {each.name for each in (*OVERRIDES, *_included)}
     for name in sorted(_accepted() - names):
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         logger.warning("%s names %r, which is no override%s", ACCEPT, name, hint)
-    different = [each for each in OVERRIDES if _problem(each.target)]
+    different = [each for each in (OVERRIDES if entries is None else entries) if _problem(each.target)]
     refused = [each for each in different if not _accept(each)]
     fingerprint.parsed.cache_clear()
     if refused:
@@ -165,10 +170,11 @@ def require(target: str) -> None:
 
 
 _applied: set[str] = set()
+_included: list[Override] = []
 
 
 def _entry(target: str) -> Override:
-    return next(each for each in OVERRIDES if each.target == target)
+    return next(each for each in (*OVERRIDES, *_included) if each.target == target)
 
 
 def _accepted() -> set[str]:
@@ -232,35 +238,41 @@ _ROUTER = "vllm.model_executor.layers.fused_moe.router."
 _HOOK = "vLLM has a platform hook for it"
 
 
-def _torch_view(module: str, why: str, fingerprint: str) -> Override:
+def torch_view(module: str, why: str, fingerprint: str, since: str = "0.31") -> Override:
+    """A module whose ``torch.cuda`` becomes ``torch.npu``, without a change to ``torch`` itself."""
     remove_when = "the module uses torch.accelerator in place of torch.cuda"
-    return Override(f"{module}:torch", "replaced", why, remove_when, {"0.31": fingerprint}, compared=f"{module}:torch.cuda.*")
+    return Override(f"{module}:torch", "replaced", why, remove_when, {since: fingerprint}, compared=f"{module}:torch.cuda.*")
 
 
-def _kernel(module: str, qualname: str, why: str, **sources: str) -> Override:
+def kernel(module: str, qualname: str, why: str, **sources: str) -> Override:
     """A Triton kernel with a PyTorch implementation that takes its arguments, through vLLM's registry of kernels."""
     by_minor = {minor.replace("v", "").replace("_", "."): source for minor, source in sources.items()}
     return Override(f"{module}:{qualname}", "kernel registered", why, "Triton runs on the NPU", by_minor)
 
 
 OVERRIDES: tuple[Override, ...] = (
-    _torch_view(
+    torch_view(
         "vllm.v1.worker.gpu_model_runner",
         "the V1 runner makes streams and events by torch.cuda",
         "5a9f55bd7b2c",
     ),
-    _torch_view("vllm.distributed.parallel_state", "graph_capture and the groups take torch.cuda's streams", "7420a0e96b51"),
-    _torch_view(
+    torch_view("vllm.distributed.parallel_state", "graph_capture and the groups take torch.cuda's streams", "7420a0e96b51"),
+    torch_view(
         "vllm.v1.spec_decode.ngram_proposer_gpu", "it copies the number of draft tokens on a torch.cuda stream", "0285abb6afad"
     ),
-    _torch_view("vllm.compilation.cuda_graph", "CUDAGraphWrapper captures by torch.cuda.graph", "934f7fb345ba"),
+    torch_view("vllm.compilation.cuda_graph", "CUDAGraphWrapper captures by torch.cuda.graph", "934f7fb345ba"),
     Override(
         "vllm.distributed.parallel_state:graph_capture",
         "replaced",
         "it prepares the communicators of CUDA and XPU; HCCL's collectives are captured without",
         _HOOK,
         {"0.31": "91b3eceb44f5", "0.33": "4312d0671379"},
-        replaced_in=("vllm.distributed.parallel_state", "vllm.distributed", "vllm.v1.worker.gpu_model_runner"),
+        replaced_in=(
+            "vllm.distributed.parallel_state",
+            "vllm.distributed",
+            "vllm.v1.worker.gpu_model_runner",
+            "vllm.v1.worker.gpu.cudagraph_utils",
+        ),
         kept_in=("vllm.v1.worker.gpu", "vllm.benchmarks"),
     ),
     Override(
@@ -414,7 +426,7 @@ OVERRIDES: tuple[Override, ...] = (
         {"0.31": "bd04f7d404be"},
         compared="vllm.platforms.interface:Platform.validate_environ",
     ),
-    _kernel(
+    kernel(
         "vllm.v1.worker.block_table",
         "ComputeSlotMappingKernel.kernel",
         "the slot of each token in the KV cache",
@@ -422,7 +434,7 @@ OVERRIDES: tuple[Override, ...] = (
         v0_32="5ebee7d19b24",
     ),
     *(
-        _kernel("vllm.v1.sample.rejection_sampler", qualname, why, v0_31=source)
+        kernel("vllm.v1.sample.rejection_sampler", qualname, why, v0_31=source)
         for qualname, why, source in (
             ("expand_kernel", "a request's sampling parameter for each of its draft tokens", "c78260607249"),
             ("rejection_greedy_sample_kernel", "accepted draft tokens at temperature 0", "8954f37cd20f"),
@@ -431,7 +443,7 @@ OVERRIDES: tuple[Override, ...] = (
         )
     ),
     *(
-        _kernel("vllm.v1.spec_decode.utils", qualname, why, v0_31=source)
+        kernel("vllm.v1.spec_decode.utils", qualname, why, v0_31=source)
         for qualname, why, source in (
             ("eagle_step_slot_mapping_metadata_kernel", "positions and slots of the drafter's next step", "15bfc6d06e03"),
             ("eagle_prepare_inputs_padded_kernel", "the drafter's inputs after rejection", "25a6038779a9"),

@@ -39,6 +39,11 @@ class KVCachePair(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
 
+    @property
+    def device(self) -> torch.device:
+        """By which vLLM's V2 runner tells the caches on the NPU."""
+        return self.key.device
+
 
 class PagedLatent(NamedTuple):
     """Latents and rotated keys of one layer with multi-head latent attention.

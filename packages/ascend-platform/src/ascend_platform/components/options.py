@@ -25,7 +25,7 @@ class UnknownKeyError(RefusedError):
 
 def register(namespace: str, defaults: Mapping[str, object]) -> None:
     """Add a component's keys, with their defaults."""
-    _defaults[namespace] = dict(defaults)
+    _defaults[namespace] = _defaults.get(namespace, {}) | dict(defaults)
 
 
 def listen(namespace: str, configured: Callable[[Mapping[str, object]], None]) -> None:

@@ -146,9 +146,13 @@ def with_state(distribution: str) -> str:
     return str(Problem(f"{distribution}, which is {replace(found, fix='')}", found.fix))
 
 
-def summary(attention: str) -> str:
-    """One line with every component's version and state, the attention backend, and the versions of vLLM, torch and torch-npu."""
+def summary(attention: str, runner: str = "") -> str:
+    """One line with every component's version and state, the attention backend, and the versions of vLLM, torch and torch-npu.
+
+    ``runner`` is the model runner and what asks for it, if it is not the default.
+    """
     version = requirements.version
     parts = [" ".join(filter(None, (name.removeprefix("ascend-"), version(name), state(name)))) for name in COMPONENTS]
     below = ", ".join(f"{name} {version(name)}" for name in ("vllm", "torch", "torch-npu"))
-    return " | ".join(["vllm-ascend-all", *parts, f"attention: {attention}", below])
+    runners = [f"model runner: {runner}"] if runner else []
+    return " | ".join(["vllm-ascend-all", *parts, f"attention: {attention}", *runners, below])

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ascend_platform.attention import selector
 from ascend_platform.components import logger, options, registry
+from ascend_platform.config import model_runner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,7 +20,8 @@ def announce(vllm_config: "VllmConfig") -> None:
     registry.join("ascend-platform", "ascend", api=registry.API_VERSION)
     options.configure(vllm_config.additional_config)
     if vllm_config.model_config is not None:
-        _log_once(registry.summary(selector.describe_backend(vllm_config)))
+        asked = model_runner.reason(vllm_config)
+        _log_once(registry.summary(selector.describe_backend(vllm_config), runner=f"V2 ({asked})" if asked else ""))
 
 
 @functools.cache

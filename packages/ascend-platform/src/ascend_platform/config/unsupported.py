@@ -58,6 +58,10 @@ def _other_cache_dtype(config: VllmConfig) -> str:
     return "" if dtype in ("auto", str(config.model_config.dtype).split(".")[-1]) else dtype
 
 
+def _needs_other_runner(config: VllmConfig) -> bool:
+    return config.use_v2_model_runner and not envs.VLLM_USE_V2_MODEL_RUNNER
+
+
 def _indexes(config: VllmConfig) -> bool:
     return config.model_config.use_mla and hasattr(config.model_config.hf_text_config, "index_topk")
 
@@ -75,7 +79,7 @@ FEATURES = (
     Feature("--enable-fault-tolerance", lambda config: config.parallel_config.enable_fault_tolerance),
     Feature("dual batch overlap", lambda config: config.parallel_config.use_ubatching),
     Feature("batch invariance", lambda config: envs.VLLM_BATCH_INVARIANT),
-    Feature("vLLM's V2 model runner, which watermarking needs", lambda config: config.use_v2_model_runner),
+    Feature("vLLM's V2 model runner, which watermarking needs", _needs_other_runner),
     Feature("fusions by torch.compile other than fuse_norm_quant", _fuses),
     Feature(
         "LoRA on experts beyond tensor parallelism (--lora-target-modules without experts serves the other layers)",

@@ -26,7 +26,7 @@ def get_masked_input_and_mask(
     """
     if added_vocab_start_index < added_vocab_end_index or org_vocab_start_index == org_vocab_end_index:
         ranges = (org_vocab_start_index, org_vocab_end_index, num_org_vocab_padding)
-        return _native(input_, *ranges, added_vocab_start_index, added_vocab_end_index)  # type: ignore[no-any-return]
+        return _native(input_, *ranges, added_vocab_start_index, added_vocab_end_index)
     local = input_ - org_vocab_start_index
     rows = local.clamp(0, org_vocab_end_index - org_vocab_start_index - 1)
     return rows, rows != local

@@ -33,12 +33,12 @@ STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream",
 
 # The V1 runner calls torch.cuda.Stream, Event, stream and current_stream directly, in __init__ and in every step
 # (gpu_model_runner.py:276-298, 745-753). Only these modules get torch.npu's; torch.cuda itself is unchanged.
-_torch = module_with_overrides(
+torch_on_npu = module_with_overrides(
     torch, cuda=module_with_overrides(torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES})
 )
-override("vllm.v1.worker.gpu_model_runner:torch", _torch)
-override("vllm.v1.spec_decode.ngram_proposer_gpu:torch", _torch)
-override("vllm.distributed.parallel_state:torch", _torch)
+override("vllm.v1.worker.gpu_model_runner:torch", torch_on_npu)
+override("vllm.v1.spec_decode.ngram_proposer_gpu:torch", torch_on_npu)
+override("vllm.distributed.parallel_state:torch", torch_on_npu)
 override("vllm.distributed.parallel_state:graph_capture", acl_graph.graph_capture)
 
 require("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT")

@@ -28,6 +28,7 @@ from ascend_platform.config import sockets
 from ascend_platform.config.components import announce
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
+from ascend_platform.vllm_overrides import override
 from ascend_platform.worker import sleep_mode, watchdog
 from ascend_platform.worker.model_runner import NPUModelRunner
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend, notify_awake
@@ -38,6 +39,10 @@ class NPUWorker(Worker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         announce(vllm_config)
+        if vllm_config.use_v2_model_runner:
+            from ascend_platform.worker.v2 import overrides  # noqa: F401
+
+            override("vllm.triton_utils.importing:HAS_TRITON", True)
         super().__init__(vllm_config, *args, **kwargs)
         sockets.replace_foreign_directory()
         directory = os.environ.get("VLLM_RPC_BASE_PATH")
@@ -131,7 +136,7 @@ class NPUWorker(Worker):
         models that need torchvision for it (``vllm/model_executor/warmup/kernel_warmup.py``).
         """
         self.model_runner.capture_model()
-        if get_pp_group().is_last_rank:
+        if get_pp_group().is_last_rank and not self.use_v2_model_runner:  # V2 has sampled when memory was profiled
             scheduler = self.scheduler_config
             num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
             hidden, last_hidden = self.model_runner._dummy_run(
@@ -167,7 +172,12 @@ class NPUWorker(Worker):
             self.profiler = NPUProfiler(self.profiler_config, f"rank{self.rank}")
         super().profile(is_start, profile_prefix, **iterations)
 
-    def _make_model_runner(self) -> NPUModelRunner:
+    def _make_model_runner(self) -> Any:
+        if self.use_v2_model_runner:
+            from ascend_platform.worker.v2.runner import NPUModelRunnerV2
+
+            assert self.device is not None
+            return NPUModelRunnerV2(self.vllm_config, self.device)
         return NPUModelRunner(self.vllm_config, self.device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:

@@ -1,0 +1,145 @@
+"""The model runner: vLLM's V1, or on request V2, which NPUs serve without Triton from vLLM 0.33 on.
+
+The scheduler works differently for each, so that all processes must agree. The choice is made where an engine is configured, and
+handed to its processes by vLLM's own environment variable.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+from vllm import envs
+
+from ascend_platform import extension, vllm_overrides
+from ascend_platform.components import options
+from ascend_platform.config.unsupported import Feature
+from ascend_platform.worker.v2 import launch_sites, overrides
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+_RUNNERS = ("v1", "v2")
+_IN_ENVIRONMENT = os.environ.get(VARIABLE) == "1"
+"""What the user has set, or, in a process of an engine, the engine's choice."""
+
+options.register("platform", {"model_runner": "v1"})
+
+
+def _has_parallel_layout(config: VllmConfig) -> bool:
+    parallel = config.parallel_config
+    return parallel.world_size_across_dp > 1
+
+
+def _is_multimodal(config: VllmConfig) -> bool:
+    model = config.model_config
+    return model.is_multimodal_model or model.uses_mrope
+
+
+def _has_graphs(config: VllmConfig) -> bool:
+    from vllm.config import CUDAGraphMode
+
+    mode = config.compilation_config.cudagraph_mode
+    return mode is not None and mode != CUDAGraphMode.NONE
+
+
+FEATURES = (
+    Feature("graphs (fix: --enforce-eager)", _has_graphs),
+    Feature("tensor, pipeline and data parallelism", _has_parallel_layout),
+    Feature("decode context parallelism", lambda config: config.parallel_config.decode_context_parallel_size > 1),
+    Feature("speculative decoding", lambda config: config.speculative_config),
+    Feature("LoRA", lambda config: config.lora_config),
+    Feature("KV connectors", lambda config: config.kv_transfer_config),
+    Feature("watermarking", lambda config: config.watermark_config),
+    Feature("thinking budgets", lambda config: config.reasoning_config),
+    Feature("batch-sharded sampling", lambda config: config.parallel_config.enable_batch_sharded_sampling),
+    Feature("KV-sharing fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
+    Feature("VLLM_COMPUTE_NANS_IN_LOGITS", lambda config: envs.VLLM_COMPUTE_NANS_IN_LOGITS),
+    Feature("sleep mode", lambda config: config.model_config.enable_sleep_mode, of_model=True),
+    Feature("pooling models", lambda config: config.model_config.runner_type == "pooling", of_model=True),
+    Feature("encoder-decoder models", lambda config: config.model_config.is_encoder_decoder, of_model=True),
+    Feature("multimodal models", _is_multimodal, of_model=True),
+    Feature("mixtures of experts", lambda config: config.model_config.is_moe, of_model=True),
+    Feature("latent attention", lambda config: config.model_config.use_mla, of_model=True),
+    Feature("quantized weights", lambda config: config.quant_config, of_model=True),
+    Feature("prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True),
+    Feature("custom logits processors", lambda config: config.model_config.logits_processors, of_model=True),
+    Feature("sampling masks", lambda config: config.model_config.return_sampling_mask, of_model=True),
+    Feature("trace replay", lambda config: config.model_config.enable_trace_replay, of_model=True),
+)
+"""What the V2 runner does not serve yet on NPUs; state-space layers are refused with any runner."""
+
+REQUEST_FEATURES: dict[str, Any] = {
+    "temperature": lambda params: params.temperature,
+    "min-p": lambda params: params.min_p,
+    "penalties": lambda params: params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty,
+    "logit bias, allowed tokens and min_tokens": lambda params: (
+        params.logit_bias or params.allowed_token_ids is not None or params.min_tokens
+    ),
+    "bad words": lambda params: params.bad_words,
+    "logprob_token_ids": lambda params: params.logprob_token_ids,
+    "structured output": lambda params: params.structured_outputs,
+}
+"""The same of a request's sampling parameters."""
+
+
+def reason(vllm_config: VllmConfig) -> str:
+    """What asks for the V2 runner: the option, the environment variable, or "" for V1.
+
+    Raises:
+        RefusedError: another value of the option.
+    """
+    additional: Any = vllm_config.additional_config or {}
+    given = additional.get("ascend", {}).get("platform", {}).get("model_runner", "v1")
+    if given not in _RUNNERS:
+        raise extension.RefusedError(
+            f'additional_config "ascend.platform.model_runner" is {given!r}; supported: {", ".join(_RUNNERS)}'
+        )
+    return "additional_config" if given == "v2" else f"{VARIABLE}=1" if _IN_ENVIRONMENT else ""
+
+
+def choose(vllm_config: VllmConfig) -> None:
+    """Choose the runner of an engine, and refuse what V2 does not serve.
+
+    Raises:
+        RefusedError: this vLLM's V2 runner is not supported, or a feature of the configuration is not, in one line.
+    """
+    if vllm_config.model_config is None:  # made somewhere in an engine's processes, for defaults
+        return
+    asked = reason(vllm_config)
+    if asked:
+        if Version(version := extension.version("vllm")) < Version(overrides.SINCE):
+            raise extension.RefusedError(
+                f"vLLM's V2 model runner, which {asked} asks for, is supported from vLLM {overrides.SINCE} on, and this is "
+                f"{version}; fix: do not ask for it"
+            )
+        vllm_overrides.check(overrides.OVERRIDES)
+        if difference := launch_sites.difference():
+            raise extension.RefusedError(f"vLLM {version}'s V2 model runner is not as ascend-platform supports it: {difference}")
+        _refuse([feature.name for feature in FEATURES if feature.asked(vllm_config)], asked)
+    os.environ[VARIABLE] = "1" if asked else "0"
+
+
+def check_request(params: Any) -> None:
+    """Refuse sampling parameters that the V2 runner does not serve.
+
+    Raises:
+        ValueError: their names, in one line.
+    """
+    if envs.VLLM_USE_V2_MODEL_RUNNER and hasattr(params, "temperature"):
+        _refuse([name for name, asked in REQUEST_FEATURES.items() if asked(params)], "this engine's choice")
+
+
+def _refuse(features: list[str], asked: str) -> None:
+    if not features:
+        return
+    named = []
+    for feature in features:
+        kernels = launch_sites.kernels_of(feature)
+        named.append(f"{feature} (kernel {kernels[0]})" if kernels else feature)
+    raise extension.RefusedError(
+        f"ascend-platform {extension.version('ascend-platform')} does not support {', '.join(named)} with vLLM's V2 model runner "
+        f"({asked}) yet; fix: use V1"
+    )

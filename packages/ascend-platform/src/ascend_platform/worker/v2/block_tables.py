@@ -1,0 +1,82 @@
+"""Block tables of the V2 runner, by operators in place of kernels that take addresses."""
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.block_table import BlockTables
+
+from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping, null_slots
+
+
+class NPUBlockTables(BlockTables):
+    """BlockTables whose padding slots are in the null block; npu_scatter_pa_kv_cache rejects slot -1.
+
+    Entries of a row after the request's blocks are those of earlier requests; attention does not read them.
+    """
+
+    _num_dirty_rows: int
+
+    def _make_ptr_tensor(self, x: Any) -> torch.Tensor:
+        return torch.empty(0, device=self.device)  # of addresses, which no operator takes
+
+    def apply_staged_writes(self) -> None:
+        for table in self.block_tables:
+            table.apply_write()
+
+    def gather_block_tables(
+        self,
+        idx_mapping: torch.Tensor,
+        num_reqs_padded: int,
+        out: Any = None,
+        out_ptrs: Any = None,
+        num_computed_tokens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Copy the rows of the step's requests to the tables of the forward pass, followed by zeros for padding requests.
+
+        Blocks that have left a sliding window become the null block, because vLLM may have given them to other requests.
+        """
+        assert out is None, "tables of prefill context parallelism or dual batch overlap"
+        num_reqs = len(idx_mapping)
+        num_rows = max(num_reqs_padded, self._num_dirty_rows)  # a larger batch has left rows
+        self._num_dirty_rows = num_reqs
+        for group, (source, table) in enumerate(zip(self.block_tables, self.input_block_tables, strict=True)):
+            rows = table[:num_reqs]
+            torch.index_select(source.gpu, 0, idx_mapping, out=rows)
+            if (reach := self._sliding_window_reach[group]) and num_computed_tokens is not None:
+                first = num_computed_tokens.index_select(0, idx_mapping)
+                num_null = (first - reach).clamp(min=0) // self.block_sizes[group]
+                columns = torch.arange(rows.shape[1], dtype=torch.int32, device=self.device)
+                rows.masked_fill_(columns < num_null[:, None], 0)
+            if num_rows > num_reqs:
+                table[num_reqs:num_rows].zero_()
+        return tuple(table[:num_reqs_padded] for table in self.input_block_tables)
+
+    def compute_slot_mappings(
+        self,
+        idx_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        positions: torch.Tensor,
+        num_tokens_padded: int,
+        out: Any = None,
+        num_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Write the slot of each of the step's tokens, from the tables that :meth:`gather_block_tables` has made."""
+        assert out is None, "slots of prefill context parallelism or dual batch overlap"
+        assert num_tokens is not None, "slots are computed in NPUModelRunnerV2.prepare_attn alone"
+        starts = query_start_loc[: len(idx_mapping) + 1]
+        for group, slots in enumerate(self.slot_mappings):
+            table, size = self.input_block_tables[group], self.block_sizes[group]
+            if self._slot_mapping_enabled[group]:
+                arguments = (positions[:num_tokens], table, table.stride(0), slots, size)
+                compute_slot_mapping(num_tokens, len(slots), starts, *arguments, 1, 0, 1, PAD_SLOT_ID, 0)
+            first = num_tokens if self._slot_mapping_enabled[group] else 0
+            if first < num_tokens_padded:
+                slots[first:num_tokens_padded].copy_(null_slots(num_tokens_padded, size, self.device)[first:])
+        return self.slot_mappings[:, :num_tokens_padded]
+
+    def get_dummy_slot_mappings(self, num_tokens: int) -> torch.Tensor:
+        """Slots of the null block for all tokens."""
+        for slots, size in zip(self.slot_mappings, self.block_sizes, strict=True):
+            slots.copy_(null_slots(len(slots), size, self.device))
+        return self.slot_mappings[:, :num_tokens]

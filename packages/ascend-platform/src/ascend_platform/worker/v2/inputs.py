@@ -1,0 +1,236 @@
+"""Inputs of a V2 step, and the requests' states after it: vLLM's Triton kernels (``gpu/input_batch.py``) in PyTorch.
+
+Nothing here synchronizes with the device. Draft tokens are not supported: a request has one logit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ascend_platform.vllm_overrides import override
+
+
+class Step:
+    """What the host knows of the step whose inputs are being prepared, and the device cannot tell without a wait."""
+
+    def __init__(self, num_scheduled_tokens: np.ndarray, has_prefill: bool) -> None:
+        self.num_tokens = int(num_scheduled_tokens.sum())
+        self.one_token_each = bool((num_scheduled_tokens == 1).all())
+        self.has_prefill = has_prefill
+        self._rows: torch.Tensor | None = None
+
+    def per_token(self, values: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
+        """Values ``[requests]`` by token, ``[tokens]``."""
+        if self.one_token_each:
+            return values
+        if self._rows is None:
+            tokens = _arange(self.num_tokens, values.device)
+            self._rows = torch.bucketize(tokens, query_start_loc[1 : len(values) + 1], right=True)
+        return values.index_select(0, self._rows)
+
+    def positions(self, computed: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
+        """Positions of the tokens in their requests, int64 ``[tokens]``; ``computed`` is ``num_computed_tokens`` by request."""
+        if self.one_token_each:
+            return computed.long()
+        shift = computed - query_start_loc[: len(computed)]
+        return _arange(self.num_tokens, computed.device) + self.per_token(shift, query_start_loc)
+
+
+_step: Step | None = None
+
+
+@contextlib.contextmanager
+def preparing(step: Step) -> Iterator[None]:
+    """The context in which the runner prepares a step."""
+    global _step
+    _step = step
+    try:
+        yield
+    finally:
+        _step = None
+
+
+def _current() -> Step:
+    assert _step is not None, "the inputs of a step are prepared in NPUModelRunnerV2.prepare_inputs alone"
+    return _step
+
+
+@functools.lru_cache(maxsize=4)
+def _padded_arange(length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(length, device=device)
+
+
+def _arange(length: int, device: torch.device) -> torch.Tensor:
+    return _padded_arange(-(-length // 4096) * 4096, device)[:length]
+
+
+def prepare_prefill_inputs(
+    input_ids: torch.Tensor,
+    next_prefill_tokens: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    prefill_len: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+) -> None:
+    """Write the step's known tokens to ``input_ids``.
+
+    vLLM writes those of requests in prefill alone; the last sampled token of others, which is known too, is written again by
+    :func:`combine_sampled_and_draft_tokens`. ``next_prefill_tokens``, which only drafters read, is not written.
+    """
+    step = _current()
+    positions = step.positions(num_computed_tokens.index_select(0, idx_mapping), query_start_loc)
+    requests = step.per_token(idx_mapping, query_start_loc)
+    elements = torch.add(positions, requests, alpha=all_token_ids.stride(0))
+    torch.index_select(all_token_ids.view(-1), 0, elements, out=input_ids[: step.num_tokens])
+
+
+def prepare_pos_seq_lens(
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    pos: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    """Write the tokens' positions and the requests' sequence lengths; those of padding requests are 0."""
+    step, num_reqs = _current(), len(idx_mapping)
+    computed = num_computed_tokens.index_select(0, idx_mapping)
+    pos[: step.num_tokens].copy_(step.positions(computed, query_start_loc))
+    if step.one_token_each:
+        torch.add(computed, 1, out=seq_lens[:num_reqs])
+    else:
+        query_lens = query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs]
+        torch.add(computed, query_lens, out=seq_lens[:num_reqs])
+    seq_lens[num_reqs:].zero_()
+
+
+def combine_sampled_and_draft_tokens(
+    input_ids: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    last_sampled_tokens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    prefill_len: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    num_logits: int,
+    num_new_sampled_tokens: int = 1,
+) -> torch.Tensor:
+    """Write the last sampled token of each request in decode to ``input_ids``.
+
+    Returns:
+        The index of each request's last token in the step, int64 ``[requests]``.
+    """
+    step, num_reqs = _current(), len(idx_mapping)
+    assert num_logits == num_reqs, "draft tokens"
+    assert num_new_sampled_tokens == 1, "models that sample several tokens"
+    sampled = last_sampled_tokens.view(-1).index_select(0, idx_mapping)
+    last = _arange(num_reqs, input_ids.device) if step.one_token_each else query_start_loc[1 : num_reqs + 1].long() - 1
+    if not step.has_prefill:
+        assert step.one_token_each, "draft tokens"
+        input_ids[:num_reqs].copy_(sampled)
+        return last
+    in_decode = seq_lens[:num_reqs] > prefill_len.index_select(0, idx_mapping)
+    tokens = torch.where(in_decode, sampled.to(input_ids.dtype), input_ids.index_select(0, last))
+    input_ids.index_put_((last,), tokens)
+    return last
+
+
+def count_sampled_and_rejected(
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    prefill_len: torch.Tensor,
+) -> None:
+    """Replaces ``_get_num_sampled_and_rejected_kernel``.
+
+    Requests whose prompt has further chunks have sampled and rejected 0 tokens; both int32 ``[requests]``, written.
+    """
+    num_reqs = len(idx_mapping)
+    has_more = seq_lens[:num_reqs] < prefill_len.index_select(0, idx_mapping)
+    num_sampled.masked_fill_(has_more, 0)
+    torch.sub(cu_num_logits[1 : num_reqs + 1], cu_num_logits[:num_reqs], out=num_rejected)
+    num_rejected.sub_(num_sampled).masked_fill_(has_more, 0)
+
+
+def post_update(
+    idx_mapping: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    last_sampled_tokens: torch.Tensor,
+    output_bin_counts: torch.Tensor | None,
+    output_bin_counts_stride: int,
+    sampled_tokens: torch.Tensor,
+    sampled_tokens_stride: int,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    all_token_ids: torch.Tensor,
+    all_token_ids_stride: int,
+    total_len: torch.Tensor,
+    draft_tokens: torch.Tensor | None,
+    draft_tokens_out: torch.Tensor | None,
+    num_draft_tokens: int,
+    **_: Any,
+) -> None:
+    """Replaces ``_post_update_kernel`` for one sampled token of each request, ``sampled_tokens`` ``[requests, 1]``.
+
+    Rows with a negative index are skipped. Differences are added in place of new values, so that neither these nor requests
+    without a sampled token write to another request's state, whatever the order of the writes is.
+    """
+    assert draft_tokens is None, "draft tokens of pipeline parallelism"
+    assert sampled_tokens.shape[1] == 1, "draft tokens"
+    valid = idx_mapping >= 0
+    rows = idx_mapping.clamp(min=0)
+    sampled, tokens = num_sampled * valid, sampled_tokens[:, 0]
+    lengths = total_len.index_select(0, rows)
+
+    last = last_sampled_tokens.view(-1)
+    last.index_add_(0, rows, (tokens - last.index_select(0, rows)) * sampled)
+    end = lengths.clamp(max=all_token_ids_stride - 1)
+    elements, table = torch.add(end, rows, alpha=all_token_ids_stride), all_token_ids.view(-1)
+    table.index_add_(0, elements, (tokens.to(table.dtype) - table.index_select(0, elements)) * sampled)
+    total_len.index_add_(0, rows, sampled)
+    if output_bin_counts is not None:
+        counted = torch.add(tokens, rows, alpha=output_bin_counts_stride)
+        output_bin_counts.view(-1).index_add_(0, counted, sampled)
+
+    computed = -num_rejected
+    if query_start_loc is not None:
+        num_reqs = len(idx_mapping)
+        computed = query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs] - num_rejected
+    num_computed_tokens.index_add_(0, rows, computed * valid)
+
+
+def post_update_num_computed_tokens(
+    idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor, query_start_loc: torch.Tensor
+) -> None:
+    """Replaces ``_post_update_num_computed_tokens_kernel``."""
+    num_reqs = len(idx_mapping)
+    num_computed_tokens.index_add_(0, idx_mapping, query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs])
+
+
+_PREFIX = "vllm.v1.worker.gpu.input_batch:"
+
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    "_get_num_sampled_and_rejected_kernel": count_sampled_and_rejected,
+    "_post_update_kernel": post_update,
+    "_post_update_num_computed_tokens_kernel": post_update_num_computed_tokens,
+}
+"""Kernels of ``overrides.OVERRIDES``, and the functions that take their arguments."""
+
+
+def install() -> None:
+    from ascend_platform import triton_overrides
+
+    override("vllm.v1.worker.gpu.input_batch:prepare_prefill_inputs", prepare_prefill_inputs)
+    override("vllm.v1.worker.gpu.input_batch:prepare_pos_seq_lens", prepare_pos_seq_lens)
+    override("vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens", combine_sampled_and_draft_tokens)
+    triton_overrides.register({_PREFIX + name: function for name, function in OVERRIDES.items()})

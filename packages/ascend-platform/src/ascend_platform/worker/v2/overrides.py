@@ -1,0 +1,107 @@
+"""Names of vLLM that the V2 model runner replaces, in addition to ``vllm_overrides.OVERRIDES``; compared where V2 is chosen."""
+
+from ascend_platform.vllm_overrides import Override, include, kernel, torch_view
+
+SINCE = "0.33"
+"""The first minor version of vLLM whose V2 runner is supported."""
+
+_GPU = "vllm.v1.worker.gpu"
+_TRITON = "Triton runs on the NPU, or vLLM has a PyTorch form of the kernel"
+
+
+def _function(module: str, name: str, why: str, fingerprint: str, *importers: str) -> Override:
+    """A function around a Triton kernel whose own arguments do not contain what the host knows of a step."""
+    target, modules = f"{_GPU}.{module}:{name}", tuple(f"{_GPU}.{importer}" for importer in importers)
+    return Override(target, "replaced", why, _TRITON, {SINCE: fingerprint}, replaced_in=(f"{_GPU}.{module}", *modules))
+
+
+OVERRIDES: tuple[Override, ...] = (
+    Override(
+        "vllm.triton_utils.importing:HAS_TRITON",
+        "replaced",
+        "the worker refuses the V2 runner without Triton",
+        "vLLM asks the platform whether it serves the V2 runner without Triton",
+        {SINCE: "7410e97a826d"},
+        compared="vllm.v1.worker.gpu_worker:Worker.__init__",
+        replaced_in=("vllm.v1.worker.gpu_worker",),
+        kept_in=("vllm",),
+    ),
+    torch_view(f"{_GPU}.model_runner", "the V2 runner makes its copy stream by torch.cuda", "94cd679ae1c6", SINCE),
+    torch_view(f"{_GPU}.async_utils", "it copies sampled tokens on a torch.cuda stream", "edf7c6d7179e", SINCE),
+    torch_view(f"{_GPU}.structured_outputs", "it copies grammar masks on a torch.cuda stream", "7420a0e96b51", SINCE),
+    torch_view(f"{_GPU}.spec_decode.utils", "every V2 runner makes a torch.cuda stream for draft tokens", "0285abb6afad", SINCE),
+    Override(
+        "vllm.utils.platform_utils:is_uva_available",
+        "replaced",
+        "NPUs have pinned memory, but kernels cannot read it",
+        "vLLM asks the platform for a view of host memory",
+        {SINCE: "4dddfaf1c8f1"},
+        replaced_in=(f"{_GPU}.buffer_utils",),
+        kept_in=("vllm.utils.platform_utils", "vllm.model_executor", "vllm.models"),
+    ),
+    Override(
+        f"{_GPU}.buffer_utils:UvaBufferPool",
+        "replaced",
+        "without such views it copies from pageable memory, for which the host waits",
+        "NonUvaBuffer copies from pinned memory",
+        {SINCE: "a03db875667d"},
+        kept_in=("vllm.models",),
+    ),
+    Override(
+        f"{_GPU}.buffer_utils:UvaBackedTensor.copy_to_uva",
+        "replaced",
+        "each step calls it for some sixteen small tensors, most of which have not changed",
+        "vLLM copies what has changed",
+        {SINCE: "cddad6677af2"},
+    ),
+    Override(
+        f"{_GPU}.buffer_utils:StagedWriteTensor.apply_write",
+        "replaced",
+        "it launches a Triton kernel",
+        _TRITON,
+        {SINCE: "611ff262f6fc"},
+    ),
+    Override(
+        f"{_GPU}.block_table:BlockTables",
+        "replaced",
+        "its kernels take addresses, and give padding tokens slot -1, which npu_scatter_pa_kv_cache rejects",
+        _TRITON,
+        {SINCE: "e2fdeaa0ebe8"},
+        replaced_in=(f"{_GPU}.model_runner",),
+        kept_in=(_GPU, "vllm.v1.hisparse", "vllm.models"),  # in annotations
+    ),
+    Override(
+        f"{_GPU}.attn_utils:init_kv_cache",
+        "replaced",
+        "a layer's keys and values are one tensor there, and two for CANN's kernels",
+        "vLLM lets a platform split the KV cache",
+        {SINCE: "7eecdf7ebbd4"},
+        replaced_in=(f"{_GPU}.model_runner",),
+        kept_in=(f"{_GPU}.attn_utils",),
+    ),
+    _function("input_batch", "prepare_prefill_inputs", "the tokens of prompts", "98fb07ccd421", "model_runner"),
+    _function("input_batch", "prepare_pos_seq_lens", "positions and sequence lengths", "0ec62e54fcd1", "model_runner"),
+    _function("input_batch", "combine_sampled_and_draft_tokens", "the last sampled tokens", "c1ce33e6d3ff", "model_runner"),
+    Override(
+        f"{_GPU}.sample.gumbel:gumbel_sample",
+        "replaced",
+        "the sampled tokens",
+        _TRITON,
+        {SINCE: "10533e09af59"},
+        replaced_in=(f"{_GPU}.sample.gumbel", f"{_GPU}.sample.sampler"),
+        kept_in=(f"{_GPU}.spec_decode", "vllm.v1.watermarking", "vllm.models"),  # which are refused
+    ),
+    *(
+        kernel(f"{_GPU}.input_batch", name, why, v0_33=source)
+        for name, why, source in (
+            ("_get_num_sampled_and_rejected_kernel", "how many tokens each request has sampled", "3029502e8ada"),
+            ("_post_update_kernel", "the requests' states after sampling", "e61e1bbcb632"),
+            ("_post_update_num_computed_tokens_kernel", "the requests' states of a rank that does not sample", "e849fe619740"),
+        )
+    ),
+    _function("sample.logprob", "compute_token_logprobs", "log-probabilities", "e3235d4bf796", "sample.prompt_logprob"),
+    kernel(f"{_GPU}.sample.logprob", "_ranks_kernel", "the sampled tokens' ranks", v0_33="759ab23bc60c"),
+    _function("sample.prompt_logprob", "get_prompt_logprobs_token_ids", "the tokens of prompts to score", "d24d199bc865"),
+)
+
+include(OVERRIDES)

@@ -1,0 +1,270 @@
+"""The V2 runner's kernels in PyTorch, compared with a loop for each kernel of vLLM's, written from what it computes."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ascend_platform.worker.v2 import buffers, inputs, overrides, sampling
+from packaging.version import Version
+from vllm import __version__ as vllm_version
+
+ROWS, WIDTH, VOCABULARY = 8, 96, 40  # requests that there is space for, tokens of one, different tokens
+
+
+def device(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device="npu")
+
+
+class Batch:
+    """Requests of random states: in prefill, with and without further chunks, or in decode."""
+
+    def __init__(self, seed: int, decode: bool = False, empty: bool = False) -> None:
+        rng = random.Random(seed)
+        self.rows = rng.sample(range(ROWS), rng.randint(1, ROWS - 1))
+        self.tokens = [[rng.randrange(VOCABULARY) for _ in range(WIDTH)] for _ in range(ROWS)]
+        self.prefill_len, self.computed, self.total = ([0] * ROWS for _ in range(3))
+        self.lengths = []
+        for number, row in enumerate(self.rows):
+            self.prefill_len[row] = rng.randint(1, 60)
+            generates = decode or (number and rng.random() < 0.5)
+            if generates:
+                self.total[row] = self.prefill_len[row] + rng.randint(1, 30)
+                self.computed[row] = self.total[row] - 1
+                self.lengths.append(1)
+            else:
+                self.total[row] = self.prefill_len[row]
+                self.computed[row] = rng.randrange(self.prefill_len[row])
+                left = self.prefill_len[row] - self.computed[row]
+                self.lengths.append(0 if empty and rng.random() < 0.4 else rng.choice([left, rng.randint(1, left)]))
+        self.starts = [sum(self.lengths[:number]) for number in range(len(self.rows) + 1)]
+        self.num_tokens = self.starts[-1]
+        prefill = [self.computed[row] < self.prefill_len[row] for row in self.rows]
+        self.step = inputs.Step(np.array(self.lengths), any(prefill))
+        self.last = [rng.randrange(VOCABULARY) for _ in range(ROWS)]
+        self.seq_lens = [self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)]
+
+    def query_start_loc(self, padding: int = 2) -> torch.Tensor:
+        return device(self.starts + [self.num_tokens] * padding)
+
+
+BATCHES = [(seed, decode, empty) for seed in range(8) for decode, empty in ((False, False), (False, True), (True, False))]
+
+
+@pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
+def test_inputs_of_a_step(seed: int, decode: bool, empty: bool) -> None:
+    batch = Batch(seed, decode, empty)
+    input_ids, positions = device([-7] * 200), device([-7] * 200, torch.int64)
+    seq_lens, following = device([9] * ROWS), device([[0] * ROWS])
+    idx_mapping, starts = device(batch.rows, torch.int64), batch.query_start_loc()
+    prefill_len, computed = device(batch.prefill_len), device(batch.computed)
+    count = len(batch.rows)
+    with inputs.preparing(batch.step):
+        if batch.step.has_prefill:
+            inputs.prepare_prefill_inputs(input_ids, following, idx_mapping, starts, device(batch.tokens), prefill_len, computed)
+        inputs.prepare_pos_seq_lens(idx_mapping, starts, computed, positions, seq_lens)
+        last = None
+        if not empty:  # a request without tokens has no logits
+            last = inputs.combine_sampled_and_draft_tokens(
+                input_ids, idx_mapping, device([[token] for token in batch.last], torch.int64), starts, seq_lens,
+                prefill_len, device([[]] * ROWS), device(list(range(count + 1))), count,
+            )  # fmt: skip
+
+    expected, places = [-7] * 200, [-7] * 200
+    for number, row in enumerate(batch.rows):
+        for offset in range(batch.lengths[number]):
+            places[batch.starts[number] + offset] = batch.computed[row] + offset
+            if batch.computed[row] < batch.prefill_len[row]:
+                expected[batch.starts[number] + offset] = batch.tokens[row][batch.computed[row] + offset]
+        if last is not None and batch.seq_lens[number] > batch.prefill_len[row]:
+            expected[batch.starts[number + 1] - 1] = batch.last[row]
+    assert positions.tolist() == places
+    assert seq_lens.tolist() == batch.seq_lens + [0] * (ROWS - count)
+    if last is not None:
+        assert last.tolist() == [end - 1 for end in batch.starts[1:]]
+        assert input_ids.tolist() == expected
+
+
+def test_inputs_are_prepared_within_a_step_alone() -> None:
+    with pytest.raises(AssertionError, match="prepare_inputs alone"):
+        inputs.prepare_pos_seq_lens(device([0]), device([0, 1]), device([0]), device([0]), device([0]))
+
+
+@pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
+def test_sampled_and_rejected(seed: int, decode: bool, empty: bool) -> None:
+    batch = Batch(seed, decode, empty)
+    rng, count = random.Random(seed), len(batch.rows)
+    logits = [rng.randint(1, 4) for _ in batch.rows]
+    sampled = [rng.randint(1, each) for each in logits]
+    cumulative = [sum(logits[:number]) for number in range(count + 1)]
+    num_sampled, num_rejected = device(sampled), device([-7] * count)
+    lens = device(batch.seq_lens + [0] * (ROWS - count))
+    arguments = (lens, device(cumulative), device(batch.rows, torch.int64), device(batch.prefill_len))
+    inputs.count_sampled_and_rejected(num_sampled, num_rejected, *arguments)
+    more = [batch.seq_lens[number] < batch.prefill_len[row] for number, row in enumerate(batch.rows)]
+    assert num_sampled.tolist() == [0 if has else each for has, each in zip(more, sampled, strict=True)]
+    wanted = [0 if has else n - each for has, n, each in zip(more, logits, sampled, strict=True)]
+    assert num_rejected.tolist() == wanted
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("lengths", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_post_update(seed: int, lengths: bool, counts: bool) -> None:
+    batch, rng = Batch(seed), random.Random(seed)
+    count = len(batch.rows)
+    rows = [-1 if rng.random() < 0.25 else row for row in batch.rows]
+    batch.total[batch.rows[0]] = WIDTH  # a full row, which has no space for a token that is not sampled either
+    sampled = [0 if batch.total[row] == WIDTH else rng.randint(0, 1) for row in batch.rows]
+    rejected = [rng.randint(0, 1) for _ in batch.rows]
+    tokens = [rng.randrange(VOCABULARY) for _ in batch.rows]
+    bins = [[rng.randrange(3) for _ in range(VOCABULARY)] for _ in range(ROWS)]
+    computed, total, table = device(batch.computed), device(batch.total), device(batch.tokens)
+    last, binned = device([[token] for token in batch.last], torch.int64), device(bins)
+    inputs.post_update(
+        device(rows, torch.int64), computed, last, binned if counts else None, VOCABULARY,
+        device([[token] for token in tokens], torch.int64), 1, device(sampled), device(rejected),
+        batch.query_start_loc() if lengths else None, table, WIDTH, total, None, None, 0, num_warps=1,
+    )  # fmt: skip
+    for number in range(count):
+        if (row := rows[number]) < 0:
+            continue
+        if sampled[number]:
+            batch.last[row] = tokens[number]
+            batch.tokens[row][batch.total[row]] = tokens[number]
+            batch.total[row] += 1
+            bins[row][tokens[number]] += counts
+        batch.computed[row] += (batch.lengths[number] if lengths else 0) - rejected[number]
+    assert (last[:, 0].tolist(), total.tolist(), computed.tolist()) == (batch.last, batch.total, batch.computed)
+    assert table.tolist() == batch.tokens
+    assert binned.tolist() == bins
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_post_update_without_sampling(seed: int) -> None:
+    batch = Batch(seed, empty=True)
+    computed = device(batch.computed)
+    inputs.post_update_num_computed_tokens(device(batch.rows, torch.int64), computed, batch.query_start_loc())
+    for row, length in zip(batch.rows, batch.lengths, strict=True):
+        batch.computed[row] += length
+    assert computed.tolist() == batch.computed
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_staged_writes(seed: int, dtype: torch.dtype) -> None:
+    rng = random.Random(seed)
+    one_dimension = seed % 3 == 0
+    expected = [[rng.randrange(99) for _ in range(1 if one_dimension else WIDTH)] for _ in range(ROWS)]
+    gpu = device([row[0] for row in expected] if one_dimension else expected, dtype)
+    staged: dict[str, list[Any]] = {"indices": [], "starts": [], "contents": [], "cu_lens": []}
+    for row in rng.sample(range(ROWS), rng.randint(0, ROWS)):
+        start = 0 if one_dimension else rng.randrange(WIDTH)
+        piece = [rng.randrange(99) for _ in range(1 if one_dimension else rng.randint(1, WIDTH - start))]
+        expected[row][start : start + len(piece)] = piece
+        staged["indices"].append(row)
+        staged["starts"].append(start)
+        staged["contents"] += piece
+        staged["cu_lens"].append(len(staged["contents"]))
+    tensor = SimpleNamespace(gpu=gpu, dtype=dtype, device=gpu.device, clear_staged_writes=staged.clear)
+    for name, values in staged.items():
+        setattr(tensor, f"_staged_write_{name}", values)
+    buffers.apply_write(tensor)
+    assert gpu.view(ROWS, -1).tolist() == expected
+    assert not staged or not staged["indices"]
+
+
+def test_what_has_not_changed_is_not_copied() -> None:
+    tensor = SimpleNamespace(np=np.zeros(5, np.int32), gpu=device([0] * 5))
+    tensor.np[1] = 3
+    assert buffers.copy_changed(tensor).tolist() == [0, 3, 0, 0, 0]
+    tensor.gpu[4] = 8  # stays, as there is nothing to copy
+    assert buffers.copy_changed(tensor).tolist() == [0, 3, 0, 0, 8]
+    tensor.np[0] = 6
+    assert buffers.copy_changed(tensor, 2).tolist() == [6, 3]
+    assert tensor.gpu.tolist() == [6, 3, 0, 0, 8]
+
+
+def test_pool_makes_a_tensor_of_each_copy() -> None:
+    pool = buffers.PinnedBufferPool(4, torch.int32)
+    first, second = pool.copy_to_uva([1, 2]), pool.copy_to_uva(np.array([3]))
+    assert (first.tolist(), second.tolist(), first.dtype) == ([1, 2], [3], torch.int32)
+    assert pool.copy_to_gpu(np.array([4, 5], np.int32), first) is first
+    assert first.tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_log_probabilities_and_ranks(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, VOCABULARY, generator=generator).bfloat16()
+    ids = torch.randint(VOCABULARY, (5, 3), generator=generator)
+    expected = logits.double().log_softmax(-1).gather(-1, ids)
+    got = sampling.compute_token_logprobs(logits.npu(), ids.npu())
+    torch.testing.assert_close(got.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+    ranks = device([0] * 5, torch.int64)
+    sampling.rank_tokens(ranks, logits.npu(), VOCABULARY, ids[:, 0].npu(), VOCABULARY, BLOCK_SIZE=8192)
+    chosen = [float(logits[row, ids[row, 0]]) for row in range(5)]
+    assert ranks.tolist() == [sum(float(each) >= chosen[row] for each in logits[row]) for row in range(5)]
+    assert sampling.gumbel_sample(logits.npu(), None, None).tolist() == logits.float().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(("seed", "empty"), [(seed, empty) for seed in range(4) for empty in (False, True)])
+def test_tokens_of_prompts_to_score(seed: int, empty: bool) -> None:
+    batch = Batch(seed, empty=empty)
+    batch.computed[batch.rows[0]], batch.lengths[0] = WIDTH - batch.lengths[0], batch.lengths[0]  # the row's last token
+    got = sampling.get_prompt_logprobs_token_ids(
+        batch.num_tokens,
+        batch.query_start_loc(0),
+        device(batch.rows, torch.int64),
+        device(batch.computed),
+        device(batch.tokens),
+    ).tolist()
+    for number, row in enumerate(batch.rows):
+        for offset in range(batch.lengths[number]):
+            following = batch.computed[row] + offset + 1
+            if following < WIDTH:
+                assert got[batch.starts[number] + offset] == batch.tokens[row][following]
+
+
+@pytest.mark.skipif(Version(vllm_version).release < Version(overrides.SINCE).release, reason="vLLM's V2 runner is another")
+@pytest.mark.parametrize("reach", [0, 20])
+@pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
+def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int) -> None:
+    from ascend_platform.worker.v2.block_tables import NPUBlockTables
+    from vllm.v1.worker.gpu import buffer_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffer_utils, "UvaBufferPool", buffers.PinnedBufferPool)
+        patch.setattr(buffer_utils.UvaBackedTensor, "copy_to_uva", buffers.copy_changed)
+        patch.setattr(buffer_utils.StagedWriteTensor, "apply_write", buffers.apply_write)
+        batch, rng, size = Batch(seed, decode, empty), random.Random(seed), 16
+        tables = NPUBlockTables([size], ROWS, 512, [8], torch.device("npu"), sliding_window_reach=[reach])
+        blocks = {row: [rng.randrange(1, 99) for _ in range(7)] for row in batch.rows}
+        for row in batch.rows:
+            tables.append_block_ids(row, (blocks[row],), overwrite=True)
+        tables.apply_staged_writes()
+        padded = len(batch.rows) + 1
+        tables.input_block_tables[0].fill_(77)
+        tables._num_dirty_rows = ROWS
+        computed, mapping = device(batch.computed), device(batch.rows, torch.int64)
+        (got,) = tables.gather_block_tables(mapping, padded, num_computed_tokens=computed)
+    expected = []
+    for row in batch.rows:
+        gone = max(batch.computed[row] - reach, 0) // size if reach else 0
+        expected.append([0] * gone + blocks[row][gone:])
+    assert got[: len(batch.rows), :7].tolist() == expected
+    assert not tables.input_block_tables[0][len(batch.rows) :].any()
+
+    places = [batch.computed[row] + i for row, length in zip(batch.rows, batch.lengths, strict=True) for i in range(length)]
+    owners = [row for row, length in zip(batch.rows, batch.lengths, strict=True) for _ in range(length)]
+    count = batch.num_tokens
+    positions = device(places + [0] * 3, torch.int64)
+    if empty and count == len(batch.rows):
+        return  # as many tokens as requests are one each, since vLLM schedules no request without tokens
+    slots = tables.compute_slot_mappings(mapping, batch.query_start_loc(), positions, count + 3, num_tokens=count)
+    wanted = [blocks[row][place // size] * size + place % size for row, place in zip(owners, places, strict=True)]
+    assert slots[0, :count].tolist() == wanted
+    assert all(0 <= slot < size for slot in slots[0, count:].tolist())  # of the null block
+    assert all(0 <= slot < size for slot in tables.get_dummy_slot_mappings(9)[0].tolist())

@@ -1,0 +1,126 @@
+"""Launch sites of Triton kernels in vLLM's V2 runner: each is overridden, refused by name or unreachable, and unchanged."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from ascend_platform import extension, fingerprint
+from ascend_platform.config import model_runner
+from ascend_platform.worker.v2 import launch_sites, overrides
+from harness import vllm_copy
+from packaging.version import Version
+from vllm import SamplingParams
+from vllm import __version__ as vllm_version
+
+SITES = launch_sites.sites()
+ELSEWHERE = {"state-space layers"}  # refused with any runner, by config/unsupported.py
+supported = pytest.mark.skipif(
+    Version(vllm_version).release < Version(overrides.SINCE).release, reason="vLLM's V2 runner is another"
+)
+
+
+def launches(node: ast.AST, outer: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Kernel and launching function of each ``kernel[grid](…)``."""
+    for child in ast.iter_child_nodes(node):
+        inner = (*outer, child.name) if isinstance(child, ast.FunctionDef | ast.ClassDef) else outer
+        if isinstance(child, ast.Call) and isinstance(child.func, ast.Subscript):
+            called = child.func.value
+            if isinstance(called, ast.Name | ast.Attribute) and ast.unparse(called).endswith("_kernel"):
+                yield ast.unparse(called), ".".join(outer)
+        yield from launches(child, inner)
+
+
+@supported
+def test_table_has_every_launch() -> None:
+    root = vllm_copy.INSTALLED / "v1" / "worker" / "gpu"
+    found = []
+    for path in root.rglob("*.py"):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        found += [(module, *launch) for launch in launches(ast.parse(path.read_text()))]
+    assert len(found) == 76
+    assert sorted(found) == sorted((site.module, site.kernel.rpartition(":")[2], site.caller) for site in SITES)
+
+
+@supported
+def test_no_kernel_and_no_caller_has_changed() -> None:
+    assert [difference for site in SITES for difference in site.differences()] == []
+
+
+def test_changed_kernel_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = tmp_path / "vllm" / "v1" / "worker" / "gpu"
+    gpu.mkdir(parents=True)
+    (gpu / "block_table.py").write_text("def _gather_block_tables_kernel():\n    pass\n")
+    site = next(site for site in SITES if site.kernel == "_gather_block_tables_kernel")
+    changed, missing = site.differences(tmp_path)
+    assert changed.startswith("target vllm.v1.worker.gpu.block_table:_gather_block_tables_kernel has changed: found ")
+    assert "BlockTables.gather_block_tables is missing" in missing
+    monkeypatch.setattr(launch_sites, "sites", lambda: [site._replace(kernel_source="0" * 12)])
+    monkeypatch.setattr(fingerprint, "module_source", lambda module, tree: (gpu / "block_table.py").read_text())
+    assert "_gather_block_tables_kernel has changed" in launch_sites.difference()
+
+
+@pytest.mark.parametrize("site", SITES, ids=lambda site: f"{site.module}-{site.kernel}-{site.caller}")
+def test_state_is_true(site: launch_sites.Site) -> None:
+    if site.state == "overridden":
+        module, *names = site.by.split(".")
+        if module == "block_tables" and Version(vllm_version).release < Version(overrides.SINCE).release:
+            return
+        found = importlib.import_module(f"ascend_platform.worker.v2.{module}")
+        for name in names:
+            found = vars(found)[name]
+        assert callable(found)
+    elif site.state == "refused":
+        names = {feature.name for feature in model_runner.FEATURES} | set(model_runner.REQUEST_FEATURES) | ELSEWHERE
+        assert site.by in names
+    else:
+        assert site.state == "unreachable"
+        assert site.by
+
+
+@supported
+def test_overrides_are_of_this_vllm() -> None:
+    assert [each.problem() for each in overrides.OVERRIDES if each.problem()] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("temperature", {"temperature": 1}),
+        ("min-p", {"min_p": 0.1, "temperature": 1}),
+        ("penalties", {"presence_penalty": 1}),
+        ("logit bias, allowed tokens and min_tokens", {"logit_bias": {1: 2.0}}),
+        ("logit bias, allowed tokens and min_tokens", {"min_tokens": 2}),
+        ("bad words", {"bad_words": ["a"]}),
+        ("logprob_token_ids", {"logprob_token_ids": [1]}),
+    ],
+)
+def test_sampling_parameter_is_refused_with_its_kernel(name: str, params: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = SamplingParams(**{"temperature": 0} | params)
+    model_runner.check_request(asked)  # V1
+    monkeypatch.setenv(model_runner.VARIABLE, "1")
+    with pytest.raises(extension.RefusedError) as refused:
+        model_runner.check_request(asked)
+    assert f"{name} (kernel {launch_sites.kernels_of(name)[0]})" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    model_runner.check_request(SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1))
+
+
+def config(runner: object, **given: object) -> SimpleNamespace:
+    return SimpleNamespace(additional_config={"ascend": {"platform": {"model_runner": runner}}}, **given)
+
+
+def test_option_has_two_values() -> None:
+    assert model_runner.reason(config("v2")) == "additional_config"
+    assert model_runner.reason(config("v1")) == ""
+    with pytest.raises(extension.RefusedError, match=r'"ascend.platform.model_runner" is \'v3\'; supported: v1, v2$'):
+        model_runner.reason(config("v3"))
+
+
+def test_v2_below_its_first_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_VERSION", "0.32.0")
+    with pytest.raises(
+        extension.RefusedError, match=r"additional_config asks for, is supported from vLLM 0.33 on, .* 0.32.0; fix: "
+    ):
+        model_runner.choose(config("v2", model_config=object()))
