@@ -25,7 +25,7 @@ def register() -> None:
 
     Entry point of group ``vllm.general_plugins``: vLLM calls it in every process, possibly more than once.
     """
-    extension.join("ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.3")
+    extension.join("ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.4")
 
 
 def _offer() -> None:
