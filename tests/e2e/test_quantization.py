@@ -29,7 +29,7 @@ INT8 = {"additional_config": {"ascend": {"platform": {"fp8": "W8A8_DYNAMIC"}}}}
 # name: (format, dtype, engine, what it is served by)
 FP8_CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "FP8 blocks, TP2": ("fp8", "float32", EAGER, "DequantizedExperts"),
-    "FP8 blocks to W8A8_DYNAMIC, TP2": ("fp8", "bfloat16", EAGER | INT8, "RequantizedExperts"),
+    "FP8 blocks to W8A8_DYNAMIC, TP2": ("fp8, all experts", "bfloat16", EAGER | INT8, "RequantizedExperts"),
     "FP8 by block, channel and matrix, compressed-tensors": ("compressed-tensors", "bfloat16", TP1, "DequantizedExperts"),
     "gpt-oss, MXFP4, TP2": ("mxfp4", "float32", EAGER, "ExpandedExperts"),
     "gpt-oss, MXFP4, in full graphs": ("mxfp4", "bfloat16", TP1, "SinkAttentionImpl"),
@@ -60,7 +60,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, quantized.Mode
 def fp8_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """The models in FP8, and dequantized."""
     directory = tmp_path_factory.mktemp("fp8")
-    return {form: fp8.make(directory, form) for form in ("fp8", "compressed-tensors")} | {"mxfp4": gpt_oss.make(directory)}
+    made = {form: fp8.make(directory, form) for form in ("fp8", "compressed-tensors")} | {"mxfp4": gpt_oss.make(directory)}
+    # every token to every expert: int8 inputs of a router change which experts are chosen, and with them all that follows
+    return made | {"fp8, all experts": fp8.make(directory / "all", "fp8", num_experts_per_tok=fp8.COMMON["num_experts"])}
 
 
 @pytest.fixture(scope="module")

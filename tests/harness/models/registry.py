@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 64},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "opt": {"word_embed_proj_dim": 128},
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
     "llama4_text": {"intermediate_size_mlp": 256, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 1, 0]},
 }
 """Values of single families."""
+
+STORED: dict[str, dict[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
+    "lfm2": {"block_dim": 128, "conv_dim": 128, "block_ff_dim": 256},
+    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid"},
+}
+"""Values that published checkpoints have in config.json, that vLLM reads, and that transformers' class leaves out."""
 
 WINDOW = 24
 
@@ -101,3 +114,5 @@ def write(kind: str, path: Path) -> None:
         if name.endswith(("sinks", "bias", "e_score_correction_bias")) and weight.is_floating_point():
             torch.nn.init.normal_(weight, std=0.1)
     model.save_pretrained(path)
+    stored = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(stored | STORED.get(kind, {})))
