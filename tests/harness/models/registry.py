@@ -48,11 +48,14 @@ SIZES: dict[str, Any] = {
 SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 16, "hidden_size_per_layer_input": 32, "intermediate_size": 256}
     | {"activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "gemma4_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 32, "global_head_dim": 64},
+    "gemma4_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 32, "global_head_dim": 64}
+    | {"enable_moe_block": True, "top_k_experts": 2},
     "dbrx": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 64}, "attn_config": {"kv_n_heads": 2}},
     "gpt2": {"n_inner": None},
     "gptj": {"rotary_dim": 16, "n_inner": None},
-    "falcon": {"num_kv_heads": 4, "multi_query": False},
+    "falcon": {"num_kv_heads": 4, "multi_query": False, "ffn_hidden_size": 512},
+    "mamba2": {"num_heads": 4, "head_dim": 64},
+    "hy_v3": {"qk_norm": True},
     "glm4_moe": {"head_dim": 64},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "opt": {"word_embed_proj_dim": 128},
@@ -68,7 +71,7 @@ STORED: dict[str, dict[str, Any]] = {
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
     "lfm2": {"block_dim": 128, "conv_dim": 128, "block_ff_dim": 256},
     "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
-    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid"},
+    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
 }
 """Values that published checkpoints have in config.json, that vLLM reads, and that transformers' class leaves out."""
 
