@@ -14,7 +14,7 @@ from vllm.utils.math_utils import round_up
 
 from ascend_platform.ops.fused_moe import NPUFusedMoEMethod
 from ascend_platform.quantization.common import MXFP4
-from ascend_platform.quantization.methods.fp8 import register
+from ascend_platform.quantization.methods.experts import register
 from ascend_platform.quantization.methods.linear import replace
 
 BLOCK = 32

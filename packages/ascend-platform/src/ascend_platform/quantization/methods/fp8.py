@@ -22,12 +22,11 @@ from vllm.model_executor.parameter import (
     ModelWeightParameter,
     PerTensorScaleParameter,
 )
-from vllm.model_executor.utils import set_weight_attrs
 
 from ascend_platform import extension
 from ascend_platform.ops.fused_moe import NPUFusedMoEMethod
 from ascend_platform.quantization.base import Quantized
-from ascend_platform.quantization.methods.experts import QuantizedExperts
+from ascend_platform.quantization.methods.experts import QuantizedExperts, register
 from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod, replace
 from ascend_platform.quantization.registry import SCHEMES
 
@@ -251,12 +250,6 @@ class Fp8Experts:
         """The bytes and their scales of ``w13_`` or ``w2_``."""
         scale = getattr(layer, prefix + self.fp8.scale).data
         return getattr(layer, f"{prefix}weight").data, scale if scale.dim() == 3 else scale.view(len(scale), -1, 1)
-
-
-def register(layer: torch.nn.Module, name: str, data: torch.Tensor, attributes: dict[str, Any]) -> None:
-    parameter = torch.nn.Parameter(data, requires_grad=False)
-    layer.register_parameter(name, parameter)
-    set_weight_attrs(parameter, attributes)
 
 
 class DequantizedExperts(Fp8Experts, NPUFusedMoEMethod):
