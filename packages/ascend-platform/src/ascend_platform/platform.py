@@ -196,6 +196,13 @@ class NPUPlatform(Platform):
         return NoPrefillBackend
 
     @classmethod
+    def _align_hybrid_block_size(cls, vllm_config: "VllmConfig", backend_cls: Any) -> None:
+        from ascend_platform.attention import state_cache
+
+        super()._align_hybrid_block_size(vllm_config, backend_cls)
+        state_cache.align_block_size(vllm_config)
+
+    @classmethod
     def get_punica_wrapper(cls) -> str:
         return "ascend_platform.ops.punica.NPUPunicaWrapper"
 

@@ -10,6 +10,7 @@ from vllm import envs
 
 from ascend_platform import extension
 from ascend_platform.components import registry
+from ascend_platform.config import state_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -89,9 +90,6 @@ FEATURES = (
     Feature("KV cache dtypes other than the model's", _other_cache_dtype, of_model=True),
     Feature("sparse latent attention (DSA: DeepSeek-V3.2, GLM-5)", _indexes, of_model=True),
     Feature("expert placement strategies other than linear", _other_placement, of_model=True),
-    Feature(
-        "state-space layers", lambda config: config.model_config.is_hybrid or config.model_config.is_attention_free, of_model=True
-    ),
 )
 
 
@@ -107,6 +105,8 @@ def check(vllm_config: VllmConfig) -> None:
             continue
         if asked := feature.asked(vllm_config):
             refused.append(f"{feature.name} ({asked})" if isinstance(asked, str) else feature.name)
+    if vllm_config.model_config is not None and (asked := state_layers.refused(vllm_config)):
+        refused.append(asked)
     if refused:
         version = extension.version("ascend-platform")
         raise extension.RefusedError(f"ascend-platform {version} does not support {', '.join(refused)} yet")

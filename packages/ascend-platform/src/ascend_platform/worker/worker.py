@@ -19,6 +19,7 @@ from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap, maybe_attach_gc_debug_callback
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.mem_utils import MemorySnapshot
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -116,9 +117,10 @@ class NPUWorker(Worker):
         if self._estimates_graph_memory():
             available -= self.model_runner.profile_cudagraph_memory()
         specs = self.get_kv_cache_spec().values()
-        if not specs:
+        paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]
+        if not paged:
             return available
-        block_elements = max(spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v) for spec in specs)
+        block_elements = max(spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v) for spec in paged)
         # KV cache groups share memory; a group has at least the layers of the rarest spec (vllm/v1/core/kv_cache_utils.py)
         block_bytes = min(sum(spec.page_size_bytes for spec in specs if spec == kind) for kind in set(specs))
         return min(available, (2**31 - 1) // block_elements * block_bytes)
