@@ -21,7 +21,6 @@ SERVED = {
     "FalconMambaForCausalLM": "state-space",
     "Mamba2ForCausalLM": "state-space",
     "JambaForCausalLM": "state-space",
-    "BambaForCausalLM": "state-space",
     "GraniteMoeHybridForCausalLM": "state-space",
     "FalconH1ForCausalLM": "state-space",
     "NemotronHForCausalLM": "state-space",
@@ -32,18 +31,26 @@ SERVED = {
 """The kind of layers with states, by architecture."""
 
 
-def refused(config: VllmConfig) -> str:
-    """What is asked for that is not supported, in words; "" if all is."""
-    model = config.model_config
-    if not (model.is_hybrid or model.is_attention_free):
+def has_states(config: VllmConfig) -> bool:
+    """Whether the model has layers with states in place of pages."""
+    return bool(config.model_config.is_hybrid or config.model_config.is_attention_free)
+
+
+def other_architecture(config: VllmConfig) -> str:
+    """The architecture, if it has layers with states and is not served; "" if it is."""
+    architecture = config.model_config.architecture
+    return architecture if has_states(config) and architecture not in SERVED else ""
+
+
+def other_options(config: VllmConfig) -> str:
+    """What is asked for that is not supported with such layers, in words; "" if all is."""
+    if not has_states(config) or other_architecture(config):
         return ""
-    if model.architecture not in SERVED:
-        return f"state-space layers ({model.architecture})"
     asked = {
         "KV connectors": config.kv_transfer_config,
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
-        "prefix caching and draft tokens (fix: --no-enable-prefix-caching)": config.cache_config.mamba_cache_mode != "none"
+        "prefix caching and draft tokens; fix: --no-enable-prefix-caching": config.cache_config.mamba_cache_mode != "none"
         and config.speculative_config,
+        "--use-replayssm": config.cache_config.use_replayssm,
     }
-    found = ", ".join(name for name, is_asked in asked.items() if is_asked)
-    return f"{found} with {SERVED[model.architecture]} layers" if found else ""
+    return ", ".join(name for name, is_asked in asked.items() if is_asked)

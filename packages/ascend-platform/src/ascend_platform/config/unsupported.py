@@ -90,6 +90,8 @@ FEATURES = (
     Feature("KV cache dtypes other than the model's", _other_cache_dtype, of_model=True),
     Feature("sparse latent attention (DSA: DeepSeek-V3.2, GLM-5)", _indexes, of_model=True),
     Feature("expert placement strategies other than linear", _other_placement, of_model=True),
+    Feature("other architectures with state-space or linear attention layers", state_layers.other_architecture, of_model=True),
+    Feature("options with state-space and linear attention layers", state_layers.other_options, of_model=True),
 )
 
 
@@ -105,8 +107,6 @@ def check(vllm_config: VllmConfig) -> None:
             continue
         if asked := feature.asked(vllm_config):
             refused.append(f"{feature.name} ({asked})" if isinstance(asked, str) else feature.name)
-    if vllm_config.model_config is not None and (asked := state_layers.refused(vllm_config)):
-        refused.append(asked)
     if refused:
         version = extension.version("ascend-platform")
         raise extension.RefusedError(f"ascend-platform {version} does not support {', '.join(refused)} yet")

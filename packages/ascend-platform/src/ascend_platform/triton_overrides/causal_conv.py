@@ -4,6 +4,7 @@ CANN's operators for it take width 3 only, and are for another chip (``npu_fused
 device: lengths and indices stay there. Block 0 is vLLM's null block, whose rows are left as they are.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,6 +122,9 @@ def _convolve(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return F.silu(output) if activation in (True, "silu", "swish") else output
 
 
-_MODULE = "vllm.model_executor.layers.mamba.ops.causal_conv1d"
-OVERRIDES = {f"{_MODULE}:causal_conv1d_fn": causal_conv1d_fn, f"{_MODULE}:causal_conv1d_update": causal_conv1d_update}
+_PREFIX = "vllm.model_executor.layers.mamba.ops.causal_conv1d:"
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    _PREFIX + "causal_conv1d_fn": causal_conv1d_fn,
+    _PREFIX + "causal_conv1d_update": causal_conv1d_update,
+}
 """Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and what takes their place."""

@@ -5,6 +5,7 @@ A head has a state ``S`` of ``[values, keys]``; a token with query q, key k, val
 these updates), decodes one after the other. Nothing here waits for the device.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -254,13 +255,12 @@ def fused_olmo_hybrid_gdn_gating(
     return g[None], (beta * 2 if allow_neg_eigval else beta)[None]
 
 
-_FLA = "vllm.third_party.flash_linear_attention.ops."
-OVERRIDES = {
-    f"{_FLA}fused_gdn_prefill_post_conv:fused_post_conv_prep": fused_post_conv_prep,
-    f"{_FLA}chunk:chunk_gated_delta_rule": chunk_gated_delta_rule,
-    f"{_FLA}fused_recurrent:fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
-    f"{_FLA}fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode": fused_recurrent_gated_delta_rule_packed_decode,
-    f"{_FLA}fused_sigmoid_gating:fused_sigmoid_gating_delta_rule_update": fused_sigmoid_gating_delta_rule_update,
-    "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:fused_olmo_hybrid_gdn_gating": fused_olmo_hybrid_gdn_gating,
+_PREFIX = "vllm.third_party.flash_linear_attention.ops."
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    _PREFIX + "fused_gdn_prefill_post_conv:fused_post_conv_prep": fused_post_conv_prep,
+    _PREFIX + "chunk:chunk_gated_delta_rule": chunk_gated_delta_rule,
+    _PREFIX + "fused_recurrent:fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    _PREFIX + "fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode": fused_recurrent_gated_delta_rule_packed_decode,
+    _PREFIX + "fused_sigmoid_gating:fused_sigmoid_gating_delta_rule_update": fused_sigmoid_gating_delta_rule_update,
 }
 """Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and what takes their place."""

@@ -4,6 +4,7 @@ A channel has a state ``h`` that a token changes to ``exp(dt A) h + dt B x`` and
 waits for the device.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def mamba_chunk_scan_combined_varlen(
     Returns:
         The states ``[requests, heads, size, state]``.
     """
-    assert not return_intermediate_states  # of checkpoints within a prefill, for prefix caching
+    assert not return_intermediate_states  # which NPUMambaMixer2 does not ask for
     heads, steps = x.shape[1], _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
     states = x.new_zeros(len(cu_seqlens) - 1, heads, x.shape[2], B.shape[2], dtype=torch.float32)
     if initial_states is not None:
@@ -193,10 +194,10 @@ def _gated(output: torch.Tensor, inputs: torch.Tensor, factor: torch.Tensor | No
     return output if z is None else output * F.silu(z.float())
 
 
-_OPS = "vllm.model_executor.layers.mamba.ops."
-OVERRIDES = {
-    f"{_OPS}ssd_combined:mamba_chunk_scan_combined_varlen": mamba_chunk_scan_combined_varlen,
-    f"{_OPS}mamba_ssm:selective_scan_fn": selective_scan_fn,
-    f"{_OPS}mamba_ssm:selective_state_update": selective_state_update,
+_PREFIX = "vllm.model_executor.layers.mamba.ops."
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    _PREFIX + "ssd_combined:mamba_chunk_scan_combined_varlen": mamba_chunk_scan_combined_varlen,
+    _PREFIX + "mamba_ssm:selective_scan_fn": selective_scan_fn,
+    _PREFIX + "mamba_ssm:selective_state_update": selective_state_update,
 }
 """Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and what takes their place."""

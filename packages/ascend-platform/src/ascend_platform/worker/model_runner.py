@@ -18,13 +18,15 @@ import ascend_platform.ops.fused_moe
 import ascend_platform.ops.vocab_embedding  # noqa: F401
 from ascend_platform import extension, host
 from ascend_platform.attention import kv_cache, state_cache
+from ascend_platform.config.state_layers import has_states
 from ascend_platform.graph import acl_graph
 from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.graph.capture_sizes import GraphSizeMixin
 from ascend_platform.sampling import topk_topp
-from ascend_platform.triton_overrides import drafter, state_layers
+from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import override, require
+from ascend_platform.worker import state_layers
 from ascend_platform.worker.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.host_inputs import HostInputsMixin
 
@@ -71,7 +73,7 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.speculative_config:
             drafter.install()
-        if vllm_config.model_config.is_hybrid or vllm_config.model_config.is_attention_free:
+        if has_states(vllm_config):
             state_layers.install()
         if vllm_config.model_config.is_multimodal_model:
             register_vision_attention()

@@ -3,14 +3,16 @@
 They are in addition to ``vllm_overrides.OVERRIDES``, and compared where an engine has such a model.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import KVCacheConfig
-
-from ascend_platform.triton_overrides import causal_conv, gated_delta, selective_scan
 from ascend_platform.vllm_overrides import Override, include, override
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SINCE = "0.32"
 """The first minor version of vLLM whose layers with states are supported."""
@@ -94,13 +96,6 @@ def set_triton_allocator(device: object) -> None:
     """Nothing: there is no Triton."""
 
 
-OF_MODULES = {
-    "vllm.v1.worker.mamba_utils:collect_mamba_copy_meta": collect_mamba_copy_meta,
-    "vllm.triton_utils.allocation:set_triton_allocator": set_triton_allocator,
-}
-"""Functions besides those that compute."""
-
-
 @functools.cache
 def install() -> None:
     """Replace the functions in this process.
@@ -108,18 +103,38 @@ def install() -> None:
     Raises:
         RefusedError: one is missing, or its source has changed.
     """
-    for target, function in (causal_conv.OVERRIDES | gated_delta.OVERRIDES | selective_scan.OVERRIDES | OF_MODULES).items():
+    from ascend_platform.triton_overrides import causal_conv, gated_delta, selective_scan
+
+    for target, function in (causal_conv.OVERRIDES | gated_delta.OVERRIDES | selective_scan.OVERRIDES).items():
         override(target, function)
+    override(
+        "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:fused_olmo_hybrid_gdn_gating",
+        gated_delta.fused_olmo_hybrid_gdn_gating,
+    )
+    override("vllm.v1.worker.mamba_utils:collect_mamba_copy_meta", collect_mamba_copy_meta)
+    override("vllm.triton_utils.allocation:set_triton_allocator", set_triton_allocator)
 
     from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import ChunkGatedDeltaRule
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-    if ChunkGatedDeltaRule.__name__ not in op_registry_oot:  # which has the function under a name of its own
+    if ChunkGatedDeltaRule.__name__ in op_registry_oot:
+        return
 
-        class NPUChunkGatedDeltaRule(ChunkGatedDeltaRule):  # type: ignore[misc]
-            """vLLM's operator of a prefill, which calls the function of its library for devices without one of their own."""
+    class NPUChunkGatedDeltaRule(ChunkGatedDeltaRule):  # which has the function under a name of its own
+        """vLLM's operator of a prefill, which calls the function of its library for devices without one of their own."""
 
-            def forward_native(self, *arguments: Any, **named: Any) -> Any:
-                return gated_delta.chunk_gated_delta_rule(*arguments, **named)
+        def forward_native(self, *arguments: Any, **named: Any) -> Any:
+            return gated_delta.chunk_gated_delta_rule(*arguments, **named)
 
-        ChunkGatedDeltaRule.register_oot(NPUChunkGatedDeltaRule)
+    class NPUMambaMixer2(MambaMixer2):
+        """vLLM's layer without states within a prefill for prefix caching, and without warm-up of Triton kernels."""
+
+        get_kv_cache_spec = MambaBase.get_kv_cache_spec
+
+        def _warmup_ssd_kernels(self, projected_states: Any) -> None:
+            """Nothing to warm up."""
+
+    ChunkGatedDeltaRule.register_oot(NPUChunkGatedDeltaRule)
+    MambaMixer2.register_oot(NPUMambaMixer2)
