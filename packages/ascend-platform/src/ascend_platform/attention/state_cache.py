@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.utils.torch_utils import get_dtype_size
@@ -64,7 +64,7 @@ def align_block_size(vllm_config: VllmConfig) -> None:
         block_size=1,
         num_kv_heads=model.get_num_kv_heads(parallel),
         head_size=model.get_head_size(),
-        dtype=model.dtype,
+        dtype=cast(torch.dtype, model.dtype),
     )
     of_token = parts(one)
     block_size = cache.block_size

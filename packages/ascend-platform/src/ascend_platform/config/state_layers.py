@@ -24,7 +24,6 @@ SERVED = {
     "GraniteMoeHybridForCausalLM": "state-space",
     "FalconH1ForCausalLM": "state-space",
     "NemotronHForCausalLM": "state-space",
-    "Zamba2ForCausalLM": "state-space",
     "Lfm2ForCausalLM": "short convolution",
     "Lfm2MoeForCausalLM": "short convolution",
 }

@@ -205,8 +205,7 @@ def fused_recurrent_gated_delta_rule(
         q, k = normalize(q.float()), normalize(k.float())
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     indices = ssm_state_indices[: len(cu_seqlens) - 1]
-    tensors = (each[0] for each in (q, k, v, g, beta))
-    output = recurrent_rule(*tensors, scale, initial_state, indices, cu_seqlens, num_accepted_tokens)
+    output = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], scale, initial_state, indices, cu_seqlens, num_accepted_tokens)
     return output[None], initial_state
 
 
