@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any
 
 from ascend_kv_connector.config import Options
+from ascend_kv_connector.runs import Runs
 
 REQUESTS, TOKENS, LAYERS, HEADS, SIZE = 4, 1024, 16, 8, 128
 LANES = 2
@@ -133,7 +134,7 @@ def bare_reader(session: str, address: int, total: int) -> Callable[[], None]:
 
     def read(buffer: torch.Tensor) -> None:
         for _ in range(total // PIECE // LANES):
-            transport.read(session, address, buffer.data_ptr(), PIECE, 60.0)
+            transport.read(session, Runs([address], [buffer.data_ptr()], [PIECE]), 60.0)
 
     def run() -> None:
         threads = [threading.Thread(target=read, args=(buffer,)) for buffer in buffers]
