@@ -161,7 +161,7 @@ def main() -> None:
     if given.part in (None, "faults"):
         wrong += faults(given.requests or 500)
     if given.part in (None, "throughput"):
-        wrong += throughput.compare(9)
+        wrong += throughput.compare(9, "npu") + throughput.compare(9)
     if given.part in (None, "store"):
         if given.shapes != ["faults"]:
             wrong += store_checks.engines(given.shapes, given.requests or 60)
