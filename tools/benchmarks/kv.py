@@ -2,6 +2,8 @@
 
     tools/bench kv                                  all ways: 32 requests each, 8 at a time, prompts of 500 to 4,000 tokens
     tools/bench kv --ways direct --requests 8       a quick look
+    tools/bench kv --ways direct staged --dtype float32 --check --prefill '{"data_parallel_size": 2, "tensor_parallel_size": 2}'
+                                                    another layout of an instance; tokens are compared with the decode instance's
 
 The model is narrow (28 layers of width 128, bfloat16, 7 KiB of KV cache a token), its weights are random. Each request goes to
 the prefill instance first, and with its `kv_transfer_params` to the decode instance, which generates 32 tokens:
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -57,18 +60,18 @@ PAIRS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 """By name of a pair of instances: its options, and the ways that are measured with it."""
 
 WAYS = tuple(way for _, ways in PAIRS.values() for way in ways)
-OPTIONS = {"host": "127.0.0.1", "transfer_timeout": 600, "answer_timeout": 60, "lease": 120}
+OPTIONS = {"host": "127.0.0.1", "transfer_timeout": 600, "answer_timeout": 60, "lease": 60}
 SHORTEST, LONGEST, OUTPUT = 500, 4000, 32
 COUNTERS = ("transfer_bytes", "sent_bytes", "packed_bytes", "unpacked_bytes", "messages", "transfer_failures")
 
 
-def instance(pipe: Connection, device: str, role: str, options: dict[str, Any], model: str) -> None:
+def instance(pipe: Connection, devices: str, role: str, options: dict[str, Any], engine: dict[str, Any]) -> None:
     """Serve requests from the pipe as they come, "counters" and "stop"."""
-    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = device
-    asyncio.run(serve(pipe, role, options, model))
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = devices
+    asyncio.run(serve(pipe, role, options, engine))
 
 
-async def serve(pipe: Connection, role: str, options: dict[str, Any], model: str) -> None:
+async def serve(pipe: Connection, role: str, options: dict[str, Any], given: dict[str, Any]) -> None:
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -76,7 +79,6 @@ async def serve(pipe: Connection, role: str, options: dict[str, Any], model: str
 
     transfer = {"kv_connector": "AscendP2PConnector", "kv_role": role, "kv_connector_extra_config": OPTIONS | options}
     arguments = AsyncEngineArgs(
-        model=model,
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=LONGEST + OUTPUT + 1,
@@ -84,6 +86,7 @@ async def serve(pipe: Connection, role: str, options: dict[str, Any], model: str
         gpu_memory_utilization=0.5,
         kv_transfer_config=transfer,
         disable_log_stats=False,
+        **given,
     )
     engine = AsyncLLM.from_engine_args(arguments)
     sending = threading.Lock()
@@ -98,7 +101,7 @@ async def serve(pipe: Connection, role: str, options: dict[str, Any], model: str
         steps = [(time.monotonic(), each) async for each in engine.generate({"prompt_token_ids": prompt}, sampling, name)]
         last, result = steps[-1]
         completion = result.outputs[0]
-        send((name, completion.finish_reason, steps[0][0], last, len(completion.token_ids), result.kv_transfer_params))
+        send((name, completion.finish_reason, steps[0][0], last, list(completion.token_ids), result.kv_transfer_params))
 
     send("ready")
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
@@ -111,6 +114,11 @@ async def serve(pipe: Connection, role: str, options: dict[str, Any], model: str
                 if name in found:
                     found[name] += getattr(metric, "value", 0.0)
             send(found)
+        elif asked == "reset":  # prompts of the last way, once their leases have ended
+            until = time.monotonic() + 3 * OPTIONS["lease"]
+            while not await engine.reset_prefix_cache() and time.monotonic() < until:
+                await asyncio.sleep(0.5)
+            send("reset")
         else:
             task = asyncio.create_task(run(*asked))
             tasks.add(task)
@@ -118,21 +126,36 @@ async def serve(pipe: Connection, role: str, options: dict[str, Any], model: str
     engine.shutdown()
 
 
+def npus(engine: dict[str, Any]) -> int:
+    """Number of NPUs of an instance."""
+    return math.prod(engine.get(f"{kind}_parallel_size", 1) for kind in ("data", "tensor", "pipeline"))
+
+
 class Pair:
     """A prefill and a decode instance; replies are passed to the waiting request."""
 
-    def __init__(self, options: dict[str, Any], model: str) -> None:
+    def __init__(self, options: dict[str, Any], prefill: dict[str, Any], decode: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
-        for device, role in (("0", "kv_producer"), ("1", "kv_consumer")):
+        sides = ((prefill, "kv_producer", range(npus(prefill))), (decode, "kv_consumer", range(npus(decode))))
+        for engine, role, devices in sides:
+            first = npus(prefill) if role == "kv_consumer" else 0
+            names = ",".join(str(first + device) for device in devices)
             ours, theirs = context.Pipe()
-            self.processes.append(context.Process(target=instance, args=(theirs, device, role, options, model)))
+            self.processes.append(context.Process(target=instance, args=(theirs, names, role, options, engine)))
             self.processes[-1].start()
             theirs.close()
             self.pipes.append(ours)
         for pipe in self.pipes:
             if not pipe.poll(900) or pipe.recv() != "ready":
                 raise RuntimeError("an instance did not start in 15 minutes")
+
+    def reset(self) -> None:
+        """Forget all prompts, so that the next way has to compute or load them."""
+        for pipe in self.pipes:
+            pipe.send("reset")
+        for pipe in self.pipes:
+            pipe.recv()
 
     def counters(self) -> list[dict[str, float]]:
         for pipe in self.pipes:
@@ -151,10 +174,12 @@ def measure(pair: Pair, way: str, requests: int, inflight: int, seed: int) -> di
     """Keep ``inflight`` requests under way until all have ended; times and counters."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(3, 1024) for _ in range(draw.randint(SHORTEST, LONGEST))] for _ in range(requests)]
+    pair.reset()
     before, waiting = pair.counters(), list(enumerate(prompts))
     arrived: dict[str, float] = {}
     at_decode: dict[str, float] = {}
     ended: list[dict[str, float]] = []
+    answers: dict[str, list[int]] = {}
     began = time.monotonic()
 
     def decode(name: str, number: int, params: dict[str, Any] | None) -> None:
@@ -175,14 +200,15 @@ def measure(pair: Pair, way: str, requests: int, inflight: int, seed: int) -> di
             if pipe is pair.pipes[0]:
                 decode(name, int(name.rpartition("-")[2]), None if way == "recomputed" else params)
             else:
-                if reason != "length" or tokens != OUTPUT:
-                    raise RuntimeError(f"{name} ended with {reason} after {tokens} tokens")
+                if reason != "length" or len(tokens) != OUTPUT:
+                    raise RuntimeError(f"{name} ended with {reason} after {len(tokens)} tokens")
+                answers[name.rpartition("-")[2]] = tokens
                 times = {"first": first - arrived[name], "first there": first - at_decode[name]}
                 ended.append(times | {"token": (last - first) / (OUTPUT - 1)})
     seconds = time.monotonic() - began
     after = pair.counters()
     counts = [{key: new[key] - old[key] for key in new} for old, new in zip(before, after, strict=True)]
-    return {"way": way, "seconds": seconds, "requests": ended, "counters": counts}
+    return {"way": way, "seconds": seconds, "requests": ended, "counters": counts, "answers": answers}
 
 
 def row(result: dict[str, Any]) -> str:
@@ -223,12 +249,17 @@ def run(arguments: argparse.Namespace, show: Callable[[str], None] = print) -> l
         for options, ways in PAIRS.values():
             if not (chosen := [way for way in ways if way in arguments.ways]):
                 continue
-            pair = Pair(options, directory)
+            common = {"model": directory, "dtype": arguments.dtype}
+            pair = Pair(options, common | arguments.prefill, common | arguments.decode)
             try:
                 measure(pair, "warm-up", 2, 2, 1)
+                right = measure(pair, "without", arguments.requests, arguments.inflight, 2) if arguments.check else None
                 for way in chosen:
                     results.append(measure(pair, way, arguments.requests, arguments.inflight, 2))
                     print(row(results[-1]), file=sys.stderr, flush=True)
+                    if right:
+                        other = sum(right["answers"][name] != tokens for name, tokens in results[-1]["answers"].items())
+                        show(f"{way}: {other} of {arguments.requests} requests have other tokens than computed alone")
             finally:
                 pair.close()
     show("\n".join([HEAD, "|---" * 11 + "|", *map(row, results)]))
@@ -242,10 +273,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32, metavar="N", help="of each way (32)")
     parser.add_argument("--inflight", type=int, default=8, metavar="N", help="requests at a time (8)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="all without it")
+    parser.add_argument("--prefill", type=json.loads, default={}, metavar="JSON", help="of vLLM's engine arguments, by name")
+    parser.add_argument("--decode", type=json.loads, default={}, metavar="JSON", help="the same for the decode instance")
+    parser.add_argument("--dtype", default="bfloat16", help="of model and KV cache (bfloat16)")
+    parser.add_argument("--check", action="store_true", help="compare all tokens with the decode instance's own; with float32")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there, as Markdown or (.json) JSON")
     arguments = parser.parse_args()
     if "ASCEND_EMULATOR_NPUS" not in os.environ:
-        emulator = ["-m", "ascend_emulator.cli", "run", "--npus", "2", "--memory", "3GiB", "--"]
+        count = str(npus(arguments.prefill) + npus(arguments.decode))
+        emulator = ["-m", "ascend_emulator.cli", "run", "--npus", count, "--memory", "3GiB", "--"]
         os.environ |= {"HCCL_BUFFSIZE": "16", "VLLM_HOST_IP": "127.0.0.1"}
         os.execv(sys.executable, [sys.executable, *emulator, sys.executable, __file__, *sys.argv[1:]])
 
