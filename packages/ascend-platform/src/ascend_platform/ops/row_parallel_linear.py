@@ -32,6 +32,7 @@ class NPURowParallelLinear(RowParallelLinear):
         if self.fused_above is None or len(input_) <= self.fused_above or torch.npu.is_current_stream_capturing():
             return super().forward(input_)
         group: Any = get_tp_group().device_group
+        weight: Any = self.weight
         name = group._get_backend(input_.device).get_hccl_comm_name(group.rank())
-        output = torch_npu.npu_mm_all_reduce_base(input_.contiguous(), self.weight.t(), name)
+        output = torch_npu.npu_mm_all_reduce_base(input_.contiguous(), weight.t(), name)
         return (output, None) if self.return_bias else output
