@@ -22,6 +22,7 @@ from ascend_platform.config import (
     kv_connectors,
     load_format,
     model_runner,
+    performance,
     ray,
     sockets,
     spec_decode,
@@ -262,12 +263,13 @@ class NPUPlatform(Platform):
         load_format.check(vllm_config.load_config, vllm_config.quant_config is not None)
         devices.check(parallel)
         compilation.check(vllm_config)
+        performance.check(vllm_config)
         if parallel.distributed_executor_backend != "external_launcher":
             sockets.use_own_directory()
         if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
             ray.prepare(parallel)
-        if parallel.numa_bind and parallel.numa_bind_nodes is None:
-            devices.find_numa_nodes(parallel)
+        if parallel.numa_bind_nodes is None:
+            devices.bind_to_numa_nodes(parallel, performance.enabled(vllm_config, performance.NUMA_BIND))
         unsupported.check_communicator(vllm_config)
         metrics.offer(vllm_config)
         components.announce(vllm_config)

@@ -15,6 +15,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.ops.fused_moe
+import ascend_platform.ops.row_parallel_linear
+import ascend_platform.ops.shared_experts
 import ascend_platform.ops.vocab_embedding  # noqa: F401
 from ascend_platform import extension, host
 from ascend_platform.attention import kv_cache, state_cache
