@@ -15,13 +15,13 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector import transport, worker
+from ascend_kv_connector import transfers, transport, worker
 from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork, InMemoryTransport
 
 NETWORK = InMemoryNetwork()
@@ -77,6 +77,7 @@ class Written:
 
 def use_host_memory() -> None:
     transport.TRANSPORTS["memory"] = f"{__name__}.MemoryTransport"
+    transfers.QUARANTINE_SECONDS = QUARANTINE  # of writes that a killed instance does not confirm to have stopped
     worker._record_event = Written  # type: ignore[assignment]
     worker.private_stream = lambda device, behind=None: nullcontext()  # type: ignore[assignment, misc]
 
@@ -290,6 +291,13 @@ class Endurance:
             self.cut_until = monotonic() + 0.05
 
     def happen(self, event: str) -> None:
+        """Restart an instance or the router; the clients' requests stand still meanwhile."""
+        began = monotonic()
+        self._happen(event)
+        for request in self.open:
+            request.began += monotonic() - began
+
+    def _happen(self, event: str) -> None:
         self.result.events[event] += 1
         if event == "kill prefill":
             self.prefill.worker._worker._transport and NETWORK.killed.add(self.prefill.worker._worker._transport.session)
@@ -340,18 +348,21 @@ class Endurance:
         self.result.wrong += engine.wrong
         engine.close()
 
-    def check_handles(self, before: tuple[int, int]) -> None:
+    def check_handles(self, before: Counter[str]) -> None:
         """Compare open files and threads, once what is in the background has ended."""
         until = monotonic() + 20.0
         while monotonic() < until:
             gc.collect()
-            files, threads = (after - earlier for after, earlier in zip(_handles(), before, strict=True))
-            if files <= 0 and threads <= 0:
+            if not (more := _handles() - before):
                 return
             sleep(0.2)
-        self.result.leaked.append(f"{files} open files and sockets, {threads} threads")
+        self.result.leaked.append(f"{dict(more)}")
 
 
-def _handles() -> tuple[int, int]:
-    """Open files and sockets of this process, and its threads."""
-    return len(os.listdir("/proc/self/fd")), threading.active_count()
+def _handles() -> Counter[str]:
+    """Open files, sockets and threads of this process, by kind."""
+    found = Counter(thread.name.rstrip("-0123456789 ()") for thread in threading.enumerate())
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found[os.readlink(f"/proc/self/fd/{name}").partition(":[")[0]] += 1
+    return found
