@@ -14,8 +14,8 @@ import queue
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic, sleep
@@ -75,11 +75,21 @@ class Written:
         return True
 
 
-def use_host_memory() -> None:
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """The connector's workers have KV cache in host memory, which needs no streams, and the in-memory transport."""
+    places = [(worker, "_record_event", Written), (worker, "private_stream", lambda device, behind=None: nullcontext())]
+    places += [(transfers, "QUARANTINE_SECONDS", QUARANTINE)]  # of writes that a killed instance does not confirm to have stopped
+    before = [(module, name, getattr(module, name)) for module, name, _ in places]
     transport.TRANSPORTS["memory"] = f"{__name__}.MemoryTransport"
-    transfers.QUARANTINE_SECONDS = QUARANTINE  # of writes that a killed instance does not confirm to have stopped
-    worker._record_event = Written  # type: ignore[assignment]
-    worker.private_stream = lambda device, behind=None: nullcontext()  # type: ignore[assignment, misc]
+    try:
+        for module, name, value in places:
+            setattr(module, name, value)
+        yield
+    finally:
+        del transport.TRANSPORTS["memory"]
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 class Router(BaseHTTPRequestHandler):
@@ -133,7 +143,6 @@ class Endurance:
     """
 
     def __init__(self, make: Callable[..., Any], count: int, restarts: int = 50, seed: int = 23) -> None:
-        use_host_memory()
         NETWORK.__init__()  # type: ignore[misc]
         NETWORK.faults = Faults(draw=random.Random(seed), seconds=0.02, quarantine=QUARANTINE, **RATES)
         self.make, self.count, self.draw, self.result = make, count, random.Random(seed + 1), Result()
@@ -162,6 +171,11 @@ class Endurance:
         return self.make(transfer | {"kv_load_failure_policy": policy}, blocks=300)
 
     def run(self) -> Result:
+        """All requests; the engines' caches have to be on the CPU."""
+        with host_memory():
+            return self._run()
+
+    def _run(self) -> Result:
         from ascend_kv_connector.testing import prompts
 
         given = list(prompts(self.count, 9).values())

@@ -1,4 +1,4 @@
-"""Check of ``vllm-ascend doctor kv --peer HOST:PORT``, an entry point of group ``vllm_ascend.checks``: can two instances talk?"""
+"""Check of ``vllm-ascend doctor kv --peer HOST:PORT``, an entry point of group ``vllm_ascend.checks``: two instances can talk."""
 
 from __future__ import annotations
 
