@@ -125,12 +125,25 @@ def test_blocks_are_kept_while_a_write_may_arrive(instances: Callable, network: 
     network.faults.hung.set()
 
 
-def test_failed_write_fails_the_transfer(instances: Callable, network: InMemoryNetwork) -> None:
-    network.faults.fail = 1.0
-    _, consumer, prompt, blocks = started(instances)
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_failed_write_may_still_arrive(cancelled: bool, instances: Callable, network: InMemoryNetwork) -> None:
+    """The reader keeps the blocks also if it gave the transfer up while the write was in progress."""
+    network.faults.late, network.faults.delay = 1.0, 0.0
+    producer, consumer, prompt, blocks = started(instances)
+    rank, write = consumer.consumers[0], producer.producers[0].transport.write
+
+    def slow_write(*arguments: Any) -> None:
+        if cancelled:
+            rank.cancel("r", TransferError("aborted", "the request has ended"))
+        write(*arguments)
+
+    producer.producers[0].transport.write = slow_write
     prompt.compute(40)
     ((outcome,),) = consumer.wait()
-    assert (outcome.kind, outcome.blocks) == ("transport", tuple(blocks))
+    assert (outcome.kind, outcome.blocks) == ("aborted" if cancelled else "transport", tuple(blocks))
+    assert wait_for(lambda: not rank._unsettled[0]._reads, 20.0)
+    assert rank.pop_settled() == set()
+    assert rank._unsettled[0]._unsafe_until > monotonic() + 30
 
 
 def test_push_for_a_reader_that_is_gone_ends(instances: Callable) -> None:

@@ -22,6 +22,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from ascend_kv_connector import transfers, transport, worker
+from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork, InMemoryTransport
 
 NETWORK = InMemoryNetwork()
@@ -54,7 +55,7 @@ KINDS = {
 }
 """Kinds of requests, with their weights."""
 
-RATES = {"fail": 0.02, "delay": 0.04, "late": 0.02, "hang": 0.002}
+RATES: dict[str, Any] = {"fail": 0.02, "delay": 0.04, "late": 0.02, "hang": 0.002}
 
 
 def check() -> None:
@@ -78,8 +79,12 @@ class Written:
 @contextmanager
 def host_memory() -> Iterator[None]:
     """The connector's workers have KV cache in host memory, which needs no streams, and the in-memory transport."""
-    places = [(worker, "_record_event", Written), (worker, "private_stream", lambda device, behind=None: nullcontext())]
+    places: list[tuple[Any, str, Any]] = [
+        (worker, "_record_event", Written),
+        (worker, "private_stream", lambda device, behind=None: nullcontext()),
+    ]
     places += [(transfers, "QUARANTINE_SECONDS", QUARANTINE)]  # of writes that a killed instance does not confirm to have stopped
+    places += [(TransferError.__init__, "__defaults__", ("", QUARANTINE))]
     before = [(module, name, getattr(module, name)) for module, name, _ in places]
     transport.TRANSPORTS["memory"] = f"{__name__}.MemoryTransport"
     try:
@@ -314,7 +319,7 @@ class Endurance:
     def _happen(self, event: str) -> None:
         self.result.events[event] += 1
         if event == "kill prefill":
-            self.prefill.worker._worker._transport and NETWORK.killed.add(self.prefill.worker._worker._transport.session)
+            NETWORK.killed.add(self.prefill.worker._worker._transport.session)
             for name in list(self.prefills):
                 request, _ = self.prefills.pop(name)
                 request.waiting -= 1

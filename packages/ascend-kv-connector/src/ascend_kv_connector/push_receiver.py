@@ -72,7 +72,7 @@ class PushReceiver:
                     transfer.count(part, size, transfer.stop)
             except Exception as error:
                 if self._stop_pushes(transfer, clients):
-                    error.quarantine = 0.0  # type: ignore[attr-defined]
+                    error.quarantine = 0.0
                 raise
 
     def _make_push(self, transfer: Transfer, plan: FetchPlan) -> Push:

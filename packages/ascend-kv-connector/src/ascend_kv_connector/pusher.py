@@ -14,7 +14,7 @@ from ascend_kv_connector.buffers import Owner
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import Lease, NotReadyError
 from ascend_kv_connector.paged_cache import PagedCache
-from ascend_kv_connector.protocol import Ack, Push, Pushed, Refused, Reply
+from ascend_kv_connector.protocol import Push, Pushed, Refused, Reply
 from ascend_kv_connector.query_queue import BusyError
 from ascend_kv_connector.runs import Placement, plan_runs
 from ascend_kv_connector.transport import Transport
@@ -27,12 +27,15 @@ MAX_ENDED = 1024
 
 
 class Job:
-    """A push. ``reply`` is set at its end; it ends without one soon after its reader was last ``heard``."""
+    """A push. ``reply`` is set at its end, which comes soon after its reader was last ``heard``.
+
+    ``unsafe``: a write has failed, and may still arrive.
+    """
 
     def __init__(self, push: Push) -> None:
         self.push, self.heard = push, monotonic()
         self.reply: Reply | None = None
-        self.cancelled = False
+        self.cancelled = self.unsafe = False
 
 
 class Rank(Protocol):
@@ -71,7 +74,9 @@ class PushJobs:
             job.heard = monotonic()
             if job.reply is None:
                 raise BusyError(owner, "the prompt is being computed", alone=True)
-            return self._jobs.pop(owner).reply or Ack()
+            if not job.unsafe:
+                del self._jobs[owner]
+            return job.reply
 
     def heard(self, request: str, reader: str) -> None:
         """A reader waits for the ends of its pushes."""
@@ -81,10 +86,11 @@ class PushJobs:
                     job.heard = monotonic()
 
     def stop(self, owner: Owner) -> None:
-        """End a push.
+        """End a push: on return nothing is written any more.
 
         Raises:
             BusyError: it still writes.
+            TransferError: a write has failed, and may still arrive.
         """
         with self._lock:
             if (job := self._jobs.get(owner)) is None:
@@ -93,6 +99,8 @@ class PushJobs:
             if job.reply is None:
                 raise BusyError((*owner, "stop"), "a write is in progress", alone=True)
             del self._jobs[owner]
+            if job.unsafe:
+                raise TransferError("transport", "a write has failed, and may still arrive")
 
 
 class Pusher:
@@ -130,7 +138,7 @@ class Pusher:
                     for layer in unfinished:
                         stop = min(push.stop, lease.ready_tokens([layer]))
                         if stop > at[layer] and not job.cancelled:
-                            size += self._write(push, layers[layer], lease.blocks, at[layer], stop)
+                            size += self._write(job, layers[layer], lease.blocks, at[layer], stop)
                             at[layer], wrote = stop, True
             except NotReadyError:  # preempted: it continues in other blocks
                 pass
@@ -138,8 +146,8 @@ class Pusher:
                 pause.wait(POLL_SECONDS)
         return size
 
-    def _write(self, push: Push, places: list[int], blocks: list[int], start: int, stop: int) -> int:
-        cache = self._rank.cache
+    def _write(self, job: Job, places: list[int], blocks: list[int], start: int, stop: int) -> int:
+        push, cache = job.push, self._rank.cache
         regions = [push.regions[place] for place in places]
         sizes = cache.token_sizes(regions, cache.heads.num)
         slots = cache.slot_mapping(blocks, start, stop, cache.region_groups[regions[0]]).numpy()
@@ -149,5 +157,9 @@ class Pusher:
         remote_slots = table[tokens // push.block_size] * push.block_size + tokens % push.block_size
         remote = Placement([push.memory[place] for place in places], push.block_tokens, remote_slots)
         runs = plan_runs(remote, own, sizes)
-        self._rank.transport.write(push.session, runs)
+        try:
+            self._rank.transport.write(push.session, runs)
+        except Exception:
+            job.unsafe = True
+            raise
         return runs.total

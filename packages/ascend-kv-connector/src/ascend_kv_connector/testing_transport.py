@@ -90,7 +90,7 @@ class InMemoryTransport:
 
     def _copy(self, session: str, runs: Runs, seconds: float, read: bool) -> None:
         network, peer = self._network, self._network.transports.get(session)
-        if peer is None or session in network.killed:
+        if peer is None or not network.killed.isdisjoint((session, self.session)):
             raise TransferError("transport", f"session {session} does not exist", quarantine=network.faults.quarantine)
         if frozenset((session, self.session)) in network.cut:
             network.faults.hung.wait(seconds)
