@@ -89,11 +89,14 @@ ALL_OPERATORS = frozenset(
         "npu_fused_infer_attention_score_v2",
         "npu_fusion_attention",
         "npu_gemma_rms_norm",
+        "npu_lightning_indexer",
         "npu_moe_gating_top_k",
         "npu_moe_init_routing_v2",
         "npu_mrope",
         "npu_rms_norm",
+        "npu_scatter_nd_update_",
         "npu_scatter_pa_kv_cache",
+        "npu_sparse_flash_attention",
         "npu_swiglu",
     }
 )

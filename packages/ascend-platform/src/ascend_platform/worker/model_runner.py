@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import ascend_platform.ops.fused_moe
 import ascend_platform.ops.vocab_embedding  # noqa: F401
 from ascend_platform import extension, host
-from ascend_platform.attention import kv_cache
+from ascend_platform.attention import kv_cache, selector
 from ascend_platform.graph import acl_graph
 from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.graph.capture_sizes import GraphSizeMixin
@@ -85,6 +85,10 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
         for layer in self.compilation_config.static_forward_context.values():
             if isinstance(layer, MLAAttention):  # of vLLM's own prefill, which the profile run would reserve
                 layer._chunked_prefill_workspace_size = 0
+        if selector.is_sparse(self.model_config):
+            from ascend_platform.attention import indexer  # vLLM has imported the model, which takes long
+
+            indexer.install(self.compilation_config.static_forward_context)
 
     def reload_weights(self, *arguments: Any, **named: Any) -> None:
         """Reload weights as vLLM does.
@@ -103,8 +107,8 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
         kv_cache_config: KVCacheConfig,
         kernel_block_sizes: list[int],
         kv_cache_allocation_context: AbstractContextManager | None = None,
-    ) -> dict[str, kv_cache.KVCachePair | kv_cache.PagedLatent]:
-        """Allocate the KV cache as vLLM does, then bind its parts to each layer, as a KVCachePair or PagedLatent.
+    ) -> dict[str, kv_cache.KVCachePair | kv_cache.PagedLatent | kv_cache.PagedIndex]:
+        """Allocate the KV cache as vLLM does, then bind its parts to each layer, as a KVCachePair, PagedLatent or PagedIndex.
 
         ``self.kv_caches``, in which the runner copies blocks (``copy_kv_cache_blocks_inplace``), lists the parts of each layer,
         such as its keys, as caches of their own, all indexed by vLLM's block numbers.
