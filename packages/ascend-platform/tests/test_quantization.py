@@ -249,7 +249,9 @@ def test_quantized_weights_of_layers_that_vllm_keeps_unquantized_are_refused():
     for path in ("model", "model.layers", "model.layers.0", layer, f"{layer}.compressor", "model.layers.0.mlp"):
         parent, _, name = path.rpartition(".")
         made.get_submodule(parent).add_module(name, torch.nn.Module())
-    with pytest.raises(ValueError, match=r"compressor\.wkv\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "):
+    with pytest.raises(
+        ValueError, match=r"compressor\.wkv\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "
+    ):
         config.check_loaded(made)
     config.description[f"{layer}.compressor.wkv.weight"] = "FLOAT"
     config.check_loaded(made)
@@ -260,7 +262,9 @@ def test_quantized_weights_of_an_indexer_are_refused_before_they_are_loaded(name
     """The indexer's wk of DeepSeek-V3.2 has no quantization method in vLLM: its integers would be loaded as numbers."""
     weight = f"model.layers.0.self_attn.indexer.{name}.weight"
     assert modelslim.ModelSlimConfig({weight: "FLOAT"}).description
-    with pytest.raises(ValueError, match=rf"indexer\.{name}\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "):
+    with pytest.raises(
+        ValueError, match=rf"indexer\.{name}\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "
+    ):
         modelslim.ModelSlimConfig({weight: "W8A8_DYNAMIC"})
 
 

@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "index_topk": 16,
-    "index_n_heads": 4,
+    "index_n_heads": 32,  # of fewer, several keys may have a score of 0
     "index_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -66,6 +66,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 STORED: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "deepseek_v32": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": True},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
