@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     SparseCacheRole,
@@ -29,7 +30,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 LAYOUT = KVCacheLayout.LBNHC
 """vLLM's KV cache layout in which a layer is contiguous; our attention backends request it."""
 
-SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec, MLAAttentionSpec)
+SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec, MLAAttentionSpec, MambaSpec)
 
 
 class KVCachePair(NamedTuple):
@@ -135,7 +136,7 @@ def check(config: KVCacheConfig) -> None:
     only if all groups divide a block's bytes in the same way.
 
     Raises:
-        NotImplementedError: a state cache, a compressed cache, chunked attention, or groups with different block shapes.
+        NotImplementedError: a compressed cache, chunked attention, or groups with different block shapes.
     """
     # vLLM's runner adds a group for encoder-only layers, which have no cache
     groups = [group for group in config.kv_cache_groups if not isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec)]
@@ -144,7 +145,8 @@ def check(config: KVCacheConfig) -> None:
         raise NotImplementedError(
             f"KV cache spec {', '.join(others)} is not supported; {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)} are"
         )
-    shapes = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype)) for spec in specs}
+    paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]  # states go into a block as it is, see state_cache.py
+    shapes = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype)) for spec in paged}
     if len(groups) > 1 and len(shapes) > 1:
         raise NotImplementedError(
             f"the model's KV cache groups share memory but have blocks of different shapes {sorted(shapes)}; "

@@ -11,6 +11,7 @@ from vllm import envs
 from ascend_platform import extension
 from ascend_platform.attention import selector
 from ascend_platform.components import registry
+from ascend_platform.config import state_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,9 +95,8 @@ FEATURES = (
         of_model=True,
     ),
     Feature("expert placement strategies other than linear", _other_placement, of_model=True),
-    Feature(
-        "state-space layers", lambda config: config.model_config.is_hybrid or config.model_config.is_attention_free, of_model=True
-    ),
+    Feature("other architectures with state-space or linear attention layers", state_layers.other_architecture, of_model=True),
+    Feature("options with state-space and linear attention layers", state_layers.other_options, of_model=True),
 )
 
 
