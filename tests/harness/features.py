@@ -88,7 +88,8 @@ def distance(model: Any, prompt: list[int], answer: dict[str, Any]) -> tuple[int
 
 def methods(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     """By name: the model, and vLLM's speculative_config."""
-    llama, glm, deepseek = (small_models.target(directory, family) for family in ("Llama", "Glm4Moe", "DeepseekV3"))
+    families = "Llama", "Glm4Moe", "DeepseekV3", "GlmMoeDsa"
+    llama, glm, deepseek, sparse = (small_models.target(directory, family) for family in families)
     other = small_models.target(directory, seed=9)
     three = {"num_speculative_tokens": 3}
     return {
@@ -103,6 +104,7 @@ def methods(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
         "Medusa": (llama, {"method": "medusa", "model": str(small_models.medusa(directory))} | three),
         "MTP": (glm, {"method": "mtp", "num_speculative_tokens": 2}),
         "MTP, latent attention": (deepseek, {"method": "mtp", "num_speculative_tokens": 3}),
+        "MTP, sparse latent attention": (sparse, {"method": "mtp", "num_speculative_tokens": 3}),
     }
 
 

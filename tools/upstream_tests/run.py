@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 IMPORT = "(import)"
-START = 120  # seconds until a file is imported
+START = 120  # seconds until a file is imported, or the deadline of a case if that is longer
 REFUSED = re.compile(r"(\w+) is not emulated|legacy graph operator '(\w+)'")
 # Only the queue's thread knows the reason; with launches that block it arrives where it belongs.
 ELSEWHERE = re.compile(r"failed earlier|arguments were refused|Inner error is reported|synchronize failed")
@@ -126,7 +126,7 @@ class File:
         self._current: str | None = None
         self._listed = self._broken = False
         self._trouble = ""
-        self._until = time.monotonic() + START
+        self._until = time.monotonic() + max(START, self.deadline)
 
     def _read(self) -> bool:
         """Take in reports; false when the process has closed its end."""

@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "index_topk": 16,
-    "index_n_heads": 4,
+    "index_n_heads": 32,  # of fewer, several keys may have a score of 0
     "index_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -60,7 +60,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": None},
     "gptj": {"rotary_dim": 16, "n_inner": None},
     "falcon": {"num_kv_heads": 4, "multi_query": False, "ffn_hidden_size": 512},
-    "mamba2": {"num_heads": 4, "head_dim": 64},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 64, "n_groups": 1},  # transformers has no groups in its norm
+    "nemotron_h": {"n_groups": 2, "mamba_head_dim": 64, "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 2, "n_mamba_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "hy_v3": {"qk_norm": True},
     "glm4_moe": {"head_dim": 64},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
@@ -72,6 +77,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 STORED: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "deepseek_v32": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": True},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
@@ -83,6 +90,9 @@ STORED: dict[str, dict[str, Any]] = {
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
 }
 """Values that published checkpoints have in config.json, that vLLM reads, and that transformers' class leaves out."""
+
+RENAMED = {"olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}}
+"""Names of tensors in published checkpoints, as vLLM reads them, by the names that transformers writes."""
 
 WINDOW = 24
 
@@ -107,6 +117,17 @@ def others() -> list[str]:
     return sorted(set(_TEXT_GENERATION_MODELS) - set(families()), key=str.lower)
 
 
+def _rename(path: Path, names: dict[str, str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    found = {}
+    for name, tensor in load_file(path).items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        found[name] = tensor
+    save_file(found, path, {"format": "pt"})
+
+
 def write(kind: str, path: Path) -> None:
     """Write a model of a type with random weights."""
     import torch
@@ -126,6 +147,8 @@ def write(kind: str, path: Path) -> None:
         if name.endswith(("sinks", "bias", "e_score_correction_bias")) and weight.is_floating_point():
             torch.nn.init.normal_(weight, std=0.1)
     model.save_pretrained(path)
+    if renamed := RENAMED.get(kind):
+        _rename(path / "model.safetensors", renamed)
     stored = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(stored | STORED.get(kind, {})))
 
