@@ -52,11 +52,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     | {"enable_moe_block": True, "top_k_experts": 2},
     "dbrx": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 64}}
     | {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention"] * 2},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64}
     | {"indexer_budget": 64, "indexer_compress_ratio": 4},
-    "zamba2": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba"]},
     "gpt2": {"n_inner": None},
     "gptj": {"rotary_dim": 16, "n_inner": None},
     "falcon": {"num_kv_heads": 4, "multi_query": False, "ffn_hidden_size": 512},
