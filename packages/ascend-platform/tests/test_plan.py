@@ -78,17 +78,19 @@ def test_weights_are_as_many_as_transformers_makes(name):
 
 def rows() -> list[list[str]]:
     table = PAGE.read_text().partition("## Accuracy")[2]
-    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line.startswith("| Qwen")]
+    found = [line for line in table.splitlines() if line.startswith(("| Qwen", "| DeepSeek"))]
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in found]
 
 
 def test_the_page_has_what_was_published_and_what_is_estimated():
     assert len(rows()) >= 5
     within = []
     for name, chip, layout, quantization, requests, tokens, published, estimated, ratio in rows():
-        tensor = int(re.fullmatch(r"TP(\d+)", layout)[1])
+        tensor, data, expert = re.fullmatch(r"TP(\d+)(?: DP(\d+))?( EP)?", layout).groups()
         into, out = map(int, tokens.split(" / "))
         load = estimate.Load(int(requests), into, out, quantization.lower())
-        found = estimate.estimate(sizes_of(CONFIGS[name]), chips.FIGURES[chip], estimate.Layout(tensor, 1, 1), load)
+        sizes = estimate.Layout(int(tensor), 1, int(data or 1), bool(expert))
+        found = estimate.estimate(sizes_of(CONFIGS[name]), chips.FIGURES[chip], sizes, load)
         assert f"{found.tokens_per_second:.1f}" == estimated
         assert f"{found.tokens_per_second / float(published):.2f}" == ratio
         within.append(0.7 < float(ratio) < 1.3)

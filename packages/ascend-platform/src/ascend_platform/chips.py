@@ -63,6 +63,7 @@ class ChipFamily:
         token_unpermute: npu_moe_token_unpermute.
         finalize_dropped: npu_moe_finalize_routing with dropped rows (drop_pad_mode 3).
         weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which its documentation recommends.
+        matmul_all_reduce: tensor-parallel sizes of npu_mm_all_reduce_base.
         mc2: MC2's algorithms, None without its operators.
     """
 
@@ -77,6 +78,7 @@ class ChipFamily:
     token_unpermute: bool = False
     finalize_dropped: bool = False
     weight_nz: bool = False
+    matmul_all_reduce: frozenset[int] = frozenset()
     mc2: MC2 | None = None
 
     def lacks(self, *operators: str) -> list[str]:
@@ -92,11 +94,14 @@ ALL_OPERATORS = frozenset(
         "npu_fused_infer_attention_score_v2",
         "npu_fusion_attention",
         "npu_gemma_rms_norm",
+        "npu_lightning_indexer",
         "npu_moe_gating_top_k",
         "npu_moe_init_routing_v2",
         "npu_mrope",
         "npu_rms_norm",
+        "npu_scatter_nd_update_",
         "npu_scatter_pa_kv_cache",
+        "npu_sparse_flash_attention",
         "npu_swiglu",
     }
 )
@@ -114,6 +119,7 @@ FAMILIES = (
         moe_routing=True,
         token_unpermute=True,
         finalize_dropped=True,
+        matmul_all_reduce=frozenset({2, 4, 8}),
         mc2=MC2(
             MC2Algorithm("fullmesh", frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32), True),
             MC2Algorithm("hierarchy", frozenset({16, 32, 64}), 512, range(32, 10240 + 1, 32), True),
