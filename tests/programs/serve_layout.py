@@ -39,7 +39,7 @@ def answer(completion: Any) -> dict[str, Any]:
 def attention_and_experts(engine: LLM) -> list[str]:
     """Implementations of the engine's attention and MoE layers, the all-to-all backends that were used, and options in effect."""
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    kinds = {type(getattr(layer, "impl", None) or layer._quant_method).__name__ for layer in layers}
+    kinds = {type(getattr(layer, "impl", None) or getattr(layer, "_quant_method", layer)).__name__ for layer in layers}
     group = parallel_state._EP  # with dense models there is none
     manager = group and group.device_communicator and group.device_communicator.all2all_manager
     (modules,) = engine.apply_model(lambda model: list(model.modules()))

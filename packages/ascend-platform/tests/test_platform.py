@@ -167,7 +167,10 @@ def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connecto
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "state-space layers"),
+        (
+            {"architectures": ["BailingMoeV2_5ForCausalLM"], "layer_group_size": 2},
+            r"state-space or linear attention layers \(BailingMoeV2_5ForCausalLM\)",
+        ),
     ],
 )
 def test_unsupported_models_are_refused_in_one_line(model, changes, named):

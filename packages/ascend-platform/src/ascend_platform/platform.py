@@ -197,6 +197,13 @@ class NPUPlatform(Platform):
         return NoPrefillBackend
 
     @classmethod
+    def _align_hybrid_block_size(cls, vllm_config: "VllmConfig", backend_cls: Any) -> None:
+        from ascend_platform.attention import state_cache
+
+        super()._align_hybrid_block_size(vllm_config, backend_cls)
+        state_cache.align_block_size(vllm_config)
+
+    @classmethod
     def get_punica_wrapper(cls) -> str:
         return "ascend_platform.ops.punica.NPUPunicaWrapper"
 
@@ -256,6 +263,7 @@ class NPUPlatform(Platform):
         load_format.check(vllm_config.load_config, vllm_config.quant_config is not None)
         devices.check(parallel)
         compilation.check(vllm_config)
+        compilation.split_at_indexers(vllm_config)
         performance.check(vllm_config)
         if parallel.distributed_executor_backend != "external_launcher":
             sockets.use_own_directory()
