@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import get_world_group, is_global_first_ran
 from vllm.platforms import current_platform
 
 from ascend_platform import extension
+from ascend_platform.config import performance
 from ascend_platform.vllm_overrides import without
 
 if TYPE_CHECKING:
@@ -137,21 +138,23 @@ class GraphSizeMixin(Runner):
         groups = sum(group.world_size > 1 for group in every)
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
         graphs = num_graphs(self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs)
-        return num_streams(graphs, groups, os.environ.get("HCCL_OP_EXPANSION_MODE", ""))
+        own = 1 + (self.model_config.is_moe and performance.enabled(self.vllm_config, performance.SHARED_EXPERTS_STREAM))
+        return num_streams(graphs, groups, os.environ.get("HCCL_OP_EXPANSION_MODE", ""), own)
 
 
-def num_streams(graphs: int, groups: int, expansion_mode: str) -> int:
+def num_streams(graphs: int, groups: int, expansion_mode: str, own: int = 1) -> int:
     """Count the streams that graphs take.
 
-    Each graph has one, and for each process group whose collectives it contains one more if HCCL schedules them on the vector
-    cores (AIV), otherwise two.
+    Each graph has its own, and for each process group whose collectives it contains one more if HCCL schedules them on the
+    vector cores (AIV), otherwise two.
 
     Args:
         expansion_mode: HCCL_OP_EXPANSION_MODE.
+        own: streams on which a step computes.
     """
     if expansion_mode == "AIV":
-        return graphs * (1 + groups)
-    return graphs * (1 + 2 * groups) + HCCL_STREAMS * groups
+        return graphs * (own + groups)
+    return graphs * (own + 2 * groups) + HCCL_STREAMS * groups
 
 
 def num_graphs(mode: CUDAGraphMode, sizes: list[int], pieces: int, max_decode_tokens: int) -> int:
