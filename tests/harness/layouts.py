@@ -73,6 +73,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v3": latent.MODELS["deepseek-v3, yarn"],
+    "deepseek-v3.2": latent.MODELS["deepseek-v3.2, selected tokens"],
     # DeepSeek-V3's routing (sigmoids, groups, a bias for the choice, a shared expert, a dense first layer) with dense attention
     "glm4-moe": (
         "Glm4Moe",

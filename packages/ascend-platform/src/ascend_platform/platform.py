@@ -263,6 +263,7 @@ class NPUPlatform(Platform):
         load_format.check(vllm_config.load_config, vllm_config.quant_config is not None)
         devices.check(parallel)
         compilation.check(vllm_config)
+        compilation.split_at_indexers(vllm_config)
         performance.check(vllm_config)
         if parallel.distributed_executor_backend != "external_launcher":
             sockets.use_own_directory()

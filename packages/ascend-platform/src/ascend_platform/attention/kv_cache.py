@@ -4,13 +4,16 @@ vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, b
 ``allocate_kv_cache``). In the layout LBNHC a layer is one contiguous region, whose first part becomes the keys and whose second
 part becomes the values: same bytes, same block numbers, different order within the region. Code that needs the address of a
 block (attention, block copies, KV connectors, offloading) starts from :class:`KVCachePair`: a block of one layer is the two
-contiguous runs ``key[block]`` and ``value[block]``. Latent attention has a :class:`PagedLatent` instead.
+contiguous runs ``key[block]`` and ``value[block]``. Latent attention has a :class:`PagedLatent` instead, and an indexer a
+:class:`PagedIndex`.
 """
 
 from typing import Any, NamedTuple
 
 import torch
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -19,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
     iter_layer_specs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -58,8 +62,43 @@ class PagedLatent(NamedTuple):
     rope: torch.Tensor
 
 
-def split_layer(layer: Any) -> KVCachePair | PagedLatent:
+class PagedIndex(NamedTuple):
+    """Keys of one layer's indexer (sparse latent attention).
+
+    Attributes:
+        index: ``[blocks, block_size, 1, index_head_dim]``, contiguous.
+    """
+
+    index: torch.Tensor
+
+
+class IndexCache(torch.nn.Module, AttentionLayerBase):
+    """KV cache layer of an indexer's keys, in the model's dtype. Its backend is that of the attention that it selects for."""
+
+    def __init__(self, prefix: str, head_size: int, attention: Any) -> None:
+        super().__init__()
+        self.prefix, self.head_size, self.impl = prefix, head_size, attention.impl
+        self.attn_backend = attention.attn_backend
+        self.kv_cache: Any = torch.tensor([])
+
+    def get_attn_backend(self) -> Any:
+        return self.attn_backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MLAAttentionSpec:
+        return MLAAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            max_tp_shards=1,
+            head_size=self.head_size,
+            dtype=vllm_config.model_config.dtype,
+            cache_role=SparseCacheRole.INDEXER,
+        )
+
+
+def split_layer(layer: Any) -> KVCachePair | PagedLatent | PagedIndex:
     """Split the region that vLLM has bound to an attention layer into its parts, as views."""
+    if isinstance(layer, IndexCache):
+        return PagedIndex(_split(layer.kv_cache, layer.head_size)[0])
     if isinstance(layer, MLAAttention):  # vLLM binds it without the dimension of heads
         return PagedLatent(*_split(layer.kv_cache.unsqueeze(1), layer.kv_lora_rank))
     return split_kv_cache(layer.kv_cache, layer.head_size)

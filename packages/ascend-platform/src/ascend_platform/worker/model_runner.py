@@ -19,7 +19,7 @@ import ascend_platform.ops.row_parallel_linear
 import ascend_platform.ops.shared_experts
 import ascend_platform.ops.vocab_embedding  # noqa: F401
 from ascend_platform import extension, host
-from ascend_platform.attention import kv_cache, state_cache
+from ascend_platform.attention import kv_cache, selector, state_cache
 from ascend_platform.config.state_layers import has_states
 from ascend_platform.graph import acl_graph
 from ascend_platform.graph.acl_graph import module_with_overrides
@@ -91,6 +91,10 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
         for layer in self.compilation_config.static_forward_context.values():
             if isinstance(layer, MLAAttention):  # of vLLM's own prefill, which the profile run would reserve
                 layer._chunked_prefill_workspace_size = 0
+        if selector.is_sparse(self.model_config):
+            from ascend_platform.attention import indexer  # vLLM has imported the model, which takes long
+
+            indexer.install(self.compilation_config.static_forward_context)
 
     def reload_weights(self, *arguments: Any, **named: Any) -> None:
         """Reload weights as vLLM does.
@@ -110,7 +114,7 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
         kernel_block_sizes: list[int],
         kv_cache_allocation_context: AbstractContextManager | None = None,
     ) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Allocate the KV cache as vLLM does, then bind its parts to each layer: a KVCachePair, a PagedLatent, or states.
+        """Allocate the KV cache as vLLM does, then bind its parts to each layer, such as a KVCachePair, or states.
 
         ``self.kv_caches``, in which the runner copies blocks (``copy_kv_cache_blocks_inplace``), lists the parts of each layer,
         such as its keys, as caches of their own, all indexed by vLLM's block numbers.

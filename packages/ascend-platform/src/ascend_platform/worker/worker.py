@@ -19,7 +19,7 @@ from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap, maybe_attach_gc_debug_callback
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.mem_utils import MemorySnapshot
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -133,9 +133,7 @@ class NPUWorker(Worker):
         if not paged:
             return available
         block_elements = max(spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v) for spec in paged)
-        # KV cache groups share memory; a group has at least the layers of the rarest spec (vllm/v1/core/kv_cache_utils.py)
-        block_bytes = min(sum(spec.page_size_bytes for spec in specs if spec == kind) for kind in set(specs))
-        return min(available, (2**31 - 1) // block_elements * block_bytes)
+        return min(available, (2**31 - 1) // block_elements * _block_bytes([*specs]))
 
     def _estimates_graph_memory(self) -> bool:
         """Whether graph memory is subtracted: graphs are captured, the KV cache size is not fixed, and vLLM's switch is on."""
@@ -216,3 +214,14 @@ class NPUWorker(Worker):
 
 def _draft_load_config(vllm_config: Any) -> Any:
     return vllm_config.speculative_config and vllm_config.speculative_config.draft_load_config
+
+
+def _block_bytes(specs: list[KVCacheSpec]) -> int:
+    """Bytes of a block in the layers of the smallest KV cache group, by which other groups divide the memory too.
+
+    A group has at least the layers of the rarest spec (``vllm/v1/core/kv_cache_utils.py``), and latents with the keys of indexers
+    are one group.
+    """
+    kinds = [MLAAttentionSpec if isinstance(spec, MLAAttentionSpec) else spec for spec in specs]
+    pages = [(kind, spec.page_size_bytes) for kind, spec in zip(kinds, specs, strict=True)]
+    return min(sum(size for own, size in pages if own == kind) for kind in set(kinds))
