@@ -38,15 +38,7 @@ def _is_multimodal(config: VllmConfig) -> bool:
     return model.is_multimodal_model or model.uses_mrope
 
 
-def _has_graphs(config: VllmConfig) -> bool:
-    from vllm.config import CUDAGraphMode
-
-    mode = config.compilation_config.cudagraph_mode
-    return mode is not None and mode != CUDAGraphMode.NONE
-
-
 FEATURES = (
-    Feature("graphs (fix: --enforce-eager)", _has_graphs),
     Feature("tensor, pipeline and data parallelism", _has_parallel_layout),
     Feature("decode context parallelism", lambda config: config.parallel_config.decode_context_parallel_size > 1),
     Feature("speculative decoding", lambda config: config.speculative_config),

@@ -30,6 +30,16 @@ OVERRIDES: tuple[Override, ...] = (
     torch_view(f"{_GPU}.async_utils", "it copies sampled tokens on a torch.cuda stream", "edf7c6d7179e", SINCE),
     torch_view(f"{_GPU}.structured_outputs", "it copies grammar masks on a torch.cuda stream", "7420a0e96b51", SINCE),
     torch_view(f"{_GPU}.spec_decode.utils", "every V2 runner makes a torch.cuda stream for draft tokens", "0285abb6afad", SINCE),
+    torch_view(f"{_GPU}.cudagraph_utils", "full graphs are torch.cuda.CUDAGraph", "d5ff749fd829", SINCE),
+    Override(
+        f"{_GPU}.cudagraph_utils:ModelCudaGraphManager",
+        "replaced",
+        "full graphs are replayed outside of a forward context, and graphs take streams, which NPUs have few of",
+        "vLLM asks the platform for its graph manager",
+        {SINCE: "5a894a5df517"},
+        replaced_in=(f"{_GPU}.model_runner",),
+        kept_in=(f"{_GPU}.cudagraph_utils", "vllm.models"),
+    ),
     Override(
         "vllm.utils.platform_utils:is_uva_available",
         "replaced",

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -11,7 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from ascend_platform.attention import kv_cache
 from ascend_platform.vllm_overrides import override
 from ascend_platform.worker.model_runner import torch_on_npu
-from ascend_platform.worker.v2 import buffers, inputs, overrides, sampling  # noqa: F401
+from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, sampling  # noqa: F401
 from ascend_platform.worker.v2.block_tables import NPUBlockTables
 
 _init_kv_cache = attn_utils.init_kv_cache
@@ -34,6 +35,7 @@ override("vllm.v1.worker.gpu.spec_decode.utils:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.attn_utils:init_kv_cache", init_kv_cache)
 override("vllm.v1.worker.gpu.block_table:BlockTables", NPUBlockTables)
 buffers.install()
+graphs.install()
 inputs.install()
 sampling.install()
 
@@ -41,7 +43,9 @@ sampling.install()
 class NPUModelRunnerV2(GPUModelRunner):
     """vLLM's V2 GPUModelRunner; what it does not serve is refused by ``ascend_platform/config/model_runner.py``."""
 
+    cudagraph_manager: Any
     model: Any
+    model_state: Any
     sampler: Any
     block_tables: Any
 
@@ -49,6 +53,15 @@ class NPUModelRunnerV2(GPUModelRunner):
         """Load the model as vLLM does, with rotary tables of its own, because sleep mode frees them."""
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)
+        prepare = self.model_state.prepare_attn
+
+        def prepare_attn(*args: Any, **kwargs: Any) -> Any:
+            metadata = prepare(*args, **kwargs)
+            if self.cudagraph_manager is not None:
+                self.cudagraph_manager.attn_metadata = metadata
+            return metadata
+
+        vars(self.model_state)["prepare_attn"] = prepare_attn
 
     def initialize_kv_cache(self, *arguments: Any, **named: Any) -> None:
         """Allocate the KV cache; ``self.kv_caches``, in which blocks are copied, lists keys and values as two caches."""
@@ -82,4 +95,10 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     def capture_model(self, **named: Any) -> int:
         """Capture graphs as vLLM does, without its warning where there are none."""
-        return super().capture_model(**named) if self.needs_cudagraph_capture() else 0
+        if not self.needs_cudagraph_capture():
+            return 0
+        set_cudagraph_capturing_enabled(True)  # a V1 runner of this process has disabled it after its captures
+        try:
+            return super().capture_model(**named)
+        finally:
+            set_cudagraph_capturing_enabled(False)
