@@ -1,4 +1,4 @@
-"""ACL graphs of the V2 runner: full graphs are replayed with this step's attention lengths, and the sizes fit the NPU's streams."""
+"""ACL graphs of the V2 runner: full graphs take the step's attention lengths at replay, and sizes fit the NPU's streams."""
 
 from typing import Any
 
