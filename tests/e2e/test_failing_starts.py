@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from harness import checkout, launcher, npus
+from harness.launcher import shared_memory
 
 VLLM = str(Path(sys.executable).parent / "vllm")
 SMALL = ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
@@ -121,7 +122,7 @@ OTHERS = {
         [], r"quantization", model=_change(quantization_config={"quant_method": "nobody's"})
     ),
     "SIGTERM while the engine starts": Case(
-        [], "interrupted by SIGTERM", -signal.SIGINT, kill=(ENGINE, "bin/vllm serve", signal.SIGTERM)
+        TP2, "interrupted by SIGTERM", -signal.SIGINT, npus=2, kill=("rank=1 local_rank=1", "bin/vllm serve", signal.SIGTERM)
     ),
     "ctrl-C while modules are imported": Case(
         [], "interrupted by SIGINT", -signal.SIGINT, kill=("emulated NPU", "", signal.SIGINT)
@@ -131,7 +132,10 @@ OTHERS = {
 
 
 def play(case: Case, patience: float = 400) -> dict[str, Any]:
-    """The last line, exit status and output of a start, its seconds (of an end by a signal those after it), and what is left."""
+    """The last line, exit status and output of a start, its seconds (of an end by a signal those after it), and what is left.
+
+    Left are processes, files in its temporary directory, sockets among them, and shared memory that its processes have had open.
+    """
     with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         model, temporary = directory / "model", directory / ("t" * 90 if case.variables else "t")
@@ -151,14 +155,15 @@ def play(case: Case, patience: float = 400) -> dict[str, Any]:
         if soc := environ.get("ASCEND_EMULATOR_SOC"):
             emulated = ["--npus", str(case.npus), "--soc", soc, "--memory", "1GiB"]
             command = [sys.executable, "-m", "ascend_emulator.cli", "run", *emulated, "--", *command]
-        log, began = directory / "log", time.time()
+        log, began = directory / "log", time.monotonic()
         with log.open("w") as out:
             process = psutil.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=_listen
             )
+        shared: set[str] = set()
         try:
-            since = _act(process, log, case.kill, patience) if case.kill else time.monotonic() - (time.time() - began)
-            process.wait(patience)
+            since = _act(process, log, case.kill, patience, shared) if case.kill else began
+            _wait(process, patience, shared)
             seconds = time.monotonic() - since
             left = _left(process.pid)
         finally:
@@ -166,6 +171,7 @@ def play(case: Case, patience: float = 400) -> dict[str, Any]:
                 each.kill()
         text = log.read_text()
         files = [file.name for file in temporary.iterdir() if not file.name.startswith("torchinductor")]
+        files += [name for name in shared if Path(name).exists()]
         return {
             "last": text.splitlines()[-1],
             "status": process.returncode,
@@ -179,17 +185,27 @@ def _listen() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background processes ignore it
 
 
-def _act(process: psutil.Popen, log: Path, kill: tuple[str, str, int], patience: float) -> float:
+def _act(process: psutil.Popen, log: Path, kill: tuple[str, str, int], patience: float, shared: set[str]) -> float:
+    """Wait for the text and send the signal; returns when."""
     text, name, number = kill
     deadline = time.monotonic() + patience
     while text not in log.read_text():
         assert process.poll() is None, log.read_text()[-3000:]
         assert time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.05)
+    shared |= shared_memory(_session(process.pid))
     victims = [each for each in _session(process.pid) if name in " ".join(each.cmdline())]
     for each in victims[-1:] if name else victims:
         each.send_signal(number)
     return time.monotonic()
+
+
+def _wait(process: psutil.Popen, patience: float, shared: set[str]) -> None:
+    deadline = time.monotonic() + patience
+    while process.poll() is None:
+        assert time.monotonic() < deadline, f"not ended after {patience:g} s"
+        shared |= shared_memory(_session(process.pid))
+        time.sleep(0.1)
 
 
 def _session(leader: int) -> list[psutil.Process]:

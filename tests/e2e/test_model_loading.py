@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import checkout, layouts, npus
-from harness.models import quantize
+from harness.models import fp8, quantize
 from harness.models.quantize import Spec
 
 PROGRAM = checkout.PROGRAMS / "load_weights.py"
@@ -22,6 +22,13 @@ SHAPE = {
     "num_key_value_heads": 4,
     "head_dim": 64,
     "max_position_embeddings": 1024,
+}
+FP8_SHAPE: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_experts": 8,
+    "moe_intermediate_size": 512,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 4,
 }
 DIES = [f"dies at {tenth}0 %" for tenth in range(10)]
 
@@ -44,6 +51,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         dtype=torch.bfloat16,
         inputs={},
     )
+    fp8.make(directory, "fp8", **FP8_SHAPE)
     case = layouts.case("loading", layouts.ADDER, {})
     done = npus.run(1, sys.executable, str(PROGRAM), str(directory), json.dumps(case), VLLM_PLUGINS="")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -57,6 +65,20 @@ def test_every_strategy_gives_the_same_weights(result: dict[str, Any]) -> None:
     assert result["peer"]["digest"] == result["default"]
     assert result["sharded state"]["digest"] == result["default"]
     assert result["quantized"]["digest"] == result["quantized default"] != result["default"]
+
+
+@pytest.mark.parametrize(("target", "bytes_each"), [("dequantize", 2), ("W8A8_DYNAMIC", 1)])
+def test_fp8_is_converted_layer_by_layer(result: dict[str, Any], target: str, bytes_each: int) -> None:
+    """The most memory while loading is that of the converted model and two layers."""
+    found = result["fp8"][target]
+    layer = bytes_each * FP8_SHAPE["hidden_size"] * (3 * FP8_SHAPE["num_experts"] * FP8_SHAPE["moe_intermediate_size"] + 768)
+    print(f"{target}: {found['most'] / 2**20:.1f} MiB, at the end {found['final'] / 2**20:.1f}, a layer {layer / 2**20:.1f}")
+    assert found["final"] > FP8_SHAPE["num_hidden_layers"] * layer
+    assert found["most"] <= found["final"] + 2 * layer
+
+
+def test_dequantized_fp8_is_the_dequantized_checkpoint_bit_for_bit(result: dict[str, Any]) -> None:
+    assert result["fp8"]["dequantize"]["digest"] == result["fp8 plain"]["digest"] != result["fp8"]["W8A8_DYNAMIC"]["digest"]
 
 
 @pytest.mark.parametrize("case", ["peer", "quantized"])

@@ -89,6 +89,16 @@ OTHERS["two nodes of Ray, TP2 PP2"] = {
     "kill": 1,
 }
 OTHERS["two nodes of Ray, TP2 PP2, a worker dies"] = OTHERS["two nodes of Ray, TP2 PP2"] | {"kill": "ray::RayWorkerProc"}
+for name in ("two machines", "two machines, data parallel"):
+    headless, server = OTHERS[name]["machines"]
+    OTHERS[f"{name}, no shared directory"] = OTHERS[name] | {"machines": [headless | {"hides": ["{directory}/1"]}, server]}
+OTHERS["two machines, TP2 PP2"] = {
+    "machines": [
+        machine(1, *SERVE, *TP2, "--pipeline-parallel-size", "2", *NODES, "--node-rank", "1", "--headless", npus="2,3"),
+        machine(0, *SERVE, *TP2, "--pipeline-parallel-size", "2", *NODES, "--node-rank", "0", npus="0,1"),
+    ],
+    "kill": 0,
+}
 OTHERS["two machines, idle, rank 0's dies"] = OTHERS["two machines"] | {"kill": 1, "idle": True}
 """Run by hand: `PYTHONPATH=tests ascend-emulator run -- python tests/e2e/test_multi_node.py NAME…`."""
 

@@ -20,6 +20,7 @@ CASES = {
     "dense PP2": ("adder", "bfloat16", "PP2", "FusedAttentionImpl"),
     "shared experts, groups, TP2": ("glm4-moe", "float32", "TP2", "NPUFusedMoEMethod"),
     "dense TP2 DCP2": ("one-key-head", "bfloat16", "TP2 DCP2", "FusedAttentionImpl"),
+    "latents TP2 DCP2": ("deepseek-v3", "bfloat16", "TP2 DCP2", "FusedLatentAttentionImpl"),
     "DP2 EP2 by alltoall": ("qwen3-moe", "float32", "DP2 EP2 alltoall", "alltoall"),
     "DP2 EP2 by mc2": ("mixtral", "bfloat16", "DP2 EP2", "mc2"),
 }
@@ -54,6 +55,10 @@ def test_answers_are_those_of_transformers(served: dict[str, Any], models: dict[
     else:  # rounding can turn a near tie, of tokens or of experts
         assert others <= 3
         assert mean < 0.1
+
+
+def test_pipeline_stage_waits_before_it_overwrites_inputs(served: dict[str, Any]) -> None:
+    assert served["dense PP2"]["waits"]
 
 
 @pytest.mark.slow

@@ -1,15 +1,18 @@
 """Quantized models served by vLLM, compared with transformers with dequantized weights.
 
-Here are four models, whose layers have different schemes; `tools/check quantized` runs all, and breaks each scheme once.
+Here are four models, whose layers have different schemes; `tools/check quantized` runs all, and breaks each scheme once. FP8
+models have experts, and a dense first layer; gpt-oss has biases, clipped SwiGLU and sinks.
 """
 
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import checkout, layouts, npus, quantized
+from harness.models import fp8, gpt_oss
 
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}  # with torch.compile's fusions
@@ -21,6 +24,15 @@ CASES = {
     "experts, compressed-tensors": ("experts", "compressed-tensors", "bfloat16", False, TP1, "QuantizedExperts"),
     "linear layers with biases, GPTQ by layer, TP2": ("dense", "gptq", "bfloat16", False, EAGER, "FusedAttentionImpl"),
     "experts, AWQ, TP2": ("experts", "awq", "float16", False, EAGER, "QuantizedExperts"),
+}
+INT8 = {"additional_config": {"ascend": {"platform": {"fp8": "W8A8_DYNAMIC"}}}}
+# name: (format, dtype, engine, what it is served by)
+FP8_CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "FP8 blocks, TP2": ("fp8", "float32", EAGER, "DequantizedExperts"),
+    "FP8 blocks to W8A8_DYNAMIC, TP2": ("fp8, all experts", "bfloat16", EAGER | INT8, "RequantizedExperts"),
+    "FP8 by block, channel and matrix, compressed-tensors": ("compressed-tensors", "bfloat16", TP1, "DequantizedExperts"),
+    "gpt-oss, MXFP4, TP2": ("mxfp4", "float32", EAGER, "ExpandedExperts"),
+    "gpt-oss, MXFP4, in full graphs": ("mxfp4", "bfloat16", TP1, "SinkAttentionImpl"),
 }
 
 
@@ -45,8 +57,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, quantized.Mode
 
 
 @pytest.fixture(scope="module")
-def served(models: dict[str, quantized.Model]) -> dict[str, Any]:
+def fp8_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """The models in FP8, and dequantized."""
+    directory = tmp_path_factory.mktemp("fp8")
+    made = {form: fp8.make(directory, form) for form in ("fp8", "compressed-tensors")} | {"mxfp4": gpt_oss.make(directory)}
+    # every token to every expert: int8 inputs of a router change which experts are chosen, and with them all that follows
+    return made | {"fp8, all experts": fp8.make(directory / "all", "fp8", num_experts_per_tok=fp8.COMMON["num_experts"])}
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[str, quantized.Model], fp8_models: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
     cases = [quantized.case(name, model, CASES[name][4]) for name, model in models.items()]
+    for name, (form, dtype, engine, _) in FP8_CASES.items():
+        cases.append(layouts.case(name, fp8_models[form][0], engine, dtype=dtype))
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
     return npus.by_name(done)
 
@@ -78,3 +101,18 @@ def test_log_probabilities_are_those_of_dequantized_weights(
         if its.spec == own.spec:
             alike.put(other, quantized.wrong_scale(its))
     assert alike.compare(answers)[2] > quantized.BOUND, scheme
+
+
+@pytest.mark.parametrize("name", FP8_CASES)
+def test_converted_weights_are_the_dequantized_ones(
+    served: dict[str, Any], fp8_models: dict[str, tuple[Path, Path]], name: str
+) -> None:
+    form, dtype, _, kind = FP8_CASES[name]
+    assert kind in served[name]["kinds"]
+    count, others, most, mean = layouts.compare(fp8_models[form][1], dtype, served[name]["results"])
+    print(f"{name}: {count} tokens, average {mean:.6f} at most {most:.6f}")
+    assert count == 33
+    if dtype == "float32":
+        assert (others, most < 1e-4) == (0, True)
+    else:
+        assert mean < (quantized.BOUND if kind == "DequantizedExperts" else quantized.FLOAT_BOUND)

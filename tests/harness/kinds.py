@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from harness import checkout, npus
 from harness.models import kinds as kind_models
+from harness.models import latent
 
 PROGRAM = checkout.PROGRAMS / "serve_kinds.py"
 SMALL = {"skip_tokenizer_init": True, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512}
@@ -40,9 +41,13 @@ class Kind(NamedTuple):
 
 
 FUSED, BUILT_IN = ["FusedAttentionImpl"], ["PagedAttentionImpl"]
+LATENT, BUILT_IN_LATENT = ["FusedLatentAttentionImpl"], ["PagedLatentAttentionImpl"]
 SINKS, ENCODERS = ["SinkAttentionImpl"], (["FusedEncoderAttentionImpl"], ["EncoderAttentionImpl"])
 KINDS: dict[str, Kind] = {name: Kind("generate", kind_models.decoder, SMALL, (FUSED, BUILT_IN)) for name in kind_models.DECODERS}
 KINDS["granite, sinks and windows"] = KINDS["granite, sinks and windows"]._replace(served_by=(SINKS, BUILT_IN))
+for _name in latent.MODELS:
+    KINDS[_name] = KINDS[_name]._replace(served_by=(LATENT, BUILT_IN_LATENT))
+KINDS["deepseek-v3, other widths"] = KINDS["deepseek-v3, other widths"]._replace(served_by=(BUILT_IN_LATENT, BUILT_IN_LATENT))
 for _name in ("gemma2, soft caps", "bloom, ALiBi"):
     KINDS[_name] = KINDS[_name]._replace(served_by=(BUILT_IN, BUILT_IN))
 KINDS |= {

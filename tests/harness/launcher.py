@@ -1,21 +1,35 @@
-"""Launch ranks as torchrun does, but forked from one process, so that torch and vLLM are imported once."""
+"""Launch ranks as torchrun does, but forked from one process, so that torch and vLLM are imported once; find shared memory."""
 
+import contextlib
 import gc
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
+    """Files of shared memory that the processes have open."""
+    names: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            names |= set(re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE))
+    return names
 
 
 def torchrun_variables(rank: int, ranks: int, port: int) -> dict[str, str]:

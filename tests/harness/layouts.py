@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import checkout, npus
+from harness.models import latent
 
 ADDER = checkout.ADDER
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
@@ -53,6 +54,7 @@ COMMON = ATTENTION | {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+OF_LATENTS = OF_EXPERTS | {name: layout for name, layout in OF_ONE_KEY_HEAD.items() if "DCP2" in name}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-key-head": ("Qwen3", {"intermediate_size": 256, "num_key_value_heads": 1}),
     "mixtral": ("Mixtral", {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -66,6 +68,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "deepseek-v3": latent.MODELS["deepseek-v3, yarn"],
     # DeepSeek-V3's routing (sigmoids, groups, a bias for the choice, a shared expert, a dense first layer) with dense attention
     "glm4-moe": (
         "Glm4Moe",
@@ -202,7 +205,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name in options.model or ["adder"]:
             model = ADDER if name == "adder" else make(name, Path(directory))
-            known = {"adder": LAYOUTS, "one-key-head": OF_ONE_KEY_HEAD}.get(name, OF_EXPERTS)
+            known = {"adder": LAYOUTS, "one-key-head": OF_ONE_KEY_HEAD, "deepseek-v3": OF_LATENTS}.get(name, OF_EXPERTS)
             half = options.dtype != "float32"  # all that mc2 takes
             taken = [layout for layout in known if half or "mc2" not in layout]
             for layout in options.layouts or taken:

@@ -1,5 +1,5 @@
-"""Import rules: packages meet in ascend_platform.extension alone, product code does not know the emulator, tools/ and tests/ do
-not import each other, and no modules import each other in a circle."""
+"""Import rules: packages meet in ascend_platform's extension and transfer alone, product code does not know the emulator, tools/
+and tests/ do not import each other, and no modules import each other in a circle."""
 
 import ast
 import json
@@ -14,6 +14,7 @@ from harness import checkout
 PACKAGES = checkout.ROOT / "packages"
 OURS = {path.name for path in PACKAGES.glob("*/src/*") if path.is_dir()}
 FILES = sorted(path for path in PACKAGES.glob("*/src/**/*.py"))
+DOORS = ("ascend_platform.extension", "ascend_platform.transfer")
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -26,10 +27,10 @@ def imported(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGES)))
-def test_packages_import_only_the_extension_module_of_each_other(path: Path) -> None:
+def test_packages_import_only_the_interface_of_the_platform(path: Path) -> None:
     own = path.relative_to(PACKAGES).parts[2]
     across = [name for name in imported(path) if (top := name.split(".")[0]) in OURS and top != own]
-    assert [name for name in across if not f"{name}.".startswith("ascend_platform.extension.")] == []
+    assert [name for name in across if not f"{name}.".startswith(tuple(f"{each}." for each in DOORS))] == []
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ from types import ModuleType
 import ascend_platform
 from ascend_platform import extension
 
-siblings, crossed = json.loads(sys.argv[1]), set()
+siblings, doors, crossed = json.loads(sys.argv[1]), json.loads(sys.argv[2]), set()
 plain = builtins.__import__
 
 def own(depth=2):
@@ -134,7 +135,8 @@ def own(depth=2):
 def watched(name, globals=None, locals=None, fromlist=(), level=0):
     top = name.partition(".")[0]
     if level == 0 and (importer := own()) and top in (*siblings, "ascend_platform") and top != importer:
-        crossed.update({f"{importer}: {name}.{part}" for part in fromlist or [""]} - {f"{importer}: ascend_platform.extension"})
+        found = {f"{importer}: {name}.{part}" for part in fromlist or [""]}
+        crossed.update(each for each in found if not f"{each}.".startswith(tuple(f"{importer}: {door}." for door in doors)))
     return plain(name, globals, locals, fromlist, level)
 
 class Watched(ModuleType):
@@ -159,7 +161,7 @@ def crossings(path: Path | None = None) -> tuple[list[str], list[str]]:
     """Names that the siblings use of each other and of the platform when all their modules are imported, and these modules."""
     script = WATCH if path is None else f"import sys\nsys.path.insert(0, {str(path)!r})\n{WATCH}"
     names = SIBLINGS if path is None else sorted(each.name for each in path.iterdir())
-    command = [sys.executable, "-c", script, json.dumps(names)]
+    command = [sys.executable, "-c", script, json.dumps(names), json.dumps(DOORS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     crossed, loaded = json.loads(done.stdout.splitlines()[-1])
     return crossed, loaded

@@ -2,10 +2,11 @@
 
     python tests/programs/load_weights.py DIRECTORY CASE
 
-DIRECTORY has checkpoints: `plain`, `other` (the same architecture with other weights), `quantized`. CASE is as in
-serve_layout.py. Prints `RESULT {json}`.
+DIRECTORY has checkpoints: `plain`, `other` (the same architecture with other weights), `quantized`, `fp8`,
+`fp8-plain`. CASE is as in serve_layout.py. Prints `RESULT {json}`.
 """
 
+import gc
 import hashlib
 import json
 import logging
@@ -90,6 +91,17 @@ def sharded(model: Path) -> dict[str, Any]:
     return {"digest": digest(made)}
 
 
+def memory(model: Path, target: str) -> dict[str, Any]:
+    """Bytes on the NPU while an FP8 checkpoint is loaded and converted: the most, and at the end; the weights' digest."""
+    gc.collect()
+    torch.npu.empty_cache()
+    before = torch.npu.memory_allocated()
+    torch.npu.reset_peak_memory_stats()
+    made, _ = load(str(model), 0, {}, load_format="auto", additional_config={"ascend": {"platform": {"fp8": target}}})
+    found = {"most": torch.npu.max_memory_allocated() - before, "final": torch.npu.memory_allocated() - before}
+    return found | {"digest": digest(made)}
+
+
 def main(directory: Path, case: dict[str, Any]) -> None:
     plain = directory / "plain"
     result: dict[str, Any] = {}
@@ -118,6 +130,8 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     result["quantized"] = attempt(directory / "quantized", at(quantized))
     result["other quantization"] = attempt(plain, at(quantized))
     result["sharded state"] = sharded(plain)
+    result["fp8"] = {target: memory(directory / "fp8", target) for target in ("dequantize", "W8A8_DYNAMIC")}
+    result["fp8 plain"] = attempt(directory / "fp8-plain", {}, load_format="auto")
     result["quantized sharded state"] = sharded(directory / "quantized")
 
     _, port = serve(Path(case["model"]))

@@ -20,7 +20,12 @@ from ascend_model_loader import FORMATS, server
 from ascend_model_loader.chunks import CHUNK_BYTES
 from ascend_model_loader.loader import PeerModelLoader
 from vllm.config import set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed import (
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+    parallel_state,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -54,7 +59,9 @@ def load(model: str, device: int, extra: dict[str, Any], **engine: Any) -> tuple
         if not torch.distributed.is_initialized():
             torch.npu.set_device(device)
             init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", device, "hccl")
-            ensure_model_parallel_initialized(1, 1)
+        if config.model_config.is_moe and parallel_state._EP is None:
+            destroy_model_parallel()  # vLLM makes groups for a dense model without those of experts
+        ensure_model_parallel_initialized(1, 1)
         for name in FORMATS:
             if name not in _LOAD_FORMAT_TO_MODEL_LOADER:
                 register_model_loader(name)(Loader)

@@ -70,7 +70,7 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     modules = {type(module).__name__ for module in runner.get_model().modules()}
     return {
         "results": answers(engine, case),
-        "kinds": sorted({type(layer.impl).__name__ for layer in layers} | (modules & VISION)),
+        "kinds": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")} | (modules & VISION)),
         "groups": len(runner.kv_cache_config.kv_cache_groups),
         "dtype": str(config.model_config.dtype),
         "graphs": config.compilation_config.cudagraph_mode.name,

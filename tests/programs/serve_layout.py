@@ -68,7 +68,8 @@ def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
     parallel = engine.llm_engine.vllm_config.parallel_config
     mine = range(parallel.data_parallel_rank, len(case["prompts"]), parallel.data_parallel_size)
     mode = engine.llm_engine.vllm_config.compilation_config.cudagraph_mode
-    return {"results": answers(engine, case, mine), "kinds": attention_and_experts(engine), "mode": mode.name}
+    waits = engine.collective_rpc(lambda worker: worker.model_runner.prepare_inputs_event is not None)[0]
+    return {"results": answers(engine, case, mine), "kinds": attention_and_experts(engine), "mode": mode.name, "waits": waits}
 
 
 def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]:
@@ -85,7 +86,7 @@ def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]
 def external_launcher(case: dict[str, Any]) -> dict[str, Any]:
     found = play(case, case["ranks"], lambda: rank_of_external_launcher(case))
     results = by_prompt([rank["results"] for rank in found], case)
-    return {"results": results, "kinds": found[0]["kinds"], "mode": found[0]["mode"]}
+    return {"results": results, "kinds": found[0]["kinds"], "mode": found[0]["mode"], "waits": found[0]["waits"]}
 
 
 async def executor(case: dict[str, Any]) -> dict[str, Any]:

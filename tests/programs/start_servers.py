@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 from harness import launcher
+from harness.launcher import shared_memory
 
 PR_SET_CHILD_SUBREAPER = 36
 READY = 400.0  # seconds for all that a case starts
@@ -188,16 +189,6 @@ def below() -> list[psutil.Process]:
             elif process.ppid() == os.getpid():
                 os.waitpid(process.pid, os.WNOHANG)  # an orphan that has come to this process
     return found
-
-
-def shared_memory(processes: list[psutil.Process]) -> set[str]:
-    """Files of shared memory that the processes have open."""
-    names: set[str] = set()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            names |= set(re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE))
-    return names
 
 
 @contextlib.contextmanager

@@ -26,7 +26,9 @@ COMPONENTS = {
     "ascend-patches",
 }
 META, EMULATOR = "vllm-ascend-all", "ascend-emulator"
-EMULATOR_SIZE = 500_000  # its C++ sources travel in the wheel and are compiled where it is used; no other wheel has any
+# Bytes of a wheel where 200,000 do not do: ascend-platform has two model runners, and the emulator's C++ sources travel in its
+# wheel and are compiled where it is used; no other wheel has any.
+LARGEST = {"ascend-platform": 300_000, EMULATOR: 500_000}
 REPOSITORY = "https://github.com/vllm-ascend-all/vllm-ascend-all"
 NAMES = sorted({*COMPONENTS, META, EMULATOR})
 # Imported only where it is installed: colours of the doctor, and the emulator's plugin, which pytest loads.
@@ -98,7 +100,7 @@ def test_wheel_is_pure_python_and_small(wheels: dict[str, Wheel], name: str) -> 
     assert wheel.path.name.endswith("-py3-none-any.whl")
     assert b"Root-Is-Purelib: true" in wheel.dist_info("WHEEL")
     assert not [file for file in wheel.files if file.endswith((".so", ".o", ".pyc"))]
-    assert wheel.path.stat().st_size < (EMULATOR_SIZE if name == EMULATOR else 200_000)
+    assert wheel.path.stat().st_size < LARGEST.get(name, 200_000)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
+import importlib
 import json
 import os
 import signal
@@ -11,6 +13,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,11 +71,13 @@ MODELS = {
     },
 }
 PLUGIN = """
-import json, os
+import gc, json, os
 def pytest_collection_finish(session):
     from ascend_platform.triton_overrides import drafter
     from ascend_platform.worker import model_runner  # some tests call what is in vLLM's modules without a worker of ours
     drafter.install()  # as the model runner does where tokens are drafted
+    gc.unfreeze = lambda: None  # vLLM's cleanup after each case would walk through all that is imported
+    gc.freeze()
 def keep(**fields):
     with open(os.environ["UPSTREAM_RESULTS"], "a") as file:
         print(json.dumps(fields), file=file)
@@ -103,6 +108,16 @@ def prepare() -> dict[str, str]:
     (HOME / "upstream_plugin.py").write_text(PLUGIN)
     variables = {"HF_HOME": str(models), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(extra), str(HOME)])}
     return os.environ | variables | {"OMP_NUM_THREADS": "1"}
+
+
+def warm_up(tests: Path, variables: dict[str, str]) -> None:
+    """Import what all files import, once for all forks."""
+    from ascend_platform.worker import worker  # noqa: F401
+
+    sys.path[:0] = [str(tests.parent), *variables["PYTHONPATH"].split(os.pathsep)]
+    for name in ("pytest", "tests.conftest"):
+        importlib.import_module(name)
+    gc.freeze()  # forks would copy it otherwise
 
 
 def run(tests: Path, name: str, variables: dict[str, str], deadline: float) -> list[dict[str, str]]:
@@ -138,7 +153,6 @@ def _work(tests: Path, name: str, variables: dict[str, str], log: Path) -> NoRet
             os.dup2(out.fileno(), 2)
         os.environ.update(variables)
         os.chdir(tests.parent)
-        sys.path[:0] = [str(tests.parent), *variables["PYTHONPATH"].split(os.pathsep)]
         sys.argv = ["pytest"]
         import pytest
 
@@ -147,41 +161,60 @@ def _work(tests: Path, name: str, variables: dict[str, str], log: Path) -> NoRet
         os._exit(int(status))
 
 
-def judged(entry: dict, found: list[dict[str, str]]) -> list[str]:
+def label_of(message: str, reasons: list[dict]) -> str:
+    """The label of the reason whose pattern is in a failure's message, or ""."""
+    return next((each["label"] for each in reasons if fnmatch.fnmatchcase(message, f"*{each['message']}*")), "")
+
+
+def judged(entry: dict, found: list[dict[str, str]], reasons: list[dict]) -> list[str]:
     """Deviations from the allow-list, one line each."""
     wrong, fails = [], entry.get("fails", {})
+    labels: Counter[str] = Counter()
     failed = [case for case in found if case["outcome"] == "failed"]
     for case in failed:
-        if not any(fnmatch.fnmatchcase(case["case"], pattern) for pattern in fails):
+        if any(fnmatch.fnmatchcase(case["case"], pattern) for pattern in fails):
+            continue
+        if label := label_of(case["message"], reasons):
+            labels[label] += 1
+        else:
             wrong.append(f"{case['case'] or 'the file'} failed: {case['message'].splitlines()[0] if case['message'] else ''}")
     for pattern in fails:
         if not any(fnmatch.fnmatchcase(case["case"], pattern) for case in failed):
             wrong.append(f"{pattern} is expected to fail, and nothing of it did: take it off the list")
+    for label in {each["label"] for each in reasons}:
+        if labels[label] != entry.get(label, 0):
+            wrong.append(f"{labels[label]} cases failed for the reason '{label}'; the list says {entry.get(label, 0)}")
     passed = len({case["case"] for case in found if case["outcome"] == "passed"})
     if passed != entry["passes"]:
         wrong.append(f"{passed} cases passed; the list says {entry['passes']}")
     return wrong
 
 
-def report(entries: list[dict], version: str) -> str:
+def report(entries: list[dict], reasons: list[dict], version: str) -> str:
     """The page of the documentation."""
     total = sum(entry["passes"] for entry in entries)
-    rows = [f"| `{e['name']}` | {e['passes']} | {len(e.get('fails', {})) or ''} |" for e in entries]
-    reasons = [f"- `{e['name']}`, `{pattern}`: {why}" for e in entries for pattern, why in e.get("fails", {}).items()]
+    labels = list(dict.fromkeys(each["label"] for each in reasons))
+    rows = [
+        " | ".join([f"| `{e['name']}`", *(str(e.get(key, "")) for key in ("passes", *labels)), f"{len(e['fails']) or ''} |"])
+        for e in entries
+    ]
+    counts = ", ".join(f"{sum(e.get(label, 0) for e in entries)} {label}" for label in labels)
+    messages = [f"- {each['label']}: `{each['message']}`: {each['why']}" for each in reasons]
+    patterns = [f"- `{e['name']}`, `{pattern}`: {why}" for e in entries for pattern, why in e.get("fails", {}).items()]
     return f"""# vLLM's own tests
 
-`tools/upstream --suite vllm` runs these files of vLLM {version}'s tests with the platform installed, on emulated NPUs, without
-a network and without a model's weights. {total} cases have to pass; {len(reasons)} patterns of cases are expected to fail. The
-list is `tools/upstream_tests/vllm.toml`; a case that fails and is not in it, one that is in it and passes, and a number that
-is not the list's end the command with 1.
+`tools/upstream --suite vllm` runs {len(entries)} files of vLLM {version}'s tests with the platform installed, on emulated
+NPUs, without a network and without a model's weights. {total} cases have to pass. Expected to fail, by the error's message:
+{counts}; and {len(patterns)} patterns of cases. The list is `tools/upstream_tests/vllm.toml`; a case that fails and is not in
+it, one that is in it and passes, and a number that is not the list's end the command with 1.
 
-| file | have to pass | patterns expected to fail |
-|---|---|---|
+| file | have to pass | {" | ".join(labels)} | patterns |
+|---|---|{"---|" * len(labels)}---|
 {chr(10).join(rows)}
 
 ## Why
 
-{chr(10).join(reasons)}
+{chr(10).join(messages + patterns)}
 """
 
 
@@ -190,19 +223,21 @@ def main(tests: Path, patterns: list[str], deadline: float) -> int:
     variables = prepare()
     os.environ.update({key: value for key, value in variables.items() if key.startswith("HF_")})  # read at import
     import vllm
-    from ascend_platform.worker import model_runner  # noqa: F401
 
-    entries = tomllib.loads(LIST.read_text())["files"]
+    warm_up(tests, variables)
+    listed = tomllib.loads(LIST.read_text())
+    entries = [counts | {"name": name, "fails": listed["fails"].get(name, {})} for name, counts in listed["files"].items()]
+    reasons = listed["reasons"]
     chosen = [e for e in entries if not patterns or any(fnmatch.fnmatch(e["name"], f"*{pattern}*") for pattern in patterns)]
     wrong = 0
     for number, entry in enumerate(chosen, 1):
         started = time.monotonic()
-        lines = judged(entry, run(tests, entry["name"], variables, deadline))
+        lines = judged(entry, run(tests, entry["name"], variables, deadline), reasons)
         print(
             f"[{time.monotonic() - started:4.0f} s {number}/{len(chosen)}] {entry['name']}: {'; '.join(lines) or 'as listed'}",
             flush=True,
         )
         wrong += bool(lines)
     if not patterns:
-        REPORT.write_text(report(entries, vllm.__version__.partition("+")[0]))
+        REPORT.write_text(report(entries, reasons, vllm.__version__.partition("+")[0]))
     return 1 if wrong else 0

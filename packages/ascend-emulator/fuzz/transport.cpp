@@ -15,6 +15,8 @@
 namespace emu {
 void check_not_aborted() {}
 void note(const char*) {}
+bool has_current_device() { return false; }
+int current_device() { return 0; }
 Registration::Registration(const char*, Effect, const char*) {}
 const Chip& chip() {
   static const Chip instance;

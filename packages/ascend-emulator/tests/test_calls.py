@@ -108,6 +108,27 @@ def test_aborting_a_device_s_tasks_ends_a_wait(run):
     assert done.stdout.strip() == "0", done.stderr
 
 
+def test_aborting_a_device_s_tasks_waits_for_the_operator_that_runs(run):
+    """The caller may free the operator's memory then. Two seconds of computing: the wait was limited to one."""
+    script = """
+        import ctypes, time, torch
+        acl, x, side = ctypes.CDLL("libascendcl.so"), torch.ones(6144, 6144, device="npu"), torch.npu.Stream()
+        torch.npu.synchronize()
+        with torch.npu.stream(side):
+            y = x @ x
+        side.npu_stream  # empties torch_npu's queue
+        started = time.process_time()
+        while time.process_time() - started < 0.2:  # until it runs
+            time.sleep(0.01)
+        assert acl.aclrtDeviceTaskAbort(0, 0) == 0
+        ended = time.process_time()
+        time.sleep(0.5)
+        print(ended - started > 1.2, time.process_time() - ended < 0.05)
+    """
+    done = run("run", "--", sys.executable, "-c", textwrap.dedent(script), OMP_NUM_THREADS="1")
+    assert done.stdout.strip() == "True True", (done.stdout, done.stderr)
+
+
 def test_memory_is_shared_with_listed_processes_alone(acl):
     memory, key = c_void_p(), ctypes.create_string_buffer(65)
     assert acl.aclrtMallocAlign32(byref(memory), c_size_t(1 << 21), 0) == 0

@@ -113,7 +113,7 @@ def test_without_torch_npu_one_line_names_what_to_install():
 def test_second_build_is_instant(run):
     started = time.monotonic()
     done = run("build")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30  # a compilation takes minutes
     assert (done.stdout, done.stderr) == (f"{build.library_dir()}\n", "")
 
 

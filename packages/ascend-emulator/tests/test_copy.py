@@ -68,6 +68,15 @@ def test_reinterpreted_bits():
     assert torch.equal(x.bfloat16().npu().view(torch.uint8).clone().cpu(), x.bfloat16().view(torch.uint8))
 
 
+def test_no_chip_but_950_computes_in_float8():
+    x = torch.tensor([1.0, -2.0, 448.0]).to(torch.float8_e4m3fn)
+    assert torch.equal(x.npu().cpu().float(), x.float())  # bytes are copied
+    for call in (lambda: x.npu().float(), lambda: torch.ones(3, device="npu").to(torch.float8_e4m3fn)):
+        with pytest.raises(RuntimeError, match="161002"):
+            call()
+    assert torch.equal(x.view(torch.uint8).npu().int().cpu(), x.view(torch.uint8).int())
+
+
 SPLITS = {
     "channel_shuffle": lambda x: torch.channel_shuffle(x.view(1, 4, 6, 1), 2),
     "split into copies": lambda x: tuple(torch.split_with_sizes_copy(x, [1, 2, 3], 1)),

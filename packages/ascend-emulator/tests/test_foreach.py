@@ -38,6 +38,12 @@ def test_unary(agree, name, dtype):
     agree(_in_place(getattr(torch, f"_foreach_{name}_")), values(dtype), ulps=16)
 
 
+def test_abs_of_bools():
+    """Atlas A3 passes PyTorch's test of it; PyTorch on CPUs has no such kernel."""
+    x = torch.tensor([True, False]).npu()
+    assert torch._foreach_abs([x])[0].tolist() == x.abs().tolist() == [True, False]
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", BINARY)
 def test_binary(agree, name, dtype):

@@ -304,6 +304,30 @@ def test_latent_attention_over_pages(queries, order, layout):
     close(lse, arranged(sums, "TND") if lengths else sums, ulps=2e4)
 
 
+@pytest.mark.parametrize(
+    ("requests", "tokens", "said"),
+    [(4097, 1, "has 4097 entries"), (1, 2, "sparse_mode is 0"), (1, 17, "a request has 17 query tokens")],
+)
+def test_limits_of_latent_attention_over_pages(requests, tokens, said):
+    query, rope = (torch.zeros(requests * tokens, 1, size, dtype=torch.bfloat16, device="npu") for size in (512, 64))
+    cache, rope_cache = (torch.zeros(1, 128, size, dtype=torch.bfloat16, device="npu") for size in (512, 64))
+    with pytest.raises(RuntimeError, match=said):
+        torch_npu.npu_fused_infer_attention_score_v2(
+            query,
+            cache,
+            cache,
+            query_rope=rope,
+            key_rope=rope_cache,
+            num_query_heads=1,
+            num_key_value_heads=1,
+            input_layout="TND",
+            block_table=torch.zeros(requests, 1, dtype=torch.int32, device="npu"),
+            block_size=128,
+            actual_seq_qlen=[tokens * (i + 1) for i in range(requests)],
+            actual_seq_kvlen=[100] * requests,
+        )
+
+
 def test_latent_attention_without_pages():
     query, key, value = (torch.randn(9, 4, 128).bfloat16() for _ in range(3))
     ropes = torch.randn(2, 9, 4, 64).bfloat16()

@@ -304,9 +304,64 @@ def test_grouped_matmul_swiglu_quant():
     assert ((values[:6].cpu().double() - wide / step[:, None]).abs() <= 0.501).all()
 
 
+def int4(*shape):
+    """Values of four bits, and the same packed into int32 words."""
+    values = torch.randint(-8, 8, shape, dtype=torch.int8)
+    pairs = values.view(torch.uint8)
+    return values, ((pairs[..., ::2] & 15) | (pairs[..., 1::2] << 4)).contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("smooth", [torch.rand(2), torch.rand(2, 16)], ids=["experts", "columns"])
+def test_grouped_matmul_swiglu_quant_of_int4(smooth):
+    (x, x_words), (weight, weight_words) = int4(6, 32), int4(2, 32, 32)
+    scale, per_token, expert = torch.rand(2, 32) * 1e-2, torch.rand(6), torch.tensor([0, 0, 1, 1, 1, 1])
+    values, steps = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+        x_words.npu(),
+        [weight_words.npu()],
+        npu([scale]),
+        per_token.npu(),
+        torch.tensor([2, 4]).npu(),
+        smooth_scale=smooth.npu(),
+        group_list_type=1,
+    )
+    product = torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert])
+    gate, up = (product * scale.double()[expert] * per_token.double()[:, None]).chunk(2, -1)
+    wide = torch.nn.functional.silu(gate) * up * smooth.double().view(2, -1)[expert]
+    step = wide.abs().amax(-1) / 127
+    close(steps, step, ulps=64)
+    assert ((values.cpu().double() - wide / step[:, None]).abs() <= 0.501).all()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     {
+        "smooth scale": (
+            lambda a, b: torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+                a,
+                [b[None]],
+                [torch.ones(1, 8).npu()],
+                torch.ones(4).npu(),
+                torch.tensor([4]).npu(),
+                smooth_scale=torch.ones(1).npu(),
+            ),
+            "smooth_scale is given and x is Char; it belongs to an x of packed int4",
+        ),
+        "dequant mode": (
+            lambda a, b: torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+                a, [b[None]], [torch.ones(1, 8).npu()], torch.ones(4).npu(), torch.tensor([4]).npu(), dequant_mode=1
+            ),
+            "dequant_mode is 1; allowed: 0, unless x is int8 and weight int4",
+        ),
+        "columns": (
+            lambda a, b: torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+                a,
+                [torch.ones(1, 8, 10272, dtype=torch.int8).npu()],
+                [torch.ones(1, 10272).npu()],
+                torch.ones(4).npu(),
+                torch.tensor([4]).npu(),
+            ),
+            "weight has 10272 columns; allowed: up to 10240",
+        ),
         "rows": (
             lambda a, b: torch_npu.npu_quant_matmul(a, b[:5], b[0, :8].float(), output_dtype=torch.bfloat16),
             "x1 has 8 columns and x2 5 rows",

@@ -76,6 +76,12 @@ ON_HARDWARE = {
     "aclnnRelu: self": (functional.relu, (torch.float64, torch.int16), torch.int8),
     "aclnnSort: self": (torch.sort, (torch.float64,), torch.int64),
     "aclnnMaxDim: self": (lambda x: x.max(1), (torch.float64, torch.int32), torch.int64),
+    "aclnnMaxPool2dWithMask: self": (lambda x: functional.max_pool2d(x[None], 2), (torch.float64,), torch.float16),
+    "aclnnMaxPool3dWithArgmax: self": (
+        lambda x: functional.max_pool3d(x[None, None], (1, 2, 2)),
+        (torch.float64,),
+        torch.float16,
+    ),
     "aclnnCat: tensors": (lambda x: torch.cat([x, x]), (torch.complex128,), torch.complex64),
     "aclnnArange: out": (lambda x: torch.arange(3, dtype=x.dtype, device="npu"), (torch.int8, torch.int16), torch.int32),
     "aclnnVarMean: self": (torch.var_mean, (torch.bfloat16,), torch.float16),
@@ -116,7 +122,11 @@ LARGE = 1 << 20  # the dry run of such tensors is one of smaller tensors
     [
         (lambda x: x.acos_(), torch.int16, "aclnnInplaceAcos: result type Float can't be cast to the desired output type Short"),
         (lambda x: x.sqrt_(), torch.int64, "aclnnInplaceSqrt: result type Float can't be cast to the desired output type Long"),
-        (torch.abs, torch.bool, "aclnnAbs: \"abs_cpu\" not implemented for 'Bool'"),
+        (
+            lambda x: torch.linalg.cross(x[:3], x[:3]),
+            torch.bool,
+            "aclnnLinalgCross: \"cross\" not implemented for 'Bool'",
+        ),
         (lambda x: x.addcdiv_(x, x), torch.int32, "aclnnInplaceAddcdiv: Integer division with addcdiv is no longer supported"),
         (lambda x: torch.lerp(x, x, x), torch.int64, "aclnnLerp: \"lerp_kernel_tensor\" not implemented for 'Long'"),
         (

@@ -1,8 +1,9 @@
 """Shared secret: clients with another secret or none are refused at once."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 import zmq
@@ -16,37 +17,52 @@ from ascend_platform import extension
 OURS, OTHERS = CurveKeys(b"sixteen bytes or more"), CurveKeys(b"sixteen bytes, or more")
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.3], ids=["at once", "after the handshake"])
 @pytest.mark.parametrize("ours", [OURS, None], ids=["secret", "none"])
 @pytest.mark.parametrize("theirs", [OURS, OTHERS, None], ids=["secret", "another", "none"])
-def test_client_with_a_different_secret_is_refused(ours: CurveKeys | None, theirs: CurveKeys | None) -> None:
+def test_client_with_a_different_secret_is_refused(ours: CurveKeys | None, theirs: CurveKeys | None, pause: float) -> None:
+    """Also if the handshake fails before the first query: ZMQ then has no connection, and does not try again."""
     asked = []
     server = RpcServer(lambda question: asked.append(question) or Ack(), "127.0.0.1", keys=theirs)
     context = zmq.Context()
-    client = RpcClient(context, "127.0.0.1", server.port, 5.0, ours)
+    client = RpcClient(context, "127.0.0.1", server.port, 30.0, ours)
+    sleep(pause)
     began = monotonic()
     try:
         if ours is theirs:
-            assert client.call(Finish("r", "d", 0, 1), began + 5) == Ack()
+            assert client.call(Finish("r", "d", 0, 1), began + 30) == Ack()
         else:
             with pytest.raises(TransferError, match="authentication failed: the secrets differ or only one instance has one"):
-                client.call(Finish("r", "d", 0, 1), began + 5)
+                client.call(Finish("r", "d", 0, 1), began + 30)
             assert asked == []
-        assert monotonic() - began < 2
+        assert monotonic() - began < 10
     finally:
         client.close()
         context.destroy(linger=0)
         server.close()
 
 
+def test_server_takes_the_first_free_port_of_a_range() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            extension.RefusedError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*change kv_port, or host or ports"
+        ):
+            RpcServer(lambda question: Ack(), "127.0.0.1", port)
+        server = RpcServer(lambda question: Ack(), "127.0.0.1", range(port, min(port + 200, 65536)))
+        assert port < server.port
+        server.close()
+
+
 def test_client_with_only_the_public_keys_is_refused() -> None:
     server = RpcServer(lambda question: Ack(), "127.0.0.1", keys=OURS)
     context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    socket.curve_serverkey = OURS._server_keys[0]
-    socket.connect(f"tcp://127.0.0.1:{server.port}")
-    socket.send_multipart([b"1", b""])
-    assert not socket.poll(300)
+    client = context.socket(zmq.DEALER)
+    client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+    client.curve_serverkey = OURS._server_keys[0]
+    client.connect(f"tcp://127.0.0.1:{server.port}")
+    client.send_multipart([b"1", b""])
+    assert not client.poll(300)
     context.destroy(linger=0)
     server.close()
 

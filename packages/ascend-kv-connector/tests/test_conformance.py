@@ -95,6 +95,28 @@ class TestAscendP2PConnector(HandoffTests):
         self.check(other, dict.fromkeys(("metaserver", "ranks", "a"), prompt), 2)
         assert other.loaded["a"] >= 48
 
+    def test_request_that_waits_longer_than_the_lease(self, engine: Callable[..., Engine]) -> None:
+        options = P2P["kv_connector_extra_config"] | {"lease": 3}
+        one, other = (engine(kv_role=role, kv_connector_extra_config=options) for role in ("kv_producer", "kv_consumer"))
+        prompt, until = list(range(60)), monotonic() + 6
+        params = self.prefill_all(one, {"a": prompt})["a"]
+        for number in range(8):  # as many as run at once
+            other.add(f"busy-{number}", [number, 1, 2], 500)
+        other.step()
+        other.add("a", prompt, 2, params)
+        while monotonic() < until:
+            one.step()
+            other.step()
+            sleep(0.05)
+        assert "a" not in other.loaded
+        assert one.held
+        for number in range(8):
+            other.abort(f"busy-{number}")
+        other.run(lambda step: one.step())
+        one.run()
+        self.check(other, {"a": prompt}, 2)
+        assert other.loaded["a"] >= 48
+
     def test_transfers_do_not_wait_for_later_steps(self, engine: Callable[..., Engine]) -> None:
         one, other = engine(kv_role="kv_producer"), engine(kv_role="kv_consumer")
         given = {"a": list(range(100)), "b": list(range(1, 101))}

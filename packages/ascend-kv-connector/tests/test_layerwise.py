@@ -6,6 +6,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
+import zmq
 from aiohttp import web
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import Leases, PrefillProgress
@@ -163,6 +164,10 @@ def test_rejected_prefill_request_fails_the_transfer(instances: Callable) -> Non
     rank.answer(PrefillCancelled("t", "it has ended"))
     ((failed,),) = consumer.wait()
     assert (failed.kind, failed.cause) == ("peer", "the prefill instance cancelled it: it has ended")
+    rank.answer(PrefillCancelled("u", "it was too long"))  # before the request is scheduled
+    rank.start("u", None, consumer.take(8), 0, 8)
+    ((failed,),) = consumer.wait()
+    assert (failed.kind, failed.cause) == ("peer", "the prefill instance cancelled it: it was too long")
     rank.start("s", None, blocks, 0, 8)
     prompt.announce(consumer)
     rank.cancel_unstarted("s", "the router answers 503")  # although an instance runs the prefill
@@ -197,6 +202,29 @@ def test_notification_reaches_all_ranks(instances: Callable) -> None:
     prompt.compute(8)
     assert all(isinstance(outcome, Done) for (outcome,) in consumer.wait())
     notifier.close()
+
+
+def test_notification_of_a_rank_that_did_not_reply_is_repeated(instances: Callable) -> None:
+    """And instances that do not reply at all delay no others."""
+    with zmq.Context() as context:
+        silent = [context.socket(zmq.ROUTER) for _ in range(8)]
+        ranks = tuple(("127.0.0.1", socket.bind_to_random_port("tcp://127.0.0.1")) for socket in silent)
+        message, notifier = PrefillStarted("r", "p", "r", [("127.0.0.1", 1)]), PrefillNotifier(2.0)
+        for rank in ranks:
+            notifier.notify((rank,), message)
+        notifier.notify(ranks, message)
+        consumer, began = instances("d").consume(), monotonic()
+        notifier.notify(((consumer.consumers[0].server.host, consumer.consumers[0].server.port),), message)
+        while "r" not in consumer.consumers[0]._announced and monotonic() < began + 20.0:
+            sleep(0.01)
+        assert monotonic() - began < 10.0
+        seen = 0
+        while seen < 3 and silent[0].poll(20_000):  # the first attempts of two notifications, and one that is repeated
+            silent[0].recv_multipart()
+            seen += 1
+        assert seen == 3
+        notifier.close()
+        context.destroy(linger=0)
 
 
 def test_metaserver_client_posts_and_reports_failures() -> None:

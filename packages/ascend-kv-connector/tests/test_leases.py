@@ -49,6 +49,44 @@ def test_use_renews_the_lease_and_keeps_it(leases: Leases, clock: Clock) -> None
     assert list(leases.pop_ended()) == ["r"]
 
 
+def test_waiting_reader_renews_the_lease(leases: Leases, clock: Clock) -> None:
+    leases.grant("r", [3, 4], 7, 10)
+    for _ in range(5):
+        clock.now += 9
+        leases.renew("r", "d")
+        assert leases.pop_ended() == {}
+    leases.finish("r", "e", 0, 1)  # another one
+    assert leases.pop_ended() == {}
+    leases.finish("r", "d", 0, 1)
+    assert list(leases.pop_ended()) == ["r"]
+    leases.renew("r", "d")
+    assert len(leases) == 0
+
+
+def test_suspended_leases_end_and_admit_no_reader(leases: Leases) -> None:
+    leases.grant("r", [3, 4], 7, 10)
+    leases.track("s", [5], 7, PrefillProgress())
+    assert leases.suspend("asleep", 1.0)
+    assert leases.pop_ended() == {"r": "asleep"}
+    for name in ("r", "s", "t"):
+        with pytest.raises(TransferError, match="asleep"), leases.use(name, "d"):
+            pass
+    leases.resume()
+    leases.grant("t", [5], 7, 10)
+    with leases.use("t", "d"):
+        assert not leases.suspend("asleep", 0.01)  # it is being read
+
+
+def test_aborted_request_is_not_kept(leases: Leases) -> None:
+    leases.grant("r", [3, 4], 7, 10)
+    leases.grant("s", [5], 7, 10)
+    with leases.use("s", "d"):
+        leases.end("s")
+    leases.end("r")
+    leases.end("unknown")
+    assert leases.pop_ended() == {"r": "the router has aborted the request"}
+
+
 def test_lease_ends_when_all_readers_released_it(leases: Leases) -> None:
     leases.grant("r", [3], 7, 10)
     leases.finish("r", "d", 0, 2)

@@ -1,6 +1,10 @@
 """Transfers over Mooncake's transfer engine on the loopback interface."""
 
 import multiprocessing
+import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -47,6 +51,26 @@ def serve(pipe: Connection) -> None:
     transport.register(buffer)
     pipe.send((transport.session, buffer.data_ptr()))
     pipe.recv()
+
+
+IPV6 = """
+import torch
+from ascend_kv_connector.mooncake import MooncakeTransport
+
+one, other = (MooncakeTransport("::1", "tcp", None, range(20000, 20300)) for _ in range(2))
+sent, received = torch.arange(1 << 16, dtype=torch.int32), torch.zeros(1 << 16, dtype=torch.int32)
+for transport, buffer in ((one, sent), (other, received)):
+    transport.register(buffer.view(torch.uint8))
+other.read(one.session, sent.data_ptr(), received.data_ptr(), 4 << 16, 10.0)
+print("result", torch.equal(sent, received), one.session)
+"""
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 on this machine")
+def test_ipv6_address_and_ports_of_a_range() -> None:
+    """In a process of its own: Mooncake reads both settings when it is imported."""
+    done = subprocess.run([sys.executable, "-c", IPV6], capture_output=True, text=True, timeout=300, check=False)
+    assert re.search(r"^result True \[::1\]:20[0-2]\d\d$", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
 
 def test_killed_peer_is_an_error() -> None:

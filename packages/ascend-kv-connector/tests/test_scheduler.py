@@ -122,6 +122,36 @@ def test_fully_cached_prompt_is_declined() -> None:
     assert made.build_connector_meta(NOTHING).released == [SOURCE]
 
 
+def test_lease_is_renewed_while_a_request_waits_or_loads() -> None:
+    now = [100.0]
+    made = P2PScheduler("d", 4, True, True, trusted=TrustedAddresses(insecure=True), clock=lambda: now[0])
+    near = request(params=dict(ANSWER, remote_lease=30.0))
+    made.on_new_request(near)
+
+    def renewed(seconds: float) -> list[Source]:
+        now[0] += seconds
+        return made.build_connector_meta(NOTHING).renewed
+
+    assert [renewed(9.0), renewed(2.0), renewed(9.0), renewed(2.0)] == [[], [SOURCE], [], [SOURCE]]
+    made.get_num_new_matched_tokens(near, 8)
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), 13)
+    assert renewed(11.0) == [SOURCE]  # its transfer may wait, too
+    made.update_finished_loads(["near"])
+    assert renewed(50.0) == []
+    for params in (dict(ANSWER, remote_request_id="far2"), dict(ANSWER, remote_num_tokens=20, remote_prompt_digest="other")):
+        left = request(params=params, name="left")
+        made.on_new_request(left)
+        left.status = RequestStatus.FINISHED_ABORTED
+        made.request_finished(left, [])
+        assert renewed(50.0) == []
+
+
+def test_router_frees_what_it_has_aborted() -> None:
+    made = scheduler()
+    made.on_new_request(request(params={"do_remote_decode": True, "aborted_request": ["far", 3]}))
+    assert made.build_connector_meta(NOTHING).unwanted == ["far"]
+
+
 def test_request_aborted_before_scheduling_is_declined() -> None:
     made, near = scheduler(), request(params=dict(ANSWER))
     near.status = RequestStatus.FINISHED_ABORTED

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ascend_kv_connector.store.chunk_format import FOOTER_BYTES, is_intact, read_footer, write_footer
 from ascend_kv_connector.store.disk import DiskPool
 from ascend_kv_connector.store.options import StoreOptions
@@ -22,6 +23,7 @@ from ascend_kv_connector.testing import BLOCK, Engine, one_rank, prompts  # noqa
 from ascend_platform.extension import RefusedError
 from harness.kv import store_faults
 from harness.kv.store_engines import Suite
+from safetensors.torch import save_file
 
 CHUNK = 12288
 """Bytes of a block of the suite, all layers."""
@@ -84,6 +86,30 @@ def test_different_layouts_and_hashes_do_not_share(engine: Callable[..., Engine]
     assert not any(serve(engine(hf_overrides={"rope_theta": 7.0}), dict(list(LONG.items())[:1]), "model").values())
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert not any(serve(engine(), dict(list(LONG.items())[:1]), "seed").values())
+
+
+def test_weights_replaced_under_the_same_path_do_not_share(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    one = dict(list(LONG.items())[:1])
+    weights = torch.arange(1000.0)
+    save_file({"weight": weights}, tmp_path / "model" / "model.safetensors")
+    serve(engine(), one, "first")
+    assert all(serve(engine(), one, "the same").values())
+    save_file({"weight": weights + 1}, tmp_path / "model" / "model.safetensors")
+    assert not any(serve(engine(), one, "trained on").values())
+
+
+def test_temporary_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "space" / "abc").mkdir(parents=True)
+    old, young, chunk = (tmp_path / "space" / "abc" / name for name in (".abcd.kv.1.2.tmp", ".abce.kv.1.2.tmp", "abcf.kv"))
+    for file in (old, young, chunk):
+        file.write_bytes(b"part")
+    for file in (old, chunk):
+        os.utime(file, (1e9, 1e9))
+    DiskPool(str(tmp_path))
+    until = monotonic() + 30
+    while old.exists() and monotonic() < until:
+        sleep(0.01)
+    assert [file.exists() for file in (old, young, chunk)] == [False, True, True]
 
 
 def test_roles(engine: Callable[..., Engine]) -> None:

@@ -1,41 +1,6 @@
-"""Checkpoint fingerprints and comparison of weight identities."""
+"""Comparison of weight identities."""
 
-import json
-import struct
-from pathlib import Path
-
-import pytest
-import torch
 from ascend_model_loader import identity
-from safetensors.torch import save_file
-
-
-def checkpoint(path: Path, change: tuple[str, int] | None = None) -> Path:
-    path.mkdir()
-    draw = torch.Generator().manual_seed(1)
-    tensors = {name: torch.rand(size, generator=draw) for name, size in {"a": 10_000, "b": 5, "c": 70_000}.items()}
-    if change:
-        tensors[change[0]][change[1]] += 1
-    save_file({"a": tensors["a"]}, path / "1.safetensors")
-    save_file({"b": tensors["b"], "c": tensors["c"]}, path / "2.safetensors")
-    return path
-
-
-@pytest.mark.parametrize("change", [("a", 0), ("a", 5000), ("a", 9999), ("b", 3), ("c", 69_999)])
-def test_fingerprint_depends_on_every_tensor(tmp_path: Path, change: tuple[str, int]) -> None:
-    found = identity.checkpoint_fingerprint(checkpoint(tmp_path / "one"))
-    assert len(found) == 16
-    assert found == identity.checkpoint_fingerprint(checkpoint(tmp_path / "same"))
-    assert found != identity.checkpoint_fingerprint(checkpoint(tmp_path / "changed", change))
-
-
-def test_fingerprint_of_missing_and_malformed_files(tmp_path: Path) -> None:
-    assert identity.checkpoint_fingerprint(tmp_path) == identity.checkpoint_fingerprint(tmp_path / "nowhere") == ""
-    for number, content in enumerate([b"", b"12345", struct.pack("<Q", 2**60), struct.pack("<Q", 2) + b"[]"]):
-        (tmp_path / f"{number}.safetensors").write_bytes(content)
-    header = json.dumps({"a": {"data_offsets": "x"}}).encode()
-    (tmp_path / "9.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    assert len(identity.checkpoint_fingerprint(tmp_path)) == 16
 
 
 def test_checkpoints_are_compared_by_content_else_by_name() -> None:

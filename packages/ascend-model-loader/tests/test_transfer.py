@@ -1,5 +1,6 @@
 """Transfers from a weight server: byte equality, interrupted transfers, and refusals."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -142,28 +143,44 @@ def test_rate_limit_applies_to_all_connections(serving: Any) -> None:
     served = serving(max_bytes_per_second=40e6)
     begin = time.monotonic()
     served.fetch(room(), connections=3)
-    assert 0.8 < time.monotonic() - begin < 3  # 39 MB
+    assert 0.8 < time.monotonic() - begin < 30  # 39 MB
 
 
 def test_connection_limit_and_transfer_over_fewer_connections(serving: Any) -> None:
     served = serving(max_connections=2)
-    idle = [socket.create_connection(("127.0.0.1", served.server.port))]
-    time.sleep(0.1)
+    address, until = ("127.0.0.1", served.server.port), time.monotonic() + 300
+    idle = [peer.connect(address, Options(), SECRET, until)]
     into = room()
     served.fetch(into, connections=4)
     assert as_bytes(into) == as_bytes(weights())
-    idle.append(socket.create_connection(("127.0.0.1", served.server.port)))
-    time.sleep(0.1)
+    begin = time.monotonic()
+    while len(idle) < 2 and time.monotonic() < begin + 30:  # until the server has noticed the end of that transfer
+        channel = peer.connect(address, Options(), SECRET, until)
+        channel.send(wire.GetManifest())
+        with contextlib.suppress(PeerError):
+            channel.receive(wire.Manifest, max_size=wire.MAX_MANIFEST_BYTES)
+            idle.append(channel)
     with pytest.raises(PeerError, match=r"^the peer refused: all 2 connections are in use$"):
         served.fetch(into)
     for each in idle:
         each.close()
 
 
+def test_clients_without_the_secret_do_not_keep_others_out(serving: Any) -> None:
+    served = serving(max_connections=2)
+    strangers = [socket.create_connection(("127.0.0.1", served.server.port)) for _ in range(80)]
+    time.sleep(0.1)
+    into = room()
+    served.fetch(into)
+    assert as_bytes(into) == as_bytes(weights())
+    for each in strangers:
+        each.close()
+
+
 def test_unreachable_and_silent_peers_time_out() -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     port = silent.getsockname()[1]
-    given = (room(), IDENTITY, Options(connect_timeout=1, timeout=0.3, deadline=5), SECRET, torch.device("cpu"), Report())
+    given = (room(), IDENTITY, Options(connect_timeout=1, timeout=0.3, deadline=60), SECRET, torch.device("cpu"), Report())
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"^the peer sent nothing for 0\.3 s$"):
         peer.fetch(("127.0.0.1", port), *given)
@@ -171,15 +188,27 @@ def test_unreachable_and_silent_peers_time_out() -> None:
     for address in (("127.0.0.1", port), ("127.0.0.1", 70000), ("a" * 70, 1)):
         with pytest.raises(PeerError, match=r"^cannot be reached: "):
             peer.fetch(address, *given)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 20
+
+
+def test_deadline_is_for_all_peers_together() -> None:
+    silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(8)]
+    addresses = [each.getsockname() for each in silent]
+    given = Options(timeout=1.0, deadline=2.5)
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=r"sent nothing for 1 s, .*the deadline of 2\.5 s has passed, and further peers were not"):
+        peer.fetch_from_first(addresses, room(), IDENTITY, given, SECRET, torch.device("cpu"), Report())
+    assert time.monotonic() - began < 6
+    for each in silent:
+        each.close()
 
 
 def test_slow_peer_is_stopped_by_the_deadline(serving: Any) -> None:
     served, begin = serving(), time.monotonic()
-    given = Options(timeout=5, deadline=1)
+    given = Options(timeout=60, deadline=1)
     with Cut(served.server.port, None, delay=0.05) as cut, pytest.raises(PeerError, match=r"^the deadline has passed$"):
         peer.fetch(("127.0.0.1", cut.port), room(), IDENTITY, given, SECRET, torch.device("cpu"), Report())
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ import pytest
 import torch
 from ascend_platform.cli import failures
 from ascend_platform.cli.explanations import death, describe, explain
+from ascend_platform.components import RefusedError
+from ascend_platform.platform import NPUPlatform
 from harness.models import small as small_models
 
 CHILD = """
@@ -76,6 +78,13 @@ def test_unknown_quantization_names_the_supported_ones(model):
     line = explain(error_of(engine_config, model, quantization="awqq"))
     assert line.startswith("quantization method awqq is unknown; fix: correct or remove --quantization (supported: ")
     assert "compressed-tensors" in line
+
+
+def test_refusal_of_a_ray_worker_is_its_message():
+    exceptions = pytest.importorskip("ray.exceptions")
+    text = "ray::RayWorkerProc.initialize_worker()\n  File worker.py\n    raise\n    ^^^^^\nRefusedError: too large; fix: less\n"
+    error = exceptions.RayTaskError("initialize_worker", text, RefusedError("too large; fix: less")).as_instanceof_cause()
+    assert explain(error) == "too large; fix: less"
 
 
 def test_another_error_of_the_configuration_is_described_without_pydantic_s_words(model):
@@ -155,3 +164,22 @@ def test_cause_of_an_earlier_process_with_the_same_id_is_forgotten(tmp_path, mon
     Path(tmp_path, f"failure-{os.getpid()}").write_text("0 stale\n")
     failures.forget()
     assert failures.cause() == ""
+
+
+def test_architectures_that_cann_cannot_compute_are_refused_by_name():
+    from ascend_platform.config import architectures
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    error = ValueError("Model architectures ['DeepseekV4ForCausalLM'] failed to be inspected. Please check the logs for details.")
+    assert "DeepseekV4ForCausalLM is not supported" in explain(error)
+    assert "CANN's operators lack attention over compressed keys and values" in explain(error)
+    packages = {
+        model.module_name.split(".")[2]
+        for model in ModelRegistry.models.values()
+        if getattr(model, "module_name", "").startswith("vllm.models.")
+    }
+    assert packages - {"deepseek_v32"} == set(architectures.LACKING)  # each package of vLLM's is decided on
+    for name in ("KimiK3ForConditionalGeneration", "MiniMaxM3SparseForCausalLM", "Glm5NextForCausalLM"):
+        with pytest.raises(ValueError, match=f"{name} is not supported by ascend-platform .*; fix: "):
+            NPUPlatform.verify_model_arch(name)
+    NPUPlatform.verify_model_arch("LlamaForCausalLM")

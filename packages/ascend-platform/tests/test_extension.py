@@ -152,20 +152,20 @@ def test_interface_is_the_recorded_one():
     [
         ("1.0", None),
         ("1.2", None),
-        ("1.3", None),
-        ("1.4", "ascend-platform"),
+        ("1.4", None),
+        ("1.5", "ascend-platform"),
         ("2.0", "ascend-platform"),
         ("0.9", "wheel-a"),
     ],
 )
 def test_component_for_an_incompatible_interface_is_disabled(installed, lines, api, upgrade):
-    assert extension.API_VERSION == "1.3"
+    assert extension.API_VERSION == "1.4"
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", api=api)
     if upgrade is None:
         assert (extension.state("wheel-a"), lines) == ("active", [])
         return
-    said = f"written for version {api} of ascend_platform.extension, found 1.3; fix: pip install --upgrade {upgrade}"
+    said = f"written for version {api} of ascend_platform.extension, found 1.4; fix: pip install --upgrade {upgrade}"
     assert extension.state("wheel-a") == f"disabled: {said}"
     assert lines == [("WARNING", f"wheel-a 1.0 {extension.state('wheel-a')}")]
 

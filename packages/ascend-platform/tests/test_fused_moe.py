@@ -101,22 +101,48 @@ def test_local_experts(first, count, tokens, dtype):
                 gate, up = (w13[number].double() @ x[token].double()).chunk(2)
                 expected[token] += factor * (w2[number].double() @ (torch.nn.functional.silu(gate) * up))
     layer = SimpleNamespace(w13_weight=w13[first : first + count].npu(), w2_weight=w2[first : first + count].npu())
+    layer.activation = MoEActivation.SILU
     actual = method(first, count).forward_oot(layer, x.npu(), weights.npu(), ids.npu(), None, None)
     assert (actual.dtype, actual.shape) == (dtype, x.shape)
     bound = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_biases_and_clipped_swiglu(dtype):
+    """gpt-oss's experts against float64: gate and up interleaved, clamped to 7, with biases."""
+    x = drawn(TOKENS, HIDDEN).to(dtype)
+    w13, w2 = drawn(EXPERTS, 2 * INNER, HIDDEN, seed=1).to(dtype), (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype)
+    b13, b2 = drawn(EXPERTS, 2 * INNER, seed=4).to(dtype), drawn(EXPERTS, HIDDEN, seed=5).to(dtype)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:3] for i in range(TOKENS)]).int()
+    weights = drawn(TOKENS, 3, seed=3).softmax(-1)
+    expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for token in range(TOKENS):
+        for number, factor in zip(ids[token].tolist(), weights[token].to(dtype).double(), strict=True):
+            both = w13[number].double() @ x[token].double() + b13[number].double()
+            gate, up = both[::2].clamp(max=7), both[1::2].clamp(-7, 7)
+            inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            expected[token] += factor * (w2[number].double() @ inner + b2[number].double())
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    layer = SimpleNamespace(w13_weight=w13.npu(), w2_weight=w2.npu(), w13_bias=b13.to(wide).npu(), w2_bias=b2.to(wide).npu())
+    layer.activation = MoEActivation.SWIGLUOAI
+    ours = method(0, EXPERTS)
+    ours.moe.has_bias = True
+    actual = ours.forward_oot(layer, x.npu(), weights.npu(), ids.npu(), None, None)
+    bound = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
+    assert (actual.cpu().double() - expected).norm() / expected.norm() < bound
+
+
 def test_unrouted_rows_are_not_read(monkeypatch):
     """Rows that the matrix products do not write may hold any values, on an NPU also NaN."""
 
-    def experts(w13, w2, rows, counts):
+    def experts(w13, w2, rows, counts, activation):
         out = torch.full_like(rows, torch.nan)
         out[: int(counts.sum())] = rows[: int(counts.sum())]
         return out
 
     monkeypatch.setattr(moe, "swiglu_experts", experts)
-    layer = SimpleNamespace(w13_weight=None, w2_weight=None)
+    layer = SimpleNamespace(w13_weight=None, w2_weight=None, activation=MoEActivation.SILU)
     x, ids = drawn(2, HIDDEN), torch.tensor([[1, 9], [2, 3]], dtype=torch.int32)
     weights = torch.tensor([[0.25, 0.5], [0.5, 0.5]])
     for first, expected in ((8, torch.stack([x[0] * 0.5, x[1] * 0])), (12, x * 0)):
@@ -136,6 +162,7 @@ def test_unsupported_experts_are_refused(monkeypatch, changes, named):
     monkeypatch.setattr(moe.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None)
     ours = method(0, EXPERTS)
     ours.moe.has_bias = changes.pop("bias", False)
+    ours.takes_biases = False  # as of quantized experts
     plain = {"activation": MoEActivation.SILU, "apply_router_weight_on_input": False, "expert_map": None}
     layer = SimpleNamespace(**plain | changes)
     with pytest.raises(ValueError, match=f"experts with {named} are not supported"):

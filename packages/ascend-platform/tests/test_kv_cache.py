@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from ascend_platform import extension
 from ascend_platform.attention import kv_cache
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -11,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -52,6 +55,23 @@ def test_split_is_two_contiguous_views(caches):
     for number, tensor in enumerate(every):
         tensor.fill_(number)
     assert [tensor.unique().tolist() for tensor in every] == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_layer_of_latent_attention_has_latents_and_rotated_keys():
+    kind = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=96 + 32, dtype=torch.float16)
+    allocated = allocate_kv_cache(config(["a"], kind=kind), torch.device("npu"), kv_cache.LAYOUT)["a"]
+    layer = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(layer)
+    layer.kv_lora_rank, layer.kv_cache = 96, allocated.squeeze(1)  # as MLAAttention.bind_kv_cache does
+    parts = kv_cache.split_layer(layer)
+    assert {name: part.shape for name, part in extension.cache_parts(parts).items()} == {
+        "latent": (BLOCKS, BLOCK_SIZE, 1, 96),
+        "rope": (BLOCKS, BLOCK_SIZE, 1, 32),
+    }
+    assert all(part.is_contiguous() for part in parts)
+    assert parts.latent.data_ptr() == allocated.data_ptr()
+    assert parts.rope.data_ptr() == allocated.data_ptr() + parts.latent.nbytes
+    kv_cache.check(config(["a"], kind=kind))
 
 
 def test_copy_of_kv_cache_blocks(caches):

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_npu
-from ascend_platform.ops import activation, gemma_layernorm, layernorm, rotary_embedding  # noqa: F401  (registers them)
+from ascend_platform.ops import activation, gemma_layernorm, layernorm, rotary_embedding, vocab_embedding  # noqa: F401
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.model_executor.layers.activation import FastGELU, GeluAndMul, NewGELU, QuickGELU, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, MRotaryEmbedding, RotaryEmbedding
@@ -181,3 +182,16 @@ def test_rotary_embedding_of_vision_encoders(dtype, neox, shape, monkeypatch):
     expected = rotated(tokens, torch.ones(7), angles, neox, shape[-1])
     expected = expected.view(7, 2, 3, 80).transpose(0, 1) if x.dim() == 4 else expected.view(shape)
     close(got, expected, ulps=8)
+
+
+@pytest.mark.parametrize("added", [(20, 20), (22, 24)])  # tokens that are added to the vocabulary, of this rank
+@pytest.mark.parametrize("shard", [(0, 7), (7, 14), (14, 20), (20, 20)])
+def test_rows_and_mask_of_a_vocabulary_shard(shard, added):
+    ids, ranges = torch.arange(26, dtype=torch.int32), (*shard, 2, *added)
+    rows, masked = vocab_parallel_embedding.get_masked_input_and_mask(ids.npu(), *ranges)
+    expected, others = vocab_embedding._native(ids, *ranges)
+    assert vocab_parallel_embedding.get_masked_input_and_mask is vocab_embedding.get_masked_input_and_mask
+    assert torch.equal(masked.cpu(), others)
+    assert torch.equal(rows.cpu()[~others], expected[~others])
+    assert rows.cpu().min() >= 0
+    assert rows.cpu().max() <= expected.max()

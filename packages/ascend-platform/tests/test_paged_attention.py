@@ -7,6 +7,8 @@ import torch
 from ascend_platform.attention import paged
 from ascend_platform.attention.encoder import EncoderAttentionBackend
 from ascend_platform.attention.kv_cache import KVCachePair
+from ascend_platform.attention.latent import PagedLatentAttentionBackend
+from harness.latent_batches import LatentBatch
 from harness.paged_batches import PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
@@ -26,6 +28,14 @@ def current_config():
 @pytest.mark.parametrize("max_elements", [1 << 24, 1 << 11])  # the second needs many chunks
 def test_causal_attention(dtype, heads, kv_heads, kind, max_elements, monkeypatch):
     check(dtype, heads, kv_heads, kind, max_elements, monkeypatch)
+
+
+@pytest.mark.parametrize("widths", [(512, 64), (96, 32)])
+@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
+def test_latent_attention(widths, kind):
+    rng = random.Random(kind)
+    batch = LatentBatch(3, widths, torch.float32, pairs(kind, rng, 3, 300), rng)
+    torch.testing.assert_close(batch.run(PagedLatentAttentionBackend).double(), batch.expected(), atol=2e-5, rtol=2e-5)
 
 
 BEYOND = {

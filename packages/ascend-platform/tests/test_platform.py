@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_platform import extension, host
-from ascend_platform.attention.selector import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, select_backend
+from ascend_platform.attention.selector import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, BUILT_IN_LATENT, select_backend
 from ascend_platform.components import VARIABLES, registry, slots
 from ascend_platform.platform import NPUPlatform
 from harness.models import small as small_models
@@ -263,7 +263,9 @@ FUSED = {
     "attention.dense": "ascend_attention.dense.FusedAttentionBackend",
     "attention.sinks": "ascend_attention.sinks.SinkAttentionBackend",
     "attention.encoder": "ascend_attention.encoder.FusedEncoderAttentionBackend",
+    "attention.latent": "ascend_attention.latent.FusedLatentAttentionBackend",
 }
+LATENT = {"use_mla": True, "head_size": 576}
 
 
 @pytest.mark.parametrize(
@@ -278,6 +280,9 @@ FUSED = {
         ({"dtype": torch.float32}, {}, BUILT_IN_ATTENTION, "built-in PyTorch (fused attention disabled: dtype not"),
         ({"has_sink": True, "dtype": torch.float16}, {}, BUILT_IN_ATTENTION, "built-in PyTorch"),
         ({"has_sink": True, "head_size": 192}, {}, BUILT_IN_ATTENTION, "built-in PyTorch"),
+        (LATENT, {}, FUSED["attention.latent"], "fused (ascend-attention "),
+        (LATENT | {"head_size": 320}, {}, BUILT_IN_LATENT, "built-in PyTorch (fused attention disabled: head_size not"),
+        (LATENT | {"dtype": torch.float32}, {}, BUILT_IN_LATENT, "built-in PyTorch (fused attention disabled: dtype not"),
         (
             {},
             {"alibi": True},
@@ -305,7 +310,7 @@ def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(mo
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"use_mla": True}, "MLA not supported"),
+        ({"use_mla": True, "use_sparse": True}, "sparse not supported"),
         ({"use_sparse": True}, "sparse not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"attn_type": "encoder"}, "attention type encoder not supported"),

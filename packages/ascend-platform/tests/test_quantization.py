@@ -14,7 +14,7 @@ from ascend_platform.components import options
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.quantization import base
 from ascend_platform.quantization.common import DESCRIPTION, NAME
-from ascend_platform.quantization.formats import awq_gptq
+from ascend_platform.quantization.formats import awq_gptq, modelslim
 from ascend_platform.quantization.formats.compressed_tensors import reader
 from ascend_platform.quantization.methods import kv_cache
 from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod
@@ -238,6 +238,24 @@ def engine_config(path, **arguments):
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
 
+def test_quantized_weights_of_layers_that_vllm_keeps_unquantized_are_refused():
+    """The indexer's wk of DeepSeek-V3.2 has no quantization method in vLLM: its integers would be loaded as numbers."""
+    layer = "model.layers.0.self_attn"
+    description = {f"{layer}.{name}.weight": "W8A8_DYNAMIC" for name in ("o_proj", "indexer.wk")}
+    description |= {f"model.layers.{number}.mlp.experts.0.gate_proj.weight": "W8A8_DYNAMIC" for number in (0, 61)}
+    description |= {f"{layer}.indexer.k_norm.weight": "FLOAT"}
+    config = modelslim.ModelSlimConfig(description)
+    config._asked |= {f"{layer}.o_proj", "model.layers.0.mlp.experts"}
+    made = torch.nn.Module()
+    for path in ("model", "model.layers", "model.layers.0", layer, f"{layer}.indexer", "model.layers.0.mlp"):
+        parent, _, name = path.rpartition(".")
+        made.get_submodule(parent).add_module(name, torch.nn.Module())
+    with pytest.raises(ValueError, match=r"indexer\.wk\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "):
+        config.check_loaded(made)
+    config.description[f"{layer}.indexer.wk.weight"] = "FLOAT"
+    config.check_loaded(made)
+
+
 def test_modelslim_checkpoint_is_detected(model):
     config = engine_config(model({WEIGHT: "W8A8"}))
     assert config.model_config.quantization == NAME
@@ -289,7 +307,7 @@ TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "
     ("config", "named"),
     [
         (
-            compressed(FP8, FP8 | {"strategy": "token", "dynamic": True}, "float-quantized"),
+            compressed(FP8, FP8 | {"strategy": "tensor"}, "float-quantized"),
             "8-bit float weights .channel. with 8-bit",
         ),
         (compressed(INT4 | {"num_bits": 3}), "3-bit int weights"),
@@ -358,9 +376,10 @@ def test_a_vllm_that_lacks_a_name_serves_unquantized_models_only(model, monkeypa
 
 def test_other_methods_are_refused_by_name(model):
     with pytest.raises(
-        ValueError, match="supports quantization methods ascend, compressed-tensors, auto_awq, auto_gptq; the model has 'fp8'"
+        ValueError,
+        match="methods ascend, compressed-tensors, auto_awq, auto_gptq, fp8, gpt_oss_mxfp4; the model has 'fbgemm_fp8'",
     ):
-        engine_config(model(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}))
+        engine_config(model(quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}))
     assert NPUPlatform.supported_quantization == []
 
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch_npu
-from ascend_platform.worker import virtual_memory
+from ascend_platform.components import slots
+from ascend_platform.worker import sleep_mode, virtual_memory
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend
 
 NZ, ND = 29, 2
@@ -152,3 +153,13 @@ memory.free("weights", ())
 """
     done = subprocess.run([sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, timeout=300)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+def test_all_components_are_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(slots, "_offers", {})
+    monkeypatch.setattr(sleep_mode, "resolve_obj_by_qualname", lambda name: lambda state: told.append((name, state)))
+    slots.offer("worker.awake", "weights.awake")
+    slots.offer("worker.awake.kv_connector", "kv.awake")
+    sleep_mode.notify_awake(False)
+    assert told == [("weights.awake", False), ("kv.awake", False)]

@@ -72,6 +72,7 @@ class Instance:
         sizes: dict[str, int] | None = None,
         cut: int = 1,
         keys: CurveKeys | None = None,
+        weights: str = "",
         windows: tuple[int, ...] = (0,),
         **options: object,
     ) -> None:
@@ -79,7 +80,7 @@ class Instance:
         given = {"transfer_timeout": 5.0, "answer_timeout": 2.0, "lease": 5.0} | options
         chunk_bytes = given.pop("chunk_bytes", 512)
         self.options = type("SmallOptions", (Options,), {"chunk_bytes": chunk_bytes})(**given)
-        self.network, self.keys = network, keys
+        self.network, self.keys, self.weights = network, keys, weights
         self.caches: list[PagedCache] = []
         self.free = list(range(int(windows != (0,)), blocks))
         random.Random(name).shuffle(self.free)
@@ -105,7 +106,16 @@ class Instance:
     def produce(self, model: str = "m", port: int = 0) -> Instance:
         self.producers = [
             Producer(
-                cache, self.network.make_transport(), self.options, self.name, model, "127.0.0.1", port, self.queue, self.keys
+                cache,
+                self.network.make_transport(),
+                self.options,
+                self.name,
+                model,
+                "127.0.0.1",
+                port,
+                self.queue,
+                self.keys,
+                self.weights,
             )
             for cache in self.caches
         ]
@@ -116,7 +126,16 @@ class Instance:
         count = len(self.caches)
         self.consumers = [
             ScheduledConsumer(
-                cache, self.network.make_transport(), self.options, self.name, model, rank, count, self.queue, keys=self.keys
+                cache,
+                self.network.make_transport(),
+                self.options,
+                self.name,
+                model,
+                rank,
+                count,
+                self.queue,
+                keys=self.keys,
+                weights=self.weights,
             )
             for rank, cache in enumerate(self.caches)
         ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.models import latent
 
 SAMPLING_RATE = 16000
 SECONDS = 2
@@ -42,6 +43,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": WINDOW, "layer_types": BOTH * 2, "num_hidden_layers": 4, "attention_multiplier": 0.125},
     ),
     "bloom, ALiBi": ("Bloom", {"n_layer": 2, "n_head": 4}),
+    **latent.MODELS,
     **{f"qwen3, heads of {size}": ("Qwen3", {"head_dim": size}) for size in (80, 96, 128, 192, 256)},
 }
 """Families of Hugging Face's, and their configuration besides COMMON."""
@@ -62,6 +64,9 @@ def decoder(path: Path, name: str) -> None:
     for key, weight in model.named_parameters():
         if key.endswith("sinks"):
             torch.nn.init.normal_(weight, mean=1.0)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.05)
     model.save_pretrained(path)
 
 

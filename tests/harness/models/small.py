@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from harness.models import latent
 from safetensors.torch import load_file, save_file
 
 CHARACTERS = ["<pad>", "<eos>", *map(chr, range(32, 127))]
@@ -57,6 +58,9 @@ EXPERTS = {
     "use_qk_norm": False,
 }
 QWEN_EXPERTS = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
+LATENT: dict[str, Any] = (
+    latent.WIDTHS | latent.BIASED | {"q_lora_rank": 96, "num_key_value_heads": 4, "partial_rotary_factor": 1.0}
+)
 MARGIN = 0.06  # times HIDDEN: the logit of the next token
 
 
@@ -100,13 +104,14 @@ def _shrink(model: torch.nn.Module, size: float, seed: int) -> None:
 
 
 def target(directory: Path, family: str = "Llama", seed: int = 3, size: float = 0.12) -> Path:
-    """A model of Llama's, Qwen3Moe's or Glm4Moe's architecture, the last with a layer for one more token's prediction (MTP)."""
+    """A model of a family of Hugging Face's; Glm4Moe and DeepseekV3 have a layer for one more token's prediction (MTP)."""
     path = directory / f"{family.lower()}-{seed}"
     if path.exists():
         return path
-    mtp = family == "Glm4Moe"
+    mtp = family in ("Glm4Moe", "DeepseekV3")
     shape = SHAPE | (EXPERTS | {"num_hidden_layers": SHAPE["num_hidden_layers"] + 1} if mtp else {})
-    shape |= QWEN_EXPERTS if family == "Qwen3Moe" else {}
+    special: dict[str, dict[str, Any]] = {"Qwen3Moe": QWEN_EXPERTS, "DeepseekV3": LATENT}
+    shape |= special.get(family, {})
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
     _shrink(model, size, seed)
     model.model.embed_tokens.weight.data.copy_(embedding())

@@ -8,11 +8,12 @@ def register() -> None:
 
     Entry point of the group ``vllm.general_plugins``. vLLM calls it in every process, possibly more than once.
     """
-    extension.join("ascend-attention", "ascend_attention", _offer, api="1.3")
+    extension.join("ascend-attention", "ascend_attention", _offer, api="1.4")
 
 
 def _offer() -> None:
     extension.offer("attention.dense", "ascend_attention.dense.FusedAttentionBackend")
+    extension.offer("attention.latent", "ascend_attention.latent.FusedLatentAttentionBackend")
     extension.offer("attention.sinks", "ascend_attention.sinks.SinkAttentionBackend")
     extension.offer("attention.encoder", "ascend_attention.encoder.FusedEncoderAttentionBackend")
     extension.offer("attention.vision", "ascend_attention.encoder.FusedMMEncoderAttention")

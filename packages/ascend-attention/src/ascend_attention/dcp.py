@@ -74,14 +74,14 @@ def attend(
         }
         parts, lse_parts = fused(all_heads, *(cache.flatten(2) for cache in kv_cache), **common | paged)
         lse_parts.masked_fill_(lse_parts == torch.inf, -torch.inf)  # requests without context on this rank
-        parts, lse_parts = (_exchange_heads(each, group) for each in (parts, lse_parts))
+        parts, lse_parts = (exchange_heads(each, group) for each in (parts, lse_parts))
         out, _ = torch_npu.npu_attention_update(
             [*lse_parts.flatten(1), softmax_lse.flatten()], [*parts.flatten(1, 2), out.flatten(0, 1)], 0
         )
     output.copy_(out.view_as(output))
 
 
-def _exchange_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
+def exchange_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
     """All-to-all from ``[tokens, heads of all ranks, width]`` to ``[ranks, tokens, heads of this rank, width]``."""
     sent = part.unflatten(1, (group.world_size, -1)).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)

@@ -77,16 +77,16 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         rows = None
         bounds = extension.draft_length_bounds(common)
         if bounds and not self.interleave and not self.int8_cache:
-            cu_query_lens, seq_lens, rows = _pad_queries(common.seq_lens[: common.num_reqs], *bounds)
+            cu_query_lens, seq_lens, rows = pad_queries(common.seq_lens[: common.num_reqs], *bounds)
         num_dummies = int(common.num_reqs < num_tokens <= self._max_mixed_graph_tokens())
         if num_dummies:
             block_table = self._append_dummy_request(block_table)
-        convert = list if self.int8_cache and common.max_query_len > 1 else _to_script_list  # int8.py slices the lists
+        convert = list if self.int8_cache and common.max_query_len > 1 else to_script_list  # int8.py slices the lists
 
         def lengths() -> dict[str, Any]:
             ends, lens = cu_query_lens, seq_lens()
             if rows is None:
-                ends, lens = _assign_padding(num_tokens, ends, lens, num_dummies)
+                ends, lens = assign_padding(num_tokens, ends, lens, num_dummies)
             return dict(zip(self.length_args, (convert(ends), convert(lens)), strict=True))
 
         return FusedAttentionMetadata(
@@ -122,12 +122,12 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         return padded
 
 
-def _to_script_list(lengths: list[int]) -> Any:
+def to_script_list(lengths: list[int]) -> Any:
     """Convert a list for operator calls once instead of in each layer, where it dominates a call with 256 requests."""
     return torch._C.ScriptList(lengths)
 
 
-def _pad_queries(
+def pad_queries(
     seq_lens: torch.Tensor, bounds: list[int], drafts: list[int]
 ) -> tuple[list[int], Callable[[], list[int]], torch.Tensor]:
     """Cumulative query lengths, sequence lengths and rows for requests with one query token and draft tokens in flight.
@@ -141,7 +141,7 @@ def _pad_queries(
     return ends, lambda: bounds, last - longest + seq_lens
 
 
-def _assign_padding(
+def assign_padding(
     num_tokens: int, cu_query_lens: list[int], seq_lens: list[int], num_dummies: int
 ) -> tuple[list[int], list[int]]:
     """Append dummy requests, and assign padding tokens to the dummy requests at the end of a padded batch.

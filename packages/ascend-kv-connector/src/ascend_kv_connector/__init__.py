@@ -25,12 +25,13 @@ def register() -> None:
 
     Entry point of group ``vllm.general_plugins``: vLLM calls it in every process, possibly more than once.
     """
-    extension.join("ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.3")
+    extension.join("ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.4")
 
 
 def _offer() -> None:
     for name, path in CONNECTORS.items():
         extension.offer(f"kv_connector.{name}", path)
+    extension.offer("worker.awake.kv_connector", "ascend_kv_connector.worker.set_awake")
     if "vllm" not in sys.modules:
         return  # listing the components outside of vLLM; vLLM itself is imported before its plugins are loaded
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import os
 import socket
-from pathlib import Path
 
 import zmq
 from ascend_platform import extension
+from ascend_platform.transfer.secret import MIN_SECRET_BYTES, find_secret
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 SECRET_ENV = "VLLM_ASCEND_KV_SECRET"
-MIN_SECRET_BYTES = 16
-"""Minimum length of the secret."""
 
 
 def read_secret(secret_file: str) -> bytes:
@@ -27,14 +24,11 @@ def read_secret(secret_file: str) -> bytes:
     Raises:
         RefusedError: the file cannot be read, or the secret is shorter than 16 bytes, in one line.
     """
-    source, found = SECRET_ENV, os.environ.get(SECRET_ENV, "").encode()
-    if secret_file:
-        source = f"kv_connector_extra_config.secret_file {secret_file}"
-        try:
-            found = Path(secret_file).read_bytes()
-        except OSError as error:
-            raise extension.RefusedError(f"{source} cannot be read: {error.strerror}") from None
-    found = found.strip()
+    source = f"kv_connector_extra_config.secret_file {secret_file}" if secret_file else SECRET_ENV
+    try:
+        found = find_secret(secret_file, SECRET_ENV)
+    except OSError as error:
+        raise extension.RefusedError(f"{source} cannot be read: {error.strerror}") from None
     if len(found) < MIN_SECRET_BYTES and (found or secret_file):
         raise extension.RefusedError(f"{source} has a secret of {len(found)} bytes; it needs at least {MIN_SECRET_BYTES}")
     return found

@@ -6,19 +6,32 @@ import itertools
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import NamedTuple
 
 import torch
 
+from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.transport import Transport
 
 
 def allocate_buffer(transport: Transport, size: int, device: torch.device) -> torch.Tensor:
     """Allocate and register ``size`` bytes, uint8: on the device if the transport reads device memory, otherwise pinned on the
-    host."""
+    host.
+
+    In another thread, hence outside of the memory pool in which vLLM registers the KV cache, which is freed in sleep mode: what a
+    transport has registered must keep its memory.
+    """
     where = device if transport.on_device else torch.device("cpu")
-    buffer = torch.empty(size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type)
+
+    def allocate() -> torch.Tensor:
+        if device.type == "npu":
+            torch.npu.set_device(device)
+        return torch.empty(size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type)
+
+    with ThreadPoolExecutor(1, "kv-buffers") as thread:
+        buffer = thread.submit(allocate).result()
     transport.register(buffer)
     return buffer
 
@@ -83,3 +96,81 @@ class SendBuffers:
         with self._lock:
             now = self._clock()
             return sum(loan.until > now for loan in self._loans.values())
+
+
+MAX_QUARANTINED = 64
+"""Receive buffers beyond the usual number, while others are in quarantine or in slow reads: 1 GiB with chunks of 16 MiB."""
+
+SLOW_READ_SECONDS = 1.0
+"""A buffer that is in use for longer does not count, so that slow peers do not keep buffers from others."""
+
+
+class ReceiveBuffers:
+    """Buffers that a rank receives into: ``count`` of them, and up to :data:`MAX_QUARANTINED` more while some are not usable."""
+
+    def __init__(self, allocate: Callable[[], torch.Tensor], count: int, clock: Callable[[], float] = monotonic) -> None:
+        self._allocate, self._count, self._clock = allocate, count, clock
+        self._most = count + MAX_QUARANTINED
+        self._changed = threading.Condition()
+        self._free = [allocate() for _ in range(count)]
+        self._made = count
+        self._in_use: dict[int, float] = {}  # by address, since when
+        self._quarantined: list[tuple[float, torch.Tensor]] = []
+
+    def acquire(self, check: Callable[[], object] = lambda: None) -> torch.Tensor:
+        """A buffer, once one is free; ``check`` is called every 0.1 s meanwhile and may raise.
+
+        Raises:
+            TransferError: all are in quarantine or in slow reads.
+        """
+        while True:
+            with self._changed:
+                if (buffer := self._take()) is not None:
+                    return buffer
+                now = self._clock()
+                in_time = sum(now - since < SLOW_READ_SECONDS for since in self._in_use.values())
+                if not in_time and self._made >= self._most:
+                    raise TransferError(
+                        "transport",
+                        f"{self._made} receive buffers are still in use or in quarantine after failed reads, which is the most",
+                    )
+                if grow := in_time < self._count and self._made < self._most:
+                    self._made += 1
+                else:
+                    self._changed.wait(0.1)
+            if grow:
+                return self._new()
+            check()
+
+    def release(self, buffer: torch.Tensor) -> None:
+        with self._changed:
+            del self._in_use[buffer.data_ptr()]
+            self._free.append(buffer)
+            self._changed.notify()
+
+    def quarantine(self, buffer: torch.Tensor, seconds: float) -> None:
+        """Do not use a buffer for this long: a failed read may still write to it."""
+        with self._changed:
+            del self._in_use[buffer.data_ptr()]
+            self._quarantined.append((self._clock() + seconds, buffer))
+            self._changed.notify()
+
+    def _take(self) -> torch.Tensor | None:
+        now = self._clock()
+        over = next((index for index, (until, _) in enumerate(self._quarantined) if until <= now), None)
+        if self._free or over is not None:
+            buffer = self._free.pop() if over is None else self._quarantined.pop(over)[1]
+            self._in_use[buffer.data_ptr()] = now
+            return buffer
+        return None
+
+    def _new(self) -> torch.Tensor:
+        try:
+            buffer = self._allocate()
+        except BaseException:
+            with self._changed:
+                self._made -= 1
+            raise
+        with self._changed:
+            self._in_use[buffer.data_ptr()] = self._clock()
+        return buffer

@@ -27,13 +27,14 @@ class Options:
     host: str = ""
     transfer_timeout: float = 120.0
     answer_timeout: float = 10.0
-    lease: float = 120.0
+    lease: float = 30.0
     chunk_mib: int = 16
     slots: int = 4
     lanes: int = 2
     verify: bool = False
     secret_file: str = ""
     insecure: bool = False
+    ports: str = ""
     peers: str | list[str] = ""
     mode: str = "pull"
     metaserver: str | list[str] = ""
@@ -46,6 +47,12 @@ class Options:
     def metaservers(self) -> list[str]:
         """URLs of routers that may be contacted; with mode push, the first one by default."""
         return _names(self.metaserver)
+
+    @property
+    def port_range(self) -> range | None:
+        """Ports to choose from, None if any."""
+        first, _, last = self.ports.partition("-")
+        return range(int(first), int(last) + 1) if self.ports else None
 
     @property
     def peer_hosts(self) -> list[str]:
@@ -61,6 +68,11 @@ class Options:
         options = parse_options(cls, given, IGNORED_KEYS)
         if options.mode not in MODES:
             raise extension.RefusedError(f"kv_connector_extra_config.mode is {options.mode!r}; it must be {' or '.join(MODES)}")
+        first, _, last = options.ports.partition("-")
+        if options.ports and not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 65536):
+            raise extension.RefusedError(
+                f'kv_connector_extra_config.ports is {options.ports!r}; it must be the first and last port, such as "20000-20099"'
+            )
         for url in options.metaservers:
             if not url.startswith(("http://", "https://")):
                 raise extension.RefusedError(f"kv_connector_extra_config.metaserver is {url!r}; it must be a URL")
@@ -109,14 +121,15 @@ def sliding_windows(name: str, groups: list[Any]) -> tuple[int, ...]:
     Raises:
         RefusedError: KV caches other than full attention and sliding window, or several block sizes, in one line.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, iter_layer_specs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
 
     specs = [list(iter_layer_specs(group.kv_cache_spec)) for group in groups]
     kinds = sorted({type(spec).__name__ for group in specs for spec in group})
     sizes = sorted({spec.block_size for group in specs for spec in group})
-    if not {*kinds} <= {FullAttentionSpec.__name__, SlidingWindowSpec.__name__} or len(sizes) > 1:
+    supported = {each.__name__ for each in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)}
+    if not {*kinds} <= supported or len(sizes) > 1:
         raise extension.RefusedError(
-            f"{name} supports KV caches of full and sliding-window attention with one block size; the model has "
+            f"{name} supports KV caches of full, latent and sliding-window attention with one block size; the model has "
             f"{', '.join(kinds)} with blocks of {', '.join(map(str, sizes))} tokens; remove the connector"
         )
     firsts = [group[0] for group in specs]  # a group's specs are equal (vllm/v1/kv_cache_interface.py, UniformTypeKVCacheSpecs)

@@ -64,6 +64,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
                 TrustedAddresses.from_options(self._options),
                 self._options.mode == "push",
                 windows,
+                self._options.lease,
             )
         else:
             self._worker = P2PWorker(vllm_config, groups, self._options)
@@ -72,6 +73,9 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Endpoint]) -> None:
         self._scheduler.set_endpoints(metadata)
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)

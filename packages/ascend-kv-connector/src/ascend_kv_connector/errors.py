@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "internal"]
+Kind = Literal["peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "sleep", "internal"]
 
-KINDS: tuple[Kind, ...] = ("peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "internal")
+KINDS: tuple[Kind, ...] = ("peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "sleep", "internal")
 
 HINTS: dict[Kind, str] = {
     "peer": "check that the instance is alive and its ports are reachable from here",
@@ -16,6 +16,7 @@ HINTS: dict[Kind, str] = {
     "verify": "data was corrupted in transit: check the network and the memory of both machines",
     "mismatch": "start both instances with the same model, dtype and connector",
     "aborted": "the client disconnected; nothing to do",
+    "sleep": "transfers end before an instance sleeps: route no requests to it, and wait until it has none",
     "internal": "this is a bug in ascend-kv-connector; please report it with this line",
 }
 

@@ -95,8 +95,8 @@ class HcclTransport:
     name = "hccl"
     on_device = True
 
-    def __init__(self, host: str, protocol: str = "", keys: CurveKeys | None = None) -> None:
-        """Listen on a free port of ``host``.
+    def __init__(self, host: str, protocol: str = "", keys: CurveKeys | None = None, ports: range | None = None) -> None:
+        """Listen on a free port of ``host``, of ``ports`` if given.
 
         Raises:
             RefusedError: ascend-communicator is missing, or no port is available.
@@ -114,7 +114,7 @@ class HcclTransport:
         self._senders: dict[str, HcclSender] = {}
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._server = RpcServer(self._answer, host, keys=keys)
+        self._server = RpcServer(self._answer, host, ports or 0, keys)
         self.session = f"{host}:{self._server.port}"
 
     def register(self, buffer: torch.Tensor) -> None:

@@ -86,6 +86,7 @@ class Lease:
     expires: float
     ready_tokens: Callable[[Iterable[str]], int]
     finished: bool = False
+    granted: float = 0.0
     readers: dict[str, Reader] = field(default_factory=dict)
     in_use: int = 0
 
@@ -100,9 +101,15 @@ class Leases:
         self._ended: BoundedDict[str] = BoundedDict()
         self._unreported: dict[str, str] = {}
         self._early_readers: BoundedDict[dict[str, Reader]] = BoundedDict()
+        self._suspended = ""
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def oldest(self) -> float:
+        """Seconds since the oldest lease that is live was granted; 0 without leases."""
+        with self._lock:
+            return max((self._clock() - lease.granted for lease in self._live.values() if lease.finished), default=0.0)
 
     def grant(
         self, request: str, blocks: list[int], tokens: int, seconds: float, ready: Callable[[], bool] = lambda: True
@@ -110,7 +117,8 @@ class Leases:
         """Keep a finished request's blocks, for ``seconds`` after the last use."""
         with self._lock:
             lease = self._update(request, blocks, tokens, lambda layers: tokens if ready() else 0)
-            lease.finished, lease.seconds, lease.expires = True, seconds, self._clock() + seconds
+            lease.finished, lease.seconds, lease.granted = True, seconds, self._clock()
+            lease.expires = lease.granted + seconds
             self._end_if_unused(request, lease)
 
     def track(self, request: str, blocks: list[int], tokens: int, progress: PrefillProgress) -> None:
@@ -145,9 +153,11 @@ class Leases:
         """
         with self._lock:
             lease = self._live.get(request)
-            if lease is None:
+            if lease is None or self._suspended:
                 if request in self._ended:
                     raise TransferError("lease", f"the request's blocks were freed: {self._ended[request]}")
+                if self._suspended:
+                    raise TransferError("lease", self._suspended)
                 raise NotReadyError("the request's blocks are not available yet")
             if not _register(lease.readers, reader):
                 raise TransferError("lease", f"{MAX_READERS} other instances read the request")
@@ -176,6 +186,38 @@ class Leases:
                 self._end_if_unused(request, lease)
             else:
                 self._early_readers[request] = readers
+
+    def renew(self, request: str, reader: str) -> None:
+        """A reader waits for a finished request's blocks."""
+        with self._lock:
+            lease = self._live.get(request)
+            if lease is not None and _register(lease.readers, reader):
+                lease.expires = self._clock() + lease.seconds
+
+    def end(self, request: str) -> None:
+        """Nobody will read a finished request's blocks."""
+        with self._lock:
+            lease = self._live.get(request)
+            if lease is not None and lease.finished and not lease.in_use:
+                self._end(request, "the router has aborted the request")
+
+    def suspend(self, reason: str, seconds: float) -> bool:
+        """End all leases, and refuse readers until :meth:`resume`; False if some still read after ``seconds``."""
+        with self._lock:
+            self._suspended = reason
+            idle = self._lock.wait_for(lambda: not any(lease.in_use for lease in self._live.values()), seconds)
+            for request, lease in list(self._live.items()):
+                if lease.finished:
+                    self._end(request, reason)
+                else:
+                    del self._live[request]
+                    self._ended[request] = reason
+        return idle
+
+    def resume(self) -> None:
+        """Admit readers again."""
+        with self._lock:
+            self._suspended = ""
 
     def pop_ended(self) -> dict[str, str]:
         """Requests whose lease ended since the last call, with the reason; their blocks are free."""

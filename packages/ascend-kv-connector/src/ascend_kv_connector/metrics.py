@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from ascend_kv_connector.errors import KINDS
+from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.transfers import Done, Failed
 
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
+GAUGES = {
+    "leases": "Prompts whose blocks are kept for decode instances",
+    "oldest_lease_seconds": "Age of the oldest of these prompts",
+    "send_buffers_in_use": "Send buffers that readers have",
+    "fetches_waiting": "Fetches that wait for a send buffer",
+    "transfers_open": "Transfers to this instance that have not ended, queued ones included",
+}
+"""Metrics of the present state and what they mean; sums over the ranks, but the highest of ages."""
+
+
 @dataclass
 class TransferStats(KVConnectorStats):
-    """``data``: seconds and bytes of each completed transfer, failures by kind, and expired leases."""
+    """Statistics of an interval.
+
+    ``data``: seconds and bytes of each completed transfer and the seconds of its phases, bytes sent, failures by kind, expired
+    leases, and the latest gauges by rank.
+    """
 
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        self.data = {"seconds": [], "bytes": [], "failed": {}, "expired": 0}
+        self.data = {"seconds": [], "bytes": [], "phases": {}, "sent": 0, "failed": {}, "expired": 0, "gauges": {}}
 
     def add(self, outcome: Done | Failed) -> None:
         if isinstance(outcome, Done):
             self.data["seconds"].append(outcome.seconds)
             self.data["bytes"].append(outcome.size)
+            for phase, seconds in outcome.phases.items():
+                self.data["phases"].setdefault(phase, []).append(seconds)
         else:
             self.data["failed"][outcome.kind] = self.data["failed"].get(outcome.kind, 0) + 1
 
@@ -36,11 +55,20 @@ class TransferStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
-        for key in ("seconds", "bytes", "expired"):
+        for key in ("seconds", "bytes", "expired", "sent"):
             self.data[key] += other.data[key]
+        for phase, seconds in other.data["phases"].items():
+            self.data["phases"].setdefault(phase, []).extend(seconds)
         for kind, count in other.data["failed"].items():
             self.data["failed"][kind] = self.data["failed"].get(kind, 0) + count
+        self.data["gauges"].update(other.data["gauges"])
         return self
+
+    def gauges(self) -> dict[str, float]:
+        """Of all ranks."""
+        ranks = self.data["gauges"].values()
+        found = {name: [rank[name] for rank in ranks if name in rank] for name in GAUGES}
+        return {name: max(values) if "oldest" in name else sum(values) for name, values in found.items() if values}
 
     def reduce(self) -> dict[str, int | float]:
         seconds, size = self.data["seconds"], sum(self.data["bytes"])
@@ -48,12 +76,16 @@ class TransferStats(KVConnectorStats):
         if seconds:
             reduced |= {"Mean (s)": round(sum(seconds) / len(seconds), 4), "Longest (s)": round(max(seconds), 4)}
             reduced |= {"MiB": round(size / 2**20, 1)}
+            phases = self.data["phases"].items()
+            reduced |= {f"Mean {phase} (s)": round(sum(each) / len(each), 4) for phase, each in phases}
+        reduced |= {"MiB sent": round(self.data["sent"] / 2**20, 1)} if self.data["sent"] else {}
         reduced |= {f"Failed ({kind})": count for kind, count in self.data["failed"].items()}
+        reduced |= {name.replace("_", " ").capitalize(): value for name, value in self.gauges().items() if value}
         return reduced | ({"Leases expired": self.data["expired"]} if self.data["expired"] else {})
 
 
 class TransferMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics per engine, listed in the README."""
+    """Prometheus metrics per engine, listed in the README; the exposition adds ``_total`` to the names of counters."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -61,8 +93,17 @@ class TransferMetrics(KVConnectorPromMetrics):
         self._seconds = metric_types[Histogram](
             name=f"{name}transfer_seconds", documentation="Completed KV transfers", buckets=BUCKETS, labelnames=labelnames
         )
+        self._phases = metric_types[Histogram](
+            name=f"{name}transfer_phase_seconds",
+            documentation="Phases of completed KV transfers",
+            buckets=BUCKETS,
+            labelnames=[*labelnames, "phase"],
+        )
         self._bytes = metric_types[Counter](
             name=f"{name}transfer_bytes", documentation="Bytes of KV cache received", labelnames=labelnames
+        )
+        self._sent = metric_types[Counter](
+            name=f"{name}sent_bytes", documentation="Bytes of KV cache packed for readers", labelnames=labelnames
         )
         self._failures = metric_types[Counter](
             name=f"{name}transfer_failures", documentation="Failed KV transfers by cause", labelnames=[*labelnames, "cause"]
@@ -70,15 +111,52 @@ class TransferMetrics(KVConnectorPromMetrics):
         self._expired = metric_types[Counter](
             name=f"{name}leases_expired", documentation="Prompts whose lease expired unread", labelnames=labelnames
         )
+        self._gauges = {
+            gauge: metric_types[Gauge](
+                name=f"{name}{gauge}", documentation=text, multiprocess_mode="mostrecent", labelnames=labelnames
+            )
+            for gauge, text in GAUGES.items()
+        }
         for values in per_engine_labelvalues.values():
             for kind in KINDS:
                 self._failures.labels(*values, kind)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
-        for seconds in transfer_stats_data["seconds"]:
+        stats = TransferStats(data=transfer_stats_data)
+        for seconds in stats.data["seconds"]:
             self._seconds.labels(*values).observe(seconds)
-        self._bytes.labels(*values).inc(sum(transfer_stats_data["bytes"]))
-        self._expired.labels(*values).inc(transfer_stats_data["expired"])
-        for kind, count in transfer_stats_data["failed"].items():
+        for phase, times in stats.data["phases"].items():
+            for seconds in times:
+                self._phases.labels(*values, phase).observe(seconds)
+        self._bytes.labels(*values).inc(sum(stats.data["bytes"]))
+        self._sent.labels(*values).inc(stats.data["sent"])
+        self._expired.labels(*values).inc(stats.data["expired"])
+        for kind, count in stats.data["failed"].items():
             self._failures.labels(*values, kind).inc(count)
+        for name, value in stats.gauges().items():
+            self._gauges[name].labels(*values).set(value)
+
+
+class FailureLog:
+    """Limits the log lines of failures: of each producer the first :data:`MOST` in :data:`SECONDS`, then their number."""
+
+    MOST, SECONDS = 3, 10.0
+
+    def __init__(self, log: Callable[[str], object], clock: Callable[[], float] = monotonic) -> None:
+        self._log, self._clock = log, clock
+        self._since: BoundedDict[tuple[float, int]] = BoundedDict(256)
+
+    def add(self, outcome: Failed) -> None:
+        now, key = self._clock(), f"{outcome.engine} {outcome.kind}"
+        since, count = self._since.get(key, (now, 0))
+        if now - since >= self.SECONDS:
+            if count > self.MOST:
+                self._log(
+                    f"{count - self.MOST} more KV transfers from engine {outcome.engine} failed in {now - since:.0f} s "
+                    f"({outcome.kind})"
+                )
+            since, count = now, 0
+        self._since[key] = since, count + 1
+        if count < self.MOST:
+            self._log(str(outcome))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,16 +166,28 @@ def check_single_host(name: str, vllm_config: Any) -> None:
 
 @dataclass
 class CopyJob:
-    """Copies enqueued for one job."""
+    """Copies of one job; ``size`` in bytes, once ``launched``."""
 
-    job: int
     began: Any
     ended: Any
-    size: int
+    launched: Future[int]
+
+    def has_ended(self) -> bool:
+        return self.launched.done() and (self.launched.exception() is not None or self.ended.query())
+
+
+class Direction:
+    """Copies to the host, or from it: a stream, and the thread that launches them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.npu.Stream(device)
+        self.thread = ThreadPoolExecutor(1, "kv-copy")
 
 
 class HostWorker(OffloadingWorker):
-    """Copies blocks between NPU and pinned host memory on a private stream, in the order of the jobs.
+    """Copies blocks between NPU and pinned host memory, in each direction in the order of the jobs.
+
+    Each direction has a stream and a thread, because launches for a long prompt take tens of milliseconds.
 
     ``pages[i]`` is ``[blocks, bytes]`` on the NPU, ``host[i]`` ``[chunks, blocks_per_chunk, bytes]``; ``groups`` has the indices
     of each KV cache group's pages.
@@ -186,8 +198,8 @@ class HostWorker(OffloadingWorker):
         self.host = list(host)
         self.groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
         self.blocks_per_chunk = self.host[0].shape[1]
-        self._stream = torch.npu.Stream(self.pages[0].device)
-        self._jobs: deque[CopyJob] = deque()
+        self._loads, self._stores = (Direction(self.pages[0].device) for _ in range(2))
+        self._jobs: dict[int, CopyJob] = {}
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._enqueue(job_id, src_spec, dst_spec, store=True)
@@ -198,42 +210,81 @@ class HostWorker(OffloadingWorker):
 
     def get_finished(self) -> list[TransferResult]:
         ended = []
-        while self._jobs and self._jobs[0].ended.query():
-            job = self._jobs.popleft()
-            ended.append(TransferResult(job.job, True, job.size, job.began.elapsed_time(job.ended) / 1000))
+        for number in [number for number, job in self._jobs.items() if job.has_ended()]:
+            job = self._jobs.pop(number)
+            if (error := job.launched.exception()) is not None:
+                extension.logger.error("KV cache was not copied between NPU and host: %s: %s", type(error).__name__, error)
+                ended.append(TransferResult(number, False))
+                continue
+            ended.append(TransferResult(number, True, job.launched.result(), job.began.elapsed_time(job.ended) / 1000))
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        for job in self._jobs:
-            if job.job in job_ids:
-                job.ended.synchronize()
+        for number in job_ids & self._jobs.keys():
+            if self._jobs[number].launched.exception() is None:
+                self._jobs[number].ended.synchronize()
 
     def shutdown(self) -> None:
-        self._stream.synchronize()
+        for direction in (self._loads, self._stores):
+            direction.thread.shutdown()
+            direction.stream.synchronize()
         self._jobs.clear()
         self.pages.clear()
         self.host.clear()
 
     def _enqueue(self, job: int, blocks: Any, chunks: Any, store: bool) -> bool:
-        block_ids, chunk_ids, size = iter(blocks.block_ids.tolist()), iter(chunks.block_ids.tolist()), 0
-        began, ended = (torch.npu.Event(enable_timing=True) for _ in range(2))
-        self._stream.wait_stream(torch.npu.current_stream())
-        with torch.npu.stream(self._stream):
-            began.record()
-            for group, count, first in zip(self.groups, blocks.group_sizes, blocks.block_indices, strict=True):
-                # first: block index in the request; chunks are aligned to their size
-                for place in range(first, first + count):
-                    block, within = next(block_ids), place % self.blocks_per_chunk
-                    if not within or place == first:
-                        chunk = next(chunk_ids)
-                    for index in group:
-                        page, host = self.pages[index][block], self.host[index][chunk, within]
-                        to, origin = (host, page) if store else (page, host)
-                        to.copy_(origin, non_blocking=True)
-                        size += page.numel()
-            ended.record()
-        self._jobs.append(CopyJob(job, began, ended, size))
+        direction = self._stores if store else self._loads
+        after, began, ended = torch.npu.Event(), *(torch.npu.Event(enable_timing=True) for _ in range(2))
+        after.record()
+        runs = self._runs(blocks, chunks)
+
+        def launch() -> int:
+            torch.npu.set_device(direction.device)
+            with torch.npu.stream(direction.stream):
+                direction.stream.wait_event(after)
+                began.record()
+                size = sum(self._copy(group, *run, store) for group, run in runs)
+                ended.record()
+            return size
+
+        self._jobs[job] = CopyJob(began, ended, direction.thread.submit(launch))
         return True
+
+    def _copy(self, group: int, block: int, row: int, count: int, store: bool) -> int:
+        """Copy consecutive blocks to or from consecutive rows, for all pages of a group; returns the number of bytes."""
+        size = 0
+        for index in self.groups[group]:
+            page, host = self.pages[index], self.host[index]
+            if host.is_contiguous():
+                pairs = [(page[block : block + count], host.view(-1, host.shape[-1])[row : row + count])]
+            else:  # a copy of several rows that are apart would go through a temporary tensor
+                rows = [divmod(row + number, self.blocks_per_chunk) for number in range(count)]
+                pairs = [(page[block + number], host[place]) for number, place in enumerate(rows)]
+            for part, there in pairs:
+                to, origin = (there, part) if store else (part, there)
+                to.copy_(origin, non_blocking=True)
+                size += part.numel()
+        return size
+
+    def _runs(self, blocks: Any, chunks: Any) -> list[tuple[int, tuple[int, int, int]]]:
+        """Group, and first block, first host row and number of blocks of each run that is consecutive on both sides."""
+        block_ids, chunk_ids, chunk = iter(blocks.block_ids.tolist()), iter(chunks.block_ids.tolist()), 0
+        runs: list[tuple[int, tuple[int, int, int]]] = []
+        for group, (count, first) in enumerate(zip(blocks.group_sizes, blocks.block_indices, strict=True)):
+            begins = len(runs)
+            # first: block index in the request; chunks are aligned to their size
+            for place in range(first, first + count):
+                block, within = next(block_ids), place % self.blocks_per_chunk
+                if not within or place == first:
+                    chunk = next(chunk_ids)
+                row = chunk * self.blocks_per_chunk + within
+                if len(runs) > begins:
+                    _, (start, start_row, length) = runs[-1]
+                    if (block, row) == (start + length, start_row + length):
+                        runs[-1] = group, (start, start_row, length + 1)
+                        continue
+                runs.append((group, (block, row, 1)))
+        return runs
 
 
 class RegionWorker(HostWorker):

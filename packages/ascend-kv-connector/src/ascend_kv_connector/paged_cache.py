@@ -35,6 +35,8 @@ def kv_heads_of_rank(rank: int, ranks: int, total: int) -> Heads:
 class PagedCache:
     """Regions of one rank: ``caches[i]`` of ``regions[i]`` is ``[blocks, block_size, heads, size]``.
 
+    Sizes may differ, as those of latents and their rotary keys do.
+
     ``block_size`` is the scheduler's. An attention backend may split blocks into several kernel blocks, which are contiguous
     (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``), so that a token's slot is the same.
 
@@ -118,10 +120,12 @@ class PagedCache:
                 for at, first, count in runs:
                     part[at : at + count].copy_(self._token_rows(index)[first : first + count], non_blocking=True)
             return size
-        gathered, slots = torch.empty(len(values), dtype=self.dtype, device=self.device), slots.to(self.device)
+        slots = slots.to(self.device)
+        gathered = values if values.device == self.device else torch.empty_like(values, device=self.device)
         for index, part in self._region_views(gathered, regions, len(slots), heads):
-            part.copy_(self._token_rows(index)[:, self._head_slice(heads)].index_select(0, slots))
-        values.copy_(gathered, non_blocking=True)
+            torch.index_select(self._token_rows(index)[:, self._head_slice(heads)], 0, slots, out=part)
+        if gathered is not values:
+            values.copy_(gathered, non_blocking=True)
         return size
 
     def unpack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor) -> None:
@@ -147,7 +151,7 @@ class PagedCache:
         if heads.num != self.heads.num:
             return []
         cuts = [0, *(torch.nonzero(slots.diff() != 1).flatten() + 1).tolist(), len(slots)]
-        token = min(region.size for region in self.regions) * heads.num * self.dtype.itemsize
+        token = sum(region.size for region in self.regions) / len(self.regions) * heads.num * self.dtype.itemsize
         if len(slots) * token < MIN_RUN_BYTES * (len(cuts) - 1):
             return []
         return [(at, int(slots[at]), stop - at) for at, stop in pairwise(cuts)]

@@ -2,56 +2,82 @@
 
 from __future__ import annotations
 
-import threading
-from queue import SimpleQueue
 from time import monotonic
+from typing import NamedTuple
 
 from ascend_platform import extension
 
 from ascend_kv_connector.auth import CurveKeys
 from ascend_kv_connector.errors import TransferError, printable
+from ascend_kv_connector.peer_queues import PeerQueues
 from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
 from ascend_kv_connector.rpc import ClientPool, make_context
 
-THREAD_COUNT = 4
-"""Several, so that an unresponsive instance delays few others."""
+ATTEMPTS = 3
+"""Attempts to notify a rank; each is as long as the answer timeout."""
+
+Ranks = tuple[tuple[str, int], ...]
+
+
+class Notification(NamedTuple):
+    """A message for all ranks of a decode instance."""
+
+    ranks: Ranks
+    message: PrefillStarted | PrefillCancelled
 
 
 class PrefillNotifier:
-    """Sends messages to all ranks of a decode instance and awaits their replies; failures are logged."""
+    """Sends messages to decode instances and awaits their replies; an instance that does not reply delays no other one."""
 
     def __init__(self, answer_timeout: float, keys: CurveKeys | None = None) -> None:
-        self._timeout, self._keys = answer_timeout, keys
-        self._context = make_context()
-        self._waiting: SimpleQueue[tuple[tuple[tuple[str, int], ...], PrefillStarted | PrefillCancelled] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._run, name="kv-announce", daemon=True) for _ in range(THREAD_COUNT)]
-        for thread in self._threads:
-            thread.start()
+        self.timeout, self.keys = answer_timeout, keys
+        self.context = make_context()
+        self._queues: PeerQueues[Notification] = PeerQueues("kv-announce", lambda: NotificationSender(self))
 
-    def notify(self, ranks: tuple[tuple[str, int], ...], message: PrefillStarted | PrefillCancelled) -> None:
-        self._waiting.put((ranks, message))
+    def notify(self, ranks: Ranks, message: PrefillStarted | PrefillCancelled) -> None:
+        self._queues.put(ranks, Notification(ranks, message), threads=1)
 
     def close(self) -> None:
-        for _ in self._threads:
-            self._waiting.put(None)
-        for thread in self._threads:
-            thread.join(2)
-        if not any(thread.is_alive() for thread in self._threads):
-            self._context.destroy(linger=0)
+        if self._queues.close(2.0):
+            self.context.destroy(linger=0)
 
-    def _run(self) -> None:
-        clients = ClientPool(self._context, self._timeout, self._keys)
-        while (item := self._waiting.get()) is not None:
-            ranks, message = item
-            for rank in ranks:
-                try:
-                    clients.get(rank).call(message, monotonic() + self._timeout)
-                except TransferError as error:
-                    extension.logger.warning(
-                        "KV transfer of %s: cannot notify the decode instance at %s:%d: %s",
-                        printable(message.request),
-                        *rank,
-                        error,
-                    )
-                    clients.close(rank)
-        clients.close_idle(0.0)
+
+class NotificationSender:
+    """One thread's connections to the ranks of a decode instance."""
+
+    def __init__(self, notifier: PrefillNotifier) -> None:
+        self._timeout = notifier.timeout
+        self._clients = ClientPool(notifier.context, notifier.timeout, notifier.keys)
+
+    def run(self, work: Notification) -> None:
+        """Notify all ranks at once; those that did not reply are notified again. Failures are logged."""
+        left = dict.fromkeys(work.ranks, "")
+        for _ in range(ATTEMPTS):
+            left = self._notify(left, work.message)
+        for (host, port), cause in left.items():
+            name = printable(work.message.request)
+            extension.logger.warning(
+                "KV transfer of %s: cannot notify the decode instance at %s:%d: %s", name, printable(host), port, cause
+            )
+
+    def close(self) -> None:
+        self._clients.close_idle(0.0)
+
+    def _notify(
+        self, ranks: dict[tuple[str, int], str], message: PrefillStarted | PrefillCancelled
+    ) -> dict[tuple[str, int], str]:
+        """The ranks that did not reply, with the cause."""
+        sent, failed, deadline = {}, {}, monotonic() + self._timeout
+        for rank in ranks:
+            try:
+                sent[rank] = self._clients.get(rank).send(message)
+            except TransferError as error:
+                failed[rank] = str(error)
+        for rank, number in sent.items():
+            try:
+                self._clients.get(rank).await_reply(number, message, deadline)
+            except TransferError as error:
+                failed[rank] = str(error)
+        for rank in failed:
+            self._clients.close(rank)
+        return failed

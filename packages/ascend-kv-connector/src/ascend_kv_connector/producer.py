@@ -12,7 +12,7 @@ from ascend_kv_connector.config import Options
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import Leases, NotReadyError
 from ascend_kv_connector.paged_cache import Heads, PagedCache
-from ascend_kv_connector.protocol import Ack, CacheInfo, Chunk, Fetch, Finish, Handshake, Query, Refused, Release, Reply
+from ascend_kv_connector.protocol import Ack, CacheInfo, Chunk, Fetch, Finish, Handshake, Query, Refused, Release, Renew, Reply
 from ascend_kv_connector.query_queue import BusyError, QueryQueue
 from ascend_kv_connector.rpc import RpcServer
 from ascend_kv_connector.transport import Transport
@@ -32,11 +32,13 @@ class Producer:
         engine: str,
         model: str,
         host: str,
-        port: int = 0,
+        port: int | range = 0,
         stream_context: Callable[..., AbstractContextManager] = nullcontext,
         keys: CurveKeys | None = None,
+        weights: str = "",
     ) -> None:
         self.cache, self.transport, self.options, self.leases = cache, transport, options, Leases()
+        self.sent_bytes = 0
         self._stream_context = stream_context
         self._waiting = QueryQueue(options.answer_timeout / 2)
         self._buffers = SendBuffers([allocate_buffer(transport, options.chunk_bytes, cache.device) for _ in range(options.slots)])
@@ -52,6 +54,7 @@ class Producer:
             heads=cache.heads.num,
             chunk_bytes=options.chunk_bytes,
             regions=cache.regions,
+            weights=weights,
         )
         self.server = RpcServer(self.answer, host, port, keys, self._waiting)
 
@@ -59,6 +62,15 @@ class Producer:
     def buffers_in_use(self) -> int:
         """Number of buffers lent to readers."""
         return self._buffers.in_use
+
+    def gauges(self) -> dict[str, float]:
+        """What this rank holds for readers now, by name of the metric."""
+        return {
+            "leases": len(self.leases),
+            "oldest_lease_seconds": round(self.leases.oldest(), 1),
+            "send_buffers_in_use": self._buffers.in_use,
+            "fetches_waiting": len(self._waiting),
+        }
 
     def answer(self, query: Query) -> Reply:
         """Reply to a query.
@@ -86,6 +98,8 @@ class Producer:
                 self._buffers.release_request(request, reader, rank)
                 self._waiting.remove(lambda place: place[:3] == (request, reader, rank))
                 self.leases.finish(request, reader, rank, ranks)
+            case Renew(request=request, reader=reader):
+                self.leases.renew(request, reader)
             case _:
                 return Refused("mismatch", "this rank is a producer only")
         return Ack()
@@ -112,6 +126,7 @@ class Producer:
                     size = self.cache.pack(slots, fetch.regions, Heads(fetch.first_head, fetch.heads), buffer)
         except NotReadyError as error:
             return Refused("lease", str(error), again=True)
+        self.sent_bytes += size
         crc = checksum(buffer[:size]) if fetch.verify else None
         return Chunk(ticket, buffer.data_ptr(), size, stop, seconds, crc)
 

@@ -39,7 +39,7 @@ class Handshake(Message, frozen=True, tag="Hello"):
 
 
 class CacheRegion(msgspec.Struct, frozen=True):
-    """One KV cache tensor of a layer: ``part`` is ``key`` or ``value``, ``size`` the elements per head and token."""
+    """One KV cache tensor of a layer: ``part`` is its name there, such as ``key``, ``size`` the elements per head and token."""
 
     layer: str
     part: str
@@ -47,7 +47,10 @@ class CacheRegion(msgspec.Struct, frozen=True):
 
 
 class CacheInfo(Message, frozen=True, tag="Cache"):
-    """KV cache of a rank: of each region, heads ``first_head`` to ``first_head + heads`` of the model's ``total_heads``."""
+    """KV cache of a rank: of each region, heads ``first_head`` to ``first_head + heads`` of the model's ``total_heads``.
+
+    ``weights`` is a fingerprint of the model's weights; "" if the rank does not have the checkpoint's files.
+    """
 
     version: int
     engine: str
@@ -60,6 +63,7 @@ class CacheInfo(Message, frozen=True, tag="Cache"):
     heads: int
     chunk_bytes: int
     regions: list[CacheRegion]
+    weights: str = ""
 
 
 class Fetch(Message, frozen=True, rename={"allow_partial": "growing"}):
@@ -115,6 +119,13 @@ class Finish(Message, frozen=True):
     reader: Name
     rank: Rank
     ranks: Rank
+
+
+class Renew(Message, frozen=True):
+    """A request of engine ``reader`` waits to read: the lease begins anew. Reply: Ack, also if there is none."""
+
+    request: Name
+    reader: Name
 
 
 class PrefillStarted(Message, frozen=True, tag="Announce"):
@@ -182,7 +193,7 @@ class Refused(Message, frozen=True):
     queued: bool = False
 
 
-Query = Handshake | Fetch | Release | Finish | PrefillStarted | PrefillCancelled | Connect | Send | Disconnect
+Query = Handshake | Fetch | Release | Finish | Renew | PrefillStarted | PrefillCancelled | Connect | Send | Disconnect
 Reply = CacheInfo | Chunk | Ack | Refused | RootInfo
 
 encode = msgspec.msgpack.Encoder().encode

@@ -24,6 +24,8 @@ AUTH_FAILED = "authentication failed: the secrets differ or only one instance ha
 
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
+HANDSHAKES = HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+
 POLL_MS = 100
 """Milliseconds between checks of whether a wait should end."""
 
@@ -51,11 +53,13 @@ class RpcServer:
         self,
         handler: Callable[[Query], Reply],
         host: str,
-        port: int = 0,
+        port: int | range = 0,
         keys: CurveKeys | None = None,
         waiting: QueryQueue | None = None,
     ) -> None:
-        """Listen on a port, or on any free one if it is 0; with keys only authenticated clients are accepted.
+        """Listen on a port, on any free one if it is 0, or on the first free one of a range.
+
+        With keys only authenticated clients are accepted.
 
         Queries for which the handler raises BusyError are kept in ``waiting``.
 
@@ -70,16 +74,28 @@ class RpcServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.LONGEST_MESSAGE)
         self._authenticator = keys.configure_server(self._socket) if keys else None
         try:
-            self._socket.bind(endpoint_url(host, port).replace(":0", ":*") if port == 0 else endpoint_url(host, port))
-        except zmq.ZMQError as error:
+            self._bind(range(port, port + 1) if isinstance(port, int) else port)
+        except extension.RefusedError:
             self._close()
-            raise extension.RefusedError(
-                f"KV connector: cannot listen on {host}:{port} ({error}); change kv_port, or host in kv_connector_extra_config"
-            ) from None
+            raise
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
         self._thread.start()
+
+    def _bind(self, ports: range) -> None:
+        for port in ports:
+            try:
+                self._socket.bind(endpoint_url(self.host, port) if port else endpoint_url(self.host, 0)[:-1] + "*")
+                return
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EADDRINUSE and port != ports[-1]:
+                    continue
+                which = f"{ports[0]} to {port}" if port != ports[0] else str(port)
+                raise extension.RefusedError(
+                    f"KV connector: cannot listen on {self.host}:{which} ({error}); change kv_port, or host or ports in "
+                    "kv_connector_extra_config"
+                ) from None
 
     def close(self) -> None:
         self._stop.set()
@@ -144,31 +160,50 @@ class RpcClient:
         self._timeout = answer_timeout
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2000)  # lets a final Release be sent in the background
+        self._socket.setsockopt(zmq.SNDTIMEO, int(answer_timeout * 1000))  # else a send waits for ever once the queue is full
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.LONGEST_MESSAGE)
         if keys:
             keys.configure_client(self._socket)
-        watched = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED
+        watched = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKES
         self._monitor = self._socket.get_monitor_socket(watched)
         self._poller = zmq.Poller()
         for socket in (self._socket, self._monitor):
             self._poller.register(socket, zmq.POLLIN)
         self._socket.connect(endpoint_url(host, port))
         self._request_id = self._attempts = self._disconnects = self._handshake_failures = 0
+        self._rejected = False
 
     def send(self, query: Query) -> int:
-        """Send a query and discard replies to earlier ones; returns a request id for :meth:`receive`."""
+        """Send a query and discard replies to earlier ones; returns a request id for :meth:`receive`.
+
+        Raises:
+            TransferError: the peer has rejected this client, or takes no more messages.
+        """
         while self._socket.poll(0):
             self._socket.recv_multipart()
         self.connection_count()
-        self._attempts = self._handshake_failures = 0
+        self._attempts = 0
         self._request_id += 1
-        self._socket.send_multipart([str(self._request_id).encode(), protocol.encode(query)])
+        self._send(str(self._request_id).encode(), query)
         return self._request_id
 
     def post(self, query: Query) -> None:
-        """Send a query whose reply is not awaited; one to an earlier query still is."""
-        self._socket.send_multipart([b"", protocol.encode(query)])
+        """Send a query whose reply is not awaited; one to an earlier query still is.
+
+        Raises:
+            TransferError: as :meth:`send`.
+        """
+        self._send(b"", query)
+
+    def _send(self, request_id: bytes, query: Query) -> None:
+        self._raise_if_rejected()
+        try:
+            self._socket.send_multipart([request_id, protocol.encode(query)])
+        except zmq.Again:
+            self.connection_count()
+            self._raise_if_rejected()
+            raise TransferError("peer", f"it took no message in {self._timeout:g} s") from None
 
     def receive(self, request_id: int, deadline: float, check: Callable[[], object] = lambda: None) -> Reply:
         """The reply to this query; replies to earlier ones are discarded. ``deadline`` is monotonic time.
@@ -197,8 +232,29 @@ class RpcClient:
     def connection_count(self) -> int:
         """Number of times the connection was lost; if it changed, another process may be listening at the address."""
         while self._monitor.poll(0):
-            self._disconnects += recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+            self._next_event()
         return self._disconnects
+
+    def _next_event(self) -> int:
+        """Read and count one event of the connection.
+
+        ZMQ gives up a connection whose security mechanism or keys do not fit, so that event, which may come before the first
+        query, comes once. A handshake that ends without detail is repeated, and may also be a peer that is exiting.
+        """
+        event = int(recv_monitor_message(self._monitor)["event"])
+        if event & HANDSHAKE_FAILED:
+            self._handshake_failures += 1
+            if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or self._handshake_failures > 1:
+                self._rejected = True
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._handshake_failures = 0
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._disconnects += 1
+        return event
+
+    def _raise_if_rejected(self) -> None:
+        if self._rejected:
+            raise TransferError("peer", AUTH_FAILED)
 
     def _check_connection(self) -> None:
         """Detect lost connections; ZMQ itself reconnects forever.
@@ -207,16 +263,12 @@ class RpcClient:
             TransferError: nothing listens at the address, or the connection was closed after the query was sent.
         """
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            if event & HANDSHAKE_FAILED:  # one without detail may also be a peer that is exiting
-                self._handshake_failures += 1
-                if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or self._handshake_failures > 1:
-                    raise TransferError("peer", AUTH_FAILED)
+            event = self._next_event()
+            self._raise_if_rejected()
+            if event & HANDSHAKE_FAILED:
                 continue
-            if event == zmq.EVENT_DISCONNECTED:
-                self._disconnects += 1
-                if not self._handshake_failures:
-                    raise TransferError("peer", "the peer closed the connection")
+            if event == zmq.EVENT_DISCONNECTED and not self._handshake_failures:
+                raise TransferError("peer", "the peer closed the connection")
             self._attempts = self._attempts + 1 if event == zmq.EVENT_CONNECT_RETRIED else 0
             if self._attempts >= MAX_CONNECT_ATTEMPTS:
                 raise TransferError("peer", f"nothing listens at its address ({MAX_CONNECT_ATTEMPTS} attempts)")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any
 
 from ascend_platform import extension
@@ -67,7 +68,8 @@ class P2PMetadata(KVConnectorMetadata):
     whose blocks are taken back, with the reason, "" for a preemption. ``aborted``: loads whose request ended. ``failed_loads``:
     loads that no prefill instance will serve, with the cause. ``cancelled``: prefills with a waiting consumer that will not run.
     ``step``: number of this step if it computes prompts that consumers may load, otherwise 0. ``written``: the step in which the
-    last tokens of a lease were computed. ``ranks``: (host, port) of this instance's producers.
+    last tokens of a lease were computed. ``ranks``: (host, port) of this instance's producers. ``renewed``: sources that requests
+    wait for. ``unwanted``: finished requests whose blocks nobody will load.
     """
 
     loads: dict[str, Load] = field(default_factory=dict)
@@ -81,6 +83,21 @@ class P2PMetadata(KVConnectorMetadata):
     step: int = 0
     written: dict[str, int] = field(default_factory=dict)
     ranks: list[tuple[str, int]] = field(default_factory=list)
+    renewed: list[Source] = field(default_factory=list)
+    unwanted: list[str] = field(default_factory=list)
+
+
+@dataclass
+class WaitingSource:
+    """Source of a request that waits, or loads; its lease is renewed every ``seconds``, next when it is ``due``."""
+
+    source: Source
+    seconds: float
+    due: float
+
+
+MAX_ABORTED = 1024
+"""Requests that one ``aborted_request`` may name."""
 
 
 class P2PScheduler:
@@ -103,7 +120,11 @@ class P2PScheduler:
         trusted: TrustedAddresses | None = None,
         push: bool = False,
         windows: tuple[int, ...] = (0,),
+        lease: float = 30.0,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
+        self._lease, self._clock = lease, clock
+        self._waiting: dict[str, WaitingSource] = {}
         self._windows, self._is_hybrid = windows, windows != (0,)
         self._engine, self._block_size, self._is_producer, self._is_consumer = engine, block_size, is_producer, is_consumer
         self._trusted = trusted or TrustedAddresses()
@@ -126,6 +147,16 @@ class P2PScheduler:
         self._ranks = [(each.host, each.port) for each in ordered]
         self._consumer_ranks = [(each.host, each.consumer_port) for each in ordered]
 
+    def on_new_request(self, request: Any) -> None:
+        """A request has arrived: its source's lease is renewed while it waits; sources that a router has aborted are freed."""
+        params = request.kv_transfer_params or {}
+        if self._is_producer and isinstance(aborted := params.get("aborted_request"), list):
+            self._metadata.unwanted += [name for name in aborted[:MAX_ABORTED] if isinstance(name, str)]
+        if self._remote_tokens(request) is not None and "metaserver" not in params:
+            seconds = params.get("remote_lease")
+            seconds = max(1.0, (seconds if isinstance(seconds, (int, float)) else self._lease) / 3)
+            self._waiting[request.request_id] = WaitingSource(_source(params), seconds, self._clock() + seconds)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         tokens = (self._remote_tokens(request) or 0) - num_computed_tokens
         return (tokens, True) if tokens > 0 else (0, False)
@@ -139,6 +170,7 @@ class P2PScheduler:
         source = None if "metaserver" in params else _source(params)
         self._stop_remote_prefill(request)  # only once: after a preemption the prompt is computed here
         if not num_external_tokens:
+            self._waiting.pop(name, None)
             self._release_unused(source)
             return
         start = stop - num_external_tokens
@@ -156,12 +188,18 @@ class P2PScheduler:
         while not self._failed_loads.empty():
             request, cause = self._failed_loads.get()
             self._metadata.failed_loads[request] = cause
+        now = self._clock()
+        for waiting in self._waiting.values():
+            if waiting.due <= now:
+                waiting.due = now + waiting.seconds
+                self._metadata.renewed.append(waiting.source)
         built, self._metadata = self._metadata, P2PMetadata(ranks=self._ranks)
         return built
 
     def update_finished_loads(self, requests: Iterable[str]) -> None:
         """Loads of these requests have ended in all ranks."""
         for name in requests:
+            self._waiting.pop(name, None)
             self._release_unused(self._loading.pop(name, None))
 
     def close(self) -> None:
@@ -261,6 +299,7 @@ class P2PScheduler:
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         params, name = request.kv_transfer_params or {}, request.request_id
         _, step = self._prompts.pop(name, (0, 0))
+        self._waiting.pop(name, None)
         if self._remote_tokens(request) is not None:  # it was never scheduled, for example because its client disconnected
             self._stop_remote_prefill(request)
             self._release_unused(None if "metaserver" in params else _source(params))
@@ -299,6 +338,7 @@ class P2PScheduler:
             "remote_ranks": [list(rank) for rank in self._ranks],
             "remote_num_tokens": tokens,
             "remote_prompt_digest": prompt_digest(request, tokens),
+            "remote_lease": self._lease,
         }
         return True, self._trusted.sign(params)
 
@@ -319,6 +359,7 @@ class P2PScheduler:
         if not wrong and self._is_released(params):  # with n > 1, or a repeated request
             extension.logger.debug("request %s: its source has been released; its prompt is computed here", request.request_id)
             self._stop_remote_prefill(request)
+            self._waiting.pop(request.request_id, None)
             return None
         if wrong:
             extension.logger.warning("request %s: do_remote_prefill %s; its prompt is computed here", request.request_id, wrong)

@@ -81,7 +81,7 @@ class InMemoryTransport:
         if peer is None or session in network.killed:
             raise TransferError("transport", f"session {session} does not exist")
         if frozenset((session, self.session)) in network.cut:
-            sleep(seconds)
+            network.faults.hung.wait(seconds)
             raise TransferError("transport", f"no data from session {session} in {seconds:g} s")
         if not (peer.is_registered(remote, size) and self.is_registered(local, size)):
             raise TransferError("transport", "the memory is not registered")

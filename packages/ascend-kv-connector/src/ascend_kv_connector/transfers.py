@@ -5,11 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from ascend_kv_connector.errors import Kind, TransferError, printable
+
+Phase = Literal["queue", "connect", "wait", "read", "unpack"]
+"""In the queue of its peer; connecting to ranks; waiting for chunks to be packed; reading them; writing them to the cache."""
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Source(NamedTuple):
@@ -22,11 +27,12 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Done:
-    """All tokens were loaded. ``size`` in bytes, ``seconds`` since the transfer was requested."""
+    """All tokens were loaded. ``size`` in bytes, ``seconds`` since the transfer was requested; ``phases`` are parts of them."""
 
     request: str
     size: int
     seconds: float
+    phases: dict[Phase, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"KV transfer of {self.request} done after {self.seconds:.3f} s, {self.size / 2**20:.1f} MiB"
@@ -85,6 +91,7 @@ class Transfer:
         self.deadline = self.started + seconds
         self.seconds = seconds
         self.peer, self.size, self.total = "(none)", 0, 0
+        self.phases: dict[Phase, float] = {}
         self.written_until: dict[int, int] = {}
         self.layerwise = source is None
         self._lock = threading.Lock()
@@ -109,6 +116,15 @@ class Transfer:
         return left
 
     @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Add the time of the context to a phase; each phase is in one thread at a time."""
+        began = monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + monotonic() - began
+
+    @contextmanager
     def writing(self) -> Iterator[None]:
         """Held while tokens are written to the blocks.
 
@@ -121,7 +137,7 @@ class Transfer:
             yield
 
     def succeed(self) -> bool:
-        return self._end(Done(self.request, self.size, monotonic() - self.started))
+        return self._end(Done(self.request, self.size, monotonic() - self.started, dict(self.phases)))
 
     def fail(self, error: TransferError, transport: str, block_size: int) -> bool:
         """End the transfer as failed, unless it has ended; returns whether this call ended it."""

@@ -20,8 +20,8 @@ TRANSPORTS = {
 class Transport(Protocol):
     """One rank's side of a transport.
 
-    The constructor takes the host, the protocol and, if instances share a secret, the keys; it raises RefusedError if the
-    transport is not available.
+    The constructor takes the host, the protocol, if instances share a secret the keys, and ports to choose from, None for any; it
+    raises RefusedError if the transport is not available.
 
     Attributes:
         name: for messages, such as ``mooncake (tcp)``; must be the same on both ranks.
@@ -59,13 +59,13 @@ def check(name: str) -> None:
     _module(name).check()
 
 
-def make_transport(name: str, host: str, protocol: str, keys: CurveKeys | None = None) -> Transport:
+def make_transport(name: str, host: str, protocol: str, keys: CurveKeys | None = None, ports: range | None = None) -> Transport:
     """Create the transport of this name.
 
     Raises:
         RefusedError: it does not exist, or is not available.
     """
-    return getattr(_module(name), TRANSPORTS[name].rpartition(".")[2])(host, protocol, keys)
+    return getattr(_module(name), TRANSPORTS[name].rpartition(".")[2])(host, protocol, keys, ports)
 
 
 def _module(name: str) -> Any:

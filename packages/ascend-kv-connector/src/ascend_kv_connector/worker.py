@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
 from ascend_platform import extension
+from ascend_platform.transfer.checkpoint import weights_fingerprint
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip
@@ -21,7 +24,7 @@ from ascend_kv_connector.config import Options, sliding_windows
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import PrefillProgress
-from ascend_kv_connector.metrics import TransferStats
+from ascend_kv_connector.metrics import FailureLog, TransferStats
 from ascend_kv_connector.paged_cache import PagedCache, kv_heads_of_rank
 from ascend_kv_connector.prefill_notifier import PrefillNotifier
 from ascend_kv_connector.producer import Producer
@@ -39,6 +42,13 @@ KEPT_STEPS = 64
 """Steps whose end is remembered for leases; older ones have been executed when a request is found to have finished."""
 
 
+GAUGE_SECONDS = 1.0
+"""Interval at which a rank reports its state without other statistics."""
+
+SUSPEND_SECONDS = 30.0
+"""Seconds to wait, before sleep, for chunks that are being packed."""
+
+
 class P2PWorker:
     """Implements the worker methods of ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``."""
 
@@ -49,6 +59,9 @@ class P2PWorker:
         self._consumer: Consumer | None = None
         self._stats = TransferStats()
         self._failed_block_ids: set[int] = set()
+        self._failures = FailureLog(lambda line: extension.logger.error("%s", line))
+        self._sent_bytes, self._gauges_reported = 0, 0.0
+        self._rank = 0
         self._written: dict[int, Any] = {}
         self._before_step: Any = None
         self._notifier: PrefillNotifier | None = None
@@ -61,6 +74,7 @@ class P2PWorker:
         Raises:
             RefusedError: the transport is not available, or the port is in use.
         """
+        _workers.add(self)
         groups = {layer: number for number, group in enumerate(self._groups) for layer in group.layer_names}
         regions = [
             (layer, part, cache) for layer, held in kv_caches.items() for part, cache in extension.cache_parts(held).items()
@@ -68,7 +82,8 @@ class P2PWorker:
         transfer, parallel = self._config.kv_transfer_config, self._config.parallel_config
         tp, pp = get_tp_group(), get_pp_group()
         rank, ranks = pp.rank_in_group * tp.world_size + tp.rank_in_group, pp.world_size * tp.world_size
-        total = self._config.model_config.get_total_num_kv_heads()
+        self._rank = rank
+        total = total_kv_heads(self._config.model_config)
         heads, block_size = kv_heads_of_rank(tp.rank_in_group, tp.world_size, total), self._groups[0].kv_cache_spec.block_size
         cache = PagedCache(regions, block_size, heads, total, groups, sliding_windows("AscendP2PConnector", self._groups))
         host = self._options.host or get_ip()
@@ -76,19 +91,20 @@ class P2PWorker:
         require_secret(shared, self._options.insecure, host)
         keys = CurveKeys(shared) if shared else None
         transport = self._transport = self._transport or make_transport(
-            self._options.transport, host, self._options.protocol, keys
+            self._options.transport, host, self._options.protocol, keys, self._options.port_range
         )
         common = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id, "keys": keys}
-        common["model"] = model_fingerprint(self._config.model_config)
-        port = int(transfer.kv_port)
-        port = 0 if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
+        common |= {"model": model_fingerprint(model := self._config.model_config), "weights": weights_fingerprint(model)}
+        port: int | range = int(transfer.kv_port)
+        free = self._options.port_range or 0
+        port = free if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
         stream_context = partial(private_stream, cache.device)
         if transfer.is_kv_producer:
             self._producer = Producer(**common, host=host, port=port, stream_context=stream_context)
             if rank == 0:
                 self._notifier = PrefillNotifier(self._options.answer_timeout, keys)
         if transfer.is_kv_consumer:
-            landing = 0 if self._producer else port
+            landing = free if self._producer else port
             where: dict[str, Any] = {"rank": rank, "ranks": ranks, "host": host, "port": landing}
             trusts = TrustedAddresses.from_options(self._options).allows
             self._consumer = Consumer(**common, **where, stream_context=stream_context, trusts=trusts)
@@ -151,9 +167,13 @@ class P2PWorker:
                 ready = written.query if written else lambda: True
                 self._producer.leases.grant(request, blocks, tokens, self._options.lease, ready)
                 self._progress.pop(request, None)
+            for request in metadata.unwanted:
+                self._producer.leases.end(request)
         if self._consumer:
             for request, load in metadata.loads.items():
                 self._consumer.start(request, load.source, load.blocks, load.start, load.stop, self._before_step)
+            for source in metadata.renewed:
+                self._consumer.renew(source)
             for source in metadata.released:
                 self._consumer.release(source)
             for request in metadata.aborted:
@@ -177,7 +197,7 @@ class P2PWorker:
                 if isinstance(outcome, Failed) and outcome.kind == "aborted":
                     extension.logger.info("%s", outcome)
                 elif isinstance(outcome, Failed):
-                    extension.logger.error("%s", outcome)
+                    self._failures.add(outcome)
                     if self._consumer.cache.is_hybrid:
                         results.failed_recving.add(outcome.request)
                     else:
@@ -191,16 +211,44 @@ class P2PWorker:
         return blocks
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        if self._stats.is_empty():
+        if self._producer:
+            self._stats.data["sent"] = self._producer.sent_bytes - self._sent_bytes
+        now = monotonic()
+        if self._stats.is_empty() and now - self._gauges_reported < GAUGE_SECONDS:
             return None
+        self._sent_bytes += self._stats.data["sent"]
+        self._gauges_reported = now
+        parts = [part for part in (self._producer, self._consumer) if part is not None]
+        self._stats.data["gauges"] = {str(self._rank): {name: value for part in parts for name, value in part.gauges().items()}}
         stats, self._stats = self._stats, TransferStats()
         return stats
+
+    def set_awake(self, state: bool) -> None:
+        """Before the KV cache is freed, end all transfers and leases; after it is restored, admit readers again."""
+        cause = "the instance went to sleep"
+        if self._consumer and not state:
+            self._consumer.suspend(f"{cause}: this one")
+        if self._producer and state:
+            self._producer.leases.resume()
+        elif self._producer:
+            self._progress.clear()
+            if not self._producer.leases.suspend(f"{cause}: the one that computed the prompt", SUSPEND_SECONDS):
+                extension.logger.warning("KV cache is still being read after %g s; putting it to sleep anyway", SUSPEND_SECONDS)
 
     def shutdown(self) -> None:
         for part in (self._notifier, self._producer, self._consumer, self._transport):
             if part is not None:
                 part.close()
         self._notifier = self._producer = self._consumer = self._transport = None
+
+
+_workers: weakref.WeakSet[P2PWorker] = weakref.WeakSet()
+
+
+def set_awake(state: bool) -> None:
+    """Hook of the platform's worker: False before its memory is freed for sleep mode, True when it can serve, also again."""
+    for worker in _workers:
+        worker.set_awake(state)
 
 
 def _record_event() -> Any:
@@ -226,8 +274,13 @@ def private_stream(device: torch.device, behind: Any = None) -> Iterator[None]:
     _streams.own.synchronize()
 
 
+def total_kv_heads(model: Any) -> int:
+    """KV heads of the model, which its tensor-parallel ranks share; all ranks have the same latents, as one head."""
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
 def model_fingerprint(model: Any) -> str:
-    """Architecture and a digest of the model's configuration, which must be equal in both instances. Weights are not included."""
+    """Architecture and a digest of the model's configuration, which must be equal in both instances, without the weights."""
     values = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith(("_", "transformers"))}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return f"{'+'.join(model.hf_config.architectures or ['?'])}/{digest}"

@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-import struct
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from ascend_platform import extension
+from ascend_platform.transfer.checkpoint import weights_fingerprint
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 
@@ -15,8 +13,6 @@ from ascend_model_loader.wire import printable
 
 IGNORED_CONFIG_KEYS = {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
 """Keys of the model's configuration that do not affect its weights, or are compared separately."""
-
-SAMPLE_BYTES = 256
 
 
 def weight_identity(vllm_config: VllmConfig, model_config: ModelConfig, name: str | None = None) -> dict[str, str]:
@@ -37,7 +33,7 @@ def weight_identity(vllm_config: VllmConfig, model_config: ModelConfig, name: st
     tensor, pipeline = parallel_state.get_tp_group(), parallel_state.get_pp_group()
     return {
         "name": name or f"{model_config.model}@{model_config.revision or 'main'}",
-        "checkpoint": checkpoint_fingerprint(Path(model_config.model_weights or model_config.model)),
+        "checkpoint": weights_fingerprint(model_config),
         "config": _hash(json.dumps(config, sort_keys=True, default=str).encode()),
         "dtype": str(model_config.dtype).removeprefix("torch."),
         "quantization": str(model_config.quantization),
@@ -62,36 +58,6 @@ def differences(peer: Mapping[str, str], own: Mapping[str, str]) -> str:
 def registry_key(identity: Mapping[str, str]) -> str:
     """Hash of the fields that must be equal, as 16 hexadecimal digits."""
     return _hash(json.dumps([identity[each] for each in sorted(identity) if each not in ("name", "checkpoint")]).encode())
-
-
-def checkpoint_fingerprint(directory: Path) -> str:
-    """Hash of a directory's safetensors files; "" if there are none.
-
-    It covers their headers and the first, middle and last 256 bytes of each tensor: reading everything would take as long as
-    loading.
-    """
-    paths = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
-    digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            head = file.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            header = file.read(min(length, 100_000_000))
-            digest.update(b"%d" % path.stat().st_size + head + header)
-            for begin, end in _ranges(header):
-                for at in sorted({begin, (begin + end) // 2, max(begin, end - SAMPLE_BYTES)}):
-                    file.seek(8 + length + at)
-                    digest.update(file.read(min(SAMPLE_BYTES, end - at)))
-    return digest.hexdigest()[:16] if paths else ""
-
-
-def _ranges(header: bytes) -> list[tuple[int, int]]:
-    try:
-        entries: dict[str, Any] = json.loads(header)
-        given = (each["data_offsets"] for name, each in entries.items() if name != "__metadata__")
-        return sorted((int(begin), int(end)) for begin, end in given)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []  # loading such a file fails too
 
 
 def _hash(data: bytes) -> str:

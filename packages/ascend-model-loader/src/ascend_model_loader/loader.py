@@ -105,16 +105,9 @@ class PeerModelLoader(BaseModelLoader):
             raise PeerError("no peer is given, and the registry has none with these weights")
         tensors, secret = named_tensors(model), options.read_secret(self.options)
         device = next(iter(tensors.values())).device
-        reasons = []
-        for host, port in dict.fromkeys(addresses):
-            try:
-                manifest = peer.fetch((host, port), tensors, own, self.options, secret, device, self.report)
-            except PeerError as error:
-                reasons.append(f"{host}:{port}: {error}")
-            else:
-                logger.info("weights loaded from peer %s:%d", host, port)
-                return manifest.digests if manifest.checksum == self.options.checksum else None
-        raise PeerError(", ".join(reasons))
+        manifest, (host, port) = peer.fetch_from_first(addresses, tensors, own, self.options, secret, device, self.report)
+        logger.info("weights loaded from peer %s:%d", host, port)
+        return manifest.digests if manifest.checksum == self.options.checksum else None
 
     def _by_stream(self, model: nn.Module, model_config: ModelConfig) -> None:
         loader = stream.streaming_loader(self.options, self.load_config)

@@ -1,16 +1,14 @@
 """Options of ``--model-loader-extra-config`` for load format ``ascend_peer``, and the shared secret, which is not one of them."""
 
 import difflib
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from ascend_platform import extension
+from ascend_platform.transfer.secret import MIN_SECRET_BYTES, find_secret
 
 SECRET_ENV = "VLLM_ASCEND_WEIGHTS_SECRET"
-MIN_SECRET_BYTES = 16
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Strategy = Literal["peer", "stream", "default"]
@@ -95,15 +93,11 @@ def read_secret(options: Options) -> bytes:
     Raises:
         RefusedError: there is none, or it is shorter than 16 bytes.
     """
-    if options.secret_file is None:
-        found, where = os.environ.get(SECRET_ENV, "").encode(), SECRET_ENV
-    else:
-        where = f"secret_file {options.secret_file}"
-        try:
-            found = Path(options.secret_file).read_bytes()
-        except OSError as error:
-            raise _refusal(f"names a secret_file that cannot be read: {error.strerror}: {options.secret_file}") from None
-    found = found.strip()
+    where = SECRET_ENV if options.secret_file is None else f"secret_file {options.secret_file}"
+    try:
+        found = find_secret(options.secret_file, SECRET_ENV)
+    except OSError as error:
+        raise _refusal(f"names a secret_file that cannot be read: {error.strerror}: {options.secret_file}") from None
     if len(found) < MIN_SECRET_BYTES:
         raise _refusal(
             f"needs a secret of at least {MIN_SECRET_BYTES} bytes and {where} has {len(found)}; set secret_file or {SECRET_ENV}"

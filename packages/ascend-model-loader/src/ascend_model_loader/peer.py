@@ -6,8 +6,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+import msgspec
 import torch
 
 from ascend_model_loader import transports, wire
@@ -88,6 +89,33 @@ def fetch(
         except wire.PeerError as error:
             reasons.append(str(error) if options.transports == ("tcp",) else f"by {transport}: {error}")
             first = None
+    raise wire.PeerError(", ".join(reasons))
+
+
+def fetch_from_first(
+    addresses: Iterable[tuple[str, int]],
+    tensors: Mapping[str, torch.Tensor],
+    identity: Mapping[str, str],
+    options: Options,
+    secret: bytes,
+    device: torch.device,
+    report: Report,
+) -> tuple[wire.Manifest, tuple[str, int]]:
+    """:func:`fetch` from the first of several peers that has the weights; the deadline is for all together.
+
+    Raises:
+        PeerError: none of them has; with each one's reason.
+    """
+    reasons, until = [], time.monotonic() + options.deadline
+    for host, port in dict.fromkeys(addresses):
+        if (left := until - time.monotonic()) <= 0:
+            reasons.append(f"the deadline of {options.deadline:g} s has passed, and further peers were not tried")
+            break
+        remaining = msgspec.structs.replace(options, deadline=left)
+        try:
+            return fetch((host, port), tensors, identity, remaining, secret, device, report), (host, port)
+        except wire.PeerError as error:
+            reasons.append(f"{host}:{port}: {error}")
     raise wire.PeerError(", ".join(reasons))
 
 

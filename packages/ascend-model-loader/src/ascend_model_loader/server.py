@@ -15,6 +15,9 @@ from ascend_model_loader import identity, registry, transports, wire
 from ascend_model_loader.chunks import CHUNK_BYTES, ChunkCopier, chunk_layout, tensor_specs, use_private_stream
 from ascend_model_loader.options import Options
 
+MAX_HANDSHAKES = 64
+"""Clients that have not authenticated yet; beyond that the oldest is disconnected."""
+
 HANDSHAKE = 10.0
 """Seconds that a client has for the handshake."""
 
@@ -100,6 +103,7 @@ class WeightServer:
         self._options, self._secret, self._device = options, secret, device
         self._rate_limiter = RateLimiter(options.max_bytes_per_second)
         self._connections: set[socket.socket] = set()
+        self._handshaking: dict[socket.socket, None] = {}  # oldest first
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._registration: registry.Registration | None = None
         self._listening = socket.create_server(
@@ -135,7 +139,7 @@ class WeightServer:
         if self._registration:
             self._registration.remove()
         with self._lock:
-            for connection in self._connections:
+            for connection in (*self._connections, *self._handshaking):
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
@@ -158,19 +162,23 @@ class WeightServer:
                     time.sleep(0.1)  # such as too many open files, which is transient
                 continue
             with self._lock:
-                full = len(self._connections) >= self._options.max_connections
-                if not full:
-                    self._connections.add(connection)
-            if full:
-                self._reject(connection)
-            else:
-                threading.Thread(target=self._serve, args=[connection], name="weights", daemon=True).start()
+                if len(self._handshaking) >= MAX_HANDSHAKES:
+                    with contextlib.suppress(OSError):
+                        next(iter(self._handshaking)).shutdown(socket.SHUT_RDWR)
+                self._handshaking[connection] = None
+            threading.Thread(target=self._serve, args=[connection], name="weights", daemon=True).start()
 
-    def _reject(self, connection: socket.socket) -> None:
-        with contextlib.suppress(wire.PeerError):
-            channel = wire.Channel(connection, 1, time.monotonic() + 1)
-            channel.send(wire.Refused(f"all {self._options.max_connections} connections are in use"))
-        connection.close()
+    def _admit(self, connection: socket.socket) -> None:
+        """Count a connection whose client has the secret; others must not keep it out.
+
+        Raises:
+            PeerError: there are as many as the options allow.
+        """
+        with self._lock:
+            if len(self._connections) >= self._options.max_connections:
+                raise wire.PeerError(f"all {self._options.max_connections} connections are in use")
+            del self._handshaking[connection]
+            self._connections.add(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -178,6 +186,7 @@ class WeightServer:
             channel.authenticate_as_server(self._secret)
             channel.deadline = time.monotonic() + self._options.deadline
             try:
+                self._admit(connection)
                 self._answer(channel)
             except wire.PeerError as error:
                 with contextlib.suppress(wire.PeerError):
@@ -191,6 +200,7 @@ class WeightServer:
             connection.close()
             with self._lock:
                 self._connections.discard(connection)
+                self._handshaking.pop(connection, None)
 
     def _answer(self, channel: wire.Channel) -> None:
         with contextlib.ExitStack() as stack:

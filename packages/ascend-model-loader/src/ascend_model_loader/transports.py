@@ -5,14 +5,12 @@ Receiver (client); the server calls ``buffer`` and ``send`` alternately, the cli
 """
 
 import functools
-import importlib
-import importlib.util
-import os
 import threading
 from typing import Any, Protocol
 
 import torch
 from ascend_platform import extension
+from ascend_platform.transfer import mooncake
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ascend_model_loader import wire
@@ -24,10 +22,6 @@ HCCL_LINK_SLOT = "hccl.link"
 
 MOONCAKE_CHUNKS = 2
 """Chunks per request over Mooncake; the server stages this many while the client reads as many."""
-
-TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
-"""Seconds after which Mooncake aborts a read; read when an engine is created, at least 5 (Mooncake, ``transfer_engine_py.cpp``).
-Another component of the process may have set it for its own engine."""
 
 QUARANTINED: list[torch.Tensor] = []
 """Buffers that a failed read may still write to."""
@@ -231,8 +225,11 @@ def check(transport: str, device: torch.device) -> None:
     """
     if transport == "hccl":
         hccl_link_class(device)
-    if transport == "mooncake" and importlib.util.find_spec("mooncake") is None:
-        raise wire.PeerError("Mooncake's transfer engine is not installed; fix: pip install mooncake-transfer-engine-npu")
+    if transport == "mooncake":
+        try:
+            mooncake.check()
+        except extension.RefusedError as error:
+            raise wire.PeerError(str(error)) from None
 
 
 def hccl_link_class(device: torch.device) -> Any:
@@ -249,31 +246,19 @@ def hccl_link_class(device: torch.device) -> Any:
 
 
 def mooncake_engine(host: str, protocol: str, timeout: float) -> tuple[Any, str]:
-    """This process's Mooncake engine and its session.
+    """The loader's Mooncake engine in this process, and its session.
 
     Raises:
         PeerError: Mooncake is not installed, lacks a library, or does not start.
     """
     with ENGINE_LOCK:
-        return _start_mooncake_engine(host, protocol, timeout)
+        try:
+            return _start_mooncake_engine(host, protocol, timeout)
+        except extension.RefusedError as error:
+            raise wire.PeerError(str(error)) from None
 
 
-@functools.cache
-def _start_mooncake_engine(host: str, protocol: str, timeout: float) -> tuple[Any, str]:
-    check("mooncake", torch.device("cpu"))
-    before = os.environ.get(TIMEOUT_VARIABLE)
-    os.environ[TIMEOUT_VARIABLE] = str(max(5, int(timeout)))
-    try:
-        engine = importlib.import_module("mooncake.engine").TransferEngine()
-    except ImportError as error:
-        raise wire.PeerError(f"Mooncake's transfer engine cannot be loaded: {_one_line(error)}") from None
-    finally:
-        del os.environ[TIMEOUT_VARIABLE]
-        if before is not None:
-            os.environ[TIMEOUT_VARIABLE] = before
-    if code := engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
-        raise wire.PeerError(f"mooncake cannot start with protocol {protocol} on {host} (code {code})")
-    return engine, f"{host}:{engine.get_rpc_port()}"
+_start_mooncake_engine = functools.cache(mooncake.start_engine)
 
 
 def _registered_buffer(engine: Any, device: torch.device, protocol: str, size: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ascend_platform.attention.base import (
     AttentionBackendBase,
     AttentionFeature,
     AttentionImplBase,
+    LatentAttentionImplBase,
     deferred_host_lengths,
     draft_length_bounds,
     graph_task,
@@ -39,6 +40,7 @@ __all__ = [
     "AttentionFeature",
     "AttentionImplBase",
     "Chip",
+    "LatentAttentionImplBase",
     "RefusedError",
     "allowed",
     "cache_parts",
@@ -98,9 +100,9 @@ def chip() -> Chip:
 
 
 def cache_parts(kv_cache: Any) -> dict[str, Any]:
-    """The key and value tensors of one layer's KV cache, by name: ``key`` and ``value``.
+    """The tensors of one layer's KV cache, by name: ``key`` and ``value``, or ``latent`` and ``rope``.
 
-    Each is contiguous, ``[blocks, block_size, kv_heads, head_size]`` in the cache's dtype: block ``b`` is the run of
+    Each is contiguous, ``[blocks, block_size, kv_heads, width]`` in the cache's dtype: block ``b`` is the run of
     ``stride(0)`` elements at ``data_ptr() + b * stride(0) * element_size()``. ``kv_cache`` is what an attention's ``forward`` and
     a connector's ``register_kv_caches`` get for a layer.
 

@@ -14,6 +14,7 @@ from ascend_platform.cli import failures
 from ascend_platform.components import VARIABLES
 from ascend_platform.components.scopes import enter
 from ascend_platform.config import (
+    architectures,
     chip,
     compilation,
     components,
@@ -164,6 +165,10 @@ class NPUPlatform(Platform):
             quantization.register()
 
     @classmethod
+    def verify_model_arch(cls, model_arch: str) -> None:
+        architectures.check(model_arch)
+
+    @classmethod
     def verify_quantization(cls, quant: str) -> None:
         quantization.check(quant)
 
@@ -183,6 +188,12 @@ class NPUPlatform(Platform):
         from vllm.config import get_current_vllm_config
 
         return selector.select_backend(attn_selector_config, get_current_vllm_config().model_config)[0]
+
+    @classmethod
+    def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> type:
+        from ascend_platform.attention.latent import NoPrefillBackend
+
+        return NoPrefillBackend
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
@@ -233,6 +244,8 @@ class NPUPlatform(Platform):
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"
+        if vllm_config.model_config is not None:
+            architectures.check(vllm_config.model_config.architecture)
         quantization.detect(vllm_config)
         model_runner.choose(vllm_config)
         chip.check(vllm_config)

@@ -323,6 +323,13 @@ OVERRIDES: tuple[Override, ...] = (
         compared="vllm.lora.layers.fused_moe:FusedMoEWithLoRA.__init__",
     ),
     Override(
+        "vllm.model_executor.layers.vocab_parallel_embedding:get_masked_input_and_mask",
+        "replaced",
+        "its thirteen operators are one kernel by torch.compile on CUDA alone, and the layer has no hook",
+        "the layer asks the platform for it",
+        {"0.31": "6b69b33dab0e"},
+    ),
+    Override(
         f"{_ROUTER}grouped_topk_router:grouped_topk",
         "replaced",
         "npu_moe_gating_top_k does it in one operator, and the router has no hook",

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import time
 from typing import Any
 
 from ascend_platform import extension
@@ -17,6 +18,9 @@ from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT, probe_o_direct
 
 from ascend_kv_connector.store.pool import LOADED, STORED
 from ascend_kv_connector.store.tier import PoolTier
+
+ABANDONED_SECONDS = 3600.0
+"""Age of a temporary file whose writer has certainly ended."""
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -39,6 +43,7 @@ class DiskPool:
             raise extension.RefusedError(f"disk_path {path} is not writable ({error}); choose a writable directory") from None
         self.description = f"disk {path}"
         self._direct = O_DIRECT if probe_o_direct(path) else 0
+        threading.Thread(target=self._remove_abandoned, name="kv-clean", daemon=True).start()
 
     def buffer(self, size: int) -> memoryview:
         return memoryview(mmap.mmap(-1, size))
@@ -59,6 +64,13 @@ class DiskPool:
 
     def close(self) -> None:
         """No-op: no files stay open."""
+
+    def _remove_abandoned(self) -> None:
+        """Remove temporary files of writers that were killed."""
+        for part in self.root.glob("*/*/.*.tmp"):
+            with suppress(OSError):
+                if time() - part.stat().st_mtime > ABANDONED_SECONDS:
+                    part.unlink()
 
     def _path(self, name: str) -> Path:
         space, _, chunk = name.partition("/")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ascend_platform import extension
+from ascend_platform.transfer import mooncake
 
-from ascend_kv_connector.mooncake import WHEELS, check, import_mooncake
 from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier
 
@@ -91,7 +91,7 @@ class MooncakeConfig:
         Raises:
             RefusedError: it is not, in one line.
         """
-        check()
+        mooncake.check()
         host, _, port = self.master_server_address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), seconds).close()
@@ -113,7 +113,7 @@ class MooncakePool:
             RefusedError: Mooncake is not installed, lacks a library, or does not start.
         """
         config.check()
-        store = import_mooncake("mooncake.store", "backend mooncake: Mooncake's store")
+        store = mooncake.import_module("mooncake.store")
         from vllm.utils.network_utils import get_ip
 
         self.description = f"Mooncake's store of master {config.master_server_address} ({config.protocol})"
@@ -131,7 +131,7 @@ class MooncakePool:
         if code := self._store.setup(setup):
             raise extension.RefusedError(
                 f"backend mooncake: cannot join {self.description} from {setup['local_hostname']} (code {code}); protocol is "
-                f"tcp, or ascend with {WHEELS[0]}, and local_hostname this machine's address"
+                f"tcp, or ascend with {mooncake.WHEELS[0]}, and local_hostname this machine's address"
             )
         self._buffers: list[mmap.mmap] = []
 

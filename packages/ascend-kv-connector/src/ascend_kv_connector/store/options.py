@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ascend_platform import extension
+from ascend_platform.transfer.checkpoint import weights_fingerprint
 
 from ascend_kv_connector.config import parse_options
 
@@ -140,5 +141,6 @@ class StoreOptions:
             "revision": model.revision,
             "quantization": model.quantization,
             "model": hashlib.sha256(described.encode()).hexdigest(),
+            "weights": weights_fingerprint(model),
             "hashes": vllm_config.cache_config.prefix_caching_hash_algo,
         }

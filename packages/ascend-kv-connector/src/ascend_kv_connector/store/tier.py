@@ -280,7 +280,7 @@ class PoolTier(SecondaryTierManager):
                 return
             host = np.asarray(self._primary_kv_view)
             for record, (_, _, row) in zip(records, chunks, strict=True):
-                record[:-FOOTER_BYTES] = host[row].view(np.uint8)
+                np.copyto(np.asarray(record)[:-FOOTER_BYTES], host[row].view(np.uint8))  # unlike a memoryview, without the GIL
         for name, record in zip(names, records, strict=True):
             write_footer(name, record)
         outcomes = self._pool.put(names, records) if chunks else []
@@ -302,7 +302,7 @@ class PoolTier(SecondaryTierManager):
                 if outcomes[place] != LOADED:
                     continue
                 chunk, written = host[row].view(np.uint8), read_footer(record)
-                chunk[:] = record[:-FOOTER_BYTES]
+                np.copyto(chunk, np.asarray(record)[:-FOOTER_BYTES])
                 # Check the row, not the buffer: a timed-out read may still write to the buffer.
                 if is_intact(names[place], memoryview(chunk), written):
                     job.done.append(key)

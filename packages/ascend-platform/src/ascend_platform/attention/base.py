@@ -167,6 +167,48 @@ class AttentionImplBase:
         self.writes_cache = kv_sharing_target_layer_name is None
 
 
+class LatentAttentionImplBase(AttentionImplBase):
+    """Mixin for vLLM's ``MLAAttentionImpl``: multi-head latent attention, by ``forward_mqa`` for all tokens.
+
+    The query comes projected to the latents ("absorbed"), so that all heads share one key, a latent and its rotated part, and one
+    value, the latent. The KV cache is a pair of contiguous tensors, ``latent`` ``[blocks, block_size, 1, kv_lora_rank]`` and
+    ``rope`` ``[blocks, block_size, 1, qk_rope_head_dim]``.
+
+    Attributes:
+        kv_lora_rank, qk_rope_head_dim: elements of a latent and of the rotated part.
+        qk_nope_head_dim, v_head_dim: elements of a head of the expanded keys, besides the rotated part, and values.
+        kv_b_proj: the layer that expands latents to keys and values.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        q_lora_rank: int | None = None,
+        qk_head_dim: int | None = None,
+        **extra: Any,
+    ) -> None:
+        """Take the arguments of vLLM's ``MLAAttentionImpl``; see :class:`AttentionImplBase`."""
+        super().__init__(*args, **extra)
+        self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
+        self.qk_nope_head_dim, self.v_head_dim = qk_nope_head_dim, v_head_dim
+        self.kv_b_proj = kv_b_proj
+
+    @staticmethod
+    def valid_slots(slot_mapping: Any) -> Any:
+        """Slots to write to. In a run without metadata vLLM gives -1 for all tokens: they go to the null block.
+
+        vLLM writes the KV cache of latent attention in such runs, too, of which piecewise graphs are captured.
+        """
+        from vllm.forward_context import get_forward_context
+
+        return slot_mapping.clamp_min(0) if get_forward_context().attn_metadata is None else slot_mapping
+
+
 @dataclass(frozen=True)
 class Rejected:
     """Rejected draft tokens, which ``seq_lens_cpu_upper_bound`` counts.

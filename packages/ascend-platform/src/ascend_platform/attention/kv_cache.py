@@ -1,20 +1,22 @@
-"""Paged KV cache in the layout of CANN's kernels: one contiguous key tensor and one contiguous value tensor per layer.
+"""Paged KV cache in the layout of CANN's kernels: each part of a layer, such as its keys, is one contiguous tensor.
 
 vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, block_size, K|V]`` (``vllm/v1/worker/utils.py``,
 ``allocate_kv_cache``). In the layout LBNHC a layer is one contiguous region, whose first part becomes the keys and whose second
 part becomes the values: same bytes, same block numbers, different order within the region. Code that needs the address of a
 block (attention, block copies, KV connectors, offloading) starts from :class:`KVCachePair`: a block of one layer is the two
-contiguous runs ``key[block]`` and ``value[block]``.
+contiguous runs ``key[block]`` and ``value[block]``. Latent attention has a :class:`PagedLatent` instead.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     iter_layer_specs,
 )
@@ -23,7 +25,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 LAYOUT = KVCacheLayout.LBNHC
 """vLLM's KV cache layout in which a layer is contiguous; our attention backends request it."""
 
-SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec)
+SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec, MLAAttentionSpec)
 
 
 class KVCachePair(NamedTuple):
@@ -43,6 +45,25 @@ class KVCachePair(NamedTuple):
         return self.key.device
 
 
+class PagedLatent(NamedTuple):
+    """Latents and rotated keys of one layer with multi-head latent attention.
+
+    Attributes:
+        latent: ``[blocks, block_size, 1, kv_lora_rank]``, contiguous.
+        rope: ``[blocks, block_size, 1, qk_rope_head_dim]``, contiguous.
+    """
+
+    latent: torch.Tensor
+    rope: torch.Tensor
+
+
+def split_layer(layer: Any) -> KVCachePair | PagedLatent:
+    """Split the region that vLLM has bound to an attention layer into its parts, as views."""
+    if isinstance(layer, MLAAttention):  # vLLM binds it without the dimension of heads
+        return PagedLatent(*_split(layer.kv_cache.unsqueeze(1), layer.kv_lora_rank))
+    return split_kv_cache(layer.kv_cache, layer.head_size)
+
+
 def split_kv_cache(cache: torch.Tensor, head_size: int) -> KVCachePair:
     """Split one layer's region into keys and values, as views.
 
@@ -53,6 +74,10 @@ def split_kv_cache(cache: torch.Tensor, head_size: int) -> KVCachePair:
     Raises:
         ValueError: the region is not contiguous (another layout, or padded blocks).
     """
+    return KVCachePair(*_split(cache, head_size))
+
+
+def _split(cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     blocks, heads, block_size, width = cache.shape
     region = cache.transpose(1, 2)
     if not region.is_contiguous():
@@ -61,7 +86,7 @@ def split_kv_cache(cache: torch.Tensor, head_size: int) -> KVCachePair:
             f"unset VLLM_KV_CACHE_LAYOUT or set it to {LAYOUT.name}"
         )
     key, value = region.view(-1).split([blocks * block_size * heads * w for w in (head_size, width - head_size)])
-    return KVCachePair(key.view(blocks, block_size, heads, head_size), value.view(blocks, block_size, heads, width - head_size))
+    return key.view(blocks, block_size, heads, head_size), value.view(blocks, block_size, heads, width - head_size)
 
 
 def check(config: KVCacheConfig) -> None:

@@ -124,15 +124,15 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             self._prefill(request, query, kv_cache, meta, output)
         return output
 
-    def _decode(self, query: torch.Tensor, kv_cache: KVCachePair, meta: PagedAttentionMetadata, output: torch.Tensor) -> None:
+    def _decode(self, query: torch.Tensor, kv_cache: Any, meta: PagedAttentionMetadata, output: torch.Tensor) -> None:
         """Compute all decodes, padded to the longest, in chunks of requests that keep the gathered keys below MAX_ELEMENTS."""
         max_tokens = meta.max_decode_tokens
-        max_blocks = max_tokens // kv_cache.key.shape[1]
-        chunk = max(1, MAX_ELEMENTS // max(1, max_tokens * kv_cache.key.shape[2] * self.head_size))
+        max_blocks = max_tokens // kv_cache[0].shape[1]
+        chunk = max(1, MAX_ELEMENTS // max(1, max_tokens * kv_cache[0].shape[2] * self.head_size))
         key_positions = torch.arange(max_tokens, dtype=torch.int32, device=query.device)
         for start in range(0, meta.num_decodes, chunk):
             rows = slice(start, min(start + chunk, meta.num_decodes))
-            keys, values = (cache[meta.block_table[rows, :max_blocks]].flatten(1, 2) for cache in kv_cache)
+            keys, values = self._gather(kv_cache, meta.block_table[rows, :max_blocks])
             distance = key_positions - meta.decode_seq_lens[rows].unsqueeze(1) + 1  # 0 at the query token itself
             mask = distance > 0
             if self.sliding_window and meta.causal:
@@ -142,7 +142,7 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             output[rows] = attended.squeeze(1)
 
     def _prefill(
-        self, request: int, query: torch.Tensor, kv_cache: KVCachePair, meta: PagedAttentionMetadata, output: torch.Tensor
+        self, request: int, query: torch.Tensor, kv_cache: Any, meta: PagedAttentionMetadata, output: torch.Tensor
     ) -> None:
         """Compute one prefill in chunks of query tokens that keep the scores below MAX_ELEMENTS."""
         start, end = meta.query_start_loc[request], meta.query_start_loc[request + 1]
@@ -150,8 +150,10 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
         if start == end or not seq_len:
             output[start:end] = 0
             return
-        num_blocks = -(-seq_len // kv_cache.key.shape[1])
-        keys, values = (cache[meta.block_table[request, :num_blocks]].flatten(0, 1)[None, :seq_len] for cache in kv_cache)
+        num_blocks = -(-seq_len // kv_cache[0].shape[1])
+        keys, values = (
+            each[:, :seq_len] for each in self._gather(kv_cache, meta.block_table[request : request + 1, :num_blocks])
+        )
         chunk = max(1, MAX_ELEMENTS // (seq_len * self.num_heads))
         positions = torch.arange(seq_len, device=query.device)
         context_len = seq_len - end  # position of a query token is its row in the batch plus this
@@ -169,6 +171,11 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
                 mask |= distance <= -self.sliding_window
             attended = self._attend(query[rows][None], keys[:, visible], values[:, visible], mask[None], distance[None])
             output[rows] = attended[0]
+
+    def _gather(self, kv_cache: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[requests, tokens, kv_heads, head_size]`` in blocks ``[requests, blocks]``."""
+        keys, values = (cache[blocks].flatten(1, 2) for cache in kv_cache)
+        return keys, values
 
     def _attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, distance: torch.Tensor

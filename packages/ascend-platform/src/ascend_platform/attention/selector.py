@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 BUILT_IN_ATTENTION = "ascend_platform.attention.paged.PagedAttentionBackend"
 BUILT_IN_ENCODER = "ascend_platform.attention.encoder.EncoderAttentionBackend"
+BUILT_IN_LATENT = "ascend_platform.attention.latent.PagedLatentAttentionBackend"
 
 
 def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, str]:
@@ -28,7 +29,8 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
         RefusedError: neither backend supports the layer.
     """
     slot = "encoder" if config.attn_type == "encoder_only" else "sinks" if config.has_sink else "dense"
-    built_in = BUILT_IN_ENCODER if slot == "encoder" else BUILT_IN_ATTENTION
+    slot = "latent" if config.use_mla else slot
+    built_in = {"encoder": BUILT_IN_ENCODER, "latent": BUILT_IN_LATENT}.get(slot, BUILT_IN_ATTENTION)
     reason = f"ascend-attention is {extension.state('ascend-attention')}"
     if path := extension.offered(f"attention.{slot}"):
         reasons = _unsupported_reasons(path, config, model)
@@ -66,7 +68,7 @@ def describe_backend(vllm_config: "VllmConfig") -> str:
     block_size = cache.block_size if cache.user_specified_block_size else None
     try:
         dtype = cast(torch.dtype, model.dtype)  # resolved by now
-        config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size)
+        config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size, model.use_mla)
         if model.attn_type == "encoder_only":
             config = config._replace(attn_type="encoder_only")
         return select_backend(config, model)[1]

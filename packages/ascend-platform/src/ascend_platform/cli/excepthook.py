@@ -8,6 +8,7 @@ Python starts, which is the one earlier place, in vLLM's own commands only.
 
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -57,6 +58,7 @@ def install() -> None:
     failures.forget()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    atexit.register(gc.freeze)  # else Python's last garbage collection takes up to 2 s, with ctrl-C too
     # torch_npu prints a line at exit if the excepthook was called (torch_npu/utils/_error_code.py). The handler registered first,
     # before torch_npu is imported, runs last.
     atexit.register(_print_last)

@@ -32,6 +32,7 @@ def explain(error: BaseException) -> str:
         _adapter_rank,
         _indivisible_heads,
         _unknown_quantization,
+        _refused_architecture,
         _own_words,
     )
     return next(filter(None, (explanation(error) for explanation in explanations)), "")
@@ -62,7 +63,9 @@ def death(what: str, status: int | None) -> str:
 
 def _errors(error: BaseException) -> Iterator[BaseException]:
     """The error, its causes, and those that pydantic wraps."""
-    for each in host.error_chain(error):
+    for found in host.error_chain(error):
+        cause = getattr(found, "cause", None)  # of a RayTaskError, which has its cause's class and a traceback as its message
+        each = cause if isinstance(cause, BaseException) else found
         yield each
         listing = getattr(each, "errors", None)
         for item in listing() if callable(listing) else ():
@@ -210,3 +213,13 @@ def _unknown_quantization(error: BaseException) -> str:
 
     supported = ", ".join(METHODS)
     return f"quantization method {found[1]} is unknown; fix: correct or remove --quantization (supported: {supported})"
+
+
+def _refused_architecture(error: BaseException) -> str:
+    """An architecture whose module vLLM cannot import, because it is written for CUDA and ROCm."""
+    found = _search(error, r"Model architectures \[(.*?)\] failed to be inspected")
+    if not found:
+        return ""
+    from ascend_platform.config.architectures import refusal
+
+    return next(filter(None, map(refusal, re.findall(r"'(\w+)'", found[1]))), "")

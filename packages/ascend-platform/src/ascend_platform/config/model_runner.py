@@ -54,6 +54,7 @@ FEATURES = (
     Feature("encoder-decoder models", lambda config: config.model_config.is_encoder_decoder, of_model=True),
     Feature("multimodal models", _is_multimodal, of_model=True),
     Feature("mixtures of experts", lambda config: config.model_config.is_moe, of_model=True),
+    Feature("latent attention", lambda config: config.model_config.use_mla, of_model=True),
     Feature("quantized weights", lambda config: config.quant_config, of_model=True),
     Feature("prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True),
     Feature("custom logits processors", lambda config: config.model_config.logits_processors, of_model=True),

@@ -62,6 +62,10 @@ def _needs_other_runner(config: VllmConfig) -> bool:
     return config.use_v2_model_runner and not envs.VLLM_USE_V2_MODEL_RUNNER
 
 
+def _indexes(config: VllmConfig) -> bool:
+    return config.model_config.use_mla and hasattr(config.model_config.hf_text_config, "index_topk")
+
+
 def _other_placement(config: VllmConfig) -> str:
     strategy = config.parallel_config.expert_placement_strategy
     return "" if strategy == "linear" else strategy
@@ -83,7 +87,7 @@ FEATURES = (
         of_model=True,
     ),
     Feature("KV cache dtypes other than the model's", _other_cache_dtype, of_model=True),
-    Feature("MLA", lambda config: config.model_config.use_mla, of_model=True),
+    Feature("sparse latent attention (DSA: DeepSeek-V3.2, GLM-5)", _indexes, of_model=True),
     Feature("expert placement strategies other than linear", _other_placement, of_model=True),
     Feature(
         "state-space layers", lambda config: config.model_config.is_hybrid or config.model_config.is_attention_free, of_model=True

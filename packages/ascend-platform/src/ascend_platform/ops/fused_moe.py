@@ -187,6 +187,15 @@ Experts = Callable[..., torch.Tensor]
 ``takes_int8`` that is true it takes int8 rows and, as a third argument, their scales float32 ``[rows]``."""
 
 
+def clipped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's activation: ``clamp(gate, max=7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)``, gate and up interleaved."""
+    return torch_npu.npu_clipped_swiglu(gate_up, alpha=1.702, limit=7.0, bias=1.0, interleaved=True)
+
+
+ACTIVATIONS = {MoEActivation.SILU: torch_npu.npu_swiglu, MoEActivation.SWIGLUOAI: clipped_swiglu}
+"""Activations of unquantized experts; quantized ones have the first."""
+
+
 class NPUExperts:
     """Mixin for vLLM's FusedMoEMethodBase that applies experts by grouped matrix products.
 
@@ -197,6 +206,8 @@ class NPUExperts:
     is_monolithic = False  # routing is a separate step
     supports_internal_mk = True  # dispatch and combine are called here, not by vLLM's MoE runner
     moe: Any
+    takes_biases = False
+    activations: tuple[MoEActivation, ...] = (MoEActivation.SILU,)
     lora: Any = None
     """Finds the adapters of rows (``ops/lora_experts.py``, ``FusedMoEWithLoRA.of_rows``); None without LoRA on experts."""
 
@@ -207,12 +218,15 @@ class NPUExperts:
             ValueError: unsupported experts, with the reasons.
         """
         unsupported = {
-            f"activation {layer.activation.value}": layer.activation is not MoEActivation.SILU,
-            "biases": self.moe.has_bias,
+            f"activation {layer.activation.value}": layer.activation not in self.activations,
+            "biases": self.moe.has_bias and not self.takes_biases,
             "router weights on the experts' input": layer.apply_router_weight_on_input,
         }
         if reasons := [reason for reason, is_used in unsupported.items() if is_used]:
-            raise ValueError(f"MoE experts with {', '.join(reasons)} are not supported; SwiGLU experts without biases are")
+            supported = (
+                f"experts {'with or ' * self.takes_biases}without biases and {', '.join(each.value for each in self.activations)}"
+            )
+            raise ValueError(f"MoE experts with {', '.join(reasons)} are not supported; supported: {supported}")
         if layer.expert_map is not None and not chip_family().finalize_dropped:
             raise extension.RefusedError(
                 f"expert parallelism is not supported on {extension.chip().name}, which lacks operators for the tokens of other "
@@ -284,6 +298,16 @@ def chip_family() -> ChipFamily:
 class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
     """Unquantized experts: ``w13_weight [experts, 2 * inner, hidden]`` and ``w2_weight [experts, hidden, inner]``, as in vLLM."""
 
+    takes_biases = True
+    activations = tuple(ACTIVATIONS)
+
+    def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
+        super().create_weights(layer, *arguments, **named)
+        for name in ("w13_bias", "w2_bias") if self.moe.has_bias else ():
+            own = getattr(layer, name)
+            if own.dtype == torch.bfloat16:  # npu_grouped_matmul takes float32 biases beside bfloat16 weights
+                own.data = own.data.float()
+
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
         self.setup_experts(layer)
@@ -297,12 +321,20 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        experts = functools.partial(swiglu_experts, layer.w13_weight, layer.w2_weight)
+        experts = functools.partial(swiglu_experts, layer.w13_weight, layer.w2_weight, activation=ACTIVATIONS[layer.activation])
+        if self.moe.has_bias:
+            experts = functools.partial(experts, biases=(layer.w13_bias, layer.w2_bias))
         return self.apply_routed(experts, x, topk_weights, topk_ids)
 
 
 def swiglu_experts(
-    w13: torch.Tensor, w2: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, lora: Any = None
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    lora: Any = None,
+    activation: Callable[[torch.Tensor], torch.Tensor] = torch_npu.npu_swiglu,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Apply SwiGLU experts to rows sorted by expert; output rows after the last expert's are undefined.
 
@@ -312,12 +344,15 @@ def swiglu_experts(
         rows: ``[rows, hidden]``.
         counts: int64 ``[experts]``, rows per expert.
         lora: adapters of the rows (``ascend_platform.ops.lora_experts.RowLoRA``), or None.
+        activation: of the first product, ``[rows, 2 * inner]``.
+        biases: of both products, ``[experts, 2 * inner]`` and ``[experts, hidden]``, in float32 for bfloat16 rows; or None.
     """
-    gate_up = grouped_matmul(rows, w13.transpose(1, 2), counts)
+    first, second = ({} if bias is None else {"bias": bias} for bias in biases)
+    gate_up = grouped_matmul(rows, w13.transpose(1, 2), counts, **first)
     if lora is not None:
         lora.add_w13(gate_up, rows, counts)
-    inner = torch_npu.npu_swiglu(gate_up)
-    expert_out = grouped_matmul(inner, w2.transpose(1, 2), counts)
+    inner = activation(gate_up)
+    expert_out = grouped_matmul(inner, w2.transpose(1, 2), counts, **second)
     if lora is not None:
         lora.add_w2(expert_out, inner, counts)
     return expert_out

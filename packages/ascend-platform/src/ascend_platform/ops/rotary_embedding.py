@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch_npu
 from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import DeepseekScalingRotaryEmbedding, MRotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
 MROPE_SECTIONS = {(16, 24, 24), (24, 20, 20), (8, 12, 12)}
@@ -38,8 +39,8 @@ def _rotate(
     tokens = positions.shape[-1]
     rotated_query, rotated_key = torch_npu.npu_mrope(
         positions,
-        query.view(tokens, -1),
-        key.view(tokens, -1),
+        query.reshape(tokens, -1),  # latent attention passes slices
+        key.reshape(tokens, -1),
         layer._match_cos_sin_cache_dtype(query),
         layer.head_size,
         mrope_section=[*section],
@@ -108,11 +109,12 @@ class NPUApplyRotaryEmb(ApplyRotaryEmb):
         return both[None, :, None]
 
 
-def _plain_rotary_classes() -> Iterator[type[RotaryEmbedding]]:
-    """RotaryEmbedding and its subclasses that differ only in the contents of the cosine and sine cache.
+def _plain_rotary_classes() -> Iterator[type[RotaryEmbeddingBase]]:
+    """RotaryEmbedding and the classes that differ only in the contents of the cosine and sine cache.
 
     vLLM looks replacements up by the class's name (``CustomOp.__new__``), so that each subclass needs a registration.
     """
+    yield DeepseekScalingRotaryEmbedding  # its own forward_native computes the same
     for cls in vars(rotary_embedding).values():
         if isinstance(cls, type) and issubclass(cls, RotaryEmbedding):
             forwards = ("forward", "forward_native", "forward_static")

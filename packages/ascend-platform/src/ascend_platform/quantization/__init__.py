@@ -1,4 +1,4 @@
-"""Quantized weights and KV caches of ModelSlim, compressed-tensors, AWQ and GPTQ checkpoints, on CANN's operators.
+"""Quantized weights and KV caches of ModelSlim, compressed-tensors, AWQ, GPTQ, FP8 and MXFP4 checkpoints, on CANN's operators.
 
 Each scheme is a module of ``schemes``, registered in ``registry.py``; ``formats`` has the checkpoint formats.
 """
@@ -28,7 +28,9 @@ def register() -> None:
     try:
         import ascend_platform.quantization.formats.awq_gptq
         import ascend_platform.quantization.formats.compressed_tensors
-        import ascend_platform.quantization.formats.modelslim  # noqa: F401
+        import ascend_platform.quantization.formats.fp8
+        import ascend_platform.quantization.formats.modelslim
+        import ascend_platform.quantization.formats.mxfp4  # noqa: F401
     except ImportError as error:
         _import_error = error
 

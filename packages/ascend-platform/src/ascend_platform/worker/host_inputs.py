@@ -24,6 +24,10 @@ class HostInputsMixin:
         self._host_inputs = {name: torch.zeros_like(getattr(self, name), device="cpu").pin_memory() for name in names}
         # of the sampler's dtype, so that sampled tokens are copied to the host without a cast
         self.sampled_token_ids_pinned_cpu = self.sampled_token_ids_pinned_cpu.int().pin_memory()
+        if self.parallel_config.pipeline_parallel_size > 1:
+            # Several batches are in flight, and a stage that does not sample never waits for its NPU: vLLM, which has this event
+            # with asynchronous scheduling only, would overwrite the inputs of one batch before they are copied.
+            self.prepare_inputs_event = torch.npu.Event(blocking=True)
 
     def _prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         if self.use_async_spec_decode:

@@ -7,13 +7,15 @@ import torch
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-import ascend_platform.ops.fused_moe  # noqa: F401  (before a model's layers are made)
+import ascend_platform.ops.fused_moe
+import ascend_platform.ops.vocab_embedding  # noqa: F401
 from ascend_platform import extension, host
 from ascend_platform.attention import kv_cache
 from ascend_platform.graph import acl_graph
@@ -78,6 +80,11 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
         """Load the model as vLLM does, with rotary tables of its own, because sleep mode frees them."""
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)
+        if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
+            check(self.get_model())
+        for layer in self.compilation_config.static_forward_context.values():
+            if isinstance(layer, MLAAttention):  # of vLLM's own prefill, which the profile run would reserve
+                layer._chunked_prefill_workspace_size = 0
 
     def reload_weights(self, *arguments: Any, **named: Any) -> None:
         """Reload weights as vLLM does.
@@ -96,21 +103,21 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
         kv_cache_config: KVCacheConfig,
         kernel_block_sizes: list[int],
         kv_cache_allocation_context: AbstractContextManager | None = None,
-    ) -> dict[str, kv_cache.KVCachePair]:
-        """Allocate the KV cache as vLLM does, then bind a KVCachePair to each layer.
+    ) -> dict[str, kv_cache.KVCachePair | kv_cache.PagedLatent]:
+        """Allocate the KV cache as vLLM does, then bind its parts to each layer, as a KVCachePair or PagedLatent.
 
-        ``self.kv_caches``, in which the runner copies blocks (``copy_kv_cache_blocks_inplace``), lists the keys and the values of
-        each layer as two caches, both indexed by vLLM's block numbers.
+        ``self.kv_caches``, in which the runner copies blocks (``copy_kv_cache_blocks_inplace``), lists the parts of each layer,
+        such as its keys, as caches of their own, all indexed by vLLM's block numbers.
         """
         kv_cache.check(kv_cache_config)
         caches = super().initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes, kv_cache_allocation_context)
         layers = self.compilation_config.static_forward_context
-        pairs = {name: kv_cache.split_kv_cache(layers[name].kv_cache, layers[name].head_size) for name in caches}
-        for name, pair in pairs.items():
-            layers[name].bind_kv_cache(pair)
-        tensors = [tensor for pair in pairs.values() for tensor in pair]
+        parts = {name: kv_cache.split_layer(layers[name]) for name in caches}
+        for name, split in parts.items():
+            layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a tensor alone
+        tensors = [tensor for split in parts.values() for tensor in split]
         self.kv_caches[:] = {tensor.data_ptr(): tensor for tensor in tensors}.values()  # KV cache groups share tensors
-        return pairs
+        return parts
 
     def _build_attention_metadata(self, num_tokens: int, *args: Any, slot_mappings: Any = None, **kwargs: Any) -> Any:
         """Map padding slots to the null block; npu_scatter_pa_kv_cache rejects slot -1.

@@ -15,6 +15,7 @@ from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ascend_platform import extension
+from ascend_platform.components import slots
 from ascend_platform.worker.virtual_memory import VirtualMemory
 
 TAGS = ("weights", "kv_cache")
@@ -101,9 +102,11 @@ class VirtualMemoryBackend(SleepModeBackend):
 
 
 def notify_awake(state: bool) -> None:
-    """Call the function offered for ``worker.awake``: True once weights and graphs are ready, False before they are freed."""
-    if offered := extension.offered("worker.awake"):
-        resolve_obj_by_qualname(offered)(state)
+    """Call what is offered for ``worker.awake`` and ``worker.awake.*``: True once weights and graphs are ready, False before they
+    are freed."""
+    for slot in ("worker.awake", *(f"worker.awake.{name}" for name in slots.names("worker.awake"))):
+        if offered := slots.offered(slot):
+            resolve_obj_by_qualname(offered)(state)
 
 
 def _check_tags(tags: tuple[str, ...] | list[str]) -> tuple[str, ...] | list[str]:

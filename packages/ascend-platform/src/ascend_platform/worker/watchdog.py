@@ -3,6 +3,8 @@
 Without them vLLM's engine core outlives its API server, and a worker outlives rank 0.
 """
 
+import atexit
+import gc
 import multiprocessing.connection
 import os
 import signal
@@ -21,11 +23,13 @@ VLLM_PROCESS_NAMES = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordina
 def exit_when_parent_exits() -> None:
     """End this process when its parent exits, if it is a multiprocessing child of vLLM. Called when the platform is activated.
 
-    The parent may have exited before this call.
+    The parent may have exited before this call. Such a process also exits without Python's last garbage collection, which takes
+    1 to 2 s in processes of vLLM, and which the parent waits for.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and multiprocessing.current_process().name.startswith(VLLM_PROCESS_NAMES):
         threading.Thread(target=_watch_parent, args=(parent,), name="ascend-parent", daemon=True).start()
+        atexit.register(gc.freeze)
 
 
 def _watch_parent(parent: Any) -> None:

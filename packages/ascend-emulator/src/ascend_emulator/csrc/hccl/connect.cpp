@@ -17,6 +17,7 @@
 #include <fstream>
 #include <map>
 
+#include "core/device.h"
 #include "transport.h"
 
 namespace emu::hccl {
@@ -101,16 +102,6 @@ Address parse(const std::string& text) {
 }
 
 bool needs_tcp(const Address& peer) { return use_tcp() || peer.transport == "tcp" || peer.machine != machine(); }
-
-// The NPU's number on the machine: the ids of ASCEND_RT_VISIBLE_DEVICES, in order, are 0, 1, ... in this process.
-int physical_npu(int npu) {
-  const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
-  if (!list) return npu;
-  std::stringstream ids(list);
-  std::string id;
-  for (int i = 0; i <= npu; ++i) std::getline(ids, id, ',');
-  return std::atoi(id.c_str());
-}
 
 // Other users of the machine can connect to an abstract Unix socket.
 bool same_user(const File& link) {
@@ -200,7 +191,7 @@ Rendezvous::Rendezvous(int npu) : local_(make_socket(AF_UNIX)) {
   auto [local, local_length] = local_address(name);
   check(bind(local_.get(), reinterpret_cast<sockaddr*>(&local), local_length) == 0 && listen(local_.get(), 128) == 0, kOpFailed,
       "cannot listen on a Unix socket: ", std::strerror(errno));
-  address_ = text(machine(), " ", physical_npu(npu), " ", name, " ", use_tcp() ? "tcp" : "any");
+  address_ = text(machine(), " ", physical_id(npu), " ", name, " ", use_tcp() ? "tcp" : "any");
 }
 
 // A rank is an NPU of the communicator: "每个通信对象(例如一个NPU就是一个通信对象)…称为一个rank" (Huawei's HCCL user guide,

@@ -211,6 +211,8 @@
 {"aclnnMatmul", "bf16 fp16 fp32"},
 {"aclnnMatmulWeightNz", "bf16 fp16 fp32"},
 {"aclnnMaxDim", "bf16 fp16 fp32 int64 bool"},  // refused on A3: fp64 uint8 int8 int16 int32
+{"aclnnMaxPool2dWithMask", "bf16 fp16 fp32 uint8 int8 int16 int32 int64 bool"},  // refused on A3: fp64
+{"aclnnMaxPool3dWithArgmax", "bf16 fp16 fp32 uint8 int8 int16 int32 int64 bool"},  // refused on A3: fp64
 {"aclnnMaxUnpool2d", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
 {"aclnnMaximum", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},
 {"aclnnMean", "bf16 fp16 fp32 fp64 complex64 complex128"},

@@ -18,6 +18,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 )
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -27,8 +28,10 @@ from vllm.scalar_type import scalar_types
 
 from ascend_platform import extension
 from ascend_platform.quantization.base import GROUP_STEP, Layout, Quantized, Scheme, Stored, Tensors, unpack_words
-from ascend_platform.quantization.common import check_chip
+from ascend_platform.quantization.common import FP8, check_chip
+from ascend_platform.quantization.formats.fp8 import method_of
 from ascend_platform.quantization.methods.experts import QuantizedExperts
+from ascend_platform.quantization.methods.fp8 import Fp8Format
 from ascend_platform.quantization.methods.linear import apply, replace
 from ascend_platform.quantization.registry import SCHEMES
 from ascend_platform.quantization.schemes.w8a8 import W8A8
@@ -38,8 +41,19 @@ STATIC = "W8A8"
 UNUSED = WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 SUPPORTED = (
     f"supported: int8 and int4 weights, per channel or per group, with unquantized inputs ({PACKED}), dynamic symmetric "
-    f"per-token int8 inputs or, with int8 weights ({BYTES}), static per-tensor int8 inputs"
+    f"per-token int8 inputs or, with int8 weights ({BYTES}), static per-tensor int8 inputs; FP8 weights, per tensor, channel or "
+    "block, without static inputs, which are converted"
 )
+
+
+def fp8_form(weights: QuantizationArgs | None) -> Fp8Format | None:
+    """The storage of FP8 weights, whose inputs are not FP8 here; None for other weights."""
+    if weights is None or weights.type != "float" or weights.num_bits != 8 or weights.dynamic or not weights.symmetric:
+        return None
+    if weights.strategy == "block" and weights.block_structure:
+        return Fp8Format("weight_scale", (weights.block_structure[0], weights.block_structure[1]))
+    blocks = {"tensor": (0, 0), "channel": (1, 0)}
+    return Fp8Format("weight_scale", blocks[weights.strategy]) if weights.strategy in blocks else None
 
 
 def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: str | None) -> str:
@@ -49,6 +63,8 @@ def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: 
         RefusedError: it is not supported.
     """
     bits, kind = weights.num_bits, None
+    if fp8_form(weights) and (inputs is None or inputs.dynamic):
+        return FP8
     rows = weights.strategy in ("channel", "group") or (bits == 8 and weights.strategy == "tensor")
     if weights.type == "int" and bits in (4, 8) and rows and not weights.dynamic:
         if inputs is None:
@@ -91,7 +107,7 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
             scheme_of(scheme["weights"], scheme["input_activations"], scheme.get("format") or made.quant_format)
             for scheme in made.target_scheme_map.values()
         ]
-        check_chip(kinds)
+        check_chip(set(kinds) - {FP8})
         return made
 
     @staticmethod
@@ -101,6 +117,10 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
+        if isinstance(layer, LinearBase) and (found := self.get_scheme_dict(layer, prefix)):
+            weights: Any = found["weights"]
+            if form := fp8_form(weights):
+                return method_of(layer, form, prefix)
         return None if isinstance(layer, Attention) else super().get_quant_method(layer, prefix)
 
     def _experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
@@ -112,6 +132,8 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         if found[0] is None:
             return UnquantizedFusedMoEMethod(layer.moe_config)
         weights: Any = found[0]["weights"]
+        if fp8 := fp8_form(weights):
+            return method_of(layer, fp8, prefix)
         inputs: Any = found[0].get("input_activations")
         form = str(found[0].get("format") or self.quant_format)
         scheme = SCHEMES[scheme_of(weights, inputs, form)]

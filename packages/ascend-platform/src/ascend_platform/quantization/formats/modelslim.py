@@ -6,6 +6,7 @@ and has ``version``, ``group_size`` and ``kv_cache_type`` for the whole checkpoi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,6 +39,7 @@ class ModelSlimConfig(QuantizationConfig):
         super().__init__()
         self.description: dict[str, Any] = {}
         self.int8_cache = False
+        self._asked: set[str] = set()  # matrices and experts that vLLM has asked a method for
         if description:
             self._take(description)
 
@@ -114,6 +116,7 @@ class ModelSlimConfig(QuantizationConfig):
         if isinstance(layer, Attention):
             return Int8CacheMethod(prefix) if self.int8_cache else None
         if isinstance(layer, RoutedExperts):
+            self._asked.add(prefix)
             parts = [f"{prefix}.0.{part}" for part in _names_of_parts(layer)]
             kind = self._kind(parts, prefix)
             if kind == FLOAT:
@@ -126,6 +129,7 @@ class ModelSlimConfig(QuantizationConfig):
             return QuantizedExperts(layer.moe_config, scheme, stored, scheme.read, group_size, prefix)
         if isinstance(layer, LinearBase | VocabParallelEmbedding):
             matrices = self._matrices(prefix)
+            self._asked.update(matrices)
             if isinstance(layer, VocabParallelEmbedding):
                 if (kind := self._of(prefix) or FLOAT) != FLOAT:  # tied heads are not in the description
                     raise extension.RefusedError(
@@ -138,6 +142,24 @@ class ModelSlimConfig(QuantizationConfig):
             scheme = SCHEMES[kind]
             return ModelSlimLinearMethod(scheme, scheme.stored(self.description, matrices[0]), prefix)
         return None
+
+    def check_loaded(self, model: torch.nn.Module) -> None:
+        """Check that vLLM quantizes each layer that the description calls quantized: others would load integers as numbers.
+
+        Raises:
+            RefusedError: vLLM keeps a layer unquantized, such as the indexer's wk of DeepSeek-V3.2.
+        """
+        modules = {name for name, _ in model.named_modules()}
+        for name, kind in self.description.items():
+            matrix = name.rpartition(".")[0]
+            parents = [matrix[: found.start()] for found in re.finditer(r"\.", matrix)]
+            if not _is_weight(name) or kind == FLOAT or matrix in self._asked or not self._asked.isdisjoint(parents):
+                continue
+            if parents and parents[-1] in modules:  # a layer of this rank
+                raise extension.RefusedError(
+                    f"{DESCRIPTION} has {name} as {kind}, and vLLM keeps that layer unquantized; fix: quantize the model again "
+                    f"with {matrix} as {FLOAT}"
+                )
 
     def _matrices(self, prefix: str) -> list[str]:
         """The checkpoint's names of the matrices that vLLM fuses into one layer."""

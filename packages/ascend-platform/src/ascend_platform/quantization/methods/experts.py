@@ -17,6 +17,13 @@ from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored,
 from ascend_platform.quantization.methods.linear import replace
 
 
+def register(layer: torch.nn.Module, name: str, data: torch.Tensor, attributes: dict[str, Any]) -> None:
+    """Register a parameter that is loaded and not trained, with the attributes that vLLM's weight loaders read."""
+    parameter = torch.nn.Parameter(data, requires_grad=False)
+    layer.register_parameter(name, parameter)
+    set_weight_attrs(parameter, attributes)
+
+
 class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
     """Quantization method of one layer's experts. Tokens are quantized as they are dispatched, if the scheme takes int8 rows.
 
@@ -61,14 +68,11 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         for prefix, (out, inputs) in sizes.items():
             groups = self.scheme.count_groups(inputs, self.group_size, True, self.name)
             for name, stored in self.stored.items():
-                made = torch.nn.Parameter(
-                    torch.zeros(num_experts, *stored.shape(out, inputs, groups), dtype=stored.dtype), requires_grad=False
-                )
+                data = torch.zeros(num_experts, *stored.shape(out, inputs, groups), dtype=stored.dtype)
                 several = stored.layout == Layout.GROUPS and self.group_size > 0  # a rank may have a single group
                 kind = FusedMoeWeightScaleSupported.GROUP if several else FusedMoeWeightScaleSupported.CHANNEL
-                layer.register_parameter(prefix + name, made)
                 own = {"quant_method": kind.value, "is_transposed": stored.transposed}
-                set_weight_attrs(made, extra_weight_attrs | own)
+                register(layer, prefix + name, data, extra_weight_attrs | own)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         for prefix in ("w13_", "w2_"):

@@ -21,6 +21,8 @@ _init_kv_cache = attn_utils.init_kv_cache
 def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any) -> dict[str, kv_cache.KVCachePair]:
     """Allocate the KV cache as vLLM does, then bind a KVCachePair to each layer."""
     kv_cache.check(config)
+    if (count := len(config.kv_cache_groups)) > 1:
+        raise NotImplementedError(f"the model has {count} KV cache groups, and the V2 model runner supports one; fix: use V1")
     caches = _init_kv_cache(layers, config, *args, **kwargs)
     pairs = {name: kv_cache.split_kv_cache(layers[name].kv_cache, layers[name].head_size) for name in caches}
     for name, pair in pairs.items():

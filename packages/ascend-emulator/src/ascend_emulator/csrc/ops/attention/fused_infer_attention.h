@@ -212,6 +212,11 @@ struct FusedInfer {
         for (const auto& span : spans) most = std::max(most, span.count);
       }
       check(most <= 16, kOpParam, "a request has ", most, " query tokens with query_rope; at most 16 are allowed");
+      // "Q_S大于1时只支持sparse=3且传入mask"; "注意入参元素数量要小于等于4096" (op-plugin's page)
+      check(most <= 1 || sparse_mode == 3, kOpParam, "sparse_mode is ", sparse_mode, " with query_rope and ", most,
+          " query tokens; it must be 3");
+      check(!packed(in) || batch <= 4096, kOpParam, "actual_seq_lengths has ", batch, " entries with query_rope in layout ",
+          layout, "; at most 4096 are allowed");
       one_of<int64_t>("block_size", block_size, {16, 128});
       check(key[0].dim() != 5 || (block_size == 128 && in != "BNSD"), kOpParam,
           "a fractal (NZ) cache needs block_size 128 and a layout other than BNSD");

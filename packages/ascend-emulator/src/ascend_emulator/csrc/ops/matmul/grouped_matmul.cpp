@@ -232,27 +232,53 @@ FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNzV2, Weight)
 
 namespace {
 
+// Limits of shapes and combinations of dtypes: documentation of npu_grouped_matmul_swiglu_quant_v2 for Atlas A2 and A3.
 Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale, const Opt<Tensor>& assist,
-    const Tensor& x_scale, const Tensor& list, int64_t list_kind, const Tensor& out, const Tensor& out_scale) {
+    const Tensor& x_scale, const Opt<Tensor>& smooth, const Tensor& list, int64_t dequant_mode, int64_t list_kind,
+    const Tensor& out, const Tensor& out_scale) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-  one_of("x", x, {at::kChar});
+  one_of("x", x, {at::kChar, at::kInt});
   one_of("weight", weight, {at::kChar, at::kInt});
-  one_of("weight_scale", weight_scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
+  one_of("weight_scale", weight_scale, {at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kUInt64});
   one_of("x_scale", x_scale, {at::kFloat});
   one_of("group_list", list, {at::kLong});
   rank("weight", weight, 3);
   check(x_scale.numel() == x.size(0), kOpParam, "x_scale has shape ", x_scale.sizes(), "; one for each of ", x.size(0),
       " rows is needed");
-  const Grouped call{{x}, {weight}, assist ? Lists(Tensors{*assist}) : Lists(), Tensors{weight_scale}, {}, {}, Tensors{x_scale},
-      list, 3, 0, list_kind, 0, {out}};
-  call.check_arguments();
+  const bool int4 = x.scalar_type() == at::kInt, words = weight.scalar_type() == at::kInt;
+  const int64_t groups = weight.size(0), k = x.size(1) * (int4 ? kFourBitsInWord : 1), n = out.size(1) * 2;
+  check(!int4 || words, kOpParam, "x is packed int4 and weight ", weight.scalar_type(), "; it must be packed int4 too");
+  check(dequant_mode == 0 || (words && !int4), kOpParam, "dequant_mode is 1; allowed: 0, unless x is int8 and weight int4");
+  check(int4 == smooth.has_value(), kOpParam, "smooth_scale is ", smooth ? "" : "not ", "given and x is ", x.scalar_type(),
+      "; it belongs to an x of packed int4 (int32)");
+  check(n <= 10240, kOpParam, "weight has ", n, " columns; allowed: up to 10240");
+  check(
+      k < (words ? 20000 : 65536), kOpParam, "x has ", k, " columns; allowed: below ", words ? 20000 : 65536, " for this weight");
+  const auto assists = assist ? Lists(Tensors{*assist}) : Lists();
+  const Grouped call{{x}, {weight}, assists, Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list, 3, 0, list_kind, 0, {out}};
+  if (int4) {
+    one_of("smooth_scale", *smooth, {at::kFloat});
+    check(smooth->sizes() == at::IntArrayRef{groups} || smooth->sizes() == at::IntArrayRef{groups, n / 2}, kOpParam,
+        "smooth_scale has shape ", smooth->sizes(), "; allowed: [", groups, "] and [", groups, ", ", n / 2, "]");
+    check(!assist, kOpParam, "weight_assist_matrix is given; it belongs to an int8 x and an int4 weight");
+    check(weight.size(1) == k, kOpParam, "x has ", k, " columns and weight ", weight.size(1), " rows");
+    rank("group_list", list, 1);
+    shape("group_list", list, {groups});
+    within("group_list_type", list_kind, int64_t{0}, int64_t{1});
+  } else {
+    call.check_arguments();
+  }
   return [=] {
-    const auto values = at::zeros({x.size(0), out.size(1) * 2}, at::kFloat);
-    call.run_into(values);
-    const auto groups = rows_of(list, list_kind, x.size(0));
-    const int64_t rows = groups.empty() ? 0 : groups.back().last;
+    auto unpacked = call;
+    if (int4) unpacked.x = {unpack_int4(x)}, unpacked.weight = {unpack_matrix(weight)};
+    const auto values = at::zeros({x.size(0), n}, at::kFloat);
+    unpacked.run_into(values);
+    const auto parts = rows_of(list, list_kind, x.size(0));
+    const int64_t rows = parts.empty() ? 0 : parts.back().last;
     const auto halves = values.narrow(0, 0, rows).chunk(2, -1);
-    quantize_rows(at::silu(halves[0]) * halves[1], out.narrow(0, 0, rows), out_scale.narrow(0, 0, rows), false);
+    auto gated = at::silu(halves[0]) * halves[1];
+    if (smooth) gated = scaled_by_group(gated, smooth->view({groups, -1}), parts);
+    quantize_rows(gated, out.narrow(0, 0, rows), out_scale.narrow(0, 0, rows), false);
   };
 }
 
@@ -262,18 +288,17 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
 CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
     (Tensor x, Weight weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale, Tensor list, Tensor out,
         Tensor out_scale, Opt<Tensor>),
-    { return swiglu_quant(x, weight, weight_scale, bias, x_scale, list, 0, out, out_scale); })
+    { return swiglu_quant(x, weight, weight_scale, bias, x_scale, {}, list, 0, 0, out, out_scale); })
 #define SWIGLU_QUANT(NAME, WEIGHTS)                                                                                            \
   CHECKED(NAME,                                                                                                                \
       (Tensor x, WEIGHTS weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, Opt<Tensor> smooth,          \
           Tensor list, int64_t dequant_mode, int64_t, int64_t quant_mode, int64_t list_kind, Opt<Ints>, Tensor out,            \
           Tensor out_scale),                                                                                                   \
       {                                                                                                                        \
-        check(!smooth, kOpParam, "smooth_scale (int4 inputs) is not emulated");                                                \
         one_of("quant_mode", quant_mode, {int64_t{0}});                                                                        \
         within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});                                                          \
         return swiglu_quant(x, weight.at(0), weight_scale.at(0), empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), \
-            x_scale, list, list_kind, out, out_scale);                                                                         \
+            x_scale, smooth, list, dequant_mode, list_kind, out, out_scale);                                                   \
       })
 SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantV2, Tensors)
 SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantWeightNzV2, Weights)

@@ -1,0 +1,291 @@
+"""Multi-head latent attention (MLA) with npu_fused_infer_attention_score_v2 over the paged latents.
+
+All tokens are "absorbed": their queries come projected to the latents, so that the kernel reads the KV cache as it is. It takes
+at most 16 query tokens of a request, so that a longer one becomes several requests with lengths of their own. Limits of the
+kernel are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel, and of op-plugin's page for it.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+import torch_npu
+from ascend_platform import extension
+from vllm.distributed import get_dcp_group
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MLAAttentionImpl,
+)
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+from ascend_attention import dcp
+from ascend_attention.dense import BLOCK_SIZE, assign_padding, pad_queries, to_script_list
+from ascend_attention.metadata import upper_triangle
+
+MAX_QUERY_TOKENS = 16
+"""Query tokens of a request in one call of the kernel."""
+
+MAX_REQUESTS = 4096
+"""Requests in one call of the kernel."""
+
+LATENT, ROPE = 512, 64
+"""Elements of a latent and of the rotated part of a key."""
+
+
+@dataclass
+class LatentMetadata(AttentionMetadata):
+    """Metadata of one step, the same for all layers of a KV cache group.
+
+    Attributes:
+        compute_lengths: computes ``lengths``; with draft tokens it may wait for the device.
+        num_actual_tokens: query tokens, including padding tokens in full-graph mode.
+        num_decodes: requests of vLLM.
+        block_table: int32 ``[requests of the kernel, blocks]``.
+        mask: int8 ``[2048, 2048]``, 1 above the diagonal; None if each request has one query token.
+        softmax_lse: float32 ``[1]``, placeholder for the unused softmax_lse output.
+        rows: int64 ``[num_actual_tokens]``, row of each query token among ``num_rows``, where the host does not know the exact
+            lengths.
+    """
+
+    compute_lengths: Callable[[], dict[str, Any]]
+    num_actual_tokens: int
+    num_decodes: int
+    block_table: torch.Tensor
+    mask: torch.Tensor | None
+    softmax_lse: torch.Tensor
+    rows: torch.Tensor | None
+    num_rows: int
+    num_prefills: ClassVar[int] = 0
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """All tokens: vLLM's MLAAttention sends them to ``forward_mqa``."""
+        return self.num_actual_tokens
+
+    @property
+    def decode(self) -> "LatentMetadata":
+        return self
+
+    @functools.cached_property
+    def lengths(self) -> dict[str, Any]:
+        """The kernel's host arguments, which a graph updates at each replay (``extension.graph_task``)."""
+        return self.compute_lengths()
+
+
+class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.mask = upper_triangle(torch.int8, device)
+        self.softmax_lse = torch.empty(1, dtype=torch.float32, device=device)
+        parallel = vllm_config.parallel_config
+        self.interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """NEVER for decode context parallelism, and where a decode with its draft tokens does not fit a call of the kernel."""
+        drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
+        uses_dcp = vllm_config.parallel_config.decode_context_parallel_size > 1
+        return AttentionCGSupport.NEVER if uses_dcp or drafts >= MAX_QUERY_TOKENS else cls._cudagraph_support
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> LatentMetadata:
+        """Build the metadata of one step on the host, without synchronizing with the device.
+
+        For a full graph vLLM pads the tokens, and pads the requests with dummy requests that have no tokens.
+        """
+        common = common_attn_metadata
+        num_tokens, block_table = common.num_actual_tokens, common.block_table_tensor
+        seq_lens = extension.deferred_host_lengths(common, FusedLatentAttentionImpl.title)
+        ends = common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist()
+        rows, bounds = None, extension.draft_length_bounds(common)
+        if bounds and max(bounds[1], default=0) < MAX_QUERY_TOKENS and not self.interleave:
+            ends, seq_lens, rows = pad_queries(common.seq_lens[: common.num_reqs], *bounds)
+        # the tokens that a DCP rank stores are no run of a request's last ones, as the kernel's causal mask takes them to be
+        parts = cut(ends, 1 if self.interleave else MAX_QUERY_TOKENS)
+        if len(parts) > len(ends):
+            requests = torch.tensor([part.request for part in parts], pin_memory=True)
+            block_table = block_table.index_select(0, requests.to(block_table.device, non_blocking=True))
+        part_ends = [part.end for part in parts]
+
+        def lengths() -> dict[str, Any]:
+            lens = seq_lens()
+            kv_lens = [lens[part.request] - part.after for part in parts]
+            if self.interleave:
+                group = get_dcp_group()
+                every = torch.tensor(kv_lens)
+                kv_lens = get_dcp_local_seq_lens(every, group.world_size, group.rank_in_group, self.interleave).tolist()
+            found = part_ends, kv_lens
+            if rows is None:
+                found = assign_padding(num_tokens, *found, 0)
+            return dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), map(to_script_list, found), strict=True))
+
+        is_single = rows is None and (common.max_query_len == 1 or self.interleave)
+        return LatentMetadata(
+            compute_lengths=lengths,
+            num_actual_tokens=num_tokens,
+            num_decodes=common.num_reqs,
+            block_table=block_table,
+            mask=None if is_single else self.mask,
+            softmax_lse=self.softmax_lse,
+            rows=rows,
+            num_rows=ends[-1],
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive query tokens of a request: the end of their rows, and how many tokens of the request come after them."""
+
+    request: int
+    end: int
+    after: int
+
+
+def cut(ends: list[int], size: int) -> list[Part]:
+    """Cut requests, given by the ends of their rows, into parts of at most ``size`` tokens; one without tokens is one part."""
+    parts = []
+    for request, (start, end) in enumerate(pairwise([0, *ends])):
+        bounds = [*range(start + size, end, size), end]
+        parts += [Part(request, bound, end - bound) for bound in bounds]
+    return parts
+
+
+class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionImpl[LatentMetadata]):
+    """Fused latent attention; see ``extension.LatentAttentionImplBase`` for the constructor and the KV cache."""
+
+    title = "the fused latent attention of ascend-attention"
+    operators = ("npu_fused_infer_attention_score_v2", "npu_scatter_pa_kv_cache")
+    can_return_lse_for_decode = True
+    supports_dcp = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.uses_dcp = self.dcp_world_size > 1
+        self.dcp_world_size = 1  # for vLLM's MLAAttention, whose exchange between ranks needs Triton
+        widths = self.kv_lora_rank, self.qk_rope_head_dim
+        if widths != (LATENT, ROPE) or self.num_heads > 128:
+            raise NotImplementedError(
+                f"{self.title} supports latents of {LATENT} with {ROPE} rotated elements and at most 128 heads, not {widths[0]}, "
+                f"{widths[1]} and {self.num_heads}; fix: VLLM_PLUGINS=ascend, for the built-in attention"
+            )
+
+    def do_kv_cache_update(
+        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: Any, slot_mapping: torch.Tensor, *args: Any
+    ) -> None:
+        """Write latents ``[tokens, 512]`` and rotated keys ``[tokens, 1, 64]`` into the KV cache."""
+        if tokens := len(slot_mapping):
+            new = (each[:tokens].reshape(tokens, 1, -1).contiguous() for each in (kv_c_normed, k_pe))
+            # other ranks' tokens have slot -1 and go to the null block
+            slots = slot_mapping.clamp_min(0) if self.uses_dcp else self.valid_slots(slot_mapping)
+            torch_npu.npu_scatter_pa_kv_cache(*new, *kv_cache, slots, cache_mode="Norm")
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: LatentMetadata, layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute attention of absorbed queries.
+
+        Args:
+            q: the query's latent and rotated parts, ``[tokens, heads, 512]`` and ``[tokens, heads, 64]``.
+            kv_c_and_k_pe_cache: the layer's latents and rotated keys.
+
+        Returns:
+            ``[tokens, heads, 512]``, and no log-sum-exp: the result is complete.
+        """
+        meta, cache = attn_metadata, kv_c_and_k_pe_cache
+        if not self.uses_dcp:
+            return self._attend(q, cache, meta)[0], None
+        group = get_dcp_group()
+        all_heads = group.all_gather(torch.cat(q, -1), dim=1).split((LATENT, ROPE), -1)
+        parts, softmax_lse = self._attend(all_heads, cache, meta)
+        softmax_lse = softmax_lse.masked_fill(softmax_lse == torch.inf, -torch.inf)  # tokens without context on this rank
+        parts, softmax_lse = (dcp.exchange_heads(each, group) for each in (parts, softmax_lse))
+        output, _ = torch_npu.npu_attention_update([*softmax_lse.flatten(1)], [*parts.flatten(1, 2)], 0)
+        return output.view_as(parts[0]), None
+
+    def _attend(self, q: Any, kv_cache: Any, meta: LatentMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention output ``[tokens, heads, 512]``, and with decode context parallelism log-sum-exp ``[tokens, heads, 1]``."""
+        heads = q[0].shape[1]
+        calls = [self._call(*each, meta) for each in _calls([_pad(part, meta) for part in q], kv_cache, meta)]
+        output, softmax_lse = calls[0] if len(calls) == 1 else (torch.cat(each) for each in zip(*calls, strict=True))
+        if meta.rows is not None:
+            output = output.index_select(0, meta.rows)
+        return output[:, :heads], softmax_lse[:, :heads] if self.uses_dcp else softmax_lse
+
+    def _call(
+        self, q: Sequence[torch.Tensor], kv_cache: Any, block_table: torch.Tensor, lengths: dict[str, Any], meta: LatentMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call the kernel for these requests. The output is a transposed view, as vLLM's next product reads heads first."""
+        query, query_rope = q
+        tokens, heads, _ = query.shape
+        latents, ropes = (cache.flatten(2) for cache in kv_cache)
+        attend = {
+            "query_rope": query_rope,
+            "key_rope": ropes,
+            "block_table": block_table,
+            "block_size": latents.shape[1],
+            "input_layout": "TND_NTD",
+            "return_softmax_lse": self.uses_dcp,
+            "num_query_heads": heads,
+            "num_key_value_heads": 1,
+            "softmax_scale": self.scale,
+            **({"sparse_mode": 0} if meta.mask is None else {"atten_mask": meta.mask, "sparse_mode": 3}),
+            **lengths,
+        }
+        tensors = query, latents, latents
+        if extension.is_captured():  # workspace for the longest sequences, so that a graph's memory does not change
+            attend["workspace"] = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(*tensors, **attend)
+        output = query.new_empty(heads, tokens, LATENT)
+        softmax_lse = meta.softmax_lse.new_empty(tokens, heads, 1) if self.uses_dcp else meta.softmax_lse
+        with extension.graph_task():
+            torch_npu.npu_fused_infer_attention_score_v2.out(*tensors, **attend, out=[output, softmax_lse])
+        return output.transpose(0, 1), softmax_lse
+
+
+def _pad(query: torch.Tensor, meta: LatentMetadata) -> torch.Tensor:
+    """Pad heads to a power of two, as the kernel takes them, and tokens to ``meta.rows``."""
+    if missing := (1 << (query.shape[1] - 1).bit_length()) - query.shape[1]:
+        query = torch.nn.functional.pad(query, (0, 0, 0, missing))
+    if meta.rows is not None:
+        return query.new_zeros(meta.num_rows, *query.shape[1:]).index_copy_(0, meta.rows, query)
+    return query.contiguous()
+
+
+def _calls(
+    q: list[torch.Tensor], kv_cache: Any, meta: LatentMetadata
+) -> Iterator[tuple[list[torch.Tensor], Any, torch.Tensor, dict[str, Any]]]:
+    """Arguments of the kernel's calls: one, unless there are more than MAX_REQUESTS."""
+    lengths = meta.lengths
+    if len(meta.block_table) <= MAX_REQUESTS:
+        yield q, kv_cache, meta.block_table, lengths
+        return
+    ends, kv_lens = map(list, lengths.values())
+    for first in range(0, len(ends), MAX_REQUESTS):
+        own = slice(first, first + MAX_REQUESTS)
+        start = ends[first - 1] if first else 0
+        rows = slice(start, ends[own][-1])
+        own_lengths = [end - start for end in ends[own]], kv_lens[own]
+        yield [part[rows] for part in q], kv_cache, meta.block_table[own], dict(zip(lengths, own_lengths, strict=True))
+
+
+class FusedLatentAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
+    """Fused backend for vLLM's MLAAttention (``vllm/model_executor/layers/attention/mla_attention.py``)."""
+
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
+    impl_cls, builder_cls = FusedLatentAttentionImpl, LatentMetadataBuilder
+    block_sizes: ClassVar = [BLOCK_SIZE]
+    head_sizes = (LATENT + ROPE,)
+    forward_includes_kv_cache_update = False  # it is in piecewise graphs, which need slots for padding tokens
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True

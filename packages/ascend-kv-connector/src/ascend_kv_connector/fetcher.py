@@ -1,0 +1,324 @@
+"""Fetching of transfers from one producer's ranks, in a thread of the consumer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from time import monotonic
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from msgspec.structs import replace
+
+from ascend_kv_connector import protocol
+from ascend_kv_connector.auth import CurveKeys
+from ascend_kv_connector.buffers import ReceiveBuffers, checksum
+from ascend_kv_connector.config import Options
+from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError, printable
+from ascend_kv_connector.paged_cache import FetchPlan, PagedCache, plan_fetches
+from ascend_kv_connector.peer_queues import CircuitBreaker
+from ascend_kv_connector.protocol import CacheInfo, Chunk, Fetch, Finish, Handshake, Release, Renew, Reply
+from ascend_kv_connector.rpc import ClientPool, RpcClient
+from ascend_kv_connector.transfers import Failed, Source, Transfer
+from ascend_kv_connector.transport import Transport
+
+MAX_LAYERWISE_POLL = 0.005
+"""Longest pause in seconds between fetches of a prompt that is being computed."""
+
+WHOLE_TRANSFER = -1
+"""Key in ``written_until`` for the transfer as a whole, where partial results do not count."""
+
+
+class Notice(NamedTuple):
+    """Message for all ranks of a source, or for ``ranks`` of them."""
+
+    source: Source
+    message: Finish | Release | Renew
+    ranks: tuple[tuple[str, int], ...] = ()
+
+
+class Rank(Protocol):
+    """What a fetcher uses of :class:`~ascend_kv_connector.consumer.Consumer`."""
+
+    cache: PagedCache
+    transport: Transport
+    options: Options
+    model: str
+    weights: str
+    rank: int
+    reader: str
+    keys: CurveKeys | None
+    context: Any
+    stream_context: Callable[..., AbstractContextManager]
+    buffers: ReceiveBuffers
+    unpackers: ThreadPoolExecutor
+
+    def breaker(self, source: Source) -> CircuitBreaker: ...
+
+    def finish_message(self, source: Source) -> Finish: ...
+
+    def release_message(self, transfer: Transfer, *tickets: int) -> Release: ...
+
+
+class Fetcher:
+    """One thread's connections to the ranks of a producer. A chunk is read while another thread unpacks the one before."""
+
+    def __init__(self, consumer: Rank) -> None:
+        self._consumer = consumer
+        self._unpacking: Future[None] | None = None
+        self._caches: dict[tuple[str, int], tuple[CacheInfo, int]] = {}
+        options = consumer.options
+        self._clients = ClientPool(consumer.context, options.answer_timeout, consumer.keys, self._forget_cache)
+
+    def run(self, work: Transfer | Notice) -> None:
+        if isinstance(work, Transfer):
+            self._run_transfer(work)
+        else:
+            self._post(work)
+
+    def close(self) -> None:
+        self._clients.close_idle(0.0)
+
+    def _run_transfer(self, transfer: Transfer) -> None:
+        assert transfer.source is not None
+        transport, block_size = self._consumer.transport.name, self._consumer.cache.block_size
+        breaker = self._consumer.breaker(transfer.source)
+        transfer.phases["queue"] = monotonic() - transfer.started
+        if refusal := breaker.refusal():
+            transfer.fail(TransferError("peer", refusal), transport, block_size)
+            return
+        try:
+            self._fetch(transfer)
+            breaker.note_success()
+            transfer.succeed()
+        except Exception as error:
+            with suppress(Exception):  # chunks read before the error count; a second error is ignored
+                self._wait_unpacked()
+            if not isinstance(error, TransferError):  # after a TransferEndedError, fail() below has no effect
+                error = TransferError("internal", f"{type(error).__name__}: {error}")
+            elif error.kind == "peer":
+                breaker.note_failure(str(error))
+            transfer.fail(error, transport, block_size)
+        if transfer.layerwise:
+            self._post(Notice(transfer.source, self._consumer.finish_message(transfer.source)))
+        elif isinstance(transfer.outcome, Failed):
+            self._post(Notice(transfer.source, self._consumer.release_message(transfer)))
+        if isinstance(transfer.outcome, Failed) and transfer.outcome.kind != "aborted":
+            self._disconnect(transfer.source)
+
+    def _fetch(self, transfer: Transfer) -> None:
+        assert transfer.source is not None
+        with transfer.phase("connect"):
+            peers = [self._handshake(transfer, rank) for rank in range(len(transfer.source.ranks))]
+        plans = plan_fetches(self._consumer.cache, peers, self._consumer.rank)
+        cache = self._consumer.cache
+        firsts = [cache.first_needed_token(transfer.start, transfer.stop, plan.group) for plan in plans]
+        transfer.total = sum(
+            (transfer.stop - first) * cache.token_bytes(plan.local, plan.heads.num)
+            for first, plan in zip(firsts, plans, strict=True)
+        )
+        if transfer.layerwise:
+            self._fetch_layerwise(transfer, plans, peers)
+            return
+        transfer.written_until = dict.fromkeys(range(len(plans)), transfer.start)
+        if cache.is_hybrid:  # fails as a whole: vLLM does not accept single invalid blocks with several KV cache groups
+            transfer.written_until[WHOLE_TRANSFER] = transfer.start
+        for part, (first, plan) in enumerate(zip(firsts, plans, strict=True)):
+            if first < transfer.stop:
+                self._fetch_from_rank(transfer, part, first, plan, peers[plan.rank])
+        self._wait_unpacked()
+
+    def _fetch_from_rank(self, transfer: Transfer, part: int, begin: int, plan: FetchPlan, peer: CacheInfo) -> None:
+        """Fetch all tokens from ``begin`` on according to a plan; the next chunk is requested while one is read."""
+        assert transfer.source is not None
+        client = self._clients.get(transfer.source.ranks[plan.rank])
+        transfer.peer = client.peer
+        each = self._tokens_per_chunk(plan, peer)
+        fetches = [self._make_fetch(transfer, plan, first, each) for first in range(begin, transfer.stop, each)]
+        asked = monotonic()
+        number = client.send(fetches[0])
+        for index, fetch in enumerate(fetches):
+            transfer.remaining()
+            with transfer.phase("wait"):
+                chunk = _expect_chunk(client.await_reply(number, fetch, transfer.deadline, check=transfer.remaining))
+            until = asked + chunk.seconds
+            if index + 1 < len(fetches):
+                asked = monotonic()
+                number = client.send(fetches[index + 1])
+            self._read_chunk(transfer, part, plan, fetch, chunk, peer.session, until)
+
+    def _fetch_layerwise(self, transfer: Transfer, plans: list[FetchPlan], peers: list[CacheInfo]) -> None:
+        """Fetch a prompt during its prefill: the tokens that are ready, layer after layer, until all are fetched."""
+        consumer, source = self._consumer, transfer.source
+        assert source is not None
+        regions = consumer.cache.regions
+        by_layer: dict[tuple[int, str], FetchPlan] = {}
+        for plan in plans:
+            for remote, local in zip(plan.remote, plan.local, strict=True):
+                layer_plan = by_layer.setdefault((plan.rank, regions[local].layer), plan._replace(remote=[], local=[]))
+                layer_plan.remote.append(remote)
+                layer_plan.local.append(local)
+        layer_plans = sorted(by_layer.values(), key=lambda plan: plan.local)
+        transfer.written_until = dict.fromkeys(range(len(layer_plans)), transfer.start)
+        at = [transfer.start] * len(layer_plans)
+        pending = deque(range(len(layer_plans)))
+
+        def ask(part: int) -> tuple[Fetch, RpcClient, int, float]:
+            plan = layer_plans[part]
+            client = self._clients.get(source.ranks[plan.rank])
+            each = self._tokens_per_chunk(plan, peers[plan.rank])
+            fetch = self._make_fetch(transfer, plan, at[part], each)
+            return fetch, client, client.send(fetch), monotonic()
+
+        asked = ask(pending[0])
+        while pending:
+            left = transfer.remaining()
+            part = pending.popleft()
+            plan, (fetch, client, number, since) = layer_plans[part], asked
+            transfer.peer = client.peer
+            with transfer.phase("wait"):
+                deadline, check = transfer.deadline, transfer.remaining
+                chunk = _expect_chunk(client.await_reply(number, fetch, deadline, left, MAX_LAYERWISE_POLL, check))
+            if not fetch.start < chunk.stop <= fetch.stop:
+                raise TransferError("mismatch", f"the peer sent tokens up to {chunk.stop} for {fetch.start} to {fetch.stop}")
+            if chunk.stop < transfer.stop:
+                (pending.appendleft if chunk.stop == fetch.stop else pending.append)(part)  # full chunk: more may be ready
+            at[part] = chunk.stop
+            if pending:
+                asked = ask(pending[0])
+            got = replace(fetch, stop=chunk.stop)
+            self._read_chunk(transfer, part, plan, got, chunk, peers[plan.rank].session, since + chunk.seconds)
+        self._wait_unpacked()
+
+    def _tokens_per_chunk(self, plan: FetchPlan, peer: CacheInfo) -> int:
+        chunk_bytes = min(peer.chunk_bytes, self._consumer.options.chunk_bytes)
+        each = chunk_bytes // self._consumer.cache.token_bytes(plan.local, plan.heads.num)
+        if not each:
+            raise TransferError("mismatch", "one token is larger than a chunk", "raise chunk_mib on both instances")
+        return each
+
+    def _make_fetch(self, transfer: Transfer, plan: FetchPlan, first: int, each: int) -> Fetch:
+        assert transfer.source is not None
+        return Fetch(
+            request=transfer.source.request,
+            reader=self._consumer.reader,
+            rank=self._consumer.rank,
+            transfer=transfer.request,
+            start=first,
+            stop=min(first + each, transfer.stop),
+            regions=plan.remote,
+            first_head=plan.heads.first,
+            heads=plan.heads.num,
+            verify=self._consumer.options.verify,
+            allow_partial=transfer.layerwise,
+        )
+
+    def _read_chunk(
+        self, transfer: Transfer, part: int, plan: FetchPlan, fetch: Fetch, chunk: Chunk, session: str, until: float
+    ) -> None:
+        """Read a chunk; it is unpacked while the next one is read, and then counts as written."""
+        consumer, cache = self._consumer, self._consumer.cache
+        expected = (fetch.stop - fetch.start) * cache.token_bytes(plan.local, fetch.heads)
+        if chunk.size != expected:
+            raise TransferError("mismatch", f"the peer sent a chunk of {chunk.size} bytes instead of {expected}")
+        buffer = consumer.buffers.acquire(transfer.remaining)
+        seconds = max(0.0, min(transfer.deadline, until) - monotonic())
+        try:
+            with transfer.phase("read"):
+                consumer.transport.read(session, chunk.address, buffer.data_ptr(), chunk.size, seconds)
+        except Exception as error:
+            if duration := getattr(error, "quarantine", QUARANTINE_SECONDS):
+                consumer.buffers.quarantine(buffer, duration)
+            else:
+                consumer.buffers.release(buffer)
+            raise
+        try:
+            # before anything is awaited: readers that each hold one peer's buffer and wait for another's would deadlock
+            assert transfer.source is not None
+            self._clients.get(transfer.source.ranks[plan.rank]).post(consumer.release_message(transfer, chunk.ticket))
+            if monotonic() >= until:
+                cause = f"reading a chunk took longer than the {chunk.seconds:g} s for which the peer kept it"
+                raise TransferError("lease", cause)
+            self._wait_unpacked()
+            self._unpacking = consumer.unpackers.submit(self._unpack_chunk, transfer, part, plan, fetch, chunk, buffer)
+        except Exception:
+            consumer.buffers.release(buffer)
+            raise
+
+    def _unpack_chunk(
+        self, transfer: Transfer, part: int, plan: FetchPlan, fetch: Fetch, chunk: Chunk, buffer: torch.Tensor
+    ) -> None:
+        cache, data = self._consumer.cache, buffer[: chunk.size]
+        try:
+            if fetch.verify and checksum(data) != chunk.checksum:
+                raise TransferError("verify", f"a chunk of {chunk.size} bytes failed its checksum")
+            with transfer.phase("unpack"), transfer.writing(), self._consumer.stream_context(transfer.after):
+                slots = cache.slot_mapping(transfer.blocks, fetch.start - transfer.start, fetch.stop - transfer.start, plan.group)
+                cache.unpack(slots, plan.local, plan.heads, data)
+        finally:
+            self._consumer.buffers.release(buffer)
+        transfer.size += chunk.size
+        transfer.written_until[part] = fetch.stop
+
+    def _wait_unpacked(self) -> None:
+        """Wait for the chunk that is being unpacked, if any.
+
+        Raises:
+            TransferError: its checksum was wrong.
+            TransferEndedError: the transfer has ended.
+        """
+        unpacking, self._unpacking = self._unpacking, None
+        if unpacking is not None:
+            unpacking.result()
+
+    def _handshake(self, transfer: Transfer, rank: int) -> CacheInfo:
+        """CacheInfo of a producer's rank, requested once per connection."""
+        assert transfer.source is not None
+        transfer.remaining()
+        address = transfer.source.ranks[rank]
+        transfer.peer = f"{address[0]}:{address[1]}"
+        client = self._clients.get(address)
+        known, connection = self._caches.get(address, (None, 0))
+        if known is None or known.engine != transfer.source.engine or connection != client.connection_count():
+            answer = client.call(Handshake(protocol.VERSION, transfer.source.engine), transfer.deadline)
+            if not isinstance(answer, CacheInfo):
+                raise TransferError("mismatch", f"unexpected reply to Handshake: {type(answer).__name__}")
+            if answer.model != self._consumer.model or answer.transport != self._consumer.transport.name:
+                here = f"{self._consumer.model} by {self._consumer.transport.name}"
+                raise TransferError(
+                    "mismatch",
+                    f"the peer serves {printable(answer.model)} by {printable(answer.transport)}, this instance {here}",
+                )
+            if answer.weights and self._consumer.weights and answer.weights != self._consumer.weights:
+                raise TransferError(
+                    "mismatch",
+                    f"the peer's weights of {self._consumer.model} have fingerprint {printable(answer.weights)}, this instance's "
+                    f"{self._consumer.weights}",
+                    "the checkpoint has changed since one of them started: restart it",
+                )
+            known = answer
+            self._caches[address] = known, client.connection_count()
+        return known
+
+    def _forget_cache(self, address: tuple[str, int]) -> None:
+        self._caches.pop(address, None)
+
+    def _disconnect(self, source: Source) -> None:
+        """Drop the connections to a producer and its CacheInfo: another process may use the address next time."""
+        for address in source.ranks:
+            self._clients.close(address)
+
+    def _post(self, notice: Notice) -> None:
+        """Send a message to ranks of a producer without waiting; a rank that does not receive it keeps the blocks until the
+        lease expires."""
+        for address in notice.ranks or notice.source.ranks:
+            with suppress(TransferError):
+                self._clients.get(address).send(notice.message)
+
+
+def _expect_chunk(answer: Reply) -> Chunk:
+    if not isinstance(answer, Chunk):
+        raise TransferError("mismatch", f"unexpected reply to Fetch: {type(answer).__name__}")
+    return answer

@@ -1,0 +1,101 @@
+"""Copies between NPU and host memory."""
+
+import ctypes
+import importlib
+import inspect
+import re
+import threading
+from collections.abc import Iterator
+from time import monotonic, sleep
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ascend_kv_connector.offloading import HostWorker
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+
+SIZE, PER_CHUNK = 64, 2
+
+
+def places(*ids: int, first: int = 0) -> Any:
+    """Blocks of one group, from block ``first`` of a request on, or chunks."""
+    return SimpleNamespace(block_ids=np.array(ids), group_sizes=[len(ids)], block_indices=[first])
+
+
+@pytest.fixture(params=["contiguous", "rows of a shared region"])
+def worker(request: pytest.FixtureRequest) -> Iterator[HostWorker]:
+    pages = [torch.arange(20 * SIZE).remainder(113).to(torch.int8).view(20, SIZE).npu() + part for part in range(2)]
+    tensors = [CanonicalKVCacheTensor(page, SIZE) for page in pages]
+    caches = CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(0, SIZE), CanonicalKVCacheRef(1, SIZE)]])
+    if request.param == "contiguous":
+        host = [torch.zeros(10, PER_CHUNK, SIZE, dtype=torch.int8, pin_memory=True) for _ in range(2)]
+    else:
+        rows = torch.zeros(10, 2, PER_CHUNK, SIZE, dtype=torch.int8, pin_memory=True)
+        host = [rows[:, part] for part in range(2)]
+    made = HostWorker(caches, host)
+    yield made
+    made.shutdown()
+
+
+def finish(worker: HostWorker, count: int, seconds: float = 30.0) -> list[int]:
+    ended: list[int] = []
+    until = monotonic() + seconds
+    while len(ended) < count and monotonic() < until:
+        for result in worker.get_finished():
+            assert result.success
+            ended.append(result.job_id)
+        sleep(0.005)
+    return ended
+
+
+def test_stored_blocks_are_loaded_into_others(worker: HostWorker) -> None:
+    before = [page.cpu() for page in worker.pages]
+    stored, loaded = [3, 4, 5, 9, 2], [10, 11, 15, 16, 17]
+    worker.submit_store(1, places(*stored, first=1), places(7, 4, 5))
+    worker.wait({1})
+    assert finish(worker, 1) == [1]
+    worker.submit_load(2, places(7, 4, 5), places(*loaded, first=1))
+    assert finish(worker, 1) == [2]
+    for page, old in zip(worker.pages, before, strict=True):
+        assert torch.equal(page[loaded].cpu(), old[stored])
+        left = [block for block in range(20) if block not in loaded]
+        assert torch.equal(page[left].cpu(), old[left])
+
+
+def test_consecutive_blocks_are_copied_at_once(worker: HostWorker) -> None:
+    runs = worker._runs(places(3, 4, 5, 6, 9, 10), places(7, 8, 2))
+    assert runs == [(0, (3, 14, 4)), (0, (9, 4, 2))]
+
+
+def test_loads_do_not_wait_for_stores(worker: HostWorker) -> None:
+    released = threading.Event()
+    wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: released.wait(60) and None)
+    stream = ctypes.c_void_p(worker._stores.stream.npu_stream)
+    assert ctypes.CDLL("libascendcl.so").aclrtLaunchHostFunc(stream, wait, None) == 0
+    worker.submit_store(1, places(3, 4), places(1))
+    worker.submit_load(2, places(2), places(5, 6))
+    assert finish(worker, 1) == [2]
+    released.set()
+    assert finish(worker, 1) == [1]
+
+
+PRIVATE = {
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": ["_registry"],
+    "vllm.v1.kv_offload.tiering.factory:SecondaryTierFactory": ["_registry"],
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker:OffloadingConnectorWorker": ["_init_worker"],
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler": ["_req_status"],
+    "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec": ["_scheduler_mmap", "_engine_id", "_manager"],
+    "vllm.v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion": ["_base", "_creator"],
+    "vllm.v1.kv_offload.tiering.fs.thread_pool:DualQueueThreadPool": ["_threads"],
+}
+"""Names of vLLM that are not its interface, and that this wheel uses."""
+
+
+@pytest.mark.parametrize("place", PRIVATE)
+def test_vllm_has_the_private_names_that_are_used(place: str) -> None:
+    module, _, name = place.partition(":")
+    bases = getattr(importlib.import_module(module), name).__mro__
+    source = "".join(inspect.getsource(base) for base in bases if base.__module__.startswith("vllm."))
+    assert [each for each in PRIVATE[place] if not re.search(rf"\b{each}\b", source)] == []

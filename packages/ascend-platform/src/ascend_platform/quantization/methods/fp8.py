@@ -1,0 +1,280 @@
+"""FP8 weights (e4m3) of linear layers and experts, converted at load: no operator of Atlas A2 and A3 computes in float8.
+
+Weights are loaded as bytes (uint8) and converted layer by layer when all are loaded, so that the peak memory is that of the
+converted model and one layer. A weight is value * scale, computed in float32 and rounded once: to the model's dtype, or to int8
+with a scale per output channel (W8A8_DYNAMIC).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
+from vllm.model_executor.parameter import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
+
+from ascend_platform import extension
+from ascend_platform.ops.fused_moe import NPUFusedMoEMethod
+from ascend_platform.quantization.base import Quantized
+from ascend_platform.quantization.methods.experts import QuantizedExperts, register
+from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod, replace
+from ascend_platform.quantization.registry import SCHEMES
+
+INT8 = "W8A8_DYNAMIC"
+CHUNK = 2**18
+"""Elements converted at once, which limits temporary memory: 12 bytes each."""
+
+Sizes = tuple[int, int]
+ones = functools.partial(torch.ones, dtype=torch.float32)  # the default dtype is the model's while it is created
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """Storage of FP8 matrices ``[out, in]`` in a checkpoint.
+
+    scale: name of the scales, float32 or e8m0.
+    block: rows and columns per scale; 0 is the whole matrix. Blocks at the end may be partial.
+    """
+
+    scale: str
+    block: Sizes
+
+    def grid(self, rows: list[int], inputs: int) -> Sizes:
+        """The largest block that divides this rank's matrices of so many rows; shards need not begin at checkpoint blocks."""
+        return math.gcd(self.block[0], *rows), math.gcd(self.block[1], inputs)
+
+    def expanded(self, scale: torch.Tensor, grid: Sizes, most: Sizes) -> torch.Tensor:
+        """A matrix's scales per block of ``grid``, without those beyond ``most`` rows and inputs."""
+        scale = scale.float()
+        for dim, (stored, own, size) in enumerate(zip(self.block, grid, most, strict=True), -2):
+            scale = scale.repeat_interleave(stored // own, dim)
+            scale = scale.narrow(dim, 0, min(scale.shape[dim], size // own))
+        return scale
+
+
+def loading(loader: Callable[..., Any], convert: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """The weight loader, for tensors that are converted first."""
+
+    @functools.wraps(loader)
+    def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        return loader(param, convert(loaded_weight), *arguments, **named)
+
+    return load
+
+
+def as_bytes(loaded: torch.Tensor) -> torch.Tensor:
+    """A matrix of the checkpoint as uint8.
+
+    Raises:
+        RefusedError: it is not in e4m3.
+    """
+    if loaded.dtype != torch.float8_e4m3fn:
+        raise extension.RefusedError(
+            f"the FP8 checkpoint has a matrix {list(loaded.shape)} of {loaded.dtype}, in a layer that its configuration calls "
+            "FP8; fix: name the layer in quantization_config (modules_to_not_convert, or ignore)"
+        )
+    return loaded.view(torch.uint8)
+
+
+@functools.cache
+def values_of(device: torch.device) -> torch.Tensor:
+    """The value of each byte in e4m3: float32 ``[256]``."""
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().to(device)
+
+
+def chunks(weight: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Dequantize bytes ``[out, in]``, with one scale for each of a grid of blocks; yields row offsets and float32 rows."""
+    block = weight.shape[0] // scale.shape[0]
+    step = max(CHUNK // weight.shape[1] // block, 1)
+    table = values_of(weight.device)
+    for first in range(0, scale.shape[0], step):
+        factors = scale[first : first + step]
+        rows = weight[first * block : (first + len(factors)) * block]
+        values = table.index_select(0, rows.flatten().int()).view(len(factors), block, scale.shape[1], -1)
+        yield first * block, (values * factors[:, None, :, None]).view(rows.shape)
+
+
+def dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix, or one per expert, rounded to ``dtype``."""
+    made = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for matrix, bytes_, factors in zip(*(each.view(-1, *each.shape[-2:]) for each in (made, weight, scale)), strict=True):
+        for first, rows in chunks(bytes_, factors):
+            matrix[first : first + len(rows)] = rows
+    return made
+
+
+def requantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Quantized:
+    """The matrix, or one per expert, as int8 with a scale per output channel.
+
+    Args:
+        dtype: of the layer's inputs.
+
+    Raises:
+        RefusedError: the dtype is not supported.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise extension.RefusedError(f"FP8 weights converted to {INT8} need --dtype bfloat16 or float16; the dtype is {dtype}")
+    made = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(*weight.shape[:-1], 1, dtype=torch.float32, device=weight.device)
+    tensors = (each.view(-1, *each.shape[-2:]) for each in (made, scales, weight, scale))
+    for matrix, own, bytes_, factors in zip(*tensors, strict=True):
+        for first, rows in chunks(bytes_, factors):
+            steps = rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * 127) / 127
+            own[first : first + len(rows)] = steps
+            matrix[first : first + len(rows)] = (rows / steps).round()
+    return Quantized(made, scales)
+
+
+class Fp8Linear:
+    """Mixin that loads the FP8 weights of a linear layer."""
+
+    fp8: Fp8Format
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        self.dtype, self.parts = params_dtype, output_partition_sizes
+        rows, loader = sum(output_partition_sizes), extra_weight_attrs["weight_loader"]
+        weight = torch.empty(rows, input_size_per_partition, dtype=torch.uint8)
+        options: dict[str, Any] = {"output_dim": 0, "weight_loader": loading(loader, as_bytes)}
+        layer.register_parameter("weight", ModelWeightParameter(data=weight, input_dim=1, **options))
+        if self.fp8.block == (0, 0):
+            data = ones(len(output_partition_sizes))
+            made: Any = PerTensorScaleParameter(data=data, weight_loader=loading(loader, torch.Tensor.float))
+        elif self.fp8.block[1] == 0:
+            options["weight_loader"] = loading(loader, torch.Tensor.float)
+            made = ChannelQuantScaleParameter(data=ones(rows, 1), **options)
+        else:
+            grid = self.fp8.grid(output_partition_sizes, input_size_per_partition)
+            layer.weight_block_size = list(grid)  # read by vLLM's loaders of merged matrices
+            most = (output_size, input_size)
+            convert = functools.partial(self.fp8.expanded, grid=grid, most=most)
+            data = ones(rows // grid[0], input_size_per_partition // grid[1])
+            options["weight_loader"] = loading(loader, convert)
+            made = BlockQuantScaleParameter(data=data, input_dim=1, **options)
+        layer.register_parameter(self.fp8.scale, made)
+
+    def loaded(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes and their scales, at least one per row of blocks."""
+        scale = getattr(layer, self.fp8.scale).data
+        if self.fp8.block == (0, 0):
+            block = math.gcd(*self.parts)
+            counts = torch.tensor([rows // block for rows in self.parts], device=scale.device)
+            scale = scale.repeat_interleave(counts).unsqueeze(1)
+        return layer.weight.data, scale
+
+
+@register_weight_loader_v2_supported_method
+class DequantizedLinearMethod(Fp8Linear, UnquantizedLinearMethod):
+    """Linear layer of an FP8 checkpoint, dequantized at load to the model's dtype."""
+
+    def __init__(self, fp8: Fp8Format) -> None:
+        super().__init__()
+        self.fp8 = fp8
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        made = dequantized(*self.loaded(layer), self.dtype)
+        replace(layer, ("weight", self.fp8.scale), {"weight": made})
+        super().process_weights_after_loading(layer)
+
+
+@register_weight_loader_v2_supported_method
+class RequantizedLinearMethod(Fp8Linear, ModelSlimLinearMethod):
+    """Linear layer of an FP8 checkpoint, requantized at load to W8A8_DYNAMIC."""
+
+    def __init__(self, fp8: Fp8Format, name: str) -> None:
+        super().__init__(SCHEMES[INT8], {}, name)
+        self.fp8 = fp8
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        packed = self.scheme.pack(requantized(*self.loaded(layer), self.dtype), self.dtype)
+        replace(layer, ("weight", self.fp8.scale), packed)
+
+
+class Fp8Experts:
+    """Mixin that loads the FP8 weights of experts."""
+
+    fp8: Fp8Format
+    moe: FusedMoEConfig
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        self.dtype = params_dtype
+        inner = intermediate_size_per_partition
+        whole = inner * self.moe.moe_parallel_config.tp_size
+        sizes = {
+            "w13_": ((inner, inner), hidden_size, (whole, hidden_size)),
+            "w2_": ((hidden_size,), inner, (hidden_size, whole)),
+        }
+        loader = extra_weight_attrs.pop("weight_loader")
+        for prefix, (rows, inputs, most) in sizes.items():
+            data: Any = torch.empty(num_experts, sum(rows), inputs, dtype=torch.uint8)
+            register(layer, f"{prefix}weight", data, extra_weight_attrs | {"weight_loader": loading(loader, as_bytes)})
+            kind, convert = "tensor", torch.Tensor.float
+            if self.fp8.block == (0, 0):
+                data = ones(num_experts, len(rows)) if len(rows) > 1 else ones(num_experts)
+            elif self.fp8.block[1] == 0:
+                kind, data = "channel", ones(num_experts, sum(rows), 1)
+            else:
+                grid = self.fp8.grid(list(rows), inputs)
+                kind, data = "block", ones(num_experts, sum(rows) // grid[0], inputs // grid[1])
+                convert = functools.partial(self.fp8.expanded, grid=grid, most=most)
+            own = {"weight_loader": loading(loader, convert), "quant_method": kind}
+            register(layer, prefix + self.fp8.scale, data, extra_weight_attrs | own)
+
+    def loaded(self, layer: Any, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes and their scales of ``w13_`` or ``w2_``."""
+        scale = getattr(layer, prefix + self.fp8.scale).data
+        return getattr(layer, f"{prefix}weight").data, scale if scale.dim() == 3 else scale.view(len(scale), -1, 1)
+
+
+class DequantizedExperts(Fp8Experts, NPUFusedMoEMethod):
+    """Experts of an FP8 checkpoint, dequantized at load to the model's dtype."""
+
+    def __init__(self, moe: FusedMoEConfig, fp8: Fp8Format) -> None:
+        super().__init__(moe)
+        self.fp8 = fp8
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        for prefix in ("w13_", "w2_"):
+            made = dequantized(*self.loaded(layer, prefix), self.dtype)
+            replace(layer, ("weight", self.fp8.scale), {"weight": made}, prefix)
+        super().process_weights_after_loading(layer)
+
+
+class RequantizedExperts(Fp8Experts, QuantizedExperts):
+    """Experts of an FP8 checkpoint, requantized at load to W8A8_DYNAMIC."""
+
+    def __init__(self, moe: FusedMoEConfig, fp8: Fp8Format, name: str) -> None:
+        super().__init__(moe, SCHEMES[INT8], {}, lambda given: Quantized(**given), 0, name)
+        self.fp8 = fp8
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        for prefix, pack in (("w13_", self.scheme.pack), ("w2_", self.scheme.pack_down)):
+            packed = pack(requantized(*self.loaded(layer, prefix), self.dtype), self.dtype)
+            replace(layer, ("weight", self.fp8.scale), packed, prefix)
+        self.setup_experts(layer)

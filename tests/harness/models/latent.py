@@ -1,0 +1,50 @@
+"""Small models with multi-head latent attention: the widths of heads are the real ones, the rest is small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+YARN |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+EXPERTS: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+}
+ALL: dict[str, Any] = WIDTHS | EXPERTS | {"num_key_value_heads": 4, "tie_word_embeddings": False}
+BIASED: dict[str, Any] = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}  # of the published files; Hugging Face has them in its class
+GROUPS: dict[str, Any] = BIASED | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+OTHER_WIDTHS = {"kv_lora_rank": 96, "head_dim": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 48, "v_head_dim": 80}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2, groups of experts": (
+        "DeepseekV2",
+        ALL
+        | {"q_lora_rank": 96, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": YARN}
+        | {"routed_scaling_factor": 2.0, "norm_topk_prob": False},
+    ),
+    "deepseek-v2-lite, no latent query": (
+        "DeepseekV2",
+        ALL | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "deepseek-v3, yarn": ("DeepseekV3", ALL | GROUPS | {"q_lora_rank": 96, "rope_parameters": YARN}),
+    "kimi-k2, one group": (
+        "DeepseekV3",
+        ALL | BIASED | {"q_lora_rank": 96, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8},
+    ),
+    "glm-4.7-flash, 6 heads": (
+        "Glm4MoeLite",
+        ALL
+        | BIASED
+        | {"q_lora_rank": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "qk_nope_head_dim": 192, "v_head_dim": 256}
+        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "deepseek-v3, other widths": ("DeepseekV3", ALL | GROUPS | OTHER_WIDTHS | {"q_lora_rank": 64}),
+}
+"""Families of Hugging Face's, and their configuration besides that of other small models."""

@@ -1,0 +1,121 @@
+"""Tiny random models of the text architectures that vLLM's registry and transformers have in common."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 128),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 256),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length"), 1024),
+    **dict.fromkeys(("initializer_range", "init_std"), 0.1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 64),
+    **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "num_shared_experts"), 1),
+    "vocab_size": 512,
+    "vocab_size_per_layer_input": 512,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "kv_lora_rank": 512,  # the latent attention's operators have these sizes
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_topk": 16,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "mamba_n_heads": 4,
+    "mamba_num_heads": 4,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "ssm_state_size": 16,
+}
+"""Values of a configuration, by name; those that a family has are set."""
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 16, "hidden_size_per_layer_input": 32, "intermediate_size": 256}
+    | {"activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 32, "global_head_dim": 64}
+    | {"enable_moe_block": True, "top_k_experts": 2},
+    "dbrx": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 64}, "attn_config": {"kv_n_heads": 2}},
+    "gpt2": {"n_inner": None},
+    "gptj": {"rotary_dim": 16, "n_inner": None},
+    "falcon": {"num_kv_heads": 4, "multi_query": False, "ffn_hidden_size": 512},
+    "mamba2": {"num_heads": 4, "head_dim": 64},
+    "hy_v3": {"qk_norm": True},
+    "glm4_moe": {"head_dim": 64},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "opt": {"word_embed_proj_dim": 128},
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
+    "llama4_text": {"intermediate_size_mlp": 256, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 1, 0]},
+}
+"""Values of single families."""
+
+STORED: dict[str, dict[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
+    "lfm2": {"block_dim": 128, "conv_dim": 128, "block_ff_dim": 256},
+    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
+}
+"""Values that published checkpoints have in config.json, that vLLM reads, and that transformers' class leaves out."""
+
+WINDOW = 24
+
+
+def families() -> dict[str, str]:
+    """Architectures of vLLM's registry of text generation that transformers can build, with the model type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    found: dict[str, str] = {}
+    for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        for name in [names] if isinstance(names, str) else names:
+            if name in _TEXT_GENERATION_MODELS:
+                found[name] = kind  # the last, such as llama4_text after llama4
+    return dict(sorted(found.items(), key=lambda each: each[0].lower()))
+
+
+def others() -> list[str]:
+    """Architectures of vLLM's registry of text generation that transformers cannot build."""
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    return sorted(set(_TEXT_GENERATION_MODELS) - set(families()), key=str.lower)
+
+
+def write(kind: str, path: Path) -> None:
+    """Write a model of a type with random weights."""
+    import torch
+    import transformers
+
+    default = transformers.AutoConfig.for_model(kind)
+    known = default.to_dict()
+    chosen = {name: value for name, value in SIZES.items() if name in known}
+    if known.get("sliding_window"):
+        chosen["sliding_window"] = WINDOW
+    if "kv_lora_rank" in known:
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]  # as latent attention has in transformers
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **(chosen | SPECIAL.get(kind, {})))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(("sinks", "bias", "e_score_correction_bias")) and weight.is_floating_point():
+            torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(path)
+    stored = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(stored | STORED.get(kind, {})))
