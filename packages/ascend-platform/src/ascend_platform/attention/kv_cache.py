@@ -56,6 +56,11 @@ class PagedLatent(NamedTuple):
     latent: torch.Tensor
     rope: torch.Tensor
 
+    @property
+    def device(self) -> torch.device:
+        """As of :class:`KVCachePair`."""
+        return self.latent.device
+
 
 def split_layer(layer: Any) -> KVCachePair | PagedLatent:
     """Split the region that vLLM has bound to an attention layer into its parts, as views."""
