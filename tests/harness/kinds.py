@@ -19,6 +19,7 @@ from harness.models import latent
 
 PROGRAM = checkout.PROGRAMS / "serve_kinds.py"
 SMALL = {"skip_tokenizer_init": True, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512}
+LONGER = SMALL | {"max_num_batched_tokens": 192}  # of latent attention: steps that are cut, and steps with expanded keys
 POOLING = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, "runner": "pooling"}
 IMAGES = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 256, "limit_mm_per_prompt": {"image": 2}}
 SOUNDS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 100}
@@ -46,7 +47,7 @@ SINKS, ENCODERS = ["SinkAttentionImpl"], (["FusedEncoderAttentionImpl"], ["Encod
 KINDS: dict[str, Kind] = {name: Kind("generate", kind_models.decoder, SMALL, (FUSED, BUILT_IN)) for name in kind_models.DECODERS}
 KINDS["granite, sinks and windows"] = KINDS["granite, sinks and windows"]._replace(served_by=(SINKS, BUILT_IN))
 for _name in latent.MODELS:
-    KINDS[_name] = KINDS[_name]._replace(served_by=(LATENT, BUILT_IN_LATENT))
+    KINDS[_name] = KINDS[_name]._replace(engine=LONGER, served_by=(LATENT, BUILT_IN_LATENT))
 KINDS["deepseek-v3, other widths"] = KINDS["deepseek-v3, other widths"]._replace(served_by=(BUILT_IN_LATENT, BUILT_IN_LATENT))
 for _name in ("gemma2, soft caps", "bloom, ALiBi"):
     KINDS[_name] = KINDS[_name]._replace(served_by=(BUILT_IN, BUILT_IN))

@@ -39,7 +39,7 @@ class LatentBatch(PagedBatch):
         of, config = self.sizes, VllmConfig()
         latent, rope = self.widths
         spec = MLAAttentionSpec(block_size=of.block_size, num_kv_heads=1, head_size=of.head_size, dtype=of.dtype)
-        meta = backend.get_builder_cls()(spec, ["layer"], config, torch.device("npu")).build(0, common or self.common())
+        meta = backend.get_builder_cls()(spec, [], config, torch.device("npu")).build(0, common or self.common())
         names = {"kv_lora_rank": latent, "qk_rope_head_dim": rope, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_b_proj": None}
         layer = backend.get_impl_cls()(of.heads, of.head_size, of.head_size**-0.5, 1, **names, **beyond)
         cache, new = self.held(), self.new(self.keys).npu()

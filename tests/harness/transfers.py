@@ -9,11 +9,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ascend_kv_connector.testing import one_rank
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 
 from harness import checkout, npus, quantized
-from harness.kv import store_checks, throughput
+from harness.kv import request_faults, store_checks, throughput
 from harness.kv.instances import Instance
+from harness.kv.store_engines import Suite
 from harness.kv.transfer_faults import Endurance
 from harness.models import kinds as kind_models
 from harness.models.decoders import qwen3
@@ -145,7 +147,27 @@ def faults(requests: int) -> list[str]:
     return wrong
 
 
-PARTS = ("engines", "faults", "throughput", "store")
+def requests(count: int, restarts: int, seed: int) -> list[str]:
+    """Run clients, a router and two instances under faults, and print tables; returns what is wrong."""
+    ranks = one_rank.__wrapped__()
+    next(ranks)
+    with tempfile.TemporaryDirectory() as directory:
+        suite = Suite(Path(directory))
+        suite.device = "cpu"  # the in-memory transport's
+        result = request_faults.Endurance(suite.make, count, restarts, seed).run()
+    print(f"\n{result.requests} prompts, {result.loaded} transferred; events: {_counts(result.events)}")
+    print(f"reads of KV cache: {_counts(result.faults)}\n")
+    outcomes = sorted({name.rpartition(": ")[2] for name in result.ended})
+    print("| |", " | ".join(outcomes), "|")
+    print("|---" * (len(outcomes) + 1) + "|")
+    for kind in request_faults.KINDS:
+        print(f"| {kind} |", " | ".join(str(result.ended[f"{kind}: {outcome}"] or "") for outcome in outcomes), "|")
+    found = {"wrong": result.wrong, "late": result.late, "leaked": result.leaked}
+    print("\n" + ", ".join(f"{what} {len(each)}" for what, each in found.items()))
+    return [f"requests under faults: {what}: {each}" for what, each in found.items() if each]
+
+
+PARTS = ("engines", "faults", "requests", "throughput", "store")
 
 
 def main() -> None:
@@ -153,15 +175,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tools/check transfers")
     parser.add_argument("part", nargs="?", choices=PARTS, help="all without it")
     parser.add_argument("shapes", nargs="*", help=f"of engines: {', '.join(SHAPES)}; of store: see harness/kv/store_checks.py")
-    parser.add_argument("--requests", type=int, help="of each kind; 200 of engines, 500 of faults")
+    parser.add_argument("--requests", type=int, help="of each kind; 200 of engines, 500 of faults, 2000 prompts of requests")
+    parser.add_argument("--restarts", type=int, default=50, help="of either instance in part requests")
+    parser.add_argument("--seed", type=int, default=23, help="of part requests")
     given = parser.parse_args()
     wrong: list[str] = []
     if given.part in (None, "engines"):
         wrong += engines(given.shapes, given.requests or 200)
     if given.part in (None, "faults"):
         wrong += faults(given.requests or 500)
+    if given.part in (None, "requests"):
+        wrong += requests(given.requests or 2000, given.restarts, given.seed)
     if given.part in (None, "throughput"):
-        wrong += throughput.compare(9)
+        wrong += throughput.compare(9, "npu") + throughput.compare(9)
     if given.part in (None, "store"):
         if given.shapes != ["faults"]:
             wrong += store_checks.engines(given.shapes, given.requests or 60)

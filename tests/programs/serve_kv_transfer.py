@@ -212,8 +212,8 @@ class Pair:
         result = self.judge(given, {}, {name: (each[0], each[1], None, 1 << 20, each[4]) for name, each in again.items()}, began)
         return result | {"blocks are free": [self.free(self.decode)]}
 
-    def free(self, pipe: Connection, seconds: float = 20.0) -> bool:
-        """Whether all blocks of an instance are free, in time."""
+    def free(self, pipe: Connection, seconds: float = 90.0) -> bool:
+        """Whether all blocks of an instance are free, in time: those of failed reads are kept for a minute."""
         until = time.monotonic() + seconds
         while not (done := self.ask(pipe, "reset")) and time.monotonic() < until:
             time.sleep(0.2)

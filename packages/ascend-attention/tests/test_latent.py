@@ -62,7 +62,7 @@ def test_padding_of_a_full_graph_goes_to_dummy_requests():
     common.num_reqs, common.num_actual_tokens = 4, 4
     common.query_start_loc_cpu = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
     common.seq_lens_cpu_upper_bound = torch.tensor([11, 21, 0, 0], dtype=torch.int32)
-    builder = latent.LatentMetadataBuilder(SimpleNamespace(), [], VllmConfig(), torch.device("npu"))
+    builder = latent.LatentMetadataBuilder(SimpleNamespace(dtype=torch.bfloat16), [], VllmConfig(), torch.device("npu"))
     meta = builder.build(0, common)
     assert {name: list(lengths) for name, lengths in meta.lengths.items()} == {
         "actual_seq_qlen": [1, 2, 3, 4],

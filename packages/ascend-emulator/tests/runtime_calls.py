@@ -7,6 +7,17 @@ from memory_calls import acl, message
 WITHIN_NPU = 3  # aclrtMemcpyKind
 
 
+class ConditionalTask(ctypes.Structure):
+    """Parameters of aclmdlRIAddCondTask, which writes the branches' graphs."""
+
+    _fields_ = [
+        ("handle", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
+        ("size", ctypes.c_uint32),
+        ("graphs", ctypes.POINTER(ctypes.c_void_p)),
+    ]
+
+
 def call(name, *arguments):
     if status := getattr(acl, name)(*arguments):
         raise RuntimeError(f"{status}: {message()}")

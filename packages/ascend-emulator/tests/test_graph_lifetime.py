@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from memory_calls import DEVICE, MIB, Location, Physical, acl
-from runtime_calls import begin, call, copy, end, fill, made, memory, replay
+from runtime_calls import ConditionalTask, begin, call, copy, end, fill, made, memory, replay
 
 
 @pytest.fixture(autouse=True)
@@ -230,20 +230,12 @@ def test_a_graph_cannot_run_while_it_is_captured(stream):
 
 
 def test_a_while_over_an_empty_branch_can_be_aborted(stream):
-    class Parameters(ctypes.Structure):
-        _fields_ = [
-            ("handle", ctypes.c_void_p),
-            ("type", ctypes.c_int32),
-            ("size", ctypes.c_uint32),
-            ("graphs", ctypes.POINTER(ctypes.c_void_p)),
-        ]
-
     on, status, graph = stream(), ctypes.c_int32(), ctypes.c_void_p()
     condition, branch = ctypes.c_void_p(), ctypes.c_void_p()
     begin(on)
     call("aclmdlRICaptureGetInfo", on, ctypes.byref(status), ctypes.byref(graph))
     call("aclmdlRICondHandleCreate", graph, 1, 1, ctypes.byref(condition))
-    call("aclmdlRIAddCondTask", Parameters(condition, 1, 1, ctypes.pointer(branch)), on, 0)
+    call("aclmdlRIAddCondTask", ConditionalTask(condition, 1, 1, ctypes.pointer(branch)), on, 0)
     end(on)
     call("aclmdlRIExecuteAsync", graph, on)
     with pytest.raises(RuntimeError, match="the deadline passed"):

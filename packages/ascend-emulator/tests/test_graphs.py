@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from runtime_calls import ConditionalTask
 
 
 @pytest.fixture
@@ -183,14 +184,6 @@ def test_a_conditional_node_runs_its_branch_when_its_value_says_so(x):
         """Reading a stream's handle empties torch_npu's queue."""
         return torch.npu.current_stream().npu_stream
 
-    class Parameters(ctypes.Structure):
-        _fields_ = [
-            ("handle", ctypes.c_void_p),
-            ("type", ctypes.c_int32),
-            ("size", ctypes.c_uint32),
-            ("graphs", ctypes.POINTER(ctypes.c_void_p)),
-        ]
-
     graph, stream, inner = torch.npu.NPUGraph(), torch.npu.Stream(), torch.npu.Stream()
     flag = torch.zeros(1, dtype=torch.int64, device="npu")
     torch.npu.synchronize()
@@ -203,7 +196,7 @@ def test_a_conditional_node_runs_its_branch_when_its_value_says_so(x):
         assert library.aclmdlRICondHandleGetCondPtr(condition, ctypes.byref(address)) == 0
         size, to_device = ctypes.c_size_t(8), 3
         assert library.aclrtMemcpyAsync(address, size, ctypes.c_void_p(flag.data_ptr()), size, to_device, handle) == 0
-        parameters = Parameters(condition, 0, 1, ctypes.pointer(child))
+        parameters = ConditionalTask(condition, 0, 1, ctypes.pointer(child))
         assert library.aclmdlRIAddCondTask(parameters, handle, 0) == 0
         branch = ctypes.c_void_p(inner.npu_stream)
         assert library.aclmdlRICaptureToModelRIBegin(branch, child, 2) == 0

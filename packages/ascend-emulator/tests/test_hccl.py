@@ -327,3 +327,20 @@ def test_a_rank_without_host_memory_says_so(played):
     assert "the host has no memory for it" in own
     assert "rank 0 failed: HcclAllReduce(67108864 float32, sum)" in other
     assert seconds < 20
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("strangers", ""),  # are sent away, and those who belong to the communicator come after them
+        ("another number of ranks", "rank 1 counts 2 ranks, rank 0 counts 3; it must be the same on all"),
+        ("its own rank", "rank 0 connects to rank 0 of 3; a rank connects to lower ranks"),
+        ("a rank that is not there", "rank 3 connects to rank 0 of 3"),
+        ("a rank twice", "two ranks call themselves 1"),
+    ],
+)
+def test_what_a_rank_says_when_it_connects_is_checked(played, name, said):
+    (told,) = played["handshakes"]
+    status, message = told[name]
+    assert (status != 0) == bool(said), message
+    assert said in message

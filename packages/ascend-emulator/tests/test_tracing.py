@@ -1,5 +1,6 @@
 """The trace, the roofline model and the null mode."""
 
+import ctypes
 import json
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from ascend_emulator import chips, tracing
 from ascend_emulator.cli import main
+from runtime_calls import ConditionalTask, begin, call, copy, end, memory, replay, stream
 
 PROGRAM = """
 import torch, torch_npu
@@ -94,6 +96,33 @@ def test_streams_overlap_in_the_model_as_events_allow():
         a @ a
     assert both(ordered=False) == pytest.approx(one.seconds[0], rel=0.01)
     assert both(ordered=True) == pytest.approx(2 * one.seconds[0], rel=0.01)
+
+
+def test_the_time_of_a_graph_s_branch_is_of_the_stream_that_replays_it():
+    torch.ones(1, device="npu")
+    (captured, inner, on), size = (stream() for _ in range(3)), 8 << 20
+    to, source = memory(size), memory(size)
+    status, graph, condition, branch = ctypes.c_int32(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    with tracing.estimate():
+        begin(captured)
+        call("aclmdlRICaptureGetInfo", captured, ctypes.byref(status), ctypes.byref(graph))
+        call("aclmdlRICondHandleCreate", graph, 1, 1, ctypes.byref(condition))
+        call("aclmdlRIAddCondTask", ConditionalTask(condition, 0, 1, ctypes.pointer(branch)), captured, 0)
+        call("aclmdlRICaptureToModelRIBegin", inner, branch, 2)
+        copy(to, source, inner, size)
+        end(inner)
+        end(captured)
+    with tracing.estimate() as one:
+        copy(to, source, on, size)
+    with tracing.estimate() as both:
+        replay(graph, on)
+        copy(to, source, on, size)
+    assert both.seconds[0] == pytest.approx(2 * one.seconds[0], rel=0.25)
+    call("aclmdlRIDestroy", graph)
+    for each in (captured, inner, on):
+        call("aclrtDestroyStream", each)
+    for each in (to, source):
+        call("aclrtFree", each)
 
 
 def test_null_mode_computes_nothing_and_copies(run):

@@ -31,6 +31,12 @@ def peer(pipe: Connection) -> None:
         pipe.send("written")
 
 
+def run(remote: int, local: int, size: int) -> Any:
+    from ascend_kv_connector.runs import Runs
+
+    return Runs([remote], [local], [size])
+
+
 def end(secret: bytes = b"") -> tuple[Any, Any]:
     import ascend_communicator
     import torch
@@ -87,7 +93,7 @@ def main() -> None:
         pipe.recv()
         buffer.zero_()
         torch.npu.synchronize()
-        transport.read(session, address + at, here + at, size, 20)
+        transport.read(session, run(address + at, here + at, size), 20)
         expected = torch.full((SIZE,), value, dtype=torch.uint8)
         expected[:1000] = 7
         expected[:at] = expected[at + size :] = 0
@@ -98,24 +104,24 @@ def main() -> None:
         reader.client = Deaf(reader.client)
 
     right = {"some": [read(1), read(2, 12345, 100_000), read(3, SIZE - 1, 1), read(4)]}
-    results = {"not registered here": failure(lambda: transport.read(session, address, here + 1, SIZE, 5))}
-    results["not registered there"] = failure(lambda: transport.read(session, address + 1, here, SIZE, 5))
-    results["another secret"] = failure(lambda: transport.read(stranger.session, address, here, SIZE, 5))
+    results = {"not registered here": failure(lambda: transport.read(session, run(address, here + 1, SIZE), 5))}
+    results["not registered there"] = failure(lambda: transport.read(session, run(address + 1, here, SIZE), 5))
+    results["another secret"] = failure(lambda: transport.read(stranger.session, run(address, here, SIZE), 5))
     right["after a refusal"] = [read(5)]
     deafen()
-    results["nothing is sent"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
+    results["nothing is sent"] = failure(lambda: transport.read(session, run(address, here, SIZE), 0.5))
     torch.npu.synchronize()  # must not block on the missing send
     right["after nothing was sent"] = [read(6)]
     os.kill(process.pid, signal.SIGSTOP)
-    results["stopped"] = failure(lambda: transport.read(session, address, here, SIZE, 0.5))
+    results["stopped"] = failure(lambda: transport.read(session, run(address, here, SIZE), 0.5))
     os.kill(process.pid, signal.SIGCONT)
     right["after it was stopped"] = [read(7)]
     print("RESULT", json.dumps({"name": "read", "right": right}))
     deafen()
     threading.Timer(0.3, process.kill).start()
-    results["killed"] = failure(lambda: transport.read(session, address, here, SIZE, 10))
+    results["killed"] = failure(lambda: transport.read(session, run(address, here, SIZE), 10))
     process.join()
-    results["gone"] = failure(lambda: transport.read(session, address, here, SIZE, 10))
+    results["gone"] = failure(lambda: transport.read(session, run(address, here, SIZE), 10))
     began = time.monotonic()
     torch.npu.synchronize()
     results["killed"]["sum"] = int(torch.arange(100, device="npu").sum())

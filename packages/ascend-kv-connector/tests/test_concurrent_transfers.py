@@ -16,8 +16,8 @@ from ascend_kv_connector.transfers import Done, Failed, Source
 
 def test_siblings_do_not_return_each_others_buffers(instances: Callable, network: InMemoryNetwork) -> None:
     """Several requests of one engine read a source at once, some give up: what the others read is not packed anew meanwhile."""
-    producer = instances("p", slots=2, lease=60.0, blocks=400).produce()
-    consumer = instances("d", lanes=4, blocks=400, transfer_timeout=30.0).consume()
+    producer = instances("p", expose_cache=False, slots=2, lease=60.0, blocks=400).produce()
+    consumer = instances("d", expose_cache=False, lanes=4, blocks=400, transfer_timeout=30.0).consume()
     network.faults.delay, network.faults.seconds = 0.5, 0.02
     draw = random.Random(5)
     for turn in range(6):
@@ -40,8 +40,11 @@ def test_siblings_do_not_return_each_others_buffers(instances: Callable, network
 
 def test_more_readers_than_buffers_of_a_pipeline(instances: Callable) -> None:
     """Readers that start with different ranks do not wait for each other's buffers."""
-    producer = instances("p", pp=2, slots=2, chunk_bytes=320, blocks=400).produce()
-    readers = [instances(f"d{number}", tp=2, lanes=2, blocks=400, transfer_timeout=15.0).consume() for number in range(3)]
+    producer = instances("p", expose_cache=False, pp=2, slots=2, chunk_bytes=320, blocks=400).produce()
+    readers = [
+        instances(f"d{number}", expose_cache=False, tp=2, lanes=2, blocks=400, transfer_timeout=15.0).consume()
+        for number in range(3)
+    ]
     wanted = []
     for reader, consumer in enumerate(readers):
         for number in range(4):
@@ -79,8 +82,11 @@ def test_more_producers_than_a_context_has_sockets(instances: Callable) -> None:
 
 def test_dead_and_slow_peers_cost_their_own_requests_alone(instances: Callable, network: InMemoryNetwork) -> None:
     """With more requests for peers that do not answer, and for peers whose bytes do not arrive, than there are lanes."""
-    healthy, slow = instances("p").produce(), [instances(f"s{number}").produce() for number in range(3)]
-    consumer = instances("d", lanes=2, answer_timeout=30.0, transfer_timeout=30.0).consume()
+    healthy, slow = (
+        instances("p", expose_cache=False).produce(),
+        [instances(f"s{number}", expose_cache=False).produce() for number in range(3)],
+    )
+    consumer = instances("d", expose_cache=False, lanes=2, answer_timeout=30.0, transfer_timeout=30.0).consume()
     rank, blocks = consumer.consumers[0], consumer.take(17)
     (own,) = {rank.transport.session}
     network.cut.update(frozenset((own, each.producers[0].transport.session)) for each in slow)
@@ -128,7 +134,7 @@ def test_peer_that_failed_twice_is_not_contacted_for_a_while(instances: Callable
 
 
 def test_failed_reads_take_a_limited_number_of_buffers(instances: Callable, network: InMemoryNetwork) -> None:
-    producer, consumer = instances("p").produce(), instances("d", lanes=2).consume()
+    producer, consumer = instances("p", expose_cache=False).produce(), instances("d", expose_cache=False, lanes=2).consume()
     rank, network.faults.fail = consumer.consumers[0], 1.0
     blocks = consumer.take(4)
     for number in range(MAX_QUARANTINED + 6):

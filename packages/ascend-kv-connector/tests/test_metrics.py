@@ -72,12 +72,12 @@ def test_failures_of_a_producer_are_logged_at_a_limited_rate() -> None:
 
 
 def test_phases_of_a_transfer(instances: Callable) -> None:
-    producer, consumer = instances("p").produce(), instances("d").consume()
+    producer, consumer = instances("p", expose_cache=False).produce(), instances("d").consume()
     source, _ = producer.fill("r", 17)
     assert producer.producers[0].gauges()["leases"] == 1
     consumer.consumers[0].start("r", source, consumer.take(17), 0, 17)
     ((outcome,),) = consumer.wait()
-    assert {*outcome.phases} == {*PHASES}
+    assert {*outcome.phases} == {*PHASES} - {"unpack"}  # the read is into the cache
     assert sum(outcome.phases[phase] for phase in PHASES if phase != "unpack") <= outcome.seconds  # it overlaps with others
     assert producer.producers[0].sent_bytes == outcome.size > 0
     assert consumer.consumers[0].gauges() == {"transfers_open": 0}

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.runs import Runs
 from ascend_kv_connector.transfers import Done
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
@@ -56,12 +57,13 @@ def serve(pipe: Connection) -> None:
 IPV6 = """
 import torch
 from ascend_kv_connector.mooncake import MooncakeTransport
+from ascend_kv_connector.runs import Runs
 
 one, other = (MooncakeTransport("::1", "tcp", None, range(20000, 20300)) for _ in range(2))
 sent, received = torch.arange(1 << 16, dtype=torch.int32), torch.zeros(1 << 16, dtype=torch.int32)
 for transport, buffer in ((one, sent), (other, received)):
     transport.register(buffer.view(torch.uint8))
-other.read(one.session, sent.data_ptr(), received.data_ptr(), 4 << 16, 10.0)
+other.read(one.session, Runs([sent.data_ptr()], [received.data_ptr()], [4 << 16]), 10.0)
 print("result", torch.equal(sent, received), one.session)
 """
 
@@ -84,10 +86,10 @@ def test_killed_peer_is_an_error() -> None:
         transport = MooncakeTransport("127.0.0.1", "tcp")
         buffer = torch.zeros(4 << 20, dtype=torch.uint8)
         transport.register(buffer)
-        transport.read(session, address, buffer.data_ptr(), buffer.numel(), 10)
+        transport.read(session, Runs([address], [buffer.data_ptr()], [buffer.numel()]), 10)
         assert torch.equal(buffer.view(torch.int32), torch.arange(1 << 20, dtype=torch.int32))
     finally:
         process.kill()
         process.join()
     with pytest.raises(TransferError, match="mooncake failed to read 4194304 bytes"):
-        transport.read(session, address, buffer.data_ptr(), buffer.numel(), 10)
+        transport.read(session, Runs([address], [buffer.data_ptr()], [buffer.numel()]), 10)

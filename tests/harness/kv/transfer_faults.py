@@ -81,13 +81,15 @@ class Endurance:
         rates: dict[str, Any] = {"fail": 0.02, "corrupt": corrupt, "delay": 0.03, "late": 0.02, "hang": 0.004}
         if layerwise:  # as many per request, which has more reads
             rates = {name: rate / 4 for name, rate in rates.items()}
-        network.faults = Faults(draw=random.Random(seed + 1), seconds=0.02, **rates)
+        network.faults = Faults(draw=random.Random(seed + 1), seconds=0.02, quarantine=0.2, **rates)
         options = {"transfer_timeout": TIMEOUT, "verify": True, "lanes": 8 if layerwise else 4} | other
         self.consumer = make("d", blocks=BLOCKS, **options).consume()
         self.deaths = [count * (place + 1) // (kills + 1) for place in range(kills)]
         self.result = Result()
         self.prompts: dict[str, Prompt] = {}
         self.loads: dict[str, Load] = {}
+        self.ended: dict[str, tuple[list[int], int]] = {}
+        self.settled: Counter[str] = Counter()
         self.cut_until = 0.0
         self.lives = 0
         self.new_producer()
@@ -104,7 +106,7 @@ class Endurance:
                 self.deaths.pop()
                 self.kill()
             self.cut()
-            while left and len(self.loads) < 8 and len(self.producer.free) > 20:
+            while left and len(self.loads) < 8 and min(len(self.producer.free), len(self.consumer.free)) > 20:
                 self.begin(*left.pop())
             if self.layerwise:
                 self.compute()
@@ -114,7 +116,8 @@ class Endurance:
         self.result.faults = dict(self.network.faults.counts)
         ranks = self.producer.producers
         until = monotonic() + 2.0
-        while any(len(rank.leases) or rank.buffers_in_use for rank in ranks) and monotonic() < until:
+        while (self.ended or any(len(rank.leases) or rank.buffers_in_use for rank in ranks)) and monotonic() < until:
+            self.free_settled()
             sleep(0.005)
         self.result.leaked += [
             f"{len(rank.leases)} leases, {rank.buffers_in_use} buffers"
@@ -207,6 +210,14 @@ class Endurance:
                 for rank in self.producer.producers:
                     rank.leases.grant(prompt.name, prompt.blocks, prompt.tokens, 3.0)
 
+    def free_settled(self) -> None:
+        """Free blocks of the consumer that no read can write to any more on any of its ranks."""
+        for rank in self.consumer.consumers:
+            for name in rank.pop_settled():
+                self.settled[name] += 1
+        for name in [name for name, (_, ranks) in self.ended.items() if self.settled[name] >= ranks]:
+            self.consumer.free += self.ended.pop(name)[0]
+
     def collect(self) -> None:
         """Collect finished requests of producer and consumer."""
         for rank in self.consumer.consumers:
@@ -225,7 +236,8 @@ class Endurance:
             stop = min(load.start + good, load.tokens)
             if not self.consumer.holds(name, load.blocks[: -(-good // BLOCK_SIZE)], load.start, stop):
                 self.result.wrong.append((name, load.outcomes))
-            self.consumer.free += load.blocks
+            self.ended[name] = load.blocks, len(self.consumer.consumers)
+        self.free_settled()
         for rank, freed in zip(self.producer.producers, self.producer.freed, strict=True):
             freed.update(rank.leases.pop_ended())
         for name, prompt in list(self.prompts.items()):

@@ -1,20 +1,22 @@
 """Multi-head latent attention (MLA) with npu_fused_infer_attention_score_v2 over the paged latents.
 
-All tokens are "absorbed": their queries come projected to the latents, so that the kernel reads the KV cache as it is. It takes
-at most 16 query tokens of a request, so that a longer one becomes several requests with lengths of their own. Limits of the
-kernel are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel, and of op-plugin's page for it.
+Queries are "absorbed": they come projected to the latents, so that the kernel reads the KV cache as it is. It takes at most 16
+query tokens of a request, so that a longer one becomes several requests with lengths of their own. Long prompts and chunks have
+their keys and values expanded instead, where the heads have the widths that the kernel takes (``latent_prefill.py``). Limits of
+the kernel are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel, and of op-plugin's page for it.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
 import torch_npu
 from ascend_platform import extension
 from vllm.distributed import get_dcp_group
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -25,8 +27,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
-from ascend_attention import dcp
+from ascend_attention import dcp, latent_prefill
 from ascend_attention.dense import BLOCK_SIZE, assign_padding, pad_queries, to_script_list
+from ascend_attention.latent_prefill import LATENT as LATENT
+from ascend_attention.latent_prefill import ROPE as ROPE
+from ascend_attention.latent_prefill import Prefills
 from ascend_attention.metadata import upper_triangle
 
 MAX_QUERY_TOKENS = 16
@@ -34,9 +39,6 @@ MAX_QUERY_TOKENS = 16
 
 MAX_REQUESTS = 4096
 """Requests in one call of the kernel."""
-
-LATENT, ROPE = 512, 64
-"""Elements of a latent and of the rotated part of a key."""
 
 
 @dataclass
@@ -46,7 +48,8 @@ class LatentMetadata(AttentionMetadata):
     Attributes:
         compute_lengths: computes ``lengths``; with draft tokens it may wait for the device.
         num_actual_tokens: query tokens, including padding tokens in full-graph mode.
-        num_decodes: requests of vLLM.
+        num_decodes: requests of vLLM whose queries are absorbed: the first ones, with ``num_decode_tokens``.
+        prefills: the requests after them; None without.
         block_table: int32 ``[requests of the kernel, blocks]``.
         mask: int8 ``[2048, 2048]``, 1 above the diagonal; None if each request has one query token.
         softmax_lse: float32 ``[1]``, placeholder for the unused softmax_lse output.
@@ -57,17 +60,17 @@ class LatentMetadata(AttentionMetadata):
     compute_lengths: Callable[[], dict[str, Any]]
     num_actual_tokens: int
     num_decodes: int
+    num_decode_tokens: int
+    prefills: Prefills | None
     block_table: torch.Tensor
     mask: torch.Tensor | None
     softmax_lse: torch.Tensor
     rows: torch.Tensor | None
     num_rows: int
-    num_prefills: ClassVar[int] = 0
 
     @property
-    def num_decode_tokens(self) -> int:
-        """All tokens: vLLM's MLAAttention sends them to ``forward_mqa``."""
-        return self.num_actual_tokens
+    def num_prefills(self) -> int:
+        return len(self.prefills.ends) if self.prefills else 0
 
     @property
     def decode(self) -> "LatentMetadata":
@@ -88,6 +91,12 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         self.softmax_lse = torch.empty(1, dtype=torch.float32, device=device)
         parallel = vllm_config.parallel_config
         self.interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
+        layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        self.expands = not self.interleave and latent_prefill.serves(layers, kv_cache_spec.dtype)
+        if self.expands:
+            self._init_reorder_batch_threshold(latent_prefill.MAX_ABSORBED_TOKENS)
+            # vLLM's profiling run reserves memory for keys and values of four times as many tokens; a chunk has copies of them
+            self.chunk_size = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config) // 4
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -110,6 +119,10 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         rows, bounds = None, extension.draft_length_bounds(common)
         if bounds and max(bounds[1], default=0) < MAX_QUERY_TOKENS and not self.interleave:
             ends, seq_lens, rows = pad_queries(common.seq_lens[: common.num_reqs], *bounds)
+        num_decodes, prefills = self._split(ends, seq_lens, block_table) if rows is None else (len(ends), None)
+        if prefills:
+            ends, block_table = ends[:num_decodes], block_table[:num_decodes]
+            num_tokens = ends[-1] if ends else 0
         # the tokens that a DCP rank stores are no run of a request's last ones, as the kernel's causal mask takes them to be
         parts = cut(ends, 1 if self.interleave else MAX_QUERY_TOKENS)
         if len(parts) > len(ends):
@@ -129,17 +142,36 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
                 found = assign_padding(num_tokens, *found, 0)
             return dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), map(to_script_list, found), strict=True))
 
-        is_single = rows is None and (common.max_query_len == 1 or self.interleave)
+        longest = max((end - start for start, end in pairwise([0, *ends])), default=0) if prefills else common.max_query_len
+        is_single = rows is None and (longest <= 1 or self.interleave)
         return LatentMetadata(
             compute_lengths=lengths,
-            num_actual_tokens=num_tokens,
-            num_decodes=common.num_reqs,
+            num_actual_tokens=common.num_actual_tokens,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_tokens,
+            prefills=prefills,
             block_table=block_table,
             mask=None if is_single else self.mask,
             softmax_lse=self.softmax_lse,
             rows=rows,
-            num_rows=ends[-1],
+            num_rows=ends[-1] if ends else 0,
         )
+
+    def _split(
+        self, ends: list[int], seq_lens: Callable[[], list[int]], block_table: torch.Tensor
+    ) -> tuple[int, Prefills | None]:
+        """The number of requests up to the first long one, and the others."""
+        lengths = [end - start for start, end in pairwise([0, *ends])]
+        longest = latent_prefill.MAX_ABSORBED_TOKENS if self.expands else max(lengths)
+        first = next((request for request, length in enumerate(lengths) if length > longest), len(ends))
+        if first == len(ends):
+            return first, None
+
+        def context_lens() -> list[int]:
+            return [total - own for total, own in zip(seq_lens()[first:], lengths[first:], strict=True)]
+
+        own_ends = list(accumulate(lengths[first:]))
+        return first, Prefills(own_ends, context_lens, block_table[first:], self.mask, self.chunk_size)
 
 
 @dataclass(frozen=True)
@@ -188,6 +220,23 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
             # other ranks' tokens have slot -1 and go to the null block
             slots = slot_mapping.clamp_min(0) if self.uses_dcp else self.valid_slots(slot_mapping)
             torch_npu.npu_scatter_pa_kv_cache(*new, *kv_cache, slots, cache_mode="Norm")
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: Any,
+        attn_metadata: LatentMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Compute attention of the step's long requests, ``q`` ``[tokens, heads, 192]``, with expanded keys and values."""
+        assert attn_metadata.prefills
+        new, cache, prefills = (kv_c_normed, k_pe), kv_c_and_k_pe_cache, attn_metadata.prefills
+        attended = latent_prefill.attend(q, *new, cache, prefills, lambda latents: self.kv_b_proj(latents)[0], self.scale)
+        output.copy_(attended.flatten(1))
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: LatentMetadata, layer: Any

@@ -1,4 +1,4 @@
-"""Staging buffers: registered memory that a rank packs KV cache into and reads into. The KV cache itself is never registered."""
+"""Staging buffers: registered memory that a rank packs KV cache into and reads into, where the KV cache itself is not read."""
 
 from __future__ import annotations
 

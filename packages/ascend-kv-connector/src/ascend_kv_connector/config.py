@@ -32,6 +32,7 @@ class Options:
     slots: int = 4
     lanes: int = 2
     verify: bool = False
+    expose_cache: bool = True
     secret_file: str = ""
     insecure: bool = False
     ports: str = ""

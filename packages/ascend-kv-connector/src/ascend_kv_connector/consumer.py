@@ -19,6 +19,7 @@ from ascend_kv_connector.fetcher import Fetcher, Notice
 from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.paged_cache import PagedCache
 from ascend_kv_connector.peer_queues import CircuitBreaker, PeerQueues
+from ascend_kv_connector.producer import expose
 from ascend_kv_connector.protocol import Ack, Finish, PrefillCancelled, PrefillStarted, Query, Refused, Release, Renew, Reply
 from ascend_kv_connector.rpc import RpcServer, make_context
 from ascend_kv_connector.transfers import Done, Failed, Source, Transfer
@@ -60,11 +61,13 @@ class Consumer:
         self.model, self.rank, self.ranks, self.reader = model, rank, ranks, engine
         self.stream_context, self.keys, self._trusts = stream_context, keys, trusts
         self.context = make_context()
+        self.memory = expose(cache, transport, options)
         self.buffers = ReceiveBuffers(self._allocate_buffer, BUFFERS_OF_LANE * options.lanes)
         self.unpackers = ThreadPoolExecutor(options.lanes, "kv-unpack")
         self.breakers: BoundedDict[CircuitBreaker] = BoundedDict()
         self.queues: PeerQueues[Transfer | Notice] = PeerQueues("kv-fetch", lambda: Fetcher(self))
         self._transfers: dict[str, Transfer] = {}
+        self._unsettled: list[Transfer] = []  # outcome was reported
         self._lock = threading.Lock()
         # PrefillStarted and PrefillCancelled received before the request, and requests that ended before them
         self._announced: BoundedDict[Source] = BoundedDict(256)
@@ -121,7 +124,7 @@ class Consumer:
             transfer.fail(error, self.transport.name, self.cache.block_size)
 
     def suspend(self, cause: str) -> None:
-        """Fail all transfers; after that nothing is written to the KV cache."""
+        """Fail all transfers; after that nothing is written to the KV cache, which is not exposed if it can sleep."""
         with self._lock:
             transfers = [transfer for transfer in self._transfers.values() if transfer.outcome is None]
         for transfer in transfers:
@@ -155,7 +158,10 @@ class Consumer:
         return Release(transfer.source.request, self.reader, self.rank, transfer.request, list(tickets))
 
     def get_finished(self) -> list[Done | Failed]:
-        """Transfers that ended since the last call. Fails those whose deadline has passed."""
+        """Transfers that ended since the last call. Fails those whose deadline has passed.
+
+        Their blocks are kept until :meth:`pop_settled` has them too.
+        """
         now = monotonic()
         for transfer in list(self._transfers.values()):
             if transfer.deadline <= now and transfer.outcome is None:
@@ -163,9 +169,17 @@ class Consumer:
         with self._lock:
             ended = {name: transfer.outcome for name, transfer in self._transfers.items() if transfer.outcome is not None}
             for name in ended:
-                if self._transfers.pop(name).source is None:
+                transfer = self._transfers.pop(name)
+                self._unsettled.append(transfer)
+                if transfer.source is None:
                     self._unannounced[name] = None
         return list(ended.values())
+
+    def pop_settled(self) -> set[str]:
+        """Requests whose transfer was reported as ended and whose blocks no read can write to any more, since the last call."""
+        settled = [transfer for transfer in self._unsettled if transfer.settled()]
+        self._unsettled = [transfer for transfer in self._unsettled if transfer not in settled]
+        return {transfer.request for transfer in settled}
 
     def gauges(self) -> dict[str, float]:
         """What this rank is loading now, by name of the metric."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
+import numpy
 import torch
 from msgspec.structs import replace
 
@@ -17,15 +18,31 @@ from ascend_kv_connector.auth import CurveKeys
 from ascend_kv_connector.buffers import ReceiveBuffers, checksum
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError, printable
-from ascend_kv_connector.paged_cache import FetchPlan, PagedCache, plan_fetches
+from ascend_kv_connector.paged_cache import FetchPlan, Heads, PagedCache, plan_fetches
 from ascend_kv_connector.peer_queues import CircuitBreaker
-from ascend_kv_connector.protocol import CacheInfo, Chunk, Fetch, Finish, Handshake, Release, Renew, Reply
+from ascend_kv_connector.protocol import (
+    CacheInfo,
+    Chunk,
+    Confirm,
+    Fetch,
+    Finish,
+    Handshake,
+    Locate,
+    Located,
+    Release,
+    Renew,
+    Reply,
+)
 from ascend_kv_connector.rpc import ClientPool, RpcClient
+from ascend_kv_connector.runs import Placement, Runs, plan_runs
 from ascend_kv_connector.transfers import Failed, Source, Transfer
 from ascend_kv_connector.transport import Transport
 
 MAX_LAYERWISE_POLL = 0.005
 """Longest pause in seconds between fetches of a prompt that is being computed."""
+
+DIRECT_BYTES = 128 << 20
+"""Bytes of a read of exposed KV cache; each is confirmed, and then counts if a later one fails."""
 
 WHOLE_TRANSFER = -1
 """Key in ``written_until`` for the transfer as a whole, where partial results do not count."""
@@ -43,6 +60,7 @@ class Rank(Protocol):
     """What a fetcher uses of :class:`~ascend_kv_connector.consumer.Consumer`."""
 
     cache: PagedCache
+    memory: list[tuple[int, int]]
     transport: Transport
     options: Options
     model: str
@@ -84,7 +102,7 @@ class Fetcher:
     def _run_transfer(self, transfer: Transfer) -> None:
         assert transfer.source is not None
         transport, block_size = self._consumer.transport.name, self._consumer.cache.block_size
-        breaker = self._consumer.breaker(transfer.source)
+        breaker, sent = self._consumer.breaker(transfer.source), self._clients.sent
         transfer.phases["queue"] = monotonic() - transfer.started
         if refusal := breaker.refusal():
             transfer.fail(TransferError("peer", refusal), transport, block_size)
@@ -92,6 +110,7 @@ class Fetcher:
         try:
             self._fetch(transfer)
             breaker.note_success()
+            transfer.messages = self._clients.sent - sent
             transfer.succeed()
         except Exception as error:
             with suppress(Exception):  # chunks read before the error count; a second error is ignored
@@ -127,8 +146,102 @@ class Fetcher:
             transfer.written_until[WHOLE_TRANSFER] = transfer.start
         for part, (first, plan) in enumerate(zip(firsts, plans, strict=True)):
             if first < transfer.stop:
-                self._fetch_from_rank(transfer, part, first, plan, peers[plan.rank])
+                peer = peers[plan.rank]
+                direct = peer.memory and plan.heads == Heads(peer.first_head, peer.heads) and not self._consumer.options.verify
+                if not direct or not self._read_cache(transfer, part, first, plan, peer):
+                    self._fetch_from_rank(transfer, part, first, plan, peer)
         self._wait_unpacked()
+
+    def _read_cache(self, transfer: Transfer, part: int, begin: int, plan: FetchPlan, peer: CacheInfo) -> bool:
+        """Read all tokens from ``begin`` on from the peer's exposed KV cache, piece by piece; False if they are in so many runs
+        that they should be packed.
+
+        What was read counts once the peer confirms that the blocks were the request's all the time.
+        """
+        consumer, cache, source = self._consumer, self._consumer.cache, transfer.source
+        assert source is not None
+        client = self._clients.get(source.ranks[plan.rank])
+        transfer.peer = client.peer
+        with transfer.phase("wait"):
+            query = Locate(source.request, consumer.reader, begin, transfer.stop, plan.remote)
+            located = client.await_reply(client.send(query), query, transfer.deadline, check=transfer.remaining)
+        if not isinstance(located, Located):
+            raise TransferError("mismatch", f"unexpected reply to Locate: {type(located).__name__}")
+        tokens = numpy.arange(begin, transfer.stop)
+        table = numpy.array(located.blocks, dtype=numpy.int64)
+        slots = table[tokens // peer.block_size - begin // peer.block_size] * peer.block_size + tokens % peer.block_size
+        remote = Placement([peer.memory[index] for index in plan.remote], peer.block_tokens, slots)
+        sizes, local = cache.token_sizes(plan.local, plan.heads.num), self._own_placement(transfer, plan, begin, transfer.stop)
+        each = (DIRECT_BYTES if local else consumer.options.chunk_bytes) // sum(sizes)
+        if not each:
+            return False
+        for first in range(begin, transfer.stop, each):
+            stop = min(first + each, transfer.stop)
+            piece = remote.piece(first - begin, stop - begin)
+            target = local.piece(first - begin, stop - begin) if local else Placement.packed(0, stop - first, sizes)
+            runs = plan_runs(piece, target, sizes)
+            if first == begin and len(runs.size) > consumer.transport.most_runs * len(sizes):
+                return False
+            if local:
+                self._read_into_cache(transfer, peer.session, runs, transfer.deadline)
+                self._confirm(client, transfer, located, runs)
+                self._count(transfer, part, runs.total, stop)
+            else:
+                buffer = self._read_into_buffer(transfer, peer.session, runs, transfer.deadline)
+                try:
+                    self._confirm(client, transfer, located, runs)
+                    self._wait_unpacked()
+                    work = (transfer, part, plan, first, stop, buffer, runs.total)
+                    self._unpacking = consumer.unpackers.submit(self._unpack, *work)
+                except Exception:
+                    consumer.buffers.release(buffer)
+                    raise
+        return True
+
+    def _own_placement(self, transfer: Transfer, plan: FetchPlan, start: int, stop: int) -> Placement | None:
+        """Where the tokens belong, if a read may write them there; otherwise they are staged.
+
+        With several KV cache groups, vLLM takes note of a failure only when the blocks may be freed, which a failed read delays.
+        """
+        cache, memory = self._consumer.cache, self._consumer.memory
+        if not memory or plan.heads != cache.heads or cache.is_hybrid:
+            return None
+        slots = cache.slot_mapping(transfer.blocks, start - transfer.start, stop - transfer.start, plan.group)
+        return Placement([memory[index] for index in plan.local], cache.block_tokens, slots.numpy())
+
+    def _read_into_cache(self, transfer: Transfer, session: str, runs: Runs, until: float) -> None:
+        with transfer.reading():
+            if transfer.after is not None:
+                with self._consumer.stream_context(transfer.after):
+                    transfer.after = None
+            with transfer.phase("read"):
+                self._consumer.transport.read(session, runs, max(0.0, min(transfer.deadline, until) - monotonic()))
+
+    def _read_into_buffer(self, transfer: Transfer, session: str, runs: Runs, until: float) -> torch.Tensor:
+        """A receive buffer with the bytes of runs whose local addresses are relative to it; the caller releases it."""
+        consumer = self._consumer
+        buffer = consumer.buffers.acquire(transfer.remaining)
+        runs = runs._replace(local=[buffer.data_ptr() + offset for offset in runs.local])
+        try:
+            with transfer.phase("read"):
+                consumer.transport.read(session, runs, max(0.0, min(transfer.deadline, until) - monotonic()))
+        except Exception as error:
+            if duration := getattr(error, "quarantine", QUARANTINE_SECONDS):
+                consumer.buffers.quarantine(buffer, duration)
+            else:
+                consumer.buffers.release(buffer)
+            raise
+        return buffer
+
+    def _confirm(self, client: RpcClient, transfer: Transfer, located: Located, runs: Runs) -> None:
+        assert transfer.source is not None
+        with transfer.phase("wait"):
+            query = Confirm(transfer.source.request, located.lease, runs.total)
+            client.await_reply(client.send(query), query, transfer.deadline, check=transfer.remaining)
+
+    def _count(self, transfer: Transfer, part: int, size: int, stop: int) -> None:
+        transfer.size += size
+        transfer.written_until[part] = stop
 
     def _fetch_from_rank(self, transfer: Transfer, part: int, begin: int, plan: FetchPlan, peer: CacheInfo) -> None:
         """Fetch all tokens from ``begin`` on according to a plan; the next chunk is requested while one is read."""
@@ -218,22 +331,22 @@ class Fetcher:
     def _read_chunk(
         self, transfer: Transfer, part: int, plan: FetchPlan, fetch: Fetch, chunk: Chunk, session: str, until: float
     ) -> None:
-        """Read a chunk; it is unpacked while the next one is read, and then counts as written."""
+        """Read a chunk, into the cache if all heads are in it; otherwise it is unpacked while the next one is read."""
         consumer, cache = self._consumer, self._consumer.cache
         expected = (fetch.stop - fetch.start) * cache.token_bytes(plan.local, fetch.heads)
         if chunk.size != expected:
             raise TransferError("mismatch", f"the peer sent a chunk of {chunk.size} bytes instead of {expected}")
-        buffer = consumer.buffers.acquire(transfer.remaining)
-        seconds = max(0.0, min(transfer.deadline, until) - monotonic())
-        try:
-            with transfer.phase("read"):
-                consumer.transport.read(session, chunk.address, buffer.data_ptr(), chunk.size, seconds)
-        except Exception as error:
-            if duration := getattr(error, "quarantine", QUARANTINE_SECONDS):
-                consumer.buffers.quarantine(buffer, duration)
-            else:
-                consumer.buffers.release(buffer)
-            raise
+        sizes = cache.token_sizes(plan.local, fetch.heads)
+        local = self._own_placement(transfer, plan, fetch.start, fetch.stop) if not fetch.verify else None
+        packed = Placement.packed(chunk.address, fetch.stop - fetch.start, sizes)
+        runs = plan_runs(packed, local, sizes) if local else Runs([chunk.address], [0], [chunk.size])
+        if local and len(runs.size) > consumer.transport.most_runs * len(sizes):
+            local, runs = None, Runs([chunk.address], [0], [chunk.size])
+        buffer = None
+        if local:
+            self._read_into_cache(transfer, session, runs, until)
+        else:
+            buffer = self._read_into_buffer(transfer, session, runs, until)
         try:
             # before anything is awaited: readers that each hold one peer's buffer and wait for another's would deadlock
             assert transfer.source is not None
@@ -241,26 +354,41 @@ class Fetcher:
             if monotonic() >= until:
                 cause = f"reading a chunk took longer than the {chunk.seconds:g} s for which the peer kept it"
                 raise TransferError("lease", cause)
+            if buffer is None:
+                self._count(transfer, part, chunk.size, fetch.stop)
+                return
             self._wait_unpacked()
-            self._unpacking = consumer.unpackers.submit(self._unpack_chunk, transfer, part, plan, fetch, chunk, buffer)
+            crc = chunk.checksum if fetch.verify else None
+            work = (transfer, part, plan, fetch.start, fetch.stop, buffer, chunk.size, crc)
+            self._unpacking = consumer.unpackers.submit(self._unpack, *work)
         except Exception:
-            consumer.buffers.release(buffer)
+            if buffer is not None:
+                consumer.buffers.release(buffer)
             raise
 
-    def _unpack_chunk(
-        self, transfer: Transfer, part: int, plan: FetchPlan, fetch: Fetch, chunk: Chunk, buffer: torch.Tensor
+    def _unpack(
+        self,
+        transfer: Transfer,
+        part: int,
+        plan: FetchPlan,
+        start: int,
+        stop: int,
+        buffer: torch.Tensor,
+        size: int,
+        crc: int | None = None,
     ) -> None:
-        cache, data = self._consumer.cache, buffer[: chunk.size]
+        """Copy ``size`` bytes of a receive buffer to the cache, and release the buffer."""
+        cache, data = self._consumer.cache, buffer[:size]
         try:
-            if fetch.verify and checksum(data) != chunk.checksum:
-                raise TransferError("verify", f"a chunk of {chunk.size} bytes failed its checksum")
+            if crc is not None and checksum(data) != crc:
+                raise TransferError("verify", f"a chunk of {size} bytes failed its checksum")
             with transfer.phase("unpack"), transfer.writing(), self._consumer.stream_context(transfer.after):
-                slots = cache.slot_mapping(transfer.blocks, fetch.start - transfer.start, fetch.stop - transfer.start, plan.group)
+                slots = cache.slot_mapping(transfer.blocks, start - transfer.start, stop - transfer.start, plan.group)
                 cache.unpack(slots, plan.local, plan.heads, data)
         finally:
             self._consumer.buffers.release(buffer)
-        transfer.size += chunk.size
-        transfer.written_until[part] = fetch.stop
+        transfer.copied += size
+        self._count(transfer, part, size, stop)
 
     def _wait_unpacked(self) -> None:
         """Wait for the chunk that is being unpacked, if any.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from ascend_kv_connector.auth import CurveKeys
 from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError
 from ascend_kv_connector.protocol import Ack, Connect, Disconnect, Query, Refused, Reply, RootInfo, Send
 from ascend_kv_connector.rpc import RpcClient, RpcServer
+from ascend_kv_connector.runs import Runs
 
 CONNECT_SECONDS = 60.0
 """Timeout for two NPUs to connect, in the first read between them."""
@@ -61,7 +63,7 @@ class HcclSender:
     ready: bool = False
     failed: str = ""
     closed: bool = False
-    work: queue.SimpleQueue[tuple[torch.Tensor, float] | None] = field(default_factory=queue.SimpleQueue)
+    work: queue.SimpleQueue[tuple[list[torch.Tensor], float] | None] = field(default_factory=queue.SimpleQueue)
 
     def run(self, make: Callable[[], Any]) -> None:
         """Connect to the reader, and send until closed or failed."""
@@ -77,12 +79,13 @@ class HcclSender:
             if link is not None:
                 link.destroy()
 
-    def _send(self, link: Any, source: torch.Tensor, seconds: float) -> None:
+    def _send(self, link: Any, sources: list[torch.Tensor], seconds: float) -> None:
         until = monotonic() + seconds
-        link.send(source)
+        for source in sources:
+            link.send(source)
         while not link.wait(POLL_SECONDS):
             if self.closed or monotonic() >= until:
-                raise TransferError("transport", f"the reader did not receive {source.numel()} bytes in {seconds:.3g} s")
+                raise TransferError("transport", f"the reader did not receive {_bytes(sources)} bytes in {seconds:.3g} s")
 
     def end(self) -> None:
         self.closed = True
@@ -94,6 +97,7 @@ class HcclTransport:
 
     name = "hccl"
     on_device = True
+    most_runs = 4  # each is a send and a receive, of which the host launches some 100,000 in a second
 
     def __init__(self, host: str, protocol: str = "", keys: CurveKeys | None = None, ports: range | None = None) -> None:
         """Listen on a free port of ``host``, of ``ports`` if given.
@@ -109,7 +113,8 @@ class HcclTransport:
         self.link = resolve_obj_by_qualname(name)
         self.keys = keys
         self.context = zmq.Context()
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []  # by address
+        self._starts: list[int] = []
         self._readers: dict[str, HcclReader] = {}
         self._senders: dict[str, HcclSender] = {}
         self._threads: list[threading.Thread] = []
@@ -118,12 +123,13 @@ class HcclTransport:
         self.session = f"{host}:{self._server.port}"
 
     def register(self, buffer: torch.Tensor) -> None:
-        self._buffers.append(buffer)
+        ordered = sorted([*self._buffers, buffer], key=torch.Tensor.data_ptr)
+        self._buffers, self._starts = ordered, [each.data_ptr() for each in ordered]
 
-    def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
+    def read(self, session: str, runs: Runs, seconds: float) -> None:
         until = monotonic() + seconds
-        target = self.registered_slice(local, size)
-        if target is None:
+        targets = self.registered_slices(runs.local, runs.size)
+        if targets is None:
             raise TransferError("transport", "the memory is not registered", quarantine=0)
         with self._lock:
             if session not in self._readers:
@@ -132,7 +138,7 @@ class HcclTransport:
         if not reader.lock.acquire(timeout=seconds):
             raise TransferError("transport", f"waited {seconds:.3g} s for other reads from this NPU", quarantine=0)
         try:
-            reader.read(remote, target, until)
+            reader.read(runs.remote, targets, until)
         finally:
             reader.lock.release()
 
@@ -142,13 +148,16 @@ class HcclTransport:
             if self._readers.get(session) is reader:
                 del self._readers[session]
 
-    def registered_slice(self, address: int, size: int) -> torch.Tensor | None:
-        """These bytes of a registered buffer; None if they are outside of all buffers."""
-        for buffer in self._buffers:
-            at = address - buffer.data_ptr()
-            if at >= 0 and size > 0 and at + size <= buffer.numel():
-                return buffer[at : at + size]
-        return None
+    def registered_slices(self, addresses: list[int], sizes: list[int]) -> list[torch.Tensor] | None:
+        """These bytes of registered memory; None if some are outside."""
+        slices = []
+        for address, size in zip(addresses, sizes, strict=True):
+            index = bisect_right(self._starts, address) - 1
+            at = address - self._starts[index] if index >= 0 else -1
+            if at < 0 or size <= 0 or at + size > self._buffers[index].numel():
+                return None
+            slices.append(self._buffers[index][at : at + size])
+        return slices
 
     def close(self) -> None:
         self._server.close()
@@ -203,10 +212,11 @@ class HcclTransport:
             return Refused("transport", sending.failed if sending else "the link is not connected")
         if not sending.ready:
             return Refused("transport", "the link is still connecting", again=True)
-        source = self.registered_slice(message.address, message.size)
-        if source is None:
-            return Refused("transport", f"{message.size} bytes were requested outside of the peer's registered memory")
-        sending.work.put((source, message.seconds))
+        same = len(message.addresses) == len(message.sizes)
+        sources = self.registered_slices(message.addresses, message.sizes) if same else None
+        if not sources:
+            return Refused("transport", f"{sum(message.sizes)} bytes were requested outside of the peer's registered memory")
+        sending.work.put((sources, message.seconds))
         return Ack()
 
     def _disconnect(self, reader: str) -> None:
@@ -224,8 +234,8 @@ class HcclReader:
         self.link: Any = None
         self.client: RpcClient | None = None
 
-    def read(self, remote: int, target: torch.Tensor, until: float) -> None:
-        """Receive the bytes at the peer's address.
+    def read(self, remote: list[int], targets: list[torch.Tensor], until: float) -> None:
+        """Receive the bytes at the peer's addresses.
 
         Raises:
             TransferError: and the link is discarded.
@@ -239,12 +249,14 @@ class HcclReader:
                 self._open(until)
             assert self.client is not None
             connection = self.client.connection_count()
-            self.client.call(Send(self._name, remote, target.numel(), until - monotonic()), until)
+            sizes = [target.numel() for target in targets]
+            self.client.call(Send(self._name, remote, sizes, until - monotonic()), until)
             started = True
-            self.link.recv(target)
+            for target in targets:
+                self.link.recv(target)
             while not self.link.wait(min(POLL_SECONDS, until - monotonic())):
                 if monotonic() >= until:
-                    raise TransferError("transport", f"HCCL did not receive {target.numel()} bytes in time")
+                    raise TransferError("transport", f"HCCL did not receive {_bytes(targets)} bytes in time")
                 if self.client.connection_count() != connection:
                     raise TransferError("peer", "the peer closed the connection during an HCCL receive")
         except Exception as error:
@@ -298,6 +310,10 @@ class HcclReader:
         if isinstance(self.link, Exception):
             error, self.link = self.link, None
             raise TransferError("transport", f"HCCL cannot connect the two NPUs: {_one_line(error)}")
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _one_line(error: Exception) -> str:

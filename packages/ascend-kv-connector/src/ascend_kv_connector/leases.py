@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -77,7 +78,8 @@ class Reader:
 class Lease:
     """``blocks`` of a request of ``tokens`` tokens; ``ready_tokens(layers)`` is how many of them the device has written.
 
-    ``finished`` is False during prefill: the blocks belong to the running request and the lease does not expire.
+    ``finished`` is False during prefill: the blocks belong to the running request and the lease does not expire. ``number``
+    distinguishes it from other leases, also of the same request.
     """
 
     blocks: list[int]
@@ -89,6 +91,7 @@ class Lease:
     granted: float = 0.0
     readers: dict[str, Reader] = field(default_factory=dict)
     in_use: int = 0
+    number: int = 0
 
 
 class Leases:
@@ -102,6 +105,7 @@ class Leases:
         self._unreported: dict[str, str] = {}
         self._early_readers: BoundedDict[dict[str, Reader]] = BoundedDict()
         self._suspended = ""
+        self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -170,6 +174,18 @@ class Leases:
                 lease.in_use -= 1
                 self._lock.notify_all()
 
+    def confirm(self, request: str, number: int) -> None:
+        """Check that a lease has not ended: its blocks were the request's all the time.
+
+        Raises:
+            TransferError: it has ended.
+        """
+        with self._lock:
+            lease = self._live.get(request)
+            if lease is None or lease.number != number:
+                reason = self._ended.get(request, "the prompt was preempted")
+                raise TransferError("lease", f"the request's blocks were freed while they were read: {reason}")
+
     def finish(self, request: str, reader: str, rank: int, ranks: int) -> None:
         """A rank of a reader needs the request no more; the lease ends when all ranks of all its readers have said so."""
         with self._lock:
@@ -231,7 +247,9 @@ class Leases:
 
     def _update(self, request: str, blocks: list[int], tokens: int, ready_tokens: Callable[[Iterable[str]], int]) -> Lease:
         self._ended.pop(request, None)  # request ids may be reused
-        lease = self._live.setdefault(request, Lease([], 0, 0.0, 0.0, ready_tokens))
+        if request not in self._live:
+            self._live[request] = Lease([], 0, 0.0, 0.0, ready_tokens, number=next(self._numbers))
+        lease = self._live[request]
         lease.blocks, lease.tokens, lease.ready_tokens = list(blocks), tokens, ready_tokens
         if request in self._early_readers:
             lease.readers = self._early_readers.pop(request)

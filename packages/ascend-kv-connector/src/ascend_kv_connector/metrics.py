@@ -26,13 +26,21 @@ GAUGES = {
 }
 """Metrics of the present state and what they mean; sums over the ranks, but the highest of ages."""
 
+COUNTS = {
+    "sent": ("sent_bytes", "Bytes of KV cache that readers have read"),
+    "packed": ("packed_bytes", "Bytes of KV cache copied to send buffers"),
+    "unpacked": ("unpacked_bytes", "Bytes of KV cache copied from receive buffers"),
+    "messages": ("messages", "Messages that completed transfers sent to prefill instances"),
+}
+"""By key of the statistics a counter's name and what it means."""
+
 
 @dataclass
 class TransferStats(KVConnectorStats):
     """Statistics of an interval.
 
-    ``data``: seconds and bytes of each completed transfer and the seconds of its phases, bytes sent, failures by kind, expired
-    leases, and the latest gauges by rank.
+    ``data``: seconds and bytes of each completed transfer and the seconds of its phases, :data:`COUNTS`, failures by kind,
+    expired leases, and the latest gauges by rank.
     """
 
     def __post_init__(self) -> None:
@@ -40,12 +48,22 @@ class TransferStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = {"seconds": [], "bytes": [], "phases": {}, "sent": 0, "failed": {}, "expired": 0, "gauges": {}}
+        self.data = {
+            "seconds": [],
+            "bytes": [],
+            "phases": {},
+            **dict.fromkeys(COUNTS, 0),
+            "failed": {},
+            "expired": 0,
+            "gauges": {},
+        }
 
     def add(self, outcome: Done | Failed) -> None:
         if isinstance(outcome, Done):
             self.data["seconds"].append(outcome.seconds)
             self.data["bytes"].append(outcome.size)
+            self.data["unpacked"] += outcome.copied
+            self.data["messages"] += outcome.messages
             for phase, seconds in outcome.phases.items():
                 self.data["phases"].setdefault(phase, []).append(seconds)
         else:
@@ -55,7 +73,7 @@ class TransferStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
-        for key in ("seconds", "bytes", "expired", "sent"):
+        for key in ("seconds", "bytes", "expired", *COUNTS):
             self.data[key] += other.data[key]
         for phase, seconds in other.data["phases"].items():
             self.data["phases"].setdefault(phase, []).extend(seconds)
@@ -78,7 +96,9 @@ class TransferStats(KVConnectorStats):
             reduced |= {"MiB": round(size / 2**20, 1)}
             phases = self.data["phases"].items()
             reduced |= {f"Mean {phase} (s)": round(sum(each) / len(each), 4) for phase, each in phases}
-        reduced |= {"MiB sent": round(self.data["sent"] / 2**20, 1)} if self.data["sent"] else {}
+        for key in ("sent", "packed", "unpacked"):
+            reduced |= {f"MiB {key}": round(self.data[key] / 2**20, 1)} if self.data[key] else {}
+        reduced |= {"Messages": self.data["messages"]} if self.data["messages"] else {}
         reduced |= {f"Failed ({kind})": count for kind, count in self.data["failed"].items()}
         reduced |= {name.replace("_", " ").capitalize(): value for name, value in self.gauges().items() if value}
         return reduced | ({"Leases expired": self.data["expired"]} if self.data["expired"] else {})
@@ -102,9 +122,10 @@ class TransferMetrics(KVConnectorPromMetrics):
         self._bytes = metric_types[Counter](
             name=f"{name}transfer_bytes", documentation="Bytes of KV cache received", labelnames=labelnames
         )
-        self._sent = metric_types[Counter](
-            name=f"{name}sent_bytes", documentation="Bytes of KV cache packed for readers", labelnames=labelnames
-        )
+        self._counts = {
+            key: metric_types[Counter](name=f"{name}{metric}", documentation=text, labelnames=labelnames)
+            for key, (metric, text) in COUNTS.items()
+        }
         self._failures = metric_types[Counter](
             name=f"{name}transfer_failures", documentation="Failed KV transfers by cause", labelnames=[*labelnames, "cause"]
         )
@@ -130,7 +151,8 @@ class TransferMetrics(KVConnectorPromMetrics):
             for seconds in times:
                 self._phases.labels(*values, phase).observe(seconds)
         self._bytes.labels(*values).inc(sum(stats.data["bytes"]))
-        self._sent.labels(*values).inc(stats.data["sent"])
+        for key, counter in self._counts.items():
+            counter.labels(*values).inc(stats.data[key])
         self._expired.labels(*values).inc(stats.data["expired"])
         for kind, count in stats.data["failed"].items():
             self._failures.labels(*values, kind).inc(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from ascend_platform.transfer import mooncake
 
 from ascend_kv_connector.auth import CurveKeys
 from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.runs import Runs
 
 READ_SECONDS = 30.0
 """Timeout of a read."""
@@ -40,6 +42,8 @@ class MooncakeTransport:
     Peers connect by host and port, without a metadata server (``P2PHANDSHAKE``).
     """
 
+    most_runs = sys.maxsize
+
     def __init__(self, host: str, protocol: str, keys: CurveKeys | None = None, ports: range | None = None) -> None:
         """Start an engine; the keys are not used.
 
@@ -55,9 +59,9 @@ class MooncakeTransport:
         if code := self._engine.register_memory(buffer.data_ptr(), buffer.numel()):
             raise TransferError("transport", f"mooncake cannot register {buffer.numel()} bytes (code {code})")
 
-    def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
-        if code := self._engine.transfer_sync_read(session, local, remote, size):
-            raise TransferError("transport", f"mooncake failed to read {size} bytes (code {code})")
+    def read(self, session: str, runs: Runs, seconds: float) -> None:
+        if code := self._engine.batch_transfer_sync_read(session, runs.local, runs.remote, runs.size):
+            raise TransferError("transport", f"mooncake failed to read {runs.total} bytes (code {code})")
 
     def close(self) -> None:
         del self._engine

@@ -10,6 +10,7 @@ import torch
 
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.protocol import CacheInfo, CacheRegion
+from ascend_kv_connector.transport import Transport
 
 MIN_RUN_BYTES = 32 << 10
 """Average bytes per contiguous run above which runs are copied directly instead of gathered on the device."""
@@ -64,11 +65,12 @@ class PagedCache:
         self.heads, self.total_heads = heads, total_heads
         self.region_groups = [(groups or {}).get(layer, 0) for layer, _, _ in regions]
         self.windows = tuple(windows)
+        self._registered: list[Transport] = []
         kinds = {(cache.shape[1], cache.shape[2], cache.dtype) for cache in self.caches}
         if len(kinds) != 1:
             raise ValueError(f"the layers' KV caches differ in block size, heads or dtype: {sorted(map(str, kinds))}")
         ((tokens, held, self.dtype),) = kinds
-        self.block_size = block_size
+        self.block_size, self.block_tokens = block_size, tokens
         if block_size % tokens:
             raise ValueError(f"the scheduler's block size {block_size} is not a multiple of the cache's, {tokens}")
         if held != heads.num:
@@ -80,7 +82,7 @@ class PagedCache:
 
     def token_bytes(self, regions: Sequence[int], heads: int) -> int:
         """Bytes of one token in these regions."""
-        return sum(self.regions[index].size for index in regions) * heads * self.dtype.itemsize
+        return sum(self.token_sizes(regions, heads))
 
     @property
     def is_hybrid(self) -> bool:
@@ -94,6 +96,25 @@ class PagedCache:
         """
         window = self.windows[group]
         return max(start, (stop + 1 - window) // self.block_size * self.block_size) if window else start
+
+    def memory(self) -> list[tuple[int, int]]:
+        """Address and bytes of a block of each region; empty if tokens are not contiguous within a block of some region."""
+        if not all(cache[0].is_contiguous() for cache in self.caches):
+            return []
+        return [(cache.data_ptr(), cache.stride(0) * cache.element_size()) for cache in self.caches]
+
+    def register(self, transport: Transport) -> None:
+        """Register the regions' memory with a transport, once for all users of this cache."""
+        if transport in self._registered:
+            return
+        self._registered.append(transport)
+        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in self.caches}
+        for storage in storages.values():
+            transport.register(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (storage.nbytes(),)))
+
+    def token_sizes(self, regions: Sequence[int], heads: int) -> list[int]:
+        """Bytes of a token in each of these regions."""
+        return [self.regions[index].size * heads * self.dtype.itemsize for index in regions]
 
     def slot_mapping(self, blocks: Sequence[int], start: int, stop: int, group: int = 0) -> torch.Tensor:
         """int64 ``[stop - start]`` on the host: the tokens' slots, indices into ``[blocks * block_size]``.

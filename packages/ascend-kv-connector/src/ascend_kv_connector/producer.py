@@ -11,8 +11,23 @@ from ascend_kv_connector.buffers import Owner, SendBuffers, allocate_buffer, che
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import Leases, NotReadyError
-from ascend_kv_connector.paged_cache import Heads, PagedCache
-from ascend_kv_connector.protocol import Ack, CacheInfo, Chunk, Fetch, Finish, Handshake, Query, Refused, Release, Renew, Reply
+from ascend_kv_connector.paged_cache import Heads, PagedCache, group_block_table
+from ascend_kv_connector.protocol import (
+    Ack,
+    CacheInfo,
+    Chunk,
+    Confirm,
+    Fetch,
+    Finish,
+    Handshake,
+    Locate,
+    Located,
+    Query,
+    Refused,
+    Release,
+    Renew,
+    Reply,
+)
 from ascend_kv_connector.query_queue import BusyError, QueryQueue
 from ascend_kv_connector.rpc import RpcServer
 from ascend_kv_connector.transport import Transport
@@ -38,7 +53,7 @@ class Producer:
         weights: str = "",
     ) -> None:
         self.cache, self.transport, self.options, self.leases = cache, transport, options, Leases()
-        self.sent_bytes = 0
+        self.sent_bytes = self.copied_bytes = 0
         self._stream_context = stream_context
         self._waiting = QueryQueue(options.answer_timeout / 2)
         self._buffers = SendBuffers([allocate_buffer(transport, options.chunk_bytes, cache.device) for _ in range(options.slots)])
@@ -55,6 +70,9 @@ class Producer:
             chunk_bytes=options.chunk_bytes,
             regions=cache.regions,
             weights=weights,
+            block_size=cache.block_size,
+            block_tokens=cache.block_tokens,
+            memory=expose(cache, transport, options),
         )
         self.server = RpcServer(self.answer, host, port, keys, self._waiting)
 
@@ -87,6 +105,11 @@ class Producer:
                 if engine != self._cache_info.engine:
                     return Refused("peer", f"engine {self._cache_info.engine} listens at this address instead of engine {engine}")
                 return self._cache_info
+            case Locate():
+                return self._locate(query)
+            case Confirm(request=request, lease=lease, size=size):
+                self.leases.confirm(request, lease)
+                self.sent_bytes += size
             case Fetch():
                 return self._fetch(query)
             case Release(tickets=tickets):
@@ -107,12 +130,32 @@ class Producer:
     def close(self) -> None:
         self.server.close()
 
+    def _locate(self, query: Locate) -> Reply:
+        if not self._cache_info.memory:
+            return Refused("mismatch", "the prefill instance does not expose its KV cache")
+        try:
+            with self.leases.use(query.request, query.reader) as lease:
+                self._check(query, lease.tokens)
+                if not lease.finished or lease.ready_tokens(self._layers(query)) < query.stop:
+                    raise NotReadyError("the request's blocks are still being written")
+                group = self.cache.region_groups[query.regions[0]]
+                self.cache.slot_mapping(lease.blocks, query.start, query.stop, group)  # all tokens are in the window
+                table = group_block_table(lease.blocks, group, len(self.cache.windows))
+                columns = slice(query.start // self.cache.block_size, -(-query.stop // self.cache.block_size))
+                return Located(lease.number, list(table[columns]))
+        except NotReadyError as error:
+            return Refused("lease", str(error), again=True)
+
+    def _layers(self, query: Fetch | Locate) -> set[str]:
+        return {self.cache.regions[index].layer for index in query.regions}
+
     def _fetch(self, fetch: Fetch) -> Reply:
         owner = Owner(fetch.request, fetch.reader, fetch.rank, fetch.transfer)
         try:
             with self.leases.use(fetch.request, fetch.reader) as lease:
                 self._check(fetch, lease.tokens)
-                ready = lease.ready_tokens({self.cache.regions[index].layer for index in fetch.regions})
+                self._check_size(fetch)
+                ready = lease.ready_tokens(self._layers(fetch))
                 if ready <= fetch.start or (ready < fetch.stop and not fetch.allow_partial):
                     raise NotReadyError("the request's blocks are still being written")
                 stop = min(fetch.stop, ready)
@@ -127,26 +170,40 @@ class Producer:
         except NotReadyError as error:
             return Refused("lease", str(error), again=True)
         self.sent_bytes += size
+        self.copied_bytes += size
         crc = checksum(buffer[:size]) if fetch.verify else None
         return Chunk(ticket, buffer.data_ptr(), size, stop, seconds, crc)
 
-    def _check(self, fetch: Fetch, tokens: int) -> None:
+    def _check(self, query: Fetch | Locate, tokens: int) -> None:
         """Reject a query outside the lease or the cache, whoever sends it."""
-        if not 0 <= fetch.start < fetch.stop <= tokens:
-            raise TransferError("mismatch", f"invalid fetch: tokens {fetch.start} to {fetch.stop} of a prompt of {tokens}")
-        if not fetch.regions or not all(0 <= index < len(self.cache.regions) for index in fetch.regions):
-            raise TransferError("mismatch", f"invalid fetch: regions {fetch.regions} of {len(self.cache.regions)}")
-        if self.cache.is_hybrid and (
-            fetch.allow_partial or len({self.cache.region_groups[index] for index in fetch.regions}) > 1
-        ):
+        if not 0 <= query.start < query.stop <= tokens:
+            raise TransferError("mismatch", f"invalid fetch: tokens {query.start} to {query.stop} of a prompt of {tokens}")
+        if not query.regions or not all(0 <= index < len(self.cache.regions) for index in query.regions):
+            raise TransferError("mismatch", f"invalid fetch: regions {query.regions} of {len(self.cache.regions)}")
+        partial = isinstance(query, Fetch) and query.allow_partial
+        if self.cache.is_hybrid and (partial or len({self.cache.region_groups[index] for index in query.regions}) > 1):
             raise TransferError(
                 "mismatch",
                 "the prefill instance has several KV cache groups, which are read separately after the prefill; give both "
                 "instances --disable-hybrid-kv-cache-manager or neither (mode push needs it)",
             )
+
+    def _check_size(self, fetch: Fetch) -> None:
         wanted = Heads(fetch.first_head, fetch.heads)
         if fetch.heads < 1 or self.cache.heads.intersection(wanted) != wanted:
             raise TransferError("mismatch", f"invalid fetch: heads {wanted} of {self.cache.heads}")
         size = (fetch.stop - fetch.start) * self.cache.token_bytes(fetch.regions, fetch.heads)
         if size > self.options.chunk_bytes:
             raise TransferError("mismatch", f"invalid fetch: {size} bytes; a chunk has {self.options.chunk_bytes}")
+
+
+def expose(cache: PagedCache, transport: Transport, options: Options) -> list[tuple[int, int]]:
+    """Register a rank's KV cache with its transport; its memory, or an empty list if it is not exposed.
+
+    It is not with checksums, which are of packed bytes, nor to a transport that cannot access its memory.
+    """
+    if options.verify or not options.expose_cache or transport.on_device != (cache.device.type != "cpu"):
+        return []
+    if memory := cache.memory():
+        cache.register(transport)
+    return memory

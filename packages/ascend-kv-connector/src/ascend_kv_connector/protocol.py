@@ -1,8 +1,9 @@
 """Control protocol between the ranks of two instances: msgpack messages over ZMQ.
 
 A consumer's rank sends queries and a producer's rank replies to each with one message; PrefillStarted and PrefillCancelled go the
-other way. No message has an address of a KV cache: a producer packs tokens into a buffer of its own and sends the buffer's
-address. A message's ``tag`` is its name on the wire.
+other way. A rank that exposes its KV cache sends its addresses in CacheInfo; readers ask where a request is (Locate), read
+them, and ask whether it had them all the time (Confirm). Otherwise a producer packs tokens into a buffer of its own and sends the
+buffer's address (Fetch). A message's ``tag`` is its name on the wire.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 """Protocol version; both instances must have the same."""
 
 LONGEST_MESSAGE = 1 << 20
@@ -49,7 +50,9 @@ class CacheRegion(msgspec.Struct, frozen=True):
 class CacheInfo(Message, frozen=True, tag="Cache"):
     """KV cache of a rank: of each region, heads ``first_head`` to ``first_head + heads`` of the model's ``total_heads``.
 
-    ``weights`` is a fingerprint of the model's weights; "" if the rank does not have the checkpoint's files.
+    ``weights`` is a fingerprint of the model's weights; "" if the rank does not have the checkpoint's files. ``memory`` is where
+    the regions are, as (address, bytes from one block to the next), with ``block_tokens`` tokens in a block; empty if the cache
+    is not exposed. ``block_size`` is the scheduler's.
     """
 
     version: int
@@ -64,6 +67,34 @@ class CacheInfo(Message, frozen=True, tag="Cache"):
     chunk_bytes: int
     regions: list[CacheRegion]
     weights: str = ""
+    block_size: int = 0
+    block_tokens: int = 0
+    memory: list[tuple[int, int]] = []
+
+
+class Locate(Message, frozen=True):
+    """Where tokens ``start`` to ``stop`` of a request are in ``regions``, of one KV cache group. Reply: Located or Refused."""
+
+    request: Name
+    reader: Name
+    start: int
+    stop: int
+    regions: list[int]
+
+
+class Located(Message, frozen=True):
+    """``blocks`` of a request, of which the first holds token ``start``. ``lease`` identifies the lease that keeps them."""
+
+    lease: int
+    blocks: list[int]
+
+
+class Confirm(Message, frozen=True):
+    """``size`` bytes of a request were read since its blocks were located. Reply: Ack if ``lease`` has kept them, or Refused."""
+
+    request: Name
+    lease: int
+    size: int
 
 
 class Fetch(Message, frozen=True, rename={"allow_partial": "growing"}):
@@ -160,14 +191,14 @@ class RootInfo(Message, frozen=True, tag="Meeting"):
 
 
 class Send(Message, frozen=True):
-    """HCCL transport: send bytes of a registered buffer to ``reader``, which receives them next. Reply: Ack.
+    """HCCL transport: send these runs of registered memory to ``reader``, which receives them next. Reply: Ack.
 
     The send may take ``seconds``.
     """
 
     reader: str
-    address: int
-    size: int
+    addresses: list[int]
+    sizes: list[int]
     seconds: float
 
 
@@ -193,8 +224,21 @@ class Refused(Message, frozen=True):
     queued: bool = False
 
 
-Query = Handshake | Fetch | Release | Finish | Renew | PrefillStarted | PrefillCancelled | Connect | Send | Disconnect
-Reply = CacheInfo | Chunk | Ack | Refused | RootInfo
+Query = (
+    Handshake
+    | Locate
+    | Confirm
+    | Fetch
+    | Release
+    | Finish
+    | Renew
+    | PrefillStarted
+    | PrefillCancelled
+    | Connect
+    | Send
+    | Disconnect
+)
+Reply = CacheInfo | Located | Chunk | Ack | Refused | RootInfo
 
 encode = msgspec.msgpack.Encoder().encode
 decode_query = msgspec.msgpack.Decoder(Query).decode

@@ -173,6 +173,7 @@ class RpcClient:
         self._socket.connect(endpoint_url(host, port))
         self._request_id = self._attempts = self._disconnects = self._handshake_failures = 0
         self._rejected = False
+        self.sent = 0
 
     def send(self, query: Query) -> int:
         """Send a query and discard replies to earlier ones; returns a request id for :meth:`receive`.
@@ -198,6 +199,7 @@ class RpcClient:
 
     def _send(self, request_id: bytes, query: Query) -> None:
         self._raise_if_rejected()
+        self.sent += 1
         try:
             self._socket.send_multipart([request_id, protocol.encode(query)])
         except zmq.Again:
@@ -330,10 +332,16 @@ class ClientPool:
     ) -> None:
         self._make = lambda address: RpcClient(context, address[0], address[1], answer_timeout, keys)
         self._on_close = on_close
+        self._sent = 0  # by clients that are closed
         self._clients: dict[tuple[str, int], tuple[RpcClient, float]] = {}  # with the time of their last use, oldest first
 
     def __len__(self) -> int:
         return len(self._clients)
+
+    @property
+    def sent(self) -> int:
+        """Number of messages sent."""
+        return self._sent + sum(client.sent for client, _ in self._clients.values())
 
     def get(self, address: tuple[str, int]) -> RpcClient:
         """The client of an address.
@@ -358,6 +366,7 @@ class ClientPool:
         client, _ = self._clients.pop(address, (None, 0.0))
         if client is not None:
             client.close()
+            self._sent += client.sent
             self._on_close(address)
 
     def close_idle(self, seconds: float = IDLE_SECONDS) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import sys
 import threading
 from dataclasses import dataclass, field
 from time import sleep
 
 import torch
 
-from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError
+from ascend_kv_connector.runs import Runs
 
 
 @dataclass
@@ -19,7 +21,8 @@ class Faults:
     """Fault probabilities per read, drawn by ``draw``; ``hung`` releases hanging reads.
 
     fail: the read fails after a part of the bytes. corrupt: one bit is flipped. delay: it takes ``seconds`` longer. late: it
-    fails, and the bytes arrive ``seconds`` later. hang: it does not return until ``hung`` is set.
+    fails, and the bytes arrive ``seconds`` later. hang: it does not return until ``hung`` is set. Failed reads may write for
+    ``quarantine`` seconds.
     """
 
     draw: random.Random = field(default_factory=lambda: random.Random(0))
@@ -30,6 +33,7 @@ class Faults:
     hang: float = 0.0
     seconds: float = 0.05
     hung: threading.Event = field(default_factory=threading.Event)
+    quarantine: float = QUARANTINE_SECONDS
     counts: dict[str, int] = field(default_factory=dict)
 
     def choose(self) -> str:
@@ -65,6 +69,7 @@ class InMemoryTransport:
 
     name = "memory"
     on_device = False
+    most_runs = sys.maxsize
 
     def __init__(self, network: InMemoryNetwork, session: str) -> None:
         self._network, self.session = network, session
@@ -76,14 +81,15 @@ class InMemoryTransport:
     def is_registered(self, address: int, size: int) -> bool:
         return any(address in region and address + size <= region.stop for region in self._memory)
 
-    def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
+    def read(self, session: str, runs: Runs, seconds: float) -> None:
         network, peer = self._network, self._network.transports.get(session)
         if peer is None or session in network.killed:
             raise TransferError("transport", f"session {session} does not exist")
         if frozenset((session, self.session)) in network.cut:
             network.faults.hung.wait(seconds)
             raise TransferError("transport", f"no data from session {session} in {seconds:g} s")
-        if not (peer.is_registered(remote, size) and self.is_registered(local, size)):
+        each = list(zip(*runs, strict=True))
+        if not all(peer.is_registered(remote, size) and self.is_registered(local, size) for remote, local, size in each):
             raise TransferError("transport", "the memory is not registered")
         fault = network.faults.choose()
         if fault == "hang":
@@ -91,18 +97,22 @@ class InMemoryTransport:
         if fault == "delay":
             sleep(network.faults.seconds)
         if fault == "late":
-            threading.Timer(network.faults.seconds, _overwrite, (local, size)).start()
+            threading.Timer(network.faults.seconds, _overwrite, (runs,)).start()
         if fault in ("fail", "late"):
-            ctypes.memmove(local, remote, size // 2)
-            raise TransferError("transport", f"session {session} closed the connection")
-        ctypes.memmove(local, remote, size)
+            for remote, local, size in each:
+                ctypes.memmove(local, remote, size // 2)
+            cause = f"session {session} closed the connection"
+            raise TransferError("transport", cause, quarantine=network.faults.quarantine)
+        for remote, local, size in each:
+            ctypes.memmove(local, remote, size)
         if fault == "corrupt":
-            place = local + network.faults.draw.randrange(size)
-            ctypes.c_ubyte.from_address(place).value ^= 1
+            _, local, size = network.faults.draw.choice(each)
+            ctypes.c_ubyte.from_address(local + network.faults.draw.randrange(size)).value ^= 1
 
     def close(self) -> None:
         self._network.transports.pop(self.session, None)
 
 
-def _overwrite(address: int, size: int) -> None:
-    ctypes.memset(address, 0x5A, size)
+def _overwrite(runs: Runs) -> None:
+    for local, size in zip(runs.local, runs.size, strict=True):
+        ctypes.memset(local, 0x5A, size)

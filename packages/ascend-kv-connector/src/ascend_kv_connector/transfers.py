@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal, NamedTuple, get_args
 
-from ascend_kv_connector.errors import Kind, TransferError, printable
+from ascend_kv_connector.errors import QUARANTINE_SECONDS, Kind, TransferError, printable
 
 Phase = Literal["queue", "connect", "wait", "read", "unpack"]
 """In the queue of its peer; connecting to ranks; waiting for chunks to be packed; reading them; writing them to the cache."""
@@ -27,12 +27,17 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Done:
-    """All tokens were loaded. ``size`` in bytes, ``seconds`` since the transfer was requested; ``phases`` are parts of them."""
+    """All tokens were loaded. ``size`` in bytes, ``seconds`` since the transfer was requested; ``phases`` are parts of them.
+
+    ``copied`` bytes were copied here from staging buffers; ``messages`` were sent to the producer.
+    """
 
     request: str
     size: int
     seconds: float
     phases: dict[Phase, float] = field(default_factory=dict)
+    copied: int = 0
+    messages: int = 0
 
     def __str__(self) -> str:
         return f"KV transfer of {self.request} done after {self.seconds:.3f} s, {self.size / 2**20:.1f} MiB"
@@ -91,11 +96,13 @@ class Transfer:
         self.deadline = self.started + seconds
         self.seconds = seconds
         self.peer, self.size, self.total = "(none)", 0, 0
+        self.copied = self.messages = 0
         self.phases: dict[Phase, float] = {}
         self.written_until: dict[int, int] = {}
         self.layerwise = source is None
         self._lock = threading.Lock()
         self._outcome: Done | Failed | None = None
+        self._reads, self._unsafe_until = 0, 0.0
 
     @property
     def outcome(self) -> Done | Failed | None:
@@ -136,8 +143,36 @@ class Transfer:
                 raise TransferEndedError
             yield
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Held while the transport writes to the blocks; the transfer may end meanwhile, but is not :meth:`settled`.
+
+        Raises:
+            TransferEndedError: the transfer has ended; nothing may be written.
+        """
+        with self._lock:
+            if self._outcome is not None:
+                raise TransferEndedError
+            self._reads += 1
+        quarantine = 0.0
+        try:
+            yield
+        except BaseException as error:
+            quarantine = getattr(error, "quarantine", QUARANTINE_SECONDS)
+            raise
+        finally:
+            with self._lock:
+                self._reads -= 1
+                self._unsafe_until = max(self._unsafe_until, monotonic() + quarantine)
+
+    def settled(self) -> bool:
+        """Whether it has ended, and nothing writes to its blocks any more: they may be freed, or written by others."""
+        with self._lock:
+            return self._outcome is not None and not self._reads and self._unsafe_until <= monotonic()
+
     def succeed(self) -> bool:
-        return self._end(Done(self.request, self.size, monotonic() - self.started, dict(self.phases)))
+        seconds = monotonic() - self.started
+        return self._end(Done(self.request, self.size, seconds, dict(self.phases), self.copied, self.messages))
 
     def fail(self, error: TransferError, transport: str, block_size: int) -> bool:
         """End the transfer as failed, unless it has ended; returns whether this call ended it."""

@@ -9,6 +9,7 @@ import torch
 from ascend_platform import extension
 
 from ascend_kv_connector.auth import CurveKeys
+from ascend_kv_connector.runs import Runs
 
 TRANSPORTS = {
     "mooncake": "ascend_kv_connector.mooncake.MooncakeTransport",
@@ -26,24 +27,26 @@ class Transport(Protocol):
     Attributes:
         name: for messages, such as ``mooncake (tcp)``; must be the same on both ranks.
         session: what a peer passes to :meth:`read` to read from this rank.
-        on_device: whether buffers are in NPU memory; otherwise they are on the host.
+        on_device: whether it reads and writes NPU memory; otherwise buffers are on the host.
+        most_runs: runs of a region's tokens up to which reading them is faster than packing them first.
     """
 
     name: str
     session: str
     on_device: bool
+    most_runs: int
 
     def register(self, buffer: torch.Tensor) -> None:
         """Register a buffer, uint8 ``[bytes]``, for peers to read and for :meth:`read` to write. Raises TransferError."""
 
-    def read(self, session: str, remote: int, local: int, size: int, seconds: float) -> None:
-        """Copy ``size`` bytes from a peer's address to a registered one here; returns when they have arrived.
+    def read(self, session: str, runs: Runs, seconds: float) -> None:
+        """Copy runs of a peer's registered memory to registered memory here; returns when all have arrived.
 
         ``seconds`` is for transports that can abort a read. Others may return late: the caller does not wait for them and
         discards the bytes.
 
         Raises:
-            TransferError: the memory at ``local`` is undefined, and may change for the error's ``quarantine`` seconds.
+            TransferError: the memory here is undefined, and may change for the error's ``quarantine`` seconds.
         """
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -60,7 +61,8 @@ class P2PWorker:
         self._stats = TransferStats()
         self._failed_block_ids: set[int] = set()
         self._failures = FailureLog(lambda line: extension.logger.error("%s", line))
-        self._sent_bytes, self._gauges_reported = 0, 0.0
+        self._sent_bytes = self._packed_bytes = 0
+        self._gauges_reported = 0.0
         self._rank = 0
         self._written: dict[int, Any] = {}
         self._before_step: Any = None
@@ -93,6 +95,9 @@ class P2PWorker:
         transport = self._transport = self._transport or make_transport(
             self._options.transport, host, self._options.protocol, keys, self._options.port_range
         )
+        if self._options.expose_cache and self._config.model_config.enable_sleep_mode:
+            extension.logger.info("KV connector: --enable-sleep-mode frees the KV cache, which is therefore not exposed to peers")
+            self._options = replace(self._options, expose_cache=False)
         common = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id, "keys": keys}
         common |= {"model": model_fingerprint(model := self._config.model_config), "weights": weights_fingerprint(model)}
         port: int | range = int(transfer.kv_port)
@@ -193,7 +198,6 @@ class P2PWorker:
         if self._consumer:
             for outcome in self._consumer.get_finished():
                 self._stats.add(outcome)
-                results.finished_recving.add(outcome.request)
                 if isinstance(outcome, Failed) and outcome.kind == "aborted":
                     extension.logger.info("%s", outcome)
                 elif isinstance(outcome, Failed):
@@ -204,6 +208,7 @@ class P2PWorker:
                         self._failed_block_ids.update(outcome.blocks)
                 else:
                     extension.logger.debug("%s", outcome)
+            results.finished_recving |= self._consumer.pop_settled()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -213,10 +218,12 @@ class P2PWorker:
     def get_kv_connector_stats(self) -> TransferStats | None:
         if self._producer:
             self._stats.data["sent"] = self._producer.sent_bytes - self._sent_bytes
+            self._stats.data["packed"] = self._producer.copied_bytes - self._packed_bytes
         now = monotonic()
         if self._stats.is_empty() and now - self._gauges_reported < GAUGE_SECONDS:
             return None
         self._sent_bytes += self._stats.data["sent"]
+        self._packed_bytes += self._stats.data["packed"]
         self._gauges_reported = now
         parts = [part for part in (self._producer, self._consumer) if part is not None]
         self._stats.data["gauges"] = {str(self._rank): {name: value for part in parts for name, value in part.gauges().items()}}

@@ -1,0 +1,176 @@
+"""Latent attention of long prompts and chunks, over keys and values expanded from the latents.
+
+A pair of a query and a key costs ``128 + 64 + 128`` multiplications a head in this form, and ``512 + 64 + 512`` in the absorbed
+one, but the keys and values of the context have to be expanded again in each step. npu_fused_infer_attention_score_v2 takes the
+new tokens with a causal mask, and then the context in chunks of a bounded number of tokens; npu_attention_update merges the
+results by their softmax_lse. Limits of the kernels are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch_npu
+
+from ascend_attention.dense import BLOCK_SIZE, to_script_list
+
+LATENT, ROPE = 512, 64
+"""Elements of a latent and of the rotated part of a key."""
+
+HEAD = 128
+"""Elements of a head of the expanded keys, besides the rotated part, and values."""
+
+MAX_ABSORBED_TOKENS = 2 * LATENT * HEAD // (2 * LATENT - 2 * HEAD)
+"""Query tokens up to which the absorbed form costs less for a long context: an expanded token costs ``2 * LATENT * HEAD``
+multiplications a head, and each pair with a query that much less than the absorbed one."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the context of some consecutive requests.
+
+    Attributes:
+        slots: int64 ``[tokens]``, their KV cache slots.
+        rows: of the requests' queries.
+        lengths: cumulative numbers of the requests' queries and of the tokens, as the kernel takes them.
+    """
+
+    slots: torch.Tensor
+    rows: slice
+    lengths: tuple[Any, Any]
+
+
+class Prefills:
+    """The requests of a step whose keys and values are expanded.
+
+    Attributes:
+        ends: cumulative numbers of query tokens.
+        block_table: int32 ``[requests, blocks]``.
+        mask: int8 ``[2048, 2048]``, 1 above the diagonal.
+    """
+
+    def __init__(
+        self,
+        ends: list[int],
+        context_lens: Callable[[], list[int]],
+        block_table: torch.Tensor,
+        mask: torch.Tensor,
+        chunk_size: int,
+    ) -> None:
+        """Take the cumulative query lengths, a function for the context lengths, and the most tokens of a chunk."""
+        self.ends, self.block_table, self.mask = ends, block_table, mask
+        self._context_lens, self._chunk_size = context_lens, chunk_size
+
+    @functools.cached_property
+    def lengths(self) -> Any:
+        return to_script_list(self.ends)
+
+    @functools.cached_property
+    def chunks(self) -> list[Chunk]:
+        return [self._chunk(pieces) for pieces in cut_context(self._context_lens(), self._chunk_size)]
+
+    def _chunk(self, pieces: list["Piece"]) -> Chunk:
+        starts = [0, *self.ends]
+        first = starts[pieces[0].request]
+        query_ends = [self.ends[piece.request] - first for piece in pieces]
+        places = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
+        requests = torch.tensor([piece.request for piece in pieces])
+        requests = requests.repeat_interleave(torch.tensor([piece.end - piece.start for piece in pieces]))
+        index = torch.stack([requests * self.block_table.shape[1] + places // BLOCK_SIZE, places % BLOCK_SIZE])
+        block, place = index.pin_memory().to(self.block_table.device, non_blocking=True)
+        slots = self.block_table.flatten().index_select(0, block) * BLOCK_SIZE + place
+        kv_ends = list(accumulate(piece.end - piece.start for piece in pieces))
+        return Chunk(slots, slice(first, first + query_ends[-1]), (to_script_list(query_ends), to_script_list(kv_ends)))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens ``start`` to ``end`` of a request's context."""
+
+    request: int
+    start: int
+    end: int
+
+
+def cut_context(context_lens: list[int], size: int) -> list[list[Piece]]:
+    """Cut the requests' contexts into chunks of at most ``size`` tokens, of consecutive requests.
+
+    vLLM orders requests with context before those without, so that no chunk ends early for one without.
+    """
+    chunks: list[list[Piece]] = []
+    free = 0
+    for request, length in enumerate(context_lens):
+        start = 0
+        while start < length:
+            if not free or chunks[-1][-1].request < request - 1:
+                chunks.append([])
+                free = size
+            taken = min(free, length - start)
+            chunks[-1].append(Piece(request, start, start + taken))
+            start, free = start + taken, free - taken
+    return chunks
+
+
+def serves(layers: list[Any], dtype: torch.dtype) -> bool:
+    """Whether the kernel takes the expanded heads of these ``MLAAttention``."""
+    return (
+        bool(layers) and dtype == torch.bfloat16 and all(layer.qk_nope_head_dim == layer.v_head_dim == HEAD for layer in layers)
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    ropes: torch.Tensor,
+    kv_cache: Any,
+    prefills: Prefills,
+    expand: Callable[[torch.Tensor], torch.Tensor],
+    scale: float,
+) -> torch.Tensor:
+    """Compute attention of the queries to their own tokens, and to the context in the KV cache.
+
+    Args:
+        query: ``[tokens, heads, 192]``.
+        latents, ropes: of the new tokens, ``[tokens, 512]`` and ``[tokens, 1, 64]``.
+        kv_cache: the layer's latents and rotated keys.
+        expand: computes keys and values ``[tokens, heads, 256]`` from latents.
+
+    Returns:
+        ``[tokens, heads, 128]``.
+    """
+    parts = [part.contiguous() for part in query.split((HEAD, ROPE), -1)]
+    chunks = prefills.chunks
+
+    def fused(rows: slice, latents: torch.Tensor, ropes: torch.Tensor, lengths: tuple[Any, Any], **mask: Any) -> Any:
+        heads = query.shape[1]
+        key, value = (part.contiguous() for part in expand(latents).view(-1, heads, 2 * HEAD).split(HEAD, -1))
+        return torch_npu.npu_fused_infer_attention_score_v2(
+            parts[0][rows],
+            key,
+            value,
+            query_rope=parts[1][rows],
+            key_rope=ropes.expand(-1, heads, -1).contiguous(),
+            actual_seq_qlen=lengths[0],
+            actual_seq_kvlen=lengths[1],
+            num_query_heads=heads,
+            num_key_value_heads=heads,
+            input_layout="TND",
+            softmax_scale=scale,
+            return_softmax_lse=bool(chunks),
+            **mask,
+        )
+
+    own_lengths = prefills.lengths, prefills.lengths
+    output, softmax_lse = fused(slice(None), latents, ropes, own_lengths, atten_mask=prefills.mask, sparse_mode=3)
+    pages = [cache.view(-1, 1, cache.shape[-1]) for cache in kv_cache]
+    for chunk in chunks:
+        latents, ropes = (page.index_select(0, chunk.slots) for page in pages)
+        found = fused(chunk.rows, latents.squeeze(1), ropes, chunk.lengths)
+        both = (output[chunk.rows], softmax_lse[chunk.rows]), found
+        outputs, lses = [each.flatten(0, 1) for each, _ in both], [each.flatten() for _, each in both]
+        merged, lse = torch_npu.npu_attention_update(lses, outputs, 1)
+        output[chunk.rows], softmax_lse[chunk.rows] = merged.view_as(found[0]), lse.view_as(found[1])
+    return output

@@ -1,0 +1,73 @@
+"""Runs: contiguous bytes of a peer's memory, and where they belong here, for reads of paged KV cache without staging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy
+
+Ints = numpy.ndarray
+
+
+class Runs(NamedTuple):
+    """``size[i]`` bytes at the peer's address ``remote[i]``, which belong at ``local[i]``."""
+
+    remote: list[int]
+    local: list[int]
+    size: list[int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.size)
+
+
+class Placement(NamedTuple):
+    """Addresses of tokens in several regions.
+
+    Token i is in slot ``slots[i]``; a region is ``(address, block_bytes)`` and has slot s in block ``s // block_tokens``. A
+    buffer that is filled without padding is one block.
+    """
+
+    regions: Sequence[tuple[int, int]]
+    block_tokens: int
+    slots: Ints
+
+    @classmethod
+    def packed(cls, address: int, tokens: int, token_bytes: Sequence[int]) -> Placement:
+        """Regions one behind the other from an address on, as in a :class:`~ascend_kv_connector.protocol.Chunk`."""
+        starts = numpy.cumsum([0, *(tokens * each for each in token_bytes)])[:-1]
+        return cls([(address + int(start), 0) for start in starts], max(tokens, 1), numpy.arange(tokens))
+
+    def piece(self, start: int, stop: int) -> Placement:
+        return self._replace(slots=self.slots[start:stop])
+
+    def is_dense(self, region: int, token_bytes: int) -> bool:
+        """Whether a region's blocks follow each other without a gap."""
+        return self.regions[region][1] == self.block_tokens * token_bytes
+
+    def addresses(self, region: int, token_bytes: int, tokens: Ints) -> Ints:
+        address, block_bytes = self.regions[region]
+        slots = self.slots[tokens]
+        return address + slots // self.block_tokens * block_bytes + slots % self.block_tokens * token_bytes
+
+    def ends_run(self, dense: bool) -> Ints:
+        """Of each token but the last whether the next one is elsewhere."""
+        apart = numpy.diff(self.slots) != 1
+        return apart if dense else apart | (self.slots[1:] % self.block_tokens == 0)
+
+
+def plan_runs(remote: Placement, local: Placement, token_bytes: Sequence[int]) -> Runs:
+    """The runs of the same tokens in both places; ``token_bytes`` are the bytes of a token in each region."""
+    runs, known = Runs([], [], []), dict[tuple[bool, bool], tuple[Ints, Ints]]()
+    for region, size in enumerate(token_bytes):
+        key = remote.is_dense(region, size), local.is_dense(region, size)
+        if key not in known:
+            cuts = numpy.flatnonzero(remote.ends_run(key[0]) | local.ends_run(key[1])) + 1
+            firsts = numpy.concatenate([[0], cuts])
+            known[key] = firsts, numpy.diff(firsts, append=len(local.slots))
+        firsts, counts = known[key]
+        runs.remote.extend(remote.addresses(region, size, firsts).tolist())
+        runs.local.extend(local.addresses(region, size, firsts).tolist())
+        runs.size.extend((counts * size).tolist())
+    return runs
