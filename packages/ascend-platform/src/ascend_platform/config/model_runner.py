@@ -29,7 +29,7 @@ options.register("platform", {"model_runner": "v1"})
 
 
 def _has_parallel_layout(config: VllmConfig) -> bool:
-    return config.parallel_config.world_size_across_dp > 1
+    return config.parallel_config.world_size_across_dp > config.parallel_config.tensor_parallel_size
 
 
 def _is_multimodal(config: VllmConfig) -> bool:
@@ -37,10 +37,9 @@ def _is_multimodal(config: VllmConfig) -> bool:
 
 
 FEATURES = (
-    Feature("tensor, pipeline and data parallelism", _has_parallel_layout),
+    Feature("pipeline and data parallelism", _has_parallel_layout),
     Feature("decode context parallelism", lambda config: config.parallel_config.decode_context_parallel_size > 1),
     Feature("speculative decoding", lambda config: config.speculative_config),
-    Feature("LoRA", lambda config: config.lora_config),
     Feature("KV connectors", lambda config: config.kv_transfer_config),
     Feature("watermarking", lambda config: config.watermark_config),
     Feature("thinking budgets", lambda config: config.reasoning_config),

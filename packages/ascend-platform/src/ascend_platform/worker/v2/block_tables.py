@@ -18,7 +18,7 @@ class NPUBlockTables(BlockTables):
     _num_dirty_rows: int
 
     def __init__(self, *arguments: Any, dcp_sharded: list[bool], **named: Any) -> None:
-        super().__init__(*arguments, dcp_sharded=dcp_sharded, **named)
+        super().__init__(*arguments, dcp_sharded=dcp_sharded, **named)  # type: ignore[misc]
         self._is_sharded = dcp_sharded
 
     def _make_ptr_tensor(self, x: Any) -> torch.Tensor:

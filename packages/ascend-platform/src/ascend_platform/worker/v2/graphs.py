@@ -30,7 +30,7 @@ class GraphSizes(CudaGraphManager):
                 self._set_sizes(kept)
         super()._init_candidates()
 
-    def capture(self, create_forward_fn: Callable[..., Any], *arguments: Any) -> None:  # type: ignore[override]
+    def capture(self, create_forward_fn: Callable[..., Any], *arguments: Any) -> None:
         """Capture graphs as vLLM does, and retry with half of the sizes when the streams run out on some rank."""
 
         def create(desc: Any, warmup: bool) -> Any:
@@ -83,7 +83,7 @@ class GraphSizes(CudaGraphManager):
         return capture_sizes.num_streams_here(graphs, self.vllm_config.model_config.is_moe)
 
 
-class NPUCudaGraphManager(ModelCudaGraphManager, GraphSizes):
+class NPUCudaGraphManager(ModelCudaGraphManager, GraphSizes):  # type: ignore[misc]
     """ModelCudaGraphManager on the NPU."""
 
 

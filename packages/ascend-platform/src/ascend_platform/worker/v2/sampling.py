@@ -49,7 +49,7 @@ class NPUSampler(Sampler):
         if is_fused and not ((top_k_np > MAX_TOP_K) & (top_k_np < states.vocab_size)).any():
             tokens, processed = top_k_top_p_sample(logits, top_k, top_p, q=drawn, is_need_logits=needs_logits)
             return tokens, processed if needs_logits else logits
-        logits = apply_top_k_top_p(logits, top_k, top_p, has_topp_only_rows=has_topp_only_rows)
+        logits = apply_top_k_top_p(logits, top_k, top_p, has_topp_only_rows=has_topp_only_rows)  # type: ignore[call-arg]
         return (logits - drawn.log_()).argmax(-1), logits
 
     def _noise(
