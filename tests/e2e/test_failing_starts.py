@@ -92,9 +92,9 @@ OTHERS = {
         [*NODES, "--node-rank", "0"], r"1 of 2 ranks joined.* in 1\d s; fix: start vllm serve --headless"
     ),
     "a length that memory cannot hold": Case(
-        ["--max-model-len", "4000000"],
+        ["--max-model-len", "1000000"],
         r"KV cache is needed.*estimated maximum model length",
-        model=_change(max_position_embeddings=4000000),
+        model=_change(max_position_embeddings=1000000),
     ),
     "a KV cache that memory cannot hold": Case(
         ["--kv-cache-memory-bytes", "64G"], r"out of memory.*; fix: lower .*--kv-cache-mem"

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from harness import checkout, layouts, npus
 
-LAYOUTS = layouts.OF_EXPERTS | layouts.OF_ONE_KEY_HEAD
+LAYOUTS = layouts.OF_EXPERTS | layouts.OF_ONE_KEY_HEAD | layouts.OF_OPTIONS
 V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 """Which vLLM has under its external launcher without pipelines alone."""
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 # name: (model, dtype, layout, what it is served by). float32 shows any error of routing; MC2 takes half types alone.
 CASES = {
-    "dense TP2": ("adder", "bfloat16", "TP2", "FusedAttentionImpl"),
+    "dense TP2": ("adder", "bfloat16", "TP2 matmul_all_reduce", "npu_mm_all_reduce_base"),
     "dense PP2": ("adder", "bfloat16", "PP2", "FusedAttentionImpl"),
-    "shared experts, groups, TP2": ("glm4-moe", "float32", "TP2", "NPUFusedMoEMethod"),
+    "shared experts, groups, TP2": ("glm4-moe", "float32", "TP2 shared_experts_stream", "shared experts' stream"),
     "dense TP2 DCP2": ("one-key-head", "bfloat16", "TP2 DCP2", "FusedAttentionImpl"),
     "latents TP2 DCP2": ("deepseek-v3", "bfloat16", "TP2 DCP2", "FusedLatentAttentionImpl"),
     "DP2 EP2 by alltoall": ("qwen3-moe", "float32", "DP2 EP2 alltoall", "alltoall"),
@@ -66,6 +66,11 @@ def test_answers_are_those_of_transformers(served: dict[str, Any], models: dict[
 @pytest.mark.skipif(V2, reason="the V2 model runner copies each step's inputs from other memory")
 def test_pipeline_stage_waits_before_it_overwrites_inputs(served: dict[str, Any]) -> None:
     assert served["dense PP2"]["waits"]
+
+
+@pytest.mark.parametrize("name", ["dense PP2", "dense TP2 DCP2"])
+def test_no_communicator_is_created_after_the_kv_cache(served: dict[str, Any], name: str) -> None:
+    assert served[name]["grown"] == 0
 
 
 @pytest.mark.slow

@@ -43,12 +43,15 @@ class Kind(NamedTuple):
 
 FUSED, BUILT_IN = ["FusedAttentionImpl"], ["PagedAttentionImpl"]
 LATENT, BUILT_IN_LATENT = ["FusedLatentAttentionImpl"], ["PagedLatentAttentionImpl"]
+SPARSE = ["FusedSparseLatentAttentionImpl"], ["PagedSparseLatentAttentionImpl"]
 SINKS, ENCODERS = ["SinkAttentionImpl"], (["FusedEncoderAttentionImpl"], ["EncoderAttentionImpl"])
 KINDS: dict[str, Kind] = {name: Kind("generate", kind_models.decoder, SMALL, (FUSED, BUILT_IN)) for name in kind_models.DECODERS}
 KINDS["granite, sinks and windows"] = KINDS["granite, sinks and windows"]._replace(served_by=(SINKS, BUILT_IN))
 for _name in latent.MODELS:
     KINDS[_name] = KINDS[_name]._replace(engine=LONGER, served_by=(LATENT, BUILT_IN_LATENT))
 KINDS["deepseek-v3, other widths"] = KINDS["deepseek-v3, other widths"]._replace(served_by=(BUILT_IN_LATENT, BUILT_IN_LATENT))
+for _name in ("deepseek-v3.2, selected tokens", "glm-5, shared selections"):
+    KINDS[_name] = KINDS[_name]._replace(served_by=SPARSE)
 for _name in ("gemma2, soft caps", "bloom, ALiBi"):
     KINDS[_name] = KINDS[_name]._replace(served_by=(BUILT_IN, BUILT_IN))
 KINDS |= {

@@ -56,3 +56,90 @@ class LatentBatch(PagedBatch):
         each = zip(self.queries, self.keys, strict=True)
         scale = self.sizes.head_size**-0.5
         return torch.cat([reference(query, key, key[..., : self.widths[0]], scale, **options) for query, key in each])
+
+
+class SparseLatentBatch(LatentBatch):
+    """A batch with an indexer: each token attends to the ``count`` keys of the largest scores.
+
+    Attributes:
+        index: of each request, the indexer's queries ``[new, heads, width]``, weights ``[new, heads]``, keys ``[length, width]``.
+    """
+
+    def __init__(self, *batch: Any, count: int, indexer: tuple[int, int] = (16, 128)) -> None:
+        super().__init__(*batch)
+        (heads, width), dtype = indexer, self.sizes.dtype
+        self.count, self.indexer = count, indexer
+        self.index = [
+            (
+                torch.randn(new, heads, width, dtype=dtype),
+                torch.randn(new, heads, dtype=dtype),
+                torch.randn(n, width, dtype=dtype),
+            )
+            for (new, _), n in zip(self.requests, self.lengths, strict=True)
+        ]
+
+    def run_sparse(self, backend: Any, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is selected, ``[tokens, count]``, and the backend's output, ``[tokens, heads, latent]``.
+
+        ``padding``: tokens after those of the batch, which belong to no request, as in a full graph.
+        """
+        from types import SimpleNamespace
+
+        from vllm.config import VllmConfig
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+        of, config, common, (latent, rope) = self.sizes, VllmConfig(), self.common(), self.widths
+        tokens, (heads, width) = common.num_actual_tokens, self.indexer
+        free = next(block for block in range(of.blocks) if all(block not in row for row in self._table))
+        slots = torch.cat([common.slot_mapping, common.slot_mapping.new_full((padding,), free * of.block_size)])
+        common.slot_mapping, common.num_actual_tokens = slots, tokens + padding
+        spec = MLAAttentionSpec(block_size=of.block_size, num_kv_heads=1, head_size=of.head_size, dtype=of.dtype)
+        meta = backend.get_builder_cls()(spec, ["layer"], config, torch.device("npu")).build(0, common)
+        names = {"kv_lora_rank": latent, "qk_rope_head_dim": rope, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_b_proj": None}
+        chosen = torch.full((tokens + padding, self.count), 7, dtype=torch.int32, device="npu")
+        indexer = SimpleNamespace(n_head=heads, head_dim=width, topk_tokens=self.count, topk_indices_buffer=chosen)
+        layer = backend.get_impl_cls()(of.heads, of.head_size, of.head_size**-0.5, 1, indexer=indexer, **names)
+
+        def padded(x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, x.new_zeros(padding, *x.shape[1:])]).npu()
+
+        pages = torch.full((of.blocks * of.block_size, width), of.fill, dtype=of.dtype)
+        for own, (_, _, keys), (_, before) in zip(self._slots, self.index, self.requests, strict=True):
+            pages[own[:before]] = keys[:before]
+        index_cache, cache = pages.view(of.blocks, of.block_size, 1, width).npu(), self.held()
+        queries, weights, keys = (torch.cat(each) for each in zip(*self.index, strict=True))
+        keys = torch.cat([own[before:] for (*_, own), (_, before) in zip(self.index, self.requests, strict=True)])
+        new = padded(self.new(self.keys))
+        with set_forward_context(meta, config):
+            layer.do_kv_cache_update(new[:, 0, :latent], new[..., latent:], cache, slots, "auto", None)
+            layer.write_index(padded(keys), index_cache, meta)
+            layer.select(padded(queries), padded(weights), index_cache, meta, chosen)
+            output, softmax_lse = layer.forward_mqa(padded(torch.cat(self.queries)).split(self.widths, -1), cache, meta, None)
+        assert softmax_lse is None
+        return chosen[:tokens].cpu(), output[:tokens].cpu()
+
+    def check_selected(self, chosen: torch.Tensor, bound: float) -> None:
+        """Each row names the keys of the largest scores in float64, up to ``bound`` at the last place, then -1."""
+        token = 0
+        for (queries, weights, keys), (new, before) in zip(self.index, self.requests, strict=True):
+            scores = torch.einsum("th,thl->tl", weights.double(), (queries.double() @ keys.double().t()).relu())
+            for visible in range(before + 1, before + new + 1):
+                own, row, count = scores[visible - before - 1, :visible], chosen[token], min(self.count, visible)
+                named, token = row[:count].long(), token + 1
+                assert len(set(named.tolist())) == count
+                assert (row[count:] == -1).all()
+                assert 0 <= named.min() <= named.max() < visible
+                assert own[named].min() >= own.topk(count).values[-1] - bound
+
+    def expected_of(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Attention in float64 to the tokens that each row names."""
+        out, token = [], 0
+        for queries, keys in zip(self.queries, self.keys, strict=True):
+            for query in queries:
+                named = chosen[token][chosen[token] >= 0].long()
+                own = keys[named].double().squeeze(1)
+                weights = (query.double() @ own.t() * self.sizes.head_size**-0.5).softmax(-1)
+                out.append(weights @ own[:, : self.widths[0]])
+                token += 1
+        return torch.stack(out)

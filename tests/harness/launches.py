@@ -63,6 +63,24 @@ BERT = {name: BASE[name] for name in ("hidden_size", "num_attention_heads", "voc
     "architectures": ["BertModel"],
     "intermediate_size": 3072,
 }
+LATENT = BASE | {  # DeepSeek-V3 with an eighth of its heads, but for experts and vocabulary
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
+    "intermediate_size": 1024,
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 9,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 _ARGUMENTS = {"num_bits": 8, "type": "int", "symmetric": True}
 INT8 = {
     "quant_method": "compressed-tensors",
@@ -85,6 +103,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts, TP2 EP2": {"config": EXPERTS, "ranks": 2, "engine": {"tensor_parallel_size": 2, "enable_expert_parallel": True}},
     "dense, W8A8": {"config": DENSE | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "experts, W8A8": {"config": EXPERTS | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
+    "latent attention": {"config": LATENT, "ranks": 1, "engine": {}},
     "embedding (BERT)": {"config": BERT, "ranks": 1, "engine": {"runner": "pooling"}},
 }
 
@@ -112,15 +131,19 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     heads, kv_heads = text["num_attention_heads"], text.get("num_key_value_heads", text["num_attention_heads"])
     size = HIDDEN // heads if config is BERT else HEAD
     tokens, seen = (REQUESTS * PROMPT, REQUESTS * PROMPT) if step == "prefill" else (REQUESTS, REQUESTS * CACHED)
-    weights, router = (2 * heads + 2 * kv_heads) * size * HIDDEN // ranks, 0
+    hidden, cached = text["hidden_size"], 2 * kv_heads * size // ranks
+    weights, router = (2 * heads + 2 * kv_heads) * size * hidden // ranks, 0
+    if latent := text.get("kv_lora_rank"):
+        rank, rotated, cached = text["q_lora_rank"], text["qk_rope_head_dim"], latent + text["qk_rope_head_dim"]
+        weights = hidden * (rank + cached) + heads * (rank * (size + rotated) + latent * 2 * size + size * hidden)
     if "num_experts" in config:
         router = HIDDEN * config["num_experts"]
         weights += 3 * HIDDEN * config["moe_intermediate_size"] * config["num_experts"] // ranks
     else:
-        weights += (2 if config is BERT else 3) * HIDDEN * text["intermediate_size"] // ranks
-    cache = 0 if config is BERT else 2 * kv_heads * size * (seen + (tokens if step == "decode" else 0)) // ranks
+        weights += (2 if config is BERT else 3) * hidden * text["intermediate_size"] // ranks
+    cache = 0 if config is BERT else cached * (seen + (tokens if step == "decode" else 0))
     width = 1 if "quantization_config" in config else 2
-    return width * weights + 2 * (router + cache + 2 * tokens * HIDDEN), 2 * 2 * 2 * (ranks - 1) * tokens * HIDDEN // ranks
+    return width * weights + 2 * (router + cache + 2 * tokens * hidden), 2 * 2 * 2 * (ranks - 1) * tokens * hidden // ranks
 
 
 def per_layer(result: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,10 @@ OF_ONE_KEY_HEAD: dict[str, dict[str, Any]] = LAYOUTS | {
     "TP2 DCP2, 4 tokens in turn": {TP: 2, "cp_kv_cache_interleave_size": 4} | DCP,
     "TP2 DCP2 PP2": {TP: 2, PP: 2} | DCP,
 }
+OF_OPTIONS: dict[str, dict[str, Any]] = {
+    f"TP2 {name}": {TP: 2, "additional_config": {"ascend": {"platform": {name: True}}}}
+    for name in ("matmul_all_reduce", "shared_experts_stream")
+}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2, "hidden_size": 128}
 COMMON = ATTENTION | {
     "vocab_size": 512,
@@ -69,6 +73,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v3": latent.MODELS["deepseek-v3, yarn"],
+    "deepseek-v3.2": latent.MODELS["deepseek-v3.2, selected tokens"],
     # DeepSeek-V3's routing (sigmoids, groups, a bias for the choice, a shared expert, a dense first layer) with dense attention
     "glm4-moe": (
         "Glm4Moe",
@@ -185,7 +190,7 @@ def main() -> None:
     parser.add_argument("--launcher", choices=["mp", "external"], action="append", help="default: both")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")
     options = parser.parse_args()
-    every = OF_EXPERTS | OF_ONE_KEY_HEAD
+    every = OF_EXPERTS | OF_ONE_KEY_HEAD | OF_OPTIONS
     if unknown := set(options.layouts) - set(every):
         parser.error(f"no layout {', '.join(sorted(unknown))}; there are {'; '.join(every)}")
     columns = [
@@ -206,6 +211,7 @@ def main() -> None:
         for name in options.model or ["adder"]:
             model = ADDER if name == "adder" else make(name, Path(directory))
             known = {"adder": LAYOUTS, "one-key-head": OF_ONE_KEY_HEAD, "deepseek-v3": OF_LATENTS}.get(name, OF_EXPERTS)
+            known |= OF_OPTIONS
             half = options.dtype != "float32"  # all that mc2 takes
             taken = [layout for layout in known if half or "mc2" not in layout]
             for layout in options.layouts or taken:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import layouts, npus
-from harness.models import quantize
+from harness.models import latent, quantize
 from harness.models.quantize import Matrix, Spec
 
 COMMON: dict[str, Any] = {
@@ -84,6 +84,10 @@ EXPERTS = {
 }
 
 
+LATENT = {"ascend": [DYNAMIC, DYNAMIC]}
+MODELS = {"dense": DENSE, "experts": EXPERTS, "latent": LATENT}
+
+
 def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
     """The spec of a matrix by its name; ``only`` leaves all layers but one as they are.
 
@@ -92,7 +96,7 @@ def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
 
     def find(name: str) -> Spec | None:
         parts = name.split(".")
-        if "layers" not in parts or parts[-1] == "gate":
+        if "layers" not in parts or parts[-1] in ("gate", "kv_b_proj"):  # ModelSlim leaves these as they are
             return None
         layer = int(parts[parts.index("layers") + 1])
         if only not in (None, layer):
@@ -105,7 +109,7 @@ def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
 
 @functools.cache
 def float_model(kind: str, layers: int, directory: Path) -> Path:
-    """A model with random weights: dense with biases (Qwen2), or of experts (Qwen3-MoE)."""
+    """A model with random weights: dense with biases (Qwen2), of experts (Qwen3-MoE), or with latent attention (DeepSeek-V3)."""
     import torch
     import transformers
 
@@ -117,6 +121,12 @@ def float_model(kind: str, layers: int, directory: Path) -> Path:
         for layer in model.model.layers:
             for part in "qkv":
                 torch.nn.init.normal_(getattr(layer.self_attn, f"{part}_proj").bias, std=0.5)
+    elif kind == "latent":
+        own = latent.ALL | latent.GROUPS | {"q_lora_rank": 96, "intermediate_size": 512, "moe_intermediate_size": 128}
+        config = transformers.DeepseekV3Config(**COMMON | own | {"num_hidden_layers": layers})
+        model = transformers.DeepseekV3ForCausalLM(config)
+        for layer in model.model.layers[config.first_k_dense_replace :]:
+            torch.nn.init.normal_(layer.mlp.gate.e_score_correction_bias, std=0.05)
     else:
         config = transformers.Qwen3MoeConfig(
             **COMMON,
@@ -176,7 +186,7 @@ def make(
     """One of the models, whose layers have the schemes in turn: all, the first ``layers``, or only that one (-1: none)."""
     import torch
 
-    specs = (DENSE if kind == "dense" else EXPERTS)[form][: layers or None]
+    specs = MODELS[kind][form][: layers or None]
     source = float_model(kind, len(specs), directory)
     inputs, ranges = calibrated(source)
     target = directory / f"{kind}-{form}-{dtype}{'-c8' * cache}{'' if only is None else f'-{only}'}"
@@ -219,7 +229,7 @@ class Reference:
         """Replace a matrix in the reference."""
         numbers = own.numbers().float()
         base, _, last = name.rpartition(".")
-        if "experts" not in name:
+        if ".experts." not in name:
             self.model.get_submodule(name).weight.data = numbers
             return
         base, _, expert = base.rpartition(".")
@@ -338,7 +348,7 @@ def main() -> None:
     """See tools/check quantized."""
     parser = argparse.ArgumentParser(prog="tools/check quantized", description=__doc__)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"as in tools/check layouts (default: {', '.join(LAYOUTS)})")
-    parser.add_argument("--model", choices=["dense", "experts"], action="append", help="default: both")
+    parser.add_argument("--model", choices=[*MODELS], action="append", help="default: all")
     parser.add_argument("--format", choices=[*DENSE], action="append", help="default: both")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], action="append", help="default: both")
     parser.add_argument(
@@ -350,8 +360,8 @@ def main() -> None:
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     wrong, broken = 0, []
     with tempfile.TemporaryDirectory() as directory:
-        for kind in options.model or ["dense", "experts"]:
-            for form in options.format or DENSE:
+        for kind in options.model or MODELS:
+            for form in options.format or MODELS[kind]:
                 for dtype in options.dtype or ["bfloat16", "float16"]:
                     cache = kind == "dense" and form == "ascend"
                     model = make(kind, form, dtype, Path(directory), cache=cache)

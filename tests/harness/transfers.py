@@ -28,6 +28,12 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "TP2 to TP1": ({"devices": "0,1", "engine": TP2}, {"devices": "2"}, {}),
     "TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {}),
     "PP2 to TP1": ({"devices": "0,1", "engine": PP2}, {"devices": "2"}, {}),
+    "latent attention, TP2 to TP1": (
+        {"devices": "0,1", "engine": TP2},
+        {"devices": "2"},
+        {"kind": "deepseek-v3, yarn", "kill": 0},
+    ),
+    "latent attention, TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {"kind": "deepseek-v3, yarn", "kill": 0}),
     "windows": (ONE, OTHER | {"tiers": {"cpu_bytes_to_use": 200 << 20}}, {"windows": True, "layerwise": 0, "kill": 0}),
     "windows, TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {"windows": True, "layerwise": 0, "kill": 0}),
     "HCCL": (ONE, OTHER, {"transfer": {"transport": "hccl"}}),
@@ -61,9 +67,10 @@ def engines(chosen: list[str], requests: int) -> list[str]:
             case["transfer"] = {"transfer_timeout": 60} | more.get("transfer", {})
             if more.get("adder"):
                 case["model"] = str(checkout.ADDER)
-            if more.get("windows"):
-                case["model"] = str(Path(directory, "windows"))
-                kind_models.decoder(Path(case["model"]), "gemma3, windows between")
+            if kind := "gemma3, windows between" if more.get("windows") else more.get("kind"):
+                case["model"] = str(Path(directory, kind))
+                if not Path(directory, kind).exists():
+                    kind_models.decoder(Path(directory, kind), kind)
             if more.get("int8"):
                 case["model"] = str(quantized.make("dense", "ascend", "float16", Path(directory), cache=True, only=-1).path)
             program = [sys.executable, str(checkout.PROGRAMS / "serve_kv_transfer.py"), json.dumps(case)]

@@ -38,6 +38,7 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
         registry.write(kind, path)
         # sdpa leaves out soft caps
         exact = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        registry.publish(kind, path)
     except Exception as error:
         return {"result": "not built", "message": line_of(error)}
     try:

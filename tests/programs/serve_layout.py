@@ -37,11 +37,16 @@ def answer(completion: Any) -> dict[str, Any]:
 
 
 def attention_and_experts(engine: LLM) -> list[str]:
-    """Implementations of the engine's attention and MoE layers, and the all-to-all backends that were used."""
+    """Implementations of the engine's attention and MoE layers, the all-to-all backends that were used, and options in effect."""
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    kinds = {type(getattr(layer, "impl", None) or layer._quant_method).__name__ for layer in layers}
+    kinds = {type(getattr(layer, "impl", None) or getattr(layer, "_quant_method", layer)).__name__ for layer in layers}
     group = parallel_state._EP  # with dense models there is none
     manager = group and group.device_communicator and group.device_communicator.all2all_manager
+    (modules,) = engine.apply_model(lambda model: list(model.modules()))
+    if any(getattr(module, "fused_above", None) is not None for module in modules):
+        kinds.add("npu_mm_all_reduce_base")
+    if any(getattr(module, "_output_ready_event", None) for module in modules):
+        kinds.add("shared experts' stream")
     return sorted(kinds | getattr(manager, "used", set()))
 
 
@@ -70,7 +75,16 @@ def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
     mode = engine.llm_engine.vllm_config.compilation_config.cudagraph_mode
     # the V2 runner has no such event, and copies each step's inputs from other memory
     waits = engine.collective_rpc(lambda worker: getattr(worker.model_runner, "prepare_inputs_event", "") is not None)[0]
-    return {"results": answers(engine, case, mine), "kinds": attention_and_experts(engine), "mode": mode.name, "waits": waits}
+    before = outside_of_torch()
+    found = {"results": answers(engine, case, mine), "mode": mode.name, "waits": waits, "grown": outside_of_torch() - before}
+    return found | {"kinds": attention_and_experts(engine)}
+
+
+def outside_of_torch() -> int:
+    """Bytes of this NPU's memory that torch has not allocated, such as HCCL's buffers."""
+    torch.npu.synchronize()
+    free, total = torch.npu.mem_get_info()
+    return total - free - torch.npu.memory_reserved()
 
 
 def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]:
@@ -87,7 +101,9 @@ def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]
 def external_launcher(case: dict[str, Any]) -> dict[str, Any]:
     found = play(case, case["ranks"], lambda: rank_of_external_launcher(case))
     results = by_prompt([rank["results"] for rank in found], case)
-    return {"results": results, "kinds": found[0]["kinds"], "mode": found[0]["mode"], "waits": found[0]["waits"]}
+    return {"results": results, "grown": max(rank["grown"] for rank in found)} | {
+        name: found[0][name] for name in ("kinds", "mode", "waits")
+    }
 
 
 async def executor(case: dict[str, Any]) -> dict[str, Any]:

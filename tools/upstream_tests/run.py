@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 IMPORT = "(import)"
-START = 120  # seconds until a file is imported
+START = 120  # seconds until a file is imported, or the deadline of a case if that is longer
 REFUSED = re.compile(r"(\w+) is not emulated|legacy graph operator '(\w+)'")
 # Only the queue's thread knows the reason; with launches that block it arrives where it belongs.
 ELSEWHERE = re.compile(r"failed earlier|arguments were refused|Inner error is reported|synchronize failed")
@@ -41,6 +41,7 @@ class File:
             the names that refused.
         loaded: the file as a module that was imported before; its processes then go on behind a case that fails.
         chosen: with `loaded`, the cases to run; those in `cases` have been.
+        unskip: cases that the file skips for a reason with this text are run.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class File:
         loaded: types.ModuleType | None = None,
         chosen: Sequence[str] = (),
         cases: dict[str, dict] | None = None,
+        unskip: str = "",
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.path, self.name, self.fresh, self.deadline = path, name, fresh, deadline
-        self._imports, self._loaded = imports, loaded
+        self._imports, self._loaded, self._unskip = imports, loaded, unskip
         self.cases: dict[str, dict] = cases if cases is not None else {}
         self._log = logs / (name.replace("/", "-") + ".log")
         self._log.write_bytes(b"")
@@ -100,7 +102,7 @@ class File:
     def _start(self, blocking: bool = False) -> None:
         reader, writer = os.pipe()
         only = list(self._again) if blocking else self._left() if self._loaded else None
-        job = {"path": str(self.path), "done": [*self.cases], "only": only, "blocking": blocking}
+        job = {"path": str(self.path), "done": [*self.cases], "only": only, "blocking": blocking, "unskip": self._unskip}
         self._blocking = blocking
         with open(self._log, "ab") as log:
             if self.fresh:
@@ -124,7 +126,7 @@ class File:
         self._current: str | None = None
         self._listed = self._broken = False
         self._trouble = ""
-        self._until = time.monotonic() + START
+        self._until = time.monotonic() + max(START, self.deadline)
 
     def _read(self) -> bool:
         """Take in reports; false when the process has closed its end."""
@@ -246,6 +248,8 @@ def perform(module: types.ModuleType, job: dict, pipe: int, loaded: bool = False
 
     started = time.monotonic()
     try:
+        if job["unskip"]:
+            _run_skipped(job["unskip"])
         if not loaded:
             load(module, job["path"], Path(job["path"]).read_text(), _runners())
             tests = _flat(unittest.defaultTestLoader.loadTestsFromModule(module))
@@ -259,6 +263,12 @@ def perform(module: types.ModuleType, job: dict, pipe: int, loaded: bool = False
     report(cases=[_id(test) for test in tests])
     wanted = job["only"] if job["only"] is not None else [_id(test) for test in tests if _id(test) not in set(job["done"])]
     unittest.TestSuite(test for test in tests if _id(test) in set(wanted)).run(_Result(report, goes_on=loaded))
+
+
+def _run_skipped(text: str) -> None:
+    """Make `unittest.skip` skip nothing for a reason with this text."""
+    skip = unittest.skip
+    unittest.skip = lambda reason: (lambda case: case) if text in reason else skip(reason)  # type: ignore[assignment]
 
 
 def _runners() -> list:

@@ -150,6 +150,11 @@ torch_npu.npu_fused_infer_attention_score(
     torch.randn(2, 8, 64, **half), keys.view(64, 128, 128), values.view(64, 128, 128), actual_seq_lengths=[1, 2],
     actual_seq_lengths_kv=[130, 70], block_table=table, block_size=128, num_heads=8, num_key_value_heads=2, scale=0.1,
     input_layout="TND")
+latents, ropes = torch.randn(64, 128, 512, **half), torch.randn(64, 128, 64, **half)
+torch_npu.npu_fused_infer_attention_score_v2(
+    torch.randn(2, 8, 512, **half), latents, latents, query_rope=torch.randn(2, 8, 64, **half), key_rope=ropes,
+    actual_seq_qlen=[1, 2], actual_seq_kvlen=[130, 70], block_table=table, block_size=128, num_query_heads=8,
+    num_key_value_heads=1, softmax_scale=0.1, input_layout="TND")
 torch.nn.functional.embedding(torch.tensor([4, 9], device="npu"), torch.randn(1000, 64, **half))
 counts = torch.tensor([2, 0, 3, 0], device="npu")
 x, weights = torch.randn(5, 64, **half), torch.randn(4, 64, 32, **half)
@@ -162,10 +167,12 @@ torch.npu.synchronize()
     told = {event["name"]: event["args"] for event in tracing.events(path) if event["cat"] == "operator"}
     row = 2 * 64 * 2  # bytes of a token's keys
     assert told["aclnnScatterPaKvCache"]["bytes"] == 2 * 2 * 3 * row + 3 * 4
-    (attention,) = [arguments for name, arguments in told.items() if "FusedInferAttention" in name]
+    attention, latent = told["aclnnFusedInferAttentionScoreV3"], told["aclnnFusedInferAttentionScoreV4"]
     keys, queries = 2 * (130 + 70) * row, 2 * 2 * 8 * 64 * 2
     assert keys + queries <= attention["bytes"] < keys + queries + 1000  # lengths, table and sums besides
     assert attention["flops"] == 4 * 8 * 64 * (130 + 70)
+    keys, queries = (512 + 64 + 512) * (130 + 70) * 2, (512 + 64 + 512) * 2 * 8 * 2  # latents are read as keys and as values
+    assert keys + queries <= latent["bytes"] < keys + queries + 1000
     assert told["aclnnEmbedding"]["bytes"] == 2 * 2 * 64 * 2 + 2 * 8
     (product,) = [arguments for name, arguments in told.items() if "GroupedMatmul" in name]
     assert product["flops"] == 2 * 5 * 64 * 32

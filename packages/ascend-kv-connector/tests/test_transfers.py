@@ -17,6 +17,9 @@ from ascend_kv_connector.worker import P2PWorker
 LATENT = {"sizes": {"latent": 512, "rope": 64}, "total_heads": 1, "chunk_bytes": 9000}
 """Multi-head latent attention: all tensor-parallel ranks have the same cache."""
 
+INDEXED = LATENT | {"sizes": {"latent": 512, "rope": 64, "index": 128}}
+"""Sparse latent attention, whose indexer has keys of its own."""
+
 SHAPES = {
     "same": ({}, {}),
     "tp 1 to 2": ({}, {"tp": 2}),
@@ -43,6 +46,8 @@ SHAPES = {
         LATENT | {"device": "npu", "dtype": torch.bfloat16, "tp": 2},
         LATENT | {"device": "npu", "dtype": torch.bfloat16},
     ),
+    "latents and index, tp 2 to 1": (INDEXED | {"tp": 2}, INDEXED),
+    "latents and index, tp 1 to 2, other block size": (INDEXED | {"block_size": 8}, INDEXED | {"tp": 2}),
     "on the NPU": ({"device": "npu"}, {"device": "npu"}),
     "on the NPU, tp 2 to 1": ({"device": "npu", "tp": 2, "dtype": torch.bfloat16}, {"device": "npu", "dtype": torch.bfloat16}),
     "on the NPU, tp 1 to 2": ({"device": "npu", "dtype": torch.bfloat16}, {"device": "npu", "tp": 2, "dtype": torch.bfloat16}),

@@ -21,6 +21,7 @@ def test_num_graphs(mode: str, graphs: int) -> None:
 def test_num_streams_by_mode_of_hccl(groups: int, mode: str, streams: int) -> None:
     """Except with AIV a captured collective takes two streams, and each communicator some of its own."""
     assert capture_sizes.num_streams(100, groups, mode) == streams
+    assert capture_sizes.num_streams(100, groups, mode, own=2) == streams + 100  # of shared experts
 
 
 @pytest.mark.parametrize(("most", "each"), [(1800, 1), (1800, 2), (840, 1), (840, 3)])

@@ -1,9 +1,12 @@
 """Split of the KV cache into keys and values: views of the same memory."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ascend_platform import extension
 from ascend_platform.attention import kv_cache
+from ascend_platform.worker import worker
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -72,6 +75,25 @@ def test_layer_of_latent_attention_has_latents_and_rotated_keys():
     assert parts.latent.data_ptr() == allocated.data_ptr()
     assert parts.rope.data_ptr() == allocated.data_ptr() + parts.latent.nbytes
     kv_cache.check(config(["a"], kind=kind))
+
+
+def test_indexer_has_a_cache_of_its_keys():
+    kind = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=128, dtype=torch.float16)
+    layer = kv_cache.IndexCache("a", 128, SimpleNamespace(impl="impl", attn_backend="backend"))
+    layer.bind_kv_cache(allocate_kv_cache(config(["a"], kind=kind), torch.device("npu"), kv_cache.LAYOUT)["a"])
+    parts = extension.cache_parts(kv_cache.split_layer(layer))
+    assert {name: part.shape for name, part in parts.items()} == {"index": (BLOCKS, BLOCK_SIZE, 1, 128)}
+    assert parts["index"].is_contiguous()
+    assert (layer.impl, layer.get_attn_backend()) == ("impl", "backend")
+
+
+def test_latents_and_index_keys_are_one_group():
+    """Groups of other attention divide the memory by the blocks of the smallest."""
+    latents, index = (
+        MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=size, dtype=torch.float16) for size in (576, 128)
+    )
+    assert worker._block_bytes([latents, index, latents]) == BLOCK_SIZE * (2 * 576 + 128) * 2
+    assert worker._block_bytes([spec(), spec(), spec(SlidingWindowSpec, sliding_window=8)]) == spec().page_size_bytes
 
 
 def test_copy_of_kv_cache_blocks(caches):

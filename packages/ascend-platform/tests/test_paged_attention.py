@@ -4,11 +4,11 @@ import random
 
 import pytest
 import torch
-from ascend_platform.attention import paged
+from ascend_platform.attention import paged, sparse_latent
 from ascend_platform.attention.encoder import EncoderAttentionBackend
 from ascend_platform.attention.kv_cache import KVCachePair
 from ascend_platform.attention.latent import PagedLatentAttentionBackend
-from harness.latent_batches import LatentBatch
+from harness.latent_batches import LatentBatch, SparseLatentBatch
 from harness.paged_batches import PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
@@ -36,6 +36,18 @@ def test_latent_attention(widths, kind):
     rng = random.Random(kind)
     batch = LatentBatch(3, widths, torch.float32, pairs(kind, rng, 3, 300), rng)
     torch.testing.assert_close(batch.run(PagedLatentAttentionBackend).double(), batch.expected(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("widths", "indexer"), [((512, 64), (16, 128)), ((96, 32), (5, 24))])
+@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("max_elements", [1 << 24, 1 << 11])
+def test_sparse_latent_attention(widths, indexer, kind, max_elements, monkeypatch):
+    monkeypatch.setattr(sparse_latent, "MAX_ELEMENTS", max_elements)
+    rng = random.Random(kind)
+    batch = SparseLatentBatch(3, widths, torch.float32, pairs(kind, rng, 3, 120), rng, count=24, indexer=indexer)
+    chosen, output = batch.run_sparse(sparse_latent.PagedSparseLatentAttentionBackend)
+    batch.check_selected(chosen, bound=1e-4)
+    torch.testing.assert_close(output.double(), batch.expected_of(chosen), atol=2e-5, rtol=2e-5)
 
 
 BEYOND = {

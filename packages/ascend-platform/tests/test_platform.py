@@ -167,7 +167,10 @@ def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connecto
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "state-space layers"),
+        (
+            {"architectures": ["BailingMoeV2_5ForCausalLM"], "layer_group_size": 2},
+            r"state-space or linear attention layers \(BailingMoeV2_5ForCausalLM\)",
+        ),
     ],
 )
 def test_unsupported_models_are_refused_in_one_line(model, changes, named):
@@ -239,6 +242,38 @@ def test_numa_binding_follows_the_topology_and_is_disabled_if_unknown(model, mon
     assert "numactl is not installed" in lines[-2][1] + lines[-1][1]
     (tmp_path / "numactl").touch(mode=0o755)
     assert engine_config(model(), numa_bind=True).parallel_config.numa_bind_nodes == [1, 0]
+
+
+def test_workers_are_bound_by_default_where_the_topology_is_known(model, monkeypatch, tmp_path):
+    (tmp_path / "numactl").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(host, "numa_nodes", lambda: ([1, 0], ""))
+    monkeypatch.setattr(host, "has_numa_nodes", lambda: True)
+    assert engine_config(model()).parallel_config.numa_bind_nodes == [1, 0]
+    off = {"additional_config": {"ascend": {"platform": {"numa_bind": False}}}}
+    assert engine_config(model(), **off).parallel_config.numa_bind is False
+    monkeypatch.setattr(host, "numa_nodes", lambda: ([], "npu-smi info failed"))
+    assert engine_config(model()).parallel_config.numa_bind is False
+    monkeypatch.setattr(host, "has_numa_nodes", lambda: False)
+    monkeypatch.setattr(host, "numa_nodes", lambda: pytest.fail("npu-smi is asked on a machine with one NUMA node"))
+    assert engine_config(model()).parallel_config.numa_bind is False
+
+
+@pytest.mark.parametrize(
+    ("options", "engine", "refusal"),
+    [
+        ({"matmul_all_reduce": 1}, {}, 'platform.matmul_all_reduce" is 1; supported: true, false'),
+        ({"matmul_all_reduce": True}, {}, "not supported with --tensor-parallel-size 1 on Ascend910B1; supported: 2, 4, 8"),
+        (
+            {"matmul_all_reduce": True},
+            {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+            "matmul_all_reduce is not supported with torch.compile; fix: remove it",
+        ),
+    ],
+)
+def test_options_of_performance_are_checked(model, options, engine, refusal):
+    with pytest.raises(ValueError, match=refusal):
+        engine_config(model(), additional_config={"ascend": {"platform": options}}, **engine)
 
 
 def test_unknown_option_is_refused(model):

@@ -239,21 +239,33 @@ WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
 
 def test_quantized_weights_of_layers_that_vllm_keeps_unquantized_are_refused():
-    """The indexer's wk of DeepSeek-V3.2 has no quantization method in vLLM: its integers would be loaded as numbers."""
     layer = "model.layers.0.self_attn"
-    description = {f"{layer}.{name}.weight": "W8A8_DYNAMIC" for name in ("o_proj", "indexer.wk")}
+    description = {f"{layer}.{name}.weight": "W8A8_DYNAMIC" for name in ("o_proj", "compressor.wkv")}
     description |= {f"model.layers.{number}.mlp.experts.0.gate_proj.weight": "W8A8_DYNAMIC" for number in (0, 61)}
-    description |= {f"{layer}.indexer.k_norm.weight": "FLOAT"}
+    description |= {f"{layer}.compressor.norm.weight": "FLOAT"}
     config = modelslim.ModelSlimConfig(description)
     config._asked |= {f"{layer}.o_proj", "model.layers.0.mlp.experts"}
     made = torch.nn.Module()
-    for path in ("model", "model.layers", "model.layers.0", layer, f"{layer}.indexer", "model.layers.0.mlp"):
+    for path in ("model", "model.layers", "model.layers.0", layer, f"{layer}.compressor", "model.layers.0.mlp"):
         parent, _, name = path.rpartition(".")
         made.get_submodule(parent).add_module(name, torch.nn.Module())
-    with pytest.raises(ValueError, match=r"indexer\.wk\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "):
+    with pytest.raises(
+        ValueError, match=r"compressor\.wkv\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "
+    ):
         config.check_loaded(made)
-    config.description[f"{layer}.indexer.wk.weight"] = "FLOAT"
+    config.description[f"{layer}.compressor.wkv.weight"] = "FLOAT"
     config.check_loaded(made)
+
+
+@pytest.mark.parametrize("name", ["wk", "weights_proj"])
+def test_quantized_weights_of_an_indexer_are_refused_before_they_are_loaded(name):
+    """The indexer's wk of DeepSeek-V3.2 has no quantization method in vLLM: its integers would be loaded as numbers."""
+    weight = f"model.layers.0.self_attn.indexer.{name}.weight"
+    assert modelslim.ModelSlimConfig({weight: "FLOAT"}).description
+    with pytest.raises(
+        ValueError, match=rf"indexer\.{name}\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "
+    ):
+        modelslim.ModelSlimConfig({weight: "W8A8_DYNAMIC"})
 
 
 def test_modelslim_checkpoint_is_detected(model):

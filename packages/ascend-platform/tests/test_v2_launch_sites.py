@@ -15,7 +15,6 @@ from vllm import SamplingParams
 from vllm import __version__ as vllm_version
 
 SITES = launch_sites.sites()
-ELSEWHERE = {"state-space layers"}  # refused with any runner, by config/unsupported.py
 supported = pytest.mark.skipif(
     Version(vllm_version).release < Version(overrides.SINCE).release, reason="vLLM's V2 runner is another"
 )
@@ -82,7 +81,7 @@ def test_state_is_true(site: launch_sites.Site) -> None:
             found = vars(found)[name]
         assert callable(found)
     elif site.state == "refused":
-        names = {feature.name for feature in model_runner.FEATURES} | set(model_runner.REQUEST_FEATURES) | ELSEWHERE
+        names = {feature.name for feature in model_runner.FEATURES} | set(model_runner.REQUEST_FEATURES)
         assert site.by in names
     else:
         assert site.state == "unreachable"

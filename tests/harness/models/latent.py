@@ -21,6 +21,8 @@ BIASED: dict[str, Any] = {
     "scoring_func": "sigmoid",
 }  # of the published files; Hugging Face has them in its class
 GROUPS: dict[str, Any] = BIASED | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+INDEXER = {"index_topk": 32, "index_n_heads": 32, "index_head_dim": 128}
+"""With many heads, no score is the sum of nothing but zeros, which several keys would share."""
 OTHER_WIDTHS = {"kv_lora_rank": 96, "head_dim": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 48, "v_head_dim": 80}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2, groups of experts": (
@@ -44,6 +46,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | BIASED
         | {"q_lora_rank": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "qk_nope_head_dim": 192, "v_head_dim": 256}
         | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "deepseek-v3.2, selected tokens": ("DeepseekV32", ALL | GROUPS | INDEXER | {"q_lora_rank": 96, "rope_parameters": YARN}),
+    "glm-5, shared selections": (
+        "GlmMoeDsa",
+        ALL
+        | BIASED
+        | INDEXER
+        | {"num_hidden_layers": 4, "q_lora_rank": 96, "num_attention_heads": 6, "num_key_value_heads": 6}
+        | {"qk_nope_head_dim": 192, "v_head_dim": 256, "index_topk_freq": 2, "indexer_rope_interleave": True},
     ),
     "deepseek-v3, other widths": ("DeepseekV3", ALL | GROUPS | OTHER_WIDTHS | {"q_lora_rank": 64}),
 }

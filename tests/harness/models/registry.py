@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "index_topk": 16,
-    "index_n_heads": 4,
+    "index_n_heads": 32,  # of fewer, several keys may have a score of 0
     "index_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -50,11 +50,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
     | {"activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 32, "global_head_dim": 64}
     | {"enable_moe_block": True, "top_k_experts": 2},
-    "dbrx": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 64}, "attn_config": {"kv_n_heads": 2}},
+    "dbrx": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 64}}
+    | {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64}
+    | {"indexer_budget": 64, "indexer_compress_ratio": 4},
     "gpt2": {"n_inner": None},
     "gptj": {"rotary_dim": 16, "n_inner": None},
     "falcon": {"num_kv_heads": 4, "multi_query": False, "ffn_hidden_size": 512},
-    "mamba2": {"num_heads": 4, "head_dim": 64},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 64, "n_groups": 1},  # transformers has no groups in its norm
+    "nemotron_h": {"n_groups": 2, "mamba_head_dim": 64, "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 2, "n_mamba_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "hy_v3": {"qk_norm": True},
     "glm4_moe": {"head_dim": 64},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
@@ -66,14 +75,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 STORED: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "deepseek_v32": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": True},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
     "lfm2": {"block_dim": 128, "conv_dim": 128, "block_ff_dim": 256},
     "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 0, 1], "moe_layer_freq": [0, 1, 1, 1]}
+    | {"layernorm_epsilon": 1e-6, "swa_head_dim": 64, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
+    | {"swa_v_head_dim": 128, "attention_bias": False},
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
 }
 """Values that published checkpoints have in config.json, that vLLM reads, and that transformers' class leaves out."""
+
+RENAMED = {"olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}}
+"""Names of tensors in published checkpoints, as vLLM reads them, by the names that transformers writes."""
 
 WINDOW = 24
 
@@ -98,6 +115,17 @@ def others() -> list[str]:
     return sorted(set(_TEXT_GENERATION_MODELS) - set(families()), key=str.lower)
 
 
+def _rename(path: Path, names: dict[str, str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    found = {}
+    for name, tensor in load_file(path).items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        found[name] = tensor
+    save_file(found, path, {"format": "pt"})
+
+
 def write(kind: str, path: Path) -> None:
     """Write a model of a type with random weights."""
     import torch
@@ -117,5 +145,22 @@ def write(kind: str, path: Path) -> None:
         if name.endswith(("sinks", "bias", "e_score_correction_bias")) and weight.is_floating_point():
             torch.nn.init.normal_(weight, std=0.1)
     model.save_pretrained(path)
+    if renamed := RENAMED.get(kind):
+        _rename(path / "model.safetensors", renamed)
     stored = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(stored | STORED.get(kind, {})))
+
+
+def publish(kind: str, path: Path) -> None:
+    """Change the weights to those that published checkpoints have, where transformers writes others."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    if kind == "axk1":  # also the dense layer has this norm, which nothing uses
+        norm = {"model.layers.0.post_mlp_layernorm.weight": torch.ones(SIZES["hidden_size"])}
+        save_file(load_file(file) | norm, file, {"format": "pt"})
+    if kind == "longcat_flash":  # identity experts have none
+        identity = tuple(f".experts.{SIZES['n_routed_experts'] + number}." for number in range(2))
+        kept = {name: weight for name, weight in load_file(file).items() if not any(part in name for part in identity)}
+        save_file(kept, file, {"format": "pt"})

@@ -61,6 +61,7 @@ QWEN_EXPERTS = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_
 LATENT: dict[str, Any] = (
     latent.WIDTHS | latent.BIASED | {"q_lora_rank": 96, "num_key_value_heads": 4, "partial_rotary_factor": 1.0}
 )
+SPARSE = latent.INDEXER | {"index_topk": 16, "indexer_rope_interleave": True, "index_share_for_mtp_iteration": True}
 MARGIN = 0.06  # times HIDDEN: the logit of the next token
 
 
@@ -104,13 +105,13 @@ def _shrink(model: torch.nn.Module, size: float, seed: int) -> None:
 
 
 def target(directory: Path, family: str = "Llama", seed: int = 3, size: float = 0.12) -> Path:
-    """A model of a family of Hugging Face's; Glm4Moe and DeepseekV3 have a layer for one more token's prediction (MTP)."""
+    """A model of a family of Hugging Face's; Glm4Moe, DeepseekV3 and GlmMoeDsa have a layer for MTP."""
     path = directory / f"{family.lower()}-{seed}"
     if path.exists():
         return path
-    mtp = family in ("Glm4Moe", "DeepseekV3")
+    mtp = family in ("Glm4Moe", "DeepseekV3", "GlmMoeDsa")
     shape = SHAPE | (EXPERTS | {"num_hidden_layers": SHAPE["num_hidden_layers"] + 1} if mtp else {})
-    special: dict[str, dict[str, Any]] = {"Qwen3Moe": QWEN_EXPERTS, "DeepseekV3": LATENT}
+    special: dict[str, dict[str, Any]] = {"Qwen3Moe": QWEN_EXPERTS, "DeepseekV3": LATENT, "GlmMoeDsa": LATENT | SPARSE}
     shape |= special.get(family, {})
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
     _shrink(model, size, seed)
@@ -133,7 +134,7 @@ def _add_mtp(path: Path) -> None:
     weights[last + "embed_tokens.weight"] = embedding()
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
-    for key in ("layer_types", "mlp_layer_types"):
+    for key in ("layer_types", "mlp_layer_types", "indexer_types"):
         if key in config:
             config[key] = config[key][:layers]
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}))

@@ -14,6 +14,7 @@ def register() -> None:
 def _offer() -> None:
     extension.offer("attention.dense", "ascend_attention.dense.FusedAttentionBackend")
     extension.offer("attention.latent", "ascend_attention.latent.FusedLatentAttentionBackend")
+    extension.offer("attention.latent_sparse", "ascend_attention.sparse_latent.FusedSparseLatentAttentionBackend")
     extension.offer("attention.sinks", "ascend_attention.sinks.SinkAttentionBackend")
     extension.offer("attention.encoder", "ascend_attention.encoder.FusedEncoderAttentionBackend")
     extension.offer("attention.vision", "ascend_attention.encoder.FusedMMEncoderAttention")

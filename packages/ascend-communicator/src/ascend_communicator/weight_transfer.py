@@ -5,8 +5,9 @@ is rank 0 of a separate group with all workers. Parameters are sent in buffers o
 without ``packed``.
 """
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -24,9 +25,14 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 
 from ascend_communicator.pyhccl import PyHcclCommunicator
 
+CONNECT_SECONDS = 300.0
+"""For the trainer and all workers to join the group: the timeout of vLLM's store and of its HTTP client."""
 
-def connect(address: str, port: int, rank: int, world_size: int) -> PyHcclCommunicator:
-    """Join the trainer's group on the current NPU, through a store at rank 0's address and port."""
+
+def connect(address: str, port: int, rank: int, world_size: int, device: torch.device | int | None = None) -> PyHcclCommunicator:
+    """Join the trainer's group on an NPU, by default the current one, through a store at rank 0's address and port."""
+    if device is not None:
+        torch.npu.set_device(device)
     group = StatelessProcessGroup.create(host=address, port=port, rank=rank, world_size=world_size)
     return PyHcclCommunicator(group, torch.npu.current_device())
 
@@ -117,6 +123,7 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
 
         Raises:
             ValueError: ``source`` is missing.
+            TimeoutError: a worker did not join within ``CONNECT_SECONDS``. The client's errors are raised at once.
         """
         if source is None:
             raise ValueError("trainer_init needs a source, such as vLLM's ModuleSource(model)")
@@ -125,10 +132,18 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
         if engine.is_sender:
             where: dict[str, Any] = {"master_address": init_info.master_address, "master_port": init_info.master_port}
             theirs = NCCLWeightTransferInitInfo(rank_offset=1, world_size=init_info.world_size, **where, **wire)
-            with ThreadPoolExecutor(max_workers=1) as thread:  # the call returns once this rank has joined
-                request = thread.submit(client.init_weight_transfer_engine, worker_init_payload(theirs))
-                engine.model_update_group = connect(init_info.master_address, init_info.master_port, 0, init_info.world_size)
-                request.result()
+            address = init_info.master_address, init_info.master_port, 0, init_info.world_size
+            request = _start(client.init_weight_transfer_engine, worker_init_payload(theirs))  # returns once this rank has joined
+            joined = _start(connect, *address, torch.npu.current_device())
+            done, waiting = wait((request, joined), CONNECT_SECONDS, FIRST_EXCEPTION)
+            for each in done:
+                each.result()
+            if waiting:
+                raise TimeoutError(
+                    f"weight transfer: the {init_info.world_size - 1} workers did not join the group at {address[0]} port "
+                    f"{address[1]} in {CONNECT_SECONDS:g} s; fix: check that vllm serve reaches this address, and world_size"
+                )
+            engine.model_update_group = joined.result()
         return engine
 
     def _broadcast(self, source: WeightSource, meta: list[ParamMeta]) -> None:
@@ -146,3 +161,17 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
 
     def _post_send_sync(self) -> None:
         torch.npu.current_stream().synchronize()
+
+
+def _start(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call a function in a daemon thread, which the process does not wait for at its end."""
+    future: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:  # for whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=call, name="ascend-weight-transfer", daemon=True).start()
+    return future

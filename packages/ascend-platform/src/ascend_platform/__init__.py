@@ -44,6 +44,7 @@ def _activate() -> None:
     if requirements.version("vllm").startswith(("0.31.", "0.32.")):
         _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # otherwise vLLM chooses; see ascend_platform/config/model_runner.py
+    _pin("VLLM_USE_BREAKABLE_CUDAGRAPH", "0", "it captures by torch.cuda; cudagraph_mode PIECEWISE splits compiled models")
     _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
     watchdog.exit_when_parent_exits()
     sockets.replace_foreign_directory()

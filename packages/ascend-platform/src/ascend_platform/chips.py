@@ -7,7 +7,10 @@ torch nor vLLM, because ``ascend_platform.extension`` imports it.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class ChipFamily:
         token_unpermute: npu_moe_token_unpermute.
         finalize_dropped: npu_moe_finalize_routing with dropped rows (drop_pad_mode 3).
         weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which its documentation recommends.
+        matmul_all_reduce: tensor-parallel sizes of npu_mm_all_reduce_base.
         mc2: MC2's algorithms, None without its operators.
     """
 
@@ -74,6 +78,7 @@ class ChipFamily:
     token_unpermute: bool = False
     finalize_dropped: bool = False
     weight_nz: bool = False
+    matmul_all_reduce: frozenset[int] = frozenset()
     mc2: MC2 | None = None
 
     def lacks(self, *operators: str) -> list[str]:
@@ -89,11 +94,14 @@ ALL_OPERATORS = frozenset(
         "npu_fused_infer_attention_score_v2",
         "npu_fusion_attention",
         "npu_gemma_rms_norm",
+        "npu_lightning_indexer",
         "npu_moe_gating_top_k",
         "npu_moe_init_routing_v2",
         "npu_mrope",
         "npu_rms_norm",
+        "npu_scatter_nd_update_",
         "npu_scatter_pa_kv_cache",
+        "npu_sparse_flash_attention",
         "npu_swiglu",
     }
 )
@@ -111,6 +119,7 @@ FAMILIES = (
         moe_routing=True,
         token_unpermute=True,
         finalize_dropped=True,
+        matmul_all_reduce=frozenset({2, 4, 8}),
         mc2=MC2(
             MC2Algorithm("fullmesh", frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32), True),
             MC2Algorithm("hierarchy", frozenset({16, 32, 64}), 512, range(32, 10240 + 1, 32), True),
@@ -170,6 +179,7 @@ class ChipFigures:
         collective_us: time of a collective without data, in microseconds.
         link_gbs: GB/s to each other NPU of the node, in one direction; 0 where ``injection_gbs`` is the limit.
         injection_gbs: GB/s out of one NPU in one direction, to any number of peers of the node.
+        source: report whose times ``bandwidth_gbs``, ``tflops`` and the collectives' are; empty: published figures.
     """
 
     name: str
@@ -181,6 +191,7 @@ class ChipFigures:
     collective_us: float
     link_gbs: float = 0.0
     injection_gbs: float = 0.0
+    source: str = ""
 
     def send_gbs(self, ranks: int) -> float:
         """GB/s that an NPU sends to ``ranks`` - 1 peers at once."""
@@ -218,3 +229,36 @@ FIGURES = {
 def figures_of(chip: str) -> ChipFigures | None:
     """The figures of a chip by its name, or None."""
     return FIGURES.get(chip) or next((each for each in FIGURES.values() if chip.startswith(each.name)), None)
+
+
+def measured(figures: ChipFigures, path: Path) -> ChipFigures:
+    """The figures with the times of a report of ``ascend-emulator verify``, where it has them.
+
+    Raises:
+        ValueError: not a report of a real NPU of this chip, or without times.
+    """
+    try:
+        cases = json.loads(path.read_text())["cases"]
+        facts = cases["environment"]["environment"]["facts"]
+        soc, emulated = facts["soc"], facts["emulated"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a report of `ascend-emulator verify`: {type(error).__name__} {error}") from None
+    if emulated:
+        raise ValueError(f"{path} is a report of the emulator, whose times are those of a CPU; fix: a report of an NPU")
+    if not soc.startswith(figures.name):
+        raise ValueError(f"{path} is a report of {soc}; fix: --soc {soc}, or a report of {figures.name}")
+    found = {name: record.get("facts", {}) for part in ("timings", "collectives") for name, record in cases.get(part, {}).items()}
+    reduced = found.get("two-npus", {}).get("all_reduce", {})  # by bytes
+    shortest = min((each["microseconds"] for each in reduced.values()), default=None)
+    # between two ranks an all-reduce sends each byte once
+    link = "injection_gbs" if figures.injection_gbs else "link_gbs"
+    times = {
+        "bandwidth_gbs": found.get("one-token-by-a-matrix", {}).get("gb_per_second"),
+        "tflops": found.get("matmul-bfloat16", {}).get("best") or found.get("matmul-float16", {}).get("best"),
+        "collective_us": shortest,
+        link: max((each["gb_per_second"] for each in reduced.values()), default=None),
+    }
+    replaced = {name: value for name, value in times.items() if value}
+    if not replaced:
+        raise ValueError(f"{path} has no times; fix: ascend-emulator verify --only timings,collectives on the NPU")
+    return dataclasses.replace(figures, source=path.name, **replaced)

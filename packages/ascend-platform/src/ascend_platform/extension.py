@@ -20,6 +20,7 @@ from ascend_platform.attention.base import (
     AttentionFeature,
     AttentionImplBase,
     LatentAttentionImplBase,
+    SparseLatentAttentionImplBase,
     deferred_host_lengths,
     draft_length_bounds,
     graph_task,
@@ -42,6 +43,7 @@ __all__ = [
     "Chip",
     "LatentAttentionImplBase",
     "RefusedError",
+    "SparseLatentAttentionImplBase",
     "allowed",
     "cache_parts",
     "chip",
@@ -100,7 +102,7 @@ def chip() -> Chip:
 
 
 def cache_parts(kv_cache: Any) -> dict[str, Any]:
-    """The tensors of one layer's KV cache, by name: ``key`` and ``value``, or ``latent`` and ``rope``.
+    """The tensors of one layer's KV cache, by name: ``key`` and ``value``, ``latent`` and ``rope``, or ``index``.
 
     Each is contiguous, ``[blocks, block_size, kv_heads, width]`` in the cache's dtype: block ``b`` is the run of
     ``stride(0)`` elements at ``data_ptr() + b * stride(0) * element_size()``. ``kv_cache`` is what an attention's ``forward`` and

@@ -132,6 +132,14 @@ def visible(listed: str, npus: int) -> int:
     return len(ids)
 
 
+def has_numa_nodes(online: Path = Path("/sys/devices/system/node/online")) -> bool:
+    """Whether this machine has several NUMA nodes, by the kernel."""
+    try:
+        return online.read_text().strip() not in ("", "0")
+    except OSError:
+        return False
+
+
 def numa_nodes(devices: Path = PCI_DEVICES, listing: str | None = None) -> tuple[list[int], str]:
     """The NUMA node of each visible NPU, or no nodes and the reason why they are unknown.
 

@@ -333,6 +333,15 @@ OVERRIDES: tuple[Override, ...] = (
         {"0.31": "6b69b33dab0e"},
     ),
     Override(
+        "vllm.model_executor.layers.fused_moe.runner.shared_experts:SharedExperts",
+        "replaced",
+        "it takes a second stream on CUDA alone",
+        "aux_stream and the class's order ask the platform",
+        {"0.31": "ae6b09963e9e", "0.33": "9c08c18729cd"},
+        replaced_in=("vllm.model_executor.layers.fused_moe.runner.moe_runner",),
+        kept_in=("vllm.model_executor", "vllm.models", "vllm.lora"),  # in annotations
+    ),
+    Override(
         f"{_ROUTER}grouped_topk_router:grouped_topk",
         "replaced",
         "npu_moe_gating_top_k does it in one operator, and the router has no hook",

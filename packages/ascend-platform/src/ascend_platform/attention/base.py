@@ -209,6 +209,43 @@ class LatentAttentionImplBase(AttentionImplBase):
         return slot_mapping.clamp_min(0) if get_forward_context().attn_metadata is None else slot_mapping
 
 
+class SparseLatentAttentionImplBase(LatentAttentionImplBase):
+    """Mixin for vLLM's ``MLAAttentionImpl``: latent attention of each token to the tokens that an indexer has selected (DSA).
+
+    The indexer's keys are a KV cache layer with the same backend and metadata, ``[blocks, block_size, 1, index_head_dim]``.
+    Beyond ``forward_mqa`` an implementation has two methods::
+
+        write_index(key, index_cache, attn_metadata)
+        select(query, weights, index_cache, attn_metadata, selected)
+
+    ``write_index`` stores keys ``[tokens, index_head_dim]``. ``select`` writes to ``selected``, int32 ``[tokens, index_topk]``,
+    the positions of the visible keys with the largest sums over heads of ``weights * relu(query @ key)``, and -1 beyond; query is
+    ``[tokens, heads, index_head_dim]`` and weights ``[tokens, heads]``.
+
+    Attributes:
+        indexer: the layer's, or None if it uses the selection of an earlier layer.
+        topk_indices_buffer: int32 ``[tokens, index_topk]``, the selection, shared by layers.
+    """
+
+    is_sparse = True
+    supports_dense_mha_prefill = False
+
+    def __init__(
+        self, *args: Any, indexer: Any = None, topk_indices_buffer: Any = None, index_group_builder: Any = None, **extra: Any
+    ) -> None:
+        """Take the arguments of vLLM's sparse ``MLAAttentionImpl``; see :class:`LatentAttentionImplBase`."""
+        super().__init__(*args, **extra)
+        self.indexer, self._topk_indices_buffer = indexer, topk_indices_buffer
+
+    @property
+    def topk_indices_buffer(self) -> Any:
+        """The indexer's, where there is one: vLLM lets a drafter's indexers share the target's buffer after construction."""
+        return self._topk_indices_buffer if self.indexer is None else self.indexer.topk_indices_buffer
+
+    def record_logical_topk_ready(self) -> None:
+        """Nothing: for vLLM's cache of selected tokens on the host (HiSparse)."""
+
+
 @dataclass(frozen=True)
 class Rejected:
     """Rejected draft tokens, which ``seq_lens_cpu_upper_bound`` counts.

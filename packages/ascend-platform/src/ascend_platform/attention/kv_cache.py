@@ -4,20 +4,25 @@ vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, b
 ``allocate_kv_cache``). In the layout LBNHC a layer is one contiguous region, whose first part becomes the keys and whose second
 part becomes the values: same bytes, same block numbers, different order within the region. Code that needs the address of a
 block (attention, block copies, KV connectors, offloading) starts from :class:`KVCachePair`: a block of one layer is the two
-contiguous runs ``key[block]`` and ``value[block]``. Latent attention has a :class:`PagedLatent` instead.
+contiguous runs ``key[block]`` and ``value[block]``. Latent attention has a :class:`PagedLatent` instead, and an indexer a
+:class:`PagedIndex`.
 """
 
 from typing import Any, NamedTuple
 
 import torch
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
     iter_layer_specs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -25,7 +30,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 LAYOUT = KVCacheLayout.LBNHC
 """vLLM's KV cache layout in which a layer is contiguous; our attention backends request it."""
 
-SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec, MLAAttentionSpec)
+SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec, MLAAttentionSpec, MambaSpec)
 
 
 class KVCachePair(NamedTuple):
@@ -62,8 +67,43 @@ class PagedLatent(NamedTuple):
         return self.latent.device
 
 
-def split_layer(layer: Any) -> KVCachePair | PagedLatent:
+class PagedIndex(NamedTuple):
+    """Keys of one layer's indexer (sparse latent attention).
+
+    Attributes:
+        index: ``[blocks, block_size, 1, index_head_dim]``, contiguous.
+    """
+
+    index: torch.Tensor
+
+
+class IndexCache(torch.nn.Module, AttentionLayerBase):
+    """KV cache layer of an indexer's keys, in the model's dtype. Its backend is that of the attention that it selects for."""
+
+    def __init__(self, prefix: str, head_size: int, attention: Any) -> None:
+        super().__init__()
+        self.prefix, self.head_size, self.impl = prefix, head_size, attention.impl
+        self.attn_backend = attention.attn_backend
+        self.kv_cache: Any = torch.tensor([])
+
+    def get_attn_backend(self) -> Any:
+        return self.attn_backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MLAAttentionSpec:
+        return MLAAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            max_tp_shards=1,
+            head_size=self.head_size,
+            dtype=vllm_config.model_config.dtype,
+            cache_role=SparseCacheRole.INDEXER,
+        )
+
+
+def split_layer(layer: Any) -> KVCachePair | PagedLatent | PagedIndex:
     """Split the region that vLLM has bound to an attention layer into its parts, as views."""
+    if isinstance(layer, IndexCache):
+        return PagedIndex(_split(layer.kv_cache, layer.head_size)[0])
     if isinstance(layer, MLAAttention):  # vLLM binds it without the dimension of heads
         return PagedLatent(*_split(layer.kv_cache.unsqueeze(1), layer.kv_lora_rank))
     return split_kv_cache(layer.kv_cache, layer.head_size)
@@ -101,7 +141,7 @@ def check(config: KVCacheConfig) -> None:
     only if all groups divide a block's bytes in the same way.
 
     Raises:
-        NotImplementedError: a state cache, a compressed cache, chunked attention, or groups with different block shapes.
+        NotImplementedError: a compressed cache, chunked attention, or groups with different block shapes.
     """
     # vLLM's runner adds a group for encoder-only layers, which have no cache
     groups = [group for group in config.kv_cache_groups if not isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec)]
@@ -110,7 +150,8 @@ def check(config: KVCacheConfig) -> None:
         raise NotImplementedError(
             f"KV cache spec {', '.join(others)} is not supported; {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)} are"
         )
-    shapes = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype)) for spec in specs}
+    paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]  # states go into a block as it is, see state_cache.py
+    shapes = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype)) for spec in paged}
     if len(groups) > 1 and len(shapes) > 1:
         raise NotImplementedError(
             f"the model's KV cache groups share memory but have blocks of different shapes {sorted(shapes)}; "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 BUILT_IN_ATTENTION = "ascend_platform.attention.paged.PagedAttentionBackend"
 BUILT_IN_ENCODER = "ascend_platform.attention.encoder.EncoderAttentionBackend"
 BUILT_IN_LATENT = "ascend_platform.attention.latent.PagedLatentAttentionBackend"
+BUILT_IN_SPARSE_LATENT = "ascend_platform.attention.sparse_latent.PagedSparseLatentAttentionBackend"
 
 
 def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, str]:
@@ -29,8 +30,10 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
         RefusedError: neither backend supports the layer.
     """
     slot = "encoder" if config.attn_type == "encoder_only" else "sinks" if config.has_sink else "dense"
-    slot = "latent" if config.use_mla else slot
-    built_in = {"encoder": BUILT_IN_ENCODER, "latent": BUILT_IN_LATENT}.get(slot, BUILT_IN_ATTENTION)
+    if config.use_mla:
+        slot = "latent_sparse" if config.use_sparse else "latent"
+    own = {"encoder": BUILT_IN_ENCODER, "latent": BUILT_IN_LATENT, "latent_sparse": BUILT_IN_SPARSE_LATENT}
+    built_in = own.get(slot, BUILT_IN_ATTENTION)
     reason = f"ascend-attention is {extension.state('ascend-attention')}"
     if path := extension.offered(f"attention.{slot}"):
         reasons = _unsupported_reasons(path, config, model)
@@ -60,6 +63,11 @@ def _unsupported_reasons(path: str, config: "AttentionSelectorConfig", model: An
     return reasons + [f"{host.chip()} has no {operator}" for operator in lacking]
 
 
+def is_sparse(model: Any) -> bool:
+    """Whether the model has sparse latent attention (DSA)."""
+    return model is not None and model.use_mla and hasattr(model.hf_text_config, "index_topk")
+
+
 def describe_backend(vllm_config: "VllmConfig") -> str:
     """Describe the model's attention backend for the log: ``fused (...)``, ``built-in PyTorch (reason)`` or ``none (error)``."""
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -69,6 +77,7 @@ def describe_backend(vllm_config: "VllmConfig") -> str:
     try:
         dtype = cast(torch.dtype, model.dtype)  # resolved by now
         config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size, model.use_mla)
+        config = config._replace(use_sparse=is_sparse(model))
         if model.attn_type == "encoder_only":
             config = config._replace(attn_type="encoder_only")
         return select_backend(config, model)[1]

@@ -30,6 +30,24 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
             setattr(compilation.pass_config, field.name, field.name == "fuse_norm_quant")
 
 
+INDEXER_OP = "vllm::npu_sparse_indexer"
+"""The operator of ``ascend_platform.attention.indexer``, which piecewise graphs leave out like attention."""
+
+
+def split_at_indexers(vllm_config: "VllmConfig") -> None:
+    """Split a compiled model with sparse latent attention at its indexers, too; vLLM's list has its own operator for them."""
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    if compilation.mode != CompilationMode.VLLM_COMPILE or not selector.is_sparse(vllm_config.model_config):
+        return
+    if compilation.splitting_ops is None:
+        updates = "vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"  # as set_splitting_ops_for_v1 adds
+        compilation.splitting_ops = [*compilation._attention_ops, *updates]
+    if compilation.splitting_ops and INDEXER_OP not in compilation.splitting_ops:
+        compilation.splitting_ops.append(INDEXER_OP)
+
+
 def check(vllm_config: "VllmConfig") -> None:
     """Refuse cudagraph_mode FULL with attention that cannot be captured, and graphs with TASK_QUEUE_ENABLE=2.
 

@@ -33,16 +33,26 @@ def check(parallel: "ParallelConfig") -> None:
         )
 
 
-def find_numa_nodes(parallel: "ParallelConfig") -> None:
-    """For --numa-bind: set the NUMA node of each NPU, which vLLM reads for CUDA devices only; no binding where it is unknown."""
+def bind_to_numa_nodes(parallel: "ParallelConfig", by_default: bool) -> None:
+    """Set the NUMA node of each NPU, which vLLM reads for CUDA devices only; no binding where it is unknown.
+
+    Args:
+        by_default: bind without --numa-bind, too, where vLLM starts the workers and the machine has several NUMA nodes.
+    """
+    asked = parallel.numa_bind
+    local = parallel.distributed_executor_backend in (None, "mp", "uni") and parallel.data_parallel_backend != "ray"
+    if not asked and not (by_default and local and "platform" in scopes_here() and host.has_numa_nodes()):
+        return
     nodes, obstacle = host.numa_nodes()
     if not obstacle and not shutil.which("numactl"):
         obstacle = "numactl is not installed"
-    if obstacle:
-        parallel.numa_bind = False
+    parallel.numa_bind = not obstacle
+    if not obstacle:
+        parallel.numa_bind_nodes = nodes
+        extension.logger.info("--numa-bind: NUMA nodes of the NPUs: %s", ", ".join(map(str, nodes)))
+    elif asked:
         extension.logger.warning(
             "--numa-bind disabled: %s; fix: give the nodes of the NPUs, in their order, with --numa-bind-nodes", obstacle
         )
     else:
-        parallel.numa_bind_nodes = nodes
-        extension.logger.info("--numa-bind: NUMA nodes of the NPUs: %s", ", ".join(map(str, nodes)))
+        extension.logger.info("workers are not bound to NUMA nodes: %s", obstacle)

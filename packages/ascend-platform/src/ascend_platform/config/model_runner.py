@@ -14,6 +14,7 @@ from vllm import envs
 
 from ascend_platform import extension, vllm_overrides
 from ascend_platform.components import options
+from ascend_platform.config import state_layers
 from ascend_platform.config.unsupported import Feature
 from ascend_platform.worker.v2 import launch_sites, overrides
 
@@ -51,6 +52,7 @@ FEATURES = (
     Feature("pooling models", lambda config: config.model_config.runner_type == "pooling", of_model=True),
     Feature("multimodal models", _is_multimodal, of_model=True),
     Feature("mixtures of experts", lambda config: config.model_config.is_moe, of_model=True),
+    Feature("state-space layers", state_layers.has_states, of_model=True),
     Feature("latent attention", lambda config: config.model_config.use_mla, of_model=True),
     Feature("quantized weights", lambda config: config.quant_config, of_model=True),
     Feature("encoder-decoder models", lambda config: config.model_config.is_encoder_decoder, of_model=True),
@@ -59,7 +61,7 @@ FEATURES = (
     Feature("sampling masks", lambda config: config.model_config.return_sampling_mask, of_model=True),
     Feature("trace replay", lambda config: config.model_config.enable_trace_replay, of_model=True),
 )
-"""What the V2 runner does not serve yet on NPUs; state-space layers are refused with any runner."""
+"""What the V2 runner does not serve yet on NPUs."""
 
 REQUEST_FEATURES: dict[str, Any] = {
     "thinking budgets": lambda params: getattr(params, "thinking_token_budget", None) is not None,

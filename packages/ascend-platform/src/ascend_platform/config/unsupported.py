@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm import envs
 
 from ascend_platform import extension
+from ascend_platform.attention import selector
 from ascend_platform.components import registry
+from ascend_platform.config import state_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,8 +68,8 @@ def _has_agnostic_layers(config: VllmConfig) -> bool:
     return bool(getattr(envs, "VLLM_USE_HW_AGNOSTIC", False))  # since vLLM 0.32; read by the Transformers backend's models
 
 
-def _indexes(config: VllmConfig) -> bool:
-    return config.model_config.use_mla and hasattr(config.model_config.hf_text_config, "index_topk")
+def _shards_sparse_context(config: VllmConfig) -> bool:
+    return config.parallel_config.decode_context_parallel_size > 1 and selector.is_sparse(config.model_config)
 
 
 def _other_placement(config: VllmConfig) -> str:
@@ -92,11 +94,14 @@ FEATURES = (
         of_model=True,
     ),
     Feature("KV cache dtypes other than the model's", _other_cache_dtype, of_model=True),
-    Feature("sparse latent attention (DSA: DeepSeek-V3.2, GLM-5)", _indexes, of_model=True),
-    Feature("expert placement strategies other than linear", _other_placement, of_model=True),
     Feature(
-        "state-space layers", lambda config: config.model_config.is_hybrid or config.model_config.is_attention_free, of_model=True
+        "decode context parallelism with sparse latent attention (DSA), whose operator has no log-sum-exp over pages",
+        _shards_sparse_context,
+        of_model=True,
     ),
+    Feature("expert placement strategies other than linear", _other_placement, of_model=True),
+    Feature("other architectures with state-space or linear attention layers", state_layers.other_architecture, of_model=True),
+    Feature("options with state-space and linear attention layers", state_layers.other_options, of_model=True),
 )
 
 

@@ -56,7 +56,7 @@ def _host_lengths() -> dict[str, Any]:
     attn_metadata: Any = get_forward_context().attn_metadata
     lengths: dict[str, Any] = {}
     for metadata in {id(metadata): metadata for metadata in attn_metadata.values()}.values():
-        lengths |= metadata.lengths
+        lengths |= getattr(metadata, "lengths", {})  # those of sparse attention are on the device
     return lengths
 
 

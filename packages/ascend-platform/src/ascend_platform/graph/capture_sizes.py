@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import get_world_group, is_global_first_ran
 from vllm.platforms import current_platform
 
 from ascend_platform import extension
+from ascend_platform.config import performance
 from ascend_platform.vllm_overrides import without
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class GraphSizeMixin(Runner):
         """Count the streams of the graphs of these sizes, and those of HCCL."""
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
         graphs = num_graphs(self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs)
-        return num_streams_here(graphs, self.model_config.is_moe)
+        return num_streams_here(graphs, self.vllm_config)
 
 
 def sizes_that_fit(requested: list[int], num_streams: Callable[[list[int]], int]) -> list[int] | None:
@@ -168,25 +169,28 @@ def failing_on_all_ranks() -> Iterator[None]:
         raise OutOfStreamsError(failure.strip().splitlines()[-1] if failure else "another rank ran out of streams")
 
 
-def num_streams_here(graphs: int, is_moe: bool) -> int:
+def num_streams_here(graphs: int, vllm_config: Any) -> int:
     """Count the streams that graphs take in this engine's layout."""
+    is_moe = vllm_config.model_config.is_moe
     every = (get_tp_group(), get_dp_group(), *([get_ep_group()] if is_moe else []))
     groups = sum(group.world_size > 1 for group in every)
-    return num_streams(graphs, groups, os.environ.get("HCCL_OP_EXPANSION_MODE", ""))
+    own = 1 + (is_moe and performance.enabled(vllm_config, performance.SHARED_EXPERTS_STREAM))
+    return num_streams(graphs, groups, os.environ.get("HCCL_OP_EXPANSION_MODE", ""), own)
 
 
-def num_streams(graphs: int, groups: int, expansion_mode: str) -> int:
+def num_streams(graphs: int, groups: int, expansion_mode: str, own: int = 1) -> int:
     """Count the streams that graphs take.
 
-    Each graph has one, and for each process group whose collectives it contains one more if HCCL schedules them on the vector
-    cores (AIV), otherwise two.
+    Each graph has its own, and for each process group whose collectives it contains one more if HCCL schedules them on the
+    vector cores (AIV), otherwise two.
 
     Args:
         expansion_mode: HCCL_OP_EXPANSION_MODE.
+        own: streams on which a step computes.
     """
     if expansion_mode == "AIV":
-        return graphs * (1 + groups)
-    return graphs * (1 + 2 * groups) + HCCL_STREAMS * groups
+        return graphs * (own + groups)
+    return graphs * (own + 2 * groups) + HCCL_STREAMS * groups
 
 
 def num_graphs(mode: CUDAGraphMode, sizes: list[int], pieces: int, max_decode_tokens: int) -> int:

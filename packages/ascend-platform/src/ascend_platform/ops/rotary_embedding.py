@@ -27,7 +27,13 @@ def _is_supported(layer: Any, query: torch.Tensor) -> bool:
 
 
 def _rotate(
-    layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, section: Sequence[int], cache_mode: str
+    layer: Any,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    section: Sequence[int],
+    cache_mode: str,
+    head_size: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate query and key with one npu_mrope, which indexes the cosine and sine cache by position.
 
@@ -35,6 +41,7 @@ def _rotate(
         positions: ``[tokens]``, or ``[3, tokens]`` with a section.
         section: frequencies of each row of positions, zeros for one row.
         cache_mode: how the rows share the frequencies, default (one range each) or interleave.
+        head_size: elements of a head, where that is not the layer's.
     """
     tokens = positions.shape[-1]
     rotated_query, rotated_key = torch_npu.npu_mrope(
@@ -42,7 +49,7 @@ def _rotate(
         query.reshape(tokens, -1),  # latent attention passes slices
         key.reshape(tokens, -1),
         layer._match_cos_sin_cache_dtype(query),
-        layer.head_size,
+        head_size or layer.head_size,
         mrope_section=[*section],
         rotary_mode="half" if layer.is_neox_style else "interleave",
         cache_mode=cache_mode,
@@ -64,6 +71,14 @@ class NPURotaryMixin:
         if key is None or not _is_supported(self, query):
             return self.forward_native(positions, query, key)
         return _rotate(self, positions.view(-1), query, key, [0, 0, 0], "default")
+
+    def rotate_first(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rotate the first elements of heads that are wider than the layer's; None if npu_mrope does not support the width."""
+        if not _is_supported(self, query):
+            return None
+        return _rotate(self, positions.view(-1), query, key, [0, 0, 0], "default", head_size)
 
 
 @MRotaryEmbedding.register_oot

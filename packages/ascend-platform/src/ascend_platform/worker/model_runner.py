@@ -15,9 +15,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.ops.fused_moe
+import ascend_platform.ops.row_parallel_linear
+import ascend_platform.ops.shared_experts
 import ascend_platform.ops.vocab_embedding  # noqa: F401
 from ascend_platform import extension, host
-from ascend_platform.attention import kv_cache
+from ascend_platform.attention import kv_cache, selector, state_cache
+from ascend_platform.config.state_layers import has_states
 from ascend_platform.graph import acl_graph
 from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.graph.capture_sizes import GraphSizeMixin
@@ -25,6 +28,7 @@ from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import override, require
+from ascend_platform.worker import state_layers
 from ascend_platform.worker.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.host_inputs import HostInputsMixin
 
@@ -79,6 +83,10 @@ class ModelMixin:
         for layer in self.compilation_config.static_forward_context.values():
             if isinstance(layer, MLAAttention):  # of vLLM's own prefill, which the profile run would reserve
                 layer._chunked_prefill_workspace_size = 0
+        if selector.is_sparse(self.model_config):
+            from ascend_platform.attention import indexer  # vLLM has imported the model, which takes long
+
+            indexer.install(self.compilation_config.static_forward_context)
 
     def reload_weights(self: Any, *arguments: Any, **named: Any) -> None:
         """Reload weights as vLLM does.
@@ -99,6 +107,8 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.speculative_config:
             drafter.install()
+        if has_states(vllm_config):
+            state_layers.install()
         super().__init__(vllm_config, *args, **kwargs)
         topk_topp.install(self)
 
@@ -107,8 +117,8 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
         kv_cache_config: KVCacheConfig,
         kernel_block_sizes: list[int],
         kv_cache_allocation_context: AbstractContextManager | None = None,
-    ) -> dict[str, kv_cache.KVCachePair | kv_cache.PagedLatent]:
-        """Allocate the KV cache as vLLM does, then bind its parts to each layer, as a KVCachePair or PagedLatent.
+    ) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Allocate the KV cache as vLLM does, then bind its parts to each layer, such as a KVCachePair, or states.
 
         ``self.kv_caches``, in which the runner copies blocks (``copy_kv_cache_blocks_inplace``), lists the parts of each layer,
         such as its keys, as caches of their own, all indexed by vLLM's block numbers.
@@ -116,12 +126,24 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
         kv_cache.check(kv_cache_config)
         caches = super().initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes, kv_cache_allocation_context)
         layers = self.compilation_config.static_forward_context
-        parts = {name: kv_cache.split_layer(layers[name]) for name in caches}
+        states = state_cache.split(caches, kv_cache_config)
+        parts = {name: states[name] if name in states else kv_cache.split_layer(layers[name]) for name in caches}
         for name, split in parts.items():
             layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a tensor alone
         tensors = [tensor for split in parts.values() for tensor in split]
         self.kv_caches[:] = {tensor.data_ptr(): tensor for tensor in tensors}.values()  # KV cache groups share tensors
+        pages = {each.data_ptr(): each for name, split in parts.items() if name not in states for each in split}
+        self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in pages.values()]
         return parts
+
+    def _init_kv_zero_meta(self) -> None:
+        """Nothing: vLLM's zeroing of blocks is a Triton kernel over addresses."""
+
+    def _zero_block_ids(self, block_ids: list[int]) -> None:
+        """Zero new blocks of attention layers, which may hold the states of other layers."""
+        blocks = torch.tensor(block_ids, device=self.device)
+        for pages in self._pages_to_zero:
+            pages[blocks] = 0
 
     def _build_attention_metadata(self, num_tokens: int, *args: Any, slot_mappings: Any = None, **kwargs: Any) -> Any:
         """Map padding slots to the null block; npu_scatter_pa_kv_cache rejects slot -1.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.config import CUDAGraphMode
-from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_pp_group
+from vllm.distributed import get_pp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.platforms import current_platform
@@ -19,6 +19,7 @@ from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap, maybe_attach_gc_debug_callback
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.mem_utils import MemorySnapshot
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -29,7 +30,7 @@ from ascend_platform.config.components import announce
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
 from ascend_platform.vllm_overrides import override
-from ascend_platform.worker import sleep_mode, watchdog
+from ascend_platform.worker import process_groups, sleep_mode, watchdog
 from ascend_platform.worker.model_runner import NPUModelRunner
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend, notify_awake
 
@@ -82,19 +83,31 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.device = torch.device("npu", index)
         torch.npu.set_device(self.device)
+        self._set_expandable_segments()
         init_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
         )
         is_remote = parallel.node_rank > 0 or parallel.data_parallel_index >= parallel.data_parallel_size_local
         if is_remote and torch.distributed.get_rank() and parallel.distributed_executor_backend in ("mp", "uni"):
             watchdog.exit_when_rank_0_exits()
-        atexit.register(_destroy_process_groups)
+        atexit.register(process_groups.destroy)
         compat.set_random_seed(self.model_config.seed)
         gc.collect()
         torch.npu.empty_cache()
         self.init_snapshot = MemorySnapshot(device=self.device)
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
+        process_groups.create_communicators(self.vllm_config, self.device)
         compat.init_workspace_and_model_runner(self)
+
+    def _set_expandable_segments(self) -> None:
+        """Let the allocator's segments grow, which fragments less, unless the user has set the allocator.
+
+        Not with sleep mode, whose memory comes from pools, nor with KV transfer, which registers the cache's memory with
+        transports that are not known to take memory of several mappings.
+        """
+        if not {"PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+            expands = not self.model_config.enable_sleep_mode and self.vllm_config.kv_transfer_config is None
+            torch.npu.memory._set_allocator_settings(f"expandable_segments:{expands}")
 
     def load_model(self, **options: Any) -> None:
         """Load the model as vLLM does, after registering the load formats and weight transfer engines offered by components."""
@@ -116,12 +129,11 @@ class NPUWorker(Worker):
         if self._estimates_graph_memory():
             available -= self.model_runner.profile_cudagraph_memory()
         specs = self.get_kv_cache_spec().values()
-        if not specs:
+        paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]
+        if not paged:
             return available
-        block_elements = max(spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v) for spec in specs)
-        # KV cache groups share memory; a group has at least the layers of the rarest spec (vllm/v1/core/kv_cache_utils.py)
-        block_bytes = min(sum(spec.page_size_bytes for spec in specs if spec == kind) for kind in set(specs))
-        return min(available, (2**31 - 1) // block_elements * block_bytes)
+        block_elements = max(spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v) for spec in paged)
+        return min(available, (2**31 - 1) // block_elements * _block_bytes([*specs]))
 
     def _estimates_graph_memory(self) -> bool:
         """Whether graph memory is subtracted: graphs are captured, the KV cache size is not fixed, and vLLM's switch is on."""
@@ -204,12 +216,12 @@ def _draft_load_config(vllm_config: Any) -> Any:
     return vllm_config.speculative_config and vllm_config.speculative_config.draft_load_config
 
 
-def _destroy_process_groups() -> None:
-    """Destroy the remaining process groups at exit, as vLLM's engine does on shutdown.
+def _block_bytes(specs: list[KVCacheSpec]) -> int:
+    """Bytes of a block in the layers of the smallest KV cache group, by which other groups divide the memory too.
 
-    torch_npu destroys them in an exit handler of its own (``torch_npu/_init/core/runtime_lifecycle.py``), and an engine in the
-    main process, which is finalized after that, then fails. This handler is registered later, so it runs earlier.
+    A group has at least the layers of the rarest spec (``vllm/v1/core/kv_cache_utils.py``), and latents with the keys of indexers
+    are one group.
     """
-    if torch.distributed.is_initialized():
-        destroy_model_parallel()
-        destroy_distributed_environment()
+    kinds = [MLAAttentionSpec if isinstance(spec, MLAAttentionSpec) else spec for spec in specs]
+    pages = [(kind, spec.page_size_bytes) for kind, spec in zip(kinds, specs, strict=True)]
+    return min(sum(size for own, size in pages if own == kind) for kind in set(kinds))

@@ -17,6 +17,8 @@ STREAMED = 0.8
 """Fraction of the memory bandwidth that a decode step attains; from the first figure of docs/layout-planner.md."""
 MULTIPLIED = 0.25
 """Fraction of the cube cores' rate that matrix multiplications of a prefill attain; fitted to the fourth figure there."""
+OPERATOR_US = 3.0
+"""Least time of an operator in a decode step, also in a graph, in microseconds; chosen with the last figures there in view."""
 HOST_MS = 4.0
 """Host time of a step that does not overlap with the NPU, in milliseconds; an assumption."""
 SPARE_GIB = 3.0
@@ -98,8 +100,9 @@ class _Calculation:
         self.model, self.chip, self.layout, self.load = model, chip, layout, load
         self.element = BITS[load.quantization] / 8
         fast = 2 if load.quantization.endswith("a8") else 1
-        self.bandwidth = chip.bandwidth_gbs * 1e9 * STREAMED
-        self.flops = chip.tflops * 1e12 * MULTIPLIED * fast
+        # measured figures are attained ones already
+        self.bandwidth = chip.bandwidth_gbs * 1e9 * (1 if chip.source else STREAMED)
+        self.flops = chip.tflops * 1e12 * (1 if chip.source else MULTIPLIED) * fast
         # Experts are sharded over all NPUs of a stage, whole or in slices; other weights over a tensor-parallel group.
         self.expert_ranks = layout.tensor * layout.data if model.experts else layout.tensor
 
@@ -168,6 +171,7 @@ class _Calculation:
             "memory": read + each * self.kv(context) / self.bandwidth,
             "cube": max(0.0, self.matmul_time(each) - read),
             "links": self.sent(each)[1],
+            "operators": self.model.operators * OPERATOR_US / 1e6 / pipeline,
             "host": HOST_MS / 1e3,
         }
         return sum(parts.values()) * pipeline, {name: time * pipeline for name, time in parts.items()}

@@ -58,6 +58,11 @@ class Model:
         return self.dense + self.mixed * self.experts * self.expert + self.head * (1 if self.tied else 2)
 
     @property
+    def operators(self) -> int:
+        """Operators of a decode step, as docs/performance.md counts them with int8 weights."""
+        return self.layers * (22 if self.latent else 17) + self.mixed * 3
+
+    @property
     def active(self) -> int:
         """Weights that are active for a token."""
         return self.dense + self.mixed * self.chosen * self.expert + self.head

@@ -30,6 +30,9 @@ from ascend_platform.quantization.registry import FLOAT, SCHEMES
 
 CACHE_KINDS = ("C8",)
 
+UNQUANTIZED = (".indexer.wk.weight", ".indexer.weights_proj.weight")
+"""Ends of names of DeepSeek-V3.2 and GLM-5, which vLLM fuses into one layer without quantization."""
+
 
 @register_quantization_config(NAME)
 class ModelSlimConfig(QuantizationConfig):
@@ -98,6 +101,9 @@ class ModelSlimConfig(QuantizationConfig):
                 f"{DESCRIPTION} asks for KV cache or attention quantization {', '.join(map(str, others))}; supported: C8 (int8 "
                 "KV cache); fix: quantize the model again with C8, or without"
             )
+        for name, kind in weights.items():
+            if kind != FLOAT and name.endswith(UNQUANTIZED):
+                raise _unquantized(name, kind)
         check_chip([kind for kind in weights.values() if kind != FLOAT])
         self.description, self.int8_cache = description, bool(cache)
 
@@ -156,10 +162,7 @@ class ModelSlimConfig(QuantizationConfig):
             if not _is_weight(name) or kind == FLOAT or matrix in self._asked or not self._asked.isdisjoint(parents):
                 continue
             if parents and parents[-1] in modules:  # a layer of this rank
-                raise extension.RefusedError(
-                    f"{DESCRIPTION} has {name} as {kind}, and vLLM keeps that layer unquantized; fix: quantize the model again "
-                    f"with {matrix} as {FLOAT}"
-                )
+                raise _unquantized(name, kind)
 
     def _matrices(self, prefix: str) -> list[str]:
         """The checkpoint's names of the matrices that vLLM fuses into one layer."""
@@ -183,6 +186,13 @@ class ModelSlimConfig(QuantizationConfig):
                 f"the matrices of {prefix}, which vLLM fuses, have different schemes ({found}); fix: quantize them alike"
             )
         return str(next(iter(kinds.values())))
+
+
+def _unquantized(name: str, kind: str) -> extension.RefusedError:
+    return extension.RefusedError(
+        f"{DESCRIPTION} has {name} as {kind}, and vLLM keeps that layer unquantized; fix: quantize the model again with "
+        f"{name.rpartition('.')[0]} as {FLOAT}"
+    )
 
 
 def _is_weight(name: str) -> bool:

@@ -80,7 +80,7 @@ class GraphSizes(CudaGraphManager):
         pieces = 1 + sum(isinstance(layer, AttentionLayerBase) for layer in layers)
         max_decode_tokens = self.max_num_reqs * self.decode_query_len
         graphs = capture_sizes.num_graphs(self.cudagraph_mode, sizes, pieces, max_decode_tokens)
-        return capture_sizes.num_streams_here(graphs, self.vllm_config.model_config.is_moe)
+        return capture_sizes.num_streams_here(graphs, self.vllm_config)
 
 
 class NPUCudaGraphManager(ModelCudaGraphManager, GraphSizes):  # type: ignore[misc]

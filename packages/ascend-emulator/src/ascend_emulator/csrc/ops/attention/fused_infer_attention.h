@@ -398,6 +398,8 @@ struct FusedInfer {
       if (!full) out.zero_();
       if (!full && lse.defined()) lse.fill_(std::numeric_limits<float>::infinity());
     }
+    // Latents are key and value: two arguments in the count of bytes, of which parts are read.
+    if (paged() && value[0].const_data_ptr() == key[0].const_data_ptr()) cost::partial_access(&value, value[0].nbytes(), 0);
     // Parallel over requests, because single requests of a batch are small.
     auto* const counters = cost::current();
     at::parallel_for(0, batch, 1, [&](int64_t first, int64_t last) {

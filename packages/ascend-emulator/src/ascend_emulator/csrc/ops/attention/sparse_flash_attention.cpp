@@ -8,6 +8,11 @@ namespace {
 using namespace emu;
 using namespace emu::attention;
 
+void power_of_two(const char* argument, int64_t value) {
+  check(
+      value >= 1 && value <= 128 && !(value & (value - 1)), kOpParam, argument, " is ", value, "; allowed: powers of two to 128");
+}
+
 // Ranges of each request's queries and keys. Lengths are tensors, so they are read in the computation.
 struct Requests {
   std::string query_layout, key_layout;
@@ -27,7 +32,13 @@ struct Requests {
     for (const auto& [name, x] : {std::pair{"actual_seq_lengths_query", &query_lengths},
              std::pair{"actual_seq_lengths_key", &key_lengths}, std::pair{"block_table", &table}})
       if (*x) one_of(name, **x, {at::kInt});
-    if (table) rank("block_table", *table, 2);
+    if (table) {
+      rank("block_table", *table, 2);
+      multiple("the block size of key", key.size(1), 16);
+      within("the block size of key", key.size(1), 16, 1024);
+    }
+    contiguous("query", query);
+    if (!is_chip("Ascend950")) contiguous("key", key);
     check(key.size(-2) == 1, kOpParam, "key has ", key.size(-2), " heads; 1 is allowed");
   }
 
@@ -79,6 +90,11 @@ struct Indexer {
     check((count >= 1 && count <= 2048) || (count % 1024 == 0 && count <= 8192), kOpParam, "sparse_count is ", count,
         "; allowed: 1 to 2048, 3072, 4096, 5120, 6144, 7168, 8192");
     shape("weights", weights, query.sizes().slice(0, query.dim() - 1));
+    within("heads of query", query.size(-2), 1, 64);
+    check(query.size(-1) == 128 && key.size(-1) == 128, kOpParam, "heads of query and key have ", query.size(-1), " and ",
+        key.size(-1), " elements; 128 are expected");
+    contiguous("weights", weights);
+    check(!requests.table || !values || !values->numel(), kOpParam, "return_value is not supported with pages of keys");
     if (!query_scale) {
       one_of("query", query, kHalves);
       same_dtype("weights", weights, "query", query);
@@ -136,8 +152,23 @@ struct SparseAttention {
     same_dtype("value", value, "query", query);
     one_of("sparse_indices", indices, {at::kInt});
     one_of<int64_t>("sparse_mode", sparse_mode, {0, 3});
-    check(block >= 1, kOpParam, "sparse_block_size is ", block, "; it must be positive");
-    check(query_rope.has_value() == key_rope.has_value(), kOpParam, "query_rope and key_rope must be given together");
+    power_of_two("sparse_block_size", block);
+    if (is_chip("Ascend950"))
+      within("heads of query", query.size(-2), 1, 128);
+    else
+      power_of_two("heads of query", query.size(-2));
+    check(!requests.table || key.size(1) % block == 0, kOpParam, "sparse_block_size ", block, " does not divide the block size ",
+        key.size(1));
+    check(query_rope && key_rope, kOpParam, "query_rope and key_rope must be given");
+    check(query.size(-1) == 512 && query_rope->size(-1) == 64, kOpParam, "heads of query and query_rope have ", query.size(-1),
+        " and ", query_rope->size(-1), " elements; 512 and 64 are expected");
+    shape("value", value, key.sizes());
+    contiguous("query_rope", *query_rope);
+    if (!is_chip("Ascend950")) {
+      contiguous("value", value);
+      contiguous("key_rope", *key_rope);
+    }
+    contiguous("sparse_indices", indices);
     check(indices.dim() == query.dim() && indices.size(-2) == 1 &&
               indices.sizes().slice(0, query.dim() - 2) == query.sizes().slice(0, query.dim() - 2),
         kOpParam, "sparse_indices has shape ", indices.sizes(), " and query ", query.sizes(),
@@ -151,10 +182,8 @@ struct SparseAttention {
       if (!span.count) continue;
       auto q = requests.queries(query, span), k = requests.keys(key, span);
       const auto v = requests.keys(value, span);
-      if (query_rope) {
-        q = at::cat({q, requests.queries(*query_rope, span)}, -1);
-        k = at::cat({k, requests.keys(*key_rope, span)}, -1);
-      }
+      q = at::cat({q, requests.queries(*query_rope, span)}, -1);
+      k = at::cat({k, requests.keys(*key_rope, span)}, -1);
       const auto named = requests.queries(indices, span).select(1, 0).contiguous();
       const auto target = requests.queries(out, span);
       for (int64_t t = 0; t < span.count; ++t) {
@@ -219,13 +248,17 @@ CHECKED(aclnnQuantLightningIndexer,
       Opt<Tensor> query_rope, Opt<Tensor> key_rope
 #define SPARSE_SETTINGS                                                                                                \
   double scale, int64_t block, Text query_layout, Text key_layout, int64_t sparse_mode, int64_t before, int64_t after, \
-      int64_t attention_mode, bool, Tensor out, Opt<Tensor> most, Opt<Tensor> sum
+      int64_t attention_mode, bool with_lse, Tensor out, Opt<Tensor> most, Opt<Tensor> sum
 #define SPARSE(SINKS)                                                                                                     \
   {                                                                                                                       \
     check_all_tokens(before, after);                                                                                      \
-    one_of<int64_t>("attention_mode", attention_mode, {0, 2});                                                            \
+    check(!table || !with_lse, kOpParam, "return_softmax_lse is not supported with pages of keys");                       \
+    one_of<int64_t>("attention_mode", attention_mode, {2});                                                               \
     return run(SparseAttention{{query_layout, key_layout, query_lengths, key_lengths, table}, query, key, value, indices, \
         query_rope, key_rope, SINKS, scale, block, sparse_mode, out, most, sum});                                         \
   }
 CHECKED(aclnnSparseFlashAttention, (SPARSE_INPUTS, SPARSE_SETTINGS), SPARSE({}))
-CHECKED(aclnnSparseFlashAttentionV2, (SPARSE_INPUTS, Opt<Tensor> sinks, SPARSE_SETTINGS), SPARSE(sinks))
+CHECKED(aclnnSparseFlashAttentionV2, (SPARSE_INPUTS, Opt<Tensor> sinks, SPARSE_SETTINGS), {
+  chips({"Ascend950"});
+  SPARSE(sinks)
+})

@@ -1,0 +1,187 @@
+"""Sparse latent attention (DSA): npu_lightning_indexer selects tokens, npu_sparse_flash_attention attends to them.
+
+All tokens of a step are one call of each, in any mix of prefills and decodes. Sequence lengths are read on the device, so that
+the calls belong to graphs as they are. Limits of the kernels are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu
+wheel, and of op-plugin's pages for them.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch_npu
+from ascend_platform import extension
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MLAAttentionImpl,
+)
+
+from ascend_attention.dense import BLOCK_SIZE
+from ascend_attention.latent import LATENT, ROPE
+
+INDEX_HEAD, MAX_INDEX_HEADS = 128, 64
+"""Elements of a head of the indexer, and how many it may have."""
+
+COUNTS = {*range(1, 2049), *range(3072, 8193, 1024)}
+"""Numbers of tokens that npu_lightning_indexer selects."""
+
+
+@dataclass
+class SparseLatentMetadata(AttentionMetadata):
+    """Metadata of one step, the same for attention and indexers.
+
+    Attributes:
+        num_actual_tokens: query tokens, including padding tokens in full-graph mode, which belong to no request.
+        num_decodes: requests of vLLM.
+        query_ends: int32 ``[requests]``, end of each request's query tokens.
+        seq_lens: int32 ``[requests]``.
+        block_table: int32 ``[requests, blocks]``.
+        slot_mapping: KV cache slot of each token.
+    """
+
+    num_actual_tokens: int
+    num_decodes: int
+    query_ends: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_prefills: ClassVar[int] = 0
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """All tokens: vLLM's MLAAttention sends them to ``forward_mqa``."""
+        return self.num_actual_tokens
+
+
+class SparseLatentMetadataBuilder(AttentionMetadataBuilder[SparseLatentMetadata]):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SparseLatentMetadata:
+        common = common_attn_metadata
+        return SparseLatentMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            num_decodes=common.num_reqs,
+            query_ends=common.query_start_loc[1 : common.num_reqs + 1],
+            seq_lens=common.seq_lens[: common.num_reqs],
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+        )
+
+
+class FusedSparseLatentAttentionImpl(extension.SparseLatentAttentionImplBase, MLAAttentionImpl[SparseLatentMetadata]):
+    """Fused sparse latent attention; see ``extension.SparseLatentAttentionImplBase``."""
+
+    title = "the fused sparse latent attention of ascend-attention"
+    operators = ("npu_lightning_indexer", "npu_sparse_flash_attention", "npu_scatter_nd_update_", "npu_scatter_pa_kv_cache")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        found = [self.kv_lora_rank, self.qk_rope_head_dim, self.num_heads]
+        fits = found[:2] == [LATENT, ROPE] and self.num_heads <= 128
+        if self.indexer is not None:
+            index = self.indexer
+            found += [index.head_dim, index.n_head, index.topk_tokens]
+            fits = fits and index.head_dim == INDEX_HEAD and index.n_head <= MAX_INDEX_HEADS and index.topk_tokens in COUNTS
+        if not fits:
+            raise NotImplementedError(
+                f"{self.title} supports latents of {LATENT} with {ROPE} rotated elements, at most 128 heads, indexers with at "
+                f"most {MAX_INDEX_HEADS} heads of {INDEX_HEAD}, and index_topk to 2048 or a multiple of 1024 to 8192, not "
+                f"{', '.join(map(str, found))}; fix: VLLM_PLUGINS=ascend, for the built-in attention"
+            )
+
+    def do_kv_cache_update(
+        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: Any, slot_mapping: torch.Tensor, *args: Any
+    ) -> None:
+        """Write latents ``[tokens, 512]`` and rotated keys ``[tokens, 1, 64]`` into the KV cache."""
+        if tokens := len(slot_mapping):
+            new = (each[:tokens].reshape(tokens, 1, -1).contiguous() for each in (kv_c_normed, k_pe))
+            torch_npu.npu_scatter_pa_kv_cache(*new, *kv_cache, self.valid_slots(slot_mapping), cache_mode="Norm")
+
+    def write_index(self, key: torch.Tensor, index_cache: torch.Tensor, attn_metadata: SparseLatentMetadata) -> None:
+        slots = attn_metadata.slot_mapping[: len(key)].unsqueeze(1)
+        torch_npu.npu_scatter_nd_update_(index_cache.view(-1, INDEX_HEAD), slots, key)
+
+    def select(
+        self,
+        query: torch.Tensor,
+        weights: torch.Tensor,
+        index_cache: torch.Tensor,
+        attn_metadata: SparseLatentMetadata,
+        selected: torch.Tensor,
+    ) -> None:
+        meta = attn_metadata
+        found, _ = torch_npu.npu_lightning_indexer(
+            query,
+            index_cache,
+            weights,
+            actual_seq_lengths_query=meta.query_ends,
+            actual_seq_lengths_key=meta.seq_lens,
+            block_table=meta.block_table,
+            layout_query="TND",
+            layout_key="PA_BSND",
+            sparse_count=selected.shape[1],
+            sparse_mode=3,
+        )
+        selected.copy_(found.squeeze(1))
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: SparseLatentMetadata, layer: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Compute attention of absorbed queries to the selected tokens.
+
+        Args:
+            q: the query's latent and rotated parts, ``[tokens, heads, 512]`` and ``[tokens, heads, 64]``.
+            kv_c_and_k_pe_cache: the layer's latents and rotated keys.
+
+        Returns:
+            ``[tokens, heads, 512]``, and no log-sum-exp.
+        """
+        meta, (latents, ropes) = attn_metadata, kv_c_and_k_pe_cache
+        tokens, heads, _ = q[0].shape
+        missing = (1 << (heads - 1).bit_length()) - heads  # the kernel takes powers of two
+        query, query_rope = (torch.nn.functional.pad(part, (0, 0, 0, missing)) if missing else part.contiguous() for part in q)
+        output = torch_npu.npu_sparse_flash_attention(
+            query,
+            latents,
+            latents,
+            self.topk_indices_buffer[:tokens].unsqueeze(1),
+            self.scale,
+            block_table=meta.block_table,
+            actual_seq_lengths_query=meta.query_ends,
+            actual_seq_lengths_kv=meta.seq_lens,
+            query_rope=query_rope,
+            key_rope=ropes,
+            sparse_block_size=1,
+            layout_query="TND",
+            layout_kv="PA_BSND",
+            sparse_mode=3,
+            attention_mode=2,
+        )[0]
+        return output[:, :heads], None
+
+
+class FusedSparseLatentAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
+    """Fused backend for vLLM's MLAAttention with ``use_sparse``, and for the KV cache of its indexer."""
+
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
+    impl_cls, builder_cls = FusedSparseLatentAttentionImpl, SparseLatentMetadataBuilder
+    block_sizes: ClassVar = [BLOCK_SIZE]
+    head_sizes = (LATENT + ROPE,)
+    forward_includes_kv_cache_update = False  # it is in piecewise graphs, which need slots for padding tokens
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True

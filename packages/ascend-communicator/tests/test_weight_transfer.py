@@ -1,0 +1,74 @@
+"""Connecting a trainer and the workers: the first error ends it, and there is a deadline."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from ascend_communicator import weight_transfer
+from vllm.distributed.weight_transfer.base import ModuleSource
+
+
+class Client:
+    """A server's answer to init_weight_transfer_engine."""
+
+    def __init__(self, answer: Callable[[], None]) -> None:
+        self.answer = answer
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self.answer()
+
+
+@pytest.fixture
+def forever() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def connect(client: Client, port: int) -> None:
+    given = weight_transfer.HCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=port, world_size=2)
+    source = ModuleSource(torch.nn.Linear(2, 2))
+    weight_transfer.HCCLTrainerWeightTransferEngine.trainer_init(given, client=client, source=source)  # type: ignore[arg-type]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def test_error_of_the_server_does_not_wait_for_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "5")
+
+    def refuse() -> None:
+        raise ConnectionError("the server is down")
+
+    with pytest.raises(ConnectionError, match="the server is down"):
+        connect(Client(refuse), free_port())
+
+
+def test_error_of_the_group_does_not_wait_for_the_server(forever: threading.Event, listening: socket.socket) -> None:
+    began = time.monotonic()
+    with pytest.raises(OSError, match="in use"):
+        connect(Client(lambda: _wait(forever)), listening.getsockname()[1])
+    assert time.monotonic() - began < 60
+
+
+def test_deadline(forever: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "5")
+    monkeypatch.setattr(weight_transfer, "CONNECT_SECONDS", 1.0)
+    with pytest.raises(TimeoutError, match=r"the 1 workers did not join the group at 127\.0\.0\.1 port .* in 1 s; fix: check"):
+        connect(Client(lambda: _wait(forever)), free_port())
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait(120)

@@ -1,0 +1,100 @@
+"""Indexers of sparse latent attention (DSA: DeepSeek-V3.2, GLM-5): keys in the model's dtype, and the selection of tokens.
+
+vLLM's Indexer (``vllm/model_executor/models/deepseek_v2.py``) quantizes to float8, which Atlas A2 and A3 do not have. Its
+parameters and their loaders stay; :func:`install` replaces its computation and its KV cache layer. The kernels are those of the
+attention's implementation (``SparseLatentAttentionImplBase``).
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.models.deepseek_v2 import Indexer
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from ascend_platform.attention.kv_cache import IndexCache
+from ascend_platform.components import RefusedError
+from ascend_platform.config.compilation import INDEXER_OP
+
+
+class NPUIndexer(Indexer):
+    """vLLM's Indexer without quantization.
+
+    Scores are not scaled, as a positive factor leaves the order of the keys as it is.
+    """
+
+    k_cache: IndexCache  # type: ignore[assignment]
+
+    def forward(self, hidden_states: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
+        """Store the keys of the step's tokens, and select the tokens that each attends to.
+
+        Args:
+            hidden_states: ``[tokens, hidden_size]``.
+            qr: the normalized latent of the query, ``[tokens, q_lora_rank]``.
+
+        Returns:
+            ``topk_indices_buffer``, whose first rows are written.
+        """
+        query = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
+        key, weights = self.wk_weights_proj(hidden_states)[0].split([self.head_dim, self.n_head], -1)
+        query, key = self._rotate(positions, query, self.k_norm(key), rotary_emb)
+        selected = self.topk_indices_buffer
+        torch.ops.vllm.npu_sparse_indexer(query, key, weights.contiguous(), selected, self.k_cache.prefix)
+        return selected
+
+    def _rotate(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, rotary_emb: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate the first ``rope_dim`` elements of the heads."""
+        rotate_first = getattr(rotary_emb, "rotate_first", None)
+        if rotate_first and (rotated := rotate_first(positions, query, key, self.head_dim)):
+            return rotated
+        first = rotary_emb(positions, query[..., : self.rope_dim], key[:, None, : self.rope_dim])
+        query, key = (
+            torch.cat((turned.reshape(*each.shape[:-1], -1), each[..., self.rope_dim :]), -1)
+            for turned, each in zip(first, (query, key), strict=True)
+        )
+        return query, key
+
+
+def sparse_indexer(
+    query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, selected: torch.Tensor, layer_name: str
+) -> None:
+    """Store keys and select tokens; nothing in a run without metadata, as vLLM's profiling run."""
+    metadata, cache, kv_cache, _ = get_attention_context(layer_name)
+    if metadata is None:
+        return
+    tokens = metadata.num_actual_tokens
+    cache.impl.write_index(key[:tokens], kv_cache.index, metadata)
+    cache.impl.select(query[:tokens], weights[:tokens], kv_cache.index, metadata, selected[:tokens])
+
+
+direct_register_custom_op(
+    op_name=INDEXER_OP.removeprefix("vllm::"),
+    op_func=sparse_indexer,
+    mutates_args=["selected"],
+    fake_impl=lambda query, key, weights, selected, layer_name: None,
+    dispatch_key=current_platform.dispatch_key,
+)
+
+
+def install(layers: dict[str, Any]) -> None:
+    """Replace the indexers of all layers, and their KV cache layers in vLLM's ``static_forward_context``.
+
+    Raises:
+        RefusedError: a pipeline stage begins with a layer that uses the selection of an earlier one.
+    """
+    sparse = {name: layer for name, layer in layers.items() if isinstance(layer, MLAAttention) and layer.use_sparse}
+    for name, layer in sparse.items():
+        indexer = layer.indexer
+        if indexer is not None and type(indexer) is Indexer:
+            prefix = indexer.k_cache.prefix
+            layers[prefix] = indexer.k_cache = IndexCache(prefix, indexer.head_dim, layer)
+            indexer.__class__ = NPUIndexer
+        if indexer is None and next(iter(sparse.values())).indexer is None:
+            raise RefusedError(
+                f"{name} uses the tokens that the indexer of an earlier layer selects, which is on another pipeline stage; fix: "
+                "VLLM_PP_LAYER_PARTITION with stages that begin with a layer that has an indexer"
+            )

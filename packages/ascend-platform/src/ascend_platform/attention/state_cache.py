@@ -1,0 +1,103 @@
+"""Caches of states, of linear attention and state-space layers, beside the pages of attention layers.
+
+KV cache groups share memory, and a block belongs to one group at a time. As the keys of all blocks come before the values
+(``kv_cache.py``), a block of states is cut in the same way: its largest state, as the recurrent one, takes the place of the
+keys, and the others, such as that of the convolution, that of the values. The block size of attention follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, iter_layer_specs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ALIGNMENT = 64
+"""Bytes to which the place of a state within a block is aligned."""
+
+STEP = 128
+"""Tokens by which the block size of attention grows, as CANN's kernels have blocks of 128."""
+
+
+def parts(spec: FullAttentionSpec) -> tuple[int, int]:
+    """Bytes of a block's keys and values."""
+    keys = spec.page_size_bytes * spec.head_size // (spec.head_size + spec.head_size_v)
+    return keys, spec.page_size_bytes - keys
+
+
+def place(states: Sequence[int], bytes_of_parts: Sequence[int]) -> list[tuple[int, int]] | None:
+    """The part and offset of each state, given their sizes in bytes; None if they do not fit."""
+    taken = [0] * len(bytes_of_parts)
+    found: dict[int, tuple[int, int]] = {}
+    for index in sorted(range(len(states)), key=lambda each: -states[each]):
+        for part, size in enumerate(bytes_of_parts):
+            if taken[part] + states[index] <= size:
+                found[index] = (part, taken[part])
+                taken[part] += -(-states[index] // ALIGNMENT) * ALIGNMENT
+                break
+        else:
+            return None
+    return [found[index] for index in range(len(states))]
+
+
+def sizes(shapes: Iterable[Sequence[int]], dtypes: Iterable[torch.dtype]) -> list[int]:
+    """Bytes of each state of a layer."""
+    return [prod(shape) * get_dtype_size(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def align_block_size(vllm_config: VllmConfig) -> None:
+    """Enlarge the block size of attention until the states fit into the parts of a block."""
+    from vllm.model_executor.models import ModelRegistry
+
+    cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
+    model_class: Any = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)[0]
+    states = sizes(
+        model_class.get_mamba_state_shape_from_config(vllm_config), model_class.get_mamba_state_dtype_from_config(vllm_config)
+    )
+    one = FullAttentionSpec(
+        block_size=1,
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        head_size=model.get_head_size(),
+        dtype=cast(torch.dtype, model.dtype),
+    )
+    of_token = parts(one)
+    block_size = cache.block_size
+    while place(states, [size * block_size for size in of_token]) is None:
+        block_size = (block_size // STEP + 1) * STEP
+    if block_size != cache.block_size:
+        cache.block_size = block_size
+        if cache.mamba_cache_mode == "align":
+            cache.mamba_block_size = block_size
+    page = block_size * sum(of_token)
+    cache.mamba_page_size_padded = None if page == sum(states) else page
+
+
+def split(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The states of the layers that have some, each ``[blocks, *shape]``, as views of vLLM's region of the layer."""
+    specs = {
+        name: spec
+        for group in config.kv_cache_groups
+        for spec in iter_layer_specs(group.kv_cache_spec)
+        for name in group.layer_names
+    }
+    pages = next((parts(spec) for spec in specs.values() if isinstance(spec, FullAttentionSpec)), None)
+    return {name: _split(caches[name], spec, pages) for name, spec in specs.items() if isinstance(spec, MambaSpec)}
+
+
+def _split(region: torch.Tensor, spec: MambaSpec, pages: tuple[int, ...] | None) -> tuple[torch.Tensor, ...]:
+    blocks, page, states = region.shape[0], region.stride(0), sizes(spec.shapes, spec.dtypes)
+    pages = pages or (*states, page - sum(states))
+    placed = place(states, pages)
+    if placed is None or sum(pages) != page:
+        raise NotImplementedError(f"states of {states} bytes do not fit into the parts of a block, {pages} of {page} bytes")
+    views = []
+    for (part, offset), shape, dtype, size in zip(placed, spec.shapes, spec.dtypes, states, strict=True):
+        start = region.storage_offset() + blocks * sum(pages[:part]) + offset
+        views.append(region.as_strided((blocks, size), (pages[part], 1), start).view(dtype).view(blocks, *shape))
+    return tuple(views)

@@ -1,0 +1,58 @@
+"""Options that trade memory, streams or memory traffic for speed: their values, and the chips and layouts that they need."""
+
+from typing import TYPE_CHECKING
+
+from ascend_platform import extension, host
+from ascend_platform.components import options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MATMUL_ALL_REDUCE = "matmul_all_reduce"
+SHARED_EXPERTS_STREAM = "shared_experts_stream"
+NUMA_BIND = "numa_bind"
+DEFAULTS: dict[str, object] = {MATMUL_ALL_REDUCE: False, SHARED_EXPERTS_STREAM: False, NUMA_BIND: True}
+
+options.register("platform", DEFAULTS)
+
+
+def enabled(vllm_config: "VllmConfig", name: str) -> bool:
+    """Whether an engine has an option on."""
+    return bool(_options(vllm_config)[name])
+
+
+def _options(vllm_config: "VllmConfig") -> dict[str, object]:
+    given = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+    return DEFAULTS | given.get("ascend", {}).get("platform", {})
+
+
+def max_decode_tokens(vllm_config: "VllmConfig") -> int:
+    """Tokens of the largest decode step: one for each request, and its drafts."""
+    drafts = vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
+    return vllm_config.scheduler_config.max_num_seqs * (1 + drafts)
+
+
+def check(vllm_config: "VllmConfig") -> None:
+    """Refuse values other than true and false, and options that the chip, the layout or torch.compile does not allow.
+
+    Raises:
+        RefusedError: what is not supported, in one line.
+    """
+    from vllm.config import CompilationMode
+
+    found = _options(vllm_config)
+    for name in DEFAULTS:
+        if not isinstance(found[name], bool):
+            raise extension.RefusedError(f'additional_config "ascend.platform.{name}" is {found[name]!r}; supported: true, false')
+    if found[MATMUL_ALL_REDUCE] and vllm_config.compilation_config.mode not in (None, CompilationMode.NONE):
+        raise extension.RefusedError(
+            f'ascend.platform.{MATMUL_ALL_REDUCE} is not supported with torch.compile; fix: remove it, or "cudagraph_mode": '
+            '"FULL_DECODE_ONLY" in --compilation-config'
+        )
+    ranks, family = vllm_config.parallel_config.tensor_parallel_size, host.chip_family()
+    if found[MATMUL_ALL_REDUCE] and ranks not in family.matmul_all_reduce:
+        supported = ", ".join(map(str, sorted(family.matmul_all_reduce))) or "none"
+        raise extension.RefusedError(
+            f"ascend.platform.{MATMUL_ALL_REDUCE} is not supported with --tensor-parallel-size {ranks} on {host.chip()}; "
+            f"supported: {supported}; fix: remove it"
+        )

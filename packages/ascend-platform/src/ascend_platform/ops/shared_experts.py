@@ -1,0 +1,65 @@
+"""Shared experts on a stream of their own, beside router, token exchange and routed experts.
+
+vLLM's class does so on CUDA. The two streams wait for each other on the device: the second for the layer's input, the first for
+the output.
+"""
+
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts, SharedExpertsOrder
+
+from ascend_platform.config import performance
+from ascend_platform.vllm_overrides import override
+
+_streams: dict[int, Any] = {}
+
+
+def _stream() -> Any:
+    """The second stream of the current NPU, one for all layers."""
+    device = torch.npu.current_device()
+    if device not in _streams:
+        _streams[device] = torch.npu.Stream()
+    return _streams[device]
+
+
+class NPUSharedExperts(SharedExperts):
+    """vLLM's shared experts, with the option ``ascend.platform.shared_experts_stream``."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        config = get_current_vllm_config()
+        lora = config.lora_config
+        sharded = lora is not None and lora.fully_sharded_loras  # collectives of both streams in one group could change places
+        wanted = performance.enabled(config, performance.SHARED_EXPERTS_STREAM)
+        if wanted and not sharded and not envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM:
+            self._stream = _stream()
+            self._input_ready_event = [torch.npu.Event(), torch.npu.Event()]
+            self._output_ready_event = [torch.npu.Event(), torch.npu.Event()]
+
+    def _determine_shared_experts_order(self, hidden_states: torch.Tensor) -> SharedExpertsOrder:
+        order = super()._determine_shared_experts_order(hidden_states)
+        small = hidden_states.shape[0] <= envs.VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
+        overlaps = order == SharedExpertsOrder.NO_OVERLAP and self._stream is not None and small
+        return SharedExpertsOrder.MULTI_STREAM_OVERLAPPED if overlaps and not self._disable_shared_experts_overlap else order
+
+    def maybe_forward_async(self, shared_experts_input: torch.Tensor) -> bool:
+        """As vLLM's, on an NPU's stream: queue the shared experts, and return whether :meth:`wait` has to be called."""
+        if self._determine_shared_experts_order(shared_experts_input) != SharedExpertsOrder.MULTI_STREAM_OVERLAPPED:
+            return False
+        index = self._output_idx
+        self._input_ready_event[index].record(torch.npu.current_stream())
+        with torch.npu.stream(self._stream):
+            self._input_ready_event[index].wait(self._stream)
+            self._output[index] = self._layer(shared_experts_input)
+            self._output_ready_event[index].record(self._stream)
+        return True
+
+    def wait(self) -> None:
+        """Let the main stream wait for the output."""
+        self._output_ready_event[self._output_idx].wait(torch.npu.current_stream())
+
+
+override("vllm.model_executor.layers.fused_moe.runner.shared_experts:SharedExperts", NPUSharedExperts)

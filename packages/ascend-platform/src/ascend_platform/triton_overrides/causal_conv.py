@@ -1,0 +1,130 @@
+"""Causal convolution over packed tokens with a state per request, in PyTorch.
+
+CANN's operators for it take width 3 only, and are for another chip (``npu_fused_causal_conv1d``). Nothing here waits for the
+device: lengths and indices stay there. Block 0 is vLLM's null block, whose rows are left as they are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ascend_platform.triton_overrides import packed
+
+
+def causal_conv1d_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    cache_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    activation: str | bool | None = "silu",
+    **_: Any,
+) -> torch.Tensor:
+    """Convolve whole sequences or chunks of them, and keep the last inputs of each.
+
+    Replaces ``vllm.model_executor.layers.mamba.ops.causal_conv1d.causal_conv1d_fn``.
+
+    Args:
+        x: ``[channels, tokens]``, requests one after the other.
+        weight: ``[channels, width]``.
+        conv_states: ``[blocks, channels, at least width - 1]``, written.
+        query_start_loc: ``[requests + 1]``, the first token of each request.
+        cache_indices, has_initial_state: ``[requests]``, the block of a request, and whether it holds earlier tokens.
+
+    Returns:
+        ``[channels, tokens]``.
+    """
+    dtype, tokens, kept = x.dtype, x.t().to(conv_states.dtype), weight.shape[1] - 1
+    requests, device = len(cache_indices), x.device
+    history = conv_states[cache_indices][..., :kept].transpose(1, 2)
+    history = torch.where(has_initial_state.view(-1, 1, 1), history, 0)
+    # each request's rows are its history, then its tokens
+    position, request = torch.arange(len(tokens), device=device), packed.requests_of(len(tokens), query_start_loc)
+    first = query_start_loc[:-1, None] + torch.arange(kept, device=device) + torch.arange(requests, device=device)[:, None] * kept
+    row = position + (request + 1) * kept
+    rows = tokens.new_empty(len(tokens) + requests * kept, tokens.shape[1])
+    rows[first.flatten()] = history.flatten(0, 1)
+    rows[row] = tokens
+    conv_states[cache_indices, :, :kept] = (
+        rows[(first + query_start_loc.diff()[:, None]).flatten()].view(requests, kept, -1).transpose(1, 2)
+    )
+    output = _convolve(rows[None], weight, bias, activation)[0]
+    return output[row - kept].to(dtype).t()
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | bool | None = None,
+    conv_state_indices: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    max_query_len: int = -1,
+    out: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Convolve the token of each request, or its token and draft tokens.
+
+    Replaces ``vllm.model_executor.layers.mamba.ops.causal_conv1d.causal_conv1d_update``. With draft tokens a state has the inputs
+    of the last step, and `num_accepted_tokens` tells how many of them count.
+
+    Args:
+        x: ``[tokens, channels]``; without `query_start_loc` a token for each request.
+        conv_state: ``[blocks, channels, length]``, written.
+        conv_state_indices: ``[requests]``, or ``[requests, tokens]`` of which the first counts.
+        out: the result's place, or None for a new tensor.
+    """
+    assert conv_state_indices is not None
+    index = conv_state_indices if conv_state_indices.dim() == 1 else conv_state_indices[:, 0]
+    kept, requests, dtype = weight.shape[1] - 1, len(index), x.dtype
+    tokens = x.to(conv_state.dtype)
+    state = conv_state[index].transpose(1, 2)
+    if query_start_loc is None:
+        steps, history, new = 1, state[:, :kept], tokens.view(requests, 1, -1)
+    else:
+        steps, device = max_query_len, x.device
+        starts = query_start_loc[:requests]
+        place = (starts[:, None] + torch.arange(steps, device=device)).clamp_max(len(tokens) - 1)
+        new = tokens[place.flatten()].view(requests, steps, -1)
+        history = state[:, :kept]
+        if num_accepted_tokens is not None:
+            offset = (num_accepted_tokens[:requests, None] - 1).clamp_min(0) + torch.arange(kept, device=device)
+            history = state.gather(1, offset.long()[..., None].expand(-1, -1, state.shape[2]))
+    window = torch.cat((history, new), 1)
+    output = _convolve(window, weight, bias, activation)
+    length = kept + steps - 1
+    update = torch.where((index > 0).view(-1, 1, 1), window[:, 1 : 1 + length], state[:, :length])
+    conv_state[index, :, :length] = update.transpose(1, 2)
+    if query_start_loc is None:
+        output = output[:, 0]
+    else:
+        request = packed.requests_of(len(tokens), query_start_loc[: requests + 1])
+        step = (torch.arange(len(tokens), device=x.device) - query_start_loc[request]).clamp(0, steps - 1)
+        output = output.flatten(0, 1)[request * steps + step]
+    output = output.to(dtype)
+    return output if out is None else out.copy_(output)
+
+
+def _convolve(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | bool | None) -> torch.Tensor:
+    """The rows ``[requests, rows, channels]``, each with the ``width - 1`` before it; in float32, without the first."""
+    width = weight.shape[1]
+    length = rows.shape[1] - width + 1
+    parts = [rows[:, each : each + length].float() * weight[:, each].float() for each in range(width)]
+    output = sum(parts[1:], parts[0])
+    if bias is not None:
+        output = output + bias.float()
+    return F.silu(output) if activation in (True, "silu", "swish") else output
+
+
+_PREFIX = "vllm.model_executor.layers.mamba.ops.causal_conv1d:"
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    _PREFIX + "causal_conv1d_fn": causal_conv1d_fn,
+    _PREFIX + "causal_conv1d_update": causal_conv1d_update,
+}
+"""Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and what takes their place."""

@@ -1,0 +1,265 @@
+"""The gated delta rule of linear attention layers (Qwen3-Next, Qwen3.5, OLMo-hybrid) in PyTorch.
+
+A head has a state ``S`` of ``[values, keys]``; a token with query q, key k, value v, decay g and strength b changes it to
+``S' = exp(g) S + b (v - exp(g) S k) kᵀ`` and reads ``S' q``. Prefills compute 64 tokens at once (the WY form of the product of
+these updates), decodes one after the other. Nothing here waits for the device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ascend_platform.triton_overrides import packed
+
+CHUNK = 64
+SLAB = 16
+"""Chunks of which the products within are computed at once; it bounds their memory."""
+
+
+def chunk_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute sequences, or chunks of them.
+
+    Args:
+        q, k: ``[tokens, key heads, keys]``, normalized.
+        v: ``[tokens, heads, values]``.
+        g, beta: ``[tokens, heads]``, g as a logarithm.
+        states: ``[requests, heads, values, keys]`` before these tokens.
+
+    Returns:
+        ``[tokens, heads, values]`` of v's dtype, and the new states in float32.
+    """
+    output, states = v.new_zeros(len(v) + 1, *v.shape[1:]), states.float().clone()
+    chunks = packed.Chunks(query_start_loc, len(v), CHUNK)
+    for start in range(0, chunks.count, SLAB):
+        slab = chunks.slab(start, SLAB)
+        keys, queries = (slab.heads(each, v.shape[1]) for each in (k, q))
+        values, strength, decay = slab.heads(v), slab.heads(beta[..., None]), slab.heads(g[..., None]).squeeze(-1).cumsum(-1)
+        between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
+        weighted = keys * strength
+        inverse = _inverse(weighted @ keys.mT * between)
+        seen = inverse @ (weighted * decay.exp()[..., None])
+        values = inverse @ (values * strength)
+        scores = queries @ keys.mT * between * scale
+        queries = queries * (decay.exp() * scale)[..., None]
+        last = decay[..., -1:]
+        keys, kept = keys * (last - decay).exp()[..., None], last.exp()[..., None]
+        outputs = []
+        for each, request in enumerate(slab.requests.split(1)):
+            state = states[request]
+            new = values[each] - seen[each] @ state[0].mT
+            outputs.append(queries[each] @ state[0].mT + scores[each] @ new)
+            states[request] = state * kept[each] + new.mT @ keys[each]
+        slab.write(output, torch.stack(outputs))
+    return output[:-1], states
+
+
+def _inverse(strict: torch.Tensor) -> torch.Tensor:
+    """The inverse of 1 + the part of a matrix below its diagonal, by inverses of blocks of 1, 2, 4... rows."""
+    size = strict.shape[-1]
+    inverse = strict.new_ones(*strict.shape[:-2], size, 1, 1)
+    rows = 1
+    while rows < size:
+        blocks = strict.unflatten(-1, (-1, 2 * rows)).unflatten(-3, (-1, 2 * rows))  # [..., blocks, rows, blocks, rows]
+        below = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., rows:, :rows]
+        upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        left = torch.cat((upper, -(lower @ below @ upper)), -2)
+        inverse = torch.cat((left, F.pad(lower, (0, 0, rows, 0))), -1)
+        rows *= 2
+    return inverse[..., 0, :, :]
+
+
+def recurrent_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    states: torch.Tensor,
+    indices: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    num_accepted_tokens: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute the token of each request, or its token and draft tokens.
+
+    Args:
+        q, k, v, g, beta: as for `chunk_rule`.
+        states: ``[blocks, heads, values, keys]``, written; block 0 is no request's.
+        indices: ``[requests]``, or ``[requests, steps]`` with a block for the state after each token.
+        query_start_loc: ``[requests + 1]``; None for a token each.
+        num_accepted_tokens: ``[requests]``, which of the blocks has the state to begin with, from 1; or None.
+
+    Returns:
+        ``[tokens, heads, values]`` of v's dtype; rows of no request are undefined.
+    """
+    groups, output = v.shape[1] // k.shape[1], torch.zeros_like(v)
+    q, k = (each.float().repeat_interleave(groups, 1) for each in (q * scale, k))
+
+    def step(state: torch.Tensor, tokens: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = state * g[tokens].float().exp()[..., None, None]
+        key = k[tokens]
+        change = (v[tokens].float() - (state @ key[..., None]).squeeze(-1)) * beta[tokens].float()[..., None]
+        state = state + change[..., None] * key[..., None, :]
+        return state, (state @ q[tokens][..., None]).squeeze(-1)
+
+    packed.decode(states, indices, indices, query_start_loc, num_accepted_tokens, output, step)
+    return output
+
+
+def gates(a_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decays, as logarithms, and strengths ``[tokens, heads]`` of a layer's projections a and b, in float32."""
+    return -a_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
+
+
+def normalize(x: torch.Tensor) -> torch.Tensor:
+    """x with vectors of length 1, in its dtype."""
+    values = x.float()
+    return (values * torch.rsqrt(values.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+# What takes the place of vLLM's functions; arguments are named as there.
+
+
+def fused_post_conv_prep(
+    conv_output: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    num_k_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    apply_l2norm: bool = True,
+    output_g_exp: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values, decays and strengths of a prefill's convolved tokens."""
+    q, k, v = _heads(conv_output, num_k_heads, head_k_dim, head_v_dim)
+    g, beta = gates(A_log, a, b, dt_bias)
+    if apply_l2norm:
+        q, k = normalize(q), normalize(k)
+    return q, k, v, g.exp() if output_g_exp else g, beta
+
+
+def _heads(mixed: torch.Tensor, key_heads: int, keys: int, values: int) -> list[torch.Tensor]:
+    parts = mixed.split([key_heads * keys, key_heads * keys, mixed.shape[1] - 2 * key_heads * keys], -1)
+    return [part.unflatten(-1, (-1, size)) for part, size in zip(parts, (keys, keys, values), strict=True)]
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    core_attn_out: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prefill; tensors have a first dimension of 1."""
+    assert initial_state is not None
+    assert cu_seqlens is not None
+    if use_qk_l2norm_in_kernel:
+        q, k = normalize(q), normalize(k)
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    output, states = chunk_rule(q[0], k[0], v[0], g[0], beta[0], scale, initial_state, cu_seqlens)
+    if core_attn_out is not None:
+        core_attn_out.view(-1)[: output.numel()].copy_(output.view(-1))
+    return output[None], states
+
+
+def fused_recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    inplace_final_state: bool = True,
+    cu_seqlens: torch.Tensor | None = None,
+    ssm_state_indices: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode; tensors of tokens have a first dimension of 1."""
+    assert initial_state is not None
+    assert ssm_state_indices is not None
+    assert inplace_final_state
+    assert cu_seqlens is not None
+    if use_qk_l2norm_in_kernel:
+        q, k = normalize(q.float()), normalize(k.float())
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    indices = ssm_state_indices[: len(cu_seqlens) - 1]
+    output = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], scale, initial_state, indices, cu_seqlens, num_accepted_tokens)
+    return output[None], initial_state
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dt_bias: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    **named: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode, with the layer's projections a and b in place of decays and strengths."""
+    g, beta = gates(A_log, a, b, dt_bias)
+    return fused_recurrent_gated_delta_rule(q, k, v, g[None], beta[None], **named)
+
+
+def fused_recurrent_gated_delta_rule_packed_decode(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    scale: float,
+    initial_state: torch.Tensor,
+    out: torch.Tensor,
+    ssm_state_indices: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode of one token each, into ``out`` ``[tokens, 1, heads, values]``."""
+    heads, values, keys = initial_state.shape[-3:]
+    q, k, v = _heads(mixed_qkv, (mixed_qkv.shape[1] - heads * values) // (2 * keys), keys, values)
+    if use_qk_l2norm_in_kernel:
+        q, k = normalize(q.float()), normalize(k.float())
+    g, beta = gates(A_log, a, b, dt_bias)
+    out.copy_(recurrent_rule(q, k, v, g, beta, scale, initial_state, ssm_state_indices, None, None)[:, None])
+    return out, initial_state
+
+
+def fused_olmo_hybrid_gdn_gating(
+    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor, allow_neg_eigval: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decays and strengths ``[1, tokens, heads]``; OLMo's strengths may reach 2."""
+    g, beta = gates(A_log, a, b, dt_bias)
+    return g[None], (beta * 2 if allow_neg_eigval else beta)[None]
+
+
+_PREFIX = "vllm.third_party.flash_linear_attention.ops."
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    _PREFIX + "fused_gdn_prefill_post_conv:fused_post_conv_prep": fused_post_conv_prep,
+    _PREFIX + "chunk:chunk_gated_delta_rule": chunk_gated_delta_rule,
+    _PREFIX + "fused_recurrent:fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    _PREFIX + "fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode": fused_recurrent_gated_delta_rule_packed_decode,
+    _PREFIX + "fused_sigmoid_gating:fused_sigmoid_gating_delta_rule_update": fused_sigmoid_gating_delta_rule_update,
+}
+"""Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and what takes their place."""

@@ -1,0 +1,117 @@
+"""Packed requests as layers with states compute them: prefills in chunks of a fixed length, decodes token by token.
+
+Nothing here waits for the device: lengths and indices stay there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+class Chunks:
+    """The chunks of packed sequences, without a copy of their lengths to the host.
+
+    Attributes:
+        count: how many there may be at most; the last ones may have no tokens.
+    """
+
+    def __init__(self, query_start_loc: torch.Tensor, tokens: int, length: int) -> None:
+        device, requests = query_start_loc.device, len(query_start_loc) - 1
+        self.count, self.tokens = tokens // length + requests, tokens
+        starts, ends = query_start_loc[:-1].long(), query_start_loc[1:].long()
+        until = ((ends - starts + length - 1) // length).cumsum(0)
+        each = torch.arange(self.count, device=device)
+        self.requests = torch.bucketize(each, until, right=True).clamp_max(requests - 1)
+        of_request = each - torch.where(self.requests > 0, until[(self.requests - 1).clamp_min(0)], 0)
+        places = (starts[self.requests] + of_request * length)[:, None] + torch.arange(length, device=device)
+        self.exists = places < ends[self.requests][:, None]
+        self.places = torch.where(self.exists, places, tokens)
+
+    def slab(self, start: int, length: int) -> "Slab":
+        """Some consecutive chunks."""
+        end = start + length
+        return Slab(self.places[start:end], self.exists[start:end], self.requests[start:end], self.tokens)
+
+
+@dataclass
+class Slab:
+    """Chunks that are computed together.
+
+    Attributes:
+        places: ``[chunks, length]``, the token of each place; the number of tokens where there is none.
+        exists: ``[chunks, length]``.
+        requests: ``[chunks]``.
+    """
+
+    places: torch.Tensor
+    exists: torch.Tensor
+    requests: torch.Tensor
+    tokens: int
+
+    def heads(self, x: torch.Tensor, heads: int = 0) -> torch.Tensor:
+        """The rows ``[tokens, heads, size]`` as ``[chunks, heads, length, size]`` in float32, 0 where there is no token."""
+        rows = x[self.places.clamp_max(self.tokens - 1).flatten()].float().unflatten(0, self.places.shape)
+        rows = torch.where(self.exists[..., None, None], rows, 0).transpose(1, 2)
+        return rows.repeat_interleave(heads // x.shape[1], 1) if heads > x.shape[1] else rows
+
+    def write(self, output: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write ``[chunks, heads, length, size]`` to their tokens in ``[tokens + 1, heads, size]``; the last row is of none."""
+        output[self.places.flatten()] = rows.transpose(1, 2).flatten(0, 1).to(output.dtype)
+
+
+def requests_of(tokens: int, query_start_loc: torch.Tensor) -> torch.Tensor:
+    """The request of each token, the last one for tokens of none; int64 ``[tokens]``."""
+    position = torch.arange(tokens, device=query_start_loc.device)
+    ends = query_start_loc[1:].to(position.dtype)
+    return torch.bucketize(position, ends, right=True).clamp_max(len(ends) - 1)
+
+
+Step = Callable[[torch.Tensor, slice | torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A step of a recurrence: of states ``[requests, ...]`` and the requests' tokens, the new states and the output."""
+
+
+def decode(
+    states: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    num_accepted_tokens: torch.Tensor | None,
+    output: torch.Tensor,
+    step: Step,
+) -> None:
+    """Compute the token of each request, or its token and draft tokens.
+
+    Args:
+        states: ``[blocks, ...]``, written; block 0 is no request's and keeps what it has.
+        read, write: ``[requests]``, or ``[requests, steps]`` with a block for the state after each token.
+        query_start_loc: ``[requests + 1]``; None for a token each.
+        num_accepted_tokens: ``[requests]``, which of the blocks has the state to begin with, from 1; or None.
+        output: ``[tokens, ...]``, written; rows of no request are undefined.
+    """
+    requests = len(read)
+    if read.dim() == 1 or query_start_loc is None:
+        read, write = (each if each.dim() == 1 else each[:, 0] for each in (read, write))
+        before = states[read].float()
+        after, result = step(before, slice(0, requests))
+        states[write] = torch.where(_column(write > 0, before), after, before).to(states.dtype)
+        output[:requests] = result.to(output.dtype)
+        return
+    query_start_loc = query_start_loc[: requests + 1]
+    starts, lengths = query_start_loc[:-1], query_start_loc.diff()
+    first = read[:, 0]
+    if num_accepted_tokens is not None:
+        first = read.gather(1, (num_accepted_tokens[:requests, None] - 1).clamp_min(0).long()).squeeze(1)
+    state, null, results = states[first].float(), states[0].float(), []
+    for each in range(write.shape[1]):
+        state, result = step(state, (starts + each).clamp_max(len(output) - 1))
+        results.append(result)
+        block = torch.where((lengths > each) & (first > 0), write[:, each], 0)
+        states[block] = torch.where(_column(block > 0, state), state, null).to(states.dtype)
+    request = requests_of(len(output), query_start_loc)
+    place = (torch.arange(len(output), device=output.device) - starts[request]).clamp(0, len(results) - 1)
+    output.copy_(torch.stack(results, 1)[request, place])
+
+
+def _column(of_requests: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return of_requests.view(-1, *(1,) * (like.dim() - 1))

@@ -1,0 +1,62 @@
+"""Process groups of a worker: communicators that only requests use are created early, and the end of the process is bounded."""
+
+import contextlib
+import os
+import sys
+import threading
+
+import torch
+import torch.distributed as dist
+from vllm.config import VllmConfig
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_dcp_group, get_pp_group
+
+from ascend_platform.components import logger
+
+DESTROY_SECONDS = 30.0
+"""For destroying the process groups at exit, which waits for pending collectives, hence for other ranks."""
+
+
+def create_communicators(vllm_config: VllmConfig, device: torch.device) -> None:
+    """Create the communicators that vLLM's profile run does not use, so that their buffers are taken off the KV cache's budget.
+
+    HCCL allocates a communicator's buffers at its first call: between pipeline stages and for decode context parallelism that
+    would be the first request, when the KV cache has the memory.
+    """
+    pp, dcp = get_pp_group(), get_dcp_group()
+    token = torch.zeros(1, device=device)
+    if pp.world_size > 1:
+        if not pp.is_first_rank:
+            dist.recv(token, pp.prev_rank, group=pp.device_group)
+        if not pp.is_last_rank:
+            dist.send(token, pp.next_rank, group=pp.device_group)
+        external = vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
+        if external or vllm_config.scheduler_config.async_scheduling:  # sampled tokens are broadcast
+            dist.broadcast(token, pp.last_rank, group=pp.device_group)
+    if dcp.world_size > 1:
+        dist.all_reduce(token, group=dcp.device_group)
+    torch.npu.synchronize()
+
+
+def destroy() -> None:
+    """Destroy the remaining process groups at exit, as vLLM's engine does on shutdown, or end the process after a time.
+
+    torch_npu destroys them in an exit handler of its own (``torch_npu/_init/core/runtime_lifecycle.py``), and an engine in the
+    main process, which is finalized after that, then fails. This handler is registered later, so it runs earlier.
+    """
+    if not dist.is_initialized():
+        return
+    timer = threading.Timer(DESTROY_SECONDS, _give_up)
+    timer.daemon = True  # goes on during torch_npu's exit handler
+    timer.start()
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def _give_up() -> None:
+    logger.error(
+        "the process groups could not be destroyed in %g s, because another rank does not answer: this process ends without it",
+        DESTROY_SECONDS,
+    )
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(1)

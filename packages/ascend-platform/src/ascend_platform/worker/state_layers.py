@@ -1,0 +1,140 @@
+"""Functions of vLLM's linear attention and state-space layers that launch Triton kernels, replaced for models with such layers.
+
+They are in addition to ``vllm_overrides.OVERRIDES``, and compared where an engine has such a model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ascend_platform.vllm_overrides import Override, include, override
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+SINCE = "0.32"
+"""The first minor version of vLLM whose layers with states are supported."""
+
+_LAYERS = "vllm.model_executor.layers.mamba."
+_OPS = f"{_LAYERS}ops."
+_GDN = f"{_LAYERS}gdn."
+_FLA = "vllm.third_party.flash_linear_attention.ops"
+_GDN_LAYERS = (f"{_GDN}qwen_gdn_linear_attn", f"{_GDN}olmo_gdn_linear_attn", f"{_GDN}kimi_gdn_linear_attn")
+_LAYERS_WITH_CONVOLUTION = (f"{_LAYERS}mamba_mixer", f"{_LAYERS}mamba_mixer2", f"{_LAYERS}short_conv", *_GDN_LAYERS)
+_REFUSED = ("vllm.models", "vllm.model_executor.models.bailing_moe_v3")
+"""Models that are refused."""
+
+
+def _function(module: str, name: str, why: str, fingerprint: str, *importers: str) -> Override:
+    remove_when = "Triton runs on the NPU, or vLLM has a PyTorch form of the function"
+    return Override(
+        f"{module}:{name}", "replaced", why, remove_when, {SINCE: fingerprint}, replaced_in=(module, *importers), kept_in=_REFUSED
+    )
+
+
+OVERRIDES: tuple[Override, ...] = (
+    _function(f"{_OPS}causal_conv1d", "causal_conv1d_fn", "convolution of a prefill", "669e4b2faa90", *_LAYERS_WITH_CONVOLUTION),
+    _function(
+        f"{_OPS}causal_conv1d", "causal_conv1d_update", "convolution of a decode", "eb5fd29588eb", *_LAYERS_WITH_CONVOLUTION
+    ),
+    _function(
+        f"{_FLA}.fused_gdn_prefill_post_conv", "fused_post_conv_prep", "gates of a prefill", "7b68e1f21c99", _FLA, *_GDN_LAYERS
+    ),
+    _function(f"{_FLA}.chunk", "chunk_gated_delta_rule", "gated delta rule of a prefill", "cce090c99e33", _FLA, *_GDN_LAYERS),
+    *(
+        _function(f"{_FLA}.{module}", name, "gated delta rule of a decode", fingerprint, _FLA, *_GDN_LAYERS)
+        for module, name, fingerprint in (
+            ("fused_recurrent", "fused_recurrent_gated_delta_rule", "68870d7098f6"),
+            ("fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode", "3a1b709eb8c8"),
+            ("fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update", "b1b09df76281"),
+        )
+    ),
+    _function(
+        f"{_OPS}ssd_combined", "mamba_chunk_scan_combined_varlen", "scan of a prefill", "f827176ce553", f"{_LAYERS}mamba_mixer2"
+    ),
+    _function(f"{_OPS}mamba_ssm", "selective_scan_fn", "scan of a prefill", "77024ade9239", f"{_LAYERS}mamba_mixer"),
+    _function(f"{_OPS}mamba_ssm", "selective_state_update", "step of a decode", "b44b6b89e491"),
+    _function("vllm.v1.worker.mamba_utils", "collect_mamba_copy_meta", "states at the ends of cached prefixes", "883f8e3a9218"),
+    Override(
+        "vllm.triton_utils.allocation:set_triton_allocator",
+        "replaced",
+        "OLMo-hybrid's layer calls it while it is made",
+        "Triton runs on the NPU, or the layer does without",
+        {SINCE: "dc2a5b54a990"},
+        replaced_in=("vllm.triton_utils.allocation", f"{_GDN}olmo_gdn_linear_attn"),
+        kept_in=("vllm.lora", "vllm.model_executor.layers.quantization", "vllm.model_executor.layers.fused_moe"),
+    ),
+    _function(f"{_GDN}olmo_gdn_linear_attn", "fused_olmo_hybrid_gdn_gating", "gates of OLMo-hybrid", "48c94a6683d5"),
+)
+
+include(OVERRIDES)
+
+
+def collect_mamba_copy_meta(
+    copy_bufs: Any,
+    kv_cache_config: KVCacheConfig,
+    mamba_state_copy_funcs: Any,
+    mamba_group_ids: Iterable[int],
+    src_block_idx: int,
+    dest_block_idx: int,
+    accept_token_bias: int,
+    req_state: Any,
+    forward_context: Mapping[str, Any],
+) -> None:
+    """Copy a request's states to the block in which it goes on; vLLM's collects their addresses for a Triton kernel."""
+    assert accept_token_bias == 0  # with draft tokens prefix caching is refused
+    for group in mamba_group_ids:
+        blocks = req_state.block_ids[group]
+        for name in kv_cache_config.kv_cache_groups[group].layer_names:
+            for state in forward_context[name].kv_cache:
+                state[blocks[dest_block_idx]] = state[blocks[src_block_idx]]
+
+
+def set_triton_allocator(device: object) -> None:
+    """Nothing: there is no Triton."""
+
+
+@functools.cache
+def install() -> None:
+    """Replace the functions in this process.
+
+    Raises:
+        RefusedError: one is missing, or its source has changed.
+    """
+    from ascend_platform.triton_overrides import causal_conv, gated_delta, selective_scan
+
+    for target, function in (causal_conv.OVERRIDES | gated_delta.OVERRIDES | selective_scan.OVERRIDES).items():
+        override(target, function)
+    override(
+        "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:fused_olmo_hybrid_gdn_gating",
+        gated_delta.fused_olmo_hybrid_gdn_gating,
+    )
+    override("vllm.v1.worker.mamba_utils:collect_mamba_copy_meta", collect_mamba_copy_meta)
+    override("vllm.triton_utils.allocation:set_triton_allocator", set_triton_allocator)
+
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import ChunkGatedDeltaRule
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    if ChunkGatedDeltaRule.__name__ in op_registry_oot:
+        return
+
+    class NPUChunkGatedDeltaRule(ChunkGatedDeltaRule):  # which has the function under a name of its own
+        """vLLM's operator of a prefill, which calls the function of its library for devices without one of their own."""
+
+        def forward_native(self, *arguments: Any, **named: Any) -> Any:
+            return gated_delta.chunk_gated_delta_rule(*arguments, **named)
+
+    class NPUMambaMixer2(MambaMixer2):
+        """vLLM's layer without states within a prefill for prefix caching, and without warm-up of Triton kernels."""
+
+        get_kv_cache_spec = MambaBase.get_kv_cache_spec
+
+        def _warmup_ssd_kernels(self, projected_states: Any) -> None:
+            """Nothing to warm up."""
+
+    ChunkGatedDeltaRule.register_oot(NPUChunkGatedDeltaRule)
+    MambaMixer2.register_oot(NPUMambaMixer2)

@@ -1,0 +1,64 @@
+"""What roundings to bfloat16 can do to a reference's log-probabilities.
+
+Experts are chosen by comparison: where two scores nearly tie, a rounding changes the choice, and with it the log-probabilities of
+this token and later ones by much more than the rounding itself. A bound on the difference to a float32 reference is then too
+strict for some tokens, or too loose for the others. Here the reference is computed many times with other roundings instead, and
+an answer is right if some of them explain it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+HALF_STEP = 2.0**-9
+"""Of bfloat16, relative: the most that rounding changes a number."""
+
+TIE = 2.0**-6
+"""Between bfloat16 numbers from 2 to 4, as the largest logits are."""
+
+
+class Range(NamedTuple):
+    """For each token of an answer the lowest and highest log-probability, and whether no token is better in some reference."""
+
+    low: Any
+    high: Any
+    preferred: Any
+
+
+def ranges(model: Any, prompt: list[int], tokens: list[int], references: int = 24) -> Range:
+    """The log-probabilities of an answer's tokens by references in which each module's output is off by up to half a step."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+
+    def disturb(module: Any, given: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return output
+        noise = torch.rand(output.shape, generator=draw, dtype=output.dtype) * 2 - 1
+        noise[0] = 0  # the first reference is exact
+        return output * (1 + HALF_STEP * noise)
+
+    leaves = [module for module in model.modules() if not list(module.children())]
+    hooks = [module.register_forward_hook(disturb) for module in leaves]
+    try:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens] * references)).logits[:, len(prompt) - 1 : -1]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    chosen = torch.tensor(tokens)
+    found = logits.log_softmax(-1).gather(2, chosen.view(1, -1, 1).expand(references, -1, 1)).squeeze(2)
+    behind = logits.amax(-1) - logits.gather(2, chosen.view(1, -1, 1).expand(references, -1, 1)).squeeze(2)
+    return Range(found.amin(0), found.amax(0), (behind < TIE).any(0))
+
+
+def unexplained(model: Any, asked: list[dict[str, Any]], answers: list[Any]) -> tuple[int, float]:
+    """Tokens of the answers that are no reference's best, and how far a log-probability is outside of the references' at most."""
+    import torch
+
+    others, far = 0, 0.0
+    for request, (answer, *_) in zip(asked, answers, strict=True):
+        found, own = ranges(model, request["prompt"], answer["tokens"]), torch.tensor(answer["logprobs"])
+        others += int((~found.preferred).sum())
+        far = max(far, float(torch.maximum(found.low - own, own - found.high).max()))
+    return others, far
