@@ -28,7 +28,7 @@ from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork, InMem
 NETWORK = InMemoryNetwork()
 
 TIMEOUT, LEASE, QUARANTINE = 2.0, 3.0, 0.3
-LATE = 6.0
+LATE = 20.0
 """Seconds beyond the deadline of its transfer in which a request must have ended, however busy this machine."""
 
 LENGTH, INFLIGHT = 3, 8

@@ -61,6 +61,11 @@ class PagedLatent(NamedTuple):
     latent: torch.Tensor
     rope: torch.Tensor
 
+    @property
+    def device(self) -> torch.device:
+        """As of :class:`KVCachePair`."""
+        return self.latent.device
+
 
 class PagedIndex(NamedTuple):
     """Keys of one layer's indexer (sparse latent attention).
