@@ -130,10 +130,10 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
         parts = {name: states[name] if name in states else kv_cache.split_layer(layers[name]) for name in caches}
         for name, split in parts.items():
             layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a tensor alone
-        tensors = [tensor for split in parts.values() for tensor in split]
+        tensors = [tensor for split in (*states.values(), *parts.values()) for tensor in split]
         self.kv_caches[:] = {tensor.data_ptr(): tensor for tensor in tensors}.values()  # KV cache groups share tensors
         pages = {each.data_ptr(): each for name, split in parts.items() if name not in states for each in split}
-        self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in pages.values()]
+        self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in pages.values()] if states else []
         return parts
 
     def _init_kv_zero_meta(self) -> None:
@@ -141,7 +141,7 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         """Zero new blocks of attention layers, which may hold the states of other layers."""
-        blocks = torch.tensor(block_ids, device=self.device)
+        blocks = torch.tensor(block_ids).pin_memory().to(self.device, non_blocking=True)
         for pages in self._pages_to_zero:
             pages[blocks] = 0
 
