@@ -3,31 +3,43 @@
 import copy
 import dataclasses
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_emulator import chips
-from ascend_emulator.verify import diff, errors, inputs, markdown, operators, report, tables
+from ascend_emulator import chips, cli
+from ascend_emulator.verify import command, diff, errors, inputs, markdown, report, tables
 
 REPORTS = Path(__file__).parents[3] / "reports"
 OWN = REPORTS / "Ascend910B1" / "emulated-torch_npu-2.13.0.json"
 
 
-def test_tables_have_the_cases_that_the_page_names():
-    assert len(tables.cases("operators")) >= 400
-    assert len(tables.cases("refusals")) >= 90
+PAGE = Path(__file__).parents[3] / "docs" / "verify.md"
+
+
+def test_page_has_the_numbers_of_cases():
+    options = SimpleNamespace(only=",".join(report.SECTIONS), select="*", quick=False)
+    counts = Counter(section for section, _ in command.selected(options))
+    rows = dict(re.findall(r"^\| (\w+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE))
+    assert {section: int(count) for section, count in rows.items()} == {name: counts[name] for name in report.SECTIONS[1:]}
+    assert min(counts["operators"] - 300, counts["refusals"] - 60) > 0
 
 
 @pytest.mark.parametrize("section", ["operators", "refusals"])
 def test_inputs_of_all_cases_can_be_made(section):
     """Expressions are compiled too: a mistake in a table is found without an NPU."""
-    for case in tables.cases(section).values():
+    cases = tables.cases(section).values()
+    for case in cases:
         compile(case.call, case.name, "eval")
         compile(case.before, case.name, "exec")
-        operators.arguments(case)
+    for text in {text for case in cases for text in case.inputs.values()}:
+        made = inputs.make(text, 3)
+        assert str(made.dtype) == f"torch.{text.split()[0]}"
 
 
 def test_inputs_are_the_same_bits_on_every_machine():
@@ -205,6 +217,55 @@ def test_reports_of_the_repository_have_the_right_form():
         found = json.loads(path.read_text())
         assert report.problems(found) == []
         assert report.environment(found)["soc"] == path.parent.name
+
+
+WORKER = """
+import json, os, signal, sys, time
+task = json.load(sys.stdin)
+pipe = os.fdopen(task["pipe"], "w", buffering=1)
+for case in task["cases"]:
+    pipe.write(json.dumps({"begin": case}) + "\\n")
+    if case[1] == "dot/float32":
+        print("x.cpp: bad address 0x7f0011223344", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if case[1] == "dot/float16":
+        time.sleep(600)
+    record = {"outcome": "observed", "facts": {"npus": 1, "memory_used_percent": 0}}
+    pipe.write(json.dumps({"end": case, "record": record}) + "\\n")
+"""
+
+
+def test_cases_that_crash_or_hang_do_not_end_the_run(monkeypatch, tmp_path):
+    """With a process in place of the one that uses the NPU, since no case is known to do this."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(command, "child", SimpleNamespace(__name__="worker"))
+    monkeypatch.setattr(command, "CASE_SECONDS", 5.0)
+    options = SimpleNamespace(only="operators,limits,collectives", select="[dlt]*o*", quick=False, minutes=30.0, device=0)
+    run = command.Run(command.selected(options), options)
+    run.everything()
+    found = {name: record for (_, name), record in run.records.items()}
+    assert found.keys() == {name for _, name in run.cases}
+    assert found["dot/float32"] == {"outcome": "crashed", "why": "x.cpp: bad address ADDRESS", "signal": 11}
+    assert found["dot/float16"] == {"outcome": "hung", "why": "no result in 5 s"}
+    assert found["two-npus"] == {"outcome": "skipped", "why": "one NPU"}
+    others = [record["outcome"] for name, record in found.items() if name not in ("dot/float32", "dot/float16", "two-npus")]
+    assert set(others) == {"observed"}
+    assert len(others) > 5
+
+
+def test_ctrl_c_leaves_a_partial_report(own, monkeypatch, tmp_path, capsys):
+    def interrupted(run):
+        run.records["environment", "environment"] = own["cases"]["environment"]["environment"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.Run, "everything", interrupted)
+    assert cli.main(["verify", "--only", "timings", "--output", str(tmp_path / "part")]) == 0
+    found = report.read(tmp_path / "part.json")
+    assert report.problems(found) == []
+    assert not found["complete"]
+    assert found["cases"]["timings"]["launch"] == {"outcome": "skipped", "why": "stopped by ctrl-C"}
+    assert "The report is not complete" in capsys.readouterr().out
 
 
 def test_without_an_npu_one_line_says_so(tmp_path):

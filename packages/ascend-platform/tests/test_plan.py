@@ -47,6 +47,8 @@ CONFIGS = {
     ),
     "Mixtral-8x7B": transformers.MixtralConfig(),
     "DeepSeek-V3": transformers.DeepseekV3Config(),
+    "DeepSeek-V3.2": transformers.DeepseekV32Config(),
+    "GLM-5 with shared selections": transformers.GlmMoeDsaConfig(index_topk_freq=4),
     "DeepSeek-V2-Lite": transformers.DeepseekV2Config(
         num_hidden_layers=27,
         hidden_size=2048,
@@ -74,6 +76,14 @@ def test_weights_are_as_many_as_transformers_makes(name):
         made = transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
     real = sum(parameter.numel() for parameter in set(made.parameters()))
     assert sizes_of(CONFIGS[name]).parameters == pytest.approx(real, rel=1e-3)
+
+
+def test_indexers_have_keys_of_their_own():
+    assert sizes_of(CONFIGS["DeepSeek-V3.2"]).kv == 512 + 64 + 128
+    shared = CONFIGS["GLM-5 with shared selections"].to_dict()
+    own = shared.pop("indexer_types").count("full")
+    assert own == 21
+    assert model.from_config(shared).kv == 512 + 64 + 128 * own // 78
 
 
 def rows() -> list[list[str]]:
