@@ -124,7 +124,7 @@ OTHERS = {
         [], r"quantization", model=_change(quantization_config={"quant_method": "nobody's"})
     ),
     "SIGTERM while the engine starts": Case(
-        TP2, "interrupted by SIGTERM", -signal.SIGINT, npus=2, kill=("rank=1 local_rank=1", "bin/vllm serve", signal.SIGTERM)
+        TP2, "interrupted by SIGTERM", 1, npus=2, kill=("rank=1 local_rank=1", "bin/vllm serve", signal.SIGTERM)
     ),
     "ctrl-C while modules are imported": Case(
         [], "interrupted by SIGINT", -signal.SIGINT, kill=("libtorch_cpu.so", "", signal.SIGINT)
