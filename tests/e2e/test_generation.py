@@ -41,6 +41,7 @@ RUNNER_CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "preemption": ("llama", "bfloat16", 24, FEW_BLOCKS),
 }
 """As CASES, for comparing vLLM's V2 model runner with V1."""
+GRAPHS = {"V2 with graphs": "FULL_AND_PIECEWISE", "V2 with full graphs": "FULL"}
 BUILT_IN_CASES = ("qwen3-bf16-small-chunks", "qwen2-fp16-no-prefix-cache")
 
 
@@ -167,7 +168,7 @@ def test_log_probabilities_of_the_platform_alone(
 @pytest.fixture(scope="module")
 def served_by_runners(random_model: Callable[[str], str]) -> dict[str, Any]:
     """Results of RUNNER_CASES and the adder by runner and name; all engines in one process, so that each has its own choice."""
-    cases = []
+    cases, results, said = [], {}, ""
     for name in RUNNER_CASES:
         served = case(name, random_model(RUNNER_CASES[name][0]), RUNNER_CASES)
         if name == "preemption":  # when requests in decode need their second block
@@ -175,21 +176,28 @@ def served_by_runners(random_model: Callable[[str], str]) -> dict[str, Any]:
             served["prompts"] = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(90, 127))] for _ in range(24)]
             served["lengths"] = [48] * 24
         cases.append(served)
-    for served in [*cases, adder()]:
-        eager = {**served, "engine": served["engine"] | {"enforce_eager": True}}
-        cases += [eager | {"name": f"V1, {served['name']}"}]
-        cases += [eager | {"name": f"V2, {served['name']}", "engine": eager["engine"] | V2}]
-    results, said = serve(cases[len(RUNNER_CASES) :], None)
+    graphs = {runner: V2 | {"compilation_config": {"cudagraph_mode": mode}} for runner, mode in GRAPHS.items()}
+    eager = {"enforce_eager": True}
+    for runners in ({"V1": eager, "V2": eager | V2}, graphs):  # all requests do not fit one command line
+        asked = [
+            served | {"name": f"{runner}, {served['name']}", "engine": served["engine"] | options}
+            for served in [*cases, adder()]
+            for runner, options in runners.items()
+        ]
+        found, lines = serve(asked, None)
+        results |= found
+        said += lines
     assert "model runner: V2 (additional_config)" in said
     return results
 
 
 @v2_runner
+@pytest.mark.parametrize("runner", ["V2", *GRAPHS])
 @pytest.mark.parametrize("name", RUNNER_CASES)
 def test_v2_runner_gives_the_tokens_of_v1(
-    name: str, served_by_runners: dict[str, Any], record_property: Callable[[str, object], None]
+    name: str, runner: str, served_by_runners: dict[str, Any], record_property: Callable[[str, object], None]
 ) -> None:
-    first, second = (served_by_runners[f"{runner}, {name}"] for runner in ("V1", "V2"))
+    first, second = (served_by_runners[f"{each}, {name}"] for each in ("V1", runner))
     assert [served["tokens"] for served in second["results"]] == [served["tokens"] for served in first["results"]]
     assert second["preemptions"] == first["preemptions"]
     assert (second["preemptions"] or 0) > 0 or name != "preemption"
@@ -197,8 +205,9 @@ def test_v2_runner_gives_the_tokens_of_v1(
 
 
 @v2_runner
-def test_trained_model_gives_the_same_greedy_tokens_with_the_v2_runner(served_by_runners: dict[str, Any]) -> None:
-    check_adder(served_by_runners["V2, adder"], FUSED)
+@pytest.mark.parametrize("runner", ["V2", *GRAPHS])
+def test_trained_model_gives_the_same_greedy_tokens_with_the_v2_runner(runner: str, served_by_runners: dict[str, Any]) -> None:
+    check_adder(served_by_runners[f"{runner}, adder"], FUSED)
 
 
 SUMS = [(12, 34), (7, 8), (99, 1), (50, 49), (86, 77), (0, 0), (95, 99), (60, 6)]

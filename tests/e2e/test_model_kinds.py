@@ -14,6 +14,9 @@ CASES = {
     "gemma3, windows between": (2, 82, 0.02),
     "granite, sinks and windows": (1, 82, 0.03),
     "deepseek-v3, yarn": (1, 82, 0.04),
+    "qwen3-next, gated delta net": (1, 82, 0.05),
+    # its layers attend to 32 of up to 400 tokens, and a rounding changes some: transformers in bfloat16 is 0.21 from float32
+    "glm-5, shared selections": (1, 82, 0.3),
     "bert cross-encoder": (1, 2, 5e-3),
     "idefics3, an image": (1, 30, 0.03),
     "paddleocr-vl, an image": (1, 30, 0.03),

@@ -26,6 +26,7 @@ from harness import launcher
 from serve_prompts import compare
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.config import CUDAGraphMode
 
 COMMON: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -84,11 +85,12 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
             before += launched[-1]
     worker = engine.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
-    dispatcher = runner.cudagraph_dispatcher
-    captured = {mode.name: sorted(key.num_tokens for key in keys) for mode, keys in dispatcher.cudagraph_keys.items()}
+    manager = getattr(runner, "cudagraph_manager", None) or runner.cudagraph_dispatcher  # of V2, and of V1
+    keys = manager.cudagraph_keys if hasattr(manager, "cudagraph_keys") else manager._capture_descs
+    captured = {name: sorted(key.num_tokens for key in keys.get(CUDAGraphMode[name], ())) for name in ("PIECEWISE", "FULL")}
     del taken
     left = worker.available_kv_cache_memory_bytes - sum(size for each in runner.kv_caches for size in map(nbytes, each))
-    mode = str(dispatcher.cudagraph_mode)
+    mode = str(manager.cudagraph_mode)
     return {"outputs": outputs, "launched": launched, "captured": captured, "mode": mode, "left": left}
 
 

@@ -73,7 +73,8 @@ def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
     parallel = engine.llm_engine.vllm_config.parallel_config
     mine = range(parallel.data_parallel_rank, len(case["prompts"]), parallel.data_parallel_size)
     mode = engine.llm_engine.vllm_config.compilation_config.cudagraph_mode
-    waits = engine.collective_rpc(lambda worker: worker.model_runner.prepare_inputs_event is not None)[0]
+    # the V2 runner has no such event, and copies each step's inputs from other memory
+    waits = engine.collective_rpc(lambda worker: getattr(worker.model_runner, "prepare_inputs_event", "") is not None)[0]
     before = outside_of_torch()
     found = {"results": answers(engine, case, mine), "mode": mode.name, "waits": waits, "grown": outside_of_torch() - before}
     return found | {"kinds": attention_and_experts(engine)}

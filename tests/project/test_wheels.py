@@ -218,6 +218,7 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
             ("vllm_ascend.commands", "plugins", "ascend_platform.cli.plugins:add_plugins"),
             ("vllm_ascend.commands", "patches", "ascend_patches.cli:add"),
             ("vllm_ascend.checks", "emulator", "ascend_emulator.doctor:check"),
+            ("vllm_ascend.checks", "kv", "ascend_kv_connector.doctor:check"),
             ("vllm_ascend.checks", "patches", "ascend_patches.cli:examine"),
             ("vllm_ascend.scopes", "ascend_patches", "ascend_patches:enter"),
             ("vllm_ascend.patches", "ascend_patches", "ascend_patches.patches"),

@@ -60,7 +60,7 @@ PAIRS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 """By name of a pair of instances: its options, and the ways that are measured with it."""
 
 WAYS = tuple(way for _, ways in PAIRS.values() for way in ways)
-OPTIONS = {"host": "127.0.0.1", "transfer_timeout": 600, "answer_timeout": 60, "lease": 60}
+OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "transfer_timeout": 600, "answer_timeout": 60, "lease": 60}
 SHORTEST, LONGEST, OUTPUT = 500, 4000, 32
 COUNTERS = ("transfer_bytes", "sent_bytes", "packed_bytes", "unpacked_bytes", "messages", "transfer_failures")
 
@@ -77,7 +77,8 @@ async def serve(pipe: Connection, role: str, options: dict[str, Any], given: dic
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
-    transfer = {"kv_connector": "AscendP2PConnector", "kv_role": role, "kv_connector_extra_config": OPTIONS | options}
+    extra_config = OPTIONS | options
+    transfer: Any = {"kv_connector": "AscendP2PConnector", "kv_role": role, "kv_connector_extra_config": extra_config}
     arguments = AsyncEngineArgs(
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -195,8 +196,9 @@ def measure(pair: Pair, way: str, requests: int, inflight: int, seed: int) -> di
                 decode(name, number, None)
             else:
                 pair.pipes[0].send((name, prompt, 1, {"do_remote_decode": True}))
-        for pipe in multiprocessing.connection.wait(pair.pipes, 900):
-            name, reason, first, last, tokens, params = pipe.recv()  # type: ignore[union-attr]
+        ready: list[Any] = multiprocessing.connection.wait(pair.pipes, 900)
+        for pipe in ready:
+            name, reason, first, last, tokens, params = pipe.recv()
             if pipe is pair.pipes[0]:
                 decode(name, int(name.rpartition("-")[2]), None if way == "recomputed" else params)
             else:

@@ -1,10 +1,14 @@
 """Endurance test: many requests under faults; each ends in time, correctly or with a cause, and nothing leaks."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from ascend_kv_connector.testing import one_rank  # noqa: F401
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done
+from harness.kv import request_faults
+from harness.kv.store_engines import Suite
 from harness.kv.transfer_faults import Endurance
 
 REQUESTS = 100
@@ -31,6 +35,20 @@ def test_every_request_ends_correctly_or_with_a_cause(
     assert result.ended["done"] > REQUESTS * 0.5
     assert result.ended["(a producer was killed)"] == 3
     assert set(result.ended) > {"done", "transport"}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_requests_through_a_router_under_faults(tmp_path: Path) -> None:
+    """vLLM's schedulers, repeated and mixed-up requests, restarts; ``tools/check transfers requests`` runs 2,000."""
+    suite = Suite(tmp_path)
+    suite.device = "cpu"
+    result = request_faults.Endurance(suite.make, 80, restarts=2).run()
+    print(result)
+    assert (result.wrong, result.late, result.leaked) == ([], [], [])
+    assert result.requests == 80
+    assert result.loaded > 20
+    assert result.events.keys() >= {"kill prefill", "restart decode", "the router dies"}
+    assert {name.partition(":")[0] for name in result.ended} >= {"once", "layer by layer", "the same body again", "n = 2"}
 
 
 def test_outcome_is_reported_once(instances: Callable) -> None:

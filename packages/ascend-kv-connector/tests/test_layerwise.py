@@ -15,45 +15,7 @@ from ascend_kv_connector.prefill_notifier import PrefillNotifier
 from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done
-
-LAYERS = ["layers.0", "layers.1"]
-
-
-class Prompt:
-    """Prompt that an instance prefills for the reader ``name``; the test controls when each layer's tokens are computed."""
-
-    def __init__(self, producer: Any, name: str, tokens: int) -> None:
-        self.producer, self.name, self.tokens, self.progress = producer, name, tokens, PrefillProgress()
-        self.blocks = producer.take(tokens)
-        for rank in producer.producers:
-            rank.leases.track(f"{name}-far", self.blocks, tokens, self.progress)
-
-    def announcement(self) -> PrefillStarted:
-        return PrefillStarted(self.name, self.producer.name, f"{self.name}-far", list(self.producer.source("").ranks))
-
-    def announce(self, consumer: Any) -> None:
-        for rank in consumer.consumers:
-            rank.answer(self.announcement())
-
-    def compute(self, tokens: int, *layers: str) -> None:
-        regions = [region for cache in self.producer.caches for region in cache.regions]
-        places = self.producer.places(self.name, self.blocks, 0, tokens)
-        for region, (values, rows, expected) in zip(regions, places, strict=True):
-            if region.layer in (layers or LAYERS):
-                values[rows] = expected
-        for layer in layers or LAYERS:
-            self.progress.record(layer, tokens, lambda: True)
-
-    def finish(self, seconds: float = 5.0) -> None:
-        for rank in self.producer.producers:
-            rank.leases.grant(f"{self.name}-far", self.blocks, self.tokens, seconds)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    until = monotonic() + seconds
-    while not condition() and monotonic() < until:
-        sleep(0.002)
-    return condition()
+from harness.kv.prompts import LAYERS, Prompt, wait_for
 
 
 @pytest.mark.parametrize(
@@ -91,7 +53,7 @@ def test_layers_are_transferred_during_prefill(one: dict, other: dict, announced
 
 def part_of_a_prompt(instances: Callable) -> tuple[Any, Any, list[int]]:
     """Both instances and the reader's blocks, once 8 of a prompt's 20 tokens were transferred."""
-    producer, consumer = instances("p").produce(), instances("d").consume()
+    producer, consumer = instances("p", expose_cache=False).produce(), instances("d").consume()
     prompt = Prompt(producer, "r", 20)
     blocks = consumer.take(20)
     consumer.consumers[0].start("r", None, blocks, 0, 20)

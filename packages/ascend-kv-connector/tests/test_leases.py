@@ -218,7 +218,9 @@ def test_queries_are_answered_in_their_order(clock: Clock) -> None:
         return Ack()
 
     def ask(number: int) -> None:
-        queue.add((f"n{number}",), Asked(fetch(number), lambda reply: replies.append((f"n{number}", reply))), "all in use")
+        queue.add(
+            BusyError((f"n{number}",), "all in use"), Asked(fetch(number), lambda reply: replies.append((f"n{number}", reply)))
+        )
 
     for number in range(4):
         ask(number)

@@ -165,6 +165,7 @@ def test_finished_prompt_is_kept_and_its_params_returned() -> None:
     kept, params = made.request_finished(far, [7, 8, 9, 10, 11, 12])
     assert kept
     assert params["remote_ranks"] == [["h", 1], ["h", 2], ["h", 3]]
+    assert (params["remote_block_ids"], params["tp_size"]) == ([[7, 8, 9, 10, 11, 12]], 1)  # NIXL's
     assert made.build_connector_meta(NOTHING).leases == {"far": ([7, 8, 9, 10, 11, 12], 21)}
     consumer = scheduler()
     assert consumer.get_num_new_matched_tokens(request(params=params), 0) == (21, True)

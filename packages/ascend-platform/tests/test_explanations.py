@@ -124,6 +124,14 @@ def test_memory_that_the_npu_does_not_have():
     assert "; fix: lower --gpu-memory-utilization, --kv-cache-memory-bytes" in line
 
 
+@pytest.mark.parametrize(("longest", "fix"), [(400, "--max-model-len 400, or raise"), (0, "lower --max-model-len, or raise")])
+def test_length_that_memory_cannot_hold(longest, fix):
+    from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
+
+    line = explain(error_of(_check_enough_kv_cache_memory, 1 << 30, lambda: 3 << 30, 1000, lambda available: longest))
+    assert line.startswith(f"a request of 1000 tokens needs 3.0 GiB of KV cache, and 1.0 GiB are available; fix: {fix}")
+
+
 def test_adapter_above_its_rank():
     from vllm.config.lora import LoRAConfig
     from vllm.lora.peft_helper import PEFTHelper

@@ -47,6 +47,8 @@ CONFIGS = {
     ),
     "Mixtral-8x7B": transformers.MixtralConfig(),
     "DeepSeek-V3": transformers.DeepseekV3Config(),
+    "DeepSeek-V3.2": transformers.DeepseekV32Config(),
+    "GLM-5 with shared selections": transformers.GlmMoeDsaConfig(index_topk_freq=4),
     "DeepSeek-V2-Lite": transformers.DeepseekV2Config(
         num_hidden_layers=27,
         hidden_size=2048,
@@ -74,6 +76,14 @@ def test_weights_are_as_many_as_transformers_makes(name):
         made = transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
     real = sum(parameter.numel() for parameter in set(made.parameters()))
     assert sizes_of(CONFIGS[name]).parameters == pytest.approx(real, rel=1e-3)
+
+
+def test_indexers_have_keys_of_their_own():
+    assert sizes_of(CONFIGS["DeepSeek-V3.2"]).kv == 512 + 64 + 128
+    shared = CONFIGS["GLM-5 with shared selections"].to_dict()
+    own = shared.pop("indexer_types").count("full")
+    assert own == 21
+    assert model.from_config(shared).kv == 512 + 64 + 128 * own // 78
 
 
 def rows() -> list[list[str]]:
@@ -191,6 +201,53 @@ def test_errors_are_one_line(saved, capsys, options, said):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def report(path, soc="Ascend910B3", emulated=False, **timings):
+    """A report of `ascend-emulator verify` with these times."""
+    facts = {"soc": soc, "emulated": emulated}
+    observed = {name.replace("_", "-"): {"outcome": "observed", "facts": each} for name, each in timings.items()}
+    cases = {"environment": {"environment": {"facts": facts}}, "timings": observed}
+    path.write_text(json.dumps({"schema": 1, "cases": cases}))
+    return str(path)
+
+
+def test_times_of_a_report_replace_published_figures(saved, capsys, tmp_path):
+    times = {"one_token_by_a_matrix": {"gb_per_second": 1200.0}, "matmul_bfloat16": {"best": 250.0}}
+    path = report(tmp_path / "cann.json", **times)
+    assert main.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "1", "--report", path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("1 x Ascend910B3 (64 GiB, 1200.0 GB/s, 250.0 TFLOPS)")
+    assert lines[-1].startswith("estimated from times measured on an NPU (cann.json); best: vllm serve")
+    figures = chips.measured(chips.FIGURES["Ascend910B3"], Path(path))
+    assert (figures.link_gbs, figures.collective_us) == (28, 20)  # the report has no collectives
+    sizes, load = model.load(saved), estimate.Load(1, 64, 64)
+    fast = estimate.estimate(sizes, figures, estimate.Layout(1, 1, 1), load)
+    slow = estimate.estimate(
+        sizes,
+        chips.measured(figures, Path(report(tmp_path / "b.json", one_token_by_a_matrix={"gb_per_second": 600.0}))),
+        estimate.Layout(1, 1, 1),
+        load,
+    )
+    assert slow.step_ms > fast.step_ms
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"emulated": True, "launch": {"eager": 5.0}}, "is a report of the emulator, whose times are those of a CPU; fix:"),
+        ({"soc": "Ascend910B1"}, "is a report of Ascend910B1; fix: --soc Ascend910B1, or a report of Ascend910B3"),
+        ({}, "has no times; fix: ascend-emulator verify --only timings,collectives"),
+    ],
+)
+def test_other_reports_are_refused_in_one_line(saved, capsys, tmp_path, given, said):
+    path = report(tmp_path / "cann.json", **given)
+    assert main.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "1", "--report", path]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert main.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "1", "--report", str(tmp_path / "none.json")]) == 2
+    assert "is not a report of `ascend-emulator verify`: FileNotFoundError" in capsys.readouterr().err
 
 
 def test_unsupported_models_are_refused():

@@ -7,48 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ascend_platform.worker.v2 import buffers, inputs, overrides, sampling
+from ascend_platform.worker.v2 import buffers, inputs, overrides
+from harness.v2_batches import ROWS, VOCABULARY, WIDTH, Batch, device
 from packaging.version import Version
 from vllm import __version__ as vllm_version
-
-ROWS, WIDTH, VOCABULARY = 8, 96, 40  # requests that there is space for, tokens of one, different tokens
-
-
-def device(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype, device="npu")
-
-
-class Batch:
-    """Requests of random states: in prefill, with and without further chunks, or in decode."""
-
-    def __init__(self, seed: int, decode: bool = False, empty: bool = False) -> None:
-        rng = random.Random(seed)
-        self.rows = rng.sample(range(ROWS), rng.randint(1, ROWS - 1))
-        self.tokens = [[rng.randrange(VOCABULARY) for _ in range(WIDTH)] for _ in range(ROWS)]
-        self.prefill_len, self.computed, self.total = ([0] * ROWS for _ in range(3))
-        self.lengths = []
-        for number, row in enumerate(self.rows):
-            self.prefill_len[row] = rng.randint(1, 60)
-            generates = decode or (number and rng.random() < 0.5)
-            if generates:
-                self.total[row] = self.prefill_len[row] + rng.randint(1, 30)
-                self.computed[row] = self.total[row] - 1
-                self.lengths.append(1)
-            else:
-                self.total[row] = self.prefill_len[row]
-                self.computed[row] = rng.randrange(self.prefill_len[row])
-                left = self.prefill_len[row] - self.computed[row]
-                self.lengths.append(0 if empty and rng.random() < 0.4 else rng.choice([left, rng.randint(1, left)]))
-        self.starts = [sum(self.lengths[:number]) for number in range(len(self.rows) + 1)]
-        self.num_tokens = self.starts[-1]
-        prefill = [self.computed[row] < self.prefill_len[row] for row in self.rows]
-        self.step = inputs.Step(np.array(self.lengths), any(prefill))
-        self.last = [rng.randrange(VOCABULARY) for _ in range(ROWS)]
-        self.seq_lens = [self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)]
-
-    def query_start_loc(self, padding: int = 2) -> torch.Tensor:
-        return device(self.starts + [self.num_tokens] * padding)
-
 
 BATCHES = [(seed, decode, empty) for seed in range(8) for decode, empty in ((False, False), (False, True), (True, False))]
 
@@ -110,24 +72,28 @@ def test_sampled_and_rejected(seed: int, decode: bool, empty: bool) -> None:
 
 
 @pytest.mark.parametrize("counts", [True, False])
-@pytest.mark.parametrize("lengths", [True, False])
+@pytest.mark.parametrize(("lengths", "decode"), [(True, False), (False, False), (True, True), (False, True)])
 @pytest.mark.parametrize("seed", range(6))
-def test_post_update(seed: int, lengths: bool, counts: bool) -> None:
-    batch, rng = Batch(seed), random.Random(seed)
+def test_post_update(seed: int, lengths: bool, decode: bool, counts: bool) -> None:
+    """Without lengths the batch is an earlier one of a pipeline; in a step of decodes every request samples one token."""
+    batch, rng = Batch(seed, decode), random.Random(seed)
     count = len(batch.rows)
-    rows = [-1 if rng.random() < 0.25 else row for row in batch.rows]
+    rows = [-1 if not lengths and rng.random() < 0.25 else row for row in batch.rows]
     batch.total[batch.rows[0]] = WIDTH  # a full row, which has no space for a token that is not sampled either
     sampled = [0 if batch.total[row] == WIDTH else rng.randint(0, 1) for row in batch.rows]
     rejected = [rng.randint(0, 1) for _ in batch.rows]
+    if decode and lengths:
+        batch.total[batch.rows[0]], sampled, rejected = WIDTH - 1, [1] * count, [0] * count
     tokens = [rng.randrange(VOCABULARY) for _ in batch.rows]
     bins = [[rng.randrange(3) for _ in range(VOCABULARY)] for _ in range(ROWS)]
     computed, total, table = device(batch.computed), device(batch.total), device(batch.tokens)
     last, binned = device([[token] for token in batch.last], torch.int64), device(bins)
-    inputs.post_update(
-        device(rows, torch.int64), computed, last, binned if counts else None, VOCABULARY,
-        device([[token] for token in tokens], torch.int64), 1, device(sampled), device(rejected),
-        batch.query_start_loc() if lengths else None, table, WIDTH, total, None, None, 0, num_warps=1,
-    )  # fmt: skip
+    with inputs.preparing(batch.step):
+        inputs.post_update(
+            device(rows, torch.int64), computed, last, binned if counts else None, VOCABULARY,
+            device([[token] for token in tokens], torch.int64), 1, device(sampled), device(rejected),
+            batch.query_start_loc() if lengths else None, table, WIDTH, total, None, None, 0, num_warps=1,
+        )  # fmt: skip
     for number in range(count):
         if (row := rows[number]) < 0:
             continue
@@ -150,6 +116,41 @@ def test_post_update_without_sampling(seed: int) -> None:
     for row, length in zip(batch.rows, batch.lengths, strict=True):
         batch.computed[row] += length
     assert computed.tolist() == batch.computed
+
+
+@pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
+def test_positions_of_multimodal_rotary_tables(seed: int, decode: bool, empty: bool) -> None:
+    batch, dimensions = Batch(seed, decode, empty), 3
+    rng = random.Random(seed)
+    given = [[rng.randrange(99) for _ in range(WIDTH)] for _ in range(ROWS * dimensions)]
+    deltas = [rng.randrange(-9, 9) for _ in range(ROWS)]
+    positions = device([[-7] * 200] * dimensions, torch.int64)
+    with inputs.preparing(batch.step):
+        inputs.prepare_rope_positions(
+            positions, 200, device(given), dimensions * WIDTH, WIDTH, device(deltas), device(batch.rows, torch.int64),
+            batch.query_start_loc(), device(batch.prefill_len), device(batch.computed), BLOCK_SIZE=1024, NUM_DIMS=dimensions,
+        )  # fmt: skip
+    expected = [[-7] * 200 for _ in range(dimensions)]
+    for number, row in enumerate(batch.rows):
+        for offset in range(batch.lengths[number]):
+            place, in_prefill = batch.computed[row] + offset, batch.computed[row] < batch.prefill_len[row]
+            for axis in range(dimensions):
+                value = given[row * dimensions + axis][place] if in_prefill else place + deltas[row]
+                expected[axis][batch.starts[number] + offset] = value
+    assert positions.tolist() == expected
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+def test_lengths_of_context_parallelism(interleave: int) -> None:
+    lengths, ranks = [0, 1, 7, 8, 9, 33, 64], 3
+    found = []
+    for rank in range(ranks):
+        local = torch.full((9,), 7, dtype=torch.int32, device="npu")
+        arguments = local, device([*lengths, 5, 5]), len(lengths), ranks, rank, interleave
+        found.append(inputs.prepare_dcp_local_seq_lens(*arguments, num_reqs_padded=8).tolist())
+        owned = [sum(token // interleave % ranks == rank for token in range(length)) for length in lengths]
+        assert local.tolist() == [*owned, 0, 0]
+    assert [sum(each) for each in zip(*found, strict=True)] == [*lengths, 0]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -195,39 +196,6 @@ def test_pool_makes_a_tensor_of_each_copy() -> None:
     assert first.tolist() == [4, 5]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_log_probabilities_and_ranks(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(5, VOCABULARY, generator=generator).bfloat16()
-    ids = torch.randint(VOCABULARY, (5, 3), generator=generator)
-    expected = logits.double().log_softmax(-1).gather(-1, ids)
-    got = sampling.compute_token_logprobs(logits.npu(), ids.npu())
-    torch.testing.assert_close(got.cpu().double(), expected, atol=1e-5, rtol=1e-5)
-    ranks = device([0] * 5, torch.int64)
-    sampling.rank_tokens(ranks, logits.npu(), VOCABULARY, ids[:, 0].npu(), VOCABULARY, BLOCK_SIZE=8192)
-    chosen = [float(logits[row, ids[row, 0]]) for row in range(5)]
-    assert ranks.tolist() == [sum(float(each) >= chosen[row] for each in logits[row]) for row in range(5)]
-    assert sampling.gumbel_sample(logits.npu(), None, None).tolist() == logits.float().argmax(-1).tolist()
-
-
-@pytest.mark.parametrize(("seed", "empty"), [(seed, empty) for seed in range(4) for empty in (False, True)])
-def test_tokens_of_prompts_to_score(seed: int, empty: bool) -> None:
-    batch = Batch(seed, empty=empty)
-    batch.computed[batch.rows[0]], batch.lengths[0] = WIDTH - batch.lengths[0], batch.lengths[0]  # the row's last token
-    got = sampling.get_prompt_logprobs_token_ids(
-        batch.num_tokens,
-        batch.query_start_loc(0),
-        device(batch.rows, torch.int64),
-        device(batch.computed),
-        device(batch.tokens),
-    ).tolist()
-    for number, row in enumerate(batch.rows):
-        for offset in range(batch.lengths[number]):
-            following = batch.computed[row] + offset + 1
-            if following < WIDTH:
-                assert got[batch.starts[number] + offset] == batch.tokens[row][following]
-
-
 @pytest.mark.skipif(Version(vllm_version).release < Version(overrides.SINCE).release, reason="vLLM's V2 runner is another")
 @pytest.mark.parametrize("reach", [0, 20])
 @pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
@@ -240,7 +208,9 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
         patch.setattr(buffer_utils.UvaBackedTensor, "copy_to_uva", buffers.copy_changed)
         patch.setattr(buffer_utils.StagedWriteTensor, "apply_write", buffers.apply_write)
         batch, rng, size = Batch(seed, decode, empty), random.Random(seed), 16
-        tables = NPUBlockTables([size], ROWS, 512, [8], torch.device("npu"), sliding_window_reach=[reach])
+        tables = NPUBlockTables(
+            [size], ROWS, 512, [8], torch.device("npu"), dcp_sharded=[False], sliding_window_reach=[reach]
+        )  # fmt: skip
         blocks = {row: [rng.randrange(1, 99) for _ in range(7)] for row in batch.rows}
         for row in batch.rows:
             tables.append_block_ids(row, (blocks[row],), overwrite=True)

@@ -60,6 +60,16 @@ def test_changed_kernel_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "_gather_block_tables_kernel has changed" in launch_sites.difference()
 
 
+def test_patches_check_compares_the_table(tmp_path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "_version.py").write_text('__version__ = "0.33.0"\n')
+    rows = extension.overrides(tmp_path)
+    assert len(rows) == len(extension.overrides()) + len(overrides.OVERRIDES) + len(SITES)
+    assert "is missing" in next(row["problem"] for row in rows if row["name"] == "block_table._gather_block_tables_kernel")
+    (tmp_path / "vllm" / "_version.py").write_text('__version__ = "0.32.0"\n')
+    assert len(extension.overrides(tmp_path)) == len(extension.overrides())
+
+
 @pytest.mark.parametrize("site", SITES, ids=lambda site: f"{site.module}-{site.kernel}-{site.caller}")
 def test_state_is_true(site: launch_sites.Site) -> None:
     if site.state == "overridden":
@@ -83,27 +93,16 @@ def test_overrides_are_of_this_vllm() -> None:
     assert [each.problem() for each in overrides.OVERRIDES if each.problem()] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        ("temperature", {"temperature": 1}),
-        ("min-p", {"min_p": 0.1, "temperature": 1}),
-        ("penalties", {"presence_penalty": 1}),
-        ("logit bias, allowed tokens and min_tokens", {"logit_bias": {1: 2.0}}),
-        ("logit bias, allowed tokens and min_tokens", {"min_tokens": 2}),
-        ("bad words", {"bad_words": ["a"]}),
-        ("logprob_token_ids", {"logprob_token_ids": [1]}),
-    ],
-)
-def test_sampling_parameter_is_refused_with_its_kernel(name: str, params: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = SamplingParams(**{"temperature": 0} | params)
+def test_sampling_parameter_is_refused_with_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = SamplingParams(temperature=0, thinking_token_budget=4)
     model_runner.check_request(asked)  # V1
     monkeypatch.setenv(model_runner.VARIABLE, "1")
-    with pytest.raises(extension.RefusedError) as refused:
+    with pytest.raises(
+        extension.RefusedError, match=r"thinking budgets \(kernel _update_committed_marker_cache_kernel\)"
+    ) as refused:
         model_runner.check_request(asked)
-    assert f"{name} (kernel {launch_sites.kernels_of(name)[0]})" in str(refused.value)
     assert "\n" not in str(refused.value)
-    model_runner.check_request(SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1))
+    model_runner.check_request(SamplingParams(temperature=1, logprobs=2, prompt_logprobs=1, min_p=0.1, bad_words=["a"]))
 
 
 def config(runner: object, **given: object) -> SimpleNamespace:

@@ -58,6 +58,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": None},
     "gptj": {"rotary_dim": 16, "n_inner": None},
     "falcon": {"num_kv_heads": 4, "multi_query": False, "ffn_hidden_size": 512},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "olmo_hybrid": {"linear_num_value_heads": 2},  # else transformers splits the convolution's weights wrongly when it saves
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 4, "head_dim": 64, "n_groups": 1},  # transformers has no groups in its norm
     "nemotron_h": {"n_groups": 2, "mamba_head_dim": 64, "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"]},

@@ -9,10 +9,12 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from ascend_emulator import build
-from ascend_emulator.chips import chip
+from ascend_emulator.chips import chip, measured
+from ascend_emulator.verify.report import read, title
 
 DEFAULT_SOC = "Ascend910B1"
 _PYACL = str(Path(__file__).with_name("pyacl"))  # CANN's Python binding, a top-level module as in CANN
+_PROGRAMS = str(Path(__file__).with_name("bin"))  # npu-smi
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -45,22 +47,28 @@ def set_strict(environ: MutableMapping[str, str]) -> None:
         environ.setdefault(f"ASCEND_EMULATOR_{name}", "1")
 
 
-def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memory: int | None) -> str:
+def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memory: int | None, times: Path | None = None) -> str:
     """Set the variables in ``environ`` that emulate NPUs in processes started with it; return a message for the user.
+
+    ``times`` is a report of a real NPU, whose times replace the chip's published figures in estimates.
 
     Raises:
         BuildError: the libraries could not be compiled.
-        ValueError: ``npus``, ``soc`` or ``memory`` is out of range.
+        ValueError: ``npus``, ``soc`` or ``memory`` is out of range, or ``times`` cannot be used.
     """
     if not 1 <= npus <= 64:
         raise ValueError(f"{npus} NPUs requested; 1 to 64 are supported")
-    model = chip(soc)
+    model, source = chip(soc), ""
+    if times:
+        report = read(times)
+        model, source = measured(model, report), f"; estimates use times measured on {title(report)}"
     size = _default_memory(model.memory, npus) if memory is None else memory
     if size < 64 << 20:
         raise ValueError(f"{size} bytes of device memory requested; the minimum is 64 MiB")
     libraries = str(build.library_dir())
     environ.update(
         LD_LIBRARY_PATH=_first(libraries, environ.get("LD_LIBRARY_PATH", "")),
+        PATH=_first(_PROGRAMS, environ.get("PATH", "")),
         PYTHONPATH=_first(_PYACL, environ.get("PYTHONPATH", "")),
         ASCEND_HOME_PATH=libraries,
         ASCEND_OPP_PATH=str(Path(libraries) / "opp"),
@@ -78,7 +86,7 @@ def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memo
     name = model.name if model.correlated else f"{model.name}, not correlated with hardware"
     part = "" if size == model.memory else f" of its {model.memory / 2**30:.0f} GiB"
     devices = f"{npus} emulated NPU{'s' * (npus > 1)}"
-    return f"ascend-emulator: {devices} ({name}, {size / 2**30:.3g} GiB{part}), computed on this CPU"
+    return f"ascend-emulator: {devices} ({name}, {size / 2**30:.3g} GiB{part}), computed on this CPU{source}"
 
 
 def _first(directory: str, path: str) -> str:

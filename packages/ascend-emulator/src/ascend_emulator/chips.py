@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 SEPARATE = ("name", "memory", "correlated", "lacks")
 """Fields that the library reads elsewhere, or not at all."""
@@ -100,3 +101,37 @@ def chip(name: str) -> Chip:
     if name not in chips():
         raise ValueError(f"unknown chip {name!r}; supported: {', '.join(chips())}")
     return chips()[name]
+
+
+def measured(chip: Chip, report: dict[str, Any]) -> Chip:
+    """The chip with the times of a report of ``ascend-emulator verify`` in place of published figures, where the report has them.
+
+    Raises:
+        ValueError: the report is of another chip, of the emulator, or without times.
+    """
+    from ascend_emulator.verify.report import environment
+
+    facts = environment(report)
+    if facts.get("emulated"):
+        raise ValueError("the report is the emulator's: its times are those of a CPU; use a report of an NPU")
+    if facts.get("soc") != chip.name:
+        raise ValueError(f"the report is of {facts.get('soc')}; give --soc {facts.get('soc')} or a report of {chip.name}")
+    found = {
+        name: record.get("facts", {})
+        for section in ("timings", "collectives")
+        for name, record in report["cases"].get(section, {}).items()
+    }
+    host = [found.get(name, {}).get("best") for name in ("copy-to-the-device", "copy-to-the-host")]
+    links = [each["gb_per_second"] for each in found.get("two-npus", {}).get("all_reduce", {}).values()]
+    times = {
+        "bandwidth": (found.get("copy-on-the-device", {}).get("best"), 1e9),
+        "host_bandwidth": (min((each for each in host if each), default=None), 1e9),
+        "link_bandwidth": (max(links, default=None), 1e9),
+        "cube_flops": (found.get("matmul-float16", {}).get("best"), 1e12),
+        "launch": (found.get("launch", {}).get("eager"), 1e-6),
+        "graph_launch": (found.get("launch", {}).get("graph"), 1e-6),
+    }
+    replaced = {name: value * unit for name, (value, unit) in times.items() if value}
+    if not replaced:
+        raise ValueError("the report has no times; make one with: ascend-emulator verify --only timings,collectives")
+    return dataclasses.replace(chip, **replaced)

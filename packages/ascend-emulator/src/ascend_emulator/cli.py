@@ -1,4 +1,4 @@
-"""Command ``ascend-emulator``: run programs on emulated NPUs, build the libraries, report coverage, summarize traces."""
+"""Command ``ascend-emulator``: run programs on emulated NPUs, build the libraries, show coverage and traces, verify NPUs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ascend_emulator import build
 from ascend_emulator.activation import DEFAULT_SOC, STRICT, parse_size, set_environment, set_strict
 from ascend_emulator.chips import chips
 from ascend_emulator.faults import KINDS, checked
+from ascend_emulator.verify import command as verify
 
 SANITIZE = "build with the address and undefined-behaviour sanitizers (ASCEND_EMULATOR_SANITIZE=address,undefined)"
 
@@ -47,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
         help="write a trace for Perfetto (`ascend-emulator trace FILE` prints a summary)",
     )
     run.add_argument(
+        "--times",
+        type=Path,
+        metavar="REPORT",
+        help="report of `ascend-emulator verify` on a real NPU; its times replace the chip's published figures in estimates",
+    )
+    run.add_argument(
         "--adversary",
         type=int,
         metavar="SEED",
@@ -61,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("file", type=Path)
     coverage = commands.add_parser("coverage", help="list the names that the installed torch_npu can look up, and their state")
     coverage.add_argument("--markdown", action="store_true", help="print Markdown for the documentation")
+    verify.add_options(
+        commands.add_parser("verify", help="report what this machine's NPU, or the emulator, computes and refuses")
+    )
     return parser
 
 
@@ -73,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
         )
         return 2
     environ = dict(os.environ)
-    line = set_environment(environ, options.npus, options.soc, options.memory)
+    line = set_environment(environ, options.npus, options.soc, options.memory, options.times)
     if options.without:
         environ["ASCEND_EMULATOR_WITHOUT"] = options.without
     if options.fault:
@@ -111,6 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.action == "build":
             print(build.library_dir())
             return 0
+        if options.action == "verify":
+            return verify.main(options)
         if options.action == "trace":
             from ascend_emulator.tracing import table
 

@@ -65,6 +65,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
                 self._options.mode == "push",
                 windows,
                 self._options.lease,
+                tp_size=vllm_config.parallel_config.tensor_parallel_size,
             )
         else:
             self._worker = P2PWorker(vllm_config, groups, self._options)

@@ -33,6 +33,7 @@ from ascend_kv_connector.protocol import (
     Renew,
     Reply,
 )
+from ascend_kv_connector.push_receiver import PushReceiver
 from ascend_kv_connector.rpc import ClientPool, RpcClient
 from ascend_kv_connector.runs import Placement, Runs, plan_runs
 from ascend_kv_connector.transfers import Failed, Source, Transfer
@@ -139,7 +140,11 @@ class Fetcher:
             for first, plan in zip(firsts, plans, strict=True)
         )
         if transfer.layerwise:
-            self._fetch_layerwise(transfer, plans, peers)
+            pushes = PushReceiver(self._consumer, self._clients)
+            if all(pushes.can_push(plan, peers[plan.rank]) for plan in plans):
+                pushes.receive(transfer, plans)
+            else:
+                self._fetch_layerwise(transfer, plans, peers)
             return
         transfer.written_until = dict.fromkeys(range(len(plans)), transfer.start)
         if cache.is_hybrid:  # fails as a whole: vLLM does not accept single invalid blocks with several KV cache groups
@@ -185,7 +190,7 @@ class Fetcher:
             if local:
                 self._read_into_cache(transfer, peer.session, runs, transfer.deadline)
                 self._confirm(client, transfer, located, runs)
-                self._count(transfer, part, runs.total, stop)
+                transfer.count(part, runs.total, stop)
             else:
                 buffer = self._read_into_buffer(transfer, peer.session, runs, transfer.deadline)
                 try:
@@ -211,9 +216,7 @@ class Fetcher:
 
     def _read_into_cache(self, transfer: Transfer, session: str, runs: Runs, until: float) -> None:
         with transfer.reading():
-            if transfer.after is not None:
-                with self._consumer.stream_context(transfer.after):
-                    transfer.after = None
+            transfer.wait_until_writable(self._consumer.stream_context)
             with transfer.phase("read"):
                 self._consumer.transport.read(session, runs, max(0.0, min(transfer.deadline, until) - monotonic()))
 
@@ -238,10 +241,6 @@ class Fetcher:
         with transfer.phase("wait"):
             query = Confirm(transfer.source.request, located.lease, runs.total)
             client.await_reply(client.send(query), query, transfer.deadline, check=transfer.remaining)
-
-    def _count(self, transfer: Transfer, part: int, size: int, stop: int) -> None:
-        transfer.size += size
-        transfer.written_until[part] = stop
 
     def _fetch_from_rank(self, transfer: Transfer, part: int, begin: int, plan: FetchPlan, peer: CacheInfo) -> None:
         """Fetch all tokens from ``begin`` on according to a plan; the next chunk is requested while one is read."""
@@ -355,7 +354,7 @@ class Fetcher:
                 cause = f"reading a chunk took longer than the {chunk.seconds:g} s for which the peer kept it"
                 raise TransferError("lease", cause)
             if buffer is None:
-                self._count(transfer, part, chunk.size, fetch.stop)
+                transfer.count(part, chunk.size, fetch.stop)
                 return
             self._wait_unpacked()
             crc = chunk.checksum if fetch.verify else None
@@ -388,7 +387,7 @@ class Fetcher:
         finally:
             self._consumer.buffers.release(buffer)
         transfer.copied += size
-        self._count(transfer, part, size, stop)
+        transfer.count(part, size, stop)
 
     def _wait_unpacked(self) -> None:
         """Wait for the chunk that is being unpacked, if any.

@@ -97,6 +97,7 @@ class HcclTransport:
 
     name = "hccl"
     on_device = True
+    can_write = False
     most_runs = 4  # each is a send and a receive, of which the host launches some 100,000 in a second
 
     def __init__(self, host: str, protocol: str = "", keys: CurveKeys | None = None, ports: range | None = None) -> None:
@@ -141,6 +142,9 @@ class HcclTransport:
             reader.read(runs.remote, targets, until)
         finally:
             reader.lock.release()
+
+    def write(self, session: str, runs: Runs) -> None:
+        raise TransferError("internal", "HCCL has no one-sided writes")
 
     def forget(self, session: str, reader: HcclReader) -> None:
         """Drop a reader; the next read from the session creates a new one."""

@@ -34,7 +34,7 @@ class MetaserverClient:
         """Post the prefill request for a request."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="kv-client", daemon=True).start()
+            threading.Thread(target=_run, args=[self._loop], name="kv-client", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._post(request, url, message), self._loop)
 
     def close(self) -> None:
@@ -51,3 +51,17 @@ class MetaserverClient:
                     self._on_failure(request, f"the router at {url} replied {answer.status}: {(await answer.text())[:200]}")
         except (ClientError, OSError, TimeoutError, ValueError) as error:
             self._on_failure(request, f"cannot reach the router at {url}: {type(error).__name__}: {error}")
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, and give back its sockets."""
+    loop.run_forever()
+    loop.run_until_complete(_cancel_posts())
+    loop.close()
+
+
+async def _cancel_posts() -> None:
+    posts = asyncio.all_tasks() - {asyncio.current_task()}
+    for post in posts:
+        post.cancel()
+    await asyncio.gather(*posts, return_exceptions=True)

@@ -43,6 +43,7 @@ class MooncakeTransport:
     """
 
     most_runs = sys.maxsize
+    can_write = True
 
     def __init__(self, host: str, protocol: str, keys: CurveKeys | None = None, ports: range | None = None) -> None:
         """Start an engine; the keys are not used.
@@ -62,6 +63,10 @@ class MooncakeTransport:
     def read(self, session: str, runs: Runs, seconds: float) -> None:
         if code := self._engine.batch_transfer_sync_read(session, runs.local, runs.remote, runs.size):
             raise TransferError("transport", f"mooncake failed to read {runs.total} bytes (code {code})")
+
+    def write(self, session: str, runs: Runs) -> None:
+        if code := self._engine.batch_transfer_sync_write(session, runs.local, runs.remote, runs.size):
+            raise TransferError("transport", f"mooncake failed to write {runs.total} bytes (code {code})")
 
     def close(self) -> None:
         del self._engine

@@ -110,7 +110,7 @@ class PagedCache:
         self._registered.append(transport)
         storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in self.caches}
         for storage in storages.values():
-            transport.register(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (storage.nbytes(),)))
+            transport.register(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
 
     def token_sizes(self, regions: Sequence[int], heads: int) -> list[int]:
         """Bytes of a token in each of these regions."""

@@ -10,8 +10,9 @@ from ascend_kv_connector.auth import CurveKeys
 from ascend_kv_connector.buffers import Owner, SendBuffers, allocate_buffer, checksum
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.leases import Leases, NotReadyError
+from ascend_kv_connector.leases import Lease, Leases, NotReadyError
 from ascend_kv_connector.paged_cache import Heads, PagedCache, group_block_table
+from ascend_kv_connector.peer_queues import PeerQueues
 from ascend_kv_connector.protocol import (
     Ack,
     CacheInfo,
@@ -22,15 +23,21 @@ from ascend_kv_connector.protocol import (
     Handshake,
     Locate,
     Located,
+    Push,
+    Pushed,
     Query,
     Refused,
     Release,
     Renew,
     Reply,
 )
+from ascend_kv_connector.pusher import Job, Pusher, PushJobs
 from ascend_kv_connector.query_queue import BusyError, QueryQueue
 from ascend_kv_connector.rpc import RpcServer
 from ascend_kv_connector.transport import Transport
+
+MAX_PUSHES = 32
+"""Prompts that are written to one rank at once; each has a thread while it is computed."""
 
 
 class Producer:
@@ -56,6 +63,9 @@ class Producer:
         self.sent_bytes = self.copied_bytes = 0
         self._stream_context = stream_context
         self._waiting = QueryQueue(options.answer_timeout / 2)
+        self.memory = expose(cache, transport, options)
+        self._queues: PeerQueues[Job] = PeerQueues("kv-push", lambda: Pusher(self, options.answer_timeout))
+        self._pushes = PushJobs(lambda job: self._queues.put((job.push.reader, job.push.rank), job, MAX_PUSHES))
         self._buffers = SendBuffers([allocate_buffer(transport, options.chunk_bytes, cache.device) for _ in range(options.slots)])
         self._cache_info = CacheInfo(
             version=protocol.VERSION,
@@ -72,7 +82,8 @@ class Producer:
             weights=weights,
             block_size=cache.block_size,
             block_tokens=cache.block_tokens,
-            memory=expose(cache, transport, options),
+            memory=self.memory,
+            accepts_push=bool(self.memory) and transport.can_write,
         )
         self.server = RpcServer(self.answer, host, port, keys, self._waiting)
 
@@ -102,7 +113,7 @@ class Producer:
                 if version != protocol.VERSION:
                     found = f"the peer has protocol {protocol.VERSION}, this instance {version}"
                     return Refused("mismatch", f"{found}; install the same ascend-kv-connector on both sides")
-                if engine != self._cache_info.engine:
+                if engine not in ("", self._cache_info.engine):
                     return Refused("peer", f"engine {self._cache_info.engine} listens at this address instead of engine {engine}")
                 return self._cache_info
             case Locate():
@@ -110,12 +121,15 @@ class Producer:
             case Confirm(request=request, lease=lease, size=size):
                 self.leases.confirm(request, lease)
                 self.sent_bytes += size
+            case Push():
+                return self._push(query)
             case Fetch():
                 return self._fetch(query)
             case Release(tickets=tickets):
                 owner = Owner(query.request, query.reader, query.rank, query.transfer)
                 self._buffers.release(owner, tickets)
                 if not tickets:
+                    self._pushes.stop(owner)
                     self._waiting.remove(lambda place: place == owner)
             case Finish(request=request, reader=reader, rank=rank, ranks=ranks):
                 self._buffers.release_request(request, reader, rank)
@@ -123,11 +137,16 @@ class Producer:
                 self.leases.finish(request, reader, rank, ranks)
             case Renew(request=request, reader=reader):
                 self.leases.renew(request, reader)
+                self._pushes.heard(request, reader)
             case _:
                 return Refused("mismatch", "this rank is a producer only")
         return Ack()
 
+    def use_lease(self, request: str, reader: str) -> AbstractContextManager[Lease]:
+        return self.leases.use(request, reader)
+
     def close(self) -> None:
+        self._queues.close(2.0)
         self.server.close()
 
     def _locate(self, query: Locate) -> Reply:
@@ -145,6 +164,17 @@ class Producer:
                 return Located(lease.number, list(table[columns]))
         except NotReadyError as error:
             return Refused("lease", str(error), again=True)
+
+    def _push(self, push: Push) -> Reply:
+        known = all(0 <= index < len(self.cache.regions) for index in push.regions)
+        needed = -(-push.stop // push.block_size) - push.start // push.block_size
+        if not (self._cache_info.accepts_push and known and push.regions and 0 <= push.start < push.stop):
+            return Refused("mismatch", "invalid push, or the prefill instance does not expose its KV cache")
+        if len(push.memory) != len(push.regions) or len(push.blocks) < needed or self.cache.is_hybrid:
+            return Refused("mismatch", f"invalid push: {len(push.memory)} regions, {len(push.blocks)} blocks of {needed}")
+        reply = self._pushes.answer(Owner(push.request, push.reader, push.rank, push.transfer), push)
+        self.sent_bytes += reply.size if isinstance(reply, Pushed) else 0
+        return reply
 
     def _layers(self, query: Fetch | Locate) -> set[str]:
         return {self.cache.regions[index].layer for index in query.regions}

@@ -33,7 +33,7 @@ class Message(msgspec.Struct, tag=True, frozen=True):
 
 
 class Handshake(Message, frozen=True, tag="Hello"):
-    """Start of a connection, for the given engine. Reply: CacheInfo, or Refused if another engine or version answers."""
+    """Start of a connection, for the given engine, "" for any. Reply: CacheInfo, or Refused by another engine or version."""
 
     version: int
     engine: str
@@ -52,7 +52,7 @@ class CacheInfo(Message, frozen=True, tag="Cache"):
 
     ``weights`` is a fingerprint of the model's weights; "" if the rank does not have the checkpoint's files. ``memory`` is where
     the regions are, as (address, bytes from one block to the next), with ``block_tokens`` tokens in a block; empty if the cache
-    is not exposed. ``block_size`` is the scheduler's.
+    is not exposed. ``block_size`` is the scheduler's. ``accepts_push``: the rank answers Push.
     """
 
     version: int
@@ -70,6 +70,7 @@ class CacheInfo(Message, frozen=True, tag="Cache"):
     block_size: int = 0
     block_tokens: int = 0
     memory: list[tuple[int, int]] = []
+    accepts_push: bool = False
 
 
 class Locate(Message, frozen=True):
@@ -94,6 +95,33 @@ class Confirm(Message, frozen=True):
 
     request: Name
     lease: int
+    size: int
+
+
+class Push(Message, frozen=True):
+    """Write tokens ``start`` to ``stop`` of a request to a reader's KV cache while they are computed. Reply: Pushed, at the end.
+
+    ``regions`` are indices into CacheInfo.regions; ``memory`` is where they are at the reader, whose ``session`` is its
+    transport's, and ``blocks`` its blocks, of which the first holds token ``start``. A rank of the reader holds the same heads.
+    """
+
+    request: Name
+    reader: Name
+    rank: Rank
+    transfer: Name
+    start: int
+    stop: int
+    regions: list[int]
+    session: str
+    memory: list[tuple[int, int]]
+    block_tokens: int
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    blocks: list[int]
+
+
+class Pushed(Message, frozen=True):
+    """All tokens of a Push were written, ``size`` bytes."""
+
     size: int
 
 
@@ -228,6 +256,7 @@ Query = (
     Handshake
     | Locate
     | Confirm
+    | Push
     | Fetch
     | Release
     | Finish
@@ -238,7 +267,7 @@ Query = (
     | Send
     | Disconnect
 )
-Reply = CacheInfo | Located | Chunk | Ack | Refused | RootInfo
+Reply = CacheInfo | Located | Pushed | Chunk | Ack | Refused | RootInfo
 
 encode = msgspec.msgpack.Encoder().encode
 decode_query = msgspec.msgpack.Decoder(Query).decode

@@ -16,11 +16,14 @@ MAX_WAITING = 4096
 
 
 class BusyError(Exception):
-    """A query cannot be answered before another one's resource is free: it waits under ``place``, one query at a time."""
+    """A query cannot be answered before another one's resource is free: it waits under ``place``, one query at a time.
 
-    def __init__(self, place: Place, cause: str) -> None:
+    One that waits ``alone`` waits for something else than a buffer: no other query waits for it.
+    """
+
+    def __init__(self, place: Place, cause: str, alone: bool = False) -> None:
         super().__init__(cause)
-        self.place = place
+        self.place, self.alone = place, alone
 
 
 class Asked(NamedTuple):
@@ -36,6 +39,7 @@ class Waiting:
 
     asked: Asked | None
     until: float
+    alone: bool = False
 
 
 class QueryQueue:
@@ -54,16 +58,17 @@ class QueryQueue:
         for earlier, waiting in self._places.items():
             if earlier == place:
                 return True
-            if waiting.asked is not None:
+            if waiting.asked is not None and not waiting.alone:
                 return False
         return True
 
-    def add(self, place: Place, asked: Asked, cause: str) -> None:
+    def add(self, busy: BusyError, asked: Asked) -> None:
         """Let a query wait; it replaces an earlier one in the same place."""
+        place, cause = busy.place, str(busy)
         if place not in self._places and len(self._places) >= MAX_WAITING:
             asked.reply(Refused("deadline", f"{cause}, and {MAX_WAITING} queries wait", again=True))
             return
-        waiting = self._places.setdefault(place, Waiting(None, 0.0))
+        waiting = self._places.setdefault(place, Waiting(None, 0.0, busy.alone))
         waiting.asked, waiting.until = asked, self._clock() + self._seconds
 
     def remove(self, matches: Callable[[Place], bool]) -> None:
@@ -71,7 +76,7 @@ class QueryQueue:
         self._places = {place: waiting for place, waiting in self._places.items() if not matches(place)}
 
     def serve(self, answer: Callable[[Query], Reply]) -> None:
-        """Answer queries in their order, until one has to wait on."""
+        """Answer queries in their order, until one has to wait on; those that wait alone are asked in any case."""
         blocked = ""
         for place, waiting in list(self._places.items()):
             asked, expired = waiting.asked, waiting.until <= self._clock()
@@ -79,15 +84,17 @@ class QueryQueue:
                 if expired:
                     del self._places[place]
                 continue
-            if not blocked:
+            cause = blocked
+            if not blocked or waiting.alone:
                 try:
                     reply = answer(asked.query)
                 except BusyError as error:
-                    blocked = str(error)
+                    cause = str(error)
+                    blocked = blocked or ("" if error.alone else cause)
                 else:
                     self._places.pop(place, None)
                     asked.reply(reply)
                     continue
             if expired:
                 waiting.asked, waiting.until = None, self._clock() + self._seconds
-                asked.reply(Refused("deadline", blocked, again=True, queued=True))
+                asked.reply(Refused("deadline", cause, again=True, queued=True))

@@ -129,7 +129,7 @@ class RpcServer:
         try:
             answer = self._answer(query)
         except BusyError as error:
-            self._waiting.add(error.place, Asked(query, reply), str(error))
+            self._waiting.add(error, Asked(query, reply))
         else:
             reply(answer)
 

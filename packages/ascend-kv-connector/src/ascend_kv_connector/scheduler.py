@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from time import monotonic
@@ -122,7 +122,9 @@ class P2PScheduler:
         windows: tuple[int, ...] = (0,),
         lease: float = 30.0,
         clock: Callable[[], float] = monotonic,
+        tp_size: int = 1,
     ) -> None:
+        self._tp_size = tp_size
         self._lease, self._clock = lease, clock
         self._waiting: dict[str, WaitingSource] = {}
         self._windows, self._is_hybrid = windows, windows != (0,)
@@ -339,6 +341,8 @@ class P2PScheduler:
             "remote_num_tokens": tokens,
             "remote_prompt_digest": prompt_digest(request, tokens),
             "remote_lease": self._lease,
+            "remote_block_ids": [list(each) for each in self._tables(block_ids)],  # NIXL's, for routers that look at them
+            "tp_size": self._tp_size,
         }
         return True, self._trusted.sign(params)
 
@@ -387,11 +391,14 @@ class P2PScheduler:
 
         vLLM has freed blocks outside of the window of the next token, which is one more if the window starts a block there.
         """
-        tables = [group_block_table(blocks, group, len(self._windows)) for group in range(len(self._windows))]
         return all(
             not window or table[max(0, tokens - window) // self._block_size]
-            for table, window in zip(tables, self._windows, strict=True)
+            for table, window in zip(self._tables(blocks), self._windows, strict=True)
         )
+
+    def _tables(self, blocks: list[int]) -> list[Sequence[int]]:
+        """Block tables of the KV cache groups."""
+        return [group_block_table(blocks, group, len(self._windows)) for group in range(len(self._windows))]
 
 
 NO_LAYERWISE_WINDOWS = "layer-by-layer transfers do not support sliding windows; use --disable-hybrid-kv-cache-manager"

@@ -70,6 +70,7 @@ class InMemoryTransport:
     name = "memory"
     on_device = False
     most_runs = sys.maxsize
+    can_write = True
 
     def __init__(self, network: InMemoryNetwork, session: str) -> None:
         self._network, self.session = network, session
@@ -81,13 +82,20 @@ class InMemoryTransport:
     def is_registered(self, address: int, size: int) -> bool:
         return any(address in region and address + size <= region.stop for region in self._memory)
 
+    def write(self, session: str, runs: Runs) -> None:
+        self._copy(session, runs, 60.0, read=False)
+
     def read(self, session: str, runs: Runs, seconds: float) -> None:
+        self._copy(session, runs, seconds, read=True)
+
+    def _copy(self, session: str, runs: Runs, seconds: float, read: bool) -> None:
         network, peer = self._network, self._network.transports.get(session)
-        if peer is None or session in network.killed:
-            raise TransferError("transport", f"session {session} does not exist")
+        if peer is None or not network.killed.isdisjoint((session, self.session)):
+            raise TransferError("transport", f"session {session} does not exist", quarantine=network.faults.quarantine)
         if frozenset((session, self.session)) in network.cut:
             network.faults.hung.wait(seconds)
-            raise TransferError("transport", f"no data from session {session} in {seconds:g} s")
+            cause = f"no data from session {session} in {seconds:g} s"
+            raise TransferError("transport", cause, quarantine=network.faults.quarantine)
         each = list(zip(*runs, strict=True))
         if not all(peer.is_registered(remote, size) and self.is_registered(local, size) for remote, local, size in each):
             raise TransferError("transport", "the memory is not registered")
@@ -96,23 +104,24 @@ class InMemoryTransport:
             network.faults.hung.wait(60)
         if fault == "delay":
             sleep(network.faults.seconds)
+        targets = [(local, remote, size) if read else (remote, local, size) for remote, local, size in each]
         if fault == "late":
-            threading.Timer(network.faults.seconds, _overwrite, (runs,)).start()
+            threading.Timer(network.faults.seconds, _overwrite, (targets,)).start()
         if fault in ("fail", "late"):
-            for remote, local, size in each:
-                ctypes.memmove(local, remote, size // 2)
+            for target, source, size in targets:
+                ctypes.memmove(target, source, size // 2)
             cause = f"session {session} closed the connection"
             raise TransferError("transport", cause, quarantine=network.faults.quarantine)
-        for remote, local, size in each:
-            ctypes.memmove(local, remote, size)
+        for target, source, size in targets:
+            ctypes.memmove(target, source, size)
         if fault == "corrupt":
-            _, local, size = network.faults.draw.choice(each)
-            ctypes.c_ubyte.from_address(local + network.faults.draw.randrange(size)).value ^= 1
+            target, _, size = network.faults.draw.choice(targets)
+            ctypes.c_ubyte.from_address(target + network.faults.draw.randrange(size)).value ^= 1
 
     def close(self) -> None:
         self._network.transports.pop(self.session, None)
 
 
-def _overwrite(runs: Runs) -> None:
-    for local, size in zip(runs.local, runs.size, strict=True):
-        ctypes.memset(local, 0x5A, size)
+def _overwrite(targets: list[tuple[int, int, int]]) -> None:
+    for target, _, size in targets:
+        ctypes.memset(target, 0x5A, size)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal, NamedTuple, get_args
@@ -164,6 +164,17 @@ class Transfer:
             with self._lock:
                 self._reads -= 1
                 self._unsafe_until = max(self._unsafe_until, monotonic() + quarantine)
+
+    def wait_until_writable(self, stream_context: Callable[..., AbstractContextManager]) -> None:
+        """Wait until the device has done what it does with the blocks before."""
+        if self.after is not None:
+            with stream_context(self.after):
+                self.after = None
+
+    def count(self, part: int, size: int, stop: int) -> None:
+        """``size`` bytes of a part were written, which has all tokens up to ``stop``."""
+        self.size += size
+        self.written_until[part] = stop
 
     def settled(self) -> bool:
         """Whether it has ended, and nothing writes to its blocks any more: they may be freed, or written by others."""

@@ -28,6 +28,7 @@ class Transport(Protocol):
         name: for messages, such as ``mooncake (tcp)``; must be the same on both ranks.
         session: what a peer passes to :meth:`read` to read from this rank.
         on_device: whether it reads and writes NPU memory; otherwise buffers are on the host.
+        can_write: whether it has :meth:`write`.
         most_runs: runs of a region's tokens up to which reading them is faster than packing them first.
     """
 
@@ -35,6 +36,7 @@ class Transport(Protocol):
     session: str
     on_device: bool
     most_runs: int
+    can_write: bool
 
     def register(self, buffer: torch.Tensor) -> None:
         """Register a buffer, uint8 ``[bytes]``, for peers to read and for :meth:`read` to write. Raises TransferError."""
@@ -47,6 +49,13 @@ class Transport(Protocol):
 
         Raises:
             TransferError: the memory here is undefined, and may change for the error's ``quarantine`` seconds.
+        """
+
+    def write(self, session: str, runs: Runs) -> None:
+        """Copy runs of registered memory here to a peer's, whose addresses are ``remote``; only if ``can_write``.
+
+        Raises:
+            TransferError: the memory there is undefined, and may change for the error's ``quarantine`` seconds.
         """
 
     def close(self) -> None:

@@ -137,11 +137,17 @@ def _check(given: argparse.Namespace) -> int:
             rows.append(_row(each, "out of range", each.obstacle(version, None)))
         else:
             rows.append(_row(each, "differs" if drift else "fits", drift))
-    overrides = [_override_row(row, "fits") for row in extension.overrides(tree)]
+    overrides = [_override_row(row, "fits") for row in extension.overrides(tree or _installed())]
     patches_differ, overrides_differ = (sum(row["state"] == "differs" for row in each) for each in (rows, overrides))
     last = f"{patches_differ} of {len(rows)} patches and {overrides_differ} of {len(overrides)} overrides differ from vLLM "
     _show([*rows, *overrides], given.json, last + (version or "of unknown version"))
     return int(bool(patches_differ or overrides_differ))
+
+
+def _installed() -> Path | None:
+    """The directory that contains the installed vLLM, which is not imported."""
+    spec = importlib.util.find_spec("vllm")
+    return Path(next(iter(spec.submodule_search_locations))).parent if spec and spec.submodule_search_locations else None
 
 
 def _row(patch: Patch, state: str, why: str) -> dict[str, object]:

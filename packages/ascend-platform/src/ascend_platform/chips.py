@@ -7,7 +7,10 @@ torch nor vLLM, because ``ascend_platform.extension`` imports it.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ class ChipFigures:
         collective_us: time of a collective without data, in microseconds.
         link_gbs: GB/s to each other NPU of the node, in one direction; 0 where ``injection_gbs`` is the limit.
         injection_gbs: GB/s out of one NPU in one direction, to any number of peers of the node.
+        source: report whose times ``bandwidth_gbs``, ``tflops`` and the collectives' are; empty: published figures.
     """
 
     name: str
@@ -187,6 +191,7 @@ class ChipFigures:
     collective_us: float
     link_gbs: float = 0.0
     injection_gbs: float = 0.0
+    source: str = ""
 
     def send_gbs(self, ranks: int) -> float:
         """GB/s that an NPU sends to ``ranks`` - 1 peers at once."""
@@ -224,3 +229,36 @@ FIGURES = {
 def figures_of(chip: str) -> ChipFigures | None:
     """The figures of a chip by its name, or None."""
     return FIGURES.get(chip) or next((each for each in FIGURES.values() if chip.startswith(each.name)), None)
+
+
+def measured(figures: ChipFigures, path: Path) -> ChipFigures:
+    """The figures with the times of a report of ``ascend-emulator verify``, where it has them.
+
+    Raises:
+        ValueError: not a report of a real NPU of this chip, or without times.
+    """
+    try:
+        cases = json.loads(path.read_text())["cases"]
+        facts = cases["environment"]["environment"]["facts"]
+        soc, emulated = facts["soc"], facts["emulated"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a report of `ascend-emulator verify`: {type(error).__name__} {error}") from None
+    if emulated:
+        raise ValueError(f"{path} is a report of the emulator, whose times are those of a CPU; fix: a report of an NPU")
+    if not soc.startswith(figures.name):
+        raise ValueError(f"{path} is a report of {soc}; fix: --soc {soc}, or a report of {figures.name}")
+    found = {name: record.get("facts", {}) for part in ("timings", "collectives") for name, record in cases.get(part, {}).items()}
+    reduced = found.get("two-npus", {}).get("all_reduce", {})  # by bytes
+    shortest = min((each["microseconds"] for each in reduced.values()), default=None)
+    # between two ranks an all-reduce sends each byte once
+    link = "injection_gbs" if figures.injection_gbs else "link_gbs"
+    times = {
+        "bandwidth_gbs": found.get("one-token-by-a-matrix", {}).get("gb_per_second"),
+        "tflops": found.get("matmul-bfloat16", {}).get("best") or found.get("matmul-float16", {}).get("best"),
+        "collective_us": shortest,
+        link: max((each["gb_per_second"] for each in reduced.values()), default=None),
+    }
+    replaced = {name: value for name, value in times.items() if value}
+    if not replaced:
+        raise ValueError(f"{path} has no times; fix: ascend-emulator verify --only timings,collectives on the NPU")
+    return dataclasses.replace(figures, source=path.name, **replaced)

@@ -131,7 +131,8 @@ def overrides(tree: Path | None = None) -> list[dict[str, str]]:
     """The names of vLLM that ascend-platform overrides, compared with a vLLM.
 
     Args:
-        tree: a checkout or a site-packages that contains vLLM; the installed one without.
+        tree: a checkout or a site-packages that contains vLLM, for which those of vLLM's V2 model runner, and the launches of
+            its kernels, are compared too where that runner is supported; the installed one without.
 
     Returns:
         For each its ``name``, ``target``, ``action``, ``vllm`` (the versions whose source is known), ``why``, ``remove_when`` and
@@ -139,4 +140,9 @@ def overrides(tree: Path | None = None) -> list[dict[str, str]]:
     """
     from ascend_platform import vllm_overrides
 
-    return [each.row(tree) for each in vllm_overrides.OVERRIDES]
+    rows = [each.row(tree) for each in vllm_overrides.OVERRIDES]
+    if tree is not None:
+        from ascend_platform.worker.v2 import launch_sites
+
+        rows += launch_sites.rows(tree, tree_version(tree) or version("vllm"))
+    return rows

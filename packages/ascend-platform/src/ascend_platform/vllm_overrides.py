@@ -130,7 +130,7 @@ def override(target: str, replacement: Any) -> None:
 
 
 def add(target: str, entries: Mapping[Any, Any] | Iterable[Any]) -> None:
-    """Add entries to a dict, where it does not have the key, or members to a set of vLLM's.
+    """Add entries to a dict, or attributes to a class, where it does not have the key, or members to a set of vLLM's.
 
     Raises:
         RefusedError: the target is missing, or its source or that of its user has changed.
@@ -138,7 +138,10 @@ def add(target: str, entries: Mapping[Any, Any] | Iterable[Any]) -> None:
     table = _resolve(_entry(target))
     if isinstance(entries, Mapping):
         for key, value in entries.items():
-            table.setdefault(key, value)
+            if not isinstance(table, type):
+                table.setdefault(key, value)
+            elif not hasattr(table, key):
+                setattr(table, key, value)
     else:
         table.update(entries)
 

@@ -40,7 +40,7 @@ class NPUIndexer(Indexer):
         query = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
         key, weights = self.wk_weights_proj(hidden_states)[0].split([self.head_dim, self.n_head], -1)
         query, key = self._rotate(positions, query, self.k_norm(key), rotary_emb)
-        selected = self.topk_indices_buffer
+        selected: Any = self.topk_indices_buffer
         torch.ops.vllm.npu_sparse_indexer(query, key, weights.contiguous(), selected, self.k_cache.prefix)
         return selected
 
@@ -91,7 +91,8 @@ def install(layers: dict[str, Any]) -> None:
         indexer = layer.indexer
         if indexer is not None and type(indexer) is Indexer:
             prefix = indexer.k_cache.prefix
-            layers[prefix] = indexer.k_cache = IndexCache(prefix, indexer.head_dim, layer)
+            cache: Any = IndexCache(prefix, indexer.head_dim, layer)
+            layers[prefix] = indexer.k_cache = cache
             indexer.__class__ = NPUIndexer
         if indexer is None and next(iter(sparse.values())).indexer is None:
             raise RefusedError(

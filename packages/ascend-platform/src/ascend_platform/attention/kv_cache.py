@@ -8,7 +8,7 @@ contiguous runs ``key[block]`` and ``value[block]``. Latent attention has a :cla
 :class:`PagedIndex`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from vllm.config import VllmConfig
@@ -61,6 +61,11 @@ class PagedLatent(NamedTuple):
     latent: torch.Tensor
     rope: torch.Tensor
 
+    @property
+    def device(self) -> torch.device:
+        """As of :class:`KVCachePair`."""
+        return self.latent.device
+
 
 class PagedIndex(NamedTuple):
     """Keys of one layer's indexer (sparse latent attention).
@@ -69,7 +74,7 @@ class PagedIndex(NamedTuple):
         index: ``[blocks, block_size, 1, index_head_dim]``, contiguous.
     """
 
-    index: torch.Tensor
+    index: torch.Tensor  # type: ignore[assignment]  # tuple.index is not used
 
 
 class IndexCache(torch.nn.Module, AttentionLayerBase):
@@ -90,7 +95,7 @@ class IndexCache(torch.nn.Module, AttentionLayerBase):
             num_kv_heads=1,
             max_tp_shards=1,
             head_size=self.head_size,
-            dtype=vllm_config.model_config.dtype,
+            dtype=cast(torch.dtype, vllm_config.model_config.dtype),  # resolved by now
             cache_role=SparseCacheRole.INDEXER,
         )
 

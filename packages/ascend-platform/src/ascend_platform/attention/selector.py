@@ -32,8 +32,8 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
     slot = "encoder" if config.attn_type == "encoder_only" else "sinks" if config.has_sink else "dense"
     if config.use_mla:
         slot = "latent_sparse" if config.use_sparse else "latent"
-    own = {"encoder": BUILT_IN_ENCODER, "latent": BUILT_IN_LATENT, "latent_sparse": BUILT_IN_SPARSE_LATENT}
-    built_in = own.get(slot, BUILT_IN_ATTENTION)
+    others = {"encoder": BUILT_IN_ENCODER, "latent": BUILT_IN_LATENT, "latent_sparse": BUILT_IN_SPARSE_LATENT}
+    built_in = others.get(slot, BUILT_IN_ATTENTION)
     reason = f"ascend-attention is {extension.state('ascend-attention')}"
     if path := extension.offered(f"attention.{slot}"):
         reasons = _unsupported_reasons(path, config, model)

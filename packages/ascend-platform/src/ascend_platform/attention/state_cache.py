@@ -12,7 +12,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, iter_layer_specs
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def place(states: Sequence[int], bytes_of_parts: Sequence[int]) -> list[tuple[in
 
 def sizes(shapes: Iterable[Sequence[int]], dtypes: Iterable[torch.dtype]) -> list[int]:
     """Bytes of each state of a layer."""
-    return [prod(shape) * get_dtype_size(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
 def align_block_size(vllm_config: VllmConfig) -> None:

@@ -29,7 +29,8 @@ def diagnose(options: argparse.Namespace) -> dict[str, list[Result]]:
     checks: dict[str, Check] = dict(CHECKS)
     for point in importlib.metadata.entry_points(group=CHECKS_GROUP):
         checks.setdefault(point.name, lambda options, point=point: point.load()(options))  # type: ignore[misc]
-    return {category: _run_check(category, check, options) for category, check in checks.items()}
+    chosen = [options.category] if options.category else list(checks)
+    return {category: _run_check(category, checks[category], options) for category in chosen}
 
 
 def _run_check(category: str, check: Check, options: argparse.Namespace) -> list[Result]:
@@ -45,6 +46,9 @@ def _run_check(category: str, check: Check, options: argparse.Namespace) -> list
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Check what keeps vLLM from serving on this machine, and show how to fix it."""
+    categories = [*CHECKS, *(point.name for point in importlib.metadata.entry_points(group=CHECKS_GROUP))]
+    parser.add_argument("category", nargs="?", choices=categories, help="run these checks only")
+    parser.add_argument("--peer", metavar="HOST:PORT", help="with kv: a prefill instance's host and kv_port, to be contacted")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--additional-config", metavar="JSON", help="also check this value of vllm serve's option")
     parser.set_defaults(run=_run)

@@ -29,6 +29,7 @@ def explain(error: BaseException) -> str:
         _damaged_checkpoint,
         _unreachable_peer,
         _out_of_memory,
+        _long_request,
         _adapter_rank,
         _indivisible_heads,
         _unknown_quantization,
@@ -185,6 +186,19 @@ def _out_of_memory(error: BaseException) -> str:
         return ""
     fix = "lower --gpu-memory-utilization, --kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-tokens, or use more NPUs"
     return f"{' '.join(found[0].split()).rstrip('. ')}; fix: {fix} (--tensor-parallel-size)"
+
+
+def _long_request(error: BaseException) -> str:
+    """A length whose KV cache memory cannot hold (``vllm/v1/core/kv_cache_utils.py``)."""
+    found = _search(error, r"max seq len \((\d+)\), \((\S+ GiB) KV cache is needed, .*? memory \((\S+ GiB)\)")
+    if not found:
+        return ""
+    longest = _search(error, r"estimated maximum model length is (\d+)")
+    fix = f"--max-model-len {longest[1]}, or" if longest else "lower --max-model-len, or"
+    return (
+        f"a request of {found[1]} tokens needs {found[2]} of KV cache, and {found[3]} are available; fix: {fix} raise "
+        "--gpu-memory-utilization, or use more NPUs (--tensor-parallel-size)"
+    )
 
 
 def _adapter_rank(error: BaseException) -> str:

@@ -30,42 +30,30 @@ options.register("platform", {"model_runner": "v1"})
 
 
 def _has_parallel_layout(config: VllmConfig) -> bool:
-    parallel = config.parallel_config
-    return parallel.world_size_across_dp > 1
+    return config.parallel_config.world_size_across_dp > config.parallel_config.tensor_parallel_size
 
 
 def _is_multimodal(config: VllmConfig) -> bool:
-    model = config.model_config
-    return model.is_multimodal_model or model.uses_mrope
-
-
-def _has_graphs(config: VllmConfig) -> bool:
-    from vllm.config import CUDAGraphMode
-
-    mode = config.compilation_config.cudagraph_mode
-    return mode is not None and mode != CUDAGraphMode.NONE
+    return config.model_config.is_multimodal_model or config.model_config.uses_mrope
 
 
 FEATURES = (
-    Feature("graphs (fix: --enforce-eager)", _has_graphs),
-    Feature("tensor, pipeline and data parallelism", _has_parallel_layout),
+    Feature("pipeline and data parallelism", _has_parallel_layout),
     Feature("decode context parallelism", lambda config: config.parallel_config.decode_context_parallel_size > 1),
     Feature("speculative decoding", lambda config: config.speculative_config),
-    Feature("LoRA", lambda config: config.lora_config),
     Feature("KV connectors", lambda config: config.kv_transfer_config),
     Feature("watermarking", lambda config: config.watermark_config),
     Feature("thinking budgets", lambda config: config.reasoning_config),
     Feature("batch-sharded sampling", lambda config: config.parallel_config.enable_batch_sharded_sampling),
+    Feature("expert load balancing (EPLB)", lambda config: config.parallel_config.enable_eplb),
     Feature("KV-sharing fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
     Feature("VLLM_COMPUTE_NANS_IN_LOGITS", lambda config: envs.VLLM_COMPUTE_NANS_IN_LOGITS),
-    Feature("sleep mode", lambda config: config.model_config.enable_sleep_mode, of_model=True),
     Feature("pooling models", lambda config: config.model_config.runner_type == "pooling", of_model=True),
-    Feature("encoder-decoder models", lambda config: config.model_config.is_encoder_decoder, of_model=True),
     Feature("multimodal models", _is_multimodal, of_model=True),
-    Feature("mixtures of experts", lambda config: config.model_config.is_moe, of_model=True),
     Feature("state-space layers", state_layers.has_states, of_model=True),
     Feature("latent attention", lambda config: config.model_config.use_mla, of_model=True),
     Feature("quantized weights", lambda config: config.quant_config, of_model=True),
+    Feature("encoder-decoder models", lambda config: config.model_config.is_encoder_decoder, of_model=True),
     Feature("prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True),
     Feature("custom logits processors", lambda config: config.model_config.logits_processors, of_model=True),
     Feature("sampling masks", lambda config: config.model_config.return_sampling_mask, of_model=True),
@@ -74,15 +62,7 @@ FEATURES = (
 """What the V2 runner does not serve yet on NPUs."""
 
 REQUEST_FEATURES: dict[str, Any] = {
-    "temperature": lambda params: params.temperature,
-    "min-p": lambda params: params.min_p,
-    "penalties": lambda params: params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty,
-    "logit bias, allowed tokens and min_tokens": lambda params: (
-        params.logit_bias or params.allowed_token_ids is not None or params.min_tokens
-    ),
-    "bad words": lambda params: params.bad_words,
-    "logprob_token_ids": lambda params: params.logprob_token_ids,
-    "structured output": lambda params: params.structured_outputs,
+    "thinking budgets": lambda params: getattr(params, "thinking_token_budget", None) is not None,
 }
 """The same of a request's sampling parameters."""
 
@@ -121,6 +101,7 @@ def choose(vllm_config: VllmConfig) -> None:
         if difference := launch_sites.difference():
             raise extension.RefusedError(f"vLLM {version}'s V2 model runner is not as ascend-platform supports it: {difference}")
         _refuse([feature.name for feature in FEATURES if feature.asked(vllm_config)], asked)
+        os.environ["VLLM_MOE_SKIP_PADDING"] = "0"  # routers on the NPU do not read the mask, which costs a step two launches
     os.environ[VARIABLE] = "1" if asked else "0"
 
 

@@ -64,6 +64,10 @@ def _needs_other_runner(config: VllmConfig) -> bool:
     return config.use_v2_model_runner and not envs.VLLM_USE_V2_MODEL_RUNNER
 
 
+def _has_agnostic_layers(config: VllmConfig) -> bool:
+    return bool(getattr(envs, "VLLM_USE_HW_AGNOSTIC", False))  # since vLLM 0.32; read by the Transformers backend's models
+
+
 def _shards_sparse_context(config: VllmConfig) -> bool:
     return config.parallel_config.decode_context_parallel_size > 1 and selector.is_sparse(config.model_config)
 
@@ -80,6 +84,7 @@ FEATURES = (
     Feature("elastic expert parallelism", lambda config: config.parallel_config.enable_elastic_ep),
     Feature("--enable-fault-tolerance", lambda config: config.parallel_config.enable_fault_tolerance),
     Feature("dual batch overlap", lambda config: config.parallel_config.use_ubatching),
+    Feature("VLLM_USE_HW_AGNOSTIC (layers other than those that have NPU forms)", _has_agnostic_layers),
     Feature("batch invariance", lambda config: envs.VLLM_BATCH_INVARIANT),
     Feature("vLLM's V2 model runner, which watermarking needs", _needs_other_runner),
     Feature("fusions by torch.compile other than fuse_norm_quant", _fuses),

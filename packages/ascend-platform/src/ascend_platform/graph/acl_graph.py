@@ -89,8 +89,6 @@ def _weak_ref_tensor(tensor: Any) -> Any:
     return torch_npu._C._weak_ref_tensor(tensor) if isinstance(tensor, torch.Tensor) and tensor.numel() else tensor
 
 
-override(
-    "vllm.compilation.cuda_graph:torch",
-    module_with_overrides(torch, cuda=module_with_overrides(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture)),
-)
+torch_with_graphs = module_with_overrides(torch, cuda=module_with_overrides(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture))
+override("vllm.compilation.cuda_graph:torch", torch_with_graphs)
 override("vllm.utils.torch_utils:weak_ref_tensor", _weak_ref_tensor)

@@ -4,8 +4,9 @@ A graph holds one stream of the NPU for each stream that it captured, until it i
 attention layers is a graph, so that sizes times layers reaches the limit.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,24 +50,8 @@ class GraphSizeMixin(Runner):
         if self._graph_mode == CUDAGraphMode.NONE:
             return
         requested = self.compilation_config.cudagraph_capture_sizes
-        chip = extension.chip()
-        limit = chip.family.streams
-        count = _min_over_ranks(max_sizes_that_fit(requested, limit - RESERVED_STREAMS, self._num_streams))
-        if count < len(requested):
-            self._set_sizes(subsample_sizes(requested, count))
-            _warn(
-                "capturing graphs of %d of the %d requested sizes (%s tokens): all sizes need %d streams, and %s has %d, "
-                "%d of them reserved; steps are padded to the next captured size. fix: fewer cudagraph_capture_sizes, or "
-                '"cudagraph_mode": "FULL_DECODE_ONLY", in --compilation-config%s',
-                count,
-                len(requested),
-                ", ".join(map(str, self.compilation_config.cudagraph_capture_sizes)),
-                self._num_streams(requested),
-                chip.name,
-                limit,
-                RESERVED_STREAMS,
-                "" if os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV" else ", or, on several NPUs, HCCL_OP_EXPANSION_MODE=AIV",
-            )
+        if kept := sizes_that_fit(requested, self._num_streams):
+            self._set_sizes(kept)
 
     def capture_model(self: Any) -> int:
         """Capture graphs as vLLM does, and retry with half of the sizes when the streams run out.
@@ -83,16 +68,13 @@ class GraphSizeMixin(Runner):
                 return super().capture_model()
             except OutOfStreamsError as error:
                 reason = str(error)
-            sizes = self.compilation_config.cudagraph_capture_sizes
             self.free_graphs()
-            if len(sizes) == 1:
+            kept = half_of_sizes(self.compilation_config.cudagraph_capture_sizes, reason)
+            if not kept:
                 self.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
                 self.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)
-                _warn("graphs disabled: %s", reason)
                 break
-            self._set_sizes(subsample_sizes(sizes, len(sizes) // 2))
-            kept = self.compilation_config.cudagraph_capture_sizes
-            _warn("capturing graphs of %d of %d sizes (%s tokens): %s", len(kept), len(sizes), ", ".join(map(str, kept)), reason)
+            self._set_sizes(kept)
         return 0
 
     def profile_cudagraph_memory(self: Any) -> int:
@@ -109,21 +91,12 @@ class GraphSizeMixin(Runner):
         torch.npu.empty_cache()
 
     def _own_wrappers(self: Any) -> list[CUDAGraphWrapper]:
-        """The wrappers of this engine's models; the draft model's configuration differs, but not its compilation_config."""
-        own = self.compilation_config
-        return [wrapper for wrapper in CUDAGraphWrapper._all_instances if wrapper.compilation_config is own]
+        return wrappers_of(self.compilation_config)
 
     def _warmup_and_capture(self: Any, *args: Any, **kwargs: Any) -> None:
         """Capture one size. If one rank runs out of streams, fail on all; the others would hang in a collective."""
-        failure = ""
-        try:
+        with failing_on_all_ranks():
             super()._warmup_and_capture(*args, **kwargs)
-        except RuntimeError as error:
-            failure = str(error)
-            if not any(code in failure for code in OUT_OF_STREAMS_CODES):
-                raise
-        if _min_over_ranks(0 if failure else 1) == 0:
-            raise OutOfStreamsError(failure.strip().splitlines()[-1] if failure else "another rank ran out of streams")
 
     def _set_sizes(self: Any, sizes: list[int]) -> None:
         self.compilation_config.cudagraph_capture_sizes = sizes
@@ -134,12 +107,75 @@ class GraphSizeMixin(Runner):
 
     def _num_streams(self: Any, sizes: list[int]) -> int:
         """Count the streams of the graphs of these sizes, and those of HCCL."""
-        every = (get_tp_group(), get_dp_group(), *([get_ep_group()] if self.model_config.is_moe else []))
-        groups = sum(group.world_size > 1 for group in every)
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
         graphs = num_graphs(self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs)
-        own = 1 + (self.model_config.is_moe and performance.enabled(self.vllm_config, performance.SHARED_EXPERTS_STREAM))
-        return num_streams(graphs, groups, os.environ.get("HCCL_OP_EXPANSION_MODE", ""), own)
+        return num_streams_here(graphs, self.vllm_config)
+
+
+def sizes_that_fit(requested: list[int], num_streams: Callable[[list[int]], int]) -> list[int] | None:
+    """Return the sizes to capture where the NPU has too few streams for all of them, and warn; None if it has enough."""
+    chip = extension.chip()
+    limit = chip.family.streams
+    count = _min_over_ranks(max_sizes_that_fit(requested, limit - RESERVED_STREAMS, num_streams))
+    if count == len(requested):
+        return None
+    kept = subsample_sizes(requested, count)
+    _warn(
+        "capturing graphs of %d of the %d requested sizes (%s tokens): all sizes need %d streams, and %s has %d, "
+        "%d of them reserved; steps are padded to the next captured size. fix: fewer cudagraph_capture_sizes, or "
+        '"cudagraph_mode": "FULL_DECODE_ONLY", in --compilation-config%s',
+        count,
+        len(requested),
+        ", ".join(map(str, kept)),
+        num_streams(requested),
+        chip.name,
+        limit,
+        RESERVED_STREAMS,
+        "" if os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV" else ", or, on several NPUs, HCCL_OP_EXPANSION_MODE=AIV",
+    )
+    return kept
+
+
+def half_of_sizes(sizes: list[int], reason: str) -> list[int]:
+    """Return the sizes to capture after a capture for which the streams ran out, and warn; none if there was one size."""
+    if len(sizes) == 1:
+        _warn("graphs disabled: %s", reason)
+        return []
+    kept = subsample_sizes(sizes, len(sizes) // 2)
+    _warn("capturing graphs of %d of %d sizes (%s tokens): %s", len(kept), len(sizes), ", ".join(map(str, kept)), reason)
+    return kept
+
+
+def wrappers_of(compilation_config: Any) -> list[CUDAGraphWrapper]:
+    """The wrappers of an engine's models; the draft model's configuration differs, but not its compilation_config."""
+    return [wrapper for wrapper in CUDAGraphWrapper._all_instances if wrapper.compilation_config is compilation_config]
+
+
+@contextlib.contextmanager
+def failing_on_all_ranks() -> Iterator[None]:
+    """Context of a capture: if one rank runs out of streams in it, fail on all; the others would hang in a collective.
+
+    Raises:
+        OutOfStreamsError: at the end of the context.
+    """
+    failure = ""
+    try:
+        yield
+    except RuntimeError as error:
+        failure = str(error)
+        if not any(code in failure for code in OUT_OF_STREAMS_CODES):
+            raise
+    if _min_over_ranks(0 if failure else 1) == 0:
+        raise OutOfStreamsError(failure.strip().splitlines()[-1] if failure else "another rank ran out of streams")
+
+
+def num_streams_here(graphs: int, vllm_config: Any) -> int:
+    """Count the streams that graphs take in this engine's layout."""
+    is_moe = vllm_config.model_config.is_moe
+    every = (get_tp_group(), get_dp_group(), *([get_ep_group()] if is_moe else []))
+    groups = sum(group.world_size > 1 for group in every)
+    own = 1 + (is_moe and performance.enabled(vllm_config, performance.SHARED_EXPERTS_STREAM))
+    return num_streams(graphs, groups, os.environ.get("HCCL_OP_EXPANSION_MODE", ""), own)
 
 
 def num_streams(graphs: int, groups: int, expansion_mode: str, own: int = 1) -> int:

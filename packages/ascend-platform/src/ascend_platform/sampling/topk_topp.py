@@ -59,7 +59,7 @@ class NPUTopKTopPSampler(torch.nn.Module):
             torch_npu.npu_sim_exponential_(noise[row], generator=generator)
         mode = self.native.logprobs_mode
         need_logits = mode.startswith("processed")
-        tokens, processed = _top_k_top_p_sample(logits, k, p, q=noise, is_need_logits=need_logits)
+        tokens, processed = top_k_top_p_sample(logits, k, p, q=noise, is_need_logits=need_logits)
         if not need_logits:
             return tokens, None
         return tokens, processed.log_softmax(-1) if mode == "processed_logprobs" else processed
@@ -68,7 +68,7 @@ class NPUTopKTopPSampler(torch.nn.Module):
         """Mask logits ``[rows, vocab_size]`` outside of top-k and top-p with minus infinity; k and p are ``[rows]``."""
         if (k is None and p is None) or not self.supports(k):
             return apply_top_k_top_p(logits, k, p)
-        return _top_k_top_p_sample(logits, k, p, is_need_logits=True)[1]
+        return top_k_top_p_sample(logits, k, p, is_need_logits=True)[1]
 
     def supports(self, k: torch.Tensor | None) -> bool:
         """Whether the operator supports every request's k."""
@@ -79,7 +79,7 @@ class NPUTopKTopPSampler(torch.nn.Module):
         return not ((top_k > MAX_TOP_K) & (top_k < batch.vocab_size)).any()
 
 
-def _top_k_top_p_sample(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, **options: Any) -> Any:
+def top_k_top_p_sample(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, **options: Any) -> Any:
     rows = logits.shape[0]
     if k is None:
         k = torch.zeros(rows, dtype=torch.int32, device=logits.device)

@@ -69,23 +69,15 @@ def register_vision_attention() -> None:
             MMEncoderAttention.register_oot(attention)
 
 
-class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUModelRunner):
-    """GPUModelRunner with limited capture sizes, exact lengths on the host, and keys and values in separate tensors."""
+class ModelMixin:
+    """Mixin for vLLM's model runners that loads a model for the NPU."""
 
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        if vllm_config.speculative_config:
-            drafter.install()
-        if has_states(vllm_config):
-            state_layers.install()
-        if vllm_config.model_config.is_multimodal_model:
-            register_vision_attention()
-        super().__init__(vllm_config, *args, **kwargs)
-        topk_topp.install(self)
-
-    def load_model(self, *arguments: Any, **named: Any) -> None:
+    def load_model(self: Any, *arguments: Any, **named: Any) -> None:
         """Load the model as vLLM does, with rotary tables of its own, because sleep mode frees them."""
+        if self.model_config.is_multimodal_model:
+            register_vision_attention()
         _ROPE_DICT.clear()
-        super().load_model(*arguments, **named)
+        super().load_model(*arguments, **named)  # type: ignore[misc]
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
             check(self.get_model())
         for layer in self.compilation_config.static_forward_context.values():
@@ -96,7 +88,7 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
 
             indexer.install(self.compilation_config.static_forward_context)
 
-    def reload_weights(self, *arguments: Any, **named: Any) -> None:
+    def reload_weights(self: Any, *arguments: Any, **named: Any) -> None:
         """Reload weights as vLLM does.
 
         Raises:
@@ -106,7 +98,19 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
             raise extension.RefusedError(
                 "reload_weights is not supported with quantized weights; fix: sleep(level=1), which keeps the weights on the host"
             )
-        super().reload_weights(*arguments, **named)
+        super().reload_weights(*arguments, **named)  # type: ignore[misc]
+
+
+class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUModelRunner):
+    """GPUModelRunner with limited capture sizes, exact lengths on the host, and keys and values in separate tensors."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        if vllm_config.speculative_config:
+            drafter.install()
+        if has_states(vllm_config):
+            state_layers.install()
+        super().__init__(vllm_config, *args, **kwargs)
+        topk_topp.install(self)
 
     def initialize_kv_cache_tensors(
         self,
@@ -126,10 +130,10 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
         parts = {name: states[name] if name in states else kv_cache.split_layer(layers[name]) for name in caches}
         for name, split in parts.items():
             layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a tensor alone
-        tensors = [tensor for split in parts.values() for tensor in split]
+        tensors = [tensor for split in (*states.values(), *parts.values()) for tensor in split]
         self.kv_caches[:] = {tensor.data_ptr(): tensor for tensor in tensors}.values()  # KV cache groups share tensors
         pages = {each.data_ptr(): each for name, split in parts.items() if name not in states for each in split}
-        self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in pages.values()]
+        self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in pages.values()] if states else []
         return parts
 
     def _init_kv_zero_meta(self) -> None:
@@ -137,7 +141,7 @@ class NPUModelRunner(HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUMode
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         """Zero new blocks of attention layers, which may hold the states of other layers."""
-        blocks = torch.tensor(block_ids, device=self.device)
+        blocks = torch.tensor(block_ids).pin_memory().to(self.device, non_blocking=True)
         for pages in self._pages_to_zero:
             pages[blocks] = 0
 

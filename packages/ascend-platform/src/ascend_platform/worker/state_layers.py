@@ -116,7 +116,7 @@ def install() -> None:
 
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.mamba.abstract import MambaBase
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import ChunkGatedDeltaRule
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import ChunkGatedDeltaRule, QwenGatedDeltaNetAttention
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     if ChunkGatedDeltaRule.__name__ in op_registry_oot:
@@ -128,6 +128,13 @@ def install() -> None:
         def forward_native(self, *arguments: Any, **named: Any) -> Any:
             return gated_delta.chunk_gated_delta_rule(*arguments, **named)
 
+    class NPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
+        """vLLM's layer, which would normalize with a Triton kernel if there are draft tokens."""
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.enable_fused_gdn_spec_decode = False
+
     class NPUMambaMixer2(MambaMixer2):
         """vLLM's layer without states within a prefill for prefix caching, and without warm-up of Triton kernels."""
 
@@ -137,4 +144,5 @@ def install() -> None:
             """Nothing to warm up."""
 
     ChunkGatedDeltaRule.register_oot(NPUChunkGatedDeltaRule)
+    QwenGatedDeltaNetAttention.register_oot(NPUGatedDeltaNetAttention)
     MambaMixer2.register_oot(NPUMambaMixer2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 
 from ascend_platform import chips, host
 from ascend_platform.cli.plan import estimate
@@ -39,6 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=int, default=256, metavar="TOKENS", help="generated tokens per request (default: 256)")
     utilization = parser.add_argument("--gpu-memory-utilization", type=float, default=0.92, metavar="FRACTION")
     utilization.help = "as for vllm serve (default: 0.92)"
+    report = "report of `ascend-emulator verify` on such an NPU; its times replace the published figures"
+    parser.add_argument("--report", type=Path, metavar="FILE", help=report)
     parser.add_argument("--all", action="store_true", help="also show layouts that do not fit")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -59,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
     chip = chips.figures_of(soc)
     if chip is None:
         raise ValueError(f"unknown chip {soc!r}; fix: --soc with one of: {', '.join(chips.FIGURES)}")
+    if options.report:
+        chip = chips.measured(chip, options.report)
     npus = options.npus or host.npu_count()[0]
     if npus < 1:
         raise ValueError("no NPU was found; fix: give their number with --npus")
@@ -94,7 +99,8 @@ def run(options: argparse.Namespace) -> int:
             if len(row) == len(HEAD)
             else "  ".join(row)
         )
-    print(f"estimated from published figures, not measured; best: vllm serve {options.model} {shown[0].layout.options}".rstrip())
+    source = f"times measured on an NPU ({chip.source})" if chip.source else "published figures, not measured"
+    print(f"estimated from {source}; best: vllm serve {options.model} {shown[0].layout.options}".rstrip())
     return 0
 
 

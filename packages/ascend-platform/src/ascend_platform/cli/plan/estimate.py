@@ -100,8 +100,9 @@ class _Calculation:
         self.model, self.chip, self.layout, self.load = model, chip, layout, load
         self.element = BITS[load.quantization] / 8
         fast = 2 if load.quantization.endswith("a8") else 1
-        self.bandwidth = chip.bandwidth_gbs * 1e9 * STREAMED
-        self.flops = chip.tflops * 1e12 * MULTIPLIED * fast
+        # measured figures are attained ones already
+        self.bandwidth = chip.bandwidth_gbs * 1e9 * (1 if chip.source else STREAMED)
+        self.flops = chip.tflops * 1e12 * (1 if chip.source else MULTIPLIED) * fast
         # Experts are sharded over all NPUs of a stage, whole or in slices; other weights over a tensor-parallel group.
         self.expert_ranks = layout.tensor * layout.data if model.experts else layout.tensor
 

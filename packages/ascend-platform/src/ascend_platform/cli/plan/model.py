@@ -99,6 +99,10 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
         attention = (hidden * into + into * query if into else hidden * query) + hidden * (rank + rope)
         attention += rank * heads * (nope + value) + heads * value * hidden
         score, kv, kv_heads = nope + rope + value, rank + rope, 1
+        if get("index_topk"):  # DSA
+            count, width, own = get("index_n_heads"), get("index_head_dim"), _indexers(text, layers)
+            attention += (into * count * width + hidden * (width + count)) * own // layers
+            kv += width * own // layers
     else:
         attention = hidden * size * (2 * heads + 2 * kv_heads)
         score, kv = 2 * size, 2 * kv_heads * size
@@ -136,6 +140,14 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
         window=get("sliding_window") if sliding else 0,
         sliding=sliding,
     )
+
+
+def _indexers(text: Mapping[str, Any], layers: int) -> int:
+    """Layers with an indexer; the others use the selection of a layer before them (GLM-5)."""
+    if kinds := text.get("indexer_types") or text.get("index_topk_pattern"):
+        return sum(kind in ("full", "F") for kind in kinds)
+    step, first = text.get("index_topk_freq") or 1, text.get("index_skip_topk_offset", 2)
+    return sum(max(layer - first + 1, 0) % step == 0 for layer in range(layers))
 
 
 def load(name: str) -> Model:

@@ -17,6 +17,10 @@ class NPUBlockTables(BlockTables):
 
     _num_dirty_rows: int
 
+    def __init__(self, *arguments: Any, dcp_sharded: list[bool], **named: Any) -> None:
+        super().__init__(*arguments, dcp_sharded=dcp_sharded, **named)  # type: ignore[misc]
+        self._is_sharded = dcp_sharded
+
     def _make_ptr_tensor(self, x: Any) -> torch.Tensor:
         return torch.empty(0, device=self.device)  # of addresses, which no operator takes
 
@@ -69,7 +73,8 @@ class NPUBlockTables(BlockTables):
             table, size = self.input_block_tables[group], self.block_sizes[group]
             if self._slot_mapping_enabled[group]:
                 arguments = (positions[:num_tokens], table, table.stride(0), slots, size)
-                compute_slot_mapping(num_tokens, len(slots), starts, *arguments, 1, 0, 1, PAD_SLOT_ID, 0)
+                ranks = (self.cp_size, self.cp_rank, self.cp_interleave) if self._is_sharded[group] else (1, 0, 1)
+                compute_slot_mapping(num_tokens, len(slots), starts, *arguments, *ranks, PAD_SLOT_ID, 0)
             first = num_tokens if self._slot_mapping_enabled[group] else 0
             if first < num_tokens_padded:
                 slots[first:num_tokens_padded].copy_(null_slots(num_tokens_padded, size, self.device)[first:])

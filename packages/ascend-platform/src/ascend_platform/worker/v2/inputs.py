@@ -19,11 +19,22 @@ from ascend_platform.vllm_overrides import override
 class Step:
     """What the host knows of the step whose inputs are being prepared, and the device cannot tell without a wait."""
 
-    def __init__(self, num_scheduled_tokens: np.ndarray, has_prefill: bool) -> None:
+    def __init__(self, num_scheduled_tokens: np.ndarray, has_prefill: bool, counts_output: bool = True) -> None:
+        """Describe a step.
+
+        Args:
+            counts_output: whether a request has penalties, for which its output's tokens are counted.
+        """
+        self.counts_output = counts_output
         self.num_tokens = int(num_scheduled_tokens.sum())
         self.one_token_each = bool((num_scheduled_tokens == 1).all())
         self.has_prefill = has_prefill
         self._rows: torch.Tensor | None = None
+
+    @property
+    def samples_one_each(self) -> bool:
+        """Whether every request is in decode, and so samples one token and rejects none."""
+        return self.one_token_each and not self.has_prefill
 
     def per_token(self, values: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
         """Values ``[requests]`` by token, ``[tokens]``."""
@@ -47,7 +58,7 @@ _step: Step | None = None
 
 @contextlib.contextmanager
 def preparing(step: Step) -> Iterator[None]:
-    """The context in which the runner prepares a step."""
+    """The context in which the runner prepares a step, or samples."""
     global _step
     _step = step
     try:
@@ -154,6 +165,9 @@ def count_sampled_and_rejected(
 
     Requests whose prompt has further chunks have sampled and rejected 0 tokens; both int32 ``[requests]``, written.
     """
+    if _step is not None and _step.samples_one_each:
+        num_rejected.zero_()  # num_sampled has the ones with which vLLM makes it
+        return
     num_reqs = len(idx_mapping)
     has_more = seq_lens[:num_reqs] < prefill_len.index_select(0, idx_mapping)
     num_sampled.masked_fill_(has_more, 0)
@@ -187,26 +201,41 @@ def post_update(
     """
     assert draft_tokens is None, "draft tokens of pipeline parallelism"
     assert sampled_tokens.shape[1] == 1, "draft tokens"
-    valid = idx_mapping >= 0
-    rows = idx_mapping.clamp(min=0)
-    sampled, tokens = num_sampled * valid, sampled_tokens[:, 0]
+    if _step is not None and not _step.counts_output:
+        output_bin_counts = None
+    last, table, tokens = last_sampled_tokens.view(-1), all_token_ids.view(-1), sampled_tokens[:, 0]
+    if _step is not None and _step.samples_one_each and query_start_loc is not None:
+        end = total_len.index_select(0, idx_mapping).clamp_(max=all_token_ids_stride - 1)
+        last.index_copy_(0, idx_mapping, tokens)
+        table.index_copy_(0, torch.add(end, idx_mapping, alpha=all_token_ids_stride), tokens.to(table.dtype))
+        for counter in (total_len, num_computed_tokens):
+            counter.index_add_(0, idx_mapping, num_sampled)
+        if output_bin_counts is not None:
+            counted = torch.add(tokens, idx_mapping, alpha=output_bin_counts_stride)
+            output_bin_counts.view(-1).index_add_(0, counted, num_sampled)
+        return
+
+    rows, sampled = idx_mapping, num_sampled
+    if query_start_loc is None:  # an earlier batch of a pipeline, of which requests may have ended
+        valid = idx_mapping >= 0
+        rows, sampled = idx_mapping.clamp(min=0), num_sampled * valid
     lengths = total_len.index_select(0, rows)
 
-    last = last_sampled_tokens.view(-1)
     last.index_add_(0, rows, (tokens - last.index_select(0, rows)) * sampled)
     end = lengths.clamp(max=all_token_ids_stride - 1)
-    elements, table = torch.add(end, rows, alpha=all_token_ids_stride), all_token_ids.view(-1)
+    elements = torch.add(end, rows, alpha=all_token_ids_stride)
     table.index_add_(0, elements, (tokens.to(table.dtype) - table.index_select(0, elements)) * sampled)
     total_len.index_add_(0, rows, sampled)
     if output_bin_counts is not None:
         counted = torch.add(tokens, rows, alpha=output_bin_counts_stride)
         output_bin_counts.view(-1).index_add_(0, counted, sampled)
 
-    computed = -num_rejected
-    if query_start_loc is not None:
-        num_reqs = len(idx_mapping)
-        computed = query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs] - num_rejected
-    num_computed_tokens.index_add_(0, rows, computed * valid)
+    if query_start_loc is None:
+        num_computed_tokens.index_add_(0, rows, num_rejected * valid, alpha=-1)
+        return
+    num_reqs = len(idx_mapping)
+    computed = query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs] - num_rejected
+    num_computed_tokens.index_add_(0, rows, computed)
 
 
 def post_update_num_computed_tokens(
@@ -217,12 +246,62 @@ def post_update_num_computed_tokens(
     num_computed_tokens.index_add_(0, idx_mapping, query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs])
 
 
-_PREFIX = "vllm.v1.worker.gpu.input_batch:"
+def prepare_dcp_local_seq_lens(
+    dcp_local_seq_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_reqs: int,
+    dcp_size: int,
+    dcp_rank: int,
+    cp_interleave: int,
+    *,
+    num_reqs_padded: int | None = None,
+) -> torch.Tensor:
+    """Write how many of each request's tokens this rank stores; runs of ``cp_interleave`` tokens go to the ranks in turn."""
+    lengths, span = seq_lens[:num_reqs], dcp_size * cp_interleave
+    rest = (lengths % span - dcp_rank * cp_interleave).clamp(0, cp_interleave)
+    torch.add(rest, lengths // span, alpha=cp_interleave, out=dcp_local_seq_lens[:num_reqs])
+    dcp_local_seq_lens[num_reqs:].zero_()
+    return dcp_local_seq_lens[:num_reqs_padded]
+
+
+def prepare_rope_positions(
+    positions: torch.Tensor,
+    positions_stride: int,
+    prefill_positions: torch.Tensor,
+    stride_of_request: int,
+    stride_of_dimension: int,
+    prefill_delta: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    prefill_lens: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    BLOCK_SIZE: int,
+    NUM_DIMS: int,
+) -> None:
+    """Replaces ``_prepare_rope_positions_kernel``; ``positions`` is int64 ``[dimensions, tokens]``, written.
+
+    A prompt's come from ``prefill_positions``; those of generated tokens are the same in all dimensions.
+    """
+    step = _current()
+    computed = num_computed_tokens.index_select(0, idx_mapping)
+    places = step.positions(computed, query_start_loc)
+    deltas = step.per_token(prefill_delta.index_select(0, idx_mapping), query_start_loc)
+    written = (places + deltas).expand(NUM_DIMS, -1)
+    if step.has_prefill:
+        first = step.per_token(idx_mapping * stride_of_request, query_start_loc) + places.clamp(max=stride_of_dimension - 1)
+        elements = first + _arange(NUM_DIMS, positions.device)[:, None] * stride_of_dimension
+        in_prefill = step.per_token(computed < prefill_lens.index_select(0, idx_mapping), query_start_loc)
+        written = torch.where(in_prefill, prefill_positions.view(-1)[elements].long(), written)
+    positions[:, : step.num_tokens] = written
+
+
+_PREFIX = "vllm.v1.worker.gpu."
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
-    "_get_num_sampled_and_rejected_kernel": count_sampled_and_rejected,
-    "_post_update_kernel": post_update,
-    "_post_update_num_computed_tokens_kernel": post_update_num_computed_tokens,
+    "input_batch:_get_num_sampled_and_rejected_kernel": count_sampled_and_rejected,
+    "input_batch:_post_update_kernel": post_update,
+    "input_batch:_post_update_num_computed_tokens_kernel": post_update_num_computed_tokens,
+    "mm.rope:_prepare_rope_positions_kernel": prepare_rope_positions,
 }
 """Kernels of ``overrides.OVERRIDES``, and the functions that take their arguments."""
 
@@ -233,4 +312,5 @@ def install() -> None:
     override("vllm.v1.worker.gpu.input_batch:prepare_prefill_inputs", prepare_prefill_inputs)
     override("vllm.v1.worker.gpu.input_batch:prepare_pos_seq_lens", prepare_pos_seq_lens)
     override("vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens", combine_sampled_and_draft_tokens)
+    override("vllm.v1.worker.gpu.cp_utils:prepare_dcp_local_seq_lens", prepare_dcp_local_seq_lens)
     triton_overrides.register({_PREFIX + name: function for name, function in OVERRIDES.items()})

@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.version import Version
+
 from ascend_platform import fingerprint
+from ascend_platform.worker.v2 import overrides
 
 GPU = "vllm.v1.worker.gpu"
 
@@ -43,6 +46,21 @@ def sites() -> list[Site]:
 def kernels_of(feature: str) -> list[str]:
     """The kernels that a refused feature needs."""
     return [site.kernel.rpartition(":")[2] for site in sites() if site.by == feature]
+
+
+def rows(tree: Path | None, version: str) -> list[dict[str, str]]:
+    """The overrides for the V2 runner, and all launches, compared with a vLLM; none for one whose V2 runner is not supported.
+
+    See ``extension.overrides``.
+    """
+    if not version or Version(version).release < Version(overrides.SINCE).release:
+        return []
+    found = [each.row(tree) for each in overrides.OVERRIDES]
+    for site in sites():
+        fields = {"name": f"{site.module}.{site.kernel.rpartition(':')[2]}", "target": f"{GPU}.{site.module}:{site.caller}"}
+        fields |= {"action": f"launch {site.state}", "vllm": overrides.SINCE, "why": site.by}
+        found.append(fields | {"remove_when": "Triton runs on the NPU", "problem": "; ".join(site.differences(tree))})
+    return found
 
 
 def difference() -> str:

@@ -15,6 +15,8 @@ def _function(module: str, name: str, why: str, fingerprint: str, *importers: st
     return Override(target, "replaced", why, _TRITON, {SINCE: fingerprint}, replaced_in=(f"{_GPU}.{module}", *modules))
 
 
+_OF_RANKS = ("model_runner", "cudagraph_utils", "ubatch_utils", "spec_decode.speculator")
+
 OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.triton_utils.importing:HAS_TRITON",
@@ -30,6 +32,17 @@ OVERRIDES: tuple[Override, ...] = (
     torch_view(f"{_GPU}.async_utils", "it copies sampled tokens on a torch.cuda stream", "edf7c6d7179e", SINCE),
     torch_view(f"{_GPU}.structured_outputs", "it copies grammar masks on a torch.cuda stream", "7420a0e96b51", SINCE),
     torch_view(f"{_GPU}.spec_decode.utils", "every V2 runner makes a torch.cuda stream for draft tokens", "0285abb6afad", SINCE),
+    torch_view(f"{_GPU}.pp_utils", "stages broadcast sampled tokens on a torch.cuda stream", "0285abb6afad", SINCE),
+    torch_view(f"{_GPU}.cudagraph_utils", "full graphs are torch.cuda.CUDAGraph", "d5ff749fd829", SINCE),
+    Override(
+        f"{_GPU}.cudagraph_utils:ModelCudaGraphManager",
+        "replaced",
+        "full graphs are replayed outside of a forward context, and graphs take streams, which NPUs have few of",
+        "vLLM asks the platform for its graph manager",
+        {SINCE: "5a894a5df517"},
+        replaced_in=(f"{_GPU}.model_runner",),
+        kept_in=(f"{_GPU}.cudagraph_utils", "vllm.models"),
+    ),
     Override(
         "vllm.utils.platform_utils:is_uva_available",
         "replaced",
@@ -82,15 +95,42 @@ OVERRIDES: tuple[Override, ...] = (
     _function("input_batch", "prepare_prefill_inputs", "the tokens of prompts", "98fb07ccd421", "model_runner"),
     _function("input_batch", "prepare_pos_seq_lens", "positions and sequence lengths", "0ec62e54fcd1", "model_runner"),
     _function("input_batch", "combine_sampled_and_draft_tokens", "the last sampled tokens", "c1ce33e6d3ff", "model_runner"),
+    _function("cp_utils", "prepare_dcp_local_seq_lens", "context parallelism", "c91af192e934", *_OF_RANKS),
+    kernel(f"{_GPU}.mm.rope", "_prepare_rope_positions_kernel", "positions of multimodal rotary tables", v0_33="94794d39da65"),
+    Override(
+        f"{_GPU}.sample.sampler:Sampler",
+        "replaced",
+        "npu_top_k_top_p_sample masks and draws in one operator, and a greedy step needs no noise",
+        _TRITON,
+        {SINCE: "d5fd9940f82c"},
+        compared=f"{_GPU}.sample.sampler:Sampler._sample_random",
+        replaced_in=(f"{_GPU}.sample.sampler", f"{_GPU}.model_runner"),
+        kept_in=(f"{_GPU}.spec_decode", "vllm.v1.watermarking", "vllm.models"),  # in annotations, and refused
+    ),
     Override(
         f"{_GPU}.sample.gumbel:gumbel_sample",
         "replaced",
-        "the sampled tokens",
+        "the tokens that a drafter samples",
         _TRITON,
         {SINCE: "10533e09af59"},
-        replaced_in=(f"{_GPU}.sample.gumbel", f"{_GPU}.sample.sampler"),
-        kept_in=(f"{_GPU}.spec_decode", "vllm.v1.watermarking", "vllm.models"),  # which are refused
+        replaced_in=(f"{_GPU}.sample.gumbel", f"{_GPU}.spec_decode.speculator"),
+        kept_in=(f"{_GPU}.sample.sampler", f"{_GPU}.spec_decode.dspark", "vllm.v1.watermarking", "vllm.models"),  # not reached
     ),
+    Override(
+        "vllm.triton_utils.importing:TritonPlaceholder",
+        "entries added",
+        "functions call triton.next_power_of_2 before they launch a kernel",
+        "vLLM's placeholder of Triton has next_power_of_2",
+        {SINCE: "4fe7a8716712"},
+    ),
+    _function("sample.gumbel", "apply_temperature", "temperature", "1e4826560738", "sample.states"),
+    _function("sample.min_p", "apply_min_p", "min-p", "a2ebef3e3fad", "sample.states"),
+    _function("sample.penalties", "apply_penalties", "penalties", "d488d8e1c286"),
+    _function("sample.penalties", "bincount", "the tokens that penalties are for", "224c335439bb"),
+    _function("sample.logit_bias", "apply_logit_bias", "logit bias, allowed tokens and min_tokens", "d3d6364d15b7"),
+    _function("sample.bad_words", "apply_bad_words", "bad words", "47d96f7be180"),
+    kernel(f"{_GPU}.structured_outputs", "_apply_grammar_bitmask_kernel", "structured output", v0_33="ac724d927218"),
+    kernel(f"{_GPU}.sample.logprob", "_fill_logprob_token_ids_kernel", "logprob_token_ids", v0_33="a6b1837812b7"),
     *(
         kernel(f"{_GPU}.input_batch", name, why, v0_33=source)
         for name, why, source in (

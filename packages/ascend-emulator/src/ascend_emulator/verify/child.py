@@ -1,0 +1,81 @@
+"""Process that runs cases on one NPU: it reads their names from its input and writes a line of JSON for each to a pipe.
+
+After a case that failed it computes something known. If that is wrong the NPU's context is lost, and the process ends; the parent
+continues with the next case in a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+LOST = 3  # exit status: the context is lost, as the last record says
+
+
+def _alive() -> bool:
+    """Whether the NPU still computes."""
+    import torch
+
+    try:
+        x = torch.arange(8, dtype=torch.float32).npu() * 2 + 1
+        torch.npu.synchronize()
+        return x.cpu().tolist() == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0]
+    except RuntimeError:
+        return False
+
+
+def runner(section: str) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+    """The function that runs a section's case by name."""
+    from ascend_emulator.verify import collectives, environment, operators, refusals, runtime, tables, timings
+
+    if section == "operators":
+        return lambda name, options: operators.run(tables.cases("operators")[name])
+    if section == "refusals":
+        return lambda name, options: refusals.run(tables.cases("refusals")[name])
+    programs = {"environment": environment, "runtime": runtime, "limits": runtime, "timings": timings}
+    if section == "collectives":
+        return collectives.run
+    return lambda name, options: programs[section].PROGRAMS[name](options)
+
+
+def main() -> int:
+    """Run the cases that standard input names (JSON: device, file descriptor, options, list of [section, name])."""
+    task = json.load(sys.stdin)
+    pipe = os.fdopen(task["pipe"], "w", buffering=1)
+    import torch
+    import torch_npu  # noqa: F401
+
+    torch.npu.set_device(task["device"])
+    if task["options"].get("eager", True):
+        torch.npu.set_compile_mode(jit_compile=False)
+        torch.npu.config.allow_internal_format = False
+    from ascend_emulator.verify.errors import described
+
+    for section, name in task["cases"]:
+        pipe.write(json.dumps({"begin": [section, name]}) + "\n")
+        started = time.monotonic()
+        try:
+            record = runner(section)(name, task["options"])
+        except AttributeError as error:  # this torch_npu is older than the name
+            record = {"outcome": "absent", "error": described(error)}
+        except Exception as error:
+            record = {"outcome": "failed", "error": described(error)}
+        failed = record.get("outcome") not in ("computed", "accepted", "observed", "absent")
+        lost = failed and not _alive()
+        if lost:
+            record["context"] = "lost"
+        pipe.write(json.dumps({"end": [section, name], "record": record, "seconds": time.monotonic() - started}) + "\n")
+        if lost:
+            pipe.close()
+            os._exit(LOST)  # torch_npu's exit may hang or abort without a context
+    pipe.close()
+    sys.stdout.flush()
+    os._exit(0)  # likewise: what follows is of no interest
+
+
+if __name__ == "__main__":
+    sys.exit(main())

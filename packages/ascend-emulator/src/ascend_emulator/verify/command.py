@@ -1,0 +1,256 @@
+"""Command ``verify``: runs the cases in processes of their own, shows progress, and writes the report."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ascend_emulator.verify import child, collectives, diff, markdown, report, runtime, tables, timings
+
+Name = tuple[str, str]
+FIRST_SECONDS = 300.0  # until the first case: torch_npu's import, and the first operator's kernels
+CASE_SECONDS = 90.0
+BUSY_PERCENT = 20
+QUICK_RUNTIME = ("streams-run-in-order-of-events", "events-measure-time", "graphs-replay-with-new-inputs", "memory-granularity")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``ascend-emulator verify``."""
+    parser.add_argument("--output", type=Path, default=Path("ascend-report"), help="name of the report, without .json and .md")
+    parser.add_argument("--device", type=int, default=0, help="NPU to use (default: 0); nothing else should use it meanwhile")
+    parser.add_argument("--minutes", type=float, default=10, help="cases that are left after this time are not run (default: 10)")
+    parser.add_argument("--only", metavar="SECTIONS", default=",".join(report.SECTIONS), help="comma-separated sections")
+    parser.add_argument("--select", metavar="PATTERN", default="*", help="cases whose names match, such as 'matmul*'")
+    parser.add_argument("--quick", action="store_true", help="a selection of the cases, in seconds")
+    parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two reports; exit 1 if they disagree")
+    parser.add_argument("--check", nargs="+", type=Path, metavar="FILE", help="check the form of reports")
+
+
+def selected(options: argparse.Namespace) -> list[Name]:
+    """The cases to run, in order.
+
+    Raises:
+        ValueError: an unknown section, or no case matches.
+    """
+    sections = options.only.split(",")
+    unknown = [section for section in sections if section not in report.SECTIONS]
+    if unknown:
+        raise ValueError(f"unknown section {unknown[0]!r}; supported: {', '.join(report.SECTIONS)}")
+    names: dict[str, list[str]] = {
+        "operators": [name for name, case in tables.cases("operators").items() if case.quick or not options.quick],
+        "refusals": [name for name, case in tables.cases("refusals").items() if case.quick or not options.quick],
+        "runtime": [name for name in runtime.PROGRAMS if name not in runtime.LIMITS],
+        "timings": list(timings.PROGRAMS),
+        "collectives": list(collectives.NAMES),
+        "limits": sorted(runtime.LIMITS),
+    }
+    if options.quick:
+        names |= {"runtime": list(QUICK_RUNTIME), "timings": [], "collectives": [], "limits": []}
+    found = [(section, name) for section in report.SECTIONS if section in sections for name in names.get(section, [])]
+    found = [each for each in found if fnmatch.fnmatchcase(each[1], options.select)]
+    if not found:
+        raise ValueError(f"no case of {options.only} matches {options.select!r}")
+    return [("environment", "environment"), *found]
+
+
+def _isolated(case: Name) -> bool:
+    section, name = case
+    if section in ("operators", "refusals"):
+        return tables.cases(section)[name].isolated
+    return section == "collectives" or name in runtime.ISOLATED
+
+
+def _batches(cases: list[Name]) -> Iterator[list[Name]]:
+    """Cases of one process: isolated ones come last and have a process each."""
+    yield [case for case in cases if not _isolated(case)]
+    yield from ([case] for case in cases if _isolated(case))
+
+
+class Run:
+    """One run of the command: records by section, and what is left to do."""
+
+    def __init__(self, cases: list[Name], options: argparse.Namespace) -> None:
+        self.cases, self.options, self.started = cases, options, time.monotonic()
+        self.records: dict[Name, dict[str, Any]] = {}
+        self.stopped = ""
+
+    def remaining(self) -> float:
+        """Seconds until the time is used up."""
+        return self.started + 60 * self.options.minutes - time.monotonic()
+
+    def progress(self, case: Name) -> None:
+        """The line of progress: on a terminal it replaces the last one."""
+        bad = sum(record["outcome"] in ("failed", "crashed", "hung") for record in self.records.values())
+        seconds = time.monotonic() - self.started
+        line = f"{len(self.records)} of {len(self.cases)} cases, {bad} failed, {seconds:.0f} s: {' '.join(case)}"
+        if sys.stderr.isatty():
+            print(f"\r\033[K{line[:110]}", end="", file=sys.stderr, flush=True)
+        elif len(self.records) % 50 == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    def skip(self, case: Name, why: str) -> None:
+        """Record why a case does not run."""
+        self.records[case] = {"outcome": "skipped", "why": why}
+
+    def reason_to_skip(self, case: Name) -> str:
+        """Why a case cannot run on this machine; empty if it can."""
+        facts = self.records.get(("environment", "environment"), {}).get("facts", {})
+        if case[0] == "collectives" and facts.get("npus", 0) < 2:
+            return "one NPU"
+        if case[0] == "limits" and facts.get("memory_used_percent", 0) > BUSY_PERCENT:
+            return "other programs use this NPU"
+        return ""
+
+    def everything(self) -> None:
+        """Run all cases."""
+        for batch in _batches(self.cases):
+            left = batch
+            while left:
+                for case in [case for case in left if self.reason_to_skip(case)]:
+                    self.skip(case, self.reason_to_skip(case))
+                left = [case for case in left if case not in self.records]
+                if not left:
+                    break
+                if self.remaining() <= 0:
+                    for case in left:
+                        self.skip(case, f"{self.options.minutes:g} minutes were over")
+                    break
+                self.process(left)
+                if not self.records.get(("environment", "environment"), {}).get("facts"):
+                    return  # no NPU, or no torch_npu: nothing else can run
+                left = [case for case in left if case not in self.records]
+
+    def process(self, cases: list[Name]) -> None:
+        """Run cases in one process, until it has ended or a case takes too long. At least one gets a record."""
+        read, write = os.pipe()
+        os.set_inheritable(write, True)
+        worker = subprocess.Popen(
+            [sys.executable, "-m", child.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[write],
+            text=True,
+        )
+        os.close(write)
+        task = {"pipe": write, "device": self.options.device, "options": {}, "cases": cases}
+        with suppress(BrokenPipeError):
+            worker.stdin.write(json.dumps(task))  # type: ignore[union-attr]
+            worker.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._follow(worker, read, cases)
+        finally:
+            worker.kill()
+            worker.wait()
+            os.close(read)
+
+    def _follow(self, worker: subprocess.Popen[str], read: int, cases: list[Name]) -> None:
+        """Read the process's records and its errors until both end."""
+        selector = selectors.DefaultSelector()
+        selector.register(read, selectors.EVENT_READ, "records")
+        selector.register(worker.stderr, selectors.EVENT_READ, "errors")  # type: ignore[arg-type]
+        current, buffer, said = None, b"", b""
+        deadline = time.monotonic() + FIRST_SECONDS
+        while selector.get_map():
+            timeout = min(deadline - time.monotonic(), max(self.remaining(), 0) + 1)
+            ready = selector.select(max(timeout, 0.0))
+            if not ready:
+                hung = time.monotonic() >= deadline
+                self.records[current or cases[0]] = (
+                    {"outcome": "hung", "why": f"no result in {CASE_SECONDS:.0f} s"} if hung else self._over()
+                )
+                return
+            for key, _ in ready:
+                chunk = os.read(key.fd, 1 << 16)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+                elif key.data == "errors":
+                    said = (said + chunk)[-8000:]
+                else:
+                    *lines, buffer = (buffer + chunk).split(b"\n")
+                    for line in map(json.loads, lines):
+                        deadline = time.monotonic() + CASE_SECONDS
+                        if "begin" in line:
+                            current = tuple(line["begin"])
+                            self.progress(current)
+                        else:
+                            self.records[tuple(line["end"])] = line["record"]
+                            current = None
+        status = worker.wait()
+        if current or not any(case in self.records for case in cases):
+            from ascend_emulator.verify.errors import scrubbed
+
+            last = said.decode(errors="replace").strip().splitlines()[-1:] or [""]
+            record: dict[str, Any] = {"outcome": "crashed", "why": scrubbed(last[0])[:160]}
+            self.records[current or cases[0]] = record | ({"signal": -status} if status < 0 else {})
+
+    def _over(self) -> dict[str, Any]:
+        return {"outcome": "skipped", "why": f"{self.options.minutes:g} minutes were over"}
+
+    def report(self) -> report.Report:
+        """The report of what has been run so far."""
+        try:
+            emulator = version("ascend-emulator")
+        except PackageNotFoundError:
+            emulator = "unknown"
+        cases: dict[str, dict[str, Any]] = {}
+        for section, name in self.cases:
+            record = self.records.get((section, name), {"outcome": "skipped", "why": self.stopped or "not reached"})
+            cases.setdefault(section, {})[name] = record
+        complete = not self.stopped and not any("minutes" in record.get("why", "") for record in self.records.values())
+        head = {"schema": report.SCHEMA, "emulator": emulator, "tables": tables.version(), "complete": complete}
+        return head | {"seconds": round(time.monotonic() - self.started), "cases": cases}
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    if options.diff:
+        ours, theirs = map(report.read, options.diff)
+        found = diff.compare(ours, theirs)
+        print(diff.text(ours, theirs, found))
+        return 1 if found.disagreements else 0
+    if options.check:
+        bad = [f"{path}: {problem}" for path in options.check for problem in report.problems(json.loads(path.read_text()))]
+        print("\n".join(bad) or f"{len(options.check)} reports: correct")
+        return 1 if bad else 0
+    run = Run(selected(options), options)
+    try:
+        run.everything()
+    except KeyboardInterrupt:
+        run.stopped = "stopped by ctrl-C"
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    first = run.records.get(("environment", "environment"), {})
+    if not first.get("facts"):
+        why = first.get("why") or first.get("error", {}).get("message") or run.stopped or "no answer"
+        print(
+            f"ascend-emulator verify: no NPU could be used: {why}. It needs torch_npu 2.7 or later and an NPU; without one: "
+            "ascend-emulator run -- ascend-emulator verify",
+            file=sys.stderr,
+        )
+        return 2
+    result = run.report()
+    output = Path(str(options.output).removesuffix(".json"))
+    Path(f"{output}.json").write_text(report.text(result))
+    Path(f"{output}.md").write_text(markdown.text(result))
+    print(markdown.summary(result))
+    private = report.problems(result | {"checksum": report.checksum(result)})
+    for problem in private:
+        print(f"look at this before you send it: {problem}")
+    print(
+        f"\nWritten: {output}.json ({Path(f'{output}.json').stat().st_size / 1e3:.0f} kB) and {output}.md.\n"
+        "They have versions, the chip's name and figures, results, times and error codes of the cases; no host names, user\n"
+        "names, paths or addresses. Read them, and send them as docs/verify.md says."
+    )
+    return 0

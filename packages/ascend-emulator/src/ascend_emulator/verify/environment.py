@@ -1,0 +1,74 @@
+"""What a report says about the machine: versions and the NPU's figures, nothing that identifies it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+DRIVER = Path("/usr/local/Ascend/driver/version.info")
+INSTALLED = ("ascend_toolkit_install.info", "ascend_nnal_install.info", "version.cfg")
+
+
+def _version_in(path: Path) -> str:
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return ""
+    found = re.search(
+        r"^\s*(?:package_|runtime_running_|toolkit_running_)?version\s*=\s*\W*([\w.+-]+)", text, re.MULTILINE | re.IGNORECASE
+    )
+    return found[1] if found else ""
+
+
+def _cann() -> str:
+    """CANN's version, from its installation; the emulator's says so itself."""
+    import ctypes
+
+    try:
+        function = ctypes.CDLL("libascendcl.so").aclsysGetVersionStr
+        text = ctypes.create_string_buffer(256)
+        if function(b"runtime", text) == 0 and text.value:
+            return text.value.decode()
+    except (OSError, AttributeError):
+        pass
+    home = Path(
+        os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME") or "/usr/local/Ascend/ascend-toolkit/latest"
+    )
+    paths = [path for name in INSTALLED for path in [home / name, *sorted(home.glob(f"*/{name}"))]]
+    return next((version for version in map(_version_in, paths) if version), "unknown")
+
+
+def emulated() -> bool:
+    """Whether the NPU is the emulator's."""
+    return "libascend_emulator.so" in Path("/proc/self/maps").read_text()
+
+
+def _describe(options: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    import torch_npu
+
+    properties = torch.npu.get_device_properties(torch.npu.current_device())
+    free, total = torch.npu.mem_get_info()
+    facts = {
+        "emulated": emulated(),
+        "soc": torch.npu.get_device_name(),
+        "cann": _cann(),
+        "driver": "none" if emulated() else _version_in(DRIVER) or "unknown",
+        "torch": torch.__version__,
+        "torch_npu": torch_npu.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "machine": platform.machine(),
+        "npus": torch.npu.device_count(),
+        "memory_mib": total >> 20,
+        "memory_used_percent": round(100 * (1 - free / total)),
+        "cube_cores": getattr(properties, "cube_core_num", None),
+        "vector_cores": getattr(properties, "vector_core_num", None),
+    }
+    return {"outcome": "observed", "facts": facts}
+
+
+PROGRAMS = {"environment": _describe}

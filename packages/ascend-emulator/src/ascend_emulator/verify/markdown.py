@@ -1,0 +1,96 @@
+"""Markdown view of a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ascend_emulator.verify.report import OUTCOMES, Report, environment, title
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *cells]]
+
+
+def counts(report: Report) -> list[list[str]]:
+    """By section: cases, and how many came to what."""
+    rows = []
+    for section, cases in report["cases"].items():
+        if section != "environment":
+            found = Counter(record["outcome"] for record in cases.values())
+            beyond = sum(record.get("within") is False for record in cases.values())
+            what = [f"{found[outcome]} {outcome}" for outcome in OUTCOMES if found[outcome]]
+            rows.append([section, str(len(cases)), ", ".join(what + [f"{beyond} of them beyond the tolerance"] * bool(beyond))])
+    return rows
+
+
+def summary(report: Report) -> str:
+    """What the command prints: the machine, and the counts."""
+    facts = environment(report)
+    lines = [title(report), "", *(f"  {name}: {value}" for name, value in facts.items()), ""]
+    lines += [f"  {section}: {cases} cases: {what}" for section, cases, what in counts(report)]
+    if not report["complete"]:
+        lines += ["", "The report is not complete; cases that did not run are in it as skipped."]
+    return "\n".join(lines)
+
+
+def _codes(record: dict[str, Any]) -> str:
+    error = record.get("error", {})
+    return " ".join([*error.get("codes", []), *([record["context"] + " context"] if "context" in record else [])])
+
+
+def _facts(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_facts(each)}" for name, each in value.items() if name != "hash")
+    return str(value)
+
+
+def text(report: Report) -> str:
+    """The report as a page: machine, counts, what is not as expected, refusals, facts and times."""
+    lines = [f"# {title(report)}", ""]
+    lines += _table(["", ""], [[name, str(value)] for name, value in environment(report).items()])
+    lines += ["", *_table(["section", "cases", "outcome"], counts(report)), ""]
+    cases = report["cases"]
+    odd = []
+    for name, record in cases.get("operators", {}).items():
+        if record["outcome"] != "computed":
+            odd.append(
+                [f"`{name}`", record["outcome"], _codes(record), record.get("error", {}).get("message", record.get("why", ""))]
+            )
+        elif record.get("within") is False:
+            worst = max((output.get("ulps", 0) for output in record.get("outputs", [])), default=0)
+            odd.append([f"`{name}`", "beyond the tolerance", "", f"{worst} ulps"])
+    if odd:
+        lines += [
+            "## Operators that are refused or beyond the tolerance",
+            "",
+            *_table(["case", "outcome", "codes", "message"], odd),
+            "",
+        ]
+    shown = [
+        [f"`{name}`", ", ".join(record["values"][0])]
+        for name, record in cases.get("operators", {}).items()
+        if "values" in record and record["values"] and isinstance(record["values"][0], list)
+    ]
+    if shown:
+        lines += ["## Results of special values", "", *_table(["case", "values"], shown), ""]
+    rows = [
+        [f"`{name}`", record["outcome"], _codes(record), record.get("error", {}).get("message", record.get("why", ""))]
+        for name, record in cases.get("refusals", {}).items()
+    ]
+    if rows:
+        lines += ["## Refusals", "", *_table(["case", "outcome", "codes", "message"], rows), ""]
+    for section in ("runtime", "limits", "timings", "collectives"):
+        rows = [
+            [
+                f"`{name}`",
+                _facts(record["facts"])
+                if "facts" in record
+                else " ".join([record["outcome"], record.get("why", ""), _codes(record)]),
+            ]
+            for name, record in cases.get(section, {}).items()
+        ]
+        if rows:
+            lines += [f"## {section.capitalize()}", "", *_table(["case", "found"], rows), ""]
+    return "\n".join(lines)

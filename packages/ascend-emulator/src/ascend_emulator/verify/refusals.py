@@ -1,0 +1,106 @@
+"""Cases of refusals: whether the device refuses a call, and with which of CANN's codes."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from ascend_emulator.verify import operators
+from ascend_emulator.verify.errors import described
+from ascend_emulator.verify.tables import Case
+
+
+class StatusError(RuntimeError):
+    """A call of CANN's C interface returned a status."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """libascendcl.so, which torch_npu has loaded."""
+    return ctypes.CDLL("libascendcl.so")
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of CANN's runtime.
+
+    Raises:
+        StatusError: it returned a status other than 0.
+        AttributeError: this CANN does not have it.
+    """
+    sizes = [ctypes.c_void_p(each) if isinstance(each, int) and each > 1 << 31 else each for each in arguments]
+    status = getattr(library(), name)(*sizes)
+    if status:
+        raise StatusError(f"{name} returned {status}")
+
+
+def memory(size: int) -> ctypes.c_void_p:
+    """Device memory from aclrtMalloc."""
+    address = ctypes.c_void_p()
+    call("aclrtMalloc", ctypes.byref(address), ctypes.c_size_t(size), 0)
+    return address
+
+
+def stream() -> ctypes.c_void_p:
+    """A stream from aclrtCreateStream."""
+    handle = ctypes.c_void_p()
+    call("aclrtCreateStream", ctypes.byref(handle))
+    return handle
+
+
+def event() -> ctypes.c_void_p:
+    """An event from aclrtCreateEvent."""
+    handle = ctypes.c_void_p()
+    call("aclrtCreateEvent", ctypes.byref(handle))
+    return handle
+
+
+def capture(inside: Any) -> None:
+    """Capture a graph whose body is the function, and end the capture whatever happens."""
+    import torch
+
+    graph = torch.npu.NPUGraph()
+    side = torch.npu.Stream()
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        graph.capture_begin()
+        try:
+            inside()
+        except BaseException:
+            with suppress(RuntimeError):  # the error of the body is the one to report
+                graph.capture_end()
+            raise
+        graph.capture_end()
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Run a case on the current NPU; ``accepted`` if nothing refuses it."""
+    import torch
+
+    names = operators.namespace() | {
+        "C": ctypes,
+        "acl": call,
+        "memory": memory,
+        "stream": stream,
+        "event": event,
+        "capture": capture,
+    }
+    names |= {name: value.npu() for name, value in operators.arguments(case).items()}
+    torch.npu.synchronize()
+    if case.before:
+        exec(case.before, names)
+    try:
+        result = eval(case.call, names)
+        torch.npu.synchronize()  # an asynchronous refusal comes here
+    except AttributeError as error:
+        return {"outcome": "absent", "error": described(error)}
+    except Exception as error:
+        found = described(error)
+        if isinstance(error, StatusError):
+            found["codes"] = [str(error).rpartition(" ")[2]]
+        return {"outcome": "refused", "error": found}
+    record: dict[str, Any] = {"outcome": "accepted"}
+    if isinstance(result, torch.Tensor):
+        record["values"] = [str(value) for value in result.cpu().flatten()[: operators.SHOWN].tolist()]
+    return record

@@ -1,0 +1,125 @@
+"""Reports: their form, its check, and a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+SECTIONS = ("environment", "operators", "refusals", "runtime", "timings", "collectives", "limits")
+OUTCOMES = ("computed", "accepted", "observed", "refused", "absent", "failed", "crashed", "hung", "skipped")
+FACTS = {
+    "emulated": bool,
+    "soc": str,
+    "cann": str,
+    "driver": str,
+    "torch": str,
+    "torch_npu": str,
+    "python": str,
+    "machine": str,
+    "npus": int,
+    "memory_mib": int,
+}
+CASE = {"outcome": str, "inputs": str, "outputs": list, "values": list, "facts": dict, "error": dict, "within": bool, "why": str}
+CASE |= {"context": str, "signal": int}
+OUTPUT = {"dtype": str, "shape": list, "hash": str, "ulps": (int, float), "max_abs": (int, float), "rel": (int, float)}
+OUTPUT |= {"special": int, "different": int, "most": int, "within": bool, "why": str, "number": (int, float, bool)}
+PRIVATE = (
+    ("a path", re.compile(r"(?<![\w.)\]])/(?:[\w.+@-]+/)+[\w.+@-]*")),
+    ("an address", re.compile(r"\b(?!127\.0\.0\.1\b)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b|0x[0-9a-fA-F]{6,}")),
+)
+
+Report = dict[str, Any]
+
+
+def checksum(report: Report) -> str:
+    """A hash of everything but the checksum itself."""
+    content = {name: value for name, value in report.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def text(report: Report) -> str:
+    """The report as JSON, one case per line."""
+    head = {name: value for name, value in report.items() if name != "cases"} | {"checksum": checksum(report)}
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+    sections = []
+    for section, cases in report["cases"].items():
+        rows = [f"   {json.dumps(name)}: {json.dumps(record)}" for name, record in cases.items()]
+        sections.append(f"  {json.dumps(section)}: {{\n" + ",\n".join(rows) + "\n  }")
+    return "{\n" + "\n".join(lines) + '\n "cases": {\n' + ",\n".join(sections) + "\n }\n}\n"
+
+
+def read(path: Path) -> Report:
+    """A report from a file.
+
+    Raises:
+        ValueError: the file is not a report of this schema; the message has the first problem.
+    """
+    try:
+        report = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    found = problems(report, altered=False)
+    if found:
+        raise ValueError(f"{path} is not a report: {found[0]}")
+    return report
+
+
+def _typed(where: str, record: Any, form: dict[str, Any]) -> list[str]:
+    if not isinstance(record, dict):
+        return [f"{where} is {type(record).__name__}, not an object"]
+    unknown = [f"{where} has an unknown field {name!r}" for name in record if name not in form]
+    return unknown + [
+        f"{where}: {name} is {type(value).__name__}"
+        for name, value in record.items()
+        if name in form and not isinstance(value, form[name])
+    ]
+
+
+def problems(report: Any, altered: bool = True) -> list[str]:
+    """What is wrong with a report's form; with ``altered`` a checksum that does not match too."""
+    if not isinstance(report, dict) or report.get("schema") != SCHEMA:
+        found = report.get("schema") if isinstance(report, dict) else type(report).__name__
+        return [f"schema is {found}; supported: {SCHEMA}"]
+    missing = {"schema", "emulator", "tables", "complete", "seconds", "cases"} - report.keys()
+    if missing:
+        return [f"missing: {', '.join(sorted(missing))}"]
+    cases = report["cases"]
+    unknown = [section for section in cases if section not in SECTIONS]
+    if unknown:
+        return [f"unknown section {unknown[0]!r}; supported: {', '.join(SECTIONS)}"]
+    found = []
+    facts = environment(report)
+    found += [
+        f"environment: {name} is missing or not {kind.__name__}"
+        for name, kind in FACTS.items()
+        if type(facts.get(name)) is not kind
+    ]
+    for section, records in cases.items():
+        for name, record in records.items():
+            where = f"{section} {name!r}"
+            found += _typed(where, record, CASE)
+            if isinstance(record, dict) and record.get("outcome") not in OUTCOMES:
+                found.append(f"{where}: outcome is {record.get('outcome')!r}; supported: {', '.join(OUTCOMES)}")
+            for output in record.get("outputs", []) if isinstance(record, dict) else []:
+                found += _typed(where, output, OUTPUT)
+    strings = json.dumps({section: list(records.values()) for section, records in cases.items()})
+    found += [f"it contains {what}: {match[0]}" for what, pattern in PRIVATE for match in [pattern.search(strings)] if match]
+    if altered and report.get("checksum") != checksum(report):
+        found.append("the checksum does not match: the report was altered after it was written")
+    return found
+
+
+def environment(report: Report) -> dict[str, Any]:
+    """The facts about the machine."""
+    return report["cases"].get("environment", {}).get("environment", {}).get("facts", {})
+
+
+def title(report: Report) -> str:
+    """One line: chip, versions, and whether it was emulated."""
+    facts = environment(report)
+    kind = "emulated " if facts.get("emulated") else ""
+    return f"{kind}{facts.get('soc')}, CANN {facts.get('cann')}, torch_npu {facts.get('torch_npu')}"

@@ -1,0 +1,106 @@
+"""Cases of operators and refusals, from the files in ``tables/``.
+
+A file has groups. ``over`` has lists of values, or tables of values by the name that they have in the report; a group has a
+case for each combination, in which ``$name`` stands for the value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from string import Template
+from typing import Any
+
+TABLES = Path(__file__).with_name("tables")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of a table.
+
+    Attributes:
+        section: ``operators`` or ``refusals``.
+        name: unique name: the group's, and the values of ``over``.
+        call: Python expression of the inputs.
+        inputs: input's name to specification (``inputs.make``).
+        reference: expression of the same inputs in float64; empty: ``call``; ``none``: PyTorch does not define the result.
+        before: statement that runs first.
+        ulps: tolerance in units in the last place of the result's dtype, relative to 1 + the reference's magnitude.
+        gradients: whether the gradients of floating inputs are results too.
+        values: whether the report has the values themselves.
+        isolated: whether the case has a process of its own, since it may end its process or its NPU's context.
+        source: where a refusal is documented or was seen.
+        quick: whether the case is in the small selection (``--quick``).
+    """
+
+    section: str
+    name: str
+    call: str
+    inputs: dict[str, str] = field(default_factory=dict)
+    reference: str = ""
+    before: str = ""
+    ulps: float = 0
+    gradients: bool = False
+    values: bool = False
+    isolated: bool = False
+    source: str = ""
+    quick: bool = False
+
+
+def _expand(section: str, group: dict[str, Any]) -> list[Case]:
+    over = {
+        key: each if isinstance(each, dict) else {str(one): one for one in each} for key, each in group.get("over", {}).items()
+    }
+    cases = []
+    for combination in itertools.product(*(each.items() for each in over.values())):
+        chosen = {key: str(value) for key, (_, value) in zip(over, combination, strict=True)}
+        words = [word.removeprefix("torch.") for word, _ in combination]
+
+        def put(text: str, chosen: dict[str, str] = chosen) -> str:
+            return Template(text).substitute(chosen)
+
+        options = {key: group[key] for key in ("ulps", "gradients", "values", "isolated", "source") if key in group}
+        cases.append(
+            Case(
+                section,
+                "/".join([group["name"], *words]),
+                put(group["call"]),
+                {name: put(text) for name, text in group.get("inputs", {}).items()},
+                put(group.get("reference", "")),
+                put(group.get("before", "")),
+                quick=group.get("quick", False),
+                **options,
+            )
+        )
+    return cases
+
+
+def _files(section: str) -> list[Path]:
+    return sorted(TABLES.glob(f"{section}_*.toml"))
+
+
+@cache
+def cases(section: str) -> dict[str, Case]:
+    """All cases of a section by name.
+
+    Raises:
+        ValueError: two cases have the same name.
+    """
+    found: dict[str, Case] = {}
+    for path in _files(section):
+        for group in tomllib.loads(path.read_text())["group"]:
+            for case in _expand(section, group):
+                if case.name in found:
+                    raise ValueError(f"{path.name}: two cases are called {case.name}")
+                found[case.name] = case
+    return found
+
+
+def version() -> str:
+    """A hash of all tables: reports of different tables are compared by the cases that they share."""
+    texts = (path.read_bytes() for path in sorted(TABLES.glob("*.toml")))
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]

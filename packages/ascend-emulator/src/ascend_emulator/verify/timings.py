@@ -1,0 +1,197 @@
+"""Times of copies, launches and matrix products, by the device's events. Each is the best of several repetitions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+Facts = dict[str, Any]
+PROGRAMS: dict[str, Callable[[Facts], Facts]] = {}
+ENOUGH = 0.02  # seconds of one measurement; sizes grow until then, so that a slow device is done soon
+REPEAT = 5
+
+
+def _program(function: Callable[[], Facts]) -> Callable[[], Facts]:
+    PROGRAMS[function.__name__.replace("_", "-")] = lambda options: {"outcome": "observed", "facts": function()}
+    return function
+
+
+def _seconds(function: Callable[[], Any], repeat: int = REPEAT) -> float:
+    """Best device time of the function, after one run that is not counted."""
+    import torch
+
+    function()
+    torch.npu.synchronize()
+    best = float("inf")
+    for _ in range(repeat):
+        start, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3)
+        if best > 10 * ENOUGH:
+            break
+    return max(best, 1e-9)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _growing(sizes: list[int], measure: Callable[[int], tuple[float, float]], unit: str) -> Facts:
+    """Rate of each size until a measurement takes long; ``best`` is the largest."""
+    facts: Facts = {}
+    for size in sizes:
+        seconds, amount = measure(size)
+        facts[str(size)] = _rounded(amount / seconds)
+        if seconds > ENOUGH:
+            break
+    return {"unit": unit, "by_size": facts, "best": max(facts.values())}
+
+
+SIZES = [1 << 20, 1 << 24, 1 << 26, 1 << 28]
+
+
+@_program
+def copy_on_the_device() -> Facts:
+    """Bytes read and written each second by a copy."""
+    import torch
+
+    def measure(size: int) -> tuple[float, float]:
+        x = torch.empty(size, dtype=torch.int8, device="npu")
+        y = torch.empty_like(x)
+        return _seconds(lambda: [y.copy_(x) for _ in range(8)]), 16.0 * size / 1e9
+
+    return _growing(SIZES, measure, "GB per second, read and written")
+
+
+def _host(to_device: bool) -> Facts:
+    import torch
+
+    def measure(size: int) -> tuple[float, float]:
+        host = torch.empty(size, dtype=torch.int8).pin_memory()
+        device = torch.empty(size, dtype=torch.int8, device="npu")
+        target, source = (device, host) if to_device else (host, device)
+        return _seconds(lambda: target.copy_(source, non_blocking=True)), size / 1e9
+
+    return _growing(SIZES, measure, "GB per second")
+
+
+@_program
+def copy_to_the_device() -> Facts:
+    """Bandwidth of copies from pinned memory."""
+    return _host(True)
+
+
+@_program
+def copy_to_the_host() -> Facts:
+    """Bandwidth of copies to pinned memory."""
+    return _host(False)
+
+
+@_program
+def launch() -> Facts:
+    """Microseconds between small operators: on the device, on the host, and in a graph."""
+    import torch
+
+    x, count = torch.ones(256).npu(), 500
+
+    def work() -> None:
+        for _ in range(count):
+            x.add_(0.5)
+
+    eager = _seconds(work)
+    torch.npu.synchronize()
+    started = time.perf_counter()
+    work()
+    host = time.perf_counter() - started
+    torch.npu.synchronize()
+    started = time.perf_counter()
+    for _ in range(50):
+        x.add_(0.5)
+        torch.npu.synchronize()
+    wait = (time.perf_counter() - started) / 50
+    facts: Facts = {
+        "unit": "microseconds",
+        "eager": eager / count * 1e6,
+        "host": host / count * 1e6,
+        "with_synchronize": wait * 1e6,
+    }
+    if hasattr(torch.npu, "NPUGraph"):
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            work()
+        facts["graph"] = _seconds(graph.replay) / count * 1e6
+    return {name: value if isinstance(value, str) else _rounded(value) for name, value in facts.items()}
+
+
+def _matmul(kind: str) -> Facts:
+    import torch
+
+    dtype = getattr(torch, kind)
+
+    def measure(size: int) -> tuple[float, float]:
+        x = torch.ones(size, size, device="npu").to(dtype)
+        times = max(1, 4096 // size)
+        return _seconds(lambda: [x @ x for _ in range(times)]), times * 2 * size**3 / 1e12
+
+    return _growing([512, 1024, 2048, 4096, 8192], measure, "TFLOP per second")
+
+
+@_program
+def matmul_float16() -> Facts:
+    """Throughput of square products in float16."""
+    return _matmul("float16")
+
+
+@_program
+def matmul_bfloat16() -> Facts:
+    """Throughput of square products in bfloat16."""
+    return _matmul("bfloat16")
+
+
+@_program
+def matmul_float32() -> Facts:
+    """Throughput of square products in float32, as torch_npu is configured by default."""
+    return _matmul("float32")
+
+
+@_program
+def matmul_int8() -> Facts:
+    """Throughput of square products of int8 with one scale per column."""
+    import torch
+    import torch_npu
+
+    def measure(size: int) -> tuple[float, float]:
+        x = torch.ones(size, size, dtype=torch.int8).npu()
+        scale = torch.ones(size).npu()
+        times = max(1, 4096 // size)
+        work = lambda: [torch_npu.npu_quant_matmul(x, x, scale, output_dtype=torch.bfloat16) for _ in range(times)]  # noqa: E731
+        return _seconds(work), times * 2 * size**3 / 1e12
+
+    return _growing([512, 1024, 2048, 4096, 8192], measure, "TOP per second")
+
+
+@_program
+def vector() -> Facts:
+    """Throughput of a long chain of operations on data that fits the second-level cache."""
+    import torch
+
+    def measure(size: int) -> tuple[float, float]:
+        x = torch.ones(size, device="npu")
+        return _seconds(lambda: [torch.erf(x) for _ in range(8)]), 8.0 * size / 1e9
+
+    return _growing([1 << 18, 1 << 20, 1 << 22], measure, "billion erf in float32 per second")
+
+
+@_program
+def one_token_by_a_matrix() -> Facts:
+    """A row times a matrix of 4096 x 4096 in float16, as in decoding: bound by memory."""
+    import torch
+
+    x = torch.ones(1, 4096, device="npu").half()
+    weights = [torch.ones(4096, 4096, device="npu").half() for _ in range(8)]
+    seconds = _seconds(lambda: [x @ weight for weight in weights]) / 8
+    return {"unit": "microseconds", "each": _rounded(seconds * 1e6), "gb_per_second": _rounded(4096 * 4096 * 2 / seconds / 1e9)}

@@ -1,0 +1,285 @@
+"""Command ``ascend-emulator verify``: its tables, the emulator's own report, and the comparison of two reports."""
+
+import copy
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ascend_emulator import chips, cli
+from ascend_emulator.verify import command, diff, errors, inputs, markdown, report, tables
+
+REPORTS = Path(__file__).parents[3] / "reports"
+OWN = REPORTS / "Ascend910B1" / "emulated-torch_npu-2.13.0.json"
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "verify.md"
+
+
+def test_page_has_the_numbers_of_cases():
+    options = SimpleNamespace(only=",".join(report.SECTIONS), select="*", quick=False)
+    counts = Counter(section for section, _ in command.selected(options))
+    rows = dict(re.findall(r"^\| (\w+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE))
+    assert {section: int(count) for section, count in rows.items()} == {name: counts[name] for name in report.SECTIONS[1:]}
+    assert min(counts["operators"] - 300, counts["refusals"] - 60) > 0
+
+
+@pytest.mark.parametrize("section", ["operators", "refusals"])
+def test_inputs_of_all_cases_can_be_made(section):
+    """Expressions are compiled too: a mistake in a table is found without an NPU."""
+    cases = tables.cases(section).values()
+    for case in cases:
+        compile(case.call, case.name, "eval")
+        compile(case.before, case.name, "exec")
+    for text in {text for case in cases for text in case.inputs.values()}:
+        made = inputs.make(text, 3)
+        assert str(made.dtype) == f"torch.{text.split()[0]}"
+
+
+def test_inputs_are_the_same_bits_on_every_machine():
+    """Hashes of this version: a report of another machine can be compared only if it computed with the same inputs."""
+    made = [
+        inputs.make(text, 7) for text in ("float32 4096 -3..3", "bfloat16 100 normal", "int64 50 0..9", "int32 20 permutation")
+    ]
+    assert [inputs.digest(each)[:8] for each in made] == ["b46b7f8e", "1b638de2", "e8e11c23", "93e79a34"]
+    assert -3 <= made[0].min() < -2.9 < 2.9 < made[0].max() < 3
+    assert abs(made[0].mean().item()) < 0.1
+    assert 0.8 < made[1].float().var() < 1.2
+    assert set(made[2].tolist()) == set(range(10))
+    assert sorted(made[3].tolist()) == list(range(20))
+
+
+def test_nan_has_one_hash_and_zeros_have_two():
+    bits = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert inputs.digest(bits[:1]) == inputs.digest(bits[1:])
+    assert inputs.digest(torch.tensor(0.0)) != inputs.digest(torch.tensor(-0.0))
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ("cannot read /home/someone/models/x.bin", "cannot read PATH"),
+        ("bound to 192.168.7.12:29500 by PID 4711", "bound to ADDRESS by PROCESS"),
+        ("address 0x7f12deadbeef of fe80::1ff:fe23:4567:890a", "address ADDRESS of ADDRESS"),
+        ("error code is 161002, EZ1001 at 2026-01-02 03:04:05.678", "error code is 161002, EZ1001 at TIME"),
+    ],
+)
+def test_nothing_private_is_in_an_error(told, kept, monkeypatch):
+    assert errors.scrubbed(told) == kept
+    monkeypatch.setattr(errors, "private_words", lambda: ["buildhost7"])
+    assert errors.scrubbed("on buildhost7:") == "on NAME:"
+
+
+def test_error_has_the_codes_and_the_words_of_cann():
+    error = RuntimeError(
+        "dot:../third_party/op-plugin/Dot.cpp:66 NPU function error: call aclnnDot failed, error code is 161002\n"
+        "[ERROR] 2026-01-01-00:00:00 (PID:77, Device:0, RankID:-1) ERR00100 PTA call acl api failed.\n"
+        "EZ1001: [PID: 77] 2026-01-01-00:00:00.123.456 self dtype DT_DOUBLE not implemented."
+    )
+    found = errors.described(error)
+    assert found["codes"] == ["161002", "ERR00100", "EZ1001"]
+    assert found["message"] == "EZ1001: [PROCESS] TIME self dtype DT_DOUBLE not implemented."
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A report of the emulator, of the small selection."""
+    place = tmp_path_factory.mktemp("verify") / "own"
+    command = [sys.executable, "-m", "ascend_emulator.cli", "verify", "--quick", "--minutes", "30", "--output", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no host names" in done.stdout
+    return report.read(place.with_suffix(".json"))
+
+
+def test_report_of_the_emulator_is_complete_and_right(own):
+    assert report.problems(own) == []
+    assert own["complete"]
+    assert {record["outcome"] for record in own["cases"]["operators"].values()} == {"computed"}
+    assert [name for name, record in own["cases"]["operators"].items() if record.get("within") is False] == []
+    assert own["cases"]["refusals"]["float64/dot(x, x)"]["error"]["codes"] == ["161002", "ERR00100"]
+    assert own["cases"]["runtime"]["graphs-replay-with-new-inputs"]["facts"] == {"first": 262144.0, "second": 1048576.0}
+    page = markdown.text(own)
+    assert "| `float64/dot(x, x)` | refused | 161002 ERR00100 |" in page
+
+
+def test_emulator_agrees_with_its_report_in_the_repository(own):
+    """A change of what the emulator computes or refuses needs a new report: docs/verify.md has the command."""
+    found = diff.compare(own, report.read(OWN))
+    assert found.disagreements == {}
+    assert found.agreements > 100
+
+
+ALTERATIONS = {
+    "an error": (("operators", "matmul/float16/33x65 65x17", "outputs", 0, "ulps"), 99.0, "the same bits, but ulps"),
+    "a code": (("refusals", "acl/set-device-99", "error", "codes"), ["507899"], "refused 107001 | refused 507899"),
+    "an outcome": (("refusals", "npu_swiglu-odd", "outcome"), "accepted", "refused 161002 ERR00100 | accepted"),
+    "a fact": (("runtime", "memory-granularity", "facts", "bytes_of_1"), 32, "bytes_of_1: 512 | 32"),
+    "a result": (("operators", "integer/add/int32", "outputs", 0, "most"), 3, "most 0 and 3"),
+    "a special value": (("operators", "special/exp", "values", 0, 10), "0.0", "inf"),
+}
+
+
+@pytest.mark.parametrize("what", ALTERATIONS)
+def test_one_altered_number_is_shown(own, what):
+    (section, name, *path), value, shown = ALTERATIONS[what]
+    altered = copy.deepcopy(own)
+    place = altered["cases"][section][name]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    if what == "a special value":
+        altered["cases"][section][name]["outputs"][0]["hash"] = "0" * 16
+        altered["cases"][section][name]["outputs"][0].pop("within")
+    found = diff.compare(own, altered)
+    assert list(found.disagreements) == [f"{section} {name}"]
+    assert shown in found.disagreements[f"{section} {name}"]
+    text = diff.text(own, altered, found)
+    assert "B was altered after it was written." in text
+    assert "A was altered" not in text
+    assert report.problems(altered) == ["the checksum does not match: the report was altered after it was written"]
+
+
+def test_rounding_is_not_a_disagreement_and_a_worse_error_is(own):
+    other = copy.deepcopy(own)
+    output = other["cases"]["operators"]["softmax/softmax/float32"]["outputs"][0]
+    output |= {"hash": "0" * 16, "ulps": 1.0}
+    assert list(diff.compare(own, other).rounding) == ["operators softmax/softmax/float32"]
+    output["ulps"] = 12.0
+    assert list(diff.compare(own, other).disagreements) == ["operators softmax/softmax/float32"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda each: each.update(schema=2), "schema is 2; supported: 1"),
+        (lambda each: each.pop("tables"), "missing: tables"),
+        (lambda each: each["cases"].update(extra={}), "unknown section 'extra'"),
+        (lambda each: each["cases"]["refusals"].update(x={"outcome": "fine"}), "outcome is 'fine'"),
+        (lambda each: each["cases"]["refusals"].update(x={"outcome": "refused", "hostname": "x"}), "unknown field 'hostname'"),
+        (lambda each: each["cases"]["refusals"].update(x={"outcome": "failed", "why": "in /home/me/x"}), "it contains a path"),
+        (lambda each: each["cases"]["refusals"].update(x={"outcome": "failed", "why": "10.1.2.3"}), "it contains an address"),
+    ],
+)
+def test_form_is_checked(own, change, problem):
+    altered = copy.deepcopy(own)
+    change(altered)
+    assert any(problem in each for each in report.problems(altered))
+
+
+def measured_on(own, soc="Ascend910B1", emulated=False):
+    """The emulator's report with another machine's name and times."""
+    other = copy.deepcopy(own)
+    report.environment(other).update(soc=soc, emulated=emulated)
+    facts = {"copy-on-the-device": {"best": 1234.0}, "launch": {"eager": 7.5, "graph": 2.5}, "matmul-float16": {"best": 290.0}}
+    other["cases"]["timings"] = {name: {"outcome": "observed", "facts": each} for name, each in facts.items()}
+    return other
+
+
+def test_times_of_a_report_replace_published_figures(own, run, tmp_path):
+    chip = chips.chip("Ascend910B1")
+    found = chips.measured(chip, measured_on(own))
+    assert (found.bandwidth, found.cube_flops) == (1234e9, 290e12)
+    assert (found.launch, found.graph_launch) == pytest.approx((7.5e-6, 2.5e-6))
+    assert found == dataclasses.replace(
+        chip, bandwidth=found.bandwidth, launch=found.launch, graph_launch=found.graph_launch, cube_flops=found.cube_flops
+    )
+    path = tmp_path / "npu.json"
+    path.write_text(report.text(measured_on(own)))
+    script = "import os; print('bandwidth=1234000000000 ' in os.environ['ASCEND_EMULATOR_CHIP'])"
+    done = run("run", "--times", str(path), "--memory", "1GiB", "--", sys.executable, "-S", "-c", script)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+    assert done.stderr.endswith("; estimates use times measured on Ascend910B1, CANN 9.1.0, torch_npu 2.13.0\n")
+
+
+def test_times_that_are_not_the_chip_s_are_refused(own):
+    chip = chips.chip("Ascend910B1")
+    with pytest.raises(ValueError, match="its times are those of a CPU"):
+        chips.measured(chip, own)
+    with pytest.raises(ValueError, match="the report is of Ascend910B4; give --soc Ascend910B4"):
+        chips.measured(chip, measured_on(own, "Ascend910B4"))
+    with pytest.raises(ValueError, match="the report has no times"):
+        chips.measured(
+            chip, measured_on(own) | {"cases": {**own["cases"], "environment": measured_on(own)["cases"]["environment"]}}
+        )
+
+
+def test_reports_of_the_repository_have_the_right_form():
+    paths = sorted(REPORTS.rglob("*.json"))
+    assert OWN in paths
+    for path in paths:
+        found = json.loads(path.read_text())
+        assert report.problems(found) == []
+        assert report.environment(found)["soc"] == path.parent.name
+
+
+WORKER = """
+import json, os, signal, sys, time
+task = json.load(sys.stdin)
+pipe = os.fdopen(task["pipe"], "w", buffering=1)
+for case in task["cases"]:
+    pipe.write(json.dumps({"begin": case}) + "\\n")
+    if case[1] == "dot/float32":
+        print("x.cpp: bad address 0x7f0011223344", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if case[1] == "dot/float16":
+        time.sleep(600)
+    record = {"outcome": "observed", "facts": {"npus": 1, "memory_used_percent": 0}}
+    pipe.write(json.dumps({"end": case, "record": record}) + "\\n")
+"""
+
+
+def test_cases_that_crash_or_hang_do_not_end_the_run(monkeypatch, tmp_path):
+    """With a process in place of the one that uses the NPU, since no case is known to do this."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(command, "child", SimpleNamespace(__name__="worker"))
+    monkeypatch.setattr(command, "CASE_SECONDS", 5.0)
+    options = SimpleNamespace(only="operators,limits,collectives", select="[dlt]*o*", quick=False, minutes=30.0, device=0)
+    run = command.Run(command.selected(options), options)
+    run.everything()
+    found = {name: record for (_, name), record in run.records.items()}
+    assert found.keys() == {name for _, name in run.cases}
+    assert found["dot/float32"] == {"outcome": "crashed", "why": "x.cpp: bad address ADDRESS", "signal": 11}
+    assert found["dot/float16"] == {"outcome": "hung", "why": "no result in 5 s"}
+    assert found["two-npus"] == {"outcome": "skipped", "why": "one NPU"}
+    others = [record["outcome"] for name, record in found.items() if name not in ("dot/float32", "dot/float16", "two-npus")]
+    assert set(others) == {"observed"}
+    assert len(others) > 5
+
+
+def test_ctrl_c_leaves_a_partial_report(own, monkeypatch, tmp_path, capsys):
+    def interrupted(run):
+        run.records["environment", "environment"] = own["cases"]["environment"]["environment"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.Run, "everything", interrupted)
+    assert cli.main(["verify", "--only", "timings", "--output", str(tmp_path / "part")]) == 0
+    found = report.read(tmp_path / "part.json")
+    assert report.problems(found) == []
+    assert not found["complete"]
+    assert found["cases"]["timings"]["launch"] == {"outcome": "skipped", "why": "stopped by ctrl-C"}
+    assert "The report is not complete" in capsys.readouterr().out
+
+
+def test_without_an_npu_one_line_says_so(tmp_path):
+    """No torch at all, as on a machine where the command was tried in the wrong environment."""
+    source = Path(report.__file__).parents[2]
+    script = (
+        f"import sys; sys.path.append({str(source)!r}); from ascend_emulator.cli import main\n"
+        f"sys.exit(main(['verify', '--quick', '--output', {str(tmp_path / 'r')!r}]))"
+    )
+    clean = {"PATH": "/usr/bin", "PYTHONPATH": str(source), "PYTHONNOUSERSITE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=120, env=clean, check=False
+    )
+    assert done.returncode == 2
+    assert "no NPU could be used" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,66 @@
+"""Check of ``vllm-ascend doctor kv --peer HOST:PORT``, an entry point of group ``vllm_ascend.checks``: two instances can talk."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Iterator
+from time import monotonic
+
+SECONDS = 10.0
+
+Finding = tuple[str, str, str, str]
+"""Title, level, what was found, and the fix; as of ``ascend_platform.cli.result.Result``."""
+
+
+def check(options: argparse.Namespace) -> Iterator[Finding]:
+    """Contact the port of a prefill instance's rank as a decode instance here would."""
+    peer = getattr(options, "peer", None)
+    if not peer:
+        if getattr(options, "category", None) == "kv":
+            yield "prefill instance", "warn", "none was named", "vllm-ascend doctor kv --peer HOST:PORT, with its kv_port"
+        return
+    host, _, port = peer.rpartition(":")
+    if not host or not port.isdecimal():
+        yield "prefill instance", "fail", f"{peer} is no HOST:PORT", "name the host and kv_port of a prefill instance's rank"
+        return
+    from ascend_kv_connector.auth import read_secret  # not imported by a doctor that checks no peer
+
+    yield from check_peer(host.strip("[]"), int(port), read_secret(""))
+
+
+def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
+    """Connection, secret, protocol version and data port of a rank."""
+    from ascend_kv_connector import protocol
+    from ascend_kv_connector.auth import CurveKeys
+    from ascend_kv_connector.errors import TransferError, printable
+    from ascend_kv_connector.protocol import CacheInfo, Handshake
+    from ascend_kv_connector.rpc import RpcClient, make_context
+
+    context = make_context()
+    try:
+        client = RpcClient(context, host, port, SECONDS, CurveKeys(secret) if secret else None)
+        reply = client.call(Handshake(protocol.VERSION, ""), monotonic() + SECONDS)
+        client.close()
+    except TransferError as error:
+        fix = f"{error.hint}; the secret is VLLM_ASCEND_KV_SECRET, here {'set' if secret else 'not set'}"
+        yield "control port", "fail", f"{host}:{port}: {printable(str(error))}", fix
+        return
+    finally:
+        context.destroy(linger=0)
+    yield "control port", "ok", f"{host}:{port} answers, {'with this secret' if secret else 'without a secret'}", ""
+    if not isinstance(reply, CacheInfo):
+        yield "prefill instance", "fail", f"unexpected reply {type(reply).__name__}", "name the port of a prefill instance"
+        return
+    size = sum(region.size for region in reply.regions) * reply.heads
+    exposed = "read directly" if reply.memory else "staged"
+    model = f"{printable(reply.model)}, weights {printable(reply.weights) or 'of unknown fingerprint'}"
+    yield "model", "ok", f"{model}; {len(reply.regions)} regions of {reply.dtype}, {size} elements a token, {exposed}", ""
+    data_host, _, data_port = reply.session.rpartition(":")
+    where = f"{printable(reply.session)} by {printable(reply.transport)}"
+    try:
+        socket.create_connection((data_host.strip("[]"), int(data_port)), SECONDS).close()
+    except (OSError, ValueError) as error:
+        yield "data port", "fail", f"{where}: {error}", "admit it in the firewalls between both machines (option ports)"
+    else:
+        yield "data port", "ok", f"{where} accepts connections", ""

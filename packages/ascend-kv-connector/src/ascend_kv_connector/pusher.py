@@ -1,0 +1,165 @@
+"""Writes of KV cache into a decode instance's blocks during the prefill, layer after layer as the tokens are computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from time import monotonic
+from typing import Protocol
+
+import numpy
+
+from ascend_kv_connector.buffers import Owner
+from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.leases import Lease, NotReadyError
+from ascend_kv_connector.paged_cache import PagedCache
+from ascend_kv_connector.protocol import Push, Pushed, Refused, Reply
+from ascend_kv_connector.query_queue import BusyError
+from ascend_kv_connector.runs import Placement, plan_runs
+from ascend_kv_connector.transport import Transport
+
+POLL_SECONDS = 0.002
+"""Interval at which a prefill's events are queried."""
+
+MAX_ENDED = 1024
+"""Pushes that have ended and whose reader has not been told."""
+
+
+class Job:
+    """A push. ``reply`` is set at its end, which comes soon after its reader was last ``heard``.
+
+    ``unsafe``: a write has failed, and may still arrive.
+    """
+
+    def __init__(self, push: Push) -> None:
+        self.push, self.heard = push, monotonic()
+        self.reply: Reply | None = None
+        self.cancelled = self.unsafe = False
+
+
+class Rank(Protocol):
+    """What a pusher uses of :class:`~ascend_kv_connector.producer.Producer`."""
+
+    cache: PagedCache
+    memory: list[tuple[int, int]]
+    transport: Transport
+
+    def use_lease(self, request: str, reader: str) -> AbstractContextManager[Lease]: ...
+
+
+class PushJobs:
+    """Jobs of a rank by reader."""
+
+    def __init__(self, start: Callable[[Job], None]) -> None:
+        """``start(job)`` runs it in another thread."""
+        self._start = start
+        self._lock = threading.Lock()
+        self._jobs: dict[Owner, Job] = {}
+
+    def answer(self, owner: Owner, push: Push) -> Reply:
+        """The reply at the end of the push, which starts with the reader's first query.
+
+        Raises:
+            BusyError: it has not ended.
+        """
+        with self._lock:
+            if owner not in self._jobs:
+                ended = [each for each, job in self._jobs.items() if job.reply is not None]
+                for each in ended[: max(0, len(ended) - MAX_ENDED)]:
+                    del self._jobs[each]
+                self._jobs[owner] = Job(push)
+                self._start(self._jobs[owner])
+            job = self._jobs[owner]
+            job.heard = monotonic()
+            if job.reply is None:
+                raise BusyError(owner, "the prompt is being computed", alone=True)
+            if not job.unsafe:
+                del self._jobs[owner]
+            return job.reply
+
+    def heard(self, request: str, reader: str) -> None:
+        """A reader waits for the ends of its pushes."""
+        with self._lock:
+            for owner, job in self._jobs.items():
+                if owner[:2] == (request, reader):
+                    job.heard = monotonic()
+
+    def stop(self, owner: Owner) -> None:
+        """End a push: on return nothing is written any more.
+
+        Raises:
+            BusyError: it still writes.
+            TransferError: a write has failed, and may still arrive.
+        """
+        with self._lock:
+            if (job := self._jobs.get(owner)) is None:
+                return
+            job.cancelled = True
+            if job.reply is None:
+                raise BusyError((*owner, "stop"), "a write is in progress", alone=True)
+            del self._jobs[owner]
+            if job.unsafe:
+                raise TransferError("transport", "a write has failed, and may still arrive")
+
+
+class Pusher:
+    """One thread that runs jobs."""
+
+    def __init__(self, rank: Rank, patience: float) -> None:
+        """A reader that is not heard of for ``patience`` seconds is gone."""
+        self._rank, self._patience = rank, patience
+
+    def run(self, job: Job) -> None:
+        try:
+            job.reply = Pushed(self._push(job))
+        except TransferError as error:
+            job.reply = Refused(error.kind, str(error))
+        except Exception as error:
+            job.reply = Refused("internal", f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        pass
+
+    def _push(self, job: Job) -> int:
+        """Write all layers; returns the number of bytes."""
+        push, cache = job.push, self._rank.cache
+        layers: dict[str, list[int]] = {}
+        for place, index in enumerate(push.regions):
+            layers.setdefault(cache.regions[index].layer, []).append(place)
+        at, size = dict.fromkeys(layers, push.start), 0
+        pause = threading.Event()
+        while unfinished := [layer for layer, stop in at.items() if stop < push.stop]:
+            if job.cancelled or monotonic() - job.heard > self._patience:
+                raise TransferError("aborted", "the reader has cancelled it, or is gone")
+            wrote = False
+            try:
+                with self._rank.use_lease(push.request, push.reader) as lease:
+                    for layer in unfinished:
+                        stop = min(push.stop, lease.ready_tokens([layer]))
+                        if stop > at[layer] and not job.cancelled:
+                            size += self._write(job, layers[layer], lease.blocks, at[layer], stop)
+                            at[layer], wrote = stop, True
+            except NotReadyError:  # preempted: it continues in other blocks
+                pass
+            if not wrote:
+                pause.wait(POLL_SECONDS)
+        return size
+
+    def _write(self, job: Job, places: list[int], blocks: list[int], start: int, stop: int) -> int:
+        push, cache = job.push, self._rank.cache
+        regions = [push.regions[place] for place in places]
+        sizes = cache.token_sizes(regions, cache.heads.num)
+        slots = cache.slot_mapping(blocks, start, stop, cache.region_groups[regions[0]]).numpy()
+        own = Placement([self._rank.memory[index] for index in regions], cache.block_tokens, slots)
+        tokens = numpy.arange(start, stop) - push.start
+        table = numpy.array(push.blocks, dtype=numpy.int64)
+        remote_slots = table[tokens // push.block_size] * push.block_size + tokens % push.block_size
+        remote = Placement([push.memory[place] for place in places], push.block_tokens, remote_slots)
+        runs = plan_runs(remote, own, sizes)
+        try:
+            self._rank.transport.write(push.session, runs)
+        except Exception:
+            job.unsafe = True
+            raise
+        return runs.total

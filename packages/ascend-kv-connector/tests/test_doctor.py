@@ -1,0 +1,62 @@
+"""``vllm-ascend doctor kv --peer``: whether a prefill instance can be reached, and why not."""
+
+import argparse
+import socket
+from collections.abc import Callable
+
+import pytest
+from ascend_kv_connector import doctor
+from ascend_kv_connector.auth import CurveKeys
+
+
+@pytest.fixture(autouse=True)
+def _seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_ASCEND_KV_SECRET", raising=False)
+
+
+def found(peer: str | None) -> list[tuple[str, str]]:
+    return [(title, level) for title, level, *_ in doctor.check(argparse.Namespace(category="kv", peer=peer))]
+
+
+def test_instance_that_answers(instances: Callable) -> None:
+    (rank,) = instances("p").produce().producers
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        rank._cache_info = type(rank._cache_info)(
+            **{name: getattr(rank._cache_info, name) for name in rank._cache_info.__struct_fields__}
+            | {"session": f"127.0.0.1:{listener.getsockname()[1]}"}
+        )
+        results = list(doctor.check_peer("127.0.0.1", rank.server.port, b""))
+    assert [(title, level) for title, level, *_ in results] == [("control port", "ok"), ("model", "ok"), ("data port", "ok")]
+    assert results[1][2] == "m, weights of unknown fingerprint; 4 regions of int16, 80 elements a token, read directly"
+
+
+def test_data_port_that_is_closed(instances: Callable) -> None:
+    (rank,) = instances("p", expose_cache=False).produce().producers
+    results = list(doctor.check_peer("127.0.0.1", rank.server.port, b""))  # the in-memory transport has no port
+    assert [level for _, level, *_ in results] == ["ok", "ok", "fail"]
+    assert results[1][2].endswith("staged")
+
+
+def test_nothing_listens() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ((title, level, text, fix),) = doctor.check_peer("127.0.0.1", port, b"")
+    assert (title, level, text) == ("control port", "fail", f"127.0.0.1:{port}: nothing listens at its address (5 attempts)")
+    assert "VLLM_ASCEND_KV_SECRET, here not set" in fix
+
+
+def test_another_secret(instances: Callable) -> None:
+    (rank,) = instances("p", keys=CurveKeys(b"sixteen bytes or more")).produce().producers
+    (result,) = doctor.check_peer("127.0.0.1", rank.server.port, b"another secret of 16")
+    assert result[1] == "fail"
+    assert "authentication failed" in result[2]
+    assert [level for _, level, *_ in doctor.check_peer("127.0.0.1", rank.server.port, b"sixteen bytes or more")][:2] == [
+        "ok"
+    ] * 2
+
+
+def test_arguments() -> None:
+    assert found(None) == [("prefill instance", "warn")]
+    assert found("nowhere") == [("prefill instance", "fail")]
+    assert list(doctor.check(argparse.Namespace(category=None))) == []

@@ -1,0 +1,167 @@
+"""Writes of a prompt into the decode instance's blocks during its prefill, over the in-memory transport."""
+
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector.protocol import Push, Refused
+from ascend_kv_connector.testing_transport import InMemoryNetwork
+from ascend_kv_connector.transfers import Done
+from harness.kv.prompts import LAYERS, Prompt, wait_for
+
+LAYOUTS: dict[str, tuple[dict, dict]] = {
+    "1 to 1": ({}, {}),
+    "2 to 2": ({"tp": 2}, {"tp": 2}),
+    "pipeline of 2 to 1": ({"pp": 2}, {}),
+    "other block size, to a pipeline": ({"block_size": 8}, {"block_size": 2, "blocks": 128, "pp": 2}),
+    "latents": (
+        {"sizes": {"latent": 512, "rope": 64}, "total_heads": 1},
+        {"sizes": {"latent": 512, "rope": 64}, "total_heads": 1},
+    ),
+}
+
+
+def started(
+    instances: Callable, one: dict | None = None, other: dict | None = None, tokens: int = 40
+) -> tuple[Any, Any, Prompt, list[int]]:
+    """Both instances, a prompt that the first begins to compute, and the blocks into which the other loads it from token 4 on."""
+    producer, consumer = instances("p", **one or {}).produce(), instances("d", **other or {}).consume()
+    prompt = Prompt(producer, "r", tokens)
+    blocks = consumer.take(tokens - 4)
+    for rank in consumer.consumers:
+        rank.start("r", None, blocks, 4, tokens)
+    prompt.announce(consumer)
+    return producer, consumer, prompt, blocks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_are_written_as_they_are_computed(layout: str, instances: Callable) -> None:
+    """Without copies on either side, and with a message a rank."""
+    one, other = LAYOUTS[layout]
+    producer, consumer, prompt, blocks = started(instances, one, other | {"answer_timeout": 60.0})  # after which it is renewed
+    places = [list(consumer.places("r", blocks, 4, stop)) for stop in (17, 40)]
+    regions = [region for cache in consumer.caches for region in cache.regions]
+    for stop, layer in ((17, LAYERS[0]), (17, LAYERS[1]), (40, LAYERS[0])):
+        prompt.compute(stop, layer)
+        for region, (cache, rows, expected) in zip(regions, places[stop == 40], strict=True):
+            if region.layer == layer:
+                assert wait_for(lambda cache=cache, rows=rows, expected=expected: torch.equal(cache[rows], expected)), (
+                    stop,
+                    layer,
+                )
+        assert not any(rank.get_finished() for rank in consumer.consumers)
+    prompt.compute(40, LAYERS[1])
+    outcomes = [outcome for (outcome,) in consumer.wait()]
+    assert all(isinstance(outcome, Done) for outcome in outcomes), outcomes
+    assert consumer.holds("r", blocks, 4, 40)
+    assert all(rank.pop_settled() == {"r"} for rank in consumer.consumers)
+    size = sum(outcome.size for outcome in outcomes)
+    assert sum(rank.sent_bytes for rank in producer.producers) == size
+    assert (sum(rank.copied_bytes for rank in producer.producers), sum(outcome.copied for outcome in outcomes)) == (0, 0)
+    producers = len(producer.producers)  # a handshake with each, and a Push to those that have something
+    assert all(producers < outcome.messages <= 2 * producers for outcome in outcomes)
+    prompt.finish()
+    assert producer.all_free("r-far")
+
+
+def test_preempted_prompt_continues_in_other_blocks(instances: Callable) -> None:
+    producer, consumer, prompt, blocks = started(instances)
+    prompt.compute(17)
+    (cache, rows, expected), *_ = consumer.places("r", blocks, 4, 17)
+    assert wait_for(lambda: torch.equal(cache[rows], expected))
+    producer.producers[0].leases.revoke("r-far", 1.0)
+    for each in producer.caches[0].caches:
+        each.fill_(-7)
+    again = Prompt(producer, "r", 40)
+    again.compute(9)
+    again.compute(40)
+    assert isinstance(consumer.wait()[0][0], Done)
+    assert consumer.holds("r", blocks, 4, 40)
+
+
+def test_aborted_prefill_fails_the_transfer(instances: Callable) -> None:
+    producer, consumer, prompt, blocks = started(instances)
+    prompt.compute(17)
+    producer.producers[0].leases.revoke("r-far", 1.0, "the request ended before its prefill")
+    ((outcome,),) = consumer.wait()
+    assert (outcome.kind, outcome.blocks) == ("lease", tuple(blocks))
+    assert wait_for(lambda: not consumer.consumers[0].pop_settled() and not consumer.consumers[0]._unsettled)
+
+
+def test_cancelled_request_stops_the_writes_at_once(instances: Callable) -> None:
+    """The producer confirms it, so that the blocks are free long before a failed write's quarantine ends."""
+    _, consumer, prompt, blocks = started(instances)
+    rank, settled = consumer.consumers[0], set[str]()
+    prompt.compute(17)
+    (cache, rows, expected), *_ = consumer.places("r", blocks, 4, 17)
+    assert wait_for(lambda: torch.equal(cache[rows], expected))
+    rank.cancel("r", TransferError("aborted", "the request has ended"))
+    until = monotonic() + 20
+    while not settled and monotonic() < until:
+        rank.get_finished()
+        settled = rank.pop_settled()
+        sleep(0.005)
+    assert settled == {"r"}
+    for each in consumer.caches[0].caches:
+        each.fill_(-3)
+    prompt.compute(40)
+    sleep(0.2)
+    assert all(bool((each == -3).all()) for each in consumer.caches[0].caches)
+
+
+def test_blocks_are_kept_while_a_write_may_arrive(instances: Callable, network: InMemoryNetwork) -> None:
+    network.faults.hang = 1.0
+    _, consumer, prompt, _ = started(instances, None, {"transfer_timeout": 1.0, "answer_timeout": 0.5})
+    prompt.compute(40)
+    ((outcome,),) = consumer.wait()
+    assert outcome.kind == "deadline"
+    rank = consumer.consumers[0]
+    sleep(2.0)  # the producer has not confirmed that it writes no more
+    assert rank.pop_settled() == set()
+    assert rank._unsettled[0]._unsafe_until > monotonic() + 30
+    network.faults.hung.set()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_failed_write_may_still_arrive(cancelled: bool, instances: Callable, network: InMemoryNetwork) -> None:
+    """The reader keeps the blocks also if it gave the transfer up while the write was in progress."""
+    network.faults.late, network.faults.delay = 1.0, 0.0
+    producer, consumer, prompt, blocks = started(instances)
+    rank, write = consumer.consumers[0], producer.producers[0].transport.write
+
+    def slow_write(*arguments: Any) -> None:
+        if cancelled:
+            rank.cancel("r", TransferError("aborted", "the request has ended"))
+        write(*arguments)
+
+    producer.producers[0].transport.write = slow_write
+    prompt.compute(40)
+    ((outcome,),) = consumer.wait()
+    assert (outcome.kind, outcome.blocks) == ("aborted" if cancelled else "transport", tuple(blocks))
+    assert wait_for(lambda: not rank._unsettled[0]._reads, 20.0)
+    assert rank.pop_settled() == set()
+    assert rank._unsettled[0]._unsafe_until > monotonic() + 30
+
+
+def test_push_for_a_reader_that_is_gone_ends(instances: Callable) -> None:
+    producer, consumer, _, _ = started(instances, {"answer_timeout": 0.3})
+    rank = producer.producers[0]
+    assert wait_for(lambda: bool(rank._pushes._jobs))
+    (job,) = rank._pushes._jobs.values()
+    for each in consumer.consumers:
+        each.close()
+    assert wait_for(lambda: job.reply is not None, 20.0)
+    assert (job.reply.kind, job.reply.cause) == ("aborted", "the reader has cancelled it, or is gone")
+
+
+def test_invalid_pushes_are_refused(instances: Callable) -> None:
+    rank = instances("p").produce().producers[0]
+    good: dict[str, Any] = {"request": "r", "reader": "x", "rank": 0, "transfer": "n", "start": 0, "stop": 8, "regions": [0]}
+    good |= {"session": "s", "memory": [(0, 16)], "block_tokens": 4, "block_size": 4, "blocks": [1, 2]}
+    for bad in ({"stop": 0}, {"start": -1}, {"regions": [4]}, {"regions": []}, {"memory": []}, {"blocks": [1]}):
+        assert isinstance(rank.answer(Push(**(good | bad))), Refused), bad
+    hidden = instances("q", expose_cache=False).produce().producers[0]
+    assert isinstance(hidden.answer(Push(**good)), Refused)

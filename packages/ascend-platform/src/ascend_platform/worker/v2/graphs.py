@@ -1,0 +1,92 @@
+"""ACL graphs of the V2 runner: full graphs take the step's attention lengths at replay, and sizes fit the NPU's streams."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+
+from ascend_platform.graph import acl_graph, capture_sizes
+from ascend_platform.vllm_overrides import override
+
+
+class GraphSizes(CudaGraphManager):
+    """CudaGraphManager whose graphs fit the NPU's streams, and are in a memory pool of their engine's own.
+
+    Attributes:
+        attn_metadata: of the step that is prepared; set by the runner.
+    """
+
+    attn_metadata: Any = None
+
+    def _init_candidates(self) -> None:
+        compilation = self.compilation_config
+        if self.cudagraph_mode and compilation.cudagraph_capture_sizes:
+            kept = capture_sizes.sizes_that_fit(sorted(compilation.cudagraph_capture_sizes), self._num_streams)
+            if kept:
+                self._set_sizes(kept)
+        super()._init_candidates()
+
+    def capture(self, create_forward_fn: Callable[..., Any], *arguments: Any) -> None:
+        """Capture graphs as vLLM does, and retry with half of the sizes when the streams run out on some rank."""
+
+        def create(desc: Any, warmup: bool) -> Any:
+            if warmup:  # the sizes before this one have been captured
+                with capture_sizes.failing_on_all_ranks():
+                    pass
+            return create_forward_fn(desc, warmup)
+
+        is_profiling = self._max_full_descs_to_capture is not None  # in a pool of vLLM's
+        while self._capture_descs:
+            if not is_profiling:  # see GraphSizeMixin.capture_model
+                self.pool = current_platform.graph_pool_handle()
+                for wrapper in capture_sizes.wrappers_of(self.compilation_config):
+                    wrapper.graph_pool = self.pool
+            is_profiling = False
+            try:
+                with capture_sizes.failing_on_all_ranks():
+                    super().capture(create, *arguments)
+                return
+            except capture_sizes.OutOfStreamsError as error:
+                reason = str(error)
+            torch.npu.synchronize()
+            self.release_graphs()
+            for wrapper in capture_sizes.wrappers_of(self.compilation_config):
+                wrapper.clear_graphs()
+            torch.npu.empty_cache()
+            self._candidates.clear()
+            self._capture_descs.clear()
+            if kept := capture_sizes.half_of_sizes(sorted(self.compilation_config.cudagraph_capture_sizes), reason):
+                self._set_sizes(kept)
+                super()._init_candidates()
+
+    def run_fullgraph(self, desc: Any) -> Any:
+        with set_forward_context(self.attn_metadata, self.vllm_config, num_tokens=desc.num_tokens):
+            return super().run_fullgraph(desc)
+
+    def _capture_stream(self, desc: Any) -> Any:
+        return torch.npu.current_stream(self.device)
+
+    def _set_sizes(self, sizes: list[int]) -> None:
+        self.compilation_config.cudagraph_capture_sizes = sizes
+        self.compilation_config.max_cudagraph_capture_size = sizes[-1]
+
+    def _num_streams(self, sizes: list[int]) -> int:
+        """Count the streams of the graphs of these sizes, and those of HCCL."""
+        layers = self.compilation_config.static_forward_context.values()
+        pieces = 1 + sum(isinstance(layer, AttentionLayerBase) for layer in layers)
+        max_decode_tokens = self.max_num_reqs * self.decode_query_len
+        graphs = capture_sizes.num_graphs(self.cudagraph_mode, sizes, pieces, max_decode_tokens)
+        return capture_sizes.num_streams_here(graphs, self.vllm_config)
+
+
+class NPUCudaGraphManager(ModelCudaGraphManager, GraphSizes):  # type: ignore[misc]
+    """ModelCudaGraphManager on the NPU."""
+
+
+def install() -> None:
+    override("vllm.v1.worker.gpu.cudagraph_utils:torch", acl_graph.torch_with_graphs)
+    override("vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager", NPUCudaGraphManager)

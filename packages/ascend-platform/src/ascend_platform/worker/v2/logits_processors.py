@@ -1,0 +1,203 @@
+"""Penalties, logit bias, bad words and grammars of the V2 runner: vLLM's Triton kernels in PyTorch.
+
+Logits ``[rows, vocab_size]`` are changed in place, and nothing synchronizes with the device. Each draft token of a request has a
+row; ``expanded_local_pos`` is the number of the row in its request.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ascend_platform.vllm_overrides import override
+
+
+def _bits(device: torch.device) -> torch.Tensor:
+    """The 32 bits of a mask's int32, of which the last is the sign."""
+    return torch.bitwise_left_shift(torch.ones(32, dtype=torch.int32, device=device), torch.arange(32, device=device).int())
+
+
+def _unpack(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Bool ``[rows, vocab_size]`` of bit masks int32 ``[rows, words]``."""
+    return ((masks.unsqueeze(-1) & _bits(masks.device)) != 0).flatten(1)[:, :vocab_size]
+
+
+def _member(tokens: torch.Tensor, valid: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Bool ``[rows, vocab_size]``: whether a token is among the valid ones of ``tokens`` ``[rows, columns]``."""
+    found = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)  # the last is for invalid ones
+    return found.scatter_(1, torch.where(valid, tokens, vocab_size).long(), True)[:, :vocab_size]
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    token_ids: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    repetition_penalty: torch.Tensor,
+    frequency_penalty: torch.Tensor,
+    presence_penalty: torch.Tensor,
+    prompt_bin_mask: torch.Tensor,
+    output_bin_counts: torch.Tensor,
+) -> None:
+    """Apply penalties for the prompt's and the output's tokens, and for the request's draft tokens before the row's."""
+    repetition, frequency, presence = (
+        each.index_select(0, expanded_idx_mapping)[:, None] for each in (repetition_penalty, frequency_penalty, presence_penalty)
+    )
+    rows = torch.arange(len(logits), device=logits.device)
+    before = (rows > (rows - expanded_local_pos)[:, None]) & (rows <= rows[:, None])
+    counts = output_bin_counts.index_select(0, expanded_idx_mapping)
+    counts.scatter_add_(1, token_ids.long().expand(len(rows), -1), before.to(counts.dtype))
+    in_output = counts > 0
+    seen = in_output | _unpack(prompt_bin_mask.index_select(0, expanded_idx_mapping), logits.shape[1])
+    scale = torch.where(seen, repetition, 1)
+    logits.copy_(torch.where(logits > 0, logits / scale, logits * scale) - frequency * counts - presence * in_output)
+
+
+def bincount(
+    expanded_idx_mapping: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    prompt_len: torch.Tensor,
+    prefill_len: torch.Tensor,
+    prompt_bin_mask: torch.Tensor,
+    output_bin_counts: torch.Tensor,
+    max_prefill_len: int,
+) -> None:
+    """Write which tokens are in these requests' prompts, as bit masks, and how often each is in their output."""
+    rows, vocab_size = expanded_idx_mapping, output_bin_counts.shape[1]
+    tokens = all_token_ids.index_select(0, rows)[:, :max_prefill_len].long()
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    in_prompt = places < prompt_len.index_select(0, rows)[:, None]
+    in_output = ~in_prompt & (places < prefill_len.index_select(0, rows)[:, None])
+    words = prompt_bin_mask.shape[1]
+    found = torch.nn.functional.pad(_member(tokens, in_prompt, vocab_size), (0, 32 * words - vocab_size))
+    masks = (found.view(len(rows), words, 32) * _bits(tokens.device)).sum(-1, dtype=torch.int32)
+    prompt_bin_mask.index_copy_(0, rows, masks)
+    counts = torch.zeros(len(rows), vocab_size + 1, dtype=output_bin_counts.dtype, device=tokens.device)
+    counts.scatter_add_(1, torch.where(in_output, tokens, vocab_size), torch.ones_like(tokens, dtype=counts.dtype))
+    output_bin_counts.index_copy_(0, rows, counts[:, :vocab_size])
+
+
+def apply_logit_bias(
+    logits: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    pos: torch.Tensor,
+    num_allowed_token_ids: torch.Tensor,
+    allowed_token_ids: torch.Tensor,
+    num_logit_bias: torch.Tensor,
+    logit_bias_token_ids: torch.Tensor,
+    logit_bias: torch.Tensor,
+    min_lens: torch.Tensor,
+    num_stop_token_ids: torch.Tensor,
+    restore_when_all_masked: torch.Tensor,
+    stop_token_ids: torch.Tensor,
+    check_all_masked_rows: bool = False,
+) -> None:
+    """Mask all but the allowed tokens, add biases, and mask stop tokens of answers that are shorter than ``min_tokens``.
+
+    Where a grammar allows stop tokens alone, they stay.
+    """
+    rows, vocab_size = expanded_idx_mapping, logits.shape[1]
+
+    def listed(counts: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        count = counts.index_select(0, rows)[:, None]
+        return count, tokens.index_select(0, rows), torch.arange(tokens.shape[1], device=tokens.device) < count
+
+    count, tokens, valid = listed(num_allowed_token_ids, allowed_token_ids)
+    logits.masked_fill_(~_member(tokens, valid, vocab_size) & (count > 0), -torch.inf)
+
+    count, tokens, valid = listed(num_logit_bias, logit_bias_token_ids)
+    biases = torch.zeros(len(rows), vocab_size + 1, dtype=logits.dtype, device=logits.device)
+    given = torch.where(valid, logit_bias.index_select(0, rows), 0).to(logits.dtype)
+    logits += biases.scatter_add_(1, torch.where(valid, tokens, vocab_size).long(), given)[:, :vocab_size]
+
+    count, tokens, valid = listed(num_stop_token_ids, stop_token_ids)
+    is_short = (pos + 1 < min_lens.index_select(0, rows))[:, None]
+    stops = _member(tokens, valid & is_short, vocab_size)
+    if check_all_masked_rows:
+        nothing_left = logits.masked_fill(stops, -torch.inf).amax(-1, keepdim=True) == -torch.inf
+        stops &= ~(nothing_left & (restore_when_all_masked.index_select(0, rows) > 0)[:, None] & logits.isfinite())
+    logits.masked_fill_(stops, -torch.inf)
+
+
+def apply_bad_words(
+    logits: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    bad_word_token_ids: torch.Tensor,
+    bad_word_offsets: torch.Tensor,
+    num_bad_words: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    prompt_len: torch.Tensor,
+    total_len: torch.Tensor,
+    input_ids: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    max_num_bad_words: int,
+) -> None:
+    """Mask the last token of each bad word whose other tokens are the last ones of the output, draft tokens included.
+
+    A request's words are one after another in its row of ``bad_word_token_ids``, and begin at ``bad_word_offsets``.
+    """
+    rows, position = expanded_idx_mapping, expanded_local_pos[:, None]
+    tokens = bad_word_token_ids.index_select(0, rows)
+    offsets = bad_word_offsets.index_select(0, rows)[:, : max_num_bad_words + 1]
+    count = num_bad_words.index_select(0, rows)[:, None]
+    places = torch.arange(tokens.shape[1], dtype=torch.int32, device=logits.device)
+    ends = torch.where(torch.arange(max_num_bad_words, device=logits.device) < count, offsets[:, 1:], tokens.shape[1])
+    word = torch.searchsorted(ends.contiguous(), places.expand(len(rows), -1).contiguous(), right=True)
+    is_word = word < count
+    word.clamp_(max=max_num_bad_words - 1)
+    start, end = offsets.gather(1, word), offsets.gather(1, word + 1)
+
+    prompt = prompt_len.index_select(0, rows)[:, None]
+    output_len = total_len.index_select(0, rows)[:, None] - prompt
+    behind = output_len + position - (end - 1 - start) + (places - start)  # the output's token to compare with
+    width = all_token_ids.shape[1]
+    elements = (prompt + behind).clamp(0, width - 1) + rows[:, None] * width
+    committed = all_token_ids.view(-1)[elements]
+    own_rows = torch.arange(len(rows), device=logits.device)[:, None]
+    drafted = input_ids[(own_rows - position + behind - output_len + 1).clamp(0, len(rows) - 1)]
+    is_last = places == end - 1
+    differs = ~is_last & (tokens != torch.where(behind < output_len, committed, drafted))
+    differing = differs.int().cumsum(1)
+    before = torch.where(start > 0, differing.gather(1, (start - 1).clamp(min=0).long()), 0)
+    is_long_enough = end - 1 - start <= output_len + position
+    banned = is_last & is_word & is_long_enough & (differing == before)
+    logits.masked_fill_(_member(tokens, banned, logits.shape[1]), -torch.inf)
+
+
+def apply_grammar_bitmask(
+    logits: torch.Tensor,
+    logits_stride: int,
+    logits_indices: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    bitmask: torch.Tensor,
+    bitmask_stride: int,
+    vocab_size: int,
+    MASK_STRIDE: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Replaces ``_apply_grammar_bitmask_kernel``: mask the tokens that a request's grammar does not allow.
+
+    Mask ``i`` is for row ``logits_indices[i] % MASK_STRIDE``, if there is one, of request ``logits_indices[i] // MASK_STRIDE``.
+    """
+    request, position = logits_indices // MASK_STRIDE, logits_indices % MASK_STRIDE
+    row = cu_num_logits[request] + position
+    row = torch.where(row < cu_num_logits[request + 1], row, len(logits)).long()
+    banned = torch.zeros(len(logits) + 1, vocab_size, dtype=torch.bool, device=logits.device)
+    banned.index_copy_(0, row, ~_unpack(bitmask, vocab_size))
+    logits.masked_fill_(banned[:-1], -torch.inf)
+
+
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    "vllm.v1.worker.gpu.structured_outputs:_apply_grammar_bitmask_kernel": apply_grammar_bitmask,
+}
+"""Kernels of ``overrides.OVERRIDES``, and the functions that take their arguments."""
+
+
+def install() -> None:
+    from ascend_platform import triton_overrides
+
+    override("vllm.v1.worker.gpu.sample.penalties:apply_penalties", apply_penalties)
+    override("vllm.v1.worker.gpu.sample.penalties:bincount", bincount)
+    override("vllm.v1.worker.gpu.sample.logit_bias:apply_logit_bias", apply_logit_bias)
+    override("vllm.v1.worker.gpu.sample.bad_words:apply_bad_words", apply_bad_words)
+    triton_overrides.register(OVERRIDES)

@@ -1,0 +1,46 @@
+"""Requests of random states for tests of the V2 runner's kernels."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from ascend_platform.worker.v2 import inputs
+
+ROWS, WIDTH, VOCABULARY = 8, 96, 40  # requests that there is space for, tokens of one, different tokens
+
+
+def device(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device="npu")
+
+
+class Batch:
+    """Requests of random states: in prefill, with and without further chunks, or in decode."""
+
+    def __init__(self, seed: int, decode: bool = False, empty: bool = False) -> None:
+        rng = random.Random(seed)
+        self.rows = rng.sample(range(ROWS), rng.randint(1, ROWS - 1))
+        self.tokens = [[rng.randrange(VOCABULARY) for _ in range(WIDTH)] for _ in range(ROWS)]
+        self.prefill_len, self.computed, self.total = ([0] * ROWS for _ in range(3))
+        self.lengths = []
+        for number, row in enumerate(self.rows):
+            self.prefill_len[row] = rng.randint(1, 60)
+            generates = decode or (number and rng.random() < 0.5)
+            if generates:
+                self.total[row] = self.prefill_len[row] + rng.randint(1, 30)
+                self.computed[row] = self.total[row] - 1
+                self.lengths.append(1)
+            else:
+                self.total[row] = self.prefill_len[row]
+                self.computed[row] = rng.randrange(self.prefill_len[row])
+                left = self.prefill_len[row] - self.computed[row]
+                self.lengths.append(0 if empty and rng.random() < 0.4 else rng.choice([left, rng.randint(1, left)]))
+        self.starts = [sum(self.lengths[:number]) for number in range(len(self.rows) + 1)]
+        self.num_tokens = self.starts[-1]
+        prefill = [self.computed[row] < self.prefill_len[row] for row in self.rows]
+        self.step = inputs.Step(np.array(self.lengths), any(prefill))
+        self.last = [rng.randrange(VOCABULARY) for _ in range(ROWS)]
+        self.seq_lens = [self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)]
+
+    def query_start_loc(self, padding: int = 2) -> torch.Tensor:
+        return device(self.starts + [self.num_tokens] * padding)
