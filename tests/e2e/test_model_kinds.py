@@ -14,20 +14,25 @@ CASES = {
     "gemma3, windows between": (2, 82, 0.02),
     "granite, sinks and windows": (1, 82, 0.03),
     "deepseek-v3, yarn": (1, 82, 0.04),
+    "glm-5, shared selections": (1, 82, 0.15),
     "qwen3-next, gated delta net": (1, 82, 0.05),
-    # its layers attend to 32 of up to 400 tokens, and a rounding changes some: transformers in bfloat16 is 0.21 from float32
-    "glm-5, shared selections": (1, 82, 0.3),
     "bert cross-encoder": (1, 2, 5e-3),
     "idefics3, an image": (1, 30, 0.03),
     "paddleocr-vl, an image": (1, 30, 0.03),
     "whisper, a sound": (1, 36, 0.02),
 }
 
+FLOAT16 = {"glm-5, shared selections"}
+"""Its layers attend to 32 of up to 400 tokens, and roundings change some: transformers itself is 0.08 off, in bfloat16 0.21."""
+
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory: Path = tmp_path_factory.mktemp("kinds")
-    return {name: kinds.case(name, directory, ranks, "bfloat16") for name, (ranks, _, _) in CASES.items()}
+    return {
+        name: kinds.case(name, directory, ranks, "float16" if name in FLOAT16 else "bfloat16")
+        for name, (ranks, _, _) in CASES.items()
+    }
 
 
 @pytest.fixture(scope="module")
