@@ -15,6 +15,7 @@ import torch
 from ascend_platform import extension, host
 from ascend_platform.attention.selector import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, BUILT_IN_LATENT, select_backend
 from ascend_platform.components import VARIABLES, registry, slots
+from ascend_platform.config import state_layers
 from ascend_platform.platform import NPUPlatform
 from harness.models import small as small_models
 from vllm.config import CompilationMode, CUDAGraphMode
@@ -164,18 +165,19 @@ def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connecto
     assert any("ignoring kv_connector_module_path vllm_ascend.distributed.mooncake_connector" in line for _, line in lines)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        (
-            {"architectures": ["BailingMoeV2_5ForCausalLM"], "layer_group_size": 2},
-            r"state-space or linear attention layers \(BailingMoeV2_5ForCausalLM\)",
-        ),
-    ],
-)
-def test_unsupported_models_are_refused_in_one_line(model, changes, named):
-    with pytest.raises(ValueError, match=rf"does not support [^\n]*{named}[^\n]* yet"):
-        engine_config(model(**changes))
+def test_unsupported_models_with_states_are_refused_by_name():
+    model_config = SimpleNamespace(is_hybrid=True, is_attention_free=False, architecture="BailingMoeV2_5ForCausalLM")
+    cache = SimpleNamespace(mamba_cache_mode="align", use_replayssm=False)
+    parallel = SimpleNamespace(decode_context_parallel_size=1)
+    config = SimpleNamespace(model_config=model_config, cache_config=cache, parallel_config=parallel, kv_transfer_config=None)
+    config.speculative_config = None
+    assert state_layers.other_architecture(config) == "BailingMoeV2_5ForCausalLM"
+    model_config.architecture = "Qwen3NextForCausalLM"
+    assert (state_layers.other_architecture(config), state_layers.other_options(config)) == ("", "")
+    config.speculative_config, config.kv_transfer_config = "drafts", "connector"
+    assert state_layers.other_options(config).startswith(
+        "KV connectors, prefix caching and draft tokens; fix: --no-enable-prefix"
+    )
 
 
 def test_lora_on_experts_is_refused_with_expert_parallelism(model):
