@@ -91,6 +91,7 @@ def test_sizes_give_the_published_number_of_weights(name: str, tmp_path: Path, c
     from ascend_platform.cli import main
 
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]["config"]))
-    main.main(["plan", str(tmp_path), "--soc", "Ascend910_93", "--npus", "16", "--requests", "1"])
+    kind = MODELS[name].get("quantization", "none")
+    main.main(["plan", str(tmp_path), "--soc", "Ascend910_93", "--npus", "16", "--requests", "1", "--quantization", kind])
     (weights,) = re.findall(r": ([\d.]+) billion weights", capsys.readouterr().out)
     assert float(weights) == pytest.approx(MODELS[name]["billions"], rel=0.005)
