@@ -15,7 +15,7 @@ CASES = {
     "granite, sinks and windows": (1, 82, 0.03),
     "deepseek-v3, yarn": (1, 82, 0.04),
     "glm-5, shared selections": (1, 82, 0.15),
-    "qwen3-next, gated delta net": (1, 82, 0.1),  # small outputs of its layers are normalized, with their rounding
+    "qwen3-next, gated delta net": (1, 82, 0.1),  # transformers in bfloat16 is 0.06 from float32
     "bert cross-encoder": (1, 2, 5e-3),
     "idefics3, an image": (1, 30, 0.03),
     "paddleocr-vl, an image": (1, 30, 0.03),
