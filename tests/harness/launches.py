@@ -81,13 +81,6 @@ LATENT = BASE | {  # DeepSeek-V3 with an eighth of its heads, but for experts an
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-SPARSE = LATENT | {  # DeepSeek-V3.2; the tokens of a request are fewer than it selects
-    "model_type": "deepseek_v32",
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "index_topk": 2048,
-    "index_n_heads": 64,
-    "index_head_dim": HEAD,
-}
 _ARGUMENTS = {"num_bits": 8, "type": "int", "symmetric": True}
 INT8 = {
     "quant_method": "compressed-tensors",
@@ -111,7 +104,6 @@ CASES: dict[str, dict[str, Any]] = {
     "dense, W8A8": {"config": DENSE | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "experts, W8A8": {"config": EXPERTS | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "latent attention": {"config": LATENT, "ranks": 1, "engine": {}},
-    "sparse latent attention": {"config": SPARSE, "ranks": 1, "engine": {}},
     "embedding (BERT)": {"config": BERT, "ranks": 1, "engine": {"runner": "pooling"}},
 }
 
@@ -144,9 +136,6 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     if latent := text.get("kv_lora_rank"):
         rank, rotated, cached = text["q_lora_rank"], text["qk_rope_head_dim"], latent + text["qk_rope_head_dim"]
         weights = hidden * (rank + cached) + heads * (rank * (size + rotated) + latent * 2 * size + size * hidden)
-    if heads := text.get("index_n_heads"):
-        weights += rank * heads * HEAD + hidden * (HEAD + heads)
-        cached += HEAD
     if "num_experts" in config:
         router = HIDDEN * config["num_experts"]
         weights += 3 * HIDDEN * config["moe_intermediate_size"] * config["num_experts"] // ranks
