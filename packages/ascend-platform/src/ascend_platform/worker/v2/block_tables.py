@@ -65,20 +65,28 @@ class NPUBlockTables(BlockTables):
         out: Any = None,
         num_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Write the slot of each of the step's tokens, from the tables that :meth:`gather_block_tables` has made."""
-        assert out is None, "slots of prefill context parallelism or dual batch overlap"
-        assert num_tokens is not None, "slots are computed in NPUModelRunnerV2.prepare_attn alone"
-        starts = query_start_loc[: len(idx_mapping) + 1]
-        for group, slots in enumerate(self.slot_mappings):
+        """Write the slot of each of the step's tokens, from the tables that :meth:`gather_block_tables` has made.
+
+        Drafters give the positions of their tokens alone, without ``num_tokens``, and negative rows of ``idx_mapping`` for
+        requests of a dummy run, whose slots are in the null block.
+        """
+        starts, of_drafter = query_start_loc[: len(idx_mapping) + 1], num_tokens is None
+        if num_tokens is None:
+            num_tokens = len(positions)
+        mappings = self.slot_mappings if out is None else out
+        for group, slots in enumerate(mappings):
             table, size = self.input_block_tables[group], self.block_sizes[group]
             if self._slot_mapping_enabled[group]:
                 arguments = (positions[:num_tokens], table, table.stride(0), slots, size)
                 ranks = (self.cp_size, self.cp_rank, self.cp_interleave) if self._is_sharded[group] else (1, 0, 1)
                 compute_slot_mapping(num_tokens, len(slots), starts, *arguments, *ranks, PAD_SLOT_ID, 0)
+                if of_drafter and num_tokens == len(idx_mapping):
+                    null = null_slots(num_tokens, size, self.device)
+                    slots[:num_tokens].copy_(torch.where(idx_mapping < 0, null, slots[:num_tokens]))
             first = num_tokens if self._slot_mapping_enabled[group] else 0
             if first < num_tokens_padded:
                 slots[first:num_tokens_padded].copy_(null_slots(num_tokens_padded, size, self.device)[first:])
-        return self.slot_mappings[:, :num_tokens_padded]
+        return mappings[:, :num_tokens_padded]
 
     def get_dummy_slot_mappings(self, num_tokens: int) -> torch.Tensor:
         """Slots of the null block for all tokens."""

@@ -5,16 +5,18 @@ from typing import Any
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from ascend_platform.attention import kv_cache
+from ascend_platform.attention import base, kv_cache
 from ascend_platform.graph import capture_sizes
 from ascend_platform.vllm_overrides import override, without
 from ascend_platform.worker.model_runner import ModelMixin, torch_on_npu
 from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, sampling  # noqa: F401
 from ascend_platform.worker.v2.block_tables import NPUBlockTables
+from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
 
 _init_kv_cache = attn_utils.init_kv_cache
 
@@ -22,8 +24,6 @@ _init_kv_cache = attn_utils.init_kv_cache
 def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Allocate the KV cache as vLLM does, then bind its parts to each layer, as a KVCachePair or PagedLatent."""
     kv_cache.check(config)
-    if (count := len(config.kv_cache_groups)) > 1:
-        raise NotImplementedError(f"the model has {count} KV cache groups, and the V2 model runner supports one; fix: use V1")
     caches = _init_kv_cache(layers, config, *args, **kwargs)
     parts = {name: kv_cache.split_layer(layers[name]) for name in caches}
     for name, split in parts.items():
@@ -44,7 +44,7 @@ inputs.install()
 sampling.install()
 
 
-class NPUModelRunnerV2(ModelMixin, GPUModelRunner):
+class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     """vLLM's V2 GPUModelRunner; what it does not serve is refused by ``ascend_platform/config/model_runner.py``."""
 
     cudagraph_manager: Any
@@ -52,6 +52,14 @@ class NPUModelRunnerV2(ModelMixin, GPUModelRunner):
     model_state: Any
     sampler: Any
     block_tables: Any
+    speculator: Any
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        if vllm_config.speculative_config:
+            from ascend_platform.worker.v2 import drafting
+
+            drafting.install()
+        super().__init__(vllm_config, device)
 
     def load_model(self, *arguments: Any, **named: Any) -> None:
         """Load the model, and let graphs know each step's attention metadata."""
@@ -59,7 +67,8 @@ class NPUModelRunnerV2(ModelMixin, GPUModelRunner):
         prepare = self.model_state.prepare_attn
 
         def prepare_attn(*args: Any, **kwargs: Any) -> Any:
-            metadata = prepare(*args, **kwargs)
+            with base.subtract_rejected(self._before):
+                metadata = prepare(*args, **kwargs)
             if self.cudagraph_manager is not None:
                 self.cudagraph_manager.attn_metadata = metadata
             return metadata
@@ -78,8 +87,21 @@ class NPUModelRunnerV2(ModelMixin, GPUModelRunner):
         self.kv_caches = list({tensor.data_ptr(): tensor for tensor in tensors}.values())  # KV cache groups share tensors
 
     def prepare_inputs(self, scheduler_output: Any, batch: Any, *arguments: Any) -> InputBatch:
-        counts_output = self.sampler is None or self.sampler.penalties_state.use_penalty[batch.idx_mapping_np].any()
-        self._step = inputs.Step(batch.num_scheduled_tokens, batch.has_prefill, bool(counts_output))
+        of_sampler = {}
+        if self.sampler is not None:
+            states, rows = self.sampler.sampling_states, batch.idx_mapping_np
+            of_sampler = {
+                "counts_output": bool(self.sampler.penalties_state.use_penalty[rows].any()),
+                "is_greedy": bool((states.temperature.np[rows] == 0).all()),
+                "has_seeds": states.any_explicit_seed(rows),
+            }
+        self._step = inputs.Step(
+            batch.num_scheduled_tokens,
+            batch.has_prefill,
+            num_draft_tokens=batch.num_draft_tokens_np,
+            looks_ahead=self.speculator is not None,
+            **of_sampler,
+        )
         with inputs.preparing(self._step):
             return super().prepare_inputs(scheduler_output, batch, *arguments)
 

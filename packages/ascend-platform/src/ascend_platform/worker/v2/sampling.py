@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch_npu
 from vllm.utils.math_utils import next_power_of_2
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -59,8 +58,7 @@ class NPUSampler(Sampler):
         if states.any_explicit_seed(idx_mapping_np):
             seeds = states.seeds.gpu.index_select(0, expanded_idx_mapping)
             return noise.exponential(seeds, pos, logits.shape[1]).to(logits.dtype)
-        drawn = torch.empty_like(logits)
-        return drawn.exponential_() if self.use_fp64_gumbel else torch_npu.npu_sim_exponential_(drawn)
+        return noise.unseeded(logits, self.use_fp64_gumbel)
 
 
 def gumbel_sample(
