@@ -15,6 +15,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from ascend_platform.vllm_overrides import override
+from ascend_platform.worker.v2.host_inputs import HostInputs
 
 
 class Step:
@@ -29,6 +30,7 @@ class Step:
         looks_ahead: bool = False,
         is_greedy: bool = False,
         has_seeds: bool = True,
+        host: HostInputs | None = None,
     ) -> None:
         """Describe a step.
 
@@ -38,7 +40,9 @@ class Step:
             looks_ahead: whether a drafter reads the prompt's token after the step's.
             is_greedy: whether all requests are.
             has_seeds: whether a request has a seed of its own.
+            host: the inputs, where the host knows them.
         """
+        self.host = host
         self.counts_output, self.looks_ahead = counts_output, looks_ahead
         self.is_greedy, self.has_seeds = is_greedy, has_seeds
         self.num_tokens = int(num_scheduled_tokens.sum())
@@ -72,6 +76,8 @@ class Step:
         """Values ``[requests]`` by token, ``[tokens]``."""
         if self.one_token_each:
             return values
+        if self.host is not None:
+            return values.index_select(0, self.host.device_requests)
         if self._rows is None:
             tokens = _arange(self.num_tokens, values.device)
             self._rows = torch.bucketize(tokens, query_start_loc[1 : len(values) + 1], right=True)
@@ -79,6 +85,8 @@ class Step:
 
     def positions(self, computed: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
         """Positions of the tokens in their requests, int64 ``[tokens]``; ``computed`` is ``num_computed_tokens`` by request."""
+        if self.host is not None:
+            return self.host.device_positions
         if self.one_token_each:
             return computed.long()
         shift = computed - query_start_loc[: len(computed)]
@@ -134,6 +142,9 @@ def prepare_prefill_inputs(
     the step, is written for drafters alone.
     """
     step = _current()
+    if step.host is not None:
+        step.host.write_prompts(input_ids, all_token_ids)
+        return
     computed = num_computed_tokens.index_select(0, idx_mapping)
     positions = step.positions(computed, query_start_loc)
     requests = step.per_token(idx_mapping, query_start_loc)
@@ -157,6 +168,9 @@ def prepare_pos_seq_lens(
 ) -> None:
     """Write the tokens' positions and the requests' sequence lengths; those of padding requests are 0."""
     step, num_reqs = _current(), len(idx_mapping)
+    if step.host is not None:
+        step.host.write_positions(pos, seq_lens)
+        return
     computed = num_computed_tokens.index_select(0, idx_mapping)
     pos[: step.num_tokens].copy_(step.positions(computed, query_start_loc))
     if step.one_token_each:
@@ -186,6 +200,8 @@ def combine_sampled_and_draft_tokens(
     """
     step, num_reqs = _current(), len(idx_mapping)
     assert num_new_sampled_tokens == 1, "models that sample several tokens"
+    if step.host is not None:
+        return step.host.write_sampled(input_ids, last_sampled_tokens.view(-1), idx_mapping)
     sampled = last_sampled_tokens.view(-1).index_select(0, idx_mapping)
     if step.has_drafts:
         lengths = prefill_len.index_select(0, idx_mapping), cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs]
@@ -243,6 +259,9 @@ def count_sampled_and_rejected(
 
     Requests whose prompt has further chunks have sampled and rejected 0 tokens; both int32 ``[requests]``, written.
     """
+    if _step is not None and _step.host is not None:
+        _step.host.write_sampled_counts(num_sampled, num_rejected)
+        return
     if _step is not None and _step.samples_one_each:
         num_rejected.zero_()  # num_sampled has the ones with which vLLM makes it
         return
@@ -280,6 +299,10 @@ def post_update(
     if _step is not None and not _step.counts_output:
         output_bin_counts = None
     last, table, tokens = last_sampled_tokens.view(-1), all_token_ids.view(-1), sampled_tokens[:, 0]
+    if _step is not None and _step.host is not None and query_start_loc is not None:
+        states = num_computed_tokens, last, total_len, all_token_ids, output_bin_counts
+        _step.host.write_states(idx_mapping, tokens, num_sampled, *states)
+        return
     if _step is not None and _step.samples_one_each and query_start_loc is not None:
         end = total_len.index_select(0, idx_mapping).clamp_(max=all_token_ids_stride - 1)
         last.index_copy_(0, idx_mapping, tokens)

@@ -58,7 +58,10 @@ def rejection_sample(
     num_speculative_steps: int,
     synthetic_conditional_rates: torch.Tensor | None = None,
     use_fp64: bool = False,
-    **refused: Any,
+    use_block_verification: bool = False,
+    contexts: torch.Tensor | None = None,
+    fly_window_size: int = 0,
+    **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept draft tokens up to the first that is rejected, and sample one token more.
 
@@ -73,7 +76,7 @@ def rejection_sample(
     Returns:
         Tokens int64 ``[requests, steps + 1]`` and how many are valid, int32 ``[requests]``.
     """
-    assert not any(refused.values()), "watermarks, block verification or FLy"
+    assert not (use_block_verification or fly_window_size or contexts is not None), "watermarks, block verification or FLy"
     num_logits, count = len(target_logits), len(idx_mapping)
     num_drafts = torch.diff(cu_num_logits) - 1
     columns = torch.arange(num_speculative_steps + 1, device=target_logits.device)

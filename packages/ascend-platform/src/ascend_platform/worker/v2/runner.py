@@ -17,6 +17,7 @@ from ascend_platform.worker.model_runner import ModelMixin, torch_on_npu
 from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, sampling  # noqa: F401
 from ascend_platform.worker.v2.block_tables import NPUBlockTables
 from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
+from ascend_platform.worker.v2.host_inputs import HostInputs
 
 _init_kv_cache = attn_utils.init_kv_cache
 
@@ -95,11 +96,16 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
                 "is_greedy": bool((states.temperature.np[rows] == 0).all()),
                 "has_seeds": states.any_explicit_seed(rows),
             }
+        host = None
+        if not self.num_speculative_steps:  # with draft tokens the scheduler's numbers are upper bounds
+            computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
+            host = HostInputs(batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np)
         self._step = inputs.Step(
             batch.num_scheduled_tokens,
             batch.has_prefill,
             num_draft_tokens=batch.num_draft_tokens_np,
             looks_ahead=self.speculator is not None,
+            host=host,
             **of_sampler,
         )
         with inputs.preparing(self._step):
@@ -120,6 +126,7 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             batch.positions,
             batch.num_tokens_after_padding,
             num_tokens=batch.num_tokens,
+            host=self._step.host,
         )
         return tables, slots
 
