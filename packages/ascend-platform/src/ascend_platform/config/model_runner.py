@@ -69,7 +69,7 @@ REQUEST_FEATURES: dict[str, Any] = {
 
 
 def reason(vllm_config: VllmConfig) -> str:
-    """What asks for the V2 runner: the option, the environment variable, or "" for V1.
+    """What asks for the V2 runner: the option, the environment variable, a vLLM without V1, or "" for V1.
 
     Raises:
         RefusedError: another value of the option.
@@ -80,7 +80,9 @@ def reason(vllm_config: VllmConfig) -> str:
         raise extension.RefusedError(
             f'additional_config "ascend.platform.model_runner" is {given!r}; supported: {", ".join(_RUNNERS)}'
         )
-    return "additional_config" if given == "v2" else f"{VARIABLE}=1" if _IN_ENVIRONMENT else ""
+    if given == "v2":
+        return "additional_config"
+    return f"{VARIABLE}=1" if _IN_ENVIRONMENT else "" if vllm_overrides.has_v1_runner() else "vLLM has no V1 runner"
 
 
 def choose(vllm_config: VllmConfig) -> None:

@@ -76,7 +76,7 @@ def rejection_sample(
     Returns:
         Tokens int64 ``[requests, steps + 1]`` and how many are valid, int32 ``[requests]``.
     """
-    assert not (use_block_verification or fly_window_size or contexts is not None), "watermarks, block verification or FLy"
+    assert not any((use_block_verification, fly_window_size, contexts is not None)), "watermarks, block verification or FLy"
     num_logits, count = len(target_logits), len(idx_mapping)
     num_drafts = torch.diff(cu_num_logits) - 1
     columns = torch.arange(num_speculative_steps + 1, device=target_logits.device)
