@@ -54,7 +54,6 @@ FEATURES = (
     Feature("thinking budgets", lambda config: config.reasoning_config),
     Feature("batch-sharded sampling", lambda config: config.parallel_config.enable_batch_sharded_sampling),
     Feature("KV-sharing fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
-    Feature("VLLM_COMPUTE_NANS_IN_LOGITS", lambda config: envs.VLLM_COMPUTE_NANS_IN_LOGITS),
     Feature("state-space layers", state_layers.has_states, of_model=True),
     Feature("prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True),
     Feature("sampling masks", lambda config: config.model_config.return_sampling_mask, of_model=True),

@@ -61,6 +61,18 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
 
             drafting.install()
         super().__init__(vllm_config, device)
+        if self.pp_handler is not None:  # so that its communicator's buffers are taken off the KV cache's budget
+            token = torch.zeros(1, device=device)
+            torch.distributed.broadcast(token, src=self.pp_handler.last_rank, group=self.pp_handler.broadcast_group)
+            torch.npu.synchronize()
+        self._prepare_eplb = self.eplb.prepare_load
+        self.eplb.prepare_load = self._prepare_eplb_on_npu
+
+    def _prepare_eplb_on_npu(self) -> None:
+        """As vLLM's, with the device index that the weight transfer thread needs; vLLM sets it on CUDA and XPU only."""
+        self._prepare_eplb()
+        if self.eplb.state is not None:
+            self.eplb.state.device_index = self.device.index
 
     def load_model(self, *arguments: Any, **named: Any) -> None:
         """Load the model, and let graphs know each step's attention metadata."""

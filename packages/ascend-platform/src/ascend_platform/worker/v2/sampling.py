@@ -119,6 +119,11 @@ def compute_token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tor
     return logits.gather(-1, token_ids.long()).sub_(logits.logsumexp(-1, keepdim=True))
 
 
+def get_num_nans(logits: torch.Tensor) -> torch.Tensor:
+    """How many logits of each row are no numbers, int32 ``[rows]``."""
+    return logits.isnan().sum(-1, dtype=torch.int32)
+
+
 def rank_tokens(
     ranks: torch.Tensor, logits: torch.Tensor, stride: int, token_ids: torch.Tensor, vocab_size: int, BLOCK_SIZE: int
 ) -> None:
@@ -188,6 +193,7 @@ def install() -> None:
 
     override("vllm.v1.worker.gpu.sample.sampler:Sampler", NPUSampler)
     override("vllm.v1.worker.gpu.sample.gumbel:gumbel_sample", gumbel_sample)
+    override("vllm.v1.worker.gpu.metrics.logits:get_num_nans", get_num_nans)
     override("vllm.v1.worker.gpu.sample.gumbel:apply_temperature", apply_temperature)
     override("vllm.v1.worker.gpu.sample.min_p:apply_min_p", apply_min_p)
     add("vllm.triton_utils.importing:TritonPlaceholder", {"next_power_of_2": staticmethod(next_power_of_2)})
