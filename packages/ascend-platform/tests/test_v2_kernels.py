@@ -55,6 +55,19 @@ def test_inputs_are_prepared_within_a_step_alone() -> None:
         inputs.prepare_pos_seq_lens(device([0]), device([0, 1]), device([0]), device([0]), device([0]))
 
 
+def test_constants_are_shared_while_inputs_are_prepared_alone() -> None:
+    batch = Batch(0)
+    asked = {"dtype": torch.int32, "device": torch.device("npu", 0)}
+    with inputs.preparing(batch.step):
+        batch.step.are_constants_shared = True
+        for made, values in ((inputs.arange, [0, 1, 2, 3]), (inputs.zeros, [0] * 4)):
+            first, second = made(4, **asked), made(4, **asked)
+            assert (first.data_ptr(), first.tolist(), first.dtype) == (second.data_ptr(), values, torch.int32)
+            assert made(4, dtype=torch.int64, device="npu").dtype is torch.int64
+    kept, own = inputs.zeros(4, **asked), inputs.zeros(4, **asked)
+    assert kept.data_ptr() != own.data_ptr()
+
+
 @pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
 def test_sampled_and_rejected(seed: int, decode: bool, empty: bool) -> None:
     batch = Batch(seed, decode, empty)
@@ -62,10 +75,10 @@ def test_sampled_and_rejected(seed: int, decode: bool, empty: bool) -> None:
     logits = [rng.randint(1, 4) for _ in batch.rows]
     sampled = [rng.randint(1, each) for each in logits]
     cumulative = [sum(logits[:number]) for number in range(count + 1)]
-    num_sampled, num_rejected = device(sampled), device([-7] * count)
+    num_sampled = device(sampled)
     lens = device(batch.seq_lens + [0] * (ROWS - count))
     arguments = (lens, device(cumulative), device(batch.rows, torch.int64), device(batch.prefill_len))
-    inputs.count_sampled_and_rejected(num_sampled, num_rejected, *arguments)
+    num_sampled, num_rejected = inputs.get_num_sampled_and_rejected(num_sampled, *arguments)
     more = [batch.seq_lens[number] < batch.prefill_len[row] for number, row in enumerate(batch.rows)]
     assert num_sampled.tolist() == [0 if has else each for has, each in zip(more, sampled, strict=True)]
     wanted = [0 if has else n - each for has, n, each in zip(more, logits, sampled, strict=True)]
@@ -119,11 +132,11 @@ def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, emp
     given = lens, device(list(range(count + 1))), mapping, device(batch.prefill_len)
     found = []
     for step in (batch.step, batch.step_on_host):
-        sampled, rejected = device([1] * count), device([-7] * count)
-        computed, total, table = device(batch.computed), device(batch.total), device(batch.tokens)
+        sampled, table, counters = device([1] * count), device(batch.tokens), device([batch.computed, batch.total])
+        computed, total = batch.host.counters = counters
         last, bins = device([[token] for token in batch.last], torch.int64), device([[0] * VOCABULARY] * ROWS)
         with inputs.preparing(step):
-            inputs.count_sampled_and_rejected(sampled, rejected, *given)
+            sampled, rejected = inputs.get_num_sampled_and_rejected(sampled, *given)
             inputs.post_update(
                 mapping, computed, last, bins if counts else None, VOCABULARY, tokens, 1, sampled, rejected,
                 batch.query_start_loc(), table, WIDTH, total, None, None, 0, num_warps=1,

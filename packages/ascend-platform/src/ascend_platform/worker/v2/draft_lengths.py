@@ -87,9 +87,11 @@ class DraftLengthsMixin:
             self._lengths = DraftLengths(self.max_num_reqs)
         if isinstance(self.speculator, DraftModelSpeculator):
             self._build_draft_metadata = self.speculator._build_attn_metadata
-            self.speculator._build_attn_metadata = self._build_with_lengths
             make_manager = self.speculator.init_cudagraph_manager
-            self.speculator.init_cudagraph_manager = lambda mode: make_manager(CUDAGraphMode.NONE)  # lengths change by pass
+            vars(self.speculator).update(
+                _build_attn_metadata=self._build_with_lengths,
+                init_cudagraph_manager=lambda mode: make_manager(CUDAGraphMode.NONE),  # lengths change with each pass
+            )
 
     def add_requests(self: Any, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)  # type: ignore[misc]

@@ -25,7 +25,22 @@ class HostInputs:
         samples: whether a request samples a token, which one whose prompt has further chunks does not.
     """
 
-    def __init__(self, rows: np.ndarray, lengths: np.ndarray, computed: np.ndarray, prefill_len: np.ndarray) -> None:
+    def __init__(
+        self,
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        computed: np.ndarray,
+        prefill_len: np.ndarray,
+        counters: torch.Tensor | None = None,
+    ) -> None:
+        """Compute the inputs from what the host knows of each request.
+
+        Args:
+            computed: number of tokens that earlier steps have computed.
+            prefill_len: tokens of the prompt, and of the answer before a preemption.
+            counters: the states' numbers of computed and of known tokens as one tensor on the device, ``[2, states]``.
+        """
+        self.counters = counters
         self.rows, self.lengths = rows.astype(np.int64), lengths.astype(np.int64)
         self.ends = self.lengths.cumsum()
         self.requests = np.repeat(np.arange(len(rows)), self.lengths)
@@ -74,9 +89,8 @@ class HostInputs:
             return slice(0, count)  # type: ignore[return-value]
         return async_tensor_h2d(self.ends - 1, device=input_ids.device)
 
-    def write_sampled_counts(self, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
-        """Write how many tokens each request has sampled, in place of the ones that are there, and that it has rejected none."""
-        num_rejected.zero_()
+    def write_sampled_counts(self, num_sampled: torch.Tensor) -> None:
+        """Write how many tokens each request has sampled, in place of the ones that are there."""
         if not self.samples.all():
             async_tensor_h2d(self.samples.astype(np.int32), out=num_sampled)
 
@@ -85,18 +99,19 @@ class HostInputs:
         idx_mapping: torch.Tensor,
         tokens: torch.Tensor,
         num_sampled: torch.Tensor,
-        num_computed_tokens: torch.Tensor,
         last_sampled: torch.Tensor,
         total_len: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
         all_token_ids: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> None:
         """Update the requests' states by the sampled tokens, ``[requests]``; see ``inputs.post_update``."""
-        if not (self.lengths == 1).all() or not self.samples.all():
-            lengths = async_tensor_h2d(self.lengths.astype(np.int32), device=idx_mapping.device)
+        if (self.lengths == 1).all() and self.samples.all() and self.counters is not None:
+            self.counters.index_add_(1, idx_mapping, num_sampled.expand(2, -1))
         else:
-            lengths = num_sampled
-        num_computed_tokens.index_add_(0, idx_mapping, lengths)
+            lengths = async_tensor_h2d(self.lengths.astype(np.int32), device=idx_mapping.device)
+            num_computed_tokens.index_add_(0, idx_mapping, lengths)
+            total_len.index_add_(0, idx_mapping, num_sampled)
         if not self.samples.any():
             return
         chosen, width = self.samples.nonzero()[0], all_token_ids.shape[1]
@@ -111,6 +126,5 @@ class HostInputs:
             places = async_tensor_h2d(elements, device=idx_mapping.device)
         last_sampled.index_copy_(0, rows, tokens)
         all_token_ids.view(-1).index_copy_(0, places, tokens.to(all_token_ids.dtype))
-        total_len.index_add_(0, rows, num_sampled)
         if counts is not None:
             counts.view(-1).index_add_(0, torch.add(tokens, rows, alpha=counts.shape[1]), num_sampled)

@@ -43,6 +43,8 @@ class Step:
             host: the inputs, where the host knows them.
         """
         self.host = host
+        self.are_constants_shared = False
+        """Whether tensors that vLLM makes anew for each step, and only reads, are constants: in ``prepare_inputs`` alone."""
         self.counts_output, self.looks_ahead = counts_output, looks_ahead
         self.is_greedy, self.has_seeds = is_greedy, has_seeds
         self.num_tokens = int(num_scheduled_tokens.sum())
@@ -124,6 +126,30 @@ def _padded_arange(length: int, device: torch.device) -> torch.Tensor:
 
 def _arange(length: int, device: torch.device) -> torch.Tensor:
     return _padded_arange(-(-length // 4096) * 4096, device)[:length]
+
+
+@functools.lru_cache(maxsize=8)
+def _padded_constant(kind: str, length: int, device: torch.device) -> torch.Tensor:
+    return (torch.arange if kind == "arange" else torch.zeros)(length, dtype=torch.int32, device=device)
+
+
+def _constant(kind: str, length: int, device: torch.device) -> torch.Tensor:
+    """int32 numbers from 0 on (``arange``), or zeros, that nobody writes to."""
+    return _padded_constant(kind, -(-length // 512) * 512, device)[:length]
+
+
+def arange(*arguments: Any, **named: Any) -> torch.Tensor:
+    """torch.arange for vLLM's ``prepare_inputs``, which numbers the logits in each step without draft tokens."""
+    if _step is not None and _step.are_constants_shared and len(arguments) == 1 and named.get("dtype") is torch.int32:
+        return _constant("arange", arguments[0], named["device"])
+    return torch.arange(*arguments, **named)
+
+
+def zeros(*arguments: Any, **named: Any) -> torch.Tensor:
+    """torch.zeros for vLLM's ``prepare_inputs``: the number of each logit in its request."""
+    if _step is not None and _step.are_constants_shared and len(arguments) == 1 and named.get("dtype") is torch.int32:
+        return _constant("zeros", arguments[0], named["device"])
+    return torch.zeros(*arguments, **named)
 
 
 def prepare_prefill_inputs(
@@ -247,29 +273,27 @@ def expand_idx_mapping(
     return idx_mapping.index_select(0, requests), places.int()
 
 
-def count_sampled_and_rejected(
+def get_num_sampled_and_rejected(
     num_sampled: torch.Tensor,
-    num_rejected: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_num_logits: torch.Tensor,
     idx_mapping: torch.Tensor,
     prefill_len: torch.Tensor,
-) -> None:
-    """Replaces ``_get_num_sampled_and_rejected_kernel``.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tokens each request has sampled, which is written to `num_sampled`, and rejected; both int32 ``[requests]``.
 
-    Requests whose prompt has further chunks have sampled and rejected 0 tokens; both int32 ``[requests]``, written.
+    Requests whose prompt has further chunks have sampled and rejected 0 tokens.
     """
-    if _step is not None and _step.host is not None:
-        _step.host.write_sampled_counts(num_sampled, num_rejected)
-        return
-    if _step is not None and _step.samples_one_each:
-        num_rejected.zero_()  # num_sampled has the ones with which vLLM makes it
-        return
     num_reqs = len(idx_mapping)
+    if _step is not None and _step.host is not None:
+        _step.host.write_sampled_counts(num_sampled)
+        return num_sampled, _constant("zeros", num_reqs, num_sampled.device)
+    if _step is not None and _step.samples_one_each:  # num_sampled has the ones with which vLLM makes it
+        return num_sampled, _constant("zeros", num_reqs, num_sampled.device)
     has_more = seq_lens[:num_reqs] < prefill_len.index_select(0, idx_mapping)
     num_sampled.masked_fill_(has_more, 0)
-    torch.sub(cu_num_logits[1 : num_reqs + 1], cu_num_logits[:num_reqs], out=num_rejected)
-    num_rejected.sub_(num_sampled).masked_fill_(has_more, 0)
+    num_rejected = cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs] - num_sampled
+    return num_sampled, num_rejected.masked_fill_(has_more, 0)
 
 
 def post_update(
@@ -300,7 +324,7 @@ def post_update(
         output_bin_counts = None
     last, table, tokens = last_sampled_tokens.view(-1), all_token_ids.view(-1), sampled_tokens[:, 0]
     if _step is not None and _step.host is not None and query_start_loc is not None:
-        states = num_computed_tokens, last, total_len, all_token_ids, output_bin_counts
+        states = last, total_len, num_computed_tokens, all_token_ids, output_bin_counts
         _step.host.write_states(idx_mapping, tokens, num_sampled, *states)
         return
     if _step is not None and _step.samples_one_each and query_start_loc is not None:
@@ -406,7 +430,6 @@ def prepare_rope_positions(
 _PREFIX = "vllm.v1.worker.gpu."
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
-    "input_batch:_get_num_sampled_and_rejected_kernel": count_sampled_and_rejected,
     "input_batch:_post_update_kernel": post_update,
     "input_batch:_post_update_num_computed_tokens_kernel": post_update_num_computed_tokens,
     "mm.rope:_prepare_rope_positions_kernel": prepare_rope_positions,
@@ -421,5 +444,6 @@ def install() -> None:
     override("vllm.v1.worker.gpu.input_batch:prepare_pos_seq_lens", prepare_pos_seq_lens)
     override("vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens", combine_sampled_and_draft_tokens)
     override("vllm.v1.worker.gpu.input_batch:expand_idx_mapping", expand_idx_mapping)
+    override("vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected", get_num_sampled_and_rejected)
     override("vllm.v1.worker.gpu.cp_utils:prepare_dcp_local_seq_lens", prepare_dcp_local_seq_lens)
     triton_overrides.register({_PREFIX + name: function for name, function in OVERRIDES.items()})

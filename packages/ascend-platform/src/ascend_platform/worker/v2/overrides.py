@@ -96,6 +96,14 @@ OVERRIDES: tuple[Override, ...] = (
     _function("input_batch", "prepare_prefill_inputs", "the tokens of prompts", "98fb07ccd421", "model_runner"),
     _function("input_batch", "prepare_pos_seq_lens", "positions and sequence lengths", "0ec62e54fcd1", "model_runner"),
     _function("input_batch", "combine_sampled_and_draft_tokens", "the last sampled tokens", "c1ce33e6d3ff", "model_runner"),
+    _function(
+        "input_batch",
+        "get_num_sampled_and_rejected",
+        "how many tokens each request has sampled",
+        "cf4f4e72993d",
+        "sample.sampler",
+        "spec_decode.rejection_sampler",
+    ),
     _function("input_batch", "expand_idx_mapping", "the request of each logit", "79e8d7064aea", "model_runner"),
     _function("cp_utils", "prepare_dcp_local_seq_lens", "context parallelism", "c91af192e934", *_OF_RANKS),
     kernel(f"{_GPU}.mm.rope", "_prepare_rope_positions_kernel", "positions of multimodal rotary tables", v0_33="94794d39da65"),
@@ -144,7 +152,6 @@ OVERRIDES: tuple[Override, ...] = (
     *(
         kernel(f"{_GPU}.input_batch", name, why, v0_33=source)
         for name, why, source in (
-            ("_get_num_sampled_and_rejected_kernel", "how many tokens each request has sampled", "3029502e8ada"),
             ("_post_update_kernel", "the requests' states after sampling", "e61e1bbcb632"),
             ("_post_update_num_computed_tokens_kernel", "the requests' states of a rank that does not sample", "e849fe619740"),
         )

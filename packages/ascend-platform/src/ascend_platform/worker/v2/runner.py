@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from ascend_platform.attention import base, kv_cache
 from ascend_platform.graph import capture_sizes
+from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.vllm_overrides import override, without
 from ascend_platform.worker.model_runner import ModelMixin, torch_on_npu
 from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, sampling  # noqa: F401
@@ -32,7 +33,7 @@ def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any
     return parts
 
 
-override("vllm.v1.worker.gpu.model_runner:torch", torch_on_npu)
+override("vllm.v1.worker.gpu.model_runner:torch", module_with_overrides(torch_on_npu, arange=inputs.arange, zeros=inputs.zeros))
 override("vllm.v1.worker.gpu.async_utils:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.structured_outputs:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.spec_decode.utils:torch", torch_on_npu)
@@ -65,8 +66,11 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             token = torch.zeros(1, device=device)
             torch.distributed.broadcast(token, src=self.pp_handler.last_rank, group=self.pp_handler.broadcast_group)
             torch.npu.synchronize()
+        states = self.req_states  # both advance by one in a step of decodes: one operator
+        self._counters = torch.stack((states.num_computed_tokens.gpu, states.total_len.gpu))
+        states.num_computed_tokens.gpu, states.total_len.gpu = self._counters.unbind()
         self._prepare_eplb = self.eplb.prepare_load
-        self.eplb.prepare_load = self._prepare_eplb_on_npu
+        vars(self.eplb).update(prepare_load=self._prepare_eplb_on_npu)
 
     def _prepare_eplb_on_npu(self) -> None:
         """As vLLM's, with the device index that the weight transfer thread needs; vLLM sets it on CUDA and XPU only."""
@@ -111,7 +115,7 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         host = None
         if not self.num_speculative_steps:  # with draft tokens the scheduler's numbers are upper bounds
             computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
-            host = HostInputs(batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np)
+            host = HostInputs(batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np, self._counters)
         self._step = inputs.Step(
             batch.num_scheduled_tokens,
             batch.has_prefill,
@@ -120,8 +124,12 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             host=host,
             **of_sampler,
         )
-        with inputs.preparing(self._step):
-            return super().prepare_inputs(scheduler_output, batch, *arguments)
+        self._step.are_constants_shared = not self._step.has_drafts
+        try:
+            with inputs.preparing(self._step):
+                return super().prepare_inputs(scheduler_output, batch, *arguments)
+        finally:
+            self._step.are_constants_shared = False
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         with inputs.preparing(self._step):  # of the batch that execute_model ran last
