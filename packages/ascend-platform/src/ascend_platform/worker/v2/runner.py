@@ -26,6 +26,8 @@ _init_kv_cache = attn_utils.init_kv_cache
 def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Allocate the KV cache as vLLM does, then bind its parts to each layer, as a KVCachePair or PagedLatent."""
     kv_cache.check(config)
+    if (count := len(config.kv_cache_groups)) > 1:
+        raise NotImplementedError(f"the model has {count} KV cache groups, and the V2 model runner supports one; fix: use V1")
     caches = _init_kv_cache(layers, config, *args, **kwargs)
     parts = {name: kv_cache.split_layer(layers[name]) for name in caches}
     for name, split in parts.items():
