@@ -268,7 +268,7 @@ def perform(module: types.ModuleType, job: dict, pipe: int, loaded: bool = False
 def _run_skipped(text: str) -> None:
     """Make `unittest.skip` skip nothing for a reason with this text."""
     skip = unittest.skip
-    unittest.skip = lambda reason: (lambda case: case) if text in reason else skip(reason)  # type: ignore[assignment]
+    unittest.skip = lambda reason: (lambda case: case) if text in reason else skip(reason)
 
 
 def _runners() -> list:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ascend_communicator.moe import mc2
 from ascend_communicator.pyhccl import PyHcclCommunicator
 from harness import launcher
 from torch.distributed import ReduceOp
@@ -153,6 +154,18 @@ def alternating(rank: int) -> list[Any]:
         group.all_reduce(torch.ones(4).npu())
         found.append(step(manager, rank, sizes, FactorExperts(rank)))
     return [sorted(manager.used), *found]
+
+
+def recreated(rank: int) -> list[int]:
+    """Groups of mc2 one after the other. Rank 0 is late: root info of the group before would be found by the other."""
+    cpu_group, sizes = parallel_state.get_ep_group().cpu_group, []
+    for _ in range(2):
+        if rank == 0:
+            time.sleep(0.5)
+        group = mc2.MC2Group(cpu_group, {"hccl_buffer_size": 16})
+        sizes.append(group.size)
+        group.destroy()
+    return sizes
 
 
 def quantized(rank: int) -> list[Any]:
@@ -302,7 +315,12 @@ def play(rank: int, port: int) -> dict[str, Any]:
         parallel_state.init_distributed_environment(1, 0, "env://", rank, "hccl")
         parallel_state.initialize_model_parallel(backend="hccl")
         found = {"collectives": collectives(rank), "experts": experts(rank), "ways": ways(rank), "refusals": refusals(rank)}
-        found |= {"alternating": alternating(rank), "quantized": quantized(rank), "direct": direct(rank)}
+        found |= {
+            "alternating": alternating(rank),
+            "quantized": quantized(rank),
+            "direct": direct(rank),
+            "recreated": recreated(rank),
+        }
         parallel_state.destroy_model_parallel()
         found["options"] = options(rank)
     return found

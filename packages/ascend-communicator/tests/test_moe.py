@@ -77,6 +77,7 @@ def test_new_groups_have_a_new_group_of_mc2(played: dict[str, Any]) -> None:
     for rank in range(2):
         assert played["options"][rank]["used"] == ["mc2"]
         close(played["options"][rank]["again"], rank, [3, 5][rank])
+        assert played["recreated"][rank] == [2, 2]
 
 
 A2, A3, DUO = (extension.Chip(name, 0, 0, 0) for name in ("Ascend910B1", "Ascend910_9392", "Ascend310P3"))

@@ -1,6 +1,8 @@
 """Attention update, MLA prolog, lightning indexer and sparse attention, against references in float64."""
 
 import re
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -229,6 +231,30 @@ def test_sparse_flash_attention(mode, layout):
         key = torch.cat([rows_of(keys)[t // 2], rows_of(key_ropes)[t // 2]], -1)[own].double()
         scores = torch.cat([query[t], ropes[t]], -1).double() @ key.t() * 0.1
         close(out.view(4, heads, 512)[t], scores.softmax(-1) @ key[:, :512], ulps=8)
+
+
+SINKS = """
+    import torch, torch_npu
+    heads, ends = 4, torch.tensor([2], dtype=torch.int32).npu()
+    query, rope, keys, key_rope = (torch.randn(n, h, w).half() for n, h, w in
+                                   [(2, heads, 512), (2, heads, 64), (20, 1, 512), (20, 1, 64)])
+    sinks, named = torch.randn(heads), torch.randperm(20)[:12].int()
+    out = torch_npu.npu_sparse_flash_attention(
+        query.npu(), keys.npu(), keys.npu(), named.expand(2, 1, 12).contiguous().npu(), 0.1, sinks=sinks.npu(),
+        query_rope=rope.npu(), key_rope=key_rope.npu(), attention_mode=2, sparse_block_size=1, sparse_mode=0,
+        actual_seq_lengths_query=ends, actual_seq_lengths_kv=ends + 18, layout_query="TND", layout_kv="TND",
+    )[0]
+    key = torch.cat([keys, key_rope], -1)[named.long(), 0].double()
+    scores = torch.cat([query, rope], -1).double() @ key.t() * 0.1
+    weights = torch.cat([scores, sinks.double()[None, :, None].expand(2, heads, 1)], -1).softmax(-1)[..., :12]
+    torch.testing.assert_close(out.cpu().double(), weights @ key[:, :512], atol=8e-3, rtol=8e-3)
+    print("as in float64")
+"""
+
+
+def test_sparse_flash_attention_with_sinks_on_950(run):
+    done = run("run", "--soc", "Ascend950PR_9599", "--", sys.executable, "-c", textwrap.dedent(SINKS))
+    assert "as in float64" in done.stdout, done.stderr
 
 
 def attend_sparsely(heads=4, size=512, block=BLOCK, key_rope=None, **given):

@@ -52,7 +52,7 @@ def test_layers_are_written_as_they_are_computed(layout: str, instances: Callabl
                     stop,
                     layer,
                 )
-        assert not any(rank.get_finished() for rank in consumer.consumers)
+        assert not consumer.consumers[-1].get_finished()  # a pipeline's first rank may have all of its layers
     prompt.compute(40, LAYERS[1])
     outcomes = [outcome for (outcome,) in consumer.wait()]
     assert all(isinstance(outcome, Done) for outcome in outcomes), outcomes

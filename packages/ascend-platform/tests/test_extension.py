@@ -1,6 +1,8 @@
 """Registration, slots and options of components, with real distribution metadata in a directory on sys.path."""
 
 import inspect
+import sys
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 
@@ -11,12 +13,16 @@ from ascend_platform.components import COMPONENTS, options, registry, slots
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
+    """No component, no option, and no current configuration of vLLM, which tests of connectors keep until the session's end."""
     monkeypatch.setattr(registry, "_statuses", {})
     monkeypatch.setattr(slots, "_offers", {})
     for name in ("_defaults", "_given", "_listeners"):
         monkeypatch.setattr(options, name, {})
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.delenv("VLLM_VERSION", raising=False)
+    vllm = sys.modules.get("vllm.config")
+    with vllm.set_current_vllm_config(None) if vllm else nullcontext():
+        yield
 
 
 @pytest.fixture
@@ -113,6 +119,18 @@ def test_options_are_defaults_under_what_is_given():
     assert extension.config("a") == {"size": 2, "name": "x"}
     options.configure({})
     assert extension.config("a") == {"size": 1, "name": "x"}
+
+
+def test_options_of_the_current_engine_come_before_those_of_the_last():
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    config = VllmConfig()
+    extension.join("wheel-a", "ascend_a", options={"size": 1})
+    options.configure({"ascend": {"a": {"size": 2}}})
+    config.additional_config = {"ascend": {"a": {"size": 3}}}
+    with set_current_vllm_config(config):
+        assert extension.config("a") == {"size": 3}
+    assert extension.config("a") == {"size": 2}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_platform import extension, host
-from ascend_platform.attention.selector import BUILT_IN_ATTENTION, BUILT_IN_ENCODER, BUILT_IN_LATENT, select_backend
+from ascend_platform.attention.selector import (
+    BUILT_IN_ATTENTION,
+    BUILT_IN_ENCODER,
+    BUILT_IN_LATENT,
+    BUILT_IN_SPARSE_LATENT,
+    select_backend,
+)
 from ascend_platform.components import VARIABLES, registry, slots
 from ascend_platform.config import state_layers
 from ascend_platform.platform import NPUPlatform
@@ -232,6 +238,7 @@ def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypat
 
 
 def test_numa_binding_follows_the_topology_and_is_disabled_if_unknown(model, monkeypatch, lines, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
     parallel = engine_config(model(), numa_bind=True).parallel_config
     assert (parallel.numa_bind, parallel.numa_bind_nodes) == (False, None)
     (line,) = [line for _, line in lines if "numa" in line]
@@ -239,7 +246,6 @@ def test_numa_binding_follows_the_topology_and_is_disabled_if_unknown(model, mon
     given = engine_config(model(), numa_bind=True, numa_bind_nodes=[0]).parallel_config
     assert (given.numa_bind, given.numa_bind_nodes) == (True, [0])
     monkeypatch.setattr(host, "numa_nodes", lambda: ([1, 0], ""))
-    monkeypatch.setenv("PATH", str(tmp_path))
     assert engine_config(model(), numa_bind=True).parallel_config.numa_bind is False
     assert "numactl is not installed" in lines[-2][1] + lines[-1][1]
     (tmp_path / "numactl").touch(mode=0o755)
@@ -301,8 +307,10 @@ FUSED = {
     "attention.sinks": "ascend_attention.sinks.SinkAttentionBackend",
     "attention.encoder": "ascend_attention.encoder.FusedEncoderAttentionBackend",
     "attention.latent": "ascend_attention.latent.FusedLatentAttentionBackend",
+    "attention.latent_sparse": "ascend_attention.sparse_latent.FusedSparseLatentAttentionBackend",
 }
 LATENT = {"use_mla": True, "head_size": 576}
+SPARSE = LATENT | {"use_sparse": True}
 
 
 @pytest.mark.parametrize(
@@ -320,6 +328,8 @@ LATENT = {"use_mla": True, "head_size": 576}
         (LATENT, {}, FUSED["attention.latent"], "fused (ascend-attention "),
         (LATENT | {"head_size": 320}, {}, BUILT_IN_LATENT, "built-in PyTorch (fused attention disabled: head_size not"),
         (LATENT | {"dtype": torch.float32}, {}, BUILT_IN_LATENT, "built-in PyTorch (fused attention disabled: dtype not"),
+        (SPARSE, {}, FUSED["attention.latent_sparse"], "fused (ascend-attention "),
+        (SPARSE | {"dtype": torch.float32}, {}, BUILT_IN_SPARSE_LATENT, "built-in PyTorch (fused attention disabled: dtype not"),
         (
             {},
             {"alibi": True},
@@ -347,7 +357,7 @@ def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(mo
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"use_mla": True, "use_sparse": True}, "sparse not supported"),
+        (LATENT | {"use_sparse": True, "use_rswa": True}, "R-SWA not supported"),
         ({"use_sparse": True}, "sparse not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"attn_type": "encoder"}, "attention type encoder not supported"),

@@ -93,7 +93,7 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
             if agreed.item() < limit.tokens:
                 limit = mc2.Limit(int(agreed), f"mc2 takes up to {int(agreed)} tokens of a rank on another rank")
             if limit.tokens and self._mc2_group is None:
-                self._mc2_group = mc2.MC2Group(dist.get_process_group_ranks(self.device_group), self._hccl_config)
+                self._mc2_group = mc2.MC2Group(self.cpu_group, self._hccl_config)
             self._limits[shape] = limit
         return self._limits[shape]
 

@@ -96,16 +96,22 @@ class MC2Group:
     All ranks must create it together. The communicator is created at once, so that its buffers are in vLLM's memory profile.
 
     Args:
-        ranks: global ranks.
+        cpu_group: a gloo group of the same ranks.
         hccl_config: options of the communicator, by torch_npu's names.
     """
 
-    def __init__(self, ranks: list[int], hccl_config: dict[str, int]) -> None:
+    def __init__(self, cpu_group: dist.ProcessGroup, hccl_config: dict[str, int]) -> None:
+        ranks = dist.get_process_group_ranks(cpu_group)
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
         options.hccl_config = hccl_config
         self.group = dist.new_group(ranks, backend="hccl", pg_options=options, use_local_synchronization=True, group_desc="mc2")
         self.rank, self.size = self.group.rank(), self.group.size()
-        self.name = self.group._get_backend(torch.device("npu")).get_hccl_comm_name(self.rank)
+        backend = self.group._get_backend(torch.device("npu"))
+        # A local group is named after its ranks, so an earlier one of the same ranks may have left its root info in the store.
+        if self.rank == 0:
+            backend._delete_tcpstore_key()
+        dist.barrier(cpu_group)
+        self.name = backend.get_hccl_comm_name(self.rank)
 
     def destroy(self) -> None:
         dist.destroy_process_group(self.group)

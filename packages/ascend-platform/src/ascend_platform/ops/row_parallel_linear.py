@@ -24,8 +24,8 @@ class NPURowParallelLinear(RowParallelLinear):
         """The tokens of a decode step; None where the layer is not fused."""
         config = get_current_vllm_config()
         plain = type(self.quant_method) is UnquantizedLinearMethod and self.bias is None and self.input_is_parallel
-        reduces = self.reduce_results and self.tp_size > 1 and self.weight.dtype != torch.float32
-        if plain and reduces and performance.enabled(config, performance.MATMUL_ALL_REDUCE):
+        plain = plain and self.reduce_results and self.tp_size > 1
+        if plain and self.weight.dtype != torch.float32 and performance.enabled(config, performance.MATMUL_ALL_REDUCE):
             self.fused_above = performance.max_decode_tokens(config)
 
     def forward(self, input_: torch.Tensor) -> Any:

@@ -12,7 +12,8 @@ _TRITON = "Triton runs on the NPU, or vLLM has a PyTorch form of the kernel"
 def _function(module: str, name: str, why: str, fingerprint: str, *importers: str) -> Override:
     """A function around a Triton kernel whose own arguments do not contain what the host knows of a step."""
     target, modules = f"{_GPU}.{module}:{name}", tuple(f"{_GPU}.{importer}" for importer in importers)
-    return Override(target, "replaced", why, _TRITON, {SINCE: fingerprint}, replaced_in=(f"{_GPU}.{module}", *modules))
+    found, refused = {SINCE: fingerprint}, (f"{_GPU}.spec_decode.dflash",)
+    return Override(target, "replaced", why, _TRITON, found, replaced_in=(f"{_GPU}.{module}", *modules), kept_in=refused)
 
 
 _OF_RANKS = ("model_runner", "cudagraph_utils", "ubatch_utils", "spec_decode.speculator")
