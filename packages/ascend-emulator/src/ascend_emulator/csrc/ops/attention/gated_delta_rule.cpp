@@ -1,7 +1,7 @@
 // The gated delta rule of linear attention, token by token in float32. Rules: torch_npu's documentation of
-// npu_recurrent_gated_delta_rule and npu_chunk_gated_delta_rule (torch_npu/_op_plugin_docs.py), and the golden functions of
-// op-plugin's tests; argument order: op-plugin's call sites. The documentation of the chunk rule in torch_npu 2.13 also has "L_i
-// <= 8", against its own example of 100 tokens and op-plugin's test of 2048; op-plugin's later documentation has it no more.
+// npu_recurrent_gated_delta_rule and npu_chunk_gated_delta_rule (torch_npu/_op_plugin_docs.py), for the ranges of values
+// op-plugin's later one; argument order: op-plugin's call sites. The former limits the chunk rule to 8 tokens, against its own
+// example of 100 and op-plugin's test of 2048; the latter has no such limit.
 #include "operator/op.h"
 
 namespace {
@@ -14,7 +14,7 @@ struct DeltaRule {
   float scale;
   Tensor out;
 
-  void check_arguments(const Tensor& state, int64_t heads, int64_t width) const {
+  void check_arguments(const Tensor& state, int64_t heads, int64_t least, int64_t most) const {
     rank("query", query, 3);
     rank("value", value, 3);
     rank("state", state, 4);
@@ -32,9 +32,9 @@ struct DeltaRule {
     }
     check(of_keys >= 1 && of_values <= heads && of_values % of_keys == 0, kOpParam, "query has ", of_keys, " heads and value ",
         of_values, "; allowed: up to ", heads, ", the second a multiple of the first");
-    check(keys >= 1 && keys <= width && value.size(2) >= 1 && value.size(2) <= width, kOpParam, "keys have ", keys,
-        " elements and values ", value.size(2), "; allowed: 1 to ", width);
-    check(state.is_contiguous(), kOpParam, "state has strides ", state.strides(), "; it must be contiguous");
+    within("the size of a key", keys, least, most);
+    within("the size of a value", value.size(2), least, most);
+    contiguous("state", state);
   }
 
   // Changes the float32 state [heads, values, keys] by a token.
@@ -54,6 +54,12 @@ std::vector<int64_t> numbers(const Tensor& x) {
   return {values.const_data_ptr<int64_t>(), values.const_data_ptr<int64_t>() + values.numel()};
 }
 
+void check_range(const char* argument, const Tensor& x, float least, float most) {
+  const auto [low, high] = x.aminmax();
+  for (const auto& found : {low.item<float>(), high.item<float>()})
+    check(found >= least && found <= most, kOpParam, argument, " has ", found, "; allowed: ", least, " to ", most);
+}
+
 void check_total(const std::vector<int64_t>& lengths, int64_t tokens) {
   int64_t total = 0;
   for (const auto length : lengths) total += length;
@@ -67,7 +73,8 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
         Opt<Tensor> decay, Opt<Tensor> decay_of_keys, Opt<Tensor> accepted, float scale, Tensor out),
     {
       DeltaRule rule{query, key, value, beta, decay, scale, out};
-      rule.check_arguments(state, 256, 256);
+      chips({"Ascend910B", "Ascend910_93"});
+      rule.check_arguments(state, 256, 1, 256);
       check(!decay_of_keys, kOpParam, "gk is given; it must be None");
       check(lengths && indices, kOpParam, "actual_seq_lengths and ssm_state_indices must be given");
       one_of("actual_seq_lengths", *lengths, {at::kInt});
@@ -95,7 +102,7 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
           auto changed = state[blocks[token + taken[i] - 1]].to(at::kFloat);
           for (const int64_t end = token + counts[i]; token < end; ++token) {
             delta.step(changed, token);
-            Tensor(state)[blocks[token]].copy_(changed);
+            state[blocks[token]].copy_(changed);
           }
         }
       };
@@ -106,8 +113,9 @@ CHECKED(aclnnChunkGatedDeltaRule,
         Opt<Tensor> decay, Tensor out, Tensor final),
     {
       DeltaRule rule{query, key, value, beta, decay, scale, out};
+      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
       check(initial && lengths, kOpParam, "initial_state and actual_seq_lengths must be given");
-      rule.check_arguments(*initial, 64, 128);
+      rule.check_arguments(*initial, 64, 128, 128);
       check(query.size(0) >= 1, kOpParam, "there are no tokens");
       one_of("actual_seq_lengths", *lengths, {at::kInt});
       shape("actual_seq_lengths", *lengths, {initial->size(0)});
@@ -116,15 +124,16 @@ CHECKED(aclnnChunkGatedDeltaRule,
         auto delta = rule;
         const auto counts = numbers(*lengths);
         check_total(counts, delta.query.size(0));
-        if (delta.decay) {
-          const auto least = delta.decay->min().item<float>(), most = delta.decay->max().item<float>();
-          check(least >= -1 && most <= 0, kOpParam, "g has ", least < -1 ? least : most, "; allowed: -1 to 0");
-        }
+        if (delta.decay) check_range("g", *delta.decay, -1, 0);
+        for (const auto& [name, x] : {std::pair{"query", &delta.query}, std::pair{"key", &delta.key}})
+          check_range(name, *x, -1, 1);
+        check_range("beta", delta.beta, 0, 1);
         int64_t token = 0;
         for (size_t i = 0; i < counts.size(); ++i) {
+          check(counts[i] >= 1, kOpParam, "actual_seq_lengths has ", counts[i], "; allowed: 1 and more");
           auto changed = (*initial)[i].to(at::kFloat);
           for (const int64_t end = token + counts[i]; token < end; ++token) delta.step(changed, token);
-          Tensor(final)[i].copy_(changed);
+          final[i].copy_(changed);
         }
       };
     })
