@@ -70,7 +70,7 @@ class FusedGatedDeltaRule:
             _say_out_of_range()
         if not self._in_range:
             return self._built_in(q, k, v, g, beta, scale, states, query_start_loc)
-        return torch_npu.npu_chunk_gated_delta_rule(
+        output, after = torch_npu.npu_chunk_gated_delta_rule(
             q,
             k,
             v.contiguous(),
@@ -80,6 +80,7 @@ class FusedGatedDeltaRule:
             scale=scale,
             g=g.contiguous(),
         )
+        return output, after
 
     @staticmethod
     def decode(
@@ -99,7 +100,8 @@ class FusedGatedDeltaRule:
         Each request has as many tokens for the operator, which takes none without tokens, such as padding. Those of no request
         repeat the state before them.
         """
-        requests, device, named = len(indices), v.device, {}
+        requests, device = len(indices), v.device
+        named: dict[str, torch.Tensor] = {}
         if indices.dim() == 1 or query_start_loc is None:
             steps, blocks = 1, indices if indices.dim() == 1 else indices[:, 0]
             rows: Any = slice(0, requests)

@@ -107,10 +107,13 @@ def install(vllm_config: VllmConfig) -> None:
     from ascend_platform.triton_overrides.gated_delta import chunk_rule, recurrent_rule, rules
 
     _replace()
-    selected = select(vllm_config)
-    fused = selected and selected.fused
-    rules.decode = fused.decode if fused and selected.serves("decode") else recurrent_rule
-    rules.prefill = (lambda: fused(chunk_rule).prefill) if fused and selected.serves("prefill") else lambda: chunk_rule
+    rules.decode, rules.prefill = recurrent_rule, lambda: chunk_rule
+    if selected := select(vllm_config):
+        fused = selected.fused
+        if selected.serves("decode"):
+            rules.decode = fused.decode
+        if selected.serves("prefill"):
+            rules.prefill = lambda: fused(chunk_rule).prefill
 
 
 @functools.cache
