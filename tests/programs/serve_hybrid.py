@@ -39,7 +39,8 @@ def with_aborts(engine: LLM, case: dict[str, Any], part: range) -> dict[int, dic
         core.add_request(f"aborted {number}" if number % 3 == 0 else str(number), prompt, sampling(case["lengths"][number]))
     found, steps = {}, 0
     while core.has_unfinished_requests():
-        for output in core.step():
+        outputs: list[Any] = core.step()
+        for output in outputs:
             if output.finished:
                 found[int(output.request_id.split()[-1])] = serve_layout.answer(output.outputs[0])
         steps += 1

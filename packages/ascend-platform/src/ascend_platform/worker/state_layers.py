@@ -145,7 +145,7 @@ def _replace() -> None:
             self.rule = gated_delta.rules.prefill()
 
         def forward_native(self, *arguments: Any, **named: Any) -> Any:
-            return gated_delta.chunk_gated_delta_rule(*arguments, rule=self.rule, **named)
+            return gated_delta.chunk_gated_delta_rule(*arguments, **named | {"rule": self.rule})
 
     class NPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         """vLLM's layer, which would normalize with a Triton kernel if there are draft tokens."""

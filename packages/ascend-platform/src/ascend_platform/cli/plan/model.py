@@ -88,8 +88,8 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
 
     types = list(get("layer_types") or [])
     linear = _linear_layers(text, types)
-    odd = UNSUPPORTED_LAYERS.intersection(types) | ({"linear_attention"} if "linear_attention" in types and not linear else set())
-    if odd := sorted(odd) or (["an encoder"] if get("is_encoder_decoder") else []):
+    others = UNSUPPORTED_LAYERS if linear else {*UNSUPPORTED_LAYERS, "linear_attention"}
+    if odd := sorted(others.intersection(types)) or (["an encoder"] if get("is_encoder_decoder") else []):
         raise ValueError(f"{kind}: models with {odd[0]} are not supported; supported: attention in each layer")
     hidden, layers, heads = (
         get("hidden_size", "n_embd"),
