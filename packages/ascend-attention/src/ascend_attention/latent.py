@@ -341,7 +341,8 @@ class FusedLatentAttentionBackend(extension.AttentionBackendBase, AttentionBacke
     """Fused backend for vLLM's MLAAttention (``vllm/model_executor/layers/attention/mla_attention.py``)."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
-    impl_cls, builder_cls = FusedLatentAttentionImpl, LatentMetadataBuilder
+    impl_cls: ClassVar[type[Any]] = FusedLatentAttentionImpl
+    builder_cls: ClassVar[type[Any]] = LatentMetadataBuilder
     block_sizes: ClassVar = [BLOCK_SIZE]
     head_sizes = (LATENT + ROPE,)
     forward_includes_kv_cache_update = False  # it is in piecewise graphs, which need slots for padding tokens
