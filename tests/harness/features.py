@@ -205,7 +205,7 @@ def family_requests(directory: Path, family: str) -> list[tuple[dict[str, Any], 
     if family == "Qwen3Moe":
         made = [small_models.adapter_on_experts(model, directory, rank) for rank in small_models.EXPERT_RANKS]
     else:
-        made = [(small_models.adapter(model, directory, name),) * 2 for name in small_models.LATENT_ADAPTERS]
+        made = [(path, path) for path in (small_models.adapter(model, directory, name) for name in small_models.LATENT_ADAPTERS)]
     asked: list[tuple[dict[str, Any], Path | None]] = [(greedy(prompt, 8), None) for prompt in prompts(3)]
     for number, (own, path) in enumerate(made, 1):
         asked += [(greedy(prompt, 8, lora=[path.name, number, str(path)]), own) for prompt in prompts(3)]

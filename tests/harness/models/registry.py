@@ -91,6 +91,11 @@ STORED: dict[str, dict[str, Any]] = {
 }
 """Values that published checkpoints have in config.json, that vLLM reads, and that transformers' class leaves out."""
 
+ENGINES: dict[str, dict[str, Any]] = {
+    "hrm_text": {"max_num_batched_tokens": 256},  # vLLM does not cut its prompts, and waits for ever with one of more tokens
+}
+"""Options of the engine."""
+
 RENAMED = {"olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}}
 """Names of tensors in published checkpoints, as vLLM reads them, by the names that transformers writes."""
 
