@@ -1,19 +1,15 @@
 """torch_npu's profiler on the emulator: the host's side of what a program does."""
 
 import json
-import os
 import sys
 import textwrap
 
-import pytest
 import torch
 import torch_npu
+from sanitizers import without_sanitizers
 
 
-@pytest.mark.skipif(
-    "ASCEND_EMULATOR_SANITIZE" in os.environ,
-    reason="torch_npu forks a process that has threads to analyse the data, and GCC's sanitizers may hold malloc's locks then",
-)
+@without_sanitizers("torch_npu forks a process with threads to analyse the data, and their malloc may be locked then")
 def test_the_host_s_side_is_recorded(tmp_path):
     npu = torch_npu.profiler
     ready = npu.tensorboard_trace_handler(str(tmp_path), worker_name="one")
