@@ -20,7 +20,7 @@ from ascend_platform.attention.selector import (
     select_backend,
 )
 from ascend_platform.components import VARIABLES, registry, slots
-from ascend_platform.config import state_layers
+from ascend_platform.config import state_layers, unsupported
 from ascend_platform.platform import NPUPlatform
 from harness.models import small as small_models
 from vllm.config import CompilationMode, CUDAGraphMode
@@ -183,6 +183,14 @@ def test_unsupported_models_with_states_are_refused_by_name():
     assert state_layers.other_options(config).startswith(
         "KV connectors, prefix caching and draft tokens; fix: --no-enable-prefix"
     )
+
+
+def test_values_of_another_head_size_are_refused_by_name():
+    text = SimpleNamespace(head_dim=192, v_head_dim=128, swa_head_dim=192, swa_v_head_dim=192)
+    config = SimpleNamespace(model_config=SimpleNamespace(architecture="MiMoV2FlashForCausalLM", hf_text_config=text))
+    assert unsupported._other_value_heads(config) == "192 and 128"
+    text.head_dim = 128
+    assert not unsupported._other_value_heads(config)
 
 
 def test_lora_on_experts_is_refused_with_expert_parallelism(model):
