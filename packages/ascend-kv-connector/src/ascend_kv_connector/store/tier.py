@@ -308,7 +308,7 @@ class PoolTier(SecondaryTierManager):
             write_footer(name, record)
         outcomes = self._pool.put(names, records) if chunks else []
         for (key, _, _), outcome in zip(chunks, outcomes, strict=True):
-            self._count("store", *outcome.split(maxsplit=1))
+            self._count_outcome("store", outcome)
             if outcome == STORED:
                 done.append(key)
         with job.lock:
@@ -332,7 +332,7 @@ class PoolTier(SecondaryTierManager):
                 else:
                     outcomes[place] = "corrupt"
         for outcome in outcomes:
-            self._count("load", *outcome.split(maxsplit=1))
+            self._count_outcome("load", outcome)
         if broken := [place for place, outcome in enumerate(outcomes) if outcome in BROKEN]:
             self._pool.remove([names[place] for place in broken])  # so that the chunk is stored again
             self._note_event([job.keys[part][place] for place in broken], removed=True)
@@ -345,6 +345,10 @@ class PoolTier(SecondaryTierManager):
         if not hasattr(self._local, "buffer"):
             self._local.buffer = self._pool.buffer(self._batch * self._size)
         return [self._local.buffer[place * self._size : (place + 1) * self._size] for place in range(count)]
+
+    def _count_outcome(self, op: str, outcome: str) -> None:
+        word, _, code = outcome.partition(" ")
+        self._count(op, word, code)
 
     def _count(self, op: str, outcome: str, code: str = "", number: int = 1) -> None:
         if number:
