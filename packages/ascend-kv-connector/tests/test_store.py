@@ -25,6 +25,7 @@ from ascend_platform.extension import RefusedError
 from harness.kv import store_faults
 from harness.kv.store_engines import Suite
 from safetensors.torch import save_file
+from vllm.config import KVEventsConfig
 
 CHUNK = 12288
 """Bytes of a block of the suite, all layers."""
@@ -139,7 +140,8 @@ def test_stored_and_corrupt_chunks_are_events_for_routers(engine: Callable[..., 
     def events(made: Engine) -> list[Any]:
         return list(made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0].take_events())
 
-    one = engine(extra={"enable_kv_events": True})
+    announced = {"extra": {"enable_kv_events": True}, "kv_events_config": KVEventsConfig(True, "null")}
+    one = engine(**announced)
     serve(one, {name: prompt}, "first")
     stored = events(one)
     assert {(event.medium.name, event.locality.name, event.ownership, event.removed) for event in stored} == {
@@ -150,10 +152,10 @@ def test_stored_and_corrupt_chunks_are_events_for_routers(engine: Callable[..., 
     one.close()
     for file in tmp_path.glob("pool/*/*/*.kv"):
         file.write_bytes(file.read_bytes()[:-5000])
-    other = engine(extra={"enable_kv_events": True})
+    other = engine(**announced)
     serve(other, {name: prompt}, "second")
     assert {event.removed for event in events(other)} == {True, False}  # removed, and stored again
-    silent = engine()
+    silent = engine(kv_events_config=announced["kv_events_config"])
     serve(silent, LONG, "third")
     assert events(silent) == []
 
@@ -348,6 +350,7 @@ def test_unshareable_configurations_are_refused(monkeypatch: pytest.MonkeyPatch,
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(nnodes_within_dp=1),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="xxhash"),
+        kv_events_config=None,
     )
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
@@ -356,6 +359,8 @@ def test_unshareable_configurations_are_refused(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     with pytest.raises(RefusedError, match="set MOONCAKE_CONFIG_PATH"):
         StoreOptions.from_config({}).check(config)
+    with pytest.raises(RefusedError, match="enable_kv_events needs --kv-events-config"):
+        StoreOptions.from_config({"backend": [], "enable_kv_events": True}).check(config)
     with pytest.raises(RefusedError, match=r"/dev/shm has \d+ bytes left"):
         StoreOptions.from_config({"backend": [], "cpu_bytes_to_use": 1 << 50}).check(config)
     config.parallel_config.nnodes_within_dp = 2

@@ -175,7 +175,7 @@ def test_refused_extra_connections_do_not_end_a_transfer(serving: Any) -> None:
 
 def test_client_of_a_busy_peer_waits_and_finds_the_next_one(serving: Any) -> None:
     """Another engine has loaded the weights meanwhile, and serves them."""
-    root = serving(max_connections=1)
+    root = serving(max_connections=1, timeout=300.0, deadline=300.0)
     idle = peer.connect(("127.0.0.1", root.server.port), Options(), SECRET, time.monotonic() + 300)
     found = [[("127.0.0.1", root.server.port)]]
 

@@ -64,7 +64,7 @@ def check() -> None:
 
 
 class MemoryTransport(InMemoryTransport):
-    def __init__(self, host: str, protocol: str, keys: Any = None, ports: Any = None) -> None:
+    def __init__(self, host: str, protocol: str, keys: Any = None, ports: Any = None, timeout: float = 0.0) -> None:
         made = NETWORK.make_transport()
         super().__init__(NETWORK, made.session)
         NETWORK.transports[self.session] = self

@@ -122,8 +122,8 @@ def fetch_from_first(
             if address in failed:
                 continue
             if (left := began + options.deadline - time.monotonic()) <= 0:
-                failed[address] = f"not tried: the deadline of {options.deadline:g} s has passed"
-                break
+                untried = f"the deadline of {options.deadline:g} s has passed, and further peers were not tried"
+                raise wire.PeerError(", ".join([*_reasons(failed | busy), untried]))
             remaining = msgspec.structs.replace(options, deadline=left)
             try:
                 return fetch(address, tensors, identity, remaining, secret, device, report), address
@@ -132,8 +132,12 @@ def fetch_from_first(
             except wire.PeerError as error:
                 failed[address] = str(error)
         if not busy or time.monotonic() + BUSY_PAUSE > began + min(options.busy_timeout, options.deadline):
-            raise wire.PeerError(", ".join(f"{host}:{port}: {reason}" for (host, port), reason in (failed | busy).items()))
+            raise wire.PeerError(", ".join(_reasons(failed | busy)))
         time.sleep(BUSY_PAUSE)
+
+
+def _reasons(failed: Mapping[tuple[str, int], str]) -> list[str]:
+    return [f"{host}:{port}: {reason}" for (host, port), reason in failed.items()]
 
 
 def _phase(transport: str, device: torch.device) -> str:

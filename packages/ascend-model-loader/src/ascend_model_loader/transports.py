@@ -177,6 +177,6 @@ def _make_engine(transport: str, channel: wire.Channel, device: torch.device, op
     try:
         engines.check(transport, "transport")
         host = str(channel.connection.getsockname()[0])
-        return engines.make_engine(transport, host, options.mooncake_protocol, CurveKeys(secret))
+        return engines.make_engine(transport, host, options.mooncake_protocol, CurveKeys(secret), timeout=channel.timeout)
     except extension.RefusedError as error:
         raise wire.PeerError(str(error)) from None

@@ -13,6 +13,9 @@ from ascend_platform.components import RefusedError
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.errors import QUARANTINE_SECONDS
 
+READ_SECONDS = 30.0
+"""Timeout of a read by an engine that cannot abort reads one by one."""
+
 ENGINES = {
     "mooncake": "ascend_platform.transfer.mooncake.MooncakeEngine",
     "hccl": "ascend_platform.transfer.hccl.HcclEngine",
@@ -35,8 +38,9 @@ class Runs(NamedTuple):
 class Engine(Protocol):
     """One process's side of an engine.
 
-    The constructor takes the host, the protocol, if instances share a secret the keys, and ports to choose from, None for any; it
-    raises RefusedError if the engine is not available.
+    The constructor takes the host, the protocol, if instances share a secret the keys, ports to choose from, None for any, and
+    the seconds after which a read is aborted, if the engine has to know them before. It raises RefusedError if the engine is not
+    available.
 
     Attributes:
         name: for messages, such as ``mooncake (tcp)``; must be the same on both sides.
@@ -90,13 +94,20 @@ def check(name: str, option: str) -> None:
     _module(name).check()
 
 
-def make_engine(name: str, host: str, protocol: str, keys: CurveKeys | None = None, ports: range | None = None) -> Engine:
+def make_engine(
+    name: str,
+    host: str,
+    protocol: str,
+    keys: CurveKeys | None = None,
+    ports: range | None = None,
+    timeout: float = READ_SECONDS,
+) -> Engine:
     """Create the engine of this name.
 
     Raises:
         RefusedError: it is not available.
     """
-    return getattr(_module(name), ENGINES[name].rpartition(".")[2])(host, protocol, keys, ports)
+    return getattr(_module(name), ENGINES[name].rpartition(".")[2])(host, protocol, keys, ports, timeout)
 
 
 def keep_for_quarantine(release: Callable[[], object]) -> None:

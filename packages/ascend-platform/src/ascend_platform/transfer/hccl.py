@@ -134,7 +134,14 @@ class HcclEngine:
     can_write = False
     most_runs = 4  # each is a send and a receive, of which the host launches some 100,000 in a second
 
-    def __init__(self, host: str, protocol: str = "", keys: CurveKeys | None = None, ports: range | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        protocol: str = "",
+        keys: CurveKeys | None = None,
+        ports: range | None = None,
+        timeout: float = 0.0,
+    ) -> None:
         """Listen on a free port of ``host``, of ``ports`` if given.
 
         Raises:

@@ -16,11 +16,8 @@ import torch
 
 from ascend_platform.components import RefusedError
 from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.engine import Runs, keep_for_quarantine
+from ascend_platform.transfer.engine import READ_SECONDS, Runs, keep_for_quarantine
 from ascend_platform.transfer.errors import QUARANTINE_SECONDS, TransferError
-
-READ_SECONDS = 30.0
-"""Timeout of a read."""
 
 WHEELS = ("mooncake-transfer-engine-npu", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 """Wheels with the same modules; which one to install depends on the machine, so no wheel of ours requires one of them."""
