@@ -21,6 +21,9 @@ from ascend_model_loader.options import Options
 ENGINE_CHUNKS = 4
 """Chunks per request over an engine, which are one read; the server stages as many meanwhile."""
 
+CONNECT_SECONDS = 60.0
+"""Timeout for two NPUs to connect."""
+
 
 class Sender(Protocol):
     """Server side of a transport."""
@@ -111,6 +114,7 @@ class EngineReceiver:
         self._channel, self._engine, self._region = channel, engine, region
         self._buffers = [allocate_buffer(engine, ENGINE_CHUNKS * CHUNK_BYTES, device) for _ in range(2)]
         self._half = 1
+        engine.connect(region.session, min(CONNECT_SECONDS, channel.seconds_left()))
 
     def receive(self, size: int) -> torch.Tensor:
         self._half = 1 - self._half

@@ -59,6 +59,9 @@ class Engine(Protocol):
     def register(self, buffer: torch.Tensor) -> None:
         """Register a buffer, uint8 ``[bytes]``, for peers to read and for :meth:`read` to write. Raises TransferError."""
 
+    def connect(self, session: str, seconds: float) -> None:
+        """Connect to a peer, in this time, which the first read from it does otherwise. Raises TransferError."""
+
     def read(self, session: str, runs: Runs, seconds: float) -> None:
         """Copy runs of a peer's registered memory to registered memory here; returns when all have arrived.
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -173,6 +173,16 @@ class HcclEngine:
         targets = self.registered_slices(runs.local, runs.size)
         if targets is None:
             raise TransferError("transport", "the memory is not registered", quarantine=0)
+        with self._use_reader(session, seconds) as reader:
+            reader.read(runs.remote, targets, until)
+
+    def connect(self, session: str, seconds: float) -> None:
+        until = monotonic() + seconds
+        with self._use_reader(session, seconds) as reader:
+            reader.connect(until)
+
+    @contextmanager
+    def _use_reader(self, session: str, seconds: float) -> Iterator[HcclReader]:
         with self._lock:
             if session not in self._readers:
                 self._readers[session] = HcclReader(self, session, f"{self.session}/{uuid4().hex}")
@@ -180,7 +190,7 @@ class HcclEngine:
         if not reader.lock.acquire(timeout=seconds):
             raise TransferError("transport", f"waited {seconds:.3g} s for other reads from this NPU", quarantine=0)
         try:
-            reader.read(runs.remote, targets, until)
+            yield reader
         finally:
             reader.lock.release()
 
@@ -280,6 +290,17 @@ class HcclReader:
         self.closed = False
         self.link: Any = None
         self.client: RpcClient | None = None
+
+    def connect(self, until: float) -> None:
+        """Open the link. Raises TransferError, and the link is discarded."""
+        try:
+            self._engine.set_device()
+            if self.link is None:
+                self._open(until)
+        except Exception as error:
+            self._abandon()
+            kind = error.kind if isinstance(error, TransferError) else "transport"
+            raise TransferError(kind, one_line(error), quarantine=0) from None
 
     def read(self, remote: list[int], targets: list[torch.Tensor], until: float) -> None:
         """Receive the bytes at the peer's addresses.

@@ -153,6 +153,9 @@ class MooncakeEngine:
         self._shared.register(buffer.data_ptr(), buffer.numel())
         self._buffers.append(buffer)
 
+    def connect(self, session: str, seconds: float) -> None:
+        """Reads connect."""
+
     def read(self, session: str, runs: Runs, seconds: float) -> None:
         if code := self._shared.engine.batch_transfer_sync_read(session, runs.local, runs.remote, runs.size):
             self._failed = monotonic()
