@@ -60,7 +60,7 @@ def serve(pipe: Connection) -> None:
 def take(port: int, into: dict[str, torch.Tensor], *transport: str, timeout: float = 5.0) -> dict[str, Any]:
     begin, report = time.monotonic(), Report()
     torch.npu.set_device(0)
-    given = Options(transport=transport, timeout=timeout, deadline=30)
+    given = Options(transport=transport, timeout=timeout, deadline=30, connections=1, min_bytes_per_second=1)
     try:
         peer.fetch(("127.0.0.1", port), into, IDENTITY, given, SECRET, NPU, report)
         error = ""
