@@ -29,8 +29,8 @@ extension.offer("hccl.link", "ascend_communicator.p2p_link.P2PLink")
 
 
 def serve(pipe: Connection) -> None:
-    """Server on the second NPU, controlled over a pipe: it changes a weight, or sends itself a signal between the last
-    header of a request and the read of its chunks once each transport has reached that request."""
+    """Server on the second NPU, controlled over a pipe: it changes a weight, or sends itself a signal after the first
+    header of the third request once each transport has sent that, when the client has read the first request's chunks."""
     torch.npu.set_device(0)
     served = Serving(device="npu:0", transport=TRANSPORTS, timeout=5.0)
     pipe.send(served.server.port)
@@ -38,7 +38,7 @@ def serve(pipe: Connection) -> None:
 
     def send_and_end(channel: wire.Channel, message: wire.Message, payload: memoryview | None = None) -> None:
         send(channel, message, payload)
-        if isinstance(message, wire.Chunk) and message.index == 7:
+        if isinstance(message, wire.Chunk) and message.index == 8:
             if together.wait() == 0:
                 os.kill(os.getpid(), number)
             time.sleep(0.5)
@@ -60,7 +60,7 @@ def serve(pipe: Connection) -> None:
 def take(port: int, into: dict[str, torch.Tensor], *transport: str, timeout: float = 5.0) -> dict[str, Any]:
     begin, report = time.monotonic(), Report()
     torch.npu.set_device(0)
-    given = Options(transport=transport, timeout=timeout, deadline=30, connections=1, min_bytes_per_second=1)
+    given = Options(transport=transport, timeout=timeout, deadline=30, connections=1)
     try:
         peer.fetch(("127.0.0.1", port), into, IDENTITY, given, SECRET, NPU, report)
         error = ""

@@ -94,6 +94,9 @@ def fetch(
     raise wire.PeerError(", ".join(reasons))
 
 
+LEAST_RATED = 10.0
+"""Seconds over which a peer's rate is measured at least: Mooncake needs five to abort a read."""
+
 BUSY_PAUSE = 1.0
 """Seconds after which busy peers are asked again."""
 
@@ -210,7 +213,7 @@ class _Transfer:
             while thread.is_alive():  # bounded by its channel's deadline
                 thread.join(0.2)
                 seconds = time.monotonic() - since
-                if seconds > 2 * self._options.timeout:
+                if seconds > max(LEAST_RATED, 2 * self._options.timeout):
                     self._check_rate((self._written - before) / seconds)
                     since, before = time.monotonic(), self._written
         if self._errors:
