@@ -52,6 +52,9 @@ for _name in latent.MODELS:
 KINDS["deepseek-v3, other widths"] = KINDS["deepseek-v3, other widths"]._replace(served_by=(BUILT_IN_LATENT, BUILT_IN_LATENT))
 for _name in ("deepseek-v3.2, selected tokens", "glm-5, shared selections"):
     KINDS[_name] = KINDS[_name]._replace(served_by=SPARSE)
+KINDS["qwen3-next, gated delta net"] = KINDS["qwen3-next, gated delta net"]._replace(
+    served_by=([*FUSED, "FusedGatedDeltaRule.prefill"], [*BUILT_IN, "chunk_rule"])
+)
 for _name in ("gemma2, soft caps", "bloom, ALiBi"):
     KINDS[_name] = KINDS[_name]._replace(served_by=(BUILT_IN, BUILT_IN))
 KINDS |= {

@@ -108,7 +108,7 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
         if vllm_config.speculative_config:
             drafter.install()
         if has_states(vllm_config):
-            state_layers.install()
+            state_layers.install(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         topk_topp.install(self)
 
