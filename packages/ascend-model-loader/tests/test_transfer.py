@@ -195,14 +195,11 @@ def test_client_of_a_busy_peer_waits_and_finds_the_next_one(serving: Any) -> Non
     idle.close()
 
 
-def test_slow_peer_is_left_for_the_next_one(serving: Any) -> None:
-    slow, fast = serving(max_bytes_per_second=1e6, timeout=30.0), serving()
-    addresses = [("127.0.0.1", each.server.port) for each in (slow, fast)]
-    into, given = room(), Options(timeout=5, deadline=300, min_bytes_per_second=20e6, connections=1)
+def test_slow_peer_is_left(serving: Any) -> None:
+    slow = serving(max_bytes_per_second=1e6, timeout=300.0, deadline=300.0)
+    given = Options(timeout=5, deadline=300, min_bytes_per_second=20e6, connections=1)
     with pytest.raises(PeerError, match=r"^it sends [\d.]+ MB/s, less than min_bytes_per_second, 20 MB/s$"):
-        peer.fetch(addresses[0], into, IDENTITY, given, SECRET, torch.device("cpu"), Report())
-    assert peer.fetch_from_first(lambda: addresses, into, IDENTITY, given, SECRET, torch.device("cpu"), Report())[1] in addresses
-    assert as_bytes(into) == as_bytes(weights())
+        peer.fetch(("127.0.0.1", slow.server.port), room(), IDENTITY, given, SECRET, torch.device("cpu"), Report())
 
 
 def test_clients_without_the_secret_do_not_keep_others_out(serving: Any) -> None:
