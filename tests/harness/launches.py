@@ -81,6 +81,13 @@ LATENT = BASE | {  # DeepSeek-V3 with an eighth of its heads, but for experts an
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
+SPARSE = LATENT | {  # DeepSeek-V3.2 in the same way; all tokens are among the selected ones
+    "model_type": "deepseek_v32",
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
 DELTA = BASE | {  # a layer of Qwen3-Next with a quarter of its heads
     "model_type": "qwen3_next",
     "architectures": ["Qwen3NextForCausalLM"],
@@ -120,6 +127,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dense, W8A8": {"config": DENSE | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "experts, W8A8": {"config": EXPERTS | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "latent attention": {"config": LATENT, "ranks": 1, "engine": {}},
+    "sparse latent attention": {"config": SPARSE, "ranks": 1, "engine": {}},
     "gated delta net": {"config": DELTA, "ranks": 1, "engine": {}},
     "gated delta net, float32 states": {"config": DELTA, "ranks": 1, "engine": {"mamba_ssm_cache_dtype": "float32"}},
     "embedding (BERT)": {"config": BERT, "ranks": 1, "engine": {"runner": "pooling"}},
@@ -155,6 +163,9 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     if latent := text.get("kv_lora_rank"):
         rank, rotated, cached = text["q_lora_rank"], text["qk_rope_head_dim"], latent + text["qk_rope_head_dim"]
         weights = hidden * (rank + cached) + heads * (rank * (size + rotated) + latent * 2 * size + size * hidden)
+    if index := text.get("index_head_dim"):
+        cached += index
+        weights += text["index_n_heads"] * (rank * index + hidden) + hidden * index
     state = 0
     if delta := text.get("linear_num_value_heads"):
         keys, values = text["linear_num_key_heads"] * HEAD, delta * HEAD

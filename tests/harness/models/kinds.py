@@ -218,3 +218,16 @@ def prompts() -> tuple[list[list[int]], list[int]]:
     """Prompts of 1 to 400 tokens, long enough that blocks leave the sliding window, and the tokens to generate for each."""
     draw = random.Random(9)
     return [[draw.randrange(3, 500) for _ in range(n)] for n in (1, 400, 7, 33, 290, 5)], [6, 12, 8, 3, 5, 7]
+
+
+def batch() -> tuple[list[list[int]], list[int]]:
+    """A batch of 32 prompts of 1 to 600 tokens, some of which begin as others do, and the tokens to generate for each."""
+    draw = random.Random(10)
+    common = [draw.randrange(3, 500) for _ in range(300)]
+    lengths = [1, 600, 2, 599, 128, 129, 256, 300, *(draw.randrange(1, 600) for _ in range(24))]
+    own = [[draw.randrange(3, 500) for _ in range(n)] for n in lengths]
+    shared = [
+        common[: min(n, 300)] + prompt[300:] if i % 3 == 0 else prompt
+        for i, (n, prompt) in enumerate(zip(lengths, own, strict=True))
+    ]
+    return shared, [draw.randrange(1, 12) for _ in lengths]

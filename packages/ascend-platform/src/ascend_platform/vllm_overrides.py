@@ -361,6 +361,13 @@ OVERRIDES: tuple[Override, ...] = (
             "vllm.models.kimi_k3.nvidia.model",
         ),
     ),
+    Override(
+        f"{_ROUTER}zero_expert_router:ZeroExpertRouter._compute_routing",
+        "replaced",
+        "it launches a Triton kernel that is not in vLLM's registry of kernels, and tensor[mask] = 0 waits for the device",
+        "vLLM computes the share of experts without weights in PyTorch",
+        {"0.31": "6fb87209ee4a"},
+    ),
     *(
         Override(
             f"{_ROUTER}{module}:vllm_topk_{scores}",

@@ -73,8 +73,7 @@ def reason(vllm_config: VllmConfig) -> str:
     Raises:
         RefusedError: another value of the option.
     """
-    additional: Any = vllm_config.additional_config or {}
-    given = additional.get("ascend", {}).get("platform", {}).get("model_runner", "v1")
+    given = options.given(vllm_config, "platform").get("model_runner", "v1")
     if given not in _RUNNERS:
         raise extension.RefusedError(
             f'additional_config "ascend.platform.model_runner" is {given!r}; supported: {", ".join(_RUNNERS)}'

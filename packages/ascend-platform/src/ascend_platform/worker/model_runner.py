@@ -127,13 +127,14 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
         caches = super().initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes, kv_cache_allocation_context)
         layers = self.compilation_config.static_forward_context
         states = state_cache.split(caches, kv_cache_config)
-        parts = {name: states[name] if name in states else kv_cache.split_layer(layers[name]) for name in caches}
+        pages = {name: kv_cache.split_layer(layers[name]) for name in caches if name not in states}
+        parts = states | pages
         for name, split in parts.items():
             layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a tensor alone
-        tensors = [tensor for split in (*states.values(), *parts.values()) for tensor in split]
-        self.kv_caches[:] = {tensor.data_ptr(): tensor for tensor in tensors}.values()  # KV cache groups share tensors
-        pages = {each.data_ptr(): each for name, split in parts.items() if name not in states for each in split}
-        self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in pages.values()] if states else []
+        # KV cache groups share memory: of a state and the pages in its place, the pages, which are whole blocks, are listed
+        self.kv_caches[:] = {tensor.data_ptr(): tensor for split in parts.values() for tensor in split}.values()
+        to_zero = {tensor.data_ptr(): tensor for split in pages.values() for tensor in split} if states else {}
+        self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in to_zero.values()]
         return parts
 
     def _init_kv_zero_meta(self) -> None:
