@@ -1,7 +1,6 @@
 """vLLM's V1 worker on the NPU: device initialization, process groups and the KV cache's memory budget."""
 
 import atexit
-import gc
 import os
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -92,7 +91,7 @@ class NPUWorker(Worker):
             watchdog.exit_when_rank_0_exits()
         atexit.register(process_groups.destroy)
         compat.set_random_seed(self.model_config.seed)
-        gc.collect()
+        freeze_gc_heap()  # memory is measured eight times before vLLM freezes it, with a collection of 0.4 s each
         torch.npu.empty_cache()
         self.init_snapshot = MemorySnapshot(device=self.device)
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
