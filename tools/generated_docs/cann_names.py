@@ -62,8 +62,8 @@ def names(pytorch: Path, op_plugin: Path, wheels: list[Path]) -> dict[str, bool]
             if re.search(HEADERS, path) and blob not in seen:
                 seen.add(blob)
                 found |= declared(git(pytorch, "cat-file", "blob", blob))
-    for path in (path for wheel in wheels for path in wheel.rglob("*.h") if re.search(HEADERS, path.as_posix())):
-        found |= declared(path.read_text(errors="replace"))
+    for header in (header for wheel in wheels for header in wheel.rglob("*.h") if re.search(HEADERS, header.as_posix())):
+        found |= declared(header.read_text(errors="replace"))
     for branch in branches(op_plugin, OPERATORS):
         lines = git(
             op_plugin, "grep", "-hoE", r"\baclnn[A-Z][A-Za-z0-9]+", branch, "--", "op_plugin/*.cpp", "op_plugin/*.h", "*.yaml"

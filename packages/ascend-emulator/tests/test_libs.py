@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -36,11 +35,12 @@ def installed(wheel, tmp_path_factory):
 
 
 def start(run, site, tmp_path):
-    """The first operator in an environment without a compiler and with an empty cache; its output and seconds."""
-    started = time.monotonic()
+    """The first operator in an environment without a compiler and with an empty cache; its output and seconds of CPU time."""
+    started = os.times()
     environment = {"PATH": str(tmp_path), "CXX": "", "PYTHONPATH": str(site), "ASCEND_EMULATOR_CACHE": str(tmp_path / "cache")}
     done = run("run", "--", sys.executable, "-c", FIRST, **environment)
-    return done, time.monotonic() - started
+    ended = os.times()
+    return done, ended.children_user - started.children_user + ended.children_system - started.children_system
 
 
 def test_first_operator_without_a_compiler(run, installed, tmp_path):
@@ -48,7 +48,7 @@ def test_first_operator_without_a_compiler(run, installed, tmp_path):
     done, seconds = start(run, installed, tmp_path)
     assert done.stdout == "[[2.0, 2.0], [2.0, 2.0]]\n", done.stderr
     assert "compil" not in done.stderr
-    assert seconds < 60  # of a busy machine; most of it is the import of torch and torch_npu
+    assert seconds < 60  # most of it is the import of torch and torch_npu; a compilation takes over 200
     assert not (tmp_path / "cache").exists()
 
 

@@ -62,10 +62,11 @@ def test_the_timeline_joins_operators_on_the_host_and_on_the_npu(profile):
 
 
 def test_streams_are_separate_rows(profile):
-    (export,) = profile.glob("PROF_*/mindstudio_profiler_output/msprof_*.json")
-    streams = {}
-    for event in json.loads(export.read_text()):
-        if event["ph"] == "X":
+    trace = json.loads((profile / "ASCEND_PROFILER_OUTPUT" / "trace_view.json").read_text())
+    (device,) = {event["pid"] for event in trace if event.get("args", {}).get("name") == "Ascend Hardware"}
+    streams: dict[str, set[int]] = {}
+    for event in trace:
+        if event["ph"] == "X" and event["pid"] == device:
             streams.setdefault(event["name"], set()).add(event["tid"])
     assert len(streams["aclnnReduceSum"]) == 1
     assert not streams["aclnnReduceSum"] & (streams.get("aclnnMm", set()) | streams.get("aclnnMatmul", set()))

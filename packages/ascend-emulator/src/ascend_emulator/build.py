@@ -135,12 +135,13 @@ def atb_operators() -> list[str]:
     return sorted({f"atb::{name.decode()}" for name in made})
 
 
-def _has_two_functions(name: str) -> bool:
+def has_two_functions(name: str) -> bool:
+    """Whether a name is an operator's: GetWorkspaceSize and the launch."""
     return name.startswith(OPERATORS) and name not in ("aclnnInit", "aclnnFinalize")
 
 
 def atb_without_layout() -> list[str]:
-    """ATB's operators if the layout of its structs is not known for the installed torch_npu: all would misread their parameters."""
+    """ATB's operators if their parameters' layout is not known for the installed torch_npu."""
     installed = importlib.metadata.version("torch-npu")
     if any(installed.startswith(f"{known}.") for known in ATB_LAYOUT):
         return []
@@ -244,11 +245,11 @@ def _stubs(names: list[str]) -> str:
         if n.endswith("GetMaxWorkspaceSize")
     ]
     public = public_names()
-    operators = {operator(n) for n in (*names, *public) if _has_two_functions(n)}
+    operators = {operator(n) for n in (*names, *public) if has_two_functions(n)}
     lines += [f"OPERATOR({name})" for name in sorted(operators)]
     lines.append("#define VALUE(NAME) EXPORT __attribute__((weak)) long NAME() { return emu::refuse_value(#NAME); }")
     others = {n: n not in NO_STATUS for n in names} | public
-    others = {n: status for n, status in others.items() if not _has_two_functions(n)}
+    others = {n: status for n, status in others.items() if not has_two_functions(n)}
     lines += [f"{'STUB' if status else 'VALUE'}({name})" for name, status in sorted(others.items()) if name not in ABSENT]
     return "\n".join(lines) + "\n"
 
