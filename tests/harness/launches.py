@@ -15,6 +15,8 @@ from harness import checkout, npus
 
 PROGRAM = checkout.PROGRAMS / "count_launches.py"
 KEPT = checkout.TOOLS / "generated_docs" / "launches.json"
+KEPT_V2 = KEPT.with_stem("launches_v2")
+"""Launches outside of layers and host waits with vLLM's V2 model runner, from a run with --runner v2 on a vLLM that has it."""
 REQUESTS, PROMPT = 16, 63
 CACHED = PROMPT + 2  # tokens in the cache at the second decode step, which is counted
 HIDDEN, HEADS, KV_HEADS, HEAD = 1024, 16, 8, 128  # of Qwen3-0.6B, but for the vocabulary
@@ -134,13 +136,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(names: list[str], directory: Path) -> dict[str, Any]:
+def run(names: list[str], directory: Path, runner: str = "v1") -> dict[str, Any]:
     """Count the launches of these cases; the trace is written to the directory."""
     cases = [{"name": name, "requests": REQUESTS, "prompt": PROMPT} | CASES[name] for name in names]
     variables: dict[str, Any] = {
         "VLLM_PLUGINS": "",
         "OMP_NUM_THREADS": "1",
         "ASCEND_EMULATOR_TRACE": str(directory / "trace.json"),
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2")),
     }
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", timeout=2400, **variables)
     found = {result["name"]: per_layer(result) for result in npus.results(done.stdout)}
@@ -213,12 +216,18 @@ def main() -> None:
     """See tools/check launches."""
     parser = argparse.ArgumentParser(prog="tools/check launches", description="Count what a decoder layer launches and moves.")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {'; '.join(CASES)} (default: all)")
-    names = parser.parse_args().cases or list(CASES)
+    parser.add_argument("--runner", choices=["v1", "v2"], default="v1", help="vLLM's model runner; V2 from vLLM 0.33 on")
+    given = parser.parse_args()
+    names = given.cases or list(CASES)
     if unknown := set(names) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are: {'; '.join(CASES)}")
     with tempfile.TemporaryDirectory() as directory:
-        found = run(names, Path(directory))
+        found = run(names, Path(directory), given.runner)
     print(json.dumps(found, indent=1))
-    found = json.loads(KEPT.read_text()) | found
-    KEPT.write_text(json.dumps({name: found[name] for name in CASES if name in found}, indent=1) + "\n")
+    if given.runner == "v2":
+        outside = {name: {step: [each["outside"], each["waits"]] for step, each in found[name].items()} for name in found}
+        KEPT_V2.write_text(json.dumps(json.loads(KEPT_V2.read_text()) | outside, indent=1) + "\n")
+    else:
+        found = json.loads(KEPT.read_text()) | found
+        KEPT.write_text(json.dumps({name: found[name] for name in CASES if name in found}, indent=1) + "\n")
     sys.exit(subprocess.run([sys.executable, checkout.TOOLS / "docs-tables"], check=False).returncode)

@@ -1,9 +1,14 @@
 """The gated delta rule by CANN's operators, against its recurrence in float64, and the choice between them and the built-in."""
 
+from types import SimpleNamespace
+
+import ascend_attention
 import pytest
 import torch
 import torch.nn.functional as F
 from ascend_attention.gated_delta import FusedGatedDeltaRule
+from ascend_platform.attention import gated_delta
+from ascend_platform.components import registry, slots
 
 LAYER = {"heads": 32, "sizes": (128, 128), "dtype": torch.bfloat16, "state_dtype": torch.bfloat16, "tokens": 1}
 
@@ -130,3 +135,33 @@ def test_layers_out_of_the_documented_ranges_are_not_supported(changed, prefill,
         found = FusedGatedDeltaRule.unsupported(phase, **(LAYER | changed))
         assert reason in found
         assert bool(reason) == bool(found)
+
+
+def model(architecture="Qwen3NextForCausalLM", size=128, states="auto"):
+    """What the choice reads of vLLM's configuration."""
+    settings = {"linear_num_value_heads": 32, "linear_key_head_dim": size, "linear_value_head_dim": size}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(architecture=architecture, dtype=torch.bfloat16, hf_text_config=SimpleNamespace(**settings)),
+        cache_config=SimpleNamespace(mamba_cache_dtype="auto", mamba_ssm_cache_dtype=states),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        speculative_config=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (model(), "fused (ascend-attention "),
+        (model(states="float32"), "built-in PyTorch (states are float32, the operators take bfloat16 (--mamba-ssm-cache-dtype))"),
+        (
+            model(size=64),
+            "built-in PyTorch prefill (keys and values of 64 and 64, npu_chunk_gated_delta_rule takes 128 to 128), fused ",
+        ),
+        (model("Qwen3ForCausalLM"), "None"),
+    ],
+)
+def test_summary_line_says_what_serves_and_why(monkeypatch, given, text):
+    monkeypatch.setattr(registry, "_statuses", {})
+    monkeypatch.setattr(slots, "_offers", {})
+    ascend_attention.register()
+    assert str(gated_delta.select(given)).startswith(text)

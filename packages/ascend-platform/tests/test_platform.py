@@ -23,6 +23,7 @@ from ascend_platform.components import VARIABLES, registry, slots
 from ascend_platform.config import state_layers, unsupported
 from ascend_platform.platform import NPUPlatform
 from harness.models import small as small_models
+from vllm import envs
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -102,6 +103,13 @@ def test_full_graphs_are_refused_where_the_attention_cannot_be_captured(model):
 def test_unsupported_features_are_refused_in_one_line(model, arguments, named):
     with pytest.raises(ValueError, match=rf"does not support [^\n]*{named}[^\n]* yet"):
         engine_config(model(), **arguments)
+
+
+@pytest.mark.skipif(not hasattr(envs, "VLLM_USE_HW_AGNOSTIC"), reason="vLLM has it since 0.32")
+def test_hardware_agnostic_layers_are_refused_in_one_line(model, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_HW_AGNOSTIC", "1")
+    with pytest.raises(ValueError, match=r"does not support [^\n]*VLLM_USE_HW_AGNOSTIC \(layers other than [^\n]* yet"):
+        engine_config(model())
 
 
 @pytest.fixture

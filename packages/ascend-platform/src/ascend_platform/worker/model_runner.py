@@ -1,7 +1,7 @@
 """vLLM's V1 model runner on the NPU: torch.npu streams, split KV caches and limited capture sizes."""
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import ParallelConfig, VllmConfig
@@ -12,7 +12,6 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderA
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.ops.fused_moe
 import ascend_platform.ops.row_parallel_linear
@@ -27,10 +26,15 @@ from ascend_platform.graph.capture_sizes import GraphSizeMixin
 from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
-from ascend_platform.vllm_overrides import override, require
+from ascend_platform.vllm_overrides import has_v1_runner, override, require
 from ascend_platform.worker import state_layers
 from ascend_platform.worker.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.host_inputs import HostInputsMixin
+
+if TYPE_CHECKING or has_v1_runner():
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+else:  # NPUModelRunner cannot be made, and is not: config/model_runner.py chooses V2
+    GPUModelRunner = object
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 

@@ -14,7 +14,7 @@ UNSUPPORTED_LAYERS = {"mamba", "mamba2", "recurrent", "conv"}
 STATE_BLOCK = 128
 """Tokens by which the block size of attention grows, until a block's keys are as large as a state; ``STEP`` of state_cache.py."""
 DELTA_OPERATORS = 60
-"""Operators of a gated delta net in a decode step beyond those of attention; docs/performance.md counts them."""
+"""Operators of a gated delta net in a decode step beyond those of attention; an estimate from its functions in PyTorch."""
 UNGATED = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "bloom", "mpt"}
 """Model types whose MLP has two matrices instead of three (``modeling_*.py`` of transformers)."""
 TIED = {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "bloom"}
