@@ -16,9 +16,8 @@ from harness import features
 from harness.models import small as small_models
 
 ANSWERS = 150
-SPECULATES = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1"
-"""vLLM's V2 model runner, by which tools/compat serves all cases too, does not speculate on NPUs yet."""
-speculative = pytest.mark.skipif(not SPECULATES, reason="speculative decoding is refused with the V2 model runner")
+V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+"""Whether the cases are served with vLLM's V2 model runner, as tools/compat does too."""
 PLAIN = {"sampling": {"temperature": 0, "max_tokens": 12, "ignore_eos": True}}
 DRAWN = {"sampling": {"temperature": 1, "top_k": 5, "top_p": 0.9, "max_tokens": 12, "ignore_eos": True}}
 GRAMMAR = {"sampling": {"temperature": 0, "max_tokens": 12}, "structured": features.GRAMMARS["json"]}
@@ -46,8 +45,7 @@ def served(directory: Path) -> dict[str, Any]:
         ["generate", features.structured(1)],
     ]
     draft = {"method": "eagle", "model": str(small_models.eagle(directory)), "num_speculative_tokens": 3}
-    drafts: dict[str, Any] = {"speculative_config": draft} if SPECULATES else {}
-    two = features.lora("two", directory, 2, fully_sharded_loras=True, **drafts)
+    two = features.lora("two", directory, 2, fully_sharded_loras=True, speculative_config=draft)
     two["steps"] += [
         ["generate", [features.greedy(prompt) for prompt in features.prompts()]],
         ["generate", features.sampled(ANSWERS // 2, 4, drafts=True)[1:3]],
@@ -68,8 +66,8 @@ def served(directory: Path) -> dict[str, Any]:
         structured_outputs_config={"backend": "xgrammar"},
     )
     (ngram,) = features.speculation(directory, ["n-gram on the NPU"], 1, "float16")
-    experts = features.lora_on_experts("experts", directory, 2)
-    cases = [one, two, experts, *([mtp, ngram] if SPECULATES else [])]
+    experts = features.lora_on_family("experts", directory, "Qwen3Moe", 2)
+    cases = [one, two, experts, mtp, ngram]
     return features.serve(cases, ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
 
 
@@ -89,14 +87,13 @@ def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Pa
 
 def test_lora_on_experts_matches_peft(served: dict[str, Any], directory: Path) -> None:
     answers = served["experts"]["steps"][0]
-    tokens, others, far = features.compare_lora_on_experts(directory, answers)
+    tokens, others, far = features.compare_lora_on_family(directory, "Qwen3Moe", answers)
     print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
     assert (tokens, others) == (72, 0)
     assert far < 1e-3
-    assert features.compare_lora_on_experts(directory, answers[3:] + answers[:3])[1:] > (20, 0.5)
+    assert features.compare_lora_on_family(directory, "Qwen3Moe", answers[3:] + answers[:3])[1:] > (20, 0.5)
 
 
-@speculative
 def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     asked = [features.greedy(prompt) for prompt in features.prompts()]
     tokens, others, far = features.compare(features.reference(small_models.target(directory)), asked, served["two"]["steps"][10])
@@ -107,7 +104,6 @@ def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory
     assert 0 < accepted < drafted
 
 
-@speculative
 def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     """With asynchronous scheduling, fused attention and full graphs."""
     asked, found = [features.greedy(prompt) for prompt in features.prompts()], served["mtp"]
@@ -121,7 +117,6 @@ def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     assert drafted / 2 < accepted < drafted
 
 
-@speculative
 def test_ngram_on_the_npu_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     asked, found = [features.greedy(prompt) for prompt in features.prompts()], served["n-gram on the NPU"]
     tokens, others, far = features.compare(features.reference(small_models.target(directory)), asked, found["steps"][0])
@@ -130,22 +125,19 @@ def test_ngram_on_the_npu_keeps_the_tokens(served: dict[str, Any], directory: Pa
     assert features.accepted(found)[2] > 0
 
 
-@speculative
 def test_asynchronous_scheduling_stays_on_with_drafts(served: dict[str, Any]) -> None:
     names = "one", "two", "mtp", "n-gram on the NPU"
     assert [served[name]["async"] for name in names] == [False, True, True, True]
 
 
-@speculative
 def test_host_waits_for_the_accepted_tokens_alone(served: dict[str, Any]) -> None:
-    """With three draft tokens: for the number accepted in the last step, for its tokens, and for the reused input buffers.
+    """With three draft tokens: for the number accepted in the last step, for its tokens, and for V1's reused input buffers.
 
     Without draft tokens vLLM's asynchronous scheduling has the latter two. None is in the drafter.
     """
-    assert served["mtp"]["steps"][2]["synchronizations"] == 3
+    assert served["mtp"]["steps"][2]["synchronizations"] == (2 if V2 else 3)
 
 
-@speculative
 def test_tool_calls_with_mtp(served: dict[str, Any], directory: Path) -> None:
     """Each token is the best that the grammar allows, and the parser reads the same calls from chunks of several tokens."""
     glm = small_models.target(directory, "Glm4Moe")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import checkout, npus
+from harness import checkout, npus, vllm_copy
 from packaging.version import Version
 
 ADDER = checkout.ADDER
@@ -208,6 +208,17 @@ def test_v2_runner_gives_the_tokens_of_v1(
 @pytest.mark.parametrize("runner", ["V2", *GRAPHS])
 def test_trained_model_gives_the_same_greedy_tokens_with_the_v2_runner(runner: str, served_by_runners: dict[str, Any]) -> None:
     check_adder(served_by_runners[f"{runner}, adder"], FUSED)
+
+
+@v2_runner
+def test_vllm_without_the_v1_runner_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a later vLLM may be: a copy from which the module of the V1 runner has been deleted, and no option."""
+    tree = vllm_copy.make(tmp_path)
+    (tree / "vllm" / "v1" / "worker" / "gpu_model_runner.py").unlink()
+    monkeypatch.setenv("PYTHONPATH", f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    results, said = serve([adder()], None)
+    assert "model runner: V2 (vLLM has no V1 runner)" in said
+    check_adder(results["adder"], FUSED)
 
 
 SUMS = [(12, 34), (7, 8), (99, 1), (50, 49), (86, 77), (0, 0), (95, 99), (60, 6)]

@@ -38,6 +38,11 @@ def test_npu_metrics_are_reported(result: dict[str, Any]) -> None:
     assert 0 <= values["utilization_ratio"] <= 1
 
 
+def test_allocator_s_segments_grow_by_default(result: dict[str, Any]) -> None:
+    assert result["expandable"]
+    assert all(result["expandable"])
+
+
 def test_weights_come_back_from_the_checkpoint(result: dict[str, Any]) -> None:
     assert len(result["checksums"]) > 10
     assert result["checksums reset"] != result["checksums"] == result["checksums reloaded"]

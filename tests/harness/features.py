@@ -108,7 +108,7 @@ def methods(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     }
 
 
-def speculation(directory: Path, names: list[str], ranks: int, dtype: str = "float32") -> list[dict[str, Any]]:
+def speculation(directory: Path, names: list[str], ranks: int, dtype: str = "float32", **engine: Any) -> list[dict[str, Any]]:
     known = methods(directory)
     return [
         case(
@@ -118,6 +118,7 @@ def speculation(directory: Path, names: list[str], ranks: int, dtype: str = "flo
             [["generate", [greedy(prompt) for prompt in prompts()]]],
             dtype,
             speculative_config=known[name][1],
+            **engine,
         )
         for name in names
     ]
@@ -181,39 +182,39 @@ def lora(name: str, directory: Path, ranks: int, dtype: str = "float32", slots: 
 
 def compare_lora(directory: Path, found: dict[str, Any], dtype: str = "float32") -> tuple[int, int, float]:
     """As :func:`compare`, each answer against PEFT with its adapter."""
-    sums = [0, 0, 0.0]
-    for request, answer in zip(lora_requests(directory), found["steps"][-1], strict=True):
-        path = Path(request["lora"][2]) if "lora" in request else None
-        model = reference(small_models.target(directory), path, dtype)
-        tokens, others, far = compare(model, [request], [answer])
-        sums = [sums[0] + tokens, sums[1] + others, max(sums[2], far)]
-    return tuple(sums)  # type: ignore[return-value]
+    asked = [(request, Path(request["lora"][2]) if "lora" in request else None) for request in lora_requests(directory)]
+    return _compare_adapted(small_models.target(directory), asked, found["steps"][-1], dtype)
 
 
-def lora_on_experts(name: str, directory: Path, ranks: int, dtype: str = "float32") -> dict[str, Any]:
-    """As :func:`lora`, with adapters on the experts of another model."""
-    steps = [["generate", [request for request, _ in expert_requests(directory)]]]
+def _compare_adapted(model: Path, asked: list[tuple[Any, Path | None]], answers: list[Any], dtype: str) -> tuple[int, int, float]:
+    pairs = zip(asked, answers, strict=True)
+    found = [compare(reference(model, own, dtype), [request], [answer]) for (request, own), answer in pairs]
+    return sum(tokens for tokens, _, _ in found), sum(others for _, others, _ in found), max(far for _, _, far in found)
+
+
+def lora_on_family(name: str, directory: Path, family: str, ranks: int, dtype: str = "float32") -> dict[str, Any]:
+    """As :func:`lora`, with adapters on the experts of Qwen3Moe, or on the latent attention of DeepseekV3."""
+    steps = [["generate", [request for request, _ in family_requests(directory, family)]]]
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": max(small_models.EXPERT_RANKS)}
-    return case(name, small_models.target(directory, "Qwen3Moe"), ranks, steps, dtype, **options)
+    return case(name, small_models.target(directory, family), ranks, steps, dtype, **options)
 
 
-def expert_requests(directory: Path) -> list[tuple[dict[str, Any], Path | None]]:
-    """Each prompt with every adapter on experts and with none, and PEFT's form of the adapter."""
-    model = small_models.target(directory, "Qwen3Moe")
+def family_requests(directory: Path, family: str) -> list[tuple[dict[str, Any], Path | None]]:
+    """Each prompt with every adapter of a family and with none, and PEFT's form of the adapter."""
+    model = small_models.target(directory, family)
+    if family == "Qwen3Moe":
+        made = [small_models.adapter_on_experts(model, directory, rank) for rank in small_models.EXPERT_RANKS]
+    else:
+        made = [(path, path) for path in (small_models.adapter(model, directory, name) for name in small_models.LATENT_ADAPTERS)]
     asked: list[tuple[dict[str, Any], Path | None]] = [(greedy(prompt, 8), None) for prompt in prompts(3)]
-    for number, rank in enumerate(small_models.EXPERT_RANKS, 1):
-        own, path = small_models.adapter_on_experts(model, directory, rank)
+    for number, (own, path) in enumerate(made, 1):
         asked += [(greedy(prompt, 8, lora=[path.name, number, str(path)]), own) for prompt in prompts(3)]
     return asked
 
 
-def compare_lora_on_experts(directory: Path, answers: list[Any], dtype: str = "float32") -> tuple[int, int, float]:
+def compare_lora_on_family(directory: Path, family: str, answers: list[Any], dtype: str = "float32") -> tuple[int, int, float]:
     """As :func:`compare_lora`."""
-    model, sums = small_models.target(directory, "Qwen3Moe"), [0, 0, 0.0]
-    for (request, own), answer in zip(expert_requests(directory), answers, strict=True):
-        tokens, others, far = compare(reference(model, own, dtype), [request], [answer])
-        sums = [sums[0] + tokens, sums[1] + others, max(sums[2], far)]
-    return tuple(sums)  # type: ignore[return-value]
+    return _compare_adapted(small_models.target(directory, family), family_requests(directory, family), answers, dtype)
 
 
 # Sampling
@@ -422,6 +423,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, action="append", help="NPUs, for tensor parallelism; default: 1 and 2")
     parser.add_argument("--method", action="append", help="of speculation; default: all")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float16", "float32"], help="of speculation")
+    parser.add_argument("--engine", type=json.loads, default={}, help="of speculation: options of the engine, in JSON")
     parser.add_argument("--answers", type=int, default=2000, help="for each kind of sampling")
     options = parser.parse_args()
     wrong = False
@@ -440,7 +442,7 @@ def _speculation_table(directory: Path, ranks: int, options: Any) -> list[tuple[
     if not options.method and importlib.util.find_spec("arctic_inference") is None:
         names.remove("suffix")
         print("suffix is left out: arctic-inference is not installed; docs/speculative-decoding.md says how", flush=True)
-    found, dtype = serve(speculation(directory, names, ranks, options.dtype)), options.dtype
+    found, dtype = serve(speculation(directory, names, ranks, options.dtype, **options.engine)), options.dtype
     for name in names:
         asked = [greedy(prompt) for prompt in prompts()]
         model = reference(methods(directory)[name][0], None, dtype)
@@ -448,7 +450,7 @@ def _speculation_table(directory: Path, ranks: int, options: Any) -> list[tuple[
         drafts, drafted, taken = accepted(found[name])
         limit, unexplained = 1e-3, (others, far)
         if dtype != "float32":
-            limit, unexplained = 0.03, rounding.unexplained(model, asked, found[name]["steps"][0])
+            limit, unexplained = 0.03, rounding.unexplained(model, asked, found[name]["steps"][0], dtype)
         right = not unexplained[0] and unexplained[1] < limit and (taken > 0) == ("wrong" not in name)
         right &= taken == drafted or name != "draft model, the same"
         rows.append(([name, tokens, others, f"{far:.1e}", drafts, drafted, taken], right))
@@ -471,6 +473,12 @@ def _lora_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[An
     return rows
 
 
+def _latent_lora_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[Any], bool]]:
+    found = serve([lora_on_family("latent attention", directory, "DeepseekV3", ranks, options.dtype)])["latent attention"]
+    tokens, others, far = compare_lora_on_family(directory, "DeepseekV3", found["steps"][0], options.dtype)
+    return [(["latent attention", tokens, others, f"{far:.1e}"], far < (1e-3 if options.dtype == "float32" else 0.2))]
+
+
 def _sampling_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[Any], bool]]:
     model, rows = small_models.target(directory), []
     draft = {"method": "draft_model", "model": str(small_models.target(directory, seed=9, size=0.3)), "num_speculative_tokens": 2}
@@ -482,15 +490,11 @@ def _sampling_table(directory: Path, ranks: int, options: Any) -> list[tuple[lis
     for prefix in kinds:
         answers, grammars = found[prefix]["steps"]
         for name, (tokens, impossible, first, spread) in check_sampling(reference(model), asked[prefix], answers).items():
-            rows.append(
-                (
-                    [prefix + name, tokens, impossible, f"{first:.3f}", f"{spread:.3f}"],
-                    not impossible and min(first, spread) > FALSE_ALARM,
-                )
-            )
+            cells = [prefix + name, tokens, impossible, f"{first:.3f}", f"{spread:.3f}"]
+            rows.append((cells, not impossible and min(first, spread) > FALSE_ALARM))
         given, matching = count_matches(grammars)
         rows.append(([prefix + "grammars", given, given - matching, "", ""], given == matching))
     return rows
 
 
-TABLES = {"speculation": _speculation_table, "lora": _lora_table, "sampling": _sampling_table}
+TABLES = {"speculation": _speculation_table, "lora": _lora_table, "latent": _latent_lora_table, "sampling": _sampling_table}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import checkout, npus
+from harness import checkout, npus, rounding
 from harness.models import kinds as kind_models
 from harness.models import latent
 
@@ -52,6 +52,9 @@ for _name in latent.MODELS:
 KINDS["deepseek-v3, other widths"] = KINDS["deepseek-v3, other widths"]._replace(served_by=(BUILT_IN_LATENT, BUILT_IN_LATENT))
 for _name in ("deepseek-v3.2, selected tokens", "glm-5, shared selections"):
     KINDS[_name] = KINDS[_name]._replace(served_by=SPARSE)
+KINDS["qwen3-next, gated delta net"] = KINDS["qwen3-next, gated delta net"]._replace(
+    served_by=([*FUSED, "FusedGatedDeltaRule.prefill"], [*BUILT_IN, "chunk_rule"])
+)
 for _name in ("gemma2, soft caps", "bloom, ALiBi"):
     KINDS[_name] = KINDS[_name]._replace(served_by=(BUILT_IN, BUILT_IN))
 KINDS |= {
@@ -96,11 +99,15 @@ def make(name: str, directory: Path) -> Path:
     return path
 
 
-def case(name: str, directory: Path, ranks: int, dtype: str, engine: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Arguments of serve_kinds.py for one model."""
+def case(
+    name: str, directory: Path, ranks: int, dtype: str, engine: dict[str, Any] | None = None, batch: bool = False
+) -> dict[str, Any]:
+    """Arguments of serve_kinds.py for one model, with a few prompts or a batch of 32."""
     kind = KINDS[name]
     asked: list[Any]
-    asked, lengths = kind_models.prompts()
+    asked, lengths = kind_models.batch() if batch else kind_models.prompts()
+    if batch:
+        engine = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_model_len": 640} | (engine or {})
     if kind.media == "image":
         asked, lengths = ["what is <image>?", "<image> or <image>: how many", "1+1="], [6, 5, 4]
     if kind.media == "audio":
@@ -214,6 +221,20 @@ def compare(name: str, case: dict[str, Any], results: list[Any]) -> Found:
     return Found(len(every), int((regret > 0).sum()), float(regret.max()), float(every.max()), float(every.mean()))
 
 
+def unexplained(case: dict[str, Any], results: list[Any]) -> tuple[int, float]:
+    """As ``rounding.unexplained``, of the answers to each prompt that are not the same."""
+    import torch
+    import transformers
+
+    dtype = getattr(torch, case["dtype"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(case["model"], dtype=dtype, attn_implementation="eager")
+    answers = {
+        json.dumps([prompt, answer]): (prompt, answer) for prompt, answer in zip(case["prompts"] * 2, results, strict=True)
+    }
+    asked = [{"prompt": prompt} for prompt, _ in answers.values()]
+    return rounding.unexplained(model.eval().float(), asked, [[answer] for _, answer in answers.values()], case["dtype"])
+
+
 def run(cases: list[dict[str, Any]], plugins: str = "", timeout: float = 900) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(PROGRAM), json.dumps(cases)]
     return npus.run(max(case["ranks"] for case in cases), *command, timeout=timeout, VLLM_PLUGINS=plugins, OMP_NUM_THREADS="1")
@@ -226,6 +247,8 @@ def main() -> None:
     parser.add_argument("--npus", type=int, choices=[1, 2], action="append", help="default: both, by tensor parallelism")
     parser.add_argument("--attention", choices=["fused", "built-in"], action="append", help="default: fused")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--batch", action="store_true", help="a batch of 32 prompts of 1 to 600 tokens (decoders)")
+    parser.add_argument("--roundings", action="store_true", help="what roundings of the reference do not explain, in two columns")
     parser.add_argument("--engine", type=json.loads, default={}, help="options of the engine, in JSON")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
@@ -233,7 +256,7 @@ def main() -> None:
     if not names:
         parser.error(f"no such kind; there are {'; '.join(KINDS)}")
     columns = ["kind", "attention", "NPUs", "graphs", "tokens or numbers", "not transformers' choice", "short of it by"]
-    columns += ["difference: max", "mean"]
+    columns += ["difference: max", "mean", *(["unexplained tokens", "difference"] if options.roundings else [])]
     print(f"| {' | '.join([*columns, 'seconds'])} |\n|{'---|' * (len(columns) + 1)}")
     failed = 0
     with tempfile.TemporaryDirectory() as temporary:
@@ -241,7 +264,7 @@ def main() -> None:
         for attention in options.attention or ["fused"]:
             for ranks in options.npus or [1, 2]:
                 cases = {
-                    name: case(name, directory, ranks, options.dtype, options.engine)
+                    name: case(name, directory, ranks, options.dtype, options.engine, options.batch)
                     for name in names
                     if ranks <= KINDS[name].most
                 }
@@ -251,14 +274,18 @@ def main() -> None:
                     print(done.stdout[-6000:] + done.stderr[-9000:])
                 failed += len(cases) - len(found)
                 for name, each in found.items():
-                    print(_row(name, cases[name], each), flush=True)
+                    print(_row(name, cases[name], each, options.roundings), flush=True)
     sys.exit(1 if failed else 0)
 
 
-def _row(name: str, case: dict[str, Any], found: dict[str, Any]) -> str:
+def _row(name: str, case: dict[str, Any], found: dict[str, Any], roundings: bool) -> str:
     told = compare(name, case, found["results"])
     assert found["alike"], f"{name}: the ranks have other answers"
     by = ", ".join(kind.removesuffix("Impl") for kind in found["kinds"])
     cells = [name, by, case["ranks"], found["graphs"], told.compared, told.others, f"{told.regret:.3f}"]
-    cells += [f"{told.most:.4f}", f"{told.mean:.4f}", f"{found['seconds']:.0f}"]
+    cells += [f"{told.most:.4f}", f"{told.mean:.4f}"]
+    if roundings:
+        others, far = unexplained(case, found["results"])
+        cells += [others, f"{far:.4f}"]
+    cells.append(f"{found['seconds']:.0f}")
     return f"| {' | '.join(map(str, cells))} |"

@@ -15,6 +15,8 @@ from harness import checkout, npus
 
 PROGRAM = checkout.PROGRAMS / "count_launches.py"
 KEPT = checkout.TOOLS / "generated_docs" / "launches.json"
+KEPT_V2 = KEPT.with_stem("launches_v2")
+"""Launches outside of layers and host waits with vLLM's V2 model runner, from a run with --runner v2 on a vLLM that has it."""
 REQUESTS, PROMPT = 16, 63
 CACHED = PROMPT + 2  # tokens in the cache at the second decode step, which is counted
 HIDDEN, HEADS, KV_HEADS, HEAD = 1024, 16, 8, 128  # of Qwen3-0.6B, but for the vocabulary
@@ -81,6 +83,29 @@ LATENT = BASE | {  # DeepSeek-V3 with an eighth of its heads, but for experts an
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
+SPARSE = LATENT | {  # DeepSeek-V3.2 in the same way; all tokens are among the selected ones
+    "model_type": "deepseek_v32",
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+DELTA = BASE | {  # a layer of Qwen3-Next with a quarter of its heads
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 3072,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": HEAD,
+    "linear_value_head_dim": HEAD,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "mlp_only_layers": [0, 1, 2],
+}
 _ARGUMENTS = {"num_bits": 8, "type": "int", "symmetric": True}
 INT8 = {
     "quant_method": "compressed-tensors",
@@ -104,17 +129,21 @@ CASES: dict[str, dict[str, Any]] = {
     "dense, W8A8": {"config": DENSE | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "experts, W8A8": {"config": EXPERTS | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "latent attention": {"config": LATENT, "ranks": 1, "engine": {}},
+    "sparse latent attention": {"config": SPARSE, "ranks": 1, "engine": {}},
+    "gated delta net": {"config": DELTA, "ranks": 1, "engine": {}},
+    "gated delta net, float32 states": {"config": DELTA, "ranks": 1, "engine": {"mamba_ssm_cache_dtype": "float32"}},
     "embedding (BERT)": {"config": BERT, "ranks": 1, "engine": {"runner": "pooling"}},
 }
 
 
-def run(names: list[str], directory: Path) -> dict[str, Any]:
+def run(names: list[str], directory: Path, runner: str = "v1") -> dict[str, Any]:
     """Count the launches of these cases; the trace is written to the directory."""
     cases = [{"name": name, "requests": REQUESTS, "prompt": PROMPT} | CASES[name] for name in names]
     variables: dict[str, Any] = {
         "VLLM_PLUGINS": "",
         "OMP_NUM_THREADS": "1",
         "ASCEND_EMULATOR_TRACE": str(directory / "trace.json"),
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2")),
     }
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", timeout=2400, **variables)
     found = {result["name"]: per_layer(result) for result in npus.results(done.stdout)}
@@ -125,7 +154,8 @@ def run(names: list[str], directory: Path) -> dict[str, Any]:
 
 def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     """Bytes that one layer has to move in a rank's memory, and to send: each weight once, the keys and values that are seen
-    once, and the tokens' hidden state in and out; for each all-reduce what a ring sends, 2 (n - 1) / n of the tensor."""
+    once, or states in and out, and the tokens' hidden state in and out; for each all-reduce what a ring sends, 2 (n - 1) / n of
+    the tensor."""
     config, ranks = case["config"], case["ranks"]
     text = config.get("text_config", config)
     heads, kv_heads = text["num_attention_heads"], text.get("num_key_value_heads", text["num_attention_heads"])
@@ -136,19 +166,32 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     if latent := text.get("kv_lora_rank"):
         rank, rotated, cached = text["q_lora_rank"], text["qk_rope_head_dim"], latent + text["qk_rope_head_dim"]
         weights = hidden * (rank + cached) + heads * (rank * (size + rotated) + latent * 2 * size + size * hidden)
-    if "num_experts" in config:
+    if index := text.get("index_head_dim"):
+        cached += index
+        weights += text["index_n_heads"] * (rank * index + hidden) + hidden * index
+    state = 0
+    if delta := text.get("linear_num_value_heads"):
+        keys, values = text["linear_num_key_heads"] * HEAD, delta * HEAD
+        weights = hidden * (2 * keys + 3 * values + 2 * delta) + 4 * (2 * keys + values)
+        recurrent = delta * HEAD * HEAD * (2 if "float32" in case["engine"].get("mamba_ssm_cache_dtype", "") else 1)
+        state = 2 * REQUESTS * (recurrent + 3 * (2 * keys + values))
+        cached = 0
+    if config.get("num_experts"):
         router = HIDDEN * config["num_experts"]
         weights += 3 * HIDDEN * config["moe_intermediate_size"] * config["num_experts"] // ranks
     else:
         weights += (2 if config is BERT else 3) * hidden * text["intermediate_size"] // ranks
     cache = 0 if config is BERT else cached * (seen + (tokens if step == "decode" else 0))
     width = 1 if "quantization_config" in config else 2
-    return width * weights + 2 * (router + cache + 2 * tokens * hidden), 2 * 2 * 2 * (ranks - 1) * tokens * hidden // ranks
+    return width * weights + 2 * (router + cache + state + 2 * tokens * hidden), 2 * 2 * 2 * (
+        ranks - 1
+    ) * tokens * hidden // ranks
 
 
 def per_layer(result: dict[str, Any]) -> dict[str, Any]:
     """The output of count_launches.py, split into one layer and all that is outside of the layers."""
     found: dict[str, Any] = {}
+    other = "layer_types" in CASES[result["name"]]["config"]  # the first layer
     for step in result["fewer"]:
         fewer, more = result["fewer"][step], result["more"][step]
         names = Counter(more["names"])
@@ -159,7 +202,7 @@ def per_layer(result: dict[str, Any]) -> dict[str, Any]:
         found[step] = {
             "launches": launches,
             "moved": by_name,
-            "outside": sum(fewer["names"].values()) - 2 * sum(launches.values()),
+            "outside": None if other else sum(fewer["names"].values()) - 2 * sum(launches.values()),
             "bytes": more["bytes"] - fewer["bytes"],
             "needed": moved,
             "sent": more["sent"] - fewer["sent"],
@@ -173,12 +216,18 @@ def main() -> None:
     """See tools/check launches."""
     parser = argparse.ArgumentParser(prog="tools/check launches", description="Count what a decoder layer launches and moves.")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {'; '.join(CASES)} (default: all)")
-    names = parser.parse_args().cases or list(CASES)
+    parser.add_argument("--runner", choices=["v1", "v2"], default="v1", help="vLLM's model runner; V2 from vLLM 0.33 on")
+    given = parser.parse_args()
+    names = given.cases or list(CASES)
     if unknown := set(names) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are: {'; '.join(CASES)}")
     with tempfile.TemporaryDirectory() as directory:
-        found = run(names, Path(directory))
+        found = run(names, Path(directory), given.runner)
     print(json.dumps(found, indent=1))
-    if names == list(CASES):
-        KEPT.write_text(json.dumps(found, indent=1) + "\n")
-        sys.exit(subprocess.run([sys.executable, checkout.TOOLS / "docs-tables"], check=False).returncode)
+    if given.runner == "v2":
+        outside = {name: {step: [each["outside"], each["waits"]] for step, each in found[name].items()} for name in found}
+        KEPT_V2.write_text(json.dumps(json.loads(KEPT_V2.read_text()) | outside, indent=1) + "\n")
+    else:
+        found = json.loads(KEPT.read_text()) | found
+        KEPT.write_text(json.dumps({name: found[name] for name in CASES if name in found}, indent=1) + "\n")
+    sys.exit(subprocess.run([sys.executable, checkout.TOOLS / "docs-tables"], check=False).returncode)

@@ -1,4 +1,4 @@
-"""What roundings to bfloat16 can do to a reference's log-probabilities.
+"""What roundings to bfloat16 or float16 can do to a reference's log-probabilities.
 
 Experts are chosen by comparison: where two scores nearly tie, a rounding changes the choice, and with it the log-probabilities of
 this token and later ones by much more than the rounding itself. A bound on the difference to a float32 reference is then too
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-HALF_STEP = 2.0**-9
-"""Of bfloat16, relative: the most that rounding changes a number."""
+HALF_STEPS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+"""Relative: the most that rounding changes a number."""
 
-TIE = 2.0**-6
-"""Between bfloat16 numbers from 2 to 4, as the largest logits are."""
+TIES = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
+"""A step between numbers from 2 to 4, as the largest logits are."""
 
 
 class Range(NamedTuple):
@@ -25,7 +25,7 @@ class Range(NamedTuple):
     preferred: Any
 
 
-def ranges(model: Any, prompt: list[int], tokens: list[int], references: int = 24) -> Range:
+def ranges(model: Any, prompt: list[int], tokens: list[int], dtype: str = "bfloat16", references: int = 24) -> Range:
     """The log-probabilities of an answer's tokens by references in which each module's output is off by up to half a step."""
     import torch
 
@@ -36,7 +36,7 @@ def ranges(model: Any, prompt: list[int], tokens: list[int], references: int = 2
             return output
         noise = torch.rand(output.shape, generator=draw, dtype=output.dtype) * 2 - 1
         noise[0] = 0  # the first reference is exact
-        return output * (1 + HALF_STEP * noise)
+        return output * (1 + HALF_STEPS[dtype] * noise)
 
     leaves = [module for module in model.modules() if not list(module.children())]
     hooks = [module.register_forward_hook(disturb) for module in leaves]
@@ -49,16 +49,16 @@ def ranges(model: Any, prompt: list[int], tokens: list[int], references: int = 2
     chosen = torch.tensor(tokens)
     found = logits.log_softmax(-1).gather(2, chosen.view(1, -1, 1).expand(references, -1, 1)).squeeze(2)
     behind = logits.amax(-1) - logits.gather(2, chosen.view(1, -1, 1).expand(references, -1, 1)).squeeze(2)
-    return Range(found.amin(0), found.amax(0), (behind < TIE).any(0))
+    return Range(found.amin(0), found.amax(0), (behind < TIES[dtype]).any(0))
 
 
-def unexplained(model: Any, asked: list[dict[str, Any]], answers: list[Any]) -> tuple[int, float]:
+def unexplained(model: Any, asked: list[dict[str, Any]], answers: list[Any], dtype: str = "bfloat16") -> tuple[int, float]:
     """Tokens of the answers that are no reference's best, and how far a log-probability is outside of the references' at most."""
     import torch
 
     others, far = 0, 0.0
     for request, (answer, *_) in zip(asked, answers, strict=True):
-        found, own = ranges(model, request["prompt"], answer["tokens"]), torch.tensor(answer["logprobs"])
+        found, own = ranges(model, request["prompt"], answer["tokens"], dtype), torch.tensor(answer["logprobs"])
         others += int((~found.preferred).sum())
         far = max(far, float(torch.maximum(found.low - own, own - found.high).max()))
     return others, far

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from ascend_platform.worker.v2 import inputs
+from ascend_platform.worker.v2.host_inputs import HostInputs
 
 ROWS, WIDTH, VOCABULARY = 8, 96, 40  # requests that there is space for, tokens of one, different tokens
 
@@ -39,6 +40,9 @@ class Batch:
         self.num_tokens = self.starts[-1]
         prefill = [self.computed[row] < self.prefill_len[row] for row in self.rows]
         self.step = inputs.Step(np.array(self.lengths), any(prefill))
+        computed, prefill_len = (np.array(values)[self.rows] for values in (self.computed, self.prefill_len))
+        self.host = HostInputs(np.array(self.rows), np.array(self.lengths), computed, prefill_len)
+        self.step_on_host = inputs.Step(np.array(self.lengths), any(prefill), host=self.host)
         self.last = [rng.randrange(VOCABULARY) for _ in range(ROWS)]
         self.seq_lens = [self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)]
 

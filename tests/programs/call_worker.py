@@ -59,6 +59,7 @@ def main(model: str, directory: Path) -> None:
         if found:
             result["metrics"] = {metric.name.removeprefix("vllm:npu_"): [metric.labels, metric.value] for metric in found}
     result["memory"] = torch.npu.mem_get_info(0)
+    result["expandable"] = [segment["is_expandable"] for segment in torch.npu.memory_snapshot()]
     result["checksums"] = ask("compute_weight_checksums")
     ask("reset_weights")
     result["checksums reset"] = ask("compute_weight_checksums")

@@ -37,6 +37,8 @@ COMMON |= {"enforce_eager": True}  # which counts what a graph would hold
 
 def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     given, layers = case["config"], {"num_hidden_layers": case["layers"]}
+    if "layer_types" in given:
+        layers["layer_types"] = given["layer_types"][: case["layers"]]
     given |= {"text_config": given["text_config"] | layers} if "text_config" in given else layers
     config = AutoConfig.for_model(**given)
     config.save_pretrained(directory)

@@ -45,7 +45,7 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
         current_platform.verify_model_arch(architecture)
         # imported here: vLLM would look at the class in a process of its own
         ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
-        case = layouts.case(kind, path, {}, dtype="float32")
+        case = layouts.case(kind, path, registry.ENGINES.get(kind, {}), dtype="float32")
         os.environ.update(launcher.torchrun_variables(0, 1, launcher.free_port()))
         engine = serve_layout.engine_of_external_launcher(case)
         served = [[each] for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()]
@@ -54,8 +54,13 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
         return {"result": "refused" if OURS.search(message) else "failed", "message": message}
 
     def logprobs(tokens: list[int]) -> Any:
+        more: dict[str, Any] = {}
+        if kind == "hrm_text":  # tokens of the prompt attend to each other in both directions
+            asked = zip(case["prompts"], case["lengths"], strict=True)
+            length = next(len(prompt) for prompt, new in asked if tokens[:-new] == prompt)
+            more["token_type_ids"] = (torch.arange(len(tokens)) < length).long().unsqueeze(0)
         with torch.no_grad():
-            return exact(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+            return exact(torch.tensor([tokens]), **more).logits[0].float().log_softmax(-1)
 
     _, others, most, mean = layouts.distances(logprobs, registry.SIZES["vocab_size"], served)
     found = {"result": "right" if most < BOUND else "wrong", "most": most, "mean": mean, "others": others}

@@ -68,9 +68,10 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     layers = config.compilation_config.static_forward_context.values()
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
     modules = {type(module).__name__ for module in runner.get_model().modules()}
+    rules = {module.rule.__qualname__ for module in runner.get_model().modules() if hasattr(module, "rule")}
     return {
         "results": answers(engine, case),
-        "kinds": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")} | (modules & VISION)),
+        "kinds": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")} | (modules & VISION) | rules),
         "groups": len(runner.kv_cache_config.kv_cache_groups),
         "dtype": str(config.model_config.dtype),
         "graphs": config.compilation_config.cudagraph_mode.name,

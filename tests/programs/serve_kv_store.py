@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import serve_kv_transfer
+from harness.kv.store_faults import outcome_words
 
 if __name__ == "__mp_main__":  # in an instance, and in its engine core
     import harness.engine_imports  # noqa: F401
@@ -41,7 +42,9 @@ def chunks(llm: Any) -> dict[str, int]:
     found = {}
     for metric in llm.get_metrics():
         if metric.name == "vllm:ascend_store_chunks":
-            found[f"{metric.labels['outcome']} ({metric.labels['tier'].removeprefix('ascend_')})"] = int(metric.value)
+            labels = metric.labels
+            words = outcome_words(labels["op"], labels["outcome"], labels["code"])
+            found[f"{words} ({labels['tier'].removeprefix('ascend_')})"] = int(metric.value)
     return found
 
 

@@ -216,6 +216,7 @@ def test_arguments_that_no_caller_of_torch_npu_passes_are_refused():
     assert "dim is -3; allowed: -2 to 1" in calls.workspace("GatherV3", x, -3, index, 0, 0, npu(2, 6))[2]
     assert calls.run("GatherV3", x, -2, index, 0, 0, npu(2, 6)) == (0, "")
     assert "out has shape [4, 2]; it must be [2, 6]" in calls.workspace("GatherV3", x, 0, index, 0, 0, npu(4, 2))[2]
+    assert "out has 6 columns; expected half of x's 6" in calls.workspace("SwiGlu", x, -1, npu(4, 6))[2]
 
 
 def test_number_plus_tensor():

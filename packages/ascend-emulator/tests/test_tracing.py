@@ -155,6 +155,14 @@ torch_npu.npu_fused_infer_attention_score_v2(
     torch.randn(2, 8, 512, **half), latents, latents, query_rope=torch.randn(2, 8, 64, **half), key_rope=ropes,
     actual_seq_qlen=[1, 2], actual_seq_kvlen=[130, 70], block_table=table, block_size=128, num_query_heads=8,
     num_key_value_heads=1, softmax_scale=0.1, input_layout="TND")
+named = torch.full((3, 1, 4), -1, dtype=torch.int32, device="npu")
+named[0, 0, :3] = torch.tensor([1, 129, 7], dtype=torch.int32)
+named[2, 0, :2] = torch.tensor([3, 69], dtype=torch.int32)
+lengths = [torch.tensor(each, dtype=torch.int32, device="npu") for each in ([1, 3], [130, 70])]
+torch_npu.npu_sparse_flash_attention(
+    torch.randn(3, 8, 512, **half), latents.unsqueeze(2), latents.unsqueeze(2), named, 0.1, block_table=table,
+    actual_seq_lengths_query=lengths[0], actual_seq_lengths_kv=lengths[1], query_rope=torch.randn(3, 8, 64, **half),
+    key_rope=ropes.unsqueeze(2), sparse_block_size=1, layout_query="TND", layout_kv="PA_BSND", sparse_mode=3, attention_mode=2)
 torch.nn.functional.embedding(torch.tensor([4, 9], device="npu"), torch.randn(1000, 64, **half))
 counts = torch.tensor([2, 0, 3, 0], device="npu")
 x, weights = torch.randn(5, 64, **half), torch.randn(4, 64, 32, **half)
@@ -173,6 +181,8 @@ torch.npu.synchronize()
     assert attention["flops"] == 4 * 8 * 64 * (130 + 70)
     keys, queries = (512 + 64 + 512) * (130 + 70) * 2, (512 + 64 + 512) * 2 * 8 * 2  # latents are read as keys and as values
     assert keys + queries <= latent["bytes"] < keys + queries + 1000
+    keys, queries = (512 + 64 + 512) * (3 + 2) * 2, (512 + 64 + 512) * 3 * 8 * 2  # the named tokens
+    assert keys + queries <= told["aclnnSparseFlashAttention"]["bytes"] < keys + queries + 1000
     assert told["aclnnEmbedding"]["bytes"] == 2 * 2 * 64 * 2 + 2 * 8
     (product,) = [arguments for name, arguments in told.items() if "GroupedMatmul" in name]
     assert product["flops"] == 2 * 5 * 64 * 32

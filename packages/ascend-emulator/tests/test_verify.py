@@ -14,6 +14,7 @@ import pytest
 import torch
 from ascend_emulator import chips, cli
 from ascend_emulator.verify import command, diff, errors, inputs, markdown, report, tables
+from sanitizers import without_sanitizers
 
 REPORTS = Path(__file__).parents[3] / "reports"
 OWN = REPORTS / "Ascend910B1" / "emulated-torch_npu-2.13.0.json"
@@ -235,6 +236,7 @@ for case in task["cases"]:
 """
 
 
+@without_sanitizers("they handle SIGSEGV")
 def test_cases_that_crash_or_hang_do_not_end_the_run(monkeypatch, tmp_path):
     """With a process in place of the one that uses the NPU, since no case is known to do this."""
     (tmp_path / "worker.py").write_text(WORKER)

@@ -32,7 +32,7 @@ def peer(pipe: Connection) -> None:
 
 
 def run(remote: int, local: int, size: int) -> Any:
-    from ascend_kv_connector.runs import Runs
+    from ascend_platform.transfer.engine import Runs
 
     return Runs([remote], [local], [size])
 
@@ -40,11 +40,11 @@ def run(remote: int, local: int, size: int) -> Any:
 def end(secret: bytes = b"") -> tuple[Any, Any]:
     import ascend_communicator
     import torch
-    from ascend_kv_connector.auth import CurveKeys
-    from ascend_kv_connector.hccl import HcclTransport
+    from ascend_platform.transfer.auth import CurveKeys
+    from ascend_platform.transfer.hccl import HcclEngine
 
     ascend_communicator.register()
-    transport = HcclTransport("127.0.0.1", keys=CurveKeys(secret) if secret else None)
+    transport = HcclEngine("127.0.0.1", keys=CurveKeys(secret) if secret else None)
     buffer = torch.zeros(SIZE, dtype=torch.uint8, device="npu")
     torch.npu.synchronize()
     transport.register(buffer)

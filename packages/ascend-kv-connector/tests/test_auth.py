@@ -7,12 +7,13 @@ from time import monotonic, sleep
 
 import pytest
 import zmq
-from ascend_kv_connector.auth import SECRET_ENV, CurveKeys, is_loopback, read_secret, require_secret
-from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.protocol import Ack, Finish
-from ascend_kv_connector.rpc import RpcClient, RpcServer
+from ascend_kv_connector.auth import SECRET_ENV, read_secret, require_secret
+from ascend_kv_connector.protocol import CODEC, Ack, Finish
 from ascend_kv_connector.transfers import Done
 from ascend_platform import extension
+from ascend_platform.transfer.auth import CurveKeys, is_loopback
+from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.rpc import RpcClient, RpcServer
 
 OURS, OTHERS = CurveKeys(b"sixteen bytes or more"), CurveKeys(b"sixteen bytes, or more")
 
@@ -23,9 +24,9 @@ OURS, OTHERS = CurveKeys(b"sixteen bytes or more"), CurveKeys(b"sixteen bytes, o
 def test_client_with_a_different_secret_is_refused(ours: CurveKeys | None, theirs: CurveKeys | None, pause: float) -> None:
     """Also if the handshake fails before the first query: ZMQ then has no connection, and does not try again."""
     asked = []
-    server = RpcServer(lambda question: asked.append(question) or Ack(), "127.0.0.1", keys=theirs)
+    server = RpcServer(CODEC, lambda question: asked.append(question) or Ack(), "127.0.0.1", keys=theirs)
     context = zmq.Context()
-    client = RpcClient(context, "127.0.0.1", server.port, 30.0, ours)
+    client = RpcClient(CODEC, context, "127.0.0.1", server.port, 30.0, ours)
     sleep(pause)
     began = monotonic()
     try:
@@ -48,14 +49,14 @@ def test_server_takes_the_first_free_port_of_a_range() -> None:
         with pytest.raises(
             extension.RefusedError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*change kv_port, or host or ports"
         ):
-            RpcServer(lambda question: Ack(), "127.0.0.1", port)
-        server = RpcServer(lambda question: Ack(), "127.0.0.1", range(port, min(port + 200, 65536)))
+            RpcServer(CODEC, lambda question: Ack(), "127.0.0.1", port)
+        server = RpcServer(CODEC, lambda question: Ack(), "127.0.0.1", range(port, min(port + 200, 65536)))
         assert port < server.port
         server.close()
 
 
 def test_client_with_only_the_public_keys_is_refused() -> None:
-    server = RpcServer(lambda question: Ack(), "127.0.0.1", keys=OURS)
+    server = RpcServer(CODEC, lambda question: Ack(), "127.0.0.1", keys=OURS)
     context = zmq.Context()
     client = context.socket(zmq.DEALER)
     client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from time import monotonic, sleep
 
 import zmq
-from ascend_kv_connector.buffers import MAX_QUARANTINED
-from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.peer_queues import MAX_IDLE_THREADS
-from ascend_kv_connector.rpc import RpcServer
+from ascend_kv_connector.protocol import CODEC
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed, Source
+from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.memory import MAX_QUARANTINED
+from ascend_platform.transfer.peers import MAX_IDLE_THREADS
+from ascend_platform.transfer.rpc import RpcServer
 
 
 def test_siblings_do_not_return_each_others_buffers(instances: Callable, network: InMemoryNetwork) -> None:
@@ -64,7 +65,7 @@ def test_more_producers_than_a_context_has_sockets(instances: Callable) -> None:
     """Each restart of a prefill instance listens on new ports."""
     producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
     rank = consumer.consumers[0]
-    door = RpcServer(producer.producers[0].answer, "0.0.0.0")
+    door = RpcServer(CODEC, producer.producers[0].answer, "0.0.0.0")
     blocks = consumer.take(4)
     for number in range(400):
         source, held = producer.fill(f"r{number}", 4)

@@ -8,9 +8,10 @@ import numpy
 import pytest
 import torch
 from ascend_kv_connector.protocol import Locate, Refused
-from ascend_kv_connector.runs import Placement, Runs, plan_runs
+from ascend_kv_connector.runs import Placement, plan_runs
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done
+from ascend_platform.transfer.engine import Runs
 
 COPIES = {
     "same": ({}, {}, 0, 0),

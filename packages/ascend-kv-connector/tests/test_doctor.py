@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from ascend_kv_connector import doctor
-from ascend_kv_connector.auth import CurveKeys
+from ascend_platform.transfer.auth import CurveKeys
 
 
 @pytest.fixture(autouse=True)

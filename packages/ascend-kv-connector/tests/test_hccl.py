@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ascend_kv_connector import hccl, transport
 from ascend_platform import extension
 from ascend_platform.components import slots
+from ascend_platform.transfer import engine, hccl
 from harness import npus
 
 
@@ -37,5 +37,5 @@ def test_reads_succeed_and_failures_are_bounded_in_time() -> None:
 def test_hccl_is_refused_without_ascend_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "_offers", {})
     with pytest.raises(extension.RefusedError, match=r"fix: pip install ascend-communicator, and add ascend_communicator to"):
-        transport.check("hccl")
-    assert hccl.HcclTransport.on_device
+        engine.check("hccl", "transport")
+    assert hccl.HcclEngine.on_device

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import zmq
 from aiohttp import web
-from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import Leases, PrefillProgress
 from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.prefill_notifier import PrefillNotifier
 from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done
+from ascend_platform.transfer.errors import TransferError
 from harness.kv.prompts import LAYERS, Prompt, wait_for
 
 

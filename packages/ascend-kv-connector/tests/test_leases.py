@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ascend_kv_connector.buffers import Owner, SendBuffers
-from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import MAX_READERS, Leases, NotReadyError, PrefillProgress
 from ascend_kv_connector.protocol import Ack, Fetch, Refused
-from ascend_kv_connector.query_queue import Asked, BusyError, QueryQueue
+from ascend_kv_connector.send_buffers import Owner, SendBuffers
+from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.query_queue import Asked, BusyError, QueryQueue
 
 
 class Clock:

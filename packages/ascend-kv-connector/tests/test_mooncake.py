@@ -10,20 +10,20 @@ from multiprocessing.connection import Connection
 
 import pytest
 import torch
-from ascend_kv_connector.errors import TransferError
-from ascend_kv_connector.runs import Runs
 from ascend_kv_connector.transfers import Done
+from ascend_platform.transfer.engine import Runs
+from ascend_platform.transfer.errors import TransferError
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
 
-from ascend_kv_connector.mooncake import MooncakeTransport
+from ascend_platform.transfer.mooncake import MooncakeEngine
 
 
 class Loopback:
     """Network of the Instance class: Mooncake transports on 127.0.0.1."""
 
-    def make_transport(self) -> MooncakeTransport:
-        return MooncakeTransport("127.0.0.1", "tcp")
+    def make_transport(self) -> MooncakeEngine:
+        return MooncakeEngine("127.0.0.1", "tcp")
 
 
 @pytest.mark.parametrize(("one", "other"), [({}, {}), ({"tp": 2}, {}), ({}, {"tp": 2})], ids=["1 to 1", "2 to 1", "1 to 2"])
@@ -47,19 +47,36 @@ def test_tokens_are_transferred(one: dict, other: dict, instances: Callable) -> 
 
 
 def serve(pipe: Connection) -> None:
-    transport = MooncakeTransport("127.0.0.1", "tcp")
+    transport = MooncakeEngine("127.0.0.1", "tcp")
     buffer = torch.arange(1 << 20, dtype=torch.int32).view(torch.uint8)
     transport.register(buffer)
     pipe.send((transport.session, buffer.data_ptr()))
     pipe.recv()
 
 
+def test_process_has_one_engine_and_memory_has_several_users() -> None:
+    one, other = (MooncakeEngine("127.0.0.1", "tcp") for _ in range(2))
+    assert one.session == other.session
+    sent, received = torch.arange(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    runs = Runs([sent.data_ptr()], [received.data_ptr()], [len(sent)])
+    for engine in (one, other):
+        engine.register(sent)
+        engine.register(received)
+    one.close()
+    other.read(one.session, runs, 10)
+    assert torch.equal(sent, received)
+    other.close()
+    again = MooncakeEngine("127.0.0.1", "tcp")
+    again.register(sent)  # Mooncake refuses what is registered
+    again.close()
+
+
 IPV6 = """
 import torch
-from ascend_kv_connector.mooncake import MooncakeTransport
-from ascend_kv_connector.runs import Runs
+from ascend_platform.transfer.mooncake import MooncakeEngine
+from ascend_platform.transfer.engine import Runs
 
-one, other = (MooncakeTransport("::1", "tcp", None, range(20000, 20300)) for _ in range(2))
+one, other = (MooncakeEngine("::1", "tcp", None, range(20000, 20300)) for _ in range(2))
 sent, received = torch.arange(1 << 16, dtype=torch.int32), torch.zeros(1 << 16, dtype=torch.int32)
 for transport, buffer in ((one, sent), (other, received)):
     transport.register(buffer.view(torch.uint8))
@@ -81,9 +98,9 @@ def test_killed_peer_is_an_error() -> None:
     process = context.Process(target=serve, args=(theirs,))
     process.start()
     try:
-        assert ours.poll(60)
+        assert ours.poll(240)
         session, address = ours.recv()
-        transport = MooncakeTransport("127.0.0.1", "tcp")
+        transport = MooncakeEngine("127.0.0.1", "tcp")
         buffer = torch.zeros(4 << 20, dtype=torch.uint8)
         transport.register(buffer)
         transport.read(session, Runs([address], [buffer.data_ptr()], [buffer.numel()]), 10)

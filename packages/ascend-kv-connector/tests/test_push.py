@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.protocol import Push, Refused
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done
+from ascend_platform.transfer.errors import TransferError
 from harness.kv.prompts import LAYERS, Prompt, wait_for
 
 LAYOUTS: dict[str, tuple[dict, dict]] = {

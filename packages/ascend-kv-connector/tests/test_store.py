@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
@@ -24,6 +25,7 @@ from ascend_platform.extension import RefusedError
 from harness.kv import store_faults
 from harness.kv.store_engines import Suite
 from safetensors.torch import save_file
+from vllm.config import KVEventsConfig
 
 CHUNK = 12288
 """Bytes of a block of the suite, all layers."""
@@ -112,6 +114,52 @@ def test_temporary_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
     assert [file.exists() for file in (old, young, chunk)] == [False, True, True]
 
 
+def test_disk_keeps_to_its_quota_and_removes_what_was_not_used_for_longest(tmp_path: Path) -> None:
+    size, count = 1 << 20, 10
+    pool = DiskPool(str(tmp_path), quota=count * size)
+    buffer = pool.buffer(size)
+    names = [f"space/{number:08x}" for number in range(count + 2)]
+    assert pool.put(names[:count], [buffer] * count) == ["stored"] * count
+    for age, name in enumerate(names[:count]):
+        os.utime(pool._path(name), (1e9 - age, 1e9 - age))  # the last one is the oldest
+    assert pool.get([names[count - 1]], [buffer]) == ["loaded"]  # and is used
+    pool.put(names[count:], [buffer] * 2)
+    until = monotonic() + 60
+    while sum(pool.exists(names)) > count and monotonic() < until:
+        sleep(0.01)
+    there = pool.exists(names)
+    assert there[count - 1 :] == [True] * 3
+    assert there[: count - 1] == sorted(there[: count - 1], reverse=True)
+    assert 0.8 * count <= sum(there) <= count
+    pool.close()
+
+
+def test_stored_and_corrupt_chunks_are_events_for_routers(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    (name, prompt), *_ = LONG.items()
+
+    def events(made: Engine) -> list[Any]:
+        return list(made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0].take_events())
+
+    announced = {"extra": {"enable_kv_events": True}, "kv_events_config": KVEventsConfig(True, "null")}
+    one = engine(**announced)
+    serve(one, {name: prompt}, "first")
+    stored = events(one)
+    assert {(event.medium.name, event.locality.name, event.ownership, event.removed) for event in stored} == {
+        ("STORAGE", "REMOTE", "ascend_disk", False)
+    }
+    keys = [key for event in stored for key in event.keys]
+    assert len(keys) == len(set(keys)) == len(list(tmp_path.glob("pool/*/*/*.kv")))
+    one.close()
+    for file in tmp_path.glob("pool/*/*/*.kv"):
+        file.write_bytes(file.read_bytes()[:-5000])
+    other = engine(**announced)
+    serve(other, {name: prompt}, "second")
+    assert {event.removed for event in events(other)} == {True, False}  # removed, and stored again
+    silent = engine(kv_events_config=announced["kv_events_config"])
+    serve(silent, LONG, "third")
+    assert events(silent) == []
+
+
 def test_roles(engine: Callable[..., Engine]) -> None:
     serve(engine(kv_role="kv_consumer"), LONG, "consumer first")
     assert not any(serve(engine(extra={"enable_lookup": False}), LONG, "does not look").values())  # the consumer stored nothing
@@ -155,12 +203,12 @@ def test_full_disk_is_tolerated(engine: Callable[..., Engine], monkeypatch: pyte
     made = engine()
     serve(made, LONG, "first")
     counts = outcomes(made)
-    assert counts["full, not stored"] > 0
-    assert "stored" not in counts
+    assert counts["store", "full", ""] > 0
+    assert ("store", "stored", "") not in counts
     assert not any(serve(engine(), LONG, "again").values())
 
 
-def outcomes(engine: Engine) -> dict[str, int]:
+def outcomes(engine: Engine) -> dict[tuple[str, str, str], int]:
     tier = engine.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
     return tier.seen
 
@@ -172,9 +220,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     count = PoolTier._count
 
-    def watch(tier: Any, outcome: str, number: int = 1) -> None:
-        count(tier, outcome, number)
-        tier.seen = {**getattr(tier, "seen", {}), outcome: getattr(tier, "seen", {}).get(outcome, 0) + number}
+    def watch(tier: Any, op: str, outcome: str, code: str = "", number: int = 1) -> None:
+        count(tier, op, outcome, code, number)
+        tier.__dict__.setdefault("seen", Counter())[op, outcome, code] += number
 
     monkeypatch.setattr(PoolTier, "_count", watch)
 
@@ -195,9 +243,10 @@ def test_every_outcome_is_counted(engine: Callable[..., Engine]) -> None:
     while made.scheduler.has_unfinished_requests() or made.scheduler.connector.has_pending_push_work():
         made.step()
         if stats := made.scheduler.connector.get_kv_connector_stats():
-            for (tier, outcome), count in stats.data["data"].get(CHUNKS_METRIC, {}).items():
-                counted[tier, outcome] = counted.get((tier, outcome), 0) + count
-    assert set(counted) <= {("ascend_disk", outcome) for outcome in ("stored", "present", "not found")}
+            for labels, count in stats.data["data"].get(CHUNKS_METRIC, {}).items():
+                counted[labels] = counted.get(labels, 0) + count
+    known = {("store", "stored"), ("store", "present"), ("lookup", "missing")}
+    assert set(counted) <= {("ascend_disk", *each, "") for each in known}
     assert CHUNKS_METRIC in type(
         made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
     ).build_metric_definitions({})
@@ -301,6 +350,7 @@ def test_unshareable_configurations_are_refused(monkeypatch: pytest.MonkeyPatch,
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(nnodes_within_dp=1),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="xxhash"),
+        kv_events_config=None,
     )
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
@@ -309,6 +359,8 @@ def test_unshareable_configurations_are_refused(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     with pytest.raises(RefusedError, match="set MOONCAKE_CONFIG_PATH"):
         StoreOptions.from_config({}).check(config)
+    with pytest.raises(RefusedError, match="enable_kv_events needs --kv-events-config"):
+        StoreOptions.from_config({"backend": [], "enable_kv_events": True}).check(config)
     with pytest.raises(RefusedError, match=r"/dev/shm has \d+ bytes left"):
         StoreOptions.from_config({"backend": [], "cpu_bytes_to_use": 1 << 50}).check(config)
     config.parallel_config.nnodes_within_dp = 2
@@ -337,7 +389,7 @@ def test_mooncake_reports_an_outcome_per_chunk(one_rank: None) -> None:  # noqa:
         assert pool.exists(["m/a"]) == [False]
         assert "full" in pool.put([f"m/{number}" for number in range(40)], [one] * 40)
         processes.signal("owner", signal.SIGKILL)
-        assert pool.put(["m/d"], [one]) in (["full"], ["failed (-800)"])
+        assert pool.put(["m/d"], [one]) in (["full"], ["failed -800"])
         processes.signal("master", signal.SIGKILL)
         with pytest.raises(PoolError, match="the master does not respond"):
             pool.exists(["m/a"])

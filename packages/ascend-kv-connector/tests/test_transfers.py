@@ -7,12 +7,12 @@ from time import monotonic, sleep
 import pytest
 import torch
 import zmq
-from ascend_kv_connector.buffers import allocate_buffer
 from ascend_kv_connector.paged_cache import Heads, plan_fetches
-from ascend_kv_connector.protocol import VERSION, Fetch, Handshake, Refused, decode_reply
+from ascend_kv_connector.protocol import CODEC, VERSION, Fetch, Handshake, Refused
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed, Source
 from ascend_kv_connector.worker import P2PWorker
+from ascend_platform.transfer.memory import allocate_buffer
 
 LATENT = {"sizes": {"latent": 512, "rope": 64}, "total_heads": 1, "chunk_bytes": 9000}
 """Multi-head latent attention: all tensor-parallel ranks have the same cache."""
@@ -477,7 +477,7 @@ def test_malformed_messages_are_refused(instances: Callable) -> None:
         socket.send_multipart([draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 5))])
     socket.send_multipart([b"1", b"\x81\xa4type\xa5Hello"])
     assert socket.poll(2000)
-    assert isinstance(decode_reply(socket.recv_multipart()[-1]), Refused)
+    assert isinstance(CODEC.decode_reply(socket.recv_multipart()[-1]), Refused)
     context.destroy(linger=0)
     source, _ = producer.fill("r", 8)
     consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)

@@ -37,13 +37,13 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"peers": ["a:0"]}, "peers has 'a:0'; it must be host:port"),
         (
             {"serve_weights": True},
-            "needs a secret of at least 16 bytes and VLLM_ASCEND_WEIGHTS_SECRET has 0; set secret_file or",
+            "needs a secret of at least 16 bytes; set secret_file or VLLM_ASCEND_WEIGHTS_SECRET",
         ),
         ({"peers": ["a:1"]}, "needs a secret of at least 16 bytes"),
         ({"registry": "/somewhere"}, "needs a secret of at least 16 bytes"),
         (
             {"peers": ["a:1"], "secret_file": "/nowhere"},
-            "names a secret_file that cannot be read: No such file or directory: /nowhere",
+            "secret_file /nowhere cannot be read: No such file or directory",
         ),
     ],
 )
@@ -68,7 +68,7 @@ def test_secret_file_takes_precedence_over_environment(tmp_path: Path, monkeypat
     )
     assert options.read_secret(options.parse_options({"serve_weights": True})) == b"of the variable, 16 bytes"
     path.write_text("too short")
-    with pytest.raises(extension.RefusedError, match=f"16 bytes and secret_file {path} has 9"):
+    with pytest.raises(extension.RefusedError, match=f"secret_file {path} has a secret of 9 bytes; it needs at least 16"):
         options.parse_options({"secret_file": str(path), "serve_weights": True})
 
 

@@ -155,15 +155,51 @@ def test_connection_limit_and_transfer_over_fewer_connections(serving: Any) -> N
     assert as_bytes(into) == as_bytes(weights())
     begin = time.monotonic()
     while len(idle) < 2 and time.monotonic() < begin + 30:  # until the server has noticed the end of that transfer
-        channel = peer.connect(address, Options(), SECRET, until)
-        channel.send(wire.GetManifest())
         with contextlib.suppress(PeerError):
-            channel.receive(wire.Manifest, max_size=wire.MAX_MANIFEST_BYTES)
-            idle.append(channel)
+            idle.append(peer.connect(address, Options(), SECRET, until))
     with pytest.raises(PeerError, match=r"^the peer refused: all 2 connections are in use$"):
         served.fetch(into)
     for each in idle:
         each.close()
+
+
+def test_refused_extra_connections_do_not_end_a_transfer(serving: Any) -> None:
+    tensors = {"weight": torch.arange(25 << 19, dtype=torch.int64)}  # 25 chunks: too many for one connection's requests
+    served, into = (
+        serving(tensors, max_connections=1, max_bytes_per_second=400e6),
+        {"weight": torch.zeros(25 << 19, dtype=torch.int64)},
+    )
+    served.fetch(into, connections=4, timeout=60.0, deadline=200.0)
+    assert torch.equal(into["weight"], tensors["weight"])
+
+
+def test_client_of_a_busy_peer_waits_and_finds_the_next_one(serving: Any) -> None:
+    """Another engine has loaded the weights meanwhile, and serves them."""
+    root = serving(max_connections=1, timeout=300.0, deadline=300.0)
+    idle = peer.connect(("127.0.0.1", root.server.port), Options(), SECRET, time.monotonic() + 300)
+    found = [[("127.0.0.1", root.server.port)]]
+
+    def find() -> list[tuple[str, int]]:
+        if len(found) == 3:
+            found.append([("127.0.0.1", serving().server.port), *found[0]])
+        else:
+            found.append(found[0])
+        return found[-1]
+
+    into, given = room(), Options(timeout=60, deadline=200)
+    _, address = peer.fetch_from_first(find, into, IDENTITY, given, SECRET, torch.device("cpu"), Report())
+    assert as_bytes(into) == as_bytes(weights())
+    assert (address, len(found)) == (found[-1][0], 4)
+    with pytest.raises(PeerError, match=r"^127\.0\.0\.1:\d+: the peer refused: all 1 connections are in use$"):
+        peer.fetch_from_first(lambda: found[0], into, IDENTITY, Options(busy_timeout=0.1), SECRET, torch.device("cpu"), Report())
+    idle.close()
+
+
+def test_slow_peer_is_left(serving: Any) -> None:
+    slow = serving(max_bytes_per_second=1e6, timeout=300.0, deadline=300.0)
+    given = Options(timeout=5, deadline=300, min_bytes_per_second=20e6, connections=1)
+    with pytest.raises(PeerError, match=r"^it sends [\d.]+ MB/s, less than min_bytes_per_second, 20 MB/s$"):
+        peer.fetch(("127.0.0.1", slow.server.port), room(), IDENTITY, given, SECRET, torch.device("cpu"), Report())
 
 
 def test_clients_without_the_secret_do_not_keep_others_out(serving: Any) -> None:
@@ -197,7 +233,7 @@ def test_deadline_is_for_all_peers_together() -> None:
     given = Options(timeout=1.0, deadline=2.5)
     began = time.monotonic()
     with pytest.raises(PeerError, match=r"sent nothing for 1 s, .*the deadline of 2\.5 s has passed, and further peers were not"):
-        peer.fetch_from_first(addresses, room(), IDENTITY, given, SECRET, torch.device("cpu"), Report())
+        peer.fetch_from_first(lambda: addresses, room(), IDENTITY, given, SECRET, torch.device("cpu"), Report())
     assert time.monotonic() - began < 6
     for each in silent:
         each.close()

@@ -6,7 +6,7 @@ import ascend_platform.ops.fused_moe as moe
 import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.router import fused_topk_router, grouped_topk_router
+from vllm.model_executor.layers.fused_moe.router import fused_topk_router, grouped_topk_router, zero_expert_router
 
 TOKENS, EXPERTS, HIDDEN, INNER = 33, 16, 64, 32
 
@@ -44,6 +44,29 @@ def test_fused_topk(scoring, renormalize, dtype):
     x = torch.empty(TOKENS, HIDDEN, dtype=dtype, device="npu")
     weights, ids, _ = fused_topk_router.fused_topk(x, logits.npu(), 3, renormalize, scoring_func=scoring)
     torch.testing.assert_close(spread(weights, ids), chosen(logits, 3, scoring, renormalize), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_without_weights_are_identities(dtype):
+    """LongCat routes over experts with weights and, after them, identities, whose share of the output the router computes.
+
+    In a graph, where nothing may wait for the device.
+    """
+    logits, bias, real = drawn(TOKENS, EXPERTS), drawn(EXPERTS, seed=1) * 0.1, EXPERTS - 6
+    x = drawn(TOKENS, HIDDEN, seed=2).to(dtype)
+    router = zero_expert_router.ZeroExpertRouter(3, EXPERTS, bias.npu(), real, "identity", routed_scaling_factor=2.5)
+    given, graph = (x.npu(), logits.npu(), torch.int32), torch.npu.NPUGraph()
+    router._compute_routing(*given)
+    with torch.npu.graph(graph):
+        weights, ids = router._compute_routing(*given)
+    graph.replay()
+    expected = chosen(logits, 3, "softmax", False, bias, 2.5)
+    assert (expected[:, real:] > 0).any()
+    shares = expected[:, real:].sum(-1, keepdim=True)
+    torch.testing.assert_close(router.zero_expert_output.cpu(), (x.double() * shares).to(dtype), rtol=1e-2, atol=1e-5)
+    expected[:, real:] = 0
+    kept = torch.zeros_like(expected).scatter_add_(1, ids.cpu().long(), weights.cpu().double())
+    torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.5])

@@ -63,6 +63,8 @@ CONFIGS = {
         vocab_size=102400,
     ),
     "opt": transformers.OPTConfig(hidden_size=512, ffn_dim=2048, num_hidden_layers=4, num_attention_heads=8),
+    "Qwen3-Next": transformers.Qwen3NextConfig(),
+    "Qwen3.5": transformers.Qwen3_5TextConfig(),
 }
 
 
@@ -143,6 +145,17 @@ def test_kv_cache_capacity_by_hand():
     assert one.kv_tokens == int(cache / (36 * 2 * 8 * 128 * 2))
     half = estimate.estimate(sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load(kv_bytes=1))
     assert half.kv_tokens == pytest.approx(2 * one.kv_tokens, abs=2)
+
+
+def test_states_have_blocks_as_long_as_attention_has():
+    """Qwen3-Next: 36 states of 32 heads in 1 MiB, and blocks of 1024 tokens, whose keys are as large; with TP4 512 tokens."""
+    sizes = sizes_of(CONFIGS["Qwen3-Next"])
+    assert (sizes.linear, sizes.state) == (36, 2**20)
+    for ranks, tokens in ((1, 1024), (2, 1024), (4, 512)):
+        of_rank = estimate._Calculation(sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(ranks, 1, 1), estimate.Load())
+        block = tokens * 2 * 256 * max(2 // ranks, 1) * 2
+        assert of_rank.kv(1) == of_rank.kv(tokens) == 48 * block
+        assert of_rank.kv(tokens + 1) == 60 * block
 
 
 def test_bytes_sent_by_hand():
@@ -251,8 +264,8 @@ def test_other_reports_are_refused_in_one_line(saved, capsys, tmp_path, given, s
 
 
 def test_unsupported_models_are_refused():
-    with pytest.raises(ValueError, match="linear_attention are not supported"):
-        sizes_of(transformers.Qwen3NextConfig())
+    with pytest.raises(ValueError, match="conv are not supported"):
+        model.from_config(CONFIGS["Qwen3-8B"].to_dict() | {"layer_types": ["conv", "full_attention"]})
     with pytest.raises(ValueError, match="an encoder are not supported"):
         sizes_of(transformers.T5Config())
 

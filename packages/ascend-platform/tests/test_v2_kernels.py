@@ -15,15 +15,16 @@ from vllm import __version__ as vllm_version
 BATCHES = [(seed, decode, empty) for seed in range(8) for decode, empty in ((False, False), (False, True), (True, False))]
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
-def test_inputs_of_a_step(seed: int, decode: bool, empty: bool) -> None:
+def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -> None:
     batch = Batch(seed, decode, empty)
     input_ids, positions = device([-7] * 200), device([-7] * 200, torch.int64)
     seq_lens, following = device([9] * ROWS), device([[0] * ROWS])
     idx_mapping, starts = device(batch.rows, torch.int64), batch.query_start_loc()
     prefill_len, computed = device(batch.prefill_len), device(batch.computed)
     count = len(batch.rows)
-    with inputs.preparing(batch.step):
+    with inputs.preparing(batch.step_on_host if on_host else batch.step):
         if batch.step.has_prefill:
             inputs.prepare_prefill_inputs(input_ids, following, idx_mapping, starts, device(batch.tokens), prefill_len, computed)
         inputs.prepare_pos_seq_lens(idx_mapping, starts, computed, positions, seq_lens)
@@ -45,13 +46,26 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool) -> None:
     assert positions.tolist() == places
     assert seq_lens.tolist() == batch.seq_lens + [0] * (ROWS - count)
     if last is not None:
-        assert last.tolist() == [end - 1 for end in batch.starts[1:]]
+        assert torch.arange(200, device="npu")[last].tolist() == [end - 1 for end in batch.starts[1:]]
         assert input_ids.tolist() == expected
 
 
 def test_inputs_are_prepared_within_a_step_alone() -> None:
     with pytest.raises(AssertionError, match="prepare_inputs alone"):
         inputs.prepare_pos_seq_lens(device([0]), device([0, 1]), device([0]), device([0]), device([0]))
+
+
+def test_constants_are_shared_while_inputs_are_prepared_alone() -> None:
+    batch = Batch(0)
+    asked = {"dtype": torch.int32, "device": torch.device("npu", 0)}
+    with inputs.preparing(batch.step):
+        batch.step.are_constants_shared = True
+        for made, values in ((inputs.arange, [0, 1, 2, 3]), (inputs.zeros, [0] * 4)):
+            first, second = made(4, **asked), made(4, **asked)
+            assert (first.data_ptr(), first.tolist(), first.dtype) == (second.data_ptr(), values, torch.int32)
+            assert made(4, dtype=torch.int64, device="npu").dtype is torch.int64
+    kept, own = inputs.zeros(4, **asked), inputs.zeros(4, **asked)
+    assert kept.data_ptr() != own.data_ptr()
 
 
 @pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
@@ -61,10 +75,10 @@ def test_sampled_and_rejected(seed: int, decode: bool, empty: bool) -> None:
     logits = [rng.randint(1, 4) for _ in batch.rows]
     sampled = [rng.randint(1, each) for each in logits]
     cumulative = [sum(logits[:number]) for number in range(count + 1)]
-    num_sampled, num_rejected = device(sampled), device([-7] * count)
+    num_sampled = device(sampled)
     lens = device(batch.seq_lens + [0] * (ROWS - count))
     arguments = (lens, device(cumulative), device(batch.rows, torch.int64), device(batch.prefill_len))
-    inputs.count_sampled_and_rejected(num_sampled, num_rejected, *arguments)
+    num_sampled, num_rejected = inputs.get_num_sampled_and_rejected(num_sampled, *arguments)
     more = [batch.seq_lens[number] < batch.prefill_len[row] for number, row in enumerate(batch.rows)]
     assert num_sampled.tolist() == [0 if has else each for has, each in zip(more, sampled, strict=True)]
     wanted = [0 if has else n - each for has, n, each in zip(more, logits, sampled, strict=True)]
@@ -108,6 +122,29 @@ def test_post_update(seed: int, lengths: bool, decode: bool, counts: bool) -> No
     assert binned.tolist() == bins
 
 
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
+def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, empty: bool, counts: bool) -> None:
+    batch, rng = Batch(seed, decode, empty), random.Random(seed)
+    count, mapping = len(batch.rows), device(batch.rows, torch.int64)
+    tokens = device([[rng.randrange(VOCABULARY)] for _ in batch.rows], torch.int64)
+    lens = device(batch.seq_lens + [0] * (ROWS - count))
+    given = lens, device(list(range(count + 1))), mapping, device(batch.prefill_len)
+    found = []
+    for step in (batch.step, batch.step_on_host):
+        sampled, table, counters = device([1] * count), device(batch.tokens), device([batch.computed, batch.total])
+        computed, total = batch.host.counters = counters
+        last, bins = device([[token] for token in batch.last], torch.int64), device([[0] * VOCABULARY] * ROWS)
+        with inputs.preparing(step):
+            sampled, rejected = inputs.get_num_sampled_and_rejected(sampled, *given)
+            inputs.post_update(
+                mapping, computed, last, bins if counts else None, VOCABULARY, tokens, 1, sampled, rejected,
+                batch.query_start_loc(), table, WIDTH, total, None, None, 0, num_warps=1,
+            )  # fmt: skip
+        found.append([each.tolist() for each in (sampled, rejected, computed, last, total, table, bins)])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_post_update_without_sampling(seed: int) -> None:
     batch = Batch(seed, empty=True)
@@ -118,14 +155,15 @@ def test_post_update_without_sampling(seed: int) -> None:
     assert computed.tolist() == batch.computed
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
-def test_positions_of_multimodal_rotary_tables(seed: int, decode: bool, empty: bool) -> None:
+def test_positions_of_multimodal_rotary_tables(seed: int, decode: bool, empty: bool, on_host: bool) -> None:
     batch, dimensions = Batch(seed, decode, empty), 3
     rng = random.Random(seed)
     given = [[rng.randrange(99) for _ in range(WIDTH)] for _ in range(ROWS * dimensions)]
     deltas = [rng.randrange(-9, 9) for _ in range(ROWS)]
     positions = device([[-7] * 200] * dimensions, torch.int64)
-    with inputs.preparing(batch.step):
+    with inputs.preparing(batch.step_on_host if on_host else batch.step):
         inputs.prepare_rope_positions(
             positions, 200, device(given), dimensions * WIDTH, WIDTH, device(deltas), device(batch.rows, torch.int64),
             batch.query_start_loc(), device(batch.prefill_len), device(batch.computed), BLOCK_SIZE=1024, NUM_DIMS=dimensions,
@@ -236,5 +274,7 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
     slots = tables.compute_slot_mappings(mapping, batch.query_start_loc(), positions, count + 3, num_tokens=count)
     wanted = [blocks[row][place // size] * size + place % size for row, place in zip(owners, places, strict=True)]
     assert slots[0, :count].tolist() == wanted
+    on_device = slots.tolist()
+    assert tables.compute_slot_mappings(mapping, device([]), positions, count + 3, host=batch.host).tolist() == on_device
     assert all(0 <= slot < size for slot in slots[0, count:].tolist())  # of the null block
     assert all(0 <= slot < size for slot in tables.get_dummy_slot_mappings(9)[0].tolist())

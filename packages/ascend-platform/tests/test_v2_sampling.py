@@ -31,6 +31,13 @@ def test_log_probabilities_and_ranks(seed: int) -> None:
     assert ranks.tolist() == [sum(float(each) >= chosen[row] for each in logits[row]) for row in range(5)]
 
 
+def test_logits_that_are_no_numbers_are_counted() -> None:
+    logits = torch.zeros(3, VOCABULARY)
+    logits[1, 2:5] = logits[2, 0] = torch.nan
+    logits[0, 0] = torch.inf
+    assert sampling.get_num_nans(logits.bfloat16().npu()).tolist() == [0, 3, 1]
+
+
 @pytest.mark.parametrize(("seed", "empty"), [(seed, empty) for seed in range(4) for empty in (False, True)])
 def test_tokens_of_prompts_to_score(seed: int, empty: bool) -> None:
     batch = Batch(seed, empty=empty)

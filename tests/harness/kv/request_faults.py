@@ -21,9 +21,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector import transfers, transport, worker
-from ascend_kv_connector.errors import TransferError
+from ascend_kv_connector import transfers, worker
 from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork, InMemoryTransport
+from ascend_platform.transfer import engine
+from ascend_platform.transfer.errors import TransferError
 
 NETWORK = InMemoryNetwork()
 
@@ -63,7 +64,7 @@ def check() -> None:
 
 
 class MemoryTransport(InMemoryTransport):
-    def __init__(self, host: str, protocol: str, keys: Any = None, ports: Any = None) -> None:
+    def __init__(self, host: str, protocol: str, keys: Any = None, ports: Any = None, timeout: float = 0.0) -> None:
         made = NETWORK.make_transport()
         super().__init__(NETWORK, made.session)
         NETWORK.transports[self.session] = self
@@ -86,13 +87,13 @@ def host_memory() -> Iterator[None]:
     places += [(transfers, "QUARANTINE_SECONDS", QUARANTINE)]  # of writes that a killed instance does not confirm to have stopped
     places += [(TransferError.__init__, "__defaults__", ("", QUARANTINE))]
     before = [(module, name, getattr(module, name)) for module, name, _ in places]
-    transport.TRANSPORTS["memory"] = f"{__name__}.MemoryTransport"
+    engine.ENGINES["memory"] = f"{__name__}.MemoryTransport"
     try:
         for module, name, value in places:
             setattr(module, name, value)
         yield
     finally:
-        del transport.TRANSPORTS["memory"]
+        del engine.ENGINES["memory"]
         for module, name, value in before:
             setattr(module, name, value)
 

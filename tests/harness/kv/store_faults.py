@@ -42,6 +42,12 @@ TRANSFER_CONFIG = {
 """Host memory for 40 blocks of the suite's, so that most of what comes again comes from the pool."""
 
 
+def outcome_words(op: str, outcome: str, code: str) -> str:
+    """Labels of the metric of chunks, in short."""
+    words = outcome if outcome in ("found", "present", "stored", "loaded") else f"{op} {outcome}"
+    return f"{words} ({code})" if code else words
+
+
 @dataclass
 class PoolFaults(Faults):
     """More faults. cut: truncated data; lost: a chunk is listed but missing; full: no space for a chunk."""
@@ -142,9 +148,9 @@ class FaultyTier(PoolTier):
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **more: Any) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, POOL, **more)
 
-    def _count(self, outcome: str, number: int = 1) -> None:
-        super()._count(outcome, number)
-        POOL.outcomes[outcome] += number
+    def _count(self, op: str, outcome: str, code: str = "", number: int = 1) -> None:
+        super()._count(op, outcome, code, number)
+        POOL.outcomes[outcome_words(op, outcome, code)] += number
 
 
 @dataclass

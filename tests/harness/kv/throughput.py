@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.runs import Runs
+from ascend_platform.transfer.engine import Runs
 
 REQUESTS, TOKENS, LAYERS, HEADS, SIZE = 4, 1024, 16, 8, 128
 LANES = 2
@@ -27,9 +27,9 @@ class Loopback:
     """A network of Mooncake transports over loopback."""
 
     def make_transport(self) -> Any:
-        from ascend_kv_connector.mooncake import MooncakeTransport
+        from ascend_platform.transfer.mooncake import MooncakeEngine
 
-        return MooncakeTransport("127.0.0.1", "tcp")
+        return MooncakeEngine("127.0.0.1", "tcp")
 
 
 def instance(name: str, device: str, exposed: bool) -> Any:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import PrefillProgress
 from ascend_kv_connector.protocol import PrefillStarted
 from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed
+from ascend_platform.transfer.errors import TransferError
 
 TIMEOUT = 1.0
 LATE = 0.5

@@ -46,7 +46,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next, gated delta net": (
         "Qwen3Next",
         {"num_hidden_layers": 4, "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}
-        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
     ),
     "falcon-h1, mamba 2": ("FalconH1", {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_d_ssm": 256}),
@@ -71,6 +71,8 @@ def decoder(path: Path, name: str) -> None:
     for key, weight in model.named_parameters():
         if key.endswith("sinks"):
             torch.nn.init.normal_(weight, mean=1.0)
+        if key.endswith("A_log") and ".0." not in key:  # decays of the first layer alone are below -1
+            torch.nn.init.uniform_(weight, -4, -2)
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.05)
@@ -216,3 +218,16 @@ def prompts() -> tuple[list[list[int]], list[int]]:
     """Prompts of 1 to 400 tokens, long enough that blocks leave the sliding window, and the tokens to generate for each."""
     draw = random.Random(9)
     return [[draw.randrange(3, 500) for _ in range(n)] for n in (1, 400, 7, 33, 290, 5)], [6, 12, 8, 3, 5, 7]
+
+
+def batch() -> tuple[list[list[int]], list[int]]:
+    """A batch of 32 prompts of 1 to 600 tokens, some of which begin as others do, and the tokens to generate for each."""
+    draw = random.Random(10)
+    common = [draw.randrange(3, 500) for _ in range(300)]
+    lengths = [1, 600, 2, 599, 128, 129, 256, 300, *(draw.randrange(1, 600) for _ in range(24))]
+    own = [[draw.randrange(3, 500) for _ in range(n)] for n in lengths]
+    shared = [
+        common[: min(n, 300)] + prompt[300:] if i % 3 == 0 else prompt
+        for i, (n, prompt) in enumerate(zip(lengths, own, strict=True))
+    ]
+    return shared, [draw.randrange(1, 12) for _ in lengths]

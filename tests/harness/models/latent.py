@@ -47,6 +47,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "qk_nope_head_dim": 192, "v_head_dim": 256}
         | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
+    "glm-4.7-flash, 20 heads": (
+        "Glm4MoeLite",
+        ALL
+        | BIASED
+        | {"q_lora_rank": 96, "num_attention_heads": 20, "num_key_value_heads": 20, "qk_nope_head_dim": 192, "v_head_dim": 256}
+        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
     "deepseek-v3.2, selected tokens": ("DeepseekV32", ALL | GROUPS | INDEXER | {"q_lora_rank": 96, "rope_parameters": YARN}),
     "glm-5, shared selections": (
         "GlmMoeDsa",

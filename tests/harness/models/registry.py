@@ -86,10 +86,15 @@ STORED: dict[str, dict[str, Any]] = {
     "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
     "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 0, 1], "moe_layer_freq": [0, 1, 1, 1]}
     | {"layernorm_epsilon": 1e-6, "swa_head_dim": 64, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
-    | {"swa_v_head_dim": 128, "attention_bias": False},
+    | {"sliding_window_size": 24, "swa_v_head_dim": 128, "attention_bias": False},
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
 }
 """Values that published checkpoints have in config.json, that vLLM reads, and that transformers' class leaves out."""
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "hrm_text": {"max_num_batched_tokens": 256},  # vLLM does not cut its prompts, and waits for ever with one of more tokens
+}
+"""Options of the engine."""
 
 RENAMED = {"olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}}
 """Names of tensors in published checkpoints, as vLLM reads them, by the names that transformers writes."""

@@ -211,6 +211,16 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 """Adapters of PEFT for the Llama target, whose B is not zero as it is before training."""
 
+LATENT_ADAPTERS: dict[str, dict[str, Any]] = {
+    "latent": {"r": 8, "target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"]},
+    "latent, absorbed": {
+        "r": 4,
+        "target_modules": ["q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "exclude_modules": ".*experts.*",
+    },
+}
+"""The same for the DeepseekV3 target."""
+
 
 def adapter(model: Path, directory: Path, name: str) -> Path:
     import peft
@@ -219,7 +229,9 @@ def adapter(model: Path, directory: Path, name: str) -> Path:
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
         base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        made = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **{"lora_alpha": 16} | ADAPTERS[name]))
+        made = peft.get_peft_model(
+            base, peft.LoraConfig(task_type="CAUSAL_LM", **{"lora_alpha": 16} | (ADAPTERS | LATENT_ADAPTERS)[name])
+        )
         for key, weight in made.named_parameters():
             if "lora_" in key:
                 torch.nn.init.normal_(weight, std=0.15 if "embedding" not in key else 0.05)

@@ -13,6 +13,7 @@ def register() -> None:
 
 def _offer() -> None:
     extension.offer("attention.dense", "ascend_attention.dense.FusedAttentionBackend")
+    extension.offer("attention.gated_delta", "ascend_attention.gated_delta.FusedGatedDeltaRule")
     extension.offer("attention.latent", "ascend_attention.latent.FusedLatentAttentionBackend")
     extension.offer("attention.latent_sparse", "ascend_attention.sparse_latent.FusedSparseLatentAttentionBackend")
     extension.offer("attention.sinks", "ascend_attention.sinks.SinkAttentionBackend")

@@ -101,9 +101,9 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """NEVER for decode context parallelism, and where a decode with its draft tokens does not fit a call of the kernel."""
-        drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
         uses_dcp = vllm_config.parallel_config.decode_context_parallel_size > 1
-        return AttentionCGSupport.NEVER if uses_dcp or drafts >= MAX_QUERY_TOKENS else cls._cudagraph_support
+        fits = vllm_config.num_speculative_tokens < MAX_QUERY_TOKENS
+        return cls._cudagraph_support if fits and not uses_dcp else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -215,11 +215,9 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: Any, slot_mapping: torch.Tensor, *args: Any
     ) -> None:
         """Write latents ``[tokens, 512]`` and rotated keys ``[tokens, 1, 64]`` into the KV cache."""
-        if tokens := len(slot_mapping):
-            new = (each[:tokens].reshape(tokens, 1, -1).contiguous() for each in (kv_c_normed, k_pe))
-            # other ranks' tokens have slot -1 and go to the null block
-            slots = slot_mapping.clamp_min(0) if self.uses_dcp else self.valid_slots(slot_mapping)
-            torch_npu.npu_scatter_pa_kv_cache(*new, *kv_cache, slots, cache_mode="Norm")
+        # other ranks' tokens have slot -1 and go to the null block
+        slots = slot_mapping.clamp_min(0) if self.uses_dcp else self.valid_slots(slot_mapping)
+        write_latents((kv_c_normed, k_pe), kv_cache, slots)
 
     def forward_mha(
         self,
@@ -300,13 +298,26 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
         return output.transpose(0, 1), softmax_lse
 
 
-def _pad(query: torch.Tensor, meta: LatentMetadata) -> torch.Tensor:
-    """Pad heads to a power of two, as the kernel takes them, and tokens to ``meta.rows``."""
+def write_latents(new: tuple[torch.Tensor, torch.Tensor], kv_cache: Any, slots: torch.Tensor) -> None:
+    """Write the latents and rotated keys of the first tokens, as many as there are slots, into the KV cache."""
+    if tokens := len(slots):
+        parts = (each[:tokens].reshape(tokens, 1, -1).contiguous() for each in new)
+        torch_npu.npu_scatter_pa_kv_cache(*parts, *kv_cache, slots, cache_mode="Norm")
+
+
+def pad_heads(query: torch.Tensor) -> torch.Tensor:
+    """Pad ``[tokens, heads, width]`` to a power of two of heads, as the kernels take them."""
     if missing := (1 << (query.shape[1] - 1).bit_length()) - query.shape[1]:
-        query = torch.nn.functional.pad(query, (0, 0, 0, missing))
+        return torch.nn.functional.pad(query, (0, 0, 0, missing))
+    return query.contiguous()
+
+
+def _pad(query: torch.Tensor, meta: LatentMetadata) -> torch.Tensor:
+    """Pad heads, and tokens to ``meta.rows``."""
+    query = pad_heads(query)
     if meta.rows is not None:
         return query.new_zeros(meta.num_rows, *query.shape[1:]).index_copy_(0, meta.rows, query)
-    return query.contiguous()
+    return query
 
 
 def _calls(
@@ -330,7 +341,8 @@ class FusedLatentAttentionBackend(extension.AttentionBackendBase, AttentionBacke
     """Fused backend for vLLM's MLAAttention (``vllm/model_executor/layers/attention/mla_attention.py``)."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
-    impl_cls, builder_cls = FusedLatentAttentionImpl, LatentMetadataBuilder
+    impl_cls: ClassVar[type[Any]] = FusedLatentAttentionImpl
+    builder_cls: ClassVar[type[Any]] = LatentMetadataBuilder
     block_sizes: ClassVar = [BLOCK_SIZE]
     head_sizes = (LATENT + ROPE,)
     forward_includes_kv_cache_update = False  # it is in piecewise graphs, which need slots for padding tokens

@@ -12,7 +12,6 @@ import torch
 import torch_npu
 from ascend_platform import extension
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -20,8 +19,7 @@ from vllm.v1.attention.backend import (
     MLAAttentionImpl,
 )
 
-from ascend_attention.dense import BLOCK_SIZE
-from ascend_attention.latent import LATENT, ROPE
+from ascend_attention.latent import LATENT, ROPE, FusedLatentAttentionBackend, pad_heads, write_latents
 
 INDEX_HEAD, MAX_INDEX_HEADS = 128, 64
 """Elements of a head of the indexer, and how many it may have."""
@@ -102,9 +100,7 @@ class FusedSparseLatentAttentionImpl(extension.SparseLatentAttentionImplBase, ML
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: Any, slot_mapping: torch.Tensor, *args: Any
     ) -> None:
         """Write latents ``[tokens, 512]`` and rotated keys ``[tokens, 1, 64]`` into the KV cache."""
-        if tokens := len(slot_mapping):
-            new = (each[:tokens].reshape(tokens, 1, -1).contiguous() for each in (kv_c_normed, k_pe))
-            torch_npu.npu_scatter_pa_kv_cache(*new, *kv_cache, self.valid_slots(slot_mapping), cache_mode="Norm")
+        write_latents((kv_c_normed, k_pe), kv_cache, self.valid_slots(slot_mapping))
 
     def write_index(self, key: torch.Tensor, index_cache: torch.Tensor, attn_metadata: SparseLatentMetadata) -> None:
         slots = attn_metadata.slot_mapping[: len(key)].unsqueeze(1)
@@ -147,8 +143,7 @@ class FusedSparseLatentAttentionImpl(extension.SparseLatentAttentionImplBase, ML
         """
         meta, (latents, ropes) = attn_metadata, kv_c_and_k_pe_cache
         tokens, heads, _ = q[0].shape
-        missing = (1 << (heads - 1).bit_length()) - heads  # the kernel takes powers of two
-        query, query_rope = (torch.nn.functional.pad(part, (0, 0, 0, missing)) if missing else part.contiguous() for part in q)
+        query, query_rope = map(pad_heads, q)
         output = torch_npu.npu_sparse_flash_attention(
             query,
             latents,
@@ -169,18 +164,10 @@ class FusedSparseLatentAttentionImpl(extension.SparseLatentAttentionImplBase, ML
         return output[:, :heads], None
 
 
-class FusedSparseLatentAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
+class FusedSparseLatentAttentionBackend(FusedLatentAttentionBackend):
     """Fused backend for vLLM's MLAAttention with ``use_sparse``, and for the KV cache of its indexer."""
 
-    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
     impl_cls, builder_cls = FusedSparseLatentAttentionImpl, SparseLatentMetadataBuilder
-    block_sizes: ClassVar = [BLOCK_SIZE]
-    head_sizes = (LATENT + ROPE,)
-    forward_includes_kv_cache_update = False  # it is in piecewise graphs, which need slots for padding tokens
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        return True
 
     @classmethod
     def is_sparse(cls) -> bool:

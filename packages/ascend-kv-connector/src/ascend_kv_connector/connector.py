@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ascend_platform import extension
+from ascend_platform.transfer import engine
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -13,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.utils.network_utils import get_ip
 
-from ascend_kv_connector import auth, transport
+from ascend_kv_connector import auth
 from ascend_kv_connector.config import Options, sliding_windows
 from ascend_kv_connector.metrics import TransferMetrics, TransferStats
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata, P2PScheduler
@@ -43,7 +44,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
             RefusedError: an unsupported configuration, in one line.
         """
         options = Options.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        transport.check(options.transport)
+        engine.check(options.transport, "kv_connector_extra_config.transport")
         auth.require_secret(auth.read_secret(options.secret_file), options.insecure, options.host or get_ip())
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             raise extension.RefusedError("AscendP2PConnector does not support decode context parallelism; remove one of the two")

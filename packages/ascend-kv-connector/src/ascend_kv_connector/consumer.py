@@ -10,20 +10,31 @@ from time import monotonic
 from typing import Any
 
 import torch
+from ascend_platform.transfer.auth import CurveKeys
+from ascend_platform.transfer.engine import Engine
+from ascend_platform.transfer.errors import TransferError, printable
+from ascend_platform.transfer.memory import ReceiveBuffers, allocate_buffer
+from ascend_platform.transfer.peers import CircuitBreaker, PeerQueues
+from ascend_platform.transfer.rpc import RpcServer, make_context
 
-from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.buffers import ReceiveBuffers, allocate_buffer
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.errors import TransferError, printable
 from ascend_kv_connector.fetcher import Fetcher, Notice
 from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.paged_cache import PagedCache
-from ascend_kv_connector.peer_queues import CircuitBreaker, PeerQueues
 from ascend_kv_connector.producer import expose
-from ascend_kv_connector.protocol import Ack, Finish, PrefillCancelled, PrefillStarted, Query, Refused, Release, Renew, Reply
-from ascend_kv_connector.rpc import RpcServer, make_context
+from ascend_kv_connector.protocol import (
+    CODEC,
+    Ack,
+    Finish,
+    PrefillCancelled,
+    PrefillStarted,
+    Query,
+    Refused,
+    Release,
+    Renew,
+    Reply,
+)
 from ascend_kv_connector.transfers import Done, Failed, Source, Transfer
-from ascend_kv_connector.transport import Transport
 
 BUFFERS_OF_LANE = 2
 """Receive buffers of a lane: one is read into while the other is unpacked."""
@@ -42,7 +53,7 @@ class Consumer:
     def __init__(
         self,
         cache: PagedCache,
-        transport: Transport,
+        transport: Engine,
         options: Options,
         engine: str,
         model: str,
@@ -73,7 +84,7 @@ class Consumer:
         self._announced: BoundedDict[Source] = BoundedDict(256)
         self._cancelled: BoundedDict[str] = BoundedDict(256)
         self._unannounced: BoundedDict[None] = BoundedDict()
-        self.server = RpcServer(self.answer, host, port, keys)
+        self.server = RpcServer(CODEC, self.answer, host, port, keys)
 
     def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int, after: Any = None) -> None:
         """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`get_finished` reports the outcome.

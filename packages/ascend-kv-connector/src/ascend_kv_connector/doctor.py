@@ -31,19 +31,21 @@ def check(options: argparse.Namespace) -> Iterator[Finding]:
 
 def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
     """Connection, secret, protocol version and data port of a rank."""
+    from ascend_platform.transfer.auth import CurveKeys
+    from ascend_platform.transfer.errors import TransferError, printable
+    from ascend_platform.transfer.rpc import RpcClient, make_context
+
     from ascend_kv_connector import protocol
-    from ascend_kv_connector.auth import CurveKeys
-    from ascend_kv_connector.errors import TransferError, printable
+    from ascend_kv_connector.hints import hint
     from ascend_kv_connector.protocol import CacheInfo, Handshake
-    from ascend_kv_connector.rpc import RpcClient, make_context
 
     context = make_context()
     try:
-        client = RpcClient(context, host, port, SECONDS, CurveKeys(secret) if secret else None)
+        client = RpcClient(protocol.CODEC, context, host, port, SECONDS, CurveKeys(secret) if secret else None)
         reply = client.call(Handshake(protocol.VERSION, ""), monotonic() + SECONDS)
         client.close()
     except TransferError as error:
-        fix = f"{error.hint}; the secret is VLLM_ASCEND_KV_SECRET, here {'set' if secret else 'not set'}"
+        fix = f"{hint(error)}; the secret is VLLM_ASCEND_KV_SECRET, here {'set' if secret else 'not set'}"
         yield "control port", "fail", f"{host}:{port}: {printable(str(error))}", fix
         return
     finally:

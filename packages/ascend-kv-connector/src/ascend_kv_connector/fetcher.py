@@ -9,17 +9,18 @@ from contextlib import AbstractContextManager, suppress
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
-import numpy
 import torch
+from ascend_platform.transfer.auth import CurveKeys
+from ascend_platform.transfer.engine import Engine, Runs
+from ascend_platform.transfer.errors import QUARANTINE_SECONDS, TransferError, printable
+from ascend_platform.transfer.memory import ReceiveBuffers
+from ascend_platform.transfer.peers import CircuitBreaker
+from ascend_platform.transfer.rpc import ClientPool, RpcClient
 from msgspec.structs import replace
 
 from ascend_kv_connector import protocol
-from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.buffers import ReceiveBuffers, checksum
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError, printable
 from ascend_kv_connector.paged_cache import FetchPlan, Heads, PagedCache, plan_fetches
-from ascend_kv_connector.peer_queues import CircuitBreaker
 from ascend_kv_connector.protocol import (
     CacheInfo,
     Chunk,
@@ -29,15 +30,15 @@ from ascend_kv_connector.protocol import (
     Handshake,
     Locate,
     Located,
+    Message,
+    Query,
     Release,
     Renew,
-    Reply,
 )
 from ascend_kv_connector.push_receiver import PushReceiver
-from ascend_kv_connector.rpc import ClientPool, RpcClient
-from ascend_kv_connector.runs import Placement, Runs, plan_runs
+from ascend_kv_connector.runs import Placement, plan_runs, token_slots
+from ascend_kv_connector.send_buffers import checksum
 from ascend_kv_connector.transfers import Failed, Source, Transfer
-from ascend_kv_connector.transport import Transport
 
 MAX_LAYERWISE_POLL = 0.005
 """Longest pause in seconds between fetches of a prompt that is being computed."""
@@ -62,7 +63,7 @@ class Rank(Protocol):
 
     cache: PagedCache
     memory: list[tuple[int, int]]
-    transport: Transport
+    transport: Engine
     options: Options
     model: str
     weights: str
@@ -89,7 +90,7 @@ class Fetcher:
         self._unpacking: Future[None] | None = None
         self._caches: dict[tuple[str, int], tuple[CacheInfo, int]] = {}
         options = consumer.options
-        self._clients = ClientPool(consumer.context, options.answer_timeout, consumer.keys, self._forget_cache)
+        self._clients = ClientPool(protocol.CODEC, consumer.context, options.answer_timeout, consumer.keys, self._forget_cache)
 
     def run(self, work: Transfer | Notice) -> None:
         if isinstance(work, Transfer):
@@ -167,14 +168,10 @@ class Fetcher:
         assert source is not None
         client = self._clients.get(source.ranks[plan.rank])
         transfer.peer = client.peer
-        with transfer.phase("wait"):
-            query = Locate(source.request, consumer.reader, begin, transfer.stop, plan.remote)
-            located = client.await_reply(client.send(query), query, transfer.deadline, check=transfer.remaining)
+        located = _ask(client, transfer, Locate(source.request, consumer.reader, begin, transfer.stop, plan.remote))
         if not isinstance(located, Located):
             raise TransferError("mismatch", f"unexpected reply to Locate: {type(located).__name__}")
-        tokens = numpy.arange(begin, transfer.stop)
-        table = numpy.array(located.blocks, dtype=numpy.int64)
-        slots = table[tokens // peer.block_size - begin // peer.block_size] * peer.block_size + tokens % peer.block_size
+        slots = token_slots(located.blocks, peer.block_size, begin, transfer.stop, begin // peer.block_size)
         remote = Placement([peer.memory[index] for index in plan.remote], peer.block_tokens, slots)
         sizes, local = cache.token_sizes(plan.local, plan.heads.num), self._own_placement(transfer, plan, begin, transfer.stop)
         each = (DIRECT_BYTES if local else consumer.options.chunk_bytes) // sum(sizes)
@@ -189,12 +186,12 @@ class Fetcher:
                 return False
             if local:
                 self._read_into_cache(transfer, peer.session, runs, transfer.deadline)
-                self._confirm(client, transfer, located, runs)
+                _ask(client, transfer, Confirm(source.request, located.lease, runs.total))
                 transfer.count(part, runs.total, stop)
             else:
                 buffer = self._read_into_buffer(transfer, peer.session, runs, transfer.deadline)
                 try:
-                    self._confirm(client, transfer, located, runs)
+                    _ask(client, transfer, Confirm(source.request, located.lease, runs.total))
                     self._wait_unpacked()
                     work = (transfer, part, plan, first, stop, buffer, runs.total)
                     self._unpacking = consumer.unpackers.submit(self._unpack, *work)
@@ -217,8 +214,7 @@ class Fetcher:
     def _read_into_cache(self, transfer: Transfer, session: str, runs: Runs, until: float) -> None:
         with transfer.reading():
             transfer.wait_until_writable(self._consumer.stream_context)
-            with transfer.phase("read"):
-                self._consumer.transport.read(session, runs, max(0.0, min(transfer.deadline, until) - monotonic()))
+            self._read(transfer, session, runs, until)
 
     def _read_into_buffer(self, transfer: Transfer, session: str, runs: Runs, until: float) -> torch.Tensor:
         """A receive buffer with the bytes of runs whose local addresses are relative to it; the caller releases it."""
@@ -226,8 +222,7 @@ class Fetcher:
         buffer = consumer.buffers.acquire(transfer.remaining)
         runs = runs._replace(local=[buffer.data_ptr() + offset for offset in runs.local])
         try:
-            with transfer.phase("read"):
-                consumer.transport.read(session, runs, max(0.0, min(transfer.deadline, until) - monotonic()))
+            self._read(transfer, session, runs, until)
         except Exception as error:
             if duration := getattr(error, "quarantine", QUARANTINE_SECONDS):
                 consumer.buffers.quarantine(buffer, duration)
@@ -236,11 +231,9 @@ class Fetcher:
             raise
         return buffer
 
-    def _confirm(self, client: RpcClient, transfer: Transfer, located: Located, runs: Runs) -> None:
-        assert transfer.source is not None
-        with transfer.phase("wait"):
-            query = Confirm(transfer.source.request, located.lease, runs.total)
-            client.await_reply(client.send(query), query, transfer.deadline, check=transfer.remaining)
+    def _read(self, transfer: Transfer, session: str, runs: Runs, until: float) -> None:
+        with transfer.phase("read"):
+            self._consumer.transport.read(session, runs, max(0.0, min(transfer.deadline, until) - monotonic()))
 
     def _fetch_from_rank(self, transfer: Transfer, part: int, begin: int, plan: FetchPlan, peer: CacheInfo) -> None:
         """Fetch all tokens from ``begin`` on according to a plan; the next chunk is requested while one is read."""
@@ -445,7 +438,12 @@ class Fetcher:
                 self._clients.get(address).send(notice.message)
 
 
-def _expect_chunk(answer: Reply) -> Chunk:
+def _ask(client: RpcClient, transfer: Transfer, query: Query) -> Message:
+    with transfer.phase("wait"):
+        return client.await_reply(client.send(query), query, transfer.deadline, check=transfer.remaining)
+
+
+def _expect_chunk(answer: Message) -> Chunk:
     if not isinstance(answer, Chunk):
         raise TransferError("mismatch", f"unexpected reply to Fetch: {type(answer).__name__}")
     return answer

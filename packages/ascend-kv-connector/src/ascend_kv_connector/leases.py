@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TypeVar
 
-from ascend_kv_connector.errors import TransferError
+from ascend_platform.transfer.errors import TransferError
 
 Value = TypeVar("Value")
 

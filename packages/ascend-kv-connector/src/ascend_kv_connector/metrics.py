@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from ascend_platform.transfer.errors import KINDS
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from ascend_kv_connector.errors import KINDS
 from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.transfers import Done, Failed
 

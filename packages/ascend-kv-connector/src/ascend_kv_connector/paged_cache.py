@@ -7,10 +7,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from ascend_platform.transfer.engine import Engine
+from ascend_platform.transfer.errors import TransferError
 
-from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.protocol import CacheInfo, CacheRegion
-from ascend_kv_connector.transport import Transport
+from ascend_kv_connector.runs import token_slots
 
 MIN_RUN_BYTES = 32 << 10
 """Average bytes per contiguous run above which runs are copied directly instead of gathered on the device."""
@@ -65,7 +66,7 @@ class PagedCache:
         self.heads, self.total_heads = heads, total_heads
         self.region_groups = [(groups or {}).get(layer, 0) for layer, _, _ in regions]
         self.windows = tuple(windows)
-        self._registered: list[Transport] = []
+        self._registered: list[Engine] = []
         kinds = {(cache.shape[1], cache.shape[2], cache.dtype) for cache in self.caches}
         if len(kinds) != 1:
             raise ValueError(f"the layers' KV caches differ in block size, heads or dtype: {sorted(map(str, kinds))}")
@@ -103,7 +104,7 @@ class PagedCache:
             return []
         return [(cache.data_ptr(), cache.stride(0) * cache.element_size()) for cache in self.caches]
 
-    def register(self, transport: Transport) -> None:
+    def register(self, transport: Engine) -> None:
         """Register the regions' memory with a transport, once for all users of this cache."""
         if transport in self._registered:
             return
@@ -122,11 +123,10 @@ class PagedCache:
         Raises:
             TransferError: of kind ``lease``; a token has left the group's window.
         """
-        tokens = torch.arange(start, stop)
-        table = torch.tensor(group_block_table(blocks, group, len(self.windows)), dtype=torch.int64)
-        if self.windows[group] and not bool(table[tokens // self.block_size].all()):
+        slots = token_slots(group_block_table(blocks, group, len(self.windows)), self.block_size, start, stop)
+        if self.windows[group] and (slots < self.block_size).any():
             raise TransferError("lease", f"some of tokens {start} to {stop} have left the window of {self.windows[group]}")
-        return table[tokens // self.block_size] * self.block_size + tokens % self.block_size
+        return torch.from_numpy(slots)
 
     def pack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor) -> int:
         """Copy tokens to the beginning of a buffer, uint8 ``[bytes]``, in the layout of

@@ -6,12 +6,12 @@ from time import monotonic
 from typing import NamedTuple
 
 from ascend_platform import extension
+from ascend_platform.transfer.auth import CurveKeys
+from ascend_platform.transfer.errors import TransferError, printable
+from ascend_platform.transfer.peers import PeerQueues
+from ascend_platform.transfer.rpc import ClientPool, make_context
 
-from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.errors import TransferError, printable
-from ascend_kv_connector.peer_queues import PeerQueues
-from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
-from ascend_kv_connector.rpc import ClientPool, make_context
+from ascend_kv_connector.protocol import CODEC, PrefillCancelled, PrefillStarted
 
 ATTEMPTS = 3
 """Attempts to notify a rank; each is as long as the answer timeout."""
@@ -47,7 +47,7 @@ class NotificationSender:
 
     def __init__(self, notifier: PrefillNotifier) -> None:
         self._timeout = notifier.timeout
-        self._clients = ClientPool(notifier.context, notifier.timeout, notifier.keys)
+        self._clients = ClientPool(CODEC, notifier.context, notifier.timeout, notifier.keys)
 
     def run(self, work: Notification) -> None:
         """Notify all ranks at once; those that did not reply are notified again. Failures are logged."""

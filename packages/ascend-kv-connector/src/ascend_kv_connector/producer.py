@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from ascend_platform.transfer.auth import CurveKeys
+from ascend_platform.transfer.engine import Engine
+from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.memory import allocate_buffer
+from ascend_platform.transfer.peers import PeerQueues
+from ascend_platform.transfer.query_queue import BusyError, QueryQueue
+from ascend_platform.transfer.rpc import RpcServer
+
 from ascend_kv_connector import protocol
-from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.buffers import Owner, SendBuffers, allocate_buffer, checksum
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import Lease, Leases, NotReadyError
 from ascend_kv_connector.paged_cache import Heads, PagedCache, group_block_table
-from ascend_kv_connector.peer_queues import PeerQueues
 from ascend_kv_connector.protocol import (
     Ack,
     CacheInfo,
@@ -32,9 +36,7 @@ from ascend_kv_connector.protocol import (
     Reply,
 )
 from ascend_kv_connector.pusher import Job, Pusher, PushJobs
-from ascend_kv_connector.query_queue import BusyError, QueryQueue
-from ascend_kv_connector.rpc import RpcServer
-from ascend_kv_connector.transport import Transport
+from ascend_kv_connector.send_buffers import SendBuffers, checksum
 
 MAX_PUSHES = 32
 """Prompts that are written to one rank at once; each has a thread while it is computed."""
@@ -49,7 +51,7 @@ class Producer:
     def __init__(
         self,
         cache: PagedCache,
-        transport: Transport,
+        transport: Engine,
         options: Options,
         engine: str,
         model: str,
@@ -85,7 +87,7 @@ class Producer:
             memory=self.memory,
             accepts_push=bool(self.memory) and transport.can_write,
         )
-        self.server = RpcServer(self.answer, host, port, keys, self._waiting)
+        self.server = RpcServer(protocol.CODEC, self.answer, host, port, keys, self._waiting)
 
     @property
     def buffers_in_use(self) -> int:
@@ -125,8 +127,7 @@ class Producer:
                 return self._push(query)
             case Fetch():
                 return self._fetch(query)
-            case Release(tickets=tickets):
-                owner = Owner(query.request, query.reader, query.rank, query.transfer)
+            case Release(owner=owner, tickets=tickets):
                 self._buffers.release(owner, tickets)
                 if not tickets:
                     self._pushes.stop(owner)
@@ -172,7 +173,7 @@ class Producer:
             return Refused("mismatch", "invalid push, or the prefill instance does not expose its KV cache")
         if len(push.memory) != len(push.regions) or len(push.blocks) < needed or self.cache.is_hybrid:
             return Refused("mismatch", f"invalid push: {len(push.memory)} regions, {len(push.blocks)} blocks of {needed}")
-        reply = self._pushes.answer(Owner(push.request, push.reader, push.rank, push.transfer), push)
+        reply = self._pushes.answer(push.owner, push)
         self.sent_bytes += reply.size if isinstance(reply, Pushed) else 0
         return reply
 
@@ -180,7 +181,7 @@ class Producer:
         return {self.cache.regions[index].layer for index in query.regions}
 
     def _fetch(self, fetch: Fetch) -> Reply:
-        owner = Owner(fetch.request, fetch.reader, fetch.rank, fetch.transfer)
+        owner = fetch.owner
         try:
             with self.leases.use(fetch.request, fetch.reader) as lease:
                 self._check(fetch, lease.tokens)
@@ -227,7 +228,7 @@ class Producer:
             raise TransferError("mismatch", f"invalid fetch: {size} bytes; a chunk has {self.options.chunk_bytes}")
 
 
-def expose(cache: PagedCache, transport: Transport, options: Options) -> list[tuple[int, int]]:
+def expose(cache: PagedCache, transport: Engine, options: Options) -> list[tuple[int, int]]:
     """Register a rank's KV cache with its transport; its memory, or an empty list if it is not exposed.
 
     It is not with checksums, which are of packed bytes, nor to a transport that cannot access its memory.

@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+from ascend_platform.transfer.messages import Ack, Codec, Message, Refused
+
+from ascend_kv_connector.send_buffers import Owner
 
 VERSION = 3
 """Protocol version; both instances must have the same."""
-
-LONGEST_MESSAGE = 1 << 20
-"""Bytes; a longer message closes its connection (ZMQ_MAXMSGSIZE)."""
-
 
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 """Id of an engine or a request; a limit, because peers' ids are remembered."""
@@ -26,10 +25,6 @@ MAX_RANKS = 1024
 """Ranks of an instance."""
 
 Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
-
-
-class Message(msgspec.Struct, tag=True, frozen=True):
-    """Base of all messages; ``tag`` identifies the type."""
 
 
 class Handshake(Message, frozen=True, tag="Hello"):
@@ -69,7 +64,7 @@ class CacheInfo(Message, frozen=True, tag="Cache"):
     weights: str = ""
     block_size: int = 0
     block_tokens: int = 0
-    memory: list[tuple[int, int]] = []
+    memory: list[tuple[int, int]] = msgspec.field(default_factory=list)
     accepts_push: bool = False
 
 
@@ -98,20 +93,34 @@ class Confirm(Message, frozen=True):
     size: int
 
 
-class Push(Message, frozen=True):
-    """Write tokens ``start`` to ``stop`` of a request to a reader's KV cache while they are computed. Reply: Pushed, at the end.
-
-    ``regions`` are indices into CacheInfo.regions; ``memory`` is where they are at the reader, whose ``session`` is its
-    transport's, and ``blocks`` its blocks, of which the first holds token ``start``. A rank of the reader holds the same heads.
-    """
+class TransferQuery(Message, frozen=True):
+    """Base of queries for a transfer: of ``reader``, an engine, its rank ``rank`` and its own request ``transfer``."""
 
     request: Name
     reader: Name
     rank: Rank
     transfer: Name
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(self.request, self.reader, self.rank, self.transfer)
+
+
+class TokensQuery(TransferQuery, frozen=True):
+    """Base of queries for tokens ``start`` to ``stop`` of ``regions``, indices into CacheInfo.regions."""
+
     start: int
     stop: int
     regions: list[int]
+
+
+class Push(TokensQuery, frozen=True):
+    """Write tokens of a request to a reader's KV cache while they are computed. Reply: Pushed, at the end.
+
+    ``memory`` is where the regions are at the reader, whose ``session`` is its engine's, and ``blocks`` its blocks, of which the
+    first holds token ``start``. A rank of the reader holds the same heads.
+    """
+
     session: str
     memory: list[tuple[int, int]]
     block_tokens: int
@@ -125,21 +134,13 @@ class Pushed(Message, frozen=True):
     size: int
 
 
-class Fetch(Message, frozen=True, rename={"allow_partial": "growing"}):
-    """Pack tokens ``start`` to ``stop`` of a request into a chunk. Reply: Chunk or Refused.
+class Fetch(TokensQuery, frozen=True, rename={"allow_partial": "growing"}):
+    """Pack tokens of a request into a chunk. Reply: Chunk or Refused.
 
-    Of each of ``regions`` (indices into CacheInfo.regions), heads ``first_head`` to ``first_head + heads``. ``reader`` is the
-    reading engine, ``rank`` its rank, ``transfer`` its own request, which has one Fetch at a time. With ``allow_partial`` the
+    Of each region, heads ``first_head`` to ``first_head + heads``. A transfer has one Fetch at a time. With ``allow_partial`` the
     reply may have fewer tokens: those that are computed.
     """
 
-    request: Name
-    reader: Name
-    rank: Rank
-    transfer: Name
-    start: int
-    stop: int
-    regions: list[int]
     first_head: int
     heads: int
     verify: bool = False
@@ -161,14 +162,10 @@ class Chunk(Message, frozen=True):
     checksum: int | None = None
 
 
-class Release(Message, frozen=True):
+class Release(TransferQuery, frozen=True):
     """A transfer does not read the chunks of these ``tickets`` any more, and without tickets none at all. Reply: Ack."""
 
-    request: Name
-    reader: Name
-    rank: Rank
-    transfer: Name
-    tickets: list[int] = []
+    tickets: list[int] = msgspec.field(default_factory=list)
 
 
 class Finish(Message, frozen=True):
@@ -206,69 +203,7 @@ class PrefillCancelled(Message, frozen=True, tag="Dropped"):
     cause: str
 
 
-class Connect(Message, frozen=True, tag="Meet"):
-    """HCCL transport, on a port of its own: establish a link with ``reader``, a link's name. Reply: RootInfo."""
+Query = Handshake | Locate | Confirm | Push | Fetch | Release | Finish | Renew | PrefillStarted | PrefillCancelled
+Reply = CacheInfo | Located | Pushed | Chunk | Ack | Refused
 
-    reader: str
-
-
-class RootInfo(Message, frozen=True, tag="Meeting"):
-    """HCCL root info; the replying side is rank 0, the reader rank 1."""
-
-    info: bytes
-
-
-class Send(Message, frozen=True):
-    """HCCL transport: send these runs of registered memory to ``reader``, which receives them next. Reply: Ack.
-
-    The send may take ``seconds``.
-    """
-
-    reader: str
-    addresses: list[int]
-    sizes: list[int]
-    seconds: float
-
-
-class Disconnect(Message, frozen=True, tag="Part"):
-    """HCCL transport: ``reader`` receives nothing more. Reply: Ack."""
-
-    reader: str
-
-
-class Ack(Message, frozen=True, tag="Noted"):
-    pass
-
-
-class Refused(Message, frozen=True):
-    """Negative reply. ``again``: the same query may succeed a moment later; ``kind`` is one of errors.KINDS.
-
-    ``queued``: it keeps its place in the peer's queue if it is repeated at once.
-    """
-
-    kind: str
-    cause: str
-    again: bool = False
-    queued: bool = False
-
-
-Query = (
-    Handshake
-    | Locate
-    | Confirm
-    | Push
-    | Fetch
-    | Release
-    | Finish
-    | Renew
-    | PrefillStarted
-    | PrefillCancelled
-    | Connect
-    | Send
-    | Disconnect
-)
-Reply = CacheInfo | Located | Pushed | Chunk | Ack | Refused | RootInfo
-
-encode = msgspec.msgpack.Encoder().encode
-decode_query = msgspec.msgpack.Decoder(Query).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+CODEC = Codec(Query, Reply)

@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Protocol
 
+from ascend_platform.transfer.engine import Engine
+from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.rpc import ClientPool, RpcClient
+
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.paged_cache import FetchPlan, Heads, PagedCache
 from ascend_kv_connector.protocol import CacheInfo, Push, Pushed, Release, Renew
-from ascend_kv_connector.rpc import ClientPool, RpcClient
 from ascend_kv_connector.transfers import Transfer
-from ascend_kv_connector.transport import Transport
 
 
 class Rank(Protocol):
@@ -21,7 +22,7 @@ class Rank(Protocol):
 
     cache: PagedCache
     memory: list[tuple[int, int]]
-    transport: Transport
+    transport: Engine
     options: Options
     rank: int
     reader: str

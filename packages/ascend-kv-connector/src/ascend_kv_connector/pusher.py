@@ -8,16 +8,15 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Protocol
 
-import numpy
+from ascend_platform.transfer.engine import Engine
+from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.query_queue import BusyError
 
-from ascend_kv_connector.buffers import Owner
-from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import Lease, NotReadyError
 from ascend_kv_connector.paged_cache import PagedCache
 from ascend_kv_connector.protocol import Push, Pushed, Refused, Reply
-from ascend_kv_connector.query_queue import BusyError
-from ascend_kv_connector.runs import Placement, plan_runs
-from ascend_kv_connector.transport import Transport
+from ascend_kv_connector.runs import Placement, plan_runs, token_slots
+from ascend_kv_connector.send_buffers import Owner
 
 POLL_SECONDS = 0.002
 """Interval at which a prefill's events are queried."""
@@ -43,7 +42,7 @@ class Rank(Protocol):
 
     cache: PagedCache
     memory: list[tuple[int, int]]
-    transport: Transport
+    transport: Engine
 
     def use_lease(self, request: str, reader: str) -> AbstractContextManager[Lease]: ...
 
@@ -152,9 +151,7 @@ class Pusher:
         sizes = cache.token_sizes(regions, cache.heads.num)
         slots = cache.slot_mapping(blocks, start, stop, cache.region_groups[regions[0]]).numpy()
         own = Placement([self._rank.memory[index] for index in regions], cache.block_tokens, slots)
-        tokens = numpy.arange(start, stop) - push.start
-        table = numpy.array(push.blocks, dtype=numpy.int64)
-        remote_slots = table[tokens // push.block_size] * push.block_size + tokens % push.block_size
+        remote_slots = token_slots(push.blocks, push.block_size, start - push.start, stop - push.start)
         remote = Placement([push.memory[place] for place in places], push.block_tokens, remote_slots)
         runs = plan_runs(remote, own, sizes)
         try:

@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy
+from ascend_platform.transfer.engine import Runs
 
 Ints = numpy.ndarray
 
 
-class Runs(NamedTuple):
-    """``size[i]`` bytes at the peer's address ``remote[i]``, which belong at ``local[i]``."""
-
-    remote: list[int]
-    local: list[int]
-    size: list[int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.size)
+def token_slots(blocks: Sequence[int], block_size: int, start: int, stop: int, first_column: int = 0) -> Ints:
+    """Slots of tokens ``start`` to ``stop``, indices into ``[blocks, block_size]``; ``blocks`` begins with that column of the
+    request's block table."""
+    tokens = numpy.arange(start, stop)
+    return numpy.array(blocks, dtype=numpy.int64)[tokens // block_size - first_column] * block_size + tokens % block_size
 
 
 class Placement(NamedTuple):

@@ -9,10 +9,10 @@ from time import monotonic
 from typing import Any
 
 from ascend_platform import extension
+from ascend_platform.transfer.errors import printable
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from vllm.v1.request import RequestStatus
 
-from ascend_kv_connector.errors import printable
 from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.paged_cache import group_block_table

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from time import sleep
 
 import torch
-
-from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError
-from ascend_kv_connector.runs import Runs
+from ascend_platform.transfer.engine import Runs
+from ascend_platform.transfer.errors import QUARANTINE_SECONDS, TransferError
 
 
 @dataclass
@@ -65,7 +64,7 @@ class InMemoryNetwork:
 
 
 class InMemoryTransport:
-    """See :class:`~ascend_kv_connector.transport.Transport`. It checks that both addresses are in registered memory."""
+    """See :class:`~ascend_platform.transfer.engine.Engine`. It checks that both addresses are in registered memory."""
 
     name = "memory"
     on_device = False
@@ -78,6 +77,9 @@ class InMemoryTransport:
 
     def register(self, buffer: torch.Tensor) -> None:
         self._memory.append(range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel()))
+
+    def unregister(self, buffer: torch.Tensor) -> None:
+        self._memory.remove(range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel()))
 
     def is_registered(self, address: int, size: int) -> bool:
         return any(address in region and address + size <= region.stop for region in self._memory)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal, NamedTuple, get_args
 
-from ascend_kv_connector.errors import QUARANTINE_SECONDS, Kind, TransferError, printable
+from ascend_platform.transfer.errors import QUARANTINE_SECONDS, Kind, TransferError, printable
+
+from ascend_kv_connector.hints import hint
 
 Phase = Literal["queue", "connect", "wait", "read", "unpack"]
 """In the queue of its peer; connecting to ranks; waiting for chunks to be packed; reading them; writing them to the cache."""
@@ -195,7 +197,7 @@ class Transfer:
             blocks=tuple(self.blocks[first:]),
             kind=error.kind,
             cause=str(error),
-            hint=error.hint,
+            hint=hint(error),
             peer=self.peer,
             engine=printable(self.source.engine) if self.source else "(none)",
             transport=transport,

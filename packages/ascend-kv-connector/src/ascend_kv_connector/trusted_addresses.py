@@ -8,9 +8,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ascend_platform.transfer.errors import printable
+
 from ascend_kv_connector.auth import read_secret
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.errors import printable
 
 SIGNATURE = "remote_signature"
 

@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 from ascend_platform import extension
+from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.checkpoint import weights_fingerprint
+from ascend_platform.transfer.engine import Engine, make_engine
+from ascend_platform.transfer.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip
 
-from ascend_kv_connector.auth import CurveKeys, read_secret, require_secret
+from ascend_kv_connector.auth import read_secret, require_secret
 from ascend_kv_connector.config import Options, sliding_windows
 from ascend_kv_connector.consumer import Consumer
-from ascend_kv_connector.errors import TransferError
 from ascend_kv_connector.leases import PrefillProgress
 from ascend_kv_connector.metrics import FailureLog, TransferStats
 from ascend_kv_connector.paged_cache import PagedCache, kv_heads_of_rank
@@ -32,7 +34,6 @@ from ascend_kv_connector.producer import Producer
 from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata
 from ascend_kv_connector.transfers import Failed
-from ascend_kv_connector.transport import Transport, make_transport
 from ascend_kv_connector.trusted_addresses import TrustedAddresses
 
 DEFAULT_KV_PORT = 14579
@@ -53,7 +54,7 @@ SUSPEND_SECONDS = 30.0
 class P2PWorker:
     """Implements the worker methods of ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``."""
 
-    def __init__(self, vllm_config: Any, groups: list[Any], options: Options, transport: Transport | None = None) -> None:
+    def __init__(self, vllm_config: Any, groups: list[Any], options: Options, transport: Engine | None = None) -> None:
         """``groups`` are the KVCacheGroupSpecs of vLLM's KVCacheConfig."""
         self._config, self._groups, self._options, self._transport = vllm_config, groups, options, transport
         self._producer: Producer | None = None
@@ -92,7 +93,7 @@ class P2PWorker:
         shared = read_secret(self._options.secret_file)
         require_secret(shared, self._options.insecure, host)
         keys = CurveKeys(shared) if shared else None
-        transport = self._transport = self._transport or make_transport(
+        transport = self._transport = self._transport or make_engine(
             self._options.transport, host, self._options.protocol, keys, self._options.port_range
         )
         if self._options.expose_cache and self._config.model_config.enable_sleep_mode:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 from ascend_platform import extension
 from ascend_platform.transfer.checkpoint import weights_fingerprint
+from ascend_platform.transfer.errors import printable
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
-
-from ascend_model_loader.wire import printable
 
 IGNORED_CONFIG_KEYS = {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
 """Keys of the model's configuration that do not affect its weights, or are compared separately."""

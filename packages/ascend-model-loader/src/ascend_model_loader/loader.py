@@ -96,18 +96,26 @@ class PeerModelLoader(BaseModelLoader):
         own = self._identity
         # data-parallel engines differ in their experts only
         offset = _worker_rank(self._vllm_config, within_engine=not model_config.is_moe)
-        addresses = [(host, port + offset) for host, port in map(options.parse_address, self.options.peers)]
-        if self.options.registry:
-            for each in registry.find(self.options.registry, identity.registry_key(own)):
-                with contextlib.suppress(extension.RefusedError):  # not an address
-                    addresses.append(options.parse_address(each))
-        if not addresses:
+        listed = [(host, port + offset) for host, port in map(options.parse_address, self.options.peers)]
+
+        def find() -> list[tuple[str, int]]:
+            return listed + self._registered_peers(own)
+
+        if not find():
             raise PeerError("no peer is given, and the registry has none with these weights")
         tensors, secret = named_tensors(model), options.read_secret(self.options)
         device = next(iter(tensors.values())).device
-        manifest, (host, port) = peer.fetch_from_first(addresses, tensors, own, self.options, secret, device, self.report)
+        manifest, (host, port) = peer.fetch_from_first(find, tensors, own, self.options, secret, device, self.report)
         logger.info("weights loaded from peer %s:%d", host, port)
         return manifest.digests if manifest.checksum == self.options.checksum else None
+
+    def _registered_peers(self, own: Mapping[str, str]) -> list[tuple[str, int]]:
+        """Addresses in the registry, the engine that began to serve last first."""
+        addresses = []
+        for each in registry.find(self.options.registry, identity.registry_key(own)) if self.options.registry else ():
+            with contextlib.suppress(extension.RefusedError):  # not an address
+                addresses.append(options.parse_address(each))
+        return addresses
 
     def _by_stream(self, model: nn.Module, model_config: ModelConfig) -> None:
         loader = stream.streaming_loader(self.options, self.load_config)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from ascend_platform import extension
-from ascend_platform.transfer.secret import MIN_SECRET_BYTES, find_secret
+from ascend_platform.transfer import secret
 
 SECRET_ENV = "VLLM_ASCEND_WEIGHTS_SECRET"
 
@@ -28,6 +28,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     connect_timeout: Positive = 5.0
     timeout: Positive = 30.0
     deadline: Positive = 1800.0
+    min_bytes_per_second: Positive = 1e6
+    busy_timeout: Positive = 60.0
     secret_file: str | None = None
     stream: Literal["auto", "runai_streamer", "multithread"] = "auto"
     stream_threads: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
@@ -93,15 +95,8 @@ def read_secret(options: Options) -> bytes:
     Raises:
         RefusedError: there is none, or it is shorter than 16 bytes.
     """
-    where = SECRET_ENV if options.secret_file is None else f"secret_file {options.secret_file}"
-    try:
-        found = find_secret(options.secret_file, SECRET_ENV)
-    except OSError as error:
-        raise _refusal(f"names a secret_file that cannot be read: {error.strerror}: {options.secret_file}") from None
-    if len(found) < MIN_SECRET_BYTES:
-        raise _refusal(
-            f"needs a secret of at least {MIN_SECRET_BYTES} bytes and {where} has {len(found)}; set secret_file or {SECRET_ENV}"
-        )
+    if not (found := secret.read_secret(options.secret_file, SECRET_ENV, "--model-loader-extra-config secret_file")):
+        raise _refusal(f"needs a secret of at least {secret.MIN_SECRET_BYTES} bytes; set secret_file or {SECRET_ENV}")
     return found
 
 

@@ -7,9 +7,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 import torch
+from ascend_platform.transfer.errors import printable
 
 from ascend_model_loader import transports, wire
 from ascend_model_loader.chunks import (
@@ -82,7 +84,7 @@ def fetch(
     for transport in options.transports:
         try:
             with report.phase(_phase(transport, device)) as phase:
-                transfer = _Transfer(manifest, tensors, device, transport, options)
+                transfer = _Transfer(manifest, tensors, device, transport, options, secret)
                 transfer.run(first, lambda: connect(address, options, secret, deadline))
                 phase.bytes = transfer.layout.total
             return manifest
@@ -92,8 +94,15 @@ def fetch(
     raise wire.PeerError(", ".join(reasons))
 
 
+LEAST_RATED = 10.0
+"""Seconds over which a peer's rate is measured at least: Mooncake needs five to abort a read."""
+
+BUSY_PAUSE = 1.0
+"""Seconds after which busy peers are asked again."""
+
+
 def fetch_from_first(
-    addresses: Iterable[tuple[str, int]],
+    find: Callable[[], Iterable[tuple[str, int]]],
     tensors: Mapping[str, torch.Tensor],
     identity: Mapping[str, str],
     options: Options,
@@ -103,20 +112,35 @@ def fetch_from_first(
 ) -> tuple[wire.Manifest, tuple[str, int]]:
     """:func:`fetch` from the first of several peers that has the weights; the deadline is for all together.
 
+    If some of them only have too many clients, ``find`` is called again: these clients may serve meanwhile, so that the peers
+    become a tree.
+
     Raises:
         PeerError: none of them has; with each one's reason.
     """
-    reasons, until = [], time.monotonic() + options.deadline
-    for host, port in dict.fromkeys(addresses):
-        if (left := until - time.monotonic()) <= 0:
-            reasons.append(f"the deadline of {options.deadline:g} s has passed, and further peers were not tried")
-            break
-        remaining = msgspec.structs.replace(options, deadline=left)
-        try:
-            return fetch((host, port), tensors, identity, remaining, secret, device, report), (host, port)
-        except wire.PeerError as error:
-            reasons.append(f"{host}:{port}: {error}")
-    raise wire.PeerError(", ".join(reasons))
+    began, failed = time.monotonic(), dict[tuple[str, int], str]()
+    while True:
+        busy: dict[tuple[str, int], str] = {}
+        for address in dict.fromkeys(find()):
+            if address in failed:
+                continue
+            if (left := began + options.deadline - time.monotonic()) <= 0:
+                untried = f"the deadline of {options.deadline:g} s has passed, and further peers were not tried"
+                raise wire.PeerError(", ".join([*_reasons(failed | busy), untried]))
+            remaining = msgspec.structs.replace(options, deadline=left)
+            try:
+                return fetch(address, tensors, identity, remaining, secret, device, report), address
+            except wire.PeerBusyError as error:
+                busy[address] = str(error)
+            except wire.PeerError as error:
+                failed[address] = str(error)
+        if not busy or time.monotonic() + BUSY_PAUSE > began + min(options.busy_timeout, options.deadline):
+            raise wire.PeerError(", ".join(_reasons(failed | busy)))
+        time.sleep(BUSY_PAUSE)
+
+
+def _reasons(failed: Mapping[tuple[str, int], str]) -> list[str]:
+    return [f"{host}:{port}: {reason}" for (host, port), reason in failed.items()]
 
 
 def _phase(transport: str, device: torch.device) -> str:
@@ -130,11 +154,11 @@ def _check_manifest(manifest: wire.Manifest, tensors: Mapping[str, torch.Tensor]
     if theirs != ours:
         pairs = ((a, b) for a, b in zip(theirs, ours, strict=False) if a != b)
         differing = next(pairs, (f"{len(theirs)} tensors", f"{len(ours)} tensors"))
-        found, expected = (wire.printable(str(each)) for each in differing)
+        found, expected = (printable(str(each)) for each in differing)
         raise wire.PeerError(f"its tensors differ: the peer has {found}, this engine {expected}")
     if manifest.chunk_bytes != CHUNK_BYTES or manifest.checksum not in CHECKSUMS:
         raise wire.PeerError(
-            f"its chunks have {manifest.chunk_bytes} bytes and checksum {wire.printable(manifest.checksum)}; supported: "
+            f"its chunks have {manifest.chunk_bytes} bytes and checksum {printable(manifest.checksum)}; supported: "
             f"{CHUNK_BYTES} bytes and {' or '.join(CHECKSUMS)}"
         )
     if len(manifest.digests) != (count := chunk_layout(tensors).count):
@@ -151,14 +175,15 @@ class _Transfer:
         device: torch.device,
         transport: str,
         options: Options,
+        secret: bytes,
     ) -> None:
         self.layout, self.device = chunk_layout(tensors), device
-        self._transport, self._options = transport, options
+        self._transport, self._options, self._secret = transport, options, secret
         self._manifest, self._hashed = manifest, CHECKSUMS[manifest.checksum]
         self._staged = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in tensors.items() if not is_plain(each)}
         self._tensors = tensors
         self._targets = [self._staged.get(name, each) for name, each in tensors.items()]
-        self._lock, self._next = threading.Lock(), 0
+        self._lock, self._next, self._written = threading.Lock(), 0, 0
         self._channels: list[wire.Channel] = []
         self._errors: list[wire.PeerError | Exception] = []
 
@@ -183,8 +208,14 @@ class _Transfer:
         ]
         for thread in threads:
             thread.start()
+        since, before = time.monotonic(), 0
         for thread in threads:
-            thread.join()  # bounded by its channel's deadline
+            while thread.is_alive():  # bounded by its channel's deadline
+                thread.join(0.2)
+                seconds = time.monotonic() - since
+                if seconds > max(LEAST_RATED, 2 * self._options.timeout):
+                    self._check_rate((self._written - before) / seconds)
+                    since, before = time.monotonic(), self._written
         if self._errors:
             raise self._errors[0]
         with torch.no_grad():
@@ -201,45 +232,76 @@ class _Transfer:
                     return
                 self._channels.append(channel)
             use_private_stream(self.device)
-            receiver = transports.make_receiver(self._transport, channel, self.device, self._options)
+            receiver = transports.make_receiver(self._transport, channel, self.device, self._options, self._secret)
             try:
-                with torch.inference_mode():  # the parameters may be inference tensors
-                    self._receive_chunks(channel, receiver)
+                self._receive_chunks(channel, receiver)
             finally:
                 receiver.close()
         except Exception as error:
-            with self._lock:
-                self._errors.append(error)
-                for other in self._channels:
-                    _shut_down(other)
+            self._fail(error)
         finally:
             if channel:
                 channel.close()
 
+    def _check_rate(self, rate: float) -> None:
+        if rate < (least := self._options.min_bytes_per_second):
+            self._fail(wire.PeerError(f"it sends {rate / 1e6:.3g} MB/s, less than min_bytes_per_second, {least / 1e6:.3g} MB/s"))
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self._errors.append(error)
+            for channel in self._channels:
+                _shut_down(channel)
+
     def _receive_chunks(self, channel: wire.Channel, receiver: transports.Receiver) -> None:
+        """Receive chunks until all are requested. Those of an engine are verified and copied while the next ones are read."""
         copier = ChunkCopier(self._targets)
         ahead: deque[range] = deque()
-        while True:
-            while len(ahead) < 2 and (chunks := self._next_chunks(receiver.chunks_per_request)):
-                channel.send(wire.GetChunks(chunks.start, chunks.stop))
-                ahead.append(chunks)
-            if not ahead:
-                break
-            chunks = ahead.popleft()
-            receiver.begin_request(len(chunks))
-            for index in chunks:
-                length = self.layout.size(index)
-                message, size = channel.receive(wire.Chunk)
-                due = length if receiver.inline else 0
-                if message.index != index or size != due:
-                    raise wire.PeerError(f"received chunk {message.index} with {size} bytes; expected chunk {index} with {due}")
-                chunk = receiver.receive(length)
-                if self._hashed(host_bytes(chunk.cpu())) != self._manifest.digests[index]:
-                    raise wire.PeerError(
-                        f"chunk {index} of {self.layout.count} ({self._names(index)}) fails its checksum: it changed in "
-                        "transit, or in the peer since loading"
-                    )
-                copier.write(index, chunk)
+        copying: Future[None] | None = None
+        with ThreadPoolExecutor(1, "weights", use_private_stream, (self.device,)) as copies:
+            while True:
+                while len(ahead) < 2 and (chunks := self._next_chunks(receiver.chunks_per_request)):
+                    channel.send(wire.GetChunks(chunks.start, chunks.stop))
+                    ahead.append(chunks)
+                if not ahead:
+                    break
+                chunks = ahead.popleft()
+                for index in chunks:
+                    length = self.layout.size(index)
+                    message, size = channel.receive(wire.Chunk)
+                    due = length if receiver.inline else 0
+                    if (message.index, size) != (index, due):
+                        found = f"received chunk {message.index} with {size} bytes"
+                        raise wire.PeerError(f"{found}; expected chunk {index} with {due}")
+                    if receiver.inline:
+                        self._write(copier, index, receiver.receive(length))
+                if not receiver.inline:
+                    received = receiver.receive(sum(map(self.layout.size, chunks)))
+                    if copying:
+                        copying.result()
+                    copying = copies.submit(self._write_all, copier, chunks, received)
+            if copying:
+                copying.result()
+
+    def _write_all(self, copier: ChunkCopier, chunks: range, received: torch.Tensor) -> None:
+        for index, chunk in zip(chunks, received.split(CHUNK_BYTES), strict=True):
+            self._write(copier, index, chunk)
+
+    def _write(self, copier: ChunkCopier, index: int, chunk: torch.Tensor) -> None:
+        """Copy a chunk into the tensors.
+
+        Raises:
+            PeerError: its checksum is wrong.
+        """
+        if self._hashed(host_bytes(chunk.cpu())) != self._manifest.digests[index]:
+            raise wire.PeerError(
+                f"chunk {index} of {self.layout.count} ({self._names(index)}) fails its checksum: it changed in "
+                "transit, or in the peer since loading"
+            )
+        with torch.inference_mode():  # the parameters may be inference tensors
+            copier.write(index, chunk)
+        with self._lock:
+            self._written += self.layout.size(index)
 
     def _names(self, index: int) -> str:
         first, *others = [self._manifest.tensors[number][0] for number, _, _ in self.layout.slices(index)]

@@ -172,21 +172,20 @@ class WeightServer:
         """Count a connection whose client has the secret; others must not keep it out.
 
         Raises:
-            PeerError: there are as many as the options allow.
+            PeerBusyError: there are as many as the options allow.
         """
         with self._lock:
             if len(self._connections) >= self._options.max_connections:
-                raise wire.PeerError(f"all {self._options.max_connections} connections are in use")
+                raise wire.PeerBusyError(f"all {self._options.max_connections} connections are in use")
             del self._handshaking[connection]
             self._connections.add(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             channel = wire.Channel(connection, self._options.timeout, time.monotonic() + HANDSHAKE)
-            channel.authenticate_as_server(self._secret)
+            channel.authenticate_as_server(self._secret, lambda: self._admit(connection))
             channel.deadline = time.monotonic() + self._options.deadline
             try:
-                self._admit(connection)
                 self._answer(channel)
             except wire.PeerError as error:
                 with contextlib.suppress(wire.PeerError):
@@ -218,7 +217,7 @@ class WeightServer:
                     copier = ChunkCopier(self._tensors)
                 if sender is None:
                     name = message.transport if isinstance(message, wire.UseTransport) else "tcp"
-                    sender = transports.make_sender(name, channel, self._device, self._options)
+                    sender = transports.make_sender(name, channel, self._device, self._options, self._secret)
                     stack.callback(sender.close)
                 if isinstance(message, wire.GetChunks):
                     self._send(message, copier, sender)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
+from ascend_platform.transfer.errors import printable
 
 MAGIC = b"AWP1"
 PREFIX = struct.Struct("!4sIQ")
@@ -31,6 +32,10 @@ MAX_MANIFEST_BYTES = 64 << 20
 
 class PeerError(Exception):
     """A request to or from a peer failed; the message is one line."""
+
+
+class PeerBusyError(PeerError):
+    """The peer has as many clients as it admits."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -74,28 +79,23 @@ class Chunk(Message, frozen=True, tag="Piece"):
 
 
 class UseTransport(Message, frozen=True, tag="Over"):
-    """Request for a transport other than TCP on this connection; answered by ReadableRegion or RootInfo."""
+    """Request for a transport other than TCP on this connection; answered by ReadableRegion."""
 
     transport: str
 
 
 class ReadableRegion(Message, frozen=True, tag="Region"):
-    """Mooncake: session and address at which chunks can be read."""
+    """An engine's session, and the address at which chunks can be read."""
 
     session: str
     address: int
 
 
-class RootInfo(Message, frozen=True, tag="Meeting"):
-    """HCCL root info (about 4 KiB), with which the server connects as rank 0."""
-
-    info: bytes
-
-
-class Refused(Message, frozen=True):
-    """The server refuses, with the reason."""
+class Refused(Message, frozen=True, omit_defaults=True):
+    """The server refuses, with the reason; ``busy`` if the same request may be granted later."""
 
     reason: str
+    busy: bool = False
 
 
 class Manifest(Message, frozen=True, tag="Described", rename={"chunk_bytes": "piece"}):
@@ -189,7 +189,7 @@ class Channel:
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise PeerError(f"a header is not {expected}: {printable(str(error))}") from None
         if isinstance(message, Refused):
-            raise PeerError(f"the peer refused: {printable(message.reason)}")
+            raise (PeerBusyError if message.busy else PeerError)(f"the peer refused: {printable(message.reason)}")
         if payload and not isinstance(message, Chunk):
             raise PeerError(f"the peer announced a payload of {payload} bytes with {type(message).__name__}, which has none")
         return message, payload
@@ -219,28 +219,15 @@ class Channel:
                 raise PeerError(f"the peer closed the connection after {filled} of {len(buffer)} bytes")
             filled += count
 
-    @property
-    def closed_by_peer(self) -> bool:
-        """Whether the peer has closed the connection and everything it sent was received."""
-        try:
-            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def wait_for(self, done: Callable[[float], bool], did: str) -> None:
-        """Poll ``done`` until it returns true; it waits for the transport, for the seconds that it is given.
+    def seconds_left(self) -> float:
+        """Seconds until the deadline.
 
         Raises:
-            PeerError: the peer closed the connection, or ``timeout`` or the deadline passed.
+            PeerError: it has passed.
         """
-        end = min(self.deadline, time.monotonic() + self.timeout)
-        while not done(min(0.2, max(0.001, end - time.monotonic()))):
-            if self.closed_by_peer:
-                raise PeerError(f"the peer closed the connection while a chunk was {did}")
-            if time.monotonic() >= end:
-                raise self._timeout_error(did)
+        if (left := self.deadline - time.monotonic()) <= 0:
+            raise self._timeout_error("")
+        return left
 
     def authenticate_as_client(self, secret: bytes) -> None:
         """Client side of the mutual authentication.
@@ -258,11 +245,11 @@ class Channel:
             raise PeerError("the peer does not have this engine's secret")
         self._key = _proof(secret, b"session", nonces)
 
-    def authenticate_as_server(self, secret: bytes) -> None:
-        """Server side of the mutual authentication.
+    def authenticate_as_server(self, secret: bytes, admit: Callable[[], object] = lambda: None) -> None:
+        """Server side of the mutual authentication. ``admit`` is called once the client has proved that it has the secret.
 
         Raises:
-            PeerError: the peer does not have this secret.
+            PeerError: the peer does not have this secret, or is not admitted.
         """
         self._is_server = True
         mine = os.urandom(NONCE_BYTES)
@@ -272,6 +259,11 @@ class Channel:
         if not hmac.compare_digest(answer.proof, _proof(secret, b"client", nonces)):
             self.send(Refused("the secrets differ"))
             raise PeerError("the secrets differ")
+        try:
+            admit()
+        except PeerBusyError as error:
+            self.send(Refused(str(error), busy=True))
+            raise
         self.send(Welcome(_proof(secret, b"server", nonces)))
         self._key = _proof(secret, b"session", nonces)
 
@@ -287,18 +279,10 @@ class Channel:
         return PeerError("the deadline has passed" if past else f"the peer {did} nothing for {self.timeout:g} s")
 
     def _wait(self, option: int) -> None:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise self._timeout_error("")
-        if (seconds := min(self.timeout, left)) != self._waits.get(option):
+        if (seconds := min(self.timeout, self.seconds_left())) != self._waits.get(option):
             self._waits[option] = seconds
             whole = int(seconds)
             self.connection.setsockopt(socket.SOL_SOCKET, option, TIMEVAL.pack(whole, max(1, int((seconds - whole) * 1e6))))
-
-
-def printable(text: str) -> str:
-    """A peer's text as one printable line of at most 500 characters."""
-    return "".join(each if each.isprintable() else "?" for each in text[:500])
 
 
 @functools.cache

@@ -38,7 +38,7 @@ def _activate() -> None:
 
     from ascend_platform.cli import failures
     from ascend_platform.components import requirements, scopes
-    from ascend_platform.config import sockets
+    from ascend_platform.config import ray, sockets
     from ascend_platform.worker import watchdog
 
     if requirements.version("vllm").startswith(("0.31.", "0.32.")):
@@ -48,6 +48,7 @@ def _activate() -> None:
     _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
     watchdog.exit_when_parent_exits()
     sockets.replace_foreign_directory()
+    ray.keep_resource_tracker()
     failures.forget()
     failures.watch()
     for scope in scopes.scopes_here():

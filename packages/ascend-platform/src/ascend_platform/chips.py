@@ -90,6 +90,7 @@ ALL_DTYPES = ("bfloat16", "float16", "float32")
 ALL_OPERATORS = frozenset(
     {
         "npu_add_rms_norm",
+        "npu_chunk_gated_delta_rule",
         "npu_fused_infer_attention_score",
         "npu_fused_infer_attention_score_v2",
         "npu_fusion_attention",
@@ -98,6 +99,7 @@ ALL_OPERATORS = frozenset(
         "npu_moe_gating_top_k",
         "npu_moe_init_routing_v2",
         "npu_mrope",
+        "npu_recurrent_gated_delta_rule",
         "npu_rms_norm",
         "npu_scatter_nd_update_",
         "npu_scatter_pa_kv_cache",

@@ -23,6 +23,8 @@ from ascend_platform import fingerprint
 from ascend_platform.components import RefusedError, logger, requirements
 
 ACCEPT = "VLLM_ASCEND_ACCEPT_OVERRIDES"
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+"""vLLM's deprecated module, in which nothing is replaced where a vLLM does not have it any more."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,12 @@ def include(entries: Iterable[Override]) -> None:
     _included.extend(each for each in entries if each not in _included)
 
 
+@functools.cache
+def has_v1_runner() -> bool:
+    """Whether the installed vLLM still has its V1 model runner."""
+    return fingerprint.module_source(V1_RUNNER) is not None
+
+
 def check(entries: Iterable[Override] | None = None) -> None:
     """Compare all targets, or those of `entries`, with the source that this version supports.
 
@@ -94,7 +102,8 @@ def check(entries: Iterable[Override] | None = None) -> None:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         logger.warning("%s names %r, which is no override%s", ACCEPT, name, hint)
-    different = [each for each in (OVERRIDES if entries is None else entries) if _problem(each.target)]
+    present = [each for each in (OVERRIDES if entries is None else entries) if each.module != V1_RUNNER or has_v1_runner()]
+    different = [each for each in present if _problem(each.target)]
     refused = [each for each in different if not _accept(each)]
     fingerprint.parsed.cache_clear()
     if refused:
@@ -112,7 +121,7 @@ def override(target: str, replacement: Any) -> None:
         RefusedError: the target is missing or has changed, or a module that the entry does not name has imported it.
     """
     each = _entry(target)
-    if target in _applied:
+    if target in _applied or (each.module == V1_RUNNER and not has_v1_runner()):
         return
     original = _resolve(each)
     report_foreign(target, original)
@@ -120,11 +129,13 @@ def override(target: str, replacement: Any) -> None:
         owner = functools.reduce(getattr, each.qualname.split(".")[:-1], importlib.import_module(each.module))
         setattr(owner, each.qualname.rpartition(".")[2], replacement)
     else:
-        own = each.replaced_in or (each.module,)
+        own = [name for name in each.replaced_in or (each.module,) if name != V1_RUNNER or has_v1_runner()]
         if not isinstance(original, ModuleType):
             _check_importers(each, original, {each.module, *own})
         for name in own:
-            if name in sys.modules or each.module not in own:  # one that is imported later imports the replacement
+            if name in sys.modules or each.module not in (
+                each.replaced_in or own
+            ):  # one that is imported later imports the replacement
                 setattr(importlib.import_module(name), each.qualname, replacement)
     _applied.add(target)
 
@@ -360,6 +371,13 @@ OVERRIDES: tuple[Override, ...] = (
             "vllm.models.deepseek_v4.nvidia.model",
             "vllm.models.kimi_k3.nvidia.model",
         ),
+    ),
+    Override(
+        f"{_ROUTER}zero_expert_router:ZeroExpertRouter._compute_routing",
+        "replaced",
+        "it launches a Triton kernel that is not in vLLM's registry of kernels, and tensor[mask] = 0 waits for the device",
+        "vLLM computes the share of experts without weights in PyTorch",
+        {"0.31": "6fb87209ee4a"},
     ),
     *(
         Override(

@@ -22,14 +22,20 @@ from ascend_kv_connector.store.tier import PoolTier
 ABANDONED_SECONDS = 3600.0
 """Age of a temporary file whose writer has certainly ended."""
 
+CLEAN_SECONDS = 60.0
+"""Interval at which the size of the pool is compared with its quota."""
+
+EVICTED_TO = 0.9
+"""Part of the quota that is left after files were removed."""
+
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskPool:
     """See :class:`~ascend_kv_connector.store.pool.Pool`. Reads and writes use O_DIRECT if the disk supports it."""
 
-    def __init__(self, path: str) -> None:
-        """Create the directory.
+    def __init__(self, path: str, quota: int | None = None) -> None:
+        """Create the directory. ``quota``: bytes beyond which the chunks that were not used for longest are removed.
 
         Raises:
             RefusedError: it is not writable.
@@ -43,7 +49,9 @@ class DiskPool:
             raise extension.RefusedError(f"disk_path {path} is not writable ({error}); choose a writable directory") from None
         self.description = f"disk {path}"
         self._direct = O_DIRECT if probe_o_direct(path) else 0
-        threading.Thread(target=self._remove_abandoned, name="kv-clean", daemon=True).start()
+        self._quota, self._written, self._closed = quota, 0, False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._clean, name="kv-clean", daemon=True).start()
 
     def buffer(self, size: int) -> memoryview:
         return memoryview(mmap.mmap(-1, size))
@@ -63,14 +71,44 @@ class DiskPool:
                 self._path(name).unlink()
 
     def close(self) -> None:
-        """No-op: no files stay open."""
+        """End the cleaning thread; no files stay open."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
 
-    def _remove_abandoned(self) -> None:
-        """Remove temporary files of writers that were killed."""
+    def _clean(self) -> None:
+        """Remove temporary files of writers that were killed; then keep to the quota: at the start, as the pool grows, and every
+        minute, for what other instances write."""
         for part in self.root.glob("*/*/.*.tmp"):
             with suppress(OSError):
                 if time() - part.stat().st_mtime > ABANDONED_SECONDS:
                     part.unlink()
+        if self._quota is None:
+            return
+        enough = int(self._quota * (1 - EVICTED_TO) / 2)
+        while not self._closed:
+            self._evict(self._quota)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._written > enough, CLEAN_SECONDS)
+                self._written = 0
+
+    def _evict(self, quota: int) -> None:
+        """Remove the files that were not read or written for longest, if all together exceed the quota."""
+        found = []
+        for path in self.root.glob("*/*/*.kv"):
+            with suppress(OSError):
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        excess = sum(size for _, size, _ in found) - quota
+        if excess <= 0:
+            return
+        excess += int(quota * (1 - EVICTED_TO))
+        for _, size, path in sorted(found):
+            if excess <= 0:
+                break
+            with suppress(OSError):
+                path.unlink()
+            excess -= size
 
     def _path(self, name: str) -> Path:
         space, _, chunk = name.partition("/")
@@ -92,6 +130,9 @@ class DiskPool:
             with suppress(OSError):
                 part.unlink()
             return "full" if error.errno in NO_SPACE else "failed"
+        with self._changed:
+            self._written += len(record)
+            self._changed.notify()
         return STORED
 
     def _read(self, path: Path, record: memoryview) -> str:
@@ -105,13 +146,23 @@ class DiskPool:
             return "missing"
         except OSError:
             return "failed"
+        with suppress(OSError):
+            os.utime(path)  # it was used: of the times, not all mounts update the one of the last access
         return LOADED if read == len(record) else "cut"
 
 
 class DiskTier(PoolTier):
-    """Tier over a DiskPool. ``path``: the directory."""
+    """Tier over a DiskPool. ``path``: the directory; ``quota``: its size in bytes."""
 
     medium = Medium.STORAGE
 
-    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, path: str, **more: Any) -> None:
-        super().__init__(offloading_spec, primary_kv_view, tier_type, DiskPool(path), **more)
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        path: str,
+        quota: int | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, DiskPool(path, quota), **more)

@@ -171,7 +171,7 @@ class MooncakePool:
 def _outcome(code: int, good: str) -> str:
     if code >= 0:
         return good
-    return "full" if code in FULL else "missing" if code in MISSING else f"failed ({code})"
+    return "full" if code in FULL else "missing" if code in MISSING else f"failed {code}"
 
 
 def _addresses_and_sizes(records: Sequence[memoryview]) -> tuple[list[int], list[int]]:

@@ -46,6 +46,7 @@ class StoreOptions:
     backend: str | list[str] = "mooncake"
     cpu_bytes_to_use: int = 4 << 30
     disk_path: str = ""
+    disk_bytes_to_use: int | None = None
     mooncake_config_path: str = ""
     namespace: str = ""
     enable_lookup: bool = True
@@ -55,6 +56,7 @@ class StoreOptions:
     transfer_timeout: float = 20.0
     rest: float = 10.0
     threads: int = 2
+    enable_kv_events: bool = False
     block_size: int | None = None
     blocks_per_chunk: int | None = None
     eviction_policy: str | None = None
@@ -107,6 +109,11 @@ class StoreOptions:
                 f"{NAME}: --prefix-caching-hash-algo is {algorithm}, whose hashes differ from process to process without a seed; "
                 "set PYTHONHASHSEED to the same number for all instances, or use the default algorithm"
             )
+        events = vllm_config.kv_events_config
+        if self.enable_kv_events and not (events and events.enable_kv_cache_events):
+            raise extension.RefusedError(
+                f"{NAME}: enable_kv_events needs --kv-events-config with enable_kv_cache_events, by which vLLM publishes them"
+            )
         if "mooncake" in self.backends:
             MooncakeConfig.read(self.mooncake_config_path).check()
 
@@ -120,8 +127,11 @@ class StoreOptions:
         """VllmConfig with the equivalent options of vLLM's OffloadingConnector."""
         config, transfer = copy.copy(vllm_config), copy.copy(vllm_config.kv_transfer_config)
         common = {name: getattr(self, name) for name in ("answer_timeout", "transfer_timeout", "rest", "threads")}
-        common["identity"] = self._identity(vllm_config)
-        own = {"disk": {"path": self.disk_path}, "mooncake": {"config_path": self.mooncake_config_path}}
+        common |= {"identity": self._identity(vllm_config), "kv_events": self.enable_kv_events}
+        own: dict[str, dict[str, Any]] = {
+            "disk": {"path": self.disk_path, "quota": self.disk_bytes_to_use},
+            "mooncake": {"config_path": self.mooncake_config_path},
+        }
         transfer.kv_connector_extra_config = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": self.cpu_bytes_to_use,

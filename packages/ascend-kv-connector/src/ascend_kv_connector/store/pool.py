@@ -31,10 +31,10 @@ class Pool(Protocol):
         """Whether each name exists."""
 
     def put(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        """Outcome for each: ``stored``, or a word for the reason, such as ``full``."""
+        """Outcome for each: ``stored``, or a word for the reason, such as ``full``, which the pool's error code may follow."""
 
     def get(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        """Outcome for each: ``loaded``, or a word for the reason, such as ``missing`` or ``cut``."""
+        """Outcome for each: ``loaded``, or a word for the reason, such as ``missing`` or ``cut``, as in ``put``."""
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove these records, which may be corrupt."""

@@ -20,7 +20,15 @@ from typing import Any, ClassVar
 import numpy as np
 from ascend_platform import extension
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingCounterMetadata, OffloadKey, RequestOffloadingContext
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadKey,
+    RequestOffloadingContext,
+)
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
@@ -29,7 +37,7 @@ from ascend_kv_connector.store.chunk_format import FOOTER_BYTES, ChunkNames, is_
 from ascend_kv_connector.store.pool import LOADED, STORED, Pool, PoolError
 
 CHUNKS_METRIC = "vllm:ascend_store_chunks"
-"""Metric: chunks by tier and outcome."""
+"""Metric: chunks by tier, operation, outcome and the pool's error code."""
 
 BATCH_BYTES = 16 << 20
 """Bytes that a thread transfers at once, unless one chunk is larger."""
@@ -51,6 +59,10 @@ class Job:
     lock: threading.Lock = field(default_factory=threading.Lock)
     open: bool = True
 
+    @property
+    def op(self) -> str:
+        return "load" if self.load else "store"
+
 
 class PoolLookups(AsyncLookupManager):
     """vLLM's lookup thread, which keeps the scheduler from waiting."""
@@ -68,7 +80,8 @@ class PoolTier(SecondaryTierManager):
 
     ``answer_timeout``: seconds for a lookup. ``transfer_timeout``: seconds for a job, the chunks of a request. ``rest``: seconds
     of backoff from a pool that did not respond, in which prompts are computed. ``threads``: number of load threads, and of store
-    threads. ``identity``: see :class:`~ascend_kv_connector.store.chunk_format.ChunkNames`.
+    threads. ``identity``: see :class:`~ascend_kv_connector.store.chunk_format.ChunkNames`. ``kv_events``: note events for vLLM's
+    ``--kv-events-config``.
     """
 
     medium: ClassVar[Medium | None] = None
@@ -84,6 +97,7 @@ class PoolTier(SecondaryTierManager):
         rest: float = 10.0,
         threads: int = 2,
         identity: dict[str, Any] | None = None,
+        kv_events: bool = False,
         backpressure_detector: Any = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -98,7 +112,8 @@ class PoolTier(SecondaryTierManager):
         self._ended: list[JobResult] = []
         self._backoff_until = 0.0
         self._lookup_thread: threading.Thread | None = None
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._events: list[OffloadingEvent] | None = [] if kv_events else None
         self._counting = threading.Lock()
         self._lookups = PoolLookups(self)
         extension.logger.info(
@@ -107,8 +122,8 @@ class PoolTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        text = "KV cache chunks in a pool by outcome of lookup, load or store."
-        return {CHUNKS_METRIC: OffloadingCounterMetadata(documentation=text, labelnames=("tier", "outcome"))}
+        text = "KV cache chunks in a pool by operation (lookup, store, load), its outcome and the pool's error code."
+        return {CHUNKS_METRIC: OffloadingCounterMetadata(documentation=text, labelnames=("tier", "op", "outcome", "code"))}
 
     # Called by vLLM's manager, in the scheduler's thread
 
@@ -138,6 +153,12 @@ class PoolTier(SecondaryTierManager):
         ended, self._ended = self._ended, []
         return ended
 
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Chunks that were stored, or removed because they were corrupt; vLLM publishes them for routers."""
+        with self._counting:
+            events, self._events = self._events or [], None if self._events is None else []
+        return events
+
     def drain_jobs(self) -> None:
         """Finish all jobs, in their time at most; then switch to new names.
 
@@ -155,8 +176,8 @@ class PoolTier(SecondaryTierManager):
         with self._counting:
             counts, self._counts = self._counts, Counter()
         stats = OffloadingConnectorStats()
-        for outcome, count in counts.items():
-            stats.increase_counter(CHUNKS_METRIC, count, (self.tier_type, outcome))
+        for labels, count in counts.items():
+            stats.increase_counter(CHUNKS_METRIC, count, (self.tier_type, *labels))
         return stats
 
     def shutdown(self) -> None:
@@ -194,7 +215,7 @@ class PoolTier(SecondaryTierManager):
     def lookup_keys(self, keys: list[OffloadKey]) -> list[bool]:
         """Which chunks exist, within the timeout; none if the pool does not respond."""
         if self.is_backing_off:
-            self._count("not asked", len(keys))
+            self._count("lookup", "skipped", number=len(keys))
             return [False] * len(keys)
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         names = [self.names(key) for key in keys]
@@ -212,10 +233,10 @@ class PoolTier(SecondaryTierManager):
             with suppress(queue.Empty):
                 found = answer.get(timeout=self._answer_timeout)
         if isinstance(found, list):
-            self._count("found", sum(found))
-            self._count("not found", len(found) - sum(found))
+            self._count("lookup", "found", number=sum(found))
+            self._count("lookup", "missing", number=len(found) - sum(found))
             return found
-        self._count("no answer", len(keys))
+        self._count("lookup", "unanswered", number=len(keys))
         self._back_off(f"no answer in {self._answer_timeout:g} s" if found is NO_REPLY else str(found))
         return [False] * len(keys)
 
@@ -226,7 +247,7 @@ class PoolTier(SecondaryTierManager):
         keys = list(given.keys)
         job = Job(keys, [self.names(key) for key in keys], [int(row) for row in given.chunk_ids], load, deadline)
         if not keys or self.is_backing_off:
-            self._count("not loaded" if load else "not stored", len(job.keys))
+            self._count(job.op, "skipped", number=len(job.keys))
             self._end(given.job_id, job)
             return
         self._jobs[given.job_id] = job
@@ -244,7 +265,7 @@ class PoolTier(SecondaryTierManager):
             with job.lock:  # its rows are not accessed any more
                 job.open = False
             del self._jobs[number]
-            self._count("late to load" if job.load else "late to store", len(job.keys) - len(job.done))
+            self._count(job.op, "late", number=len(job.keys) - len(job.done))
             self._back_off(f"{len(job.keys)} chunks were not transferred in {self._transfer_timeout:g} s")
             self._end(number, job)
 
@@ -253,6 +274,8 @@ class PoolTier(SecondaryTierManager):
         failed = [key for key in job.keys if key not in done]
         if job.load and failed:
             self._lookups.mark_miss(failed)
+        if not job.load:
+            self._note_event(list(job.done), removed=False)
         size = len(job.done) * self.block_size_bytes
         self._ended.append(JobResult(number, not failed, (tuple(job.done) or None) if failed else None, seconds, size))
 
@@ -263,15 +286,15 @@ class PoolTier(SecondaryTierManager):
             move(job, part)
         except PoolError as error:
             self._back_off(str(error))
-            self._count("failed to load" if job.load else "failed to store", len(job.keys[part]))
+            self._count(job.op, "failed", number=len(job.keys[part]))
         except Exception as error:  # an error of the pool's client must not stop the engine
-            self._count("failed to load" if job.load else "failed to store", len(job.keys[part]))
+            self._count(job.op, "failed", number=len(job.keys[part]))
             extension.logger.warning("KV cache in %s: %s: %s", self._pool.description, type(error).__name__, error)
 
     def _store(self, job: Job, part: slice) -> None:
         chunks = list(zip(job.keys[part], job.names[part], job.rows[part], strict=True))
         there = self._pool.exists(job.names[part])
-        self._count("present", sum(there))
+        self._count("store", "present", number=sum(there))
         done = [key for (key, _, _), has in zip(chunks, there, strict=True) if has]
         chunks = [chunk for chunk, has in zip(chunks, there, strict=True) if not has]
         records, names = self._record_buffers(len(chunks)), [name for _, name, _ in chunks]
@@ -285,7 +308,7 @@ class PoolTier(SecondaryTierManager):
             write_footer(name, record)
         outcomes = self._pool.put(names, records) if chunks else []
         for (key, _, _), outcome in zip(chunks, outcomes, strict=True):
-            self._count(outcome if outcome == STORED else f"{outcome}, not stored")
+            self._count_outcome("store", outcome)
             if outcome == STORED:
                 done.append(key)
         with job.lock:
@@ -309,9 +332,10 @@ class PoolTier(SecondaryTierManager):
                 else:
                     outcomes[place] = "corrupt"
         for outcome in outcomes:
-            self._count(outcome if outcome == LOADED else f"{outcome}, not loaded")
-        if broken := [name for name, outcome in zip(names, outcomes, strict=True) if outcome in BROKEN]:
-            self._pool.remove(broken)  # so that the chunk is stored again
+            self._count_outcome("load", outcome)
+        if broken := [place for place, outcome in enumerate(outcomes) if outcome in BROKEN]:
+            self._pool.remove([names[place] for place in broken])  # so that the chunk is stored again
+            self._note_event([job.keys[part][place] for place in broken], removed=True)
             extension.logger.warning(
                 "KV cache in %s: removed %d truncated or corrupt chunks", self._pool.description, len(broken)
             )
@@ -322,7 +346,18 @@ class PoolTier(SecondaryTierManager):
             self._local.buffer = self._pool.buffer(self._batch * self._size)
         return [self._local.buffer[place * self._size : (place + 1) * self._size] for place in range(count)]
 
-    def _count(self, outcome: str, number: int = 1) -> None:
+    def _count_outcome(self, op: str, outcome: str) -> None:
+        word, _, code = outcome.partition(" ")
+        self._count(op, word, code)
+
+    def _count(self, op: str, outcome: str, code: str = "", number: int = 1) -> None:
         if number:
             with self._counting:
-                self._counts[outcome] += number
+                self._counts[op, outcome, code] += number
+
+    def _note_event(self, keys: list[OffloadKey], removed: bool) -> None:
+        if keys and self._events is not None:
+            medium = self.medium or Medium.CPU
+            event = OffloadingEvent(keys, medium, removed, Locality.REMOTE, self.tier_type)
+            with self._counting:
+                self._events.append(event)

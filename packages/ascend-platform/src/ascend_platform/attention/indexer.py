@@ -87,15 +87,16 @@ def install(layers: dict[str, Any]) -> None:
         RefusedError: a pipeline stage begins with a layer that uses the selection of an earlier one.
     """
     sparse = {name: layer for name, layer in layers.items() if isinstance(layer, MLAAttention) and layer.use_sparse}
-    for name, layer in sparse.items():
+    first = next(iter(sparse), "")
+    if first and sparse[first].indexer is None:
+        raise RefusedError(
+            f"{first} uses the tokens that the indexer of an earlier layer selects, which is on another pipeline stage; fix: "
+            "VLLM_PP_LAYER_PARTITION with stages that begin with a layer that has an indexer"
+        )
+    for layer in sparse.values():
         indexer = layer.indexer
         if indexer is not None and type(indexer) is Indexer:
             prefix = indexer.k_cache.prefix
             cache: Any = IndexCache(prefix, indexer.head_dim, layer)
             layers[prefix] = indexer.k_cache = cache
             indexer.__class__ = NPUIndexer
-        if indexer is None and next(iter(sparse.values())).indexer is None:
-            raise RefusedError(
-                f"{name} uses the tokens that the indexer of an earlier layer selects, which is on another pipeline stage; fix: "
-                "VLLM_PP_LAYER_PARTITION with stages that begin with a layer that has an indexer"
-            )

@@ -56,6 +56,13 @@ def configure(additional_config: object) -> None:
         configured(config(namespace))
 
 
+def given(vllm_config: object, namespace: str) -> dict[str, object]:
+    """What an engine's configuration gives for a component, without defaults."""
+    additional_config = getattr(vllm_config, "additional_config", None)
+    every = additional_config.get("ascend", {}) if isinstance(additional_config, Mapping) else {}
+    return dict(every.get(namespace, {}))
+
+
 def config(namespace: str) -> dict[str, object]:
     """The options of a component, given ones over defaults. ``namespace`` is its name without ``ascend-``.
 
@@ -63,5 +70,4 @@ def config(namespace: str) -> dict[str, object]:
     """
     vllm = sys.modules.get("vllm.config")  # this module does not import vLLM
     current = vllm and vllm.get_current_vllm_config_or_none()
-    given = current.additional_config.get("ascend", {}) if current and isinstance(current.additional_config, Mapping) else _given
-    return _defaults.get(namespace, {}) | given.get(namespace, {})
+    return _defaults.get(namespace, {}) | (given(current, namespace) if current else _given.get(namespace, {}))

@@ -146,13 +146,14 @@ def with_state(distribution: str) -> str:
     return str(Problem(f"{distribution}, which is {replace(found, fix='')}", found.fix))
 
 
-def summary(attention: str, runner: str = "") -> str:
+def summary(attention: str, runner: str = "", delta_rule: str = "") -> str:
     """One line with every component's version and state, the attention backend, and the versions of vLLM, torch and torch-npu.
 
-    ``runner`` is the model runner and what asks for it, if it is not the default.
+    ``runner`` is the model runner and what asks for it, if it is not the default; ``delta_rule`` is the gated delta rule of a
+    model that has it.
     """
     version = requirements.version
     parts = [" ".join(filter(None, (name.removeprefix("ascend-"), version(name), state(name)))) for name in COMPONENTS]
     below = ", ".join(f"{name} {version(name)}" for name in ("vllm", "torch", "torch-npu"))
-    runners = [f"model runner: {runner}"] if runner else []
-    return " | ".join(["vllm-ascend-all", *parts, f"attention: {attention}", *runners, below])
+    chosen = {"attention": attention, "gated delta rule": delta_rule, "model runner": runner}
+    return " | ".join(["vllm-ascend-all", *parts, *(f"{what}: {which}" for what, which in chosen.items() if which), below])

@@ -3,7 +3,7 @@
 import functools
 from typing import TYPE_CHECKING
 
-from ascend_platform.attention import selector
+from ascend_platform.attention import gated_delta, selector
 from ascend_platform.components import logger, options, registry
 from ascend_platform.config import model_runner
 
@@ -21,7 +21,13 @@ def announce(vllm_config: "VllmConfig") -> None:
     options.configure(vllm_config.additional_config)
     if vllm_config.model_config is not None:
         asked = model_runner.reason(vllm_config)
-        _log_once(registry.summary(selector.describe_backend(vllm_config), runner=f"V2 ({asked})" if asked else ""))
+        _log_once(
+            registry.summary(
+                selector.describe_backend(vllm_config),
+                runner=f"V2 ({asked})" if asked else "",
+                delta_rule=str(gated_delta.select(vllm_config) or ""),
+            )
+        )
 
 
 @functools.cache

@@ -7,6 +7,7 @@ handed to its processes by vLLM's own environment variable.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -37,25 +38,37 @@ def _is_multimodal(config: VllmConfig) -> bool:
     return config.model_config.is_multimodal_model or config.model_config.uses_mrope
 
 
+_OTHER_METHODS = ("block", "fly")
+
+
+def _drafts(config: VllmConfig, asked: Callable[[Any], Any]) -> bool:
+    return config.speculative_config is not None and bool(asked(config.speculative_config))
+
+
 FEATURES = (
     Feature("pipeline and data parallelism", _has_parallel_layout),
     Feature("decode context parallelism", lambda config: config.parallel_config.decode_context_parallel_size > 1),
-    Feature("speculative decoding", lambda config: config.speculative_config),
     Feature("KV connectors", lambda config: config.kv_transfer_config),
+    Feature("expert load balancing (EPLB)", lambda config: config.parallel_config.enable_eplb),
+    Feature("dflash and dspark drafters", lambda config: _drafts(config, lambda it: it.use_dflash() or it.use_dspark())),
+    Feature("MTP with several modules", lambda config: _drafts(config, lambda it: it.use_multi_module_mtp())),
+    Feature("extract_hidden_states", lambda config: _drafts(config, lambda it: it.method == "extract_hidden_states")),
+    Feature("adaptive draft verification", lambda config: _drafts(config, lambda it: it.enable_adaptive_verification)),
+    Feature(
+        "block verification and FLy", lambda config: _drafts(config, lambda it: it.rejection_sample_method in _OTHER_METHODS)
+    ),
     Feature("watermarking", lambda config: config.watermark_config),
     Feature("thinking budgets", lambda config: config.reasoning_config),
     Feature("batch-sharded sampling", lambda config: config.parallel_config.enable_batch_sharded_sampling),
-    Feature("expert load balancing (EPLB)", lambda config: config.parallel_config.enable_eplb),
     Feature("KV-sharing fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
-    Feature("VLLM_COMPUTE_NANS_IN_LOGITS", lambda config: envs.VLLM_COMPUTE_NANS_IN_LOGITS),
     Feature("pooling models", lambda config: config.model_config.runner_type == "pooling", of_model=True),
     Feature("multimodal models", _is_multimodal, of_model=True),
-    Feature("state-space layers", state_layers.has_states, of_model=True),
     Feature("latent attention", lambda config: config.model_config.use_mla, of_model=True),
     Feature("quantized weights", lambda config: config.quant_config, of_model=True),
     Feature("encoder-decoder models", lambda config: config.model_config.is_encoder_decoder, of_model=True),
-    Feature("prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True),
     Feature("custom logits processors", lambda config: config.model_config.logits_processors, of_model=True),
+    Feature("state-space layers", state_layers.has_states, of_model=True),
+    Feature("prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True),
     Feature("sampling masks", lambda config: config.model_config.return_sampling_mask, of_model=True),
     Feature("trace replay", lambda config: config.model_config.enable_trace_replay, of_model=True),
 )
@@ -68,18 +81,19 @@ REQUEST_FEATURES: dict[str, Any] = {
 
 
 def reason(vllm_config: VllmConfig) -> str:
-    """What asks for the V2 runner: the option, the environment variable, or "" for V1.
+    """What asks for the V2 runner: the option, the environment variable, a vLLM without V1, or "" for V1.
 
     Raises:
         RefusedError: another value of the option.
     """
-    additional: Any = vllm_config.additional_config or {}
-    given = additional.get("ascend", {}).get("platform", {}).get("model_runner", "v1")
+    given = options.given(vllm_config, "platform").get("model_runner", "v1")
     if given not in _RUNNERS:
         raise extension.RefusedError(
             f'additional_config "ascend.platform.model_runner" is {given!r}; supported: {", ".join(_RUNNERS)}'
         )
-    return "additional_config" if given == "v2" else f"{VARIABLE}=1" if _IN_ENVIRONMENT else ""
+    if given == "v2":
+        return "additional_config"
+    return f"{VARIABLE}=1" if _IN_ENVIRONMENT else "" if vllm_overrides.has_v1_runner() else "vLLM has no V1 runner"
 
 
 def choose(vllm_config: VllmConfig) -> None:
@@ -124,5 +138,5 @@ def _refuse(features: list[str], asked: str) -> None:
         named.append(f"{feature} (kernel {kernels[0]})" if kernels else feature)
     raise extension.RefusedError(
         f"ascend-platform {extension.version('ascend-platform')} does not support {', '.join(named)} with vLLM's V2 model runner "
-        f"({asked}) yet; fix: use V1"
+        f"({asked}) yet; fix: use V1{'' if vllm_overrides.has_v1_runner() else ', which an earlier vLLM has'}"
     )

@@ -18,18 +18,12 @@ options.register("platform", DEFAULTS)
 
 def enabled(vllm_config: "VllmConfig", name: str) -> bool:
     """Whether an engine has an option on."""
-    return bool(_options(vllm_config)[name])
-
-
-def _options(vllm_config: "VllmConfig") -> dict[str, object]:
-    given = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
-    return DEFAULTS | given.get("ascend", {}).get("platform", {})
+    return bool((DEFAULTS | options.given(vllm_config, "platform"))[name])
 
 
 def max_decode_tokens(vllm_config: "VllmConfig") -> int:
     """Tokens of the largest decode step: one for each request, and its drafts."""
-    drafts = vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
-    return vllm_config.scheduler_config.max_num_seqs * (1 + drafts)
+    return vllm_config.scheduler_config.max_num_seqs * (1 + vllm_config.num_speculative_tokens)
 
 
 def check(vllm_config: "VllmConfig") -> None:
@@ -40,7 +34,7 @@ def check(vllm_config: "VllmConfig") -> None:
     """
     from vllm.config import CompilationMode
 
-    found = _options(vllm_config)
+    found = DEFAULTS | options.given(vllm_config, "platform")
     for name in DEFAULTS:
         if not isinstance(found[name], bool):
             raise extension.RefusedError(f'additional_config "ascend.platform.{name}" is {found[name]!r}; supported: true, false')

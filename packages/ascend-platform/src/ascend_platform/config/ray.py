@@ -1,5 +1,9 @@
-"""Environment of vLLM's Ray workers."""
+"""Environment of vLLM's Ray workers, and what they leave behind."""
 
+import os
+import subprocess
+import sys
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, cast
 
 from ascend_platform.host import VISIBLE_NPUS
@@ -7,6 +11,8 @@ from ascend_platform.vllm_overrides import add
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
+
+_trackers: list["subprocess.Popen[bytes]"] = []
 
 
 def prepare(parallel: "ParallelConfig") -> None:
@@ -20,3 +26,19 @@ def prepare(parallel: "ParallelConfig") -> None:
     given: dict[str, Any] = dict(parallel.ray_runtime_env or {})
     variables = {"RAY_kill_child_processes_on_worker_exit": "0"} | given.get("env_vars", {})
     parallel.ray_runtime_env = cast(Any, given | {"env_vars": variables})
+
+
+def keep_resource_tracker() -> None:
+    """Start Python's resource tracker in a session of its own, in a process of Ray.
+
+    It removes the shared memory of a process that is killed. Ray kills the process group of a worker that has died, in which
+    Python would start it.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    if "ray" not in sys.modules or tracker._fd is not None:
+        return
+    read, write = os.pipe()
+    command = [sys.executable, "-c", f"from multiprocessing.resource_tracker import main; main({read})"]
+    _trackers.append(subprocess.Popen(command, pass_fds=[read], start_new_session=True))
+    os.close(read)
+    tracker._fd = write  # as multiprocessing.spawn does in a child process, which has its parent's

@@ -72,6 +72,14 @@ def _shards_sparse_context(config: VllmConfig) -> bool:
     return config.parallel_config.decode_context_parallel_size > 1 and selector.is_sparse(config.model_config)
 
 
+def _other_value_heads(config: VllmConfig) -> str:
+    """vLLM's MiMo-V2 takes kernels of FlashAttention or Triton by name where the sizes differ (``mimo_v2.py``)."""
+    text = config.model_config.hf_text_config
+    sizes = [getattr(text, name, None) for name in ("head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim")]
+    differ = [f"{key} and {value}" for key, value in (sizes[:2], sizes[2:]) if value not in (None, key)]
+    return differ[0] if differ and config.model_config.architecture.startswith("MiMoV2") else ""
+
+
 def _other_placement(config: VllmConfig) -> str:
     strategy = config.parallel_config.expert_placement_strategy
     return "" if strategy == "linear" else strategy
@@ -99,6 +107,7 @@ FEATURES = (
         _shards_sparse_context,
         of_model=True,
     ),
+    Feature("heads of keys and values of different sizes", _other_value_heads, of_model=True),
     Feature("expert placement strategies other than linear", _other_placement, of_model=True),
     Feature("other architectures with state-space or linear attention layers", state_layers.other_architecture, of_model=True),
     Feature("options with state-space and linear attention layers", state_layers.other_options, of_model=True),

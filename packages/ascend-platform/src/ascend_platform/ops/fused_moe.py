@@ -13,7 +13,7 @@ import torch
 import torch_npu
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
+from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router, grouped_topk_router, zero_expert_router
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from ascend_platform import extension
@@ -180,6 +180,36 @@ def eplb_map_to_physical(
 
 # vLLM's is a Triton kernel for three device types; on others it returns the ids unmapped (base_router.py)
 override("vllm.model_executor.layers.fused_moe.router.base_router:eplb_map_to_physical_and_record", eplb_map_to_physical)
+
+
+def route_with_identities(
+    self: Any,
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    indices_type: torch.dtype | None,
+    *,
+    input_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select among experts and, with ids after theirs, identities (LongCat), whose share of the output the router keeps.
+
+    An identity becomes expert 0 with a weight of 0. Weights are float32, weights and ids ``[tokens, k]``.
+    """
+    weights, ids = fused_topk_bias_router.fused_topk_bias(
+        hidden_states=hidden_states,
+        gating_output=router_logits,
+        e_score_correction_bias=self.e_score_correction_bias.data,
+        topk=self.top_k,
+        renormalize=self.renormalize,
+        scoring_func=self.scoring_func,
+        indices_type=indices_type,
+    )
+    weights, identities = weights * self.routed_scaling_factor, ids >= self.num_logical_experts
+    kept = weights.masked_fill(identities, 0)
+    self._zero_expert_output = (hidden_states * (weights - kept).sum(-1, keepdim=True)).to(hidden_states.dtype)
+    return kept, ids.masked_fill(identities, 0)
+
+
+override(f"{zero_expert_router.__name__}:ZeroExpertRouter._compute_routing", route_with_identities)
 
 
 Experts = Callable[..., torch.Tensor]

@@ -50,9 +50,14 @@ class NPUSharedExperts(SharedExperts):
         if self._determine_shared_experts_order(shared_experts_input) != SharedExpertsOrder.MULTI_STREAM_OVERLAPPED:
             return False
         index = self._output_idx
+        is_capturing = torch.npu.is_current_stream_capturing()
         self._input_ready_event[index].record(torch.npu.current_stream())
         with torch.npu.stream(self._stream):
             self._input_ready_event[index].wait(self._stream)
+            if is_capturing:
+                # torch_npu queues the wait, by which the stream joins the capture; its allocator asks the stream whether it is
+                # captured, and would take memory outside of the graph's pool before. Reading this waits for the queue.
+                self._stream.npu_stream  # noqa: B018
             self._output[index] = self._layer(shared_experts_input)
             self._output_ready_event[index].record(self._stream)
         return True

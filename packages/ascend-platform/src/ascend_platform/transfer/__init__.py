@@ -1,4 +1,4 @@
-"""Facts and code that the wheels which move data between instances share: secrets, and identity of weights.
+"""What wheels that move data between instances share: secret, identity of weights, messages, engines, memory, queues of peers.
 
 Like :mod:`ascend_platform.extension`, whose version it has, this package may be imported by other wheels.
 """

@@ -1,12 +1,23 @@
-"""Mooncake's transfer engine: whether it is installed, and engines of this process."""
+"""Mooncake's transfer engine (``mooncake.engine.TransferEngine``), of which a process has one for each host and protocol."""
+
+from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
+import sys
 import threading
+import weakref
+from collections import Counter
+from time import monotonic
 from typing import Any
 
+import torch
+
 from ascend_platform.components import RefusedError
+from ascend_platform.transfer.auth import CurveKeys
+from ascend_platform.transfer.engine import READ_SECONDS, Runs, keep_for_quarantine
+from ascend_platform.transfer.errors import QUARANTINE_SECONDS, TransferError
 
 WHEELS = ("mooncake-transfer-engine-npu", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 """Wheels with the same modules; which one to install depends on the machine, so no wheel of ours requires one of them."""
@@ -18,8 +29,6 @@ TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 IPV6_VARIABLE = "MC_USE_IPV6"
 PORT_VARIABLES = ("MC_MIN_PRC_PORT", "MC_MAX_PRC_PORT")
 """First and last port of its listeners (sic, "PRC")."""
-
-_starting = threading.Lock()
 
 
 def check() -> None:
@@ -51,34 +60,119 @@ def import_module(name: str) -> Any:
         ) from None
 
 
-def start_engine(host: str, protocol: str, timeout: float, ports: range | None = None) -> tuple[Any, str]:
-    """A new engine, to which peers connect by host and port, and its session, by which they name it.
+class SharedEngine:
+    """A TransferEngine, to which peers connect by host and port, without a metadata server (``P2PHANDSHAKE``).
 
-    The environment's timeout of reads has precedence over ``timeout``, in seconds. Engines take two ports of ``ports``, those of
-    the first engine with any in this process; by default of 15000 to 17000.
+    Mooncake refuses memory that is registered already: ``registered`` counts the users of each (address, bytes).
+    """
+
+    def __init__(self, host: str, protocol: str, timeout: int, ports: range | None) -> None:
+        name = host
+        if ":" in host:
+            name = f"[{host}]"
+            os.environ.setdefault(IPV6_VARIABLE, "1")
+        if ports is not None:
+            for variable, port in zip(PORT_VARIABLES, (ports[0], ports[-1]), strict=True):
+                os.environ.setdefault(variable, str(port))
+        module = import_module("mooncake.engine")  # reads these variables
+        before = os.environ.get(TIMEOUT_VARIABLE)
+        os.environ.setdefault(TIMEOUT_VARIABLE, str(timeout))
+        try:
+            self.engine = module.TransferEngine()
+        finally:
+            if before is None:
+                del os.environ[TIMEOUT_VARIABLE]
+        if code := self.engine.initialize(name, "P2PHANDSHAKE", protocol, ""):
+            raise RefusedError(
+                f"mooncake cannot start with protocol {protocol} on {host} (code {code}); protocol must be tcp, or ascend with "
+                f"{WHEELS[0]}"
+            )
+        self.session = f"{name}:{self.engine.get_rpc_port()}"
+        self.registered: Counter[tuple[int, int]] = Counter()
+        self._lock = threading.Lock()
+
+    def register(self, address: int, size: int) -> None:
+        """Register memory, unless it is. Raises TransferError."""
+        with self._lock:
+            if not self.registered[address, size] and (code := self.engine.register_memory(address, size)):
+                raise TransferError("transport", f"mooncake cannot register {size} bytes (code {code})", quarantine=0)
+            self.registered[address, size] += 1
+
+    def unregister(self, address: int, size: int) -> None:
+        """End a registration once its last user does."""
+        with self._lock:
+            self.registered[address, size] -= 1
+            if not self.registered[address, size]:
+                del self.registered[address, size]
+                self.engine.unregister_memory(address)
+
+
+_engines: dict[tuple[str, str, int, range | None], SharedEngine] = {}
+_starting = threading.Lock()
+
+
+def shared_engine(host: str, protocol: str, timeout: float, ports: range | None = None) -> SharedEngine:
+    """This process's engine for a host, a protocol, a timeout of reads in seconds, and ports to choose from.
+
+    The environment's timeout has precedence. Engines take two ports of ``ports``, those of the first engine with any in this
+    process; by default of 15000 to 17000.
 
     Raises:
         RefusedError: Mooncake is not installed, lacks a library, or does not start.
     """
-    name = host
-    if ":" in host:
-        name = f"[{host}]"
-        os.environ.setdefault(IPV6_VARIABLE, "1")
-    if ports is not None:
-        for variable, port in zip(PORT_VARIABLES, (ports[0], ports[-1]), strict=True):
-            os.environ.setdefault(variable, str(port))
-    module = import_module("mooncake.engine")  # reads these variables
+    key = host, protocol, max(5, int(timeout)), ports
     with _starting:
-        before = os.environ.get(TIMEOUT_VARIABLE)
-        os.environ.setdefault(TIMEOUT_VARIABLE, str(max(5, int(timeout))))
-        try:
-            engine = module.TransferEngine()
-        finally:
-            if before is None:
-                del os.environ[TIMEOUT_VARIABLE]
-    if code := engine.initialize(name, "P2PHANDSHAKE", protocol, ""):
-        raise RefusedError(
-            f"mooncake cannot start with protocol {protocol} on {host} (code {code}); protocol must be tcp, or ascend with "
-            f"{WHEELS[0]}"
-        )
-    return engine, f"{name}:{engine.get_rpc_port()}"
+        if key not in _engines:
+            _engines[key] = SharedEngine(*key)
+        return _engines[key]
+
+
+class MooncakeEngine:
+    """See :class:`~ascend_platform.transfer.engine.Engine`; it uses this process's engine. The keys are not used."""
+
+    most_runs = sys.maxsize
+    can_write = True
+
+    def __init__(
+        self,
+        host: str,
+        protocol: str,
+        keys: CurveKeys | None = None,
+        ports: range | None = None,
+        timeout: float = READ_SECONDS,
+    ) -> None:
+        self._shared = shared_engine(host, protocol, timeout, ports)
+        self.session = self._shared.session
+        self.name = f"mooncake ({protocol})"
+        self.on_device = protocol == "ascend"
+        self._buffers: list[torch.Tensor] = []  # their memory must not be reused while it is registered
+        self._failed = 0.0
+        self._unregister_all = weakref.finalize(self, _unregister_all, self._shared, self._buffers)
+
+    def register(self, buffer: torch.Tensor) -> None:
+        self._shared.register(buffer.data_ptr(), buffer.numel())
+        self._buffers.append(buffer)
+
+    def connect(self, session: str, seconds: float) -> None:
+        """Reads connect."""
+
+    def read(self, session: str, runs: Runs, seconds: float) -> None:
+        if code := self._shared.engine.batch_transfer_sync_read(session, runs.local, runs.remote, runs.size):
+            self._failed = monotonic()
+            raise TransferError("transport", f"mooncake failed to read {runs.total} bytes (code {code})")
+
+    def write(self, session: str, runs: Runs) -> None:
+        if code := self._shared.engine.batch_transfer_sync_write(session, runs.local, runs.remote, runs.size):
+            raise TransferError("transport", f"mooncake failed to write {runs.total} bytes (code {code})")
+
+    def close(self) -> None:
+        if self._failed and monotonic() - self._failed < QUARANTINE_SECONDS:
+            keep_for_quarantine(self._unregister_all)
+        else:
+            self._unregister_all()
+
+
+def _unregister_all(shared: SharedEngine, buffers: list[torch.Tensor]) -> None:
+    while buffers:
+        buffer = buffers.pop()
+        shared.unregister(buffer.data_ptr(), buffer.numel())

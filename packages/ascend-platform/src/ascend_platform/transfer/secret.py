@@ -3,14 +3,25 @@
 import os
 from pathlib import Path
 
+from ascend_platform.components import RefusedError
+
 MIN_SECRET_BYTES = 16
 """Minimum length of a secret."""
 
 
-def find_secret(path: str | None, variable: str) -> bytes:
-    """The content of the file, without a path that of the environment variable; without surrounding white space.
+def read_secret(path: str | None, variable: str, option: str) -> bytes:
+    """The content of the file, without a path that of the environment variable; b"" if that is not set.
+
+    White space around it is ignored. ``option`` is the name of the option with the path, for messages.
 
     Raises:
-        OSError: the file cannot be read.
+        RefusedError: the file cannot be read, or the secret is shorter than 16 bytes, in one line.
     """
-    return (Path(path).read_bytes() if path else os.environ.get(variable, "").encode()).strip()
+    source = f"{option} {path}" if path else variable
+    try:
+        found = (Path(path).read_bytes() if path else os.environ.get(variable, "").encode()).strip()
+    except OSError as error:
+        raise RefusedError(f"{source} cannot be read: {error.strerror}") from None
+    if len(found) < MIN_SECRET_BYTES and (found or path):
+        raise RefusedError(f"{source} has a secret of {len(found)} bytes; it needs at least {MIN_SECRET_BYTES}")
+    return found

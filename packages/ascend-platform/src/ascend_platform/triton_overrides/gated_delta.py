@@ -6,16 +6,13 @@ these updates), decodes one after the other. Nothing here waits for the device.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ascend_platform.triton_overrides import packed
-
-CHUNK = 64
-SLAB = 16
-"""Chunks of which the products within are computed at once; it bounds their memory."""
 
 
 def chunk_rule(
@@ -40,12 +37,10 @@ def chunk_rule(
         ``[tokens, heads, values]`` of v's dtype, and the new states in float32.
     """
     output, states = v.new_zeros(len(v) + 1, *v.shape[1:]), states.float().clone()
-    chunks = packed.Chunks(query_start_loc, len(v), CHUNK)
-    for start in range(0, chunks.count, SLAB):
-        slab = chunks.slab(start, SLAB)
+    for slab in packed.slabs(query_start_loc, len(v)):
         keys, queries = (slab.heads(each, v.shape[1]) for each in (k, q))
-        values, strength, decay = slab.heads(v), slab.heads(beta[..., None]), slab.heads(g[..., None]).squeeze(-1).cumsum(-1)
-        between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
+        values, strength = slab.heads(v), slab.heads(beta[..., None])
+        decay, between = slab.decays(g)
         weighted = keys * strength
         inverse = _inverse(weighted @ keys.mT * between)
         seen = inverse @ (weighted * decay.exp()[..., None])
@@ -128,6 +123,9 @@ def normalize(x: torch.Tensor) -> torch.Tensor:
     return (values * torch.rsqrt(values.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
+rules = SimpleNamespace(prefill=lambda: chunk_rule, decode=recurrent_rule)
+"""Of this process: what makes the rule of a layer's prefills, and the rule of decodes; by default those above."""
+
 # What takes the place of vLLM's functions; arguments are named as there.
 
 
@@ -168,6 +166,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     core_attn_out: torch.Tensor | None = None,
+    rule: Callable[..., tuple[torch.Tensor, torch.Tensor]] = chunk_rule,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prefill; tensors have a first dimension of 1."""
@@ -176,7 +175,7 @@ def chunk_gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = normalize(q), normalize(k)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    output, states = chunk_rule(q[0], k[0], v[0], g[0], beta[0], scale, initial_state, cu_seqlens)
+    output, states = rule(q[0], k[0], v[0], g[0], beta[0], scale, initial_state, cu_seqlens)
     if core_attn_out is not None:
         core_attn_out.view(-1)[: output.numel()].copy_(output.view(-1))
     return output[None], states
@@ -205,7 +204,7 @@ def fused_recurrent_gated_delta_rule(
         q, k = normalize(q.float()), normalize(k.float())
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     indices = ssm_state_indices[: len(cu_seqlens) - 1]
-    output = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], scale, initial_state, indices, cu_seqlens, num_accepted_tokens)
+    output = rules.decode(q[0], k[0], v[0], g[0], beta[0], scale, initial_state, indices, cu_seqlens, num_accepted_tokens)
     return output[None], initial_state
 
 
@@ -242,7 +241,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     if use_qk_l2norm_in_kernel:
         q, k = normalize(q.float()), normalize(k.float())
     g, beta = gates(A_log, a, b, dt_bias)
-    out.copy_(recurrent_rule(q, k, v, g, beta, scale, initial_state, ssm_state_indices, None, None)[:, None])
+    out.copy_(rules.decode(q, k, v, g, beta, scale, initial_state, ssm_state_indices, None, None)[:, None])
     return out, initial_state
 
 

@@ -3,10 +3,14 @@
 Nothing here waits for the device: lengths and indices stay there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+
+CHUNK = 64
+SLAB = 16
+"""Chunks of which the products within are computed at once; it bounds their memory."""
 
 
 class Chunks:
@@ -34,6 +38,13 @@ class Chunks:
         return Slab(self.places[start:end], self.exists[start:end], self.requests[start:end], self.tokens)
 
 
+def slabs(query_start_loc: torch.Tensor, tokens: int) -> Iterator["Slab"]:
+    """The chunks of packed sequences, some at a time."""
+    chunks = Chunks(query_start_loc, tokens, CHUNK)
+    for start in range(0, chunks.count, SLAB):
+        yield chunks.slab(start, SLAB)
+
+
 @dataclass
 class Slab:
     """Chunks that are computed together.
@@ -54,6 +65,11 @@ class Slab:
         rows = x[self.places.clamp_max(self.tokens - 1).flatten()].float().unflatten(0, self.places.shape)
         rows = torch.where(self.exists[..., None, None], rows, 0).transpose(1, 2)
         return rows.repeat_interleave(heads // x.shape[1], 1) if heads > x.shape[1] else rows
+
+    def decays(self, logs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of logarithms ``[tokens, heads]``: their sums up to each token, and the decays from each token to each later one."""
+        sums = self.heads(logs[..., None]).squeeze(-1).cumsum(-1)
+        return sums, (sums[..., :, None] - sums[..., None, :]).tril().exp().tril()
 
     def write(self, output: torch.Tensor, rows: torch.Tensor) -> None:
         """Write ``[chunks, heads, length, size]`` to their tokens in ``[tokens + 1, heads, size]``; the last row is of none."""

@@ -12,10 +12,6 @@ import torch.nn.functional as F
 
 from ascend_platform.triton_overrides import packed
 
-CHUNK = 64
-SLAB = 16
-"""Chunks of which the products within are computed at once; it bounds their memory."""
-
 
 def mamba_chunk_scan_combined_varlen(
     x: torch.Tensor,
@@ -55,13 +51,11 @@ def mamba_chunk_scan_combined_varlen(
         states.copy_(initial_states)
     logs = steps * A.float()
     written = out.new_empty(len(x) + 1, heads, x.shape[2])
-    chunks = packed.Chunks(cu_seqlens, len(x), CHUNK)
-    for start in range(0, chunks.count, SLAB):
-        slab = chunks.slab(start, SLAB)
-        inputs, scale, decay = slab.heads(x), slab.heads(steps[..., None]), slab.heads(logs[..., None]).squeeze(-1).cumsum(-1)
+    for slab in packed.slabs(cu_seqlens, len(x)):
+        inputs, scale = slab.heads(x), slab.heads(steps[..., None])
+        decay, between = slab.decays(logs)
         into, outof = slab.heads(B, heads), slab.heads(C, heads)
         inputs = inputs * scale
-        between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
         within = (outof @ into.mT * between) @ inputs
         outof = outof * decay.exp()[..., None]
         last = decay[..., -1:]
@@ -117,8 +111,8 @@ def selective_scan_fn(
     first = torch.arange(len(inputs), device=u.device) == query_start_loc[request]
     before = torch.where(has_initial_state.view(-1, 1, 1), ssm_states[cache_indices].float(), 0)
     final, carry, outputs = before, torch.zeros_like(before[0]), []
-    for start in range(0, len(inputs), CHUNK):
-        slab = slice(start, start + CHUNK)
+    for start in range(0, len(inputs), packed.CHUNK):
+        slab = slice(start, start + packed.CHUNK)
         decay = (steps[slab, :, None] * A.float()).exp()
         state = (steps[slab] * inputs[slab])[..., None] * into[slab, None]
         is_first = first[slab].view(-1, 1, 1)

@@ -67,14 +67,21 @@ def slots_of(table: Any, requests: np.ndarray, positions: np.ndarray) -> np.ndar
         table: vLLM's BlockTable.
         requests, positions: int64 ``[num_tokens]``, each token's row in the table and position in its request.
     """
-    size, ranks, run = table.block_size, table.dcp_world_size, table.cp_kv_cache_interleave_size
+    ranks = table.dcp_world_size, table.dcp_rank, table.cp_kv_cache_interleave_size
+    return slots_in(table.block_table.np, table.block_size, *ranks, requests, positions)
+
+
+def slots_in(
+    blocks_of: np.ndarray, size: int, ranks: int, rank: int, run: int, requests: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
+    """The slots on the host, from the block numbers of each request; the other arguments as for the kernel."""
     is_remote = None
     if ranks > 1:
         runs = positions // run
-        is_remote = runs % ranks != table.dcp_rank
+        is_remote = runs % ranks != rank
         positions = runs // ranks * run + positions % run
     blocks = positions // size
-    slots = positions + (table.block_table.np[requests, blocks] - blocks) * size
+    slots = positions + (blocks_of[requests, blocks].astype(np.int64) - blocks) * size
     return slots if is_remote is None else np.where(is_remote, PAD_SLOT_ID, slots)
 
 

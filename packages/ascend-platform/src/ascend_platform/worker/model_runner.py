@@ -1,7 +1,7 @@
 """vLLM's V1 model runner on the NPU: torch.npu streams, split KV caches and limited capture sizes."""
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import ParallelConfig, VllmConfig
@@ -12,7 +12,6 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderA
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import ascend_platform.ops.fused_moe
 import ascend_platform.ops.row_parallel_linear
@@ -27,10 +26,15 @@ from ascend_platform.graph.capture_sizes import GraphSizeMixin
 from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
-from ascend_platform.vllm_overrides import override, require
+from ascend_platform.vllm_overrides import has_v1_runner, override, require
 from ascend_platform.worker import state_layers
 from ascend_platform.worker.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.host_inputs import HostInputsMixin
+
+if TYPE_CHECKING or has_v1_runner():
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+else:  # NPUModelRunner cannot be made, and is not: config/model_runner.py chooses V2
+    GPUModelRunner = object
 
 STREAM_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -108,7 +112,7 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
         if vllm_config.speculative_config:
             drafter.install()
         if has_states(vllm_config):
-            state_layers.install()
+            state_layers.install(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         topk_topp.install(self)
 
@@ -127,13 +131,14 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
         caches = super().initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes, kv_cache_allocation_context)
         layers = self.compilation_config.static_forward_context
         states = state_cache.split(caches, kv_cache_config)
-        parts = {name: states[name] if name in states else kv_cache.split_layer(layers[name]) for name in caches}
+        pages = {name: kv_cache.split_layer(layers[name]) for name in caches if name not in states}
+        parts = states | pages
         for name, split in parts.items():
             layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a tensor alone
-        tensors = [tensor for split in (*states.values(), *parts.values()) for tensor in split]
-        self.kv_caches[:] = {tensor.data_ptr(): tensor for tensor in tensors}.values()  # KV cache groups share tensors
-        pages = {each.data_ptr(): each for name, split in parts.items() if name not in states for each in split}
-        self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in pages.values()] if states else []
+        # KV cache groups share memory: of a state and the pages in its place, the pages, which are whole blocks, are listed
+        self.kv_caches[:] = {tensor.data_ptr(): tensor for split in parts.values() for tensor in split}.values()
+        to_zero = {tensor.data_ptr(): tensor for split in pages.values() for tensor in split} if states else {}
+        self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in to_zero.values()]
         return parts
 
     def _init_kv_zero_meta(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ascend_platform.vllm_overrides import Override, include, override
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SINCE = "0.32"
@@ -96,13 +97,27 @@ def set_triton_allocator(device: object) -> None:
     """Nothing: there is no Triton."""
 
 
-@functools.cache
-def install() -> None:
-    """Replace the functions in this process.
+def install(vllm_config: VllmConfig) -> None:
+    """Replace the functions in this process, and select the gated delta rule for the model.
 
     Raises:
         RefusedError: one is missing, or its source has changed.
     """
+    from ascend_platform.attention.gated_delta import select
+    from ascend_platform.triton_overrides.gated_delta import chunk_rule, recurrent_rule, rules
+
+    _replace()
+    rules.decode, rules.prefill = recurrent_rule, lambda: chunk_rule
+    if selected := select(vllm_config):
+        fused = selected.fused
+        if selected.serves("decode"):
+            rules.decode = fused.decode
+        if selected.serves("prefill"):
+            rules.prefill = lambda: fused(chunk_rule).prefill
+
+
+@functools.cache
+def _replace() -> None:
     from ascend_platform.triton_overrides import causal_conv, gated_delta, selective_scan
 
     for target, function in (causal_conv.OVERRIDES | gated_delta.OVERRIDES | selective_scan.OVERRIDES).items():
@@ -125,8 +140,12 @@ def install() -> None:
     class NPUChunkGatedDeltaRule(ChunkGatedDeltaRule):  # which has the function under a name of its own
         """vLLM's operator of a prefill, which calls the function of its library for devices without one of their own."""
 
+        def __init__(self) -> None:
+            super().__init__()
+            self.rule = gated_delta.rules.prefill()
+
         def forward_native(self, *arguments: Any, **named: Any) -> Any:
-            return gated_delta.chunk_gated_delta_rule(*arguments, **named)
+            return gated_delta.chunk_gated_delta_rule(*arguments, **named | {"rule": self.rule})
 
     class NPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         """vLLM's layer, which would normalize with a Triton kernel if there are draft tokens."""

@@ -6,11 +6,12 @@ results published for real NPUs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ascend_platform.chips import ChipFigures
-from ascend_platform.cli.plan.model import BITS, Model
+from ascend_platform.cli.plan.model import BITS, STATE_BLOCK, Model
 
 GIB = 1 << 30
 STREAMED = 0.8
@@ -115,11 +116,16 @@ class _Calculation:
         return layers / layout.pipeline + ends
 
     def kv(self, tokens: float) -> float:
-        """Bytes of KV cache of an NPU for one request of so many tokens, in all its layers."""
+        """Bytes of KV cache and states of an NPU for one request of so many tokens, in all its layers."""
         model, layout = self.model, self.layout
         share = 1 if model.latent else min(layout.tensor, model.kv_heads)
-        rows = (model.layers - model.sliding) * tokens + model.sliding * min(tokens, model.window or tokens)
-        return rows * model.kv * self.load.kv_bytes / share / layout.pipeline
+        token = model.kv * self.load.kv_bytes / share
+        sliding = model.sliding * min(tokens, model.window or tokens)
+        if model.linear:  # a state has a block, of which the keys are half
+            block = STATE_BLOCK * math.ceil(model.state / layout.tensor / (token / 2) / STATE_BLOCK)
+            tokens, sliding = math.ceil(tokens / block) * block, model.linear * block
+        rows = (model.layers - model.sliding - model.linear) * tokens + sliding
+        return rows * token / layout.pipeline
 
     def exchange(self, sent: float, ranks: int) -> float:
         """Time of a collective in which each rank sends so many bytes."""
@@ -180,7 +186,7 @@ class _Calculation:
         """Time to prefill so many requests of one replica, one after another."""
         model, load, layout = self.model, self.load, self.layout
         pairs = load.input**2 / 2
-        scores = 2 * pairs * model.score * model.heads * model.layers / layout.tensor / layout.pipeline
+        scores = 2 * pairs * model.score * model.heads * (model.layers - model.linear) / layout.tensor / layout.pipeline
         fast = 2 if load.quantization.endswith("a8") else 1
         one = self.matmul_time(load.input) + scores / (self.flops / fast) + self.sent(load.input)[1]
         one = max(one, self.weights_read(load.input) / self.bandwidth)

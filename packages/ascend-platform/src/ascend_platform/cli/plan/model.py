@@ -10,7 +10,11 @@ from typing import Any
 
 BITS = {"none": 16, "w8a8": 8, "w8a16": 8, "w4a16": 4, "w4a8": 4}
 """Bits of a weight of the linear layers; embeddings and the output head have 16, as ModelSlim does not quantize them."""
-UNSUPPORTED_LAYERS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
+UNSUPPORTED_LAYERS = {"mamba", "mamba2", "recurrent", "conv"}
+STATE_BLOCK = 128
+"""Tokens by which the block size of attention grows, until a block's keys are as large as a state; ``STEP`` of state_cache.py."""
+DELTA_OPERATORS = 60
+"""Operators of a gated delta net in a decode step beyond those of attention; an estimate from its functions in PyTorch."""
 UNGATED = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "bloom", "mpt"}
 """Model types whose MLP has two matrices instead of three (``modeling_*.py`` of transformers)."""
 TIED = {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "bloom"}
@@ -41,6 +45,8 @@ class Model:
     shared: int = 0  # weights of a layer's shared experts and router
     window: int = 0  # tokens that a sliding layer keeps
     sliding: int = 0  # layers with such a window
+    linear: int = 0  # layers with a gated delta net, which have a state for each request instead of KV cache
+    state: int = 0  # bytes of such a state
 
     @property
     def head(self) -> int:
@@ -60,7 +66,7 @@ class Model:
     @property
     def operators(self) -> int:
         """Operators of a decode step, as docs/performance.md counts them with int8 weights."""
-        return self.layers * (22 if self.latent else 17) + self.mixed * 3
+        return self.layers * (22 if self.latent else 17) + self.mixed * 3 + self.linear * DELTA_OPERATORS
 
     @property
     def active(self) -> int:
@@ -81,7 +87,9 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
         return next((value for field in fields if (value := text.get(field)) is not None), 0)
 
     types = list(get("layer_types") or [])
-    if odd := sorted(UNSUPPORTED_LAYERS.intersection(types)) or (["an encoder"] if get("is_encoder_decoder") else []):
+    linear = _linear_layers(text, types)
+    others = UNSUPPORTED_LAYERS if linear else {*UNSUPPORTED_LAYERS, "linear_attention"}
+    if odd := sorted(others.intersection(types)) or (["an encoder"] if get("is_encoder_decoder") else []):
         raise ValueError(f"{kind}: models with {odd[0]} are not supported; supported: attention in each layer")
     hidden, layers, heads = (
         get("hidden_size", "n_embd"),
@@ -106,6 +114,15 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
     else:
         attention = hidden * size * (2 * heads + 2 * kv_heads)
         score, kv = 2 * size, 2 * kv_heads * size
+    if kind.startswith(("qwen3_next", "qwen3_5")):
+        attention += hidden * size * heads  # a gate of its output
+    state = 0
+    if linear:
+        of_keys, of_values = get("linear_num_key_heads"), get("linear_num_value_heads")
+        keys, values = of_keys * get("linear_key_head_dim"), of_values * get("linear_value_head_dim")
+        delta = hidden * (2 * keys + 3 * values + 2 * of_values) + get("linear_conv_kernel_dim") * (2 * keys + values)
+        attention = (attention * (layers - linear) + delta * linear) // layers
+        state = values * get("linear_key_head_dim") * (4 if "float32" in str(get("mamba_ssm_dtype")) else 2)
     matrices = 2 if kind in UNGATED else 3
     width = get("intermediate_size", "n_inner") or 4 * hidden
     experts = get("n_routed_experts", "num_local_experts", "num_experts")
@@ -139,7 +156,17 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
         shared=shared,
         window=get("sliding_window") if sliding else 0,
         sliding=sliding,
+        linear=linear,
+        state=state,
     )
+
+
+def _linear_layers(text: Mapping[str, Any], types: list[str]) -> int:
+    """Layers with a gated delta net (Qwen3-Next, Qwen3.5, OLMo-hybrid)."""
+    if not text.get("linear_num_value_heads"):
+        return 0
+    layers = text.get("num_hidden_layers") or 0
+    return types.count("linear_attention") if types else layers - layers // (text.get("full_attention_interval") or 4)
 
 
 def _indexers(text: Mapping[str, Any], layers: int) -> int:

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping, null_slots
+from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping, null_slots, slots_in
+from ascend_platform.worker.v2.host_inputs import HostInputs
 
 
 class NPUBlockTables(BlockTables):
@@ -20,6 +23,14 @@ class NPUBlockTables(BlockTables):
     def __init__(self, *arguments: Any, dcp_sharded: list[bool], **named: Any) -> None:
         super().__init__(*arguments, dcp_sharded=dcp_sharded, **named)  # type: ignore[misc]
         self._is_sharded = dcp_sharded
+        self.on_host = [np.zeros(table.gpu.shape, np.int32) for table in self.block_tables]
+
+    def append_block_ids(self, req_index: int, new_block_ids: tuple[list[int], ...], overwrite: bool) -> None:
+        """Append blocks as vLLM does, and on the host too."""
+        starts = np.zeros(len(self.on_host), int) if overwrite else self.num_blocks.np[:, req_index].copy()
+        super().append_block_ids(req_index, new_block_ids, overwrite)
+        for table, start, blocks in zip(self.on_host, starts, new_block_ids, strict=True):
+            table[req_index, start : start + len(blocks)] = 0 if self.redirect_writes_to_null_block else blocks
 
     def _make_ptr_tensor(self, x: Any) -> torch.Tensor:
         return torch.empty(0, device=self.device)  # of addresses, which no operator takes
@@ -64,21 +75,42 @@ class NPUBlockTables(BlockTables):
         num_tokens_padded: int,
         out: Any = None,
         num_tokens: int | None = None,
+        host: HostInputs | None = None,
     ) -> torch.Tensor:
-        """Write the slot of each of the step's tokens, from the tables that :meth:`gather_block_tables` has made."""
-        assert out is None, "slots of prefill context parallelism or dual batch overlap"
-        assert num_tokens is not None, "slots are computed in NPUModelRunnerV2.prepare_attn alone"
-        starts = query_start_loc[: len(idx_mapping) + 1]
-        for group, slots in enumerate(self.slot_mappings):
+        """Write the slot of each of the step's tokens, from the tables that :meth:`gather_block_tables` has made.
+
+        Drafters give the positions of their tokens alone, without ``num_tokens``, and negative rows of ``idx_mapping`` for
+        requests of a dummy run, whose slots are in the null block.
+        """
+        starts, of_drafter = query_start_loc[: len(idx_mapping) + 1], num_tokens is None
+        if num_tokens is None:
+            num_tokens = len(positions)
+        mappings = self.slot_mappings if out is None else out
+        if host is not None:
+            for group, slots in enumerate(mappings):
+                async_tensor_h2d(self._slots_on_host(group, host, num_tokens_padded), out=slots[:num_tokens_padded])
+            return mappings[:, :num_tokens_padded]
+        for group, slots in enumerate(mappings):
             table, size = self.input_block_tables[group], self.block_sizes[group]
             if self._slot_mapping_enabled[group]:
                 arguments = (positions[:num_tokens], table, table.stride(0), slots, size)
                 ranks = (self.cp_size, self.cp_rank, self.cp_interleave) if self._is_sharded[group] else (1, 0, 1)
                 compute_slot_mapping(num_tokens, len(slots), starts, *arguments, *ranks, PAD_SLOT_ID, 0)
+                if of_drafter and num_tokens == len(idx_mapping):
+                    null = null_slots(num_tokens, size, self.device)
+                    slots[:num_tokens].copy_(torch.where(idx_mapping < 0, null, slots[:num_tokens]))
             first = num_tokens if self._slot_mapping_enabled[group] else 0
             if first < num_tokens_padded:
                 slots[first:num_tokens_padded].copy_(null_slots(num_tokens_padded, size, self.device)[first:])
-        return self.slot_mappings[:, :num_tokens_padded]
+        return mappings[:, :num_tokens_padded]
+
+    def _slots_on_host(self, group: int, host: HostInputs, num_tokens_padded: int) -> np.ndarray:
+        slots = np.arange(num_tokens_padded) % self.block_sizes[group]  # of the null block
+        if self._slot_mapping_enabled[group]:
+            ranks = (self.cp_size, self.cp_rank, self.cp_interleave) if self._is_sharded[group] else (1, 0, 1)
+            own = host.rows[host.requests], host.positions
+            slots[: len(host.positions)] = slots_in(self.on_host[group], self.block_sizes[group], *ranks, *own)
+        return slots
 
     def get_dummy_slot_mappings(self, num_tokens: int) -> torch.Tensor:
         """Slots of the null block for all tokens."""

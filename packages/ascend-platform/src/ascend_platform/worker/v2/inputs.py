@@ -1,6 +1,6 @@
 """Inputs of a V2 step, and the requests' states after it: vLLM's Triton kernels (``gpu/input_batch.py``) in PyTorch.
 
-Nothing here synchronizes with the device. Draft tokens are not supported: a request has one logit.
+Nothing here synchronizes with the device. A request has a logit for its last token, and one for each draft token before it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,62 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from ascend_platform.vllm_overrides import override
+from ascend_platform.worker.v2.host_inputs import HostInputs
 
 
 class Step:
     """What the host knows of the step whose inputs are being prepared, and the device cannot tell without a wait."""
 
-    def __init__(self, num_scheduled_tokens: np.ndarray, has_prefill: bool, counts_output: bool = True) -> None:
+    def __init__(
+        self,
+        num_scheduled_tokens: np.ndarray,
+        has_prefill: bool,
+        counts_output: bool = True,
+        num_draft_tokens: np.ndarray | None = None,
+        looks_ahead: bool = False,
+        is_greedy: bool = False,
+        has_seeds: bool = True,
+        host: HostInputs | None = None,
+    ) -> None:
         """Describe a step.
 
         Args:
             counts_output: whether a request has penalties, for which its output's tokens are counted.
+            num_draft_tokens: of each request; None if there are none.
+            looks_ahead: whether a drafter reads the prompt's token after the step's.
+            is_greedy: whether all requests are.
+            has_seeds: whether a request has a seed of its own.
+            host: the inputs, where the host knows them.
         """
-        self.counts_output = counts_output
+        self.host = host
+        self.are_constants_shared = False
+        """Whether tensors that vLLM makes anew for each step, and only reads, are constants: in ``prepare_inputs`` alone."""
+        self.counts_output, self.looks_ahead = counts_output, looks_ahead
+        self.is_greedy, self.has_seeds = is_greedy, has_seeds
         self.num_tokens = int(num_scheduled_tokens.sum())
-        self.one_token_each = bool((num_scheduled_tokens == 1).all())
+        self.one_token_each = bool((num_scheduled_tokens == 1).all()) and num_draft_tokens is None
         self.has_prefill = has_prefill
+        self._num_scheduled_tokens, self._num_draft_tokens = num_scheduled_tokens, num_draft_tokens
         self._rows: torch.Tensor | None = None
+        self._logit_rows: torch.Tensor | None = None
+
+    @property
+    def has_drafts(self) -> bool:
+        return self._num_draft_tokens is not None
+
+    def logit_rows(self, device: torch.device) -> torch.Tensor:
+        """Request of each logit, the logit's number in its request, and its token's index in the step, int64 ``[3, logits]``."""
+        if self._logit_rows is None:
+            assert self._num_draft_tokens is not None
+            counts = self._num_draft_tokens.astype(np.int64) + 1
+            requests = np.repeat(np.arange(len(counts)), counts)
+            places = np.arange(len(requests)) - (counts.cumsum() - counts)[requests]
+            first = self._num_scheduled_tokens.cumsum() - counts
+            self._logit_rows = async_tensor_h2d(np.stack([requests, places, first[requests] + places]), device=device)
+        return self._logit_rows
 
     @property
     def samples_one_each(self) -> bool:
@@ -40,6 +78,8 @@ class Step:
         """Values ``[requests]`` by token, ``[tokens]``."""
         if self.one_token_each:
             return values
+        if self.host is not None:
+            return values.index_select(0, self.host.device_requests)
         if self._rows is None:
             tokens = _arange(self.num_tokens, values.device)
             self._rows = torch.bucketize(tokens, query_start_loc[1 : len(values) + 1], right=True)
@@ -47,6 +87,8 @@ class Step:
 
     def positions(self, computed: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
         """Positions of the tokens in their requests, int64 ``[tokens]``; ``computed`` is ``num_computed_tokens`` by request."""
+        if self.host is not None:
+            return self.host.device_positions
         if self.one_token_each:
             return computed.long()
         shift = computed - query_start_loc[: len(computed)]
@@ -67,6 +109,11 @@ def preparing(step: Step) -> Iterator[None]:
         _step = None
 
 
+def current() -> Step | None:
+    """The step that is being prepared or sampled; None for an earlier batch of a pipeline, and for dummy runs."""
+    return _step
+
+
 def _current() -> Step:
     assert _step is not None, "the inputs of a step are prepared in NPUModelRunnerV2.prepare_inputs alone"
     return _step
@@ -81,6 +128,30 @@ def _arange(length: int, device: torch.device) -> torch.Tensor:
     return _padded_arange(-(-length // 4096) * 4096, device)[:length]
 
 
+@functools.lru_cache(maxsize=8)
+def _padded_constant(kind: str, length: int, device: torch.device) -> torch.Tensor:
+    return (torch.arange if kind == "arange" else torch.zeros)(length, dtype=torch.int32, device=device)
+
+
+def _constant(kind: str, length: int, device: torch.device) -> torch.Tensor:
+    """int32 numbers from 0 on (``arange``), or zeros, that nobody writes to."""
+    return _padded_constant(kind, -(-length // 512) * 512, device)[:length]
+
+
+def arange(*arguments: Any, **named: Any) -> torch.Tensor:
+    """torch.arange for vLLM's ``prepare_inputs``, which numbers the logits in each step without draft tokens."""
+    if _step is not None and _step.are_constants_shared and len(arguments) == 1 and named.get("dtype") is torch.int32:
+        return _constant("arange", arguments[0], named["device"])
+    return torch.arange(*arguments, **named)
+
+
+def zeros(*arguments: Any, **named: Any) -> torch.Tensor:
+    """torch.zeros for vLLM's ``prepare_inputs``: the number of each logit in its request."""
+    if _step is not None and _step.are_constants_shared and len(arguments) == 1 and named.get("dtype") is torch.int32:
+        return _constant("zeros", arguments[0], named["device"])
+    return torch.zeros(*arguments, **named)
+
+
 def prepare_prefill_inputs(
     input_ids: torch.Tensor,
     next_prefill_tokens: torch.Tensor,
@@ -93,13 +164,25 @@ def prepare_prefill_inputs(
     """Write the step's known tokens to ``input_ids``.
 
     vLLM writes those of requests in prefill alone; the last sampled token of others, which is known too, is written again by
-    :func:`combine_sampled_and_draft_tokens`. ``next_prefill_tokens``, which only drafters read, is not written.
+    :func:`combine_sampled_and_draft_tokens`. ``next_prefill_tokens`` ``[tokens, requests]``, the prompt's tokens after those of
+    the step, is written for drafters alone.
     """
     step = _current()
-    positions = step.positions(num_computed_tokens.index_select(0, idx_mapping), query_start_loc)
+    if step.host is not None:
+        step.host.write_prompts(input_ids, all_token_ids)
+        return
+    computed = num_computed_tokens.index_select(0, idx_mapping)
+    positions = step.positions(computed, query_start_loc)
     requests = step.per_token(idx_mapping, query_start_loc)
     elements = torch.add(positions, requests, alpha=all_token_ids.stride(0))
     torch.index_select(all_token_ids.view(-1), 0, elements, out=input_ids[: step.num_tokens])
+    if step.looks_ahead:
+        num_reqs, width = len(idx_mapping), all_token_ids.stride(0)
+        ends = computed + query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs]
+        following = ends + _arange(len(next_prefill_tokens), ends.device)[:, None]
+        tokens = all_token_ids.view(-1)[following.clamp(max=width - 1) + idx_mapping * width]
+        known = following < prefill_len.index_select(0, idx_mapping)
+        next_prefill_tokens.index_copy_(1, idx_mapping, torch.where(known, tokens, 0).to(next_prefill_tokens.dtype))
 
 
 def prepare_pos_seq_lens(
@@ -111,6 +194,9 @@ def prepare_pos_seq_lens(
 ) -> None:
     """Write the tokens' positions and the requests' sequence lengths; those of padding requests are 0."""
     step, num_reqs = _current(), len(idx_mapping)
+    if step.host is not None:
+        step.host.write_positions(pos, seq_lens)
+        return
     computed = num_computed_tokens.index_select(0, idx_mapping)
     pos[: step.num_tokens].copy_(step.positions(computed, query_start_loc))
     if step.one_token_each:
@@ -133,15 +219,20 @@ def combine_sampled_and_draft_tokens(
     num_logits: int,
     num_new_sampled_tokens: int = 1,
 ) -> torch.Tensor:
-    """Write the last sampled token of each request in decode to ``input_ids``.
+    """Write the last sampled token of each request in decode, and the draft tokens after it, to ``input_ids``.
 
     Returns:
-        The index of each request's last token in the step, int64 ``[requests]``.
+        The index of each logit's token in the step, int64 ``[logits]``.
     """
     step, num_reqs = _current(), len(idx_mapping)
-    assert num_logits == num_reqs, "draft tokens"
     assert num_new_sampled_tokens == 1, "models that sample several tokens"
+    if step.host is not None:
+        return step.host.write_sampled(input_ids, last_sampled_tokens.view(-1), idx_mapping)
     sampled = last_sampled_tokens.view(-1).index_select(0, idx_mapping)
+    if step.has_drafts:
+        lengths = prefill_len.index_select(0, idx_mapping), cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs]
+        return _combine_drafts(input_ids, sampled, draft_tokens.index_select(0, idx_mapping), seq_lens[:num_reqs], *lengths)
+    assert num_logits == num_reqs, "draft tokens"
     last = _arange(num_reqs, input_ids.device) if step.one_token_each else query_start_loc[1 : num_reqs + 1].long() - 1
     if not step.has_prefill:
         assert step.one_token_each, "draft tokens"
@@ -153,26 +244,56 @@ def combine_sampled_and_draft_tokens(
     return last
 
 
-def count_sampled_and_rejected(
+def _combine_drafts(
+    input_ids: torch.Tensor,
+    sampled: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    prefill_len: torch.Tensor,
+    num_logits: torch.Tensor,
+) -> torch.Tensor:
+    """Write the tokens of a step with draft tokens ``[requests, steps]``; all arguments but ``input_ids`` are by request."""
+    step = _current()
+    requests, places, indices = step.logit_rows(input_ids.device).unbind()
+    tokens = torch.cat((sampled[:, None], draft_tokens), 1).view(-1)
+    values = tokens.index_select(0, torch.add(places, requests, alpha=draft_tokens.shape[1] + 1)).to(input_ids.dtype)
+    if step.has_prefill:  # drafts after a prompt are placeholders; the last tokens of the prompt stay
+        is_written = torch.stack((seq_lens - num_logits >= prefill_len, seq_lens > prefill_len), 1).view(-1)
+        is_written = is_written.index_select(0, torch.add(places.clamp(max=1), requests, alpha=2))
+        values = torch.where(is_written, values, input_ids.index_select(0, indices))
+    input_ids.index_put_((indices,), values)
+    return indices
+
+
+def expand_idx_mapping(
+    idx_mapping: torch.Tensor, total_num_logits: int, cu_num_logits: torch.Tensor, max_expand_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each logit's request state int64 ``[logits]``, and its number in the request int32 ``[logits]``."""
+    requests, places, _ = _current().logit_rows(idx_mapping.device).unbind()
+    return idx_mapping.index_select(0, requests), places.int()
+
+
+def get_num_sampled_and_rejected(
     num_sampled: torch.Tensor,
-    num_rejected: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_num_logits: torch.Tensor,
     idx_mapping: torch.Tensor,
     prefill_len: torch.Tensor,
-) -> None:
-    """Replaces ``_get_num_sampled_and_rejected_kernel``.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tokens each request has sampled, which is written to `num_sampled`, and rejected; both int32 ``[requests]``.
 
-    Requests whose prompt has further chunks have sampled and rejected 0 tokens; both int32 ``[requests]``, written.
+    Requests whose prompt has further chunks have sampled and rejected 0 tokens.
     """
-    if _step is not None and _step.samples_one_each:
-        num_rejected.zero_()  # num_sampled has the ones with which vLLM makes it
-        return
     num_reqs = len(idx_mapping)
+    if _step is not None and _step.host is not None:
+        _step.host.write_sampled_counts(num_sampled)
+        return num_sampled, _constant("zeros", num_reqs, num_sampled.device)
+    if _step is not None and _step.samples_one_each:  # num_sampled has the ones with which vLLM makes it
+        return num_sampled, _constant("zeros", num_reqs, num_sampled.device)
     has_more = seq_lens[:num_reqs] < prefill_len.index_select(0, idx_mapping)
     num_sampled.masked_fill_(has_more, 0)
-    torch.sub(cu_num_logits[1 : num_reqs + 1], cu_num_logits[:num_reqs], out=num_rejected)
-    num_rejected.sub_(num_sampled).masked_fill_(has_more, 0)
+    num_rejected = cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs] - num_sampled
+    return num_sampled, num_rejected.masked_fill_(has_more, 0)
 
 
 def post_update(
@@ -194,16 +315,18 @@ def post_update(
     num_draft_tokens: int,
     **_: Any,
 ) -> None:
-    """Replaces ``_post_update_kernel`` for one sampled token of each request, ``sampled_tokens`` ``[requests, 1]``.
+    """Replaces ``_post_update_kernel``; ``sampled_tokens`` is ``[requests, columns]``, of which ``num_sampled`` are valid.
 
-    Rows with a negative index are skipped. Differences are added in place of new values, so that neither these nor requests
-    without a sampled token write to another request's state, whatever the order of the writes is.
+    Rows with a negative index are skipped. Differences are added in place of new values, so that neither these nor tokens that
+    are not valid write to another request's state, whatever the order of the writes is.
     """
-    assert draft_tokens is None, "draft tokens of pipeline parallelism"
-    assert sampled_tokens.shape[1] == 1, "draft tokens"
     if _step is not None and not _step.counts_output:
         output_bin_counts = None
     last, table, tokens = last_sampled_tokens.view(-1), all_token_ids.view(-1), sampled_tokens[:, 0]
+    if _step is not None and _step.host is not None and query_start_loc is not None:
+        states = last, total_len, num_computed_tokens, all_token_ids, output_bin_counts
+        _step.host.write_states(idx_mapping, tokens, num_sampled, *states)
+        return
     if _step is not None and _step.samples_one_each and query_start_loc is not None:
         end = total_len.index_select(0, idx_mapping).clamp_(max=all_token_ids_stride - 1)
         last.index_copy_(0, idx_mapping, tokens)
@@ -221,14 +344,23 @@ def post_update(
         rows, sampled = idx_mapping.clamp(min=0), num_sampled * valid
     lengths = total_len.index_select(0, rows)
 
-    last.index_add_(0, rows, (tokens - last.index_select(0, rows)) * sampled)
-    end = lengths.clamp(max=all_token_ids_stride - 1)
-    elements = torch.add(end, rows, alpha=all_token_ids_stride)
-    table.index_add_(0, elements, (tokens.to(table.dtype) - table.index_select(0, elements)) * sampled)
+    columns = _arange(sampled_tokens.shape[1], rows.device)
+    is_valid = columns < sampled[:, None]
+    sampled_tokens = torch.where(is_valid, sampled_tokens, 0)
+    tokens = sampled_tokens.gather(1, (sampled[:, None] - 1).clamp(min=0).long())[:, 0]
+    last.index_add_(0, rows, (tokens - last.index_select(0, rows)) * (sampled > 0))
+    places = (lengths[:, None] + columns).clamp(max=all_token_ids_stride - 1)
+    elements = torch.add(places, rows[:, None], alpha=all_token_ids_stride).view(-1)
+    difference = (sampled_tokens.to(table.dtype).view(-1) - table.index_select(0, elements)) * is_valid.view(-1)
+    table.index_add_(0, elements, difference)
     total_len.index_add_(0, rows, sampled)
     if output_bin_counts is not None:
-        counted = torch.add(tokens, rows, alpha=output_bin_counts_stride)
-        output_bin_counts.view(-1).index_add_(0, counted, sampled)
+        counted = torch.add(sampled_tokens, rows[:, None], alpha=output_bin_counts_stride).view(-1)
+        output_bin_counts.view(-1).index_add_(0, counted, is_valid.view(-1).to(output_bin_counts.dtype))
+    if draft_tokens is not None:
+        assert draft_tokens_out is not None
+        drafts = (draft_tokens - draft_tokens_out.index_select(0, rows)) * (idx_mapping >= 0)[:, None]
+        draft_tokens_out.index_add_(0, rows, drafts)
 
     if query_start_loc is None:
         num_computed_tokens.index_add_(0, rows, num_rejected * valid, alpha=-1)
@@ -298,7 +430,6 @@ def prepare_rope_positions(
 _PREFIX = "vllm.v1.worker.gpu."
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
-    "input_batch:_get_num_sampled_and_rejected_kernel": count_sampled_and_rejected,
     "input_batch:_post_update_kernel": post_update,
     "input_batch:_post_update_num_computed_tokens_kernel": post_update_num_computed_tokens,
     "mm.rope:_prepare_rope_positions_kernel": prepare_rope_positions,
@@ -312,5 +443,7 @@ def install() -> None:
     override("vllm.v1.worker.gpu.input_batch:prepare_prefill_inputs", prepare_prefill_inputs)
     override("vllm.v1.worker.gpu.input_batch:prepare_pos_seq_lens", prepare_pos_seq_lens)
     override("vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens", combine_sampled_and_draft_tokens)
+    override("vllm.v1.worker.gpu.input_batch:expand_idx_mapping", expand_idx_mapping)
+    override("vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected", get_num_sampled_and_rejected)
     override("vllm.v1.worker.gpu.cp_utils:prepare_dcp_local_seq_lens", prepare_dcp_local_seq_lens)
     triton_overrides.register({_PREFIX + name: function for name, function in OVERRIDES.items()})

@@ -6,9 +6,20 @@ A request with a seed draws the same tokens in any batch, and those that vLLM dr
 import functools
 
 import torch
+import torch_npu
 
 DRAFT_SALT = 1 << 30
 """Added to the positions of a drafter, whose noise differs from that of the target model."""
+
+
+ACCEPT_SALT = 1 << 29
+"""Added to the positions at which draft tokens are accepted or not, for numbers other than those that sample the next token."""
+
+
+def unseeded(logits: torch.Tensor, use_fp64: bool) -> torch.Tensor:
+    """Exponential noise of the shape of `logits` from the device's generator, in one operator."""
+    drawn = torch.empty_like(logits)
+    return drawn.exponential_() if use_fp64 else torch_npu.npu_sim_exponential_(drawn)
 
 
 def exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -9,11 +9,11 @@ _GPU = "vllm.v1.worker.gpu"
 _TRITON = "Triton runs on the NPU, or vLLM has a PyTorch form of the kernel"
 
 
-def _function(module: str, name: str, why: str, fingerprint: str, *importers: str) -> Override:
+def _function(module: str, name: str, why: str, fingerprint: str, *importers: str, kept_in: tuple[str, ...] = ()) -> Override:
     """A function around a Triton kernel whose own arguments do not contain what the host knows of a step."""
     target, modules = f"{_GPU}.{module}:{name}", tuple(f"{_GPU}.{importer}" for importer in importers)
-    found, refused = {SINCE: fingerprint}, (f"{_GPU}.spec_decode.dflash",)
-    return Override(target, "replaced", why, _TRITON, found, replaced_in=(f"{_GPU}.{module}", *modules), kept_in=refused)
+    found, kept = {SINCE: fingerprint}, (f"{_GPU}.spec_decode.dflash", *kept_in)
+    return Override(target, "replaced", why, _TRITON, found, replaced_in=(f"{_GPU}.{module}", *modules), kept_in=kept)
 
 
 _OF_RANKS = ("model_runner", "cudagraph_utils", "ubatch_utils", "spec_decode.speculator")
@@ -22,11 +22,11 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.triton_utils.importing:HAS_TRITON",
         "replaced",
-        "the worker refuses the V2 runner without Triton",
+        "the worker refuses the V2 runner without Triton, and so does its n-gram drafter",
         "vLLM asks the platform whether it serves the V2 runner without Triton",
         {SINCE: "7410e97a826d"},
         compared="vllm.v1.worker.gpu_worker:Worker.__init__",
-        replaced_in=("vllm.v1.worker.gpu_worker",),
+        replaced_in=("vllm.v1.worker.gpu_worker", f"{_GPU}.spec_decode.ngram.speculator"),
         kept_in=("vllm",),
     ),
     torch_view(f"{_GPU}.model_runner", "the V2 runner makes its copy stream by torch.cuda", "94cd679ae1c6", SINCE),
@@ -96,6 +96,15 @@ OVERRIDES: tuple[Override, ...] = (
     _function("input_batch", "prepare_prefill_inputs", "the tokens of prompts", "98fb07ccd421", "model_runner"),
     _function("input_batch", "prepare_pos_seq_lens", "positions and sequence lengths", "0ec62e54fcd1", "model_runner"),
     _function("input_batch", "combine_sampled_and_draft_tokens", "the last sampled tokens", "c1ce33e6d3ff", "model_runner"),
+    _function(
+        "input_batch",
+        "get_num_sampled_and_rejected",
+        "how many tokens each request has sampled",
+        "cf4f4e72993d",
+        "sample.sampler",
+        "spec_decode.rejection_sampler",
+    ),
+    _function("input_batch", "expand_idx_mapping", "the request of each logit", "79e8d7064aea", "model_runner"),
     _function("cp_utils", "prepare_dcp_local_seq_lens", "context parallelism", "c91af192e934", *_OF_RANKS),
     kernel(f"{_GPU}.mm.rope", "_prepare_rope_positions_kernel", "positions of multimodal rotary tables", v0_33="94794d39da65"),
     Override(
@@ -128,6 +137,14 @@ OVERRIDES: tuple[Override, ...] = (
     _function("sample.min_p", "apply_min_p", "min-p", "a2ebef3e3fad", "sample.states"),
     _function("sample.penalties", "apply_penalties", "penalties", "d488d8e1c286"),
     _function("sample.penalties", "bincount", "the tokens that penalties are for", "224c335439bb"),
+    _function(
+        "metrics.logits",
+        "get_num_nans",
+        "VLLM_COMPUTE_NANS_IN_LOGITS",
+        "00a906e77d29",
+        "sample.sampler",
+        "spec_decode.rejection_sampler",
+    ),
     _function("sample.logit_bias", "apply_logit_bias", "logit bias, allowed tokens and min_tokens", "d3d6364d15b7"),
     _function("sample.bad_words", "apply_bad_words", "bad words", "47d96f7be180"),
     kernel(f"{_GPU}.structured_outputs", "_apply_grammar_bitmask_kernel", "structured output", v0_33="ac724d927218"),
@@ -135,11 +152,31 @@ OVERRIDES: tuple[Override, ...] = (
     *(
         kernel(f"{_GPU}.input_batch", name, why, v0_33=source)
         for name, why, source in (
-            ("_get_num_sampled_and_rejected_kernel", "how many tokens each request has sampled", "3029502e8ada"),
             ("_post_update_kernel", "the requests' states after sampling", "e61e1bbcb632"),
             ("_post_update_num_computed_tokens_kernel", "the requests' states of a rank that does not sample", "e849fe619740"),
         )
     ),
+    *(
+        _function("spec_decode.target_dependent_ar.speculator", name, "inputs of EAGLE's and MTP's drafters", source)
+        for name, source in (
+            ("prepare_prefill_inputs", "da2ce5e63572"),
+            ("prepare_decode_inputs", "74a9b8908ee9"),
+            ("update_draft_inputs", "b8741f8de38f"),
+        )
+    ),
+    _function("spec_decode.standalone_ar.speculator", "prepare_prefill_inputs", "inputs of a draft model", "a3601e3c09e0"),
+    _function("spec_decode.rejection_sampler", "gather_draft_sampled", "the draft tokens to verify", "f821e4d89628"),
+    _function(
+        "spec_decode.rejection_sampler_utils",
+        "rejection_sample",
+        "which draft tokens are accepted",
+        "846c74c73510",
+        "spec_decode.rejection_sampler",
+        kept_in=("vllm.v1.watermarking",),
+    ),
+    kernel(f"{_GPU}.spec_decode.rejection_sampler", "_flatten_sampled_kernel", "log-probabilities", v0_33="95dbd58c6d91"),
+    kernel(f"{_GPU}.spec_decode.ngram.speculator", "_ngram_scan_kernel", "n-gram drafter's matches", v0_33="4d2cf828d818"),
+    kernel(f"{_GPU}.spec_decode.ngram.speculator", "_ngram_finalize_kernel", "n-gram drafter's tokens", v0_33="bdca1a7844b7"),
     _function("sample.logprob", "compute_token_logprobs", "log-probabilities", "e3235d4bf796", "sample.prompt_logprob"),
     kernel(f"{_GPU}.sample.logprob", "_ranks_kernel", "the sampled tokens' ranks", v0_33="759ab23bc60c"),
     _function("sample.prompt_logprob", "get_prompt_logprobs_token_ids", "the tokens of prompts to score", "d24d199bc865"),

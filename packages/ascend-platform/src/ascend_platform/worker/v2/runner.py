@@ -5,16 +5,20 @@ from typing import Any
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from ascend_platform.attention import kv_cache
+from ascend_platform.attention import base, kv_cache
 from ascend_platform.graph import capture_sizes
+from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.vllm_overrides import override, without
 from ascend_platform.worker.model_runner import ModelMixin, torch_on_npu
 from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, sampling  # noqa: F401
 from ascend_platform.worker.v2.block_tables import NPUBlockTables
+from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
+from ascend_platform.worker.v2.host_inputs import HostInputs
 
 _init_kv_cache = attn_utils.init_kv_cache
 
@@ -31,7 +35,7 @@ def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any
     return parts
 
 
-override("vllm.v1.worker.gpu.model_runner:torch", torch_on_npu)
+override("vllm.v1.worker.gpu.model_runner:torch", module_with_overrides(torch_on_npu, arange=inputs.arange, zeros=inputs.zeros))
 override("vllm.v1.worker.gpu.async_utils:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.structured_outputs:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.spec_decode.utils:torch", torch_on_npu)
@@ -44,7 +48,7 @@ inputs.install()
 sampling.install()
 
 
-class NPUModelRunnerV2(ModelMixin, GPUModelRunner):
+class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     """vLLM's V2 GPUModelRunner; what it does not serve is refused by ``ascend_platform/config/model_runner.py``."""
 
     cudagraph_manager: Any
@@ -52,6 +56,29 @@ class NPUModelRunnerV2(ModelMixin, GPUModelRunner):
     model_state: Any
     sampler: Any
     block_tables: Any
+    speculator: Any
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        if vllm_config.speculative_config:
+            from ascend_platform.worker.v2 import drafting
+
+            drafting.install()
+        super().__init__(vllm_config, device)
+        if self.pp_handler is not None:  # so that its communicator's buffers are taken off the KV cache's budget
+            token = torch.zeros(1, device=device)
+            torch.distributed.broadcast(token, src=self.pp_handler.last_rank, group=self.pp_handler.broadcast_group)
+            torch.npu.synchronize()
+        states = self.req_states  # both advance by one in a step of decodes: one operator
+        self._counters = torch.stack((states.num_computed_tokens.gpu, states.total_len.gpu))
+        states.num_computed_tokens.gpu, states.total_len.gpu = self._counters.unbind()
+        self._prepare_eplb = self.eplb.prepare_load
+        vars(self.eplb).update(prepare_load=self._prepare_eplb_on_npu)
+
+    def _prepare_eplb_on_npu(self) -> None:
+        """As vLLM's, with the device index that the weight transfer thread needs; vLLM sets it on CUDA and XPU only."""
+        self._prepare_eplb()
+        if self.eplb.state is not None:
+            self.eplb.state.device_index = self.device.index
 
     def load_model(self, *arguments: Any, **named: Any) -> None:
         """Load the model, and let graphs know each step's attention metadata."""
@@ -59,7 +86,8 @@ class NPUModelRunnerV2(ModelMixin, GPUModelRunner):
         prepare = self.model_state.prepare_attn
 
         def prepare_attn(*args: Any, **kwargs: Any) -> Any:
-            metadata = prepare(*args, **kwargs)
+            with base.subtract_rejected(self._before):
+                metadata = prepare(*args, **kwargs)
             if self.cudagraph_manager is not None:
                 self.cudagraph_manager.attn_metadata = metadata
             return metadata
@@ -78,10 +106,32 @@ class NPUModelRunnerV2(ModelMixin, GPUModelRunner):
         self.kv_caches = list({tensor.data_ptr(): tensor for tensor in tensors}.values())  # KV cache groups share tensors
 
     def prepare_inputs(self, scheduler_output: Any, batch: Any, *arguments: Any) -> InputBatch:
-        counts_output = self.sampler is None or self.sampler.penalties_state.use_penalty[batch.idx_mapping_np].any()
-        self._step = inputs.Step(batch.num_scheduled_tokens, batch.has_prefill, bool(counts_output))
-        with inputs.preparing(self._step):
-            return super().prepare_inputs(scheduler_output, batch, *arguments)
+        of_sampler = {}
+        if self.sampler is not None:
+            states, rows = self.sampler.sampling_states, batch.idx_mapping_np
+            of_sampler = {
+                "counts_output": bool(self.sampler.penalties_state.use_penalty[rows].any()),
+                "is_greedy": bool((states.temperature.np[rows] == 0).all()),
+                "has_seeds": states.any_explicit_seed(rows),
+            }
+        host = None
+        if not self.num_speculative_steps:  # with draft tokens the scheduler's numbers are upper bounds
+            computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
+            host = HostInputs(batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np, self._counters)
+        self._step = inputs.Step(
+            batch.num_scheduled_tokens,
+            batch.has_prefill,
+            num_draft_tokens=batch.num_draft_tokens_np,
+            looks_ahead=self.speculator is not None,
+            host=host,
+            **of_sampler,
+        )
+        self._step.are_constants_shared = not self._step.has_drafts
+        try:
+            with inputs.preparing(self._step):
+                return super().prepare_inputs(scheduler_output, batch, *arguments)
+        finally:
+            self._step.are_constants_shared = False
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         with inputs.preparing(self._step):  # of the batch that execute_model ran last
@@ -98,6 +148,7 @@ class NPUModelRunnerV2(ModelMixin, GPUModelRunner):
             batch.positions,
             batch.num_tokens_after_padding,
             num_tokens=batch.num_tokens,
+            host=self._step.host,
         )
         return tables, slots
 

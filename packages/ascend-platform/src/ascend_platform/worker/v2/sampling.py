@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch_npu
 from vllm.utils.math_utils import next_power_of_2
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -59,8 +58,7 @@ class NPUSampler(Sampler):
         if states.any_explicit_seed(idx_mapping_np):
             seeds = states.seeds.gpu.index_select(0, expanded_idx_mapping)
             return noise.exponential(seeds, pos, logits.shape[1]).to(logits.dtype)
-        drawn = torch.empty_like(logits)
-        return drawn.exponential_() if self.use_fp64_gumbel else torch_npu.npu_sim_exponential_(drawn)
+        return noise.unseeded(logits, self.use_fp64_gumbel)
 
 
 def gumbel_sample(
@@ -119,6 +117,11 @@ def compute_token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tor
     """Log-probabilities of these tokens, float32 ``[rows, tokens]``, from logits ``[rows, vocab_size]``."""
     logits = logits.float()
     return logits.gather(-1, token_ids.long()).sub_(logits.logsumexp(-1, keepdim=True))
+
+
+def get_num_nans(logits: torch.Tensor) -> torch.Tensor:
+    """How many logits of each row are no numbers, int32 ``[rows]``."""
+    return logits.isnan().sum(-1, dtype=torch.int32)
 
 
 def rank_tokens(
@@ -190,6 +193,7 @@ def install() -> None:
 
     override("vllm.v1.worker.gpu.sample.sampler:Sampler", NPUSampler)
     override("vllm.v1.worker.gpu.sample.gumbel:gumbel_sample", gumbel_sample)
+    override("vllm.v1.worker.gpu.metrics.logits:get_num_nans", get_num_nans)
     override("vllm.v1.worker.gpu.sample.gumbel:apply_temperature", apply_temperature)
     override("vllm.v1.worker.gpu.sample.min_p:apply_min_p", apply_min_p)
     add("vllm.triton_utils.importing:TritonPlaceholder", {"next_power_of_2": staticmethod(next_power_of_2)})

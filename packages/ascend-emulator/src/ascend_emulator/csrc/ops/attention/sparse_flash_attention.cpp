@@ -178,12 +178,16 @@ struct SparseAttention {
 
   void run() {
     out.zero_();
+    int64_t read = 0;  // tokens: those of each query are gathered for it alone
     for (const auto& span : requests.spans(query, key)) {
       if (!span.count) continue;
-      auto q = requests.queries(query, span), k = requests.keys(key, span);
-      const auto v = requests.keys(value, span);
-      q = at::cat({q, requests.queries(*query_rope, span)}, -1);
-      k = at::cat({k, requests.keys(*key_rope, span)}, -1);
+      const auto q = at::cat({requests.queries(query, span), requests.queries(*query_rope, span)}, -1);
+      Tensor k, v;
+      {
+        const cost::Scope uncounted(nullptr);
+        k = at::cat({requests.keys(key, span), requests.keys(*key_rope, span)}, -1);
+        v = requests.keys(value, span);
+      }
       const auto named = requests.queries(indices, span).select(1, 0).contiguous();
       const auto target = requests.queries(out, span);
       for (int64_t t = 0; t < span.count; ++t) {
@@ -192,6 +196,7 @@ struct SparseAttention {
         Ints seen;
         for (int64_t i = 0; i < named.size(1) && first[i] >= 0; ++i)
           for (int64_t place = first[i] * block; place < std::min((first[i] + 1) * block, end); ++place) seen.push_back(place);
+        read += static_cast<int64_t>(seen.size());
         const auto where = at::tensor(seen, at::kLong);
         Request request{q[t].unsqueeze(1), k.index_select(0, where).unsqueeze(0), v.index_select(0, where).unsqueeze(0), {}, {},
             sinks.value_or(Tensor()), scale};
@@ -207,6 +212,10 @@ struct SparseAttention {
         put(*sum, seen.empty() ? at::zeros({q.size(1)}, at::kFloat) : (result.lse.squeeze(1) - largest).exp());
       }
     }
+    const auto bytes = [&](const Tensor& x) { return static_cast<double>(read * x.size(-1) * x.element_size()); };
+    cost::partial_access(key, bytes(key));
+    cost::partial_access(*key_rope, bytes(*key_rope));
+    cost::partial_access(&value, value.nbytes(), bytes(value));  // two arguments with one address: latents are key and value
   }
 };
 

@@ -33,6 +33,7 @@ void swiglu(const Tensor& x, int64_t dim, Tensor& out) {
     return;
   }
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "swiglu", [&] {
+    check(out.size(-1) * 2 == x.size(-1), kOpParam, "out has ", out.size(-1), " columns; expected half of x's ", x.size(-1));
     swiglu_rows(x.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(), out.numel() / out.size(-1), out.size(-1));
   });
 }

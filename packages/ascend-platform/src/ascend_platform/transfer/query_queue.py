@@ -1,4 +1,4 @@
-"""Queries that wait for a free buffer of a producer, answered in order of arrival."""
+"""Queries that wait for a resource of the server, answered in order of arrival."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NamedTuple
 
-from ascend_kv_connector.protocol import Query, Refused, Reply
+from ascend_platform.transfer.messages import Message, Refused
 
 Place = tuple[Any, ...]
 
@@ -29,8 +29,8 @@ class BusyError(Exception):
 class Asked(NamedTuple):
     """A received query: ``reply`` sends the reply to its sender."""
 
-    query: Query
-    reply: Callable[[Reply], None]
+    query: Message
+    reply: Callable[[Message], None]
 
 
 @dataclass
@@ -75,7 +75,7 @@ class QueryQueue:
         """Forget the places of senders that no longer wait."""
         self._places = {place: waiting for place, waiting in self._places.items() if not matches(place)}
 
-    def serve(self, answer: Callable[[Query], Reply]) -> None:
+    def serve(self, answer: Callable[[Message], Message]) -> None:
         """Answer queries in their order, until one has to wait on; those that wait alone are asked in any case."""
         blocked = ""
         for place, waiting in list(self._places.items()):

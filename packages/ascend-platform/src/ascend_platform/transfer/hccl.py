@@ -1,4 +1,4 @@
-"""HCCL as a transport: a read is a send on the peer's NPU and a receive on this one.
+"""HCCL as an engine: a read is a send on the peer's NPU and a receive on this one.
 
 HCCL has no one-sided reads (Huawei's API reference "HCCL": HcclSend and HcclRecv are paired). So each rank listens on a port of
 its own, where readers request sends; only bytes of registered buffers are sent. A pair of ranks uses ascend-communicator's
@@ -11,8 +11,8 @@ from __future__ import annotations
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -20,13 +20,13 @@ from uuid import uuid4
 
 import torch
 import zmq
-from ascend_platform import extension
 
-from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.errors import QUARANTINE_SECONDS, TransferError
-from ascend_kv_connector.protocol import Ack, Connect, Disconnect, Query, Refused, Reply, RootInfo, Send
-from ascend_kv_connector.rpc import RpcClient, RpcServer
-from ascend_kv_connector.runs import Runs
+from ascend_platform.components import RefusedError, slots
+from ascend_platform.transfer.auth import CurveKeys
+from ascend_platform.transfer.engine import Runs, keep_for_quarantine
+from ascend_platform.transfer.errors import QUARANTINE_SECONDS, TransferError, one_line
+from ascend_platform.transfer.messages import Ack, Codec, Message, Refused
+from ascend_platform.transfer.rpc import RpcClient, RpcServer
 
 CONNECT_SECONDS = 60.0
 """Timeout for two NPUs to connect, in the first read between them."""
@@ -38,6 +38,40 @@ POLL_SECONDS = 0.05
 """Interval of checks that the peer is alive while HCCL receives from it."""
 
 HCCL_LINK_SLOT = "hccl.link"
+"""Slot of ascend_platform.extension for HCCL between engines."""
+
+
+class Connect(Message, frozen=True, tag="Meet"):
+    """Establish a link with ``reader``, a link's name. Reply: RootInfo."""
+
+    reader: str
+
+
+class RootInfo(Message, frozen=True, tag="Meeting"):
+    """HCCL root info; the replying side is rank 0, the reader rank 1."""
+
+    info: bytes
+
+
+class Send(Message, frozen=True):
+    """Send these runs of registered memory to ``reader``, which receives them next. Reply: Ack.
+
+    The send may take ``seconds``.
+    """
+
+    reader: str
+    addresses: list[int]
+    sizes: list[int]
+    seconds: float
+
+
+class Disconnect(Message, frozen=True, tag="Part"):
+    """``reader`` receives nothing more. Reply: Ack."""
+
+    reader: str
+
+
+CODEC = Codec(Connect | Send | Disconnect, RootInfo | Ack | Refused)
 
 
 def check() -> None:
@@ -46,9 +80,9 @@ def check() -> None:
     Raises:
         RefusedError: it is not installed, or is filtered out.
     """
-    if extension.offered(HCCL_LINK_SLOT) is None:
-        raise extension.RefusedError(
-            "transport hccl needs ascend-communicator, which is not active; fix: pip install "
+    if slots.offered(HCCL_LINK_SLOT) is None:
+        raise RefusedError(
+            "hccl needs ascend-communicator, which is not active; fix: pip install "
             "ascend-communicator, and add ascend_communicator to VLLM_PLUGINS if that is set"
         )
 
@@ -74,7 +108,7 @@ class HcclSender:
             while not self.closed and (work := self.work.get()) is not None:
                 self._send(link, *work)
         except Exception as error:
-            self.failed = _one_line(error)
+            self.failed = one_line(error)
         with suppress(Exception):  # the NPU may have failed
             if link is not None:
                 link.destroy()
@@ -92,15 +126,22 @@ class HcclSender:
         self.work.put(None)
 
 
-class HcclTransport:
-    """See :class:`~ascend_kv_connector.transport.Transport`; buffers are on the NPU."""
+class HcclEngine:
+    """See :class:`~ascend_platform.transfer.engine.Engine`; buffers are on the NPU."""
 
     name = "hccl"
     on_device = True
     can_write = False
     most_runs = 4  # each is a send and a receive, of which the host launches some 100,000 in a second
 
-    def __init__(self, host: str, protocol: str = "", keys: CurveKeys | None = None, ports: range | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        protocol: str = "",
+        keys: CurveKeys | None = None,
+        ports: range | None = None,
+        timeout: float = 0.0,
+    ) -> None:
         """Listen on a free port of ``host``, of ``ports`` if given.
 
         Raises:
@@ -109,18 +150,18 @@ class HcclTransport:
         check()
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
-        name = extension.offered(HCCL_LINK_SLOT)
+        name = slots.offered(HCCL_LINK_SLOT)
         assert name is not None
         self.link = resolve_obj_by_qualname(name)
         self.keys = keys
-        self.context = zmq.Context()
+        self.context, self.failed = zmq.Context(), 0.0
         self._buffers: list[torch.Tensor] = []  # by address
         self._starts: list[int] = []
         self._readers: dict[str, HcclReader] = {}
         self._senders: dict[str, HcclSender] = {}
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._server = RpcServer(self._answer, host, ports or 0, keys)
+        self._server = RpcServer(CODEC, self._answer, host, ports or 0, keys)
         self.session = f"{host}:{self._server.port}"
 
     def register(self, buffer: torch.Tensor) -> None:
@@ -132,6 +173,16 @@ class HcclTransport:
         targets = self.registered_slices(runs.local, runs.size)
         if targets is None:
             raise TransferError("transport", "the memory is not registered", quarantine=0)
+        with self._use_reader(session, seconds) as reader:
+            reader.read(runs.remote, targets, until)
+
+    def connect(self, session: str, seconds: float) -> None:
+        until = monotonic() + seconds
+        with self._use_reader(session, seconds) as reader:
+            reader.connect(until)
+
+    @contextmanager
+    def _use_reader(self, session: str, seconds: float) -> Iterator[HcclReader]:
         with self._lock:
             if session not in self._readers:
                 self._readers[session] = HcclReader(self, session, f"{self.session}/{uuid4().hex}")
@@ -139,7 +190,7 @@ class HcclTransport:
         if not reader.lock.acquire(timeout=seconds):
             raise TransferError("transport", f"waited {seconds:.3g} s for other reads from this NPU", quarantine=0)
         try:
-            reader.read(runs.remote, targets, until)
+            yield reader
         finally:
             reader.lock.release()
 
@@ -171,6 +222,8 @@ class HcclTransport:
             sending.end()
         for thread in self._threads:
             thread.join(1)
+        if self.failed and monotonic() - self.failed < QUARANTINE_SECONDS:
+            keep_for_quarantine(self._buffers.clear)
         if not self._readers:  # otherwise a thread may still use it
             self.context.destroy(linger=0)
 
@@ -178,7 +231,7 @@ class HcclTransport:
         """Set this thread's NPU to that of the buffers."""
         torch.npu.set_device(self._buffers[0].device)
 
-    def _answer(self, query: Query) -> Reply:
+    def _answer(self, query: Message) -> Message:
         match query:
             case Connect(reader=reader):
                 return self._accept_reader(reader)
@@ -187,9 +240,9 @@ class HcclTransport:
             case Disconnect(reader=reader):
                 self._disconnect(reader)
                 return Ack()
-        return Refused("mismatch", "this port is for transport hccl only")
+        return Refused("mismatch", "not a message of an HCCL reader")
 
-    def _accept_reader(self, reader: str) -> Reply:
+    def _accept_reader(self, reader: str) -> Message:
         if not self._buffers:
             return Refused("transport", "the peer has no registered memory")
         self.set_device()
@@ -198,19 +251,19 @@ class HcclTransport:
                 self._senders.pop(name).end()  # a link that this reader discarded
             info = self.link.root_info()
         except Exception as error:
-            return Refused("transport", _one_line(error))
+            return Refused("transport", one_line(error))
         sending = self._senders[reader] = HcclSender()
 
         def make() -> Any:
             self.set_device()
             return self.link(0, info)
 
-        thread = threading.Thread(target=sending.run, args=[make], name="kv-hccl", daemon=True)
+        thread = threading.Thread(target=sending.run, args=[make], name="transfer-hccl", daemon=True)
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()
         return RootInfo(info)
 
-    def _send(self, message: Send) -> Reply:
+    def _send(self, message: Send) -> Message:
         sending = self._senders.get(message.reader)
         if sending is None or sending.failed:
             return Refused("transport", sending.failed if sending else "the link is not connected")
@@ -231,12 +284,22 @@ class HcclTransport:
 class HcclReader:
     """Reader's side of a link with one peer, for successive reads. It is discarded after a failure."""
 
-    def __init__(self, transport: HcclTransport, session: str, name: str) -> None:
-        self._transport, self._session, self._name = transport, session, name
+    def __init__(self, engine: HcclEngine, session: str, name: str) -> None:
+        self._engine, self._session, self._name = engine, session, name
         self.lock = threading.Lock()
         self.closed = False
         self.link: Any = None
         self.client: RpcClient | None = None
+
+    def connect(self, until: float) -> None:
+        """Open the link. Raises TransferError, and the link is discarded."""
+        try:
+            self._engine.set_device()
+            if self.link is None:
+                self._open(until)
+        except Exception as error:
+            self._abandon()
+            raise _as_transfer_error(error, 0) from None
 
     def read(self, remote: list[int], targets: list[torch.Tensor], until: float) -> None:
         """Receive the bytes at the peer's addresses.
@@ -248,7 +311,7 @@ class HcclReader:
         try:
             if self.closed:  # by the previous read
                 raise TransferError("transport", f"the HCCL link with {self._session} failed in another read")
-            self._transport.set_device()
+            self._engine.set_device()
             if self.link is None:
                 self._open(until)
             assert self.client is not None
@@ -265,8 +328,9 @@ class HcclReader:
                     raise TransferError("peer", "the peer closed the connection during an HCCL receive")
         except Exception as error:
             self._abandon()
-            kind = error.kind if isinstance(error, TransferError) else "transport"
-            raise TransferError(kind, _one_line(error), quarantine=QUARANTINE_SECONDS if started else 0) from None
+            if started:
+                self._engine.failed = monotonic()
+            raise _as_transfer_error(error, QUARANTINE_SECONDS if started else 0) from None
 
     def disconnect(self) -> None:
         """Tell the peer to close its side, and close this one."""
@@ -280,7 +344,7 @@ class HcclReader:
 
     def _abandon(self) -> None:
         self.closed = True
-        self._transport.forget(self._session, self)
+        self._engine.forget(self._session, self)
         client, self.client = self.client, None
         if client is not None:
             client.close()
@@ -290,7 +354,7 @@ class HcclReader:
 
     def _open(self, until: float) -> None:
         host, _, port = self._session.rpartition(":")
-        self.client = RpcClient(self._transport.context, host, int(port), REPLY_SECONDS, self._transport.keys)
+        self.client = RpcClient(CODEC, self._engine.context, host, int(port), REPLY_SECONDS, self._engine.keys)
         root = self.client.call(Connect(self._name), until)
         if not isinstance(root, RootInfo):
             raise TransferError("mismatch", f"unexpected reply to Connect: {type(root).__name__}")
@@ -298,14 +362,14 @@ class HcclReader:
 
         def connect() -> None:
             try:
-                self._transport.set_device()
-                made.put(link := self._transport.link(1, root.info))
+                self._engine.set_device()
+                made.put(link := self._engine.link(1, root.info))
                 if self.closed:  # connected too late
                     link.destroy()
             except Exception as error:
                 made.put(error)
 
-        threading.Thread(target=connect, name="kv-hccl", daemon=True).start()
+        threading.Thread(target=connect, name="transfer-hccl", daemon=True).start()
         seconds = max(0.0, min(CONNECT_SECONDS, until - monotonic()))
         try:
             self.link = made.get(timeout=seconds)
@@ -313,12 +377,14 @@ class HcclReader:
             raise TransferError("transport", f"HCCL did not connect the two NPUs in {seconds:.3g} s") from None
         if isinstance(self.link, Exception):
             error, self.link = self.link, None
-            raise TransferError("transport", f"HCCL cannot connect the two NPUs: {_one_line(error)}")
+            raise TransferError("transport", f"HCCL cannot connect the two NPUs: {one_line(error)}")
+
+
+def _as_transfer_error(error: Exception, quarantine: float) -> TransferError:
+    if isinstance(error, TransferError):
+        return TransferError(error.kind, one_line(error), quarantine=quarantine)
+    return TransferError("transport", f"HCCL failed: {one_line(error)}", quarantine=quarantine)
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split())

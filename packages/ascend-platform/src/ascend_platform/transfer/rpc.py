@@ -1,21 +1,21 @@
-"""Request/reply over ZMQ for the messages of protocol.py: a server thread per rank, and clients."""
+"""Request/reply over ZMQ with msgpack messages of known types: a server thread, and clients."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from time import monotonic
+from typing import Any
 
 import msgspec
 import zmq
-from ascend_platform import extension
 from zmq.utils.monitor import recv_monitor_message
 
-from ascend_kv_connector import protocol
-from ascend_kv_connector.auth import CurveKeys
-from ascend_kv_connector.errors import KINDS, Kind, TransferError, printable
-from ascend_kv_connector.protocol import Query, Refused, Reply
-from ascend_kv_connector.query_queue import Asked, BusyError, QueryQueue
+from ascend_platform.components import RefusedError, logger
+from ascend_platform.transfer.auth import CurveKeys
+from ascend_platform.transfer.errors import KINDS, Kind, TransferError, printable
+from ascend_platform.transfer.messages import LONGEST_MESSAGE, Codec, Message, Refused
+from ascend_platform.transfer.query_queue import Asked, BusyError, QueryQueue
 
 MAX_CONNECT_ATTEMPTS = 5
 """Connection attempts, 0.1 s apart, before a peer counts as unreachable."""
@@ -51,7 +51,8 @@ class RpcServer:
 
     def __init__(
         self,
-        handler: Callable[[Query], Reply],
+        codec: Codec,
+        handler: Callable[[Any], Message],
         host: str,
         port: int | range = 0,
         keys: CurveKeys | None = None,
@@ -66,21 +67,22 @@ class RpcServer:
         Raises:
             RefusedError: the port or address is not available.
         """
-        self._handler, self.host, self._waiting = handler, host, QueryQueue(5.0) if waiting is None else waiting
+        self._codec, self._handler, self.host = codec, handler, host
+        self._waiting = QueryQueue(5.0) if waiting is None else waiting
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.LONGEST_MESSAGE)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
         self._authenticator = keys.configure_server(self._socket) if keys else None
         try:
             self._bind(range(port, port + 1) if isinstance(port, int) else port)
-        except extension.RefusedError:
+        except RefusedError:
             self._close()
             raise
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="transfer-rpc", daemon=True)
         self._thread.start()
 
     def _bind(self, ports: range) -> None:
@@ -92,9 +94,9 @@ class RpcServer:
                 if error.errno == zmq.EADDRINUSE and port != ports[-1]:
                     continue
                 which = f"{ports[0]} to {port}" if port != ports[0] else str(port)
-                raise extension.RefusedError(
-                    f"KV connector: cannot listen on {self.host}:{which} ({error}); change kv_port, or host or ports in "
-                    "kv_connector_extra_config"
+                raise RefusedError(
+                    f"cannot listen on {self.host}:{which} ({error}); change kv_port, or host or ports in "
+                    "kv_connector_extra_config, or the model loader's host"
                 ) from None
 
     def close(self) -> None:
@@ -118,11 +120,11 @@ class RpcServer:
             return
         sender, request_id, content = frames
 
-        def reply(message: Reply) -> None:
-            self._socket.send_multipart([sender, request_id, protocol.encode(message)])
+        def reply(message: Message) -> None:
+            self._socket.send_multipart([sender, request_id, self._codec.encode(message)])
 
         try:
-            query = protocol.decode_query(content)
+            query = self._codec.decode_query(content)
         except (ValueError, msgspec.MsgspecError) as error:
             reply(Refused("mismatch", f"the peer received an invalid message: {error}"))
             return
@@ -133,7 +135,7 @@ class RpcServer:
         else:
             reply(answer)
 
-    def _answer(self, query: Query) -> Reply:
+    def _answer(self, query: Message) -> Message:
         try:
             return self._handler(query)
         except BusyError:
@@ -141,7 +143,7 @@ class RpcServer:
         except TransferError as error:
             return Refused(error.kind, str(error))
         except Exception as error:
-            extension.logger.warning("KV connector: error while answering a peer: %s: %s", type(error).__name__, error)
+            logger.warning("transfer: error while answering a peer: %s: %s", type(error).__name__, error)
             return Refused("internal", f"{type(error).__name__}: {error}")
 
 
@@ -155,14 +157,22 @@ def make_context() -> zmq.Context:
 class RpcClient:
     """Client of one rank for one thread; only the latest query's reply is awaited."""
 
-    def __init__(self, context: zmq.Context, host: str, port: int, answer_timeout: float, keys: CurveKeys | None = None) -> None:
-        self.peer = f"{host}:{port}"
+    def __init__(
+        self,
+        codec: Codec,
+        context: zmq.Context,
+        host: str,
+        port: int,
+        answer_timeout: float,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        self.peer, self._codec = f"{host}:{port}", codec
         self._timeout = answer_timeout
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2000)  # lets a final Release be sent in the background
         self._socket.setsockopt(zmq.SNDTIMEO, int(answer_timeout * 1000))  # else a send waits for ever once the queue is full
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.LONGEST_MESSAGE)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
         if keys:
             keys.configure_client(self._socket)
         watched = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKES
@@ -175,7 +185,7 @@ class RpcClient:
         self._rejected = False
         self.sent = 0
 
-    def send(self, query: Query) -> int:
+    def send(self, query: Message) -> int:
         """Send a query and discard replies to earlier ones; returns a request id for :meth:`receive`.
 
         Raises:
@@ -189,7 +199,7 @@ class RpcClient:
         self._send(str(self._request_id).encode(), query)
         return self._request_id
 
-    def post(self, query: Query) -> None:
+    def post(self, query: Message) -> None:
         """Send a query whose reply is not awaited; one to an earlier query still is.
 
         Raises:
@@ -197,17 +207,17 @@ class RpcClient:
         """
         self._send(b"", query)
 
-    def _send(self, request_id: bytes, query: Query) -> None:
+    def _send(self, request_id: bytes, query: Message) -> None:
         self._raise_if_rejected()
         self.sent += 1
         try:
-            self._socket.send_multipart([request_id, protocol.encode(query)])
+            self._socket.send_multipart([request_id, self._codec.encode(query)])
         except zmq.Again:
             self.connection_count()
             self._raise_if_rejected()
             raise TransferError("peer", f"it took no message in {self._timeout:g} s") from None
 
-    def receive(self, request_id: int, deadline: float, check: Callable[[], object] = lambda: None) -> Reply:
+    def receive(self, request_id: int, deadline: float, check: Callable[[], object] = lambda: None) -> Message:
         """The reply to this query; replies to earlier ones are discarded. ``deadline`` is monotonic time.
 
         ``check`` is called every 0.1 s and may raise.
@@ -225,7 +235,7 @@ class RpcClient:
             frames = self._socket.recv_multipart()
             if len(frames) == 2 and frames[0] == str(request_id).encode():
                 try:
-                    return protocol.decode_reply(frames[1])
+                    return self._codec.decode_reply(frames[1])
                 except msgspec.MsgspecError as error:
                     raise TransferError("mismatch", f"invalid reply: {error}") from None
         kind: Kind = "peer" if until < deadline else "deadline"
@@ -275,7 +285,7 @@ class RpcClient:
             if self._attempts >= MAX_CONNECT_ATTEMPTS:
                 raise TransferError("peer", f"nothing listens at its address ({MAX_CONNECT_ATTEMPTS} attempts)")
 
-    def call(self, query: Query, deadline: float) -> Reply:
+    def call(self, query: Message, deadline: float) -> Message:
         """Send a query and await its reply, retrying while the peer asks for it.
 
         Raises:
@@ -286,12 +296,12 @@ class RpcClient:
     def await_reply(
         self,
         request_id: int,
-        query: Query,
+        query: Message,
         deadline: float,
         retry_seconds: float | None = None,
         max_pause: float = 0.1,
         check: Callable[[], object] = lambda: None,
-    ) -> Reply:
+    ) -> Message:
         """Await the reply to a query that was sent, as :meth:`call` does.
 
         Refused replies with ``again`` are retried for ``retry_seconds`` seconds, by default the answer timeout; ``queued`` ones
@@ -325,12 +335,13 @@ class ClientPool:
 
     def __init__(
         self,
+        codec: Codec,
         context: zmq.Context,
         answer_timeout: float,
         keys: CurveKeys | None = None,
         on_close: Callable[[tuple[str, int]], object] = lambda address: None,
     ) -> None:
-        self._make = lambda address: RpcClient(context, address[0], address[1], answer_timeout, keys)
+        self._make = lambda address: RpcClient(codec, context, address[0], address[1], answer_timeout, keys)
         self._on_close = on_close
         self._sent = 0  # by clients that are closed
         self._clients: dict[tuple[str, int], tuple[RpcClient, float]] = {}  # with the time of their last use, oldest first

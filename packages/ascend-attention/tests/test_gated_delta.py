@@ -1,0 +1,167 @@
+"""The gated delta rule by CANN's operators, against its recurrence in float64, and the choice between them and the built-in."""
+
+from types import SimpleNamespace
+
+import ascend_attention
+import pytest
+import torch
+import torch.nn.functional as F
+from ascend_attention.gated_delta import FusedGatedDeltaRule
+from ascend_platform.attention import gated_delta
+from ascend_platform.components import registry, slots
+
+LAYER = {"heads": 32, "sizes": (128, 128), "dtype": torch.bfloat16, "state_dtype": torch.bfloat16, "tokens": 1}
+
+
+def inputs(tokens):
+    torch.manual_seed(tokens)
+    q, k = (F.normalize(torch.randn(tokens, 2, 128), dim=-1).bfloat16() for _ in range(2))
+    return q, k, torch.randn(tokens, 4, 128).bfloat16(), -torch.rand(tokens, 4), torch.rand(tokens, 4).bfloat16().float()
+
+
+def pool(blocks):
+    return torch.randn(blocks, 4, 128, 128).bfloat16()
+
+
+def golden(q, k, v, g, beta, state):
+    """Outputs and the state after each token of one request, in float64."""
+    outputs, states, state = [], [], state.double()
+    q, k = (each.double().repeat_interleave(2, 1) for each in (q, k))
+    for t in range(len(v)):
+        state = state * g[t].double().exp()[:, None, None]
+        change = beta[t].double()[:, None] * (v[t].double() - (state @ k[t][..., None]).squeeze(-1))
+        state = state + change[..., None] * k[t][:, None]
+        outputs.append((state @ q[t][..., None]).squeeze(-1))
+        states.append(state)
+    return torch.stack(outputs), states
+
+
+def close(found, expected):
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=2**-7, atol=2**-8)
+
+
+def on_npu(tensors):
+    return [each.npu() for each in tensors]
+
+
+def strided(states):
+    """The same numbers in blocks that are longer than a state."""
+    region = torch.zeros(len(states), states[0].numel() + 64, dtype=states.dtype).npu()
+    view = region[:, :-64].unflatten(1, states.shape[1:])
+    view.copy_(states)
+    return view
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.npu, strided])
+def test_decodes_change_their_blocks_alone(layout):
+    tensors, before = inputs(4), pool(6)
+    states = layout(before)
+    blocks = torch.tensor([4, 0, 2, 0], dtype=torch.int32)  # two rows are padding
+    output = FusedGatedDeltaRule.decode(*on_npu(tensors), 0.25, states, blocks.npu(), None, None)
+    for row, block in ((0, 4), (2, 2)):
+        expected, after = golden(*(x[row : row + 1] for x in tensors), before[block])
+        close(output[row], expected[0] * 0.25)
+        close(states[block], after[0])
+    assert torch.equal(states[[0, 1, 3, 5]].cpu(), before[[0, 1, 3, 5]])
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.npu, strided])
+def test_draft_tokens_begin_after_the_accepted_ones(layout):
+    """The third request has fewer tokens than were accepted of the last step; the fourth is padding."""
+    accepted = [2, 1, 3, 7]
+    blocks = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 0, 0]], dtype=torch.int32)
+    starts = torch.tensor([0, 3, 5, 6, 6], dtype=torch.int32)
+    tensors, before = inputs(8), pool(13)
+    states = layout(before)
+    output = FusedGatedDeltaRule.decode(
+        *on_npu(tensors), 1.0, states, blocks.npu(), starts.npu(), torch.tensor(accepted, dtype=torch.int32).npu()
+    )
+    assert len(output) == 8
+    for row in range(3):
+        part = slice(starts[row], starts[row + 1])
+        expected, after = golden(*(x[part] for x in tensors), before[blocks[row, accepted[row] - 1]])
+        close(output[part], expected)
+        for each, state in enumerate(after):
+            close(states[blocks[row, each]], state)
+    assert torch.equal(states[[0, 10, 11, 12]].cpu(), before[[0, 10, 11, 12]])
+
+
+def prefill(rule, tensors, before):
+    starts = torch.tensor([0, 1, len(tensors[0])], dtype=torch.int32).npu()
+    return rule.prefill(*on_npu(tensors), 0.25, before.npu(), starts)
+
+
+def test_prefills_by_the_operator():
+    def built_in(*_):
+        raise AssertionError
+
+    tensors, before = inputs(70), pool(2)
+    output, after = prefill(FusedGatedDeltaRule(built_in), tensors, before)
+    for request, part in enumerate((slice(0, 1), slice(1, 70))):
+        expected, states = golden(*(x[part] for x in tensors), before[request])
+        close(output[part], expected * 0.25)
+        close(after[request], states[-1])
+
+
+@pytest.mark.parametrize("which", ["g", "beta"])
+def test_prefills_out_of_range_are_the_built_ins_from_then_on(which):
+    calls = []
+    rule = FusedGatedDeltaRule(lambda *inputs: calls.append(inputs) or (inputs[2], inputs[6]))
+    fitting = inputs(4)
+    prefill(rule, fitting, pool(2))
+    assert not calls
+    q, k, v, g, beta = fitting
+    other = (q, k, v, g - 1, beta) if which == "g" else (q, k, v, g, beta + 1)
+    for _ in range(2):
+        prefill(rule, other, pool(2))
+    prefill(rule, fitting, pool(2))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "prefill", "decode"),
+    [
+        ({}, "", ""),
+        ({"state_dtype": torch.float32}, "states are float32", "states are float32"),
+        ({"dtype": torch.float16}, "not float16", "not float16"),
+        ({"sizes": (64, 64)}, "64 and 64, npu_chunk_gated_delta_rule takes 128 to 128", ""),
+        ({"sizes": (128, 512)}, "128 and 512", "npu_recurrent_gated_delta_rule takes 1 to 256"),
+        ({"heads": 96}, "96 heads, npu_chunk_gated_delta_rule takes up to 64", ""),
+        ({"tokens": 9}, "", "8 draft tokens, npu_recurrent_gated_delta_rule takes up to 7"),
+    ],
+)
+def test_layers_out_of_the_documented_ranges_are_not_supported(changed, prefill, decode):
+    for phase, reason in (("prefill", prefill), ("decode", decode)):
+        found = FusedGatedDeltaRule.unsupported(phase, **(LAYER | changed))
+        assert reason in found
+        assert bool(reason) == bool(found)
+
+
+def model(architecture="Qwen3NextForCausalLM", size=128, states="auto"):
+    """What the choice reads of vLLM's configuration."""
+    settings = {"linear_num_value_heads": 32, "linear_key_head_dim": size, "linear_value_head_dim": size}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(architecture=architecture, dtype=torch.bfloat16, hf_text_config=SimpleNamespace(**settings)),
+        cache_config=SimpleNamespace(mamba_cache_dtype="auto", mamba_ssm_cache_dtype=states),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        speculative_config=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (model(), "fused (ascend-attention "),
+        (model(states="float32"), "built-in PyTorch (states are float32, the operators take bfloat16 (--mamba-ssm-cache-dtype))"),
+        (
+            model(size=64),
+            "built-in PyTorch prefill (keys and values of 64 and 64, npu_chunk_gated_delta_rule takes 128 to 128), fused ",
+        ),
+        (model("Qwen3ForCausalLM"), "None"),
+    ],
+)
+def test_summary_line_says_what_serves_and_why(monkeypatch, given, text):
+    monkeypatch.setattr(registry, "_statuses", {})
+    monkeypatch.setattr(slots, "_offers", {})
+    ascend_attention.register()
+    assert str(gated_delta.select(given)).startswith(text)

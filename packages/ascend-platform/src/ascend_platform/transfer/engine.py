@@ -1,0 +1,124 @@
+"""Engines that move bytes between registered memory of two processes: Mooncake and HCCL."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ascend_platform.components import RefusedError
+from ascend_platform.transfer.auth import CurveKeys
+from ascend_platform.transfer.errors import QUARANTINE_SECONDS
+
+READ_SECONDS = 30.0
+"""Timeout of a read by an engine that cannot abort reads one by one."""
+
+ENGINES = {
+    "mooncake": "ascend_platform.transfer.mooncake.MooncakeEngine",
+    "hccl": "ascend_platform.transfer.hccl.HcclEngine",
+}
+"""Class by name; its module has ``check()``."""
+
+
+class Runs(NamedTuple):
+    """``size[i]`` bytes at the peer's address ``remote[i]``, which belong at ``local[i]``."""
+
+    remote: list[int]
+    local: list[int]
+    size: list[int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.size)
+
+
+class Engine(Protocol):
+    """One process's side of an engine.
+
+    The constructor takes the host, the protocol, if instances share a secret the keys, ports to choose from, None for any, and
+    the seconds after which a read is aborted, if the engine has to know them before. It raises RefusedError if the engine is not
+    available.
+
+    Attributes:
+        name: for messages, such as ``mooncake (tcp)``; must be the same on both sides.
+        session: what a peer passes to :meth:`read` to read from this side.
+        on_device: whether it reads and writes NPU memory; otherwise buffers are on the host.
+        can_write: whether it has :meth:`write`.
+        most_runs: runs of a tensor up to which reading them is faster than packing them first.
+    """
+
+    name: str
+    session: str
+    on_device: bool
+    most_runs: int
+    can_write: bool
+
+    def register(self, buffer: torch.Tensor) -> None:
+        """Register a buffer, uint8 ``[bytes]``, for peers to read and for :meth:`read` to write. Raises TransferError."""
+
+    def connect(self, session: str, seconds: float) -> None:
+        """Connect to a peer, in this time, which the first read from it does otherwise. Raises TransferError."""
+
+    def read(self, session: str, runs: Runs, seconds: float) -> None:
+        """Copy runs of a peer's registered memory to registered memory here; returns when all have arrived.
+
+        ``seconds`` is for engines that can abort a read. Others may return late: the caller does not wait for them and discards
+        the bytes.
+
+        Raises:
+            TransferError: the memory here is undefined, and may change for the error's ``quarantine`` seconds.
+        """
+
+    def write(self, session: str, runs: Runs) -> None:
+        """Copy runs of registered memory here to a peer's, whose addresses are ``remote``; only if ``can_write``.
+
+        Raises:
+            TransferError: the memory there is undefined, and may change for the error's ``quarantine`` seconds.
+        """
+
+    def close(self) -> None:
+        """Release all resources; no read is in progress any more, or can be waited for.
+
+        After a failed read the memory is kept for :data:`~ascend_platform.transfer.errors.QUARANTINE_SECONDS`.
+        """
+
+
+def check(name: str, option: str) -> None:
+    """Check that an engine exists and its dependencies are installed, without loading it; ``option`` is where it was named.
+
+    Raises:
+        RefusedError: in one line.
+    """
+    if name not in ENGINES:
+        raise RefusedError(f"{option} is {name!r}; supported: {', '.join(ENGINES)}")
+    _module(name).check()
+
+
+def make_engine(
+    name: str,
+    host: str,
+    protocol: str,
+    keys: CurveKeys | None = None,
+    ports: range | None = None,
+    timeout: float = READ_SECONDS,
+) -> Engine:
+    """Create the engine of this name.
+
+    Raises:
+        RefusedError: it is not available.
+    """
+    return getattr(_module(name), ENGINES[name].rpartition(".")[2])(host, protocol, keys, ports, timeout)
+
+
+def keep_for_quarantine(release: Callable[[], object]) -> None:
+    """Call this once failed reads can write no more, unless the process has ended; what it refers to is kept until then."""
+    timer = threading.Timer(QUARANTINE_SECONDS, release)
+    timer.daemon = True
+    timer.start()
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(ENGINES[name].rpartition(".")[0])

@@ -1,0 +1,39 @@
+"""Messages of :mod:`ascend_platform.transfer.rpc`: msgpack, decoded into known types only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+LONGEST_MESSAGE = 1 << 20
+"""Bytes; a longer message closes its connection (ZMQ_MAXMSGSIZE)."""
+
+
+class Message(msgspec.Struct, tag=True, frozen=True):
+    """Base of all messages; ``tag`` identifies the type."""
+
+
+class Ack(Message, frozen=True, tag="Noted"):
+    """Reply without content."""
+
+
+class Refused(Message, frozen=True):
+    """Negative reply. ``again``: the same query may succeed a moment later; ``kind`` is one of errors.KINDS.
+
+    ``queued``: it keeps its place in the peer's queue if it is repeated at once.
+    """
+
+    kind: str
+    cause: str
+    again: bool = False
+    queued: bool = False
+
+
+class Codec:
+    """Queries and replies of a port: unions of message types."""
+
+    def __init__(self, queries: Any, replies: Any) -> None:
+        self.encode = msgspec.msgpack.Encoder().encode
+        self.decode_query = msgspec.msgpack.Decoder(queries).decode
+        self.decode_reply = msgspec.msgpack.Decoder(replies).decode

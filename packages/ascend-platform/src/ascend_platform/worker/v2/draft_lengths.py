@@ -1,0 +1,131 @@
+"""Sequence lengths on the host while draft tokens are in flight, as ``ascend_platform/worker/draft_lengths.py`` has them for V1.
+
+With asynchronous scheduling, the scheduler's numbers of computed tokens count each draft token of the last step as accepted. The
+number of rejected ones is copied to the host right after the rejection sampler, and the host waits for it where the next step
+first needs a length.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from ascend_platform.attention import base
+
+
+class DraftLengths:
+    """Exact numbers of computed tokens on the host, by request state."""
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self._computed = np.zeros(max_num_reqs, np.int64)
+        self._rejected: Rejections | None = None
+        """Of the last step, not yet subtracted."""
+
+    def add(self, request: int, num_computed_tokens: int) -> None:
+        """Set the number of a request that is new in this row."""
+        self._computed[request] = num_computed_tokens
+        if self._rejected is not None:
+            self._rejected.is_current[self._rejected.rows == request] = False
+
+    def advance(self, rows: np.ndarray, num_scheduled_tokens: np.ndarray, rejected: Rejections | None) -> None:
+        """Count a step's tokens, of which some draft tokens are rejected."""
+        self._settle()
+        self._computed[rows] += num_scheduled_tokens
+        self._rejected = rejected
+
+    def before(self, rows: np.ndarray, num_computed_tokens: np.ndarray) -> base.Rejected | None:
+        """The draft tokens that the scheduler's numbers for the next step's requests count and that are rejected."""
+        if self._rejected is None:
+            return None
+
+        @functools.cache
+        def count() -> list[int]:
+            self._settle()
+            return (num_computed_tokens - self._computed[rows]).tolist()
+
+        return base.Rejected(count)
+
+    def _settle(self) -> None:
+        if self._rejected is not None:
+            self._computed[self._rejected.rows] -= np.where(self._rejected.is_current, self._rejected.count(), 0)
+            self._rejected = None
+
+
+class Rejections:
+    """Numbers of a step's rejected draft tokens, on their way to the host."""
+
+    def __init__(self, rows: np.ndarray, num_rejected: torch.Tensor) -> None:
+        self.rows, self.is_current = rows, np.ones(len(rows), bool)
+        self._on_host = torch.empty_like(num_rejected, device="cpu", pin_memory=True)
+        self._on_host.copy_(num_rejected, non_blocking=True)
+        self._event = torch.npu.Event()
+        self._event.record()
+
+    @functools.cache  # noqa: B019  # an object lives for two steps
+    def count(self) -> list[int]:
+        self._event.synchronize()
+        return self._on_host.tolist()
+
+
+class DraftLengthsMixin:
+    """Mixin for vLLM's V2 GPUModelRunner: lengths that attention gets from the host are without rejected draft tokens."""
+
+    _lengths: DraftLengths | None = None
+    _before: base.Rejected | None = None
+    _in_step: base.Rejected | None = None
+
+    def load_model(self: Any, *arguments: Any, **named: Any) -> None:
+        super().load_model(*arguments, **named)  # type: ignore[misc]
+        if self.speculator is None:
+            return
+        if self.scheduler_config.async_scheduling:
+            self._lengths = DraftLengths(self.max_num_reqs)
+        if isinstance(self.speculator, DraftModelSpeculator):
+            self._build_draft_metadata = self.speculator._build_attn_metadata
+            make_manager = self.speculator.init_cudagraph_manager
+            vars(self.speculator).update(
+                _build_attn_metadata=self._build_with_lengths,
+                init_cudagraph_manager=lambda mode: make_manager(CUDAGraphMode.NONE),  # lengths change with each pass
+            )
+
+    def add_requests(self: Any, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        if self._lengths is not None:
+            for request in scheduler_output.scheduled_new_reqs:
+                self._lengths.add(self.req_states.req_id_to_index[request.req_id], request.num_computed_tokens)
+
+    def prepare_inputs(self: Any, scheduler_output: Any, batch: Any, *arguments: Any) -> Any:
+        prepared = super().prepare_inputs(scheduler_output, batch, *arguments)  # type: ignore[misc]
+        if self._lengths is not None:
+            self._before = self._lengths.before(prepared.idx_mapping_np, prepared.num_computed_tokens_np)
+        return prepared
+
+    def prepare_dummy_attn(self: Any, *arguments: Any, **named: Any) -> Any:
+        self._before = None
+        return super().prepare_dummy_attn(*arguments, **named)  # type: ignore[misc]
+
+    def sample(self: Any, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
+        sampled = super().sample(hidden_states, batch, grammar_output)  # type: ignore[misc]
+        rejected = Rejections(batch.idx_mapping_np, sampled[2]) if batch.num_draft_tokens else None
+        if self._lengths is not None:
+            self._lengths.advance(batch.idx_mapping_np, batch.num_scheduled_tokens, rejected)
+        self._in_step = rejected and base.Rejected(rejected.count, batch.num_draft_tokens_per_req.tolist())
+        return sampled
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        try:
+            with base.subtract_rejected(self._before):
+                return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        finally:
+            self._in_step = None
+
+    def _build_with_lengths(self: Any, *arguments: Any, step: int, **named: Any) -> Any:
+        """Metadata of a drafter's pass; a draft model's first, which still has the rejected tokens, has one token more."""
+        step_of_host = step + ("slot_mappings" in named)
+        with base.subtract_rejected(self._in_step if step else None):
+            return self._build_draft_metadata(*arguments, step=step_of_host, **named)

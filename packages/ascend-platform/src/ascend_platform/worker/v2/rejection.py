@@ -1,0 +1,167 @@
+"""Verification of draft tokens in the V2 runner: vLLM's Triton kernels (``gpu/spec_decode/rejection_sampler*.py``) in PyTorch.
+
+Nothing here synchronizes with the device, and no shape depends on which tokens are accepted. ``cu_num_logits`` is int32
+``[requests + 1]``; the logit after a request's draft token ``i`` is row ``cu_num_logits[request] + i + 1``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ascend_platform.sampling.rejection import token_requests
+from ascend_platform.vllm_overrides import override
+from ascend_platform.worker.v2 import inputs, noise
+
+
+def gather_draft_sampled(
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    logits_indices: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    prefill_len: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input token and position of each logit; draft tokens that are placeholders, after a prompt, become -1."""
+    tokens, places = input_ids.index_select(0, logits_indices), positions.index_select(0, logits_indices)
+    in_prefill = places - expanded_local_pos < prefill_len.index_select(0, expanded_idx_mapping)
+    return tokens.masked_fill(in_prefill & (expanded_local_pos > 0), -1), places
+
+
+def flatten_sampled(
+    flat: torch.Tensor,
+    sampled: torch.Tensor,
+    sampled_stride: int,
+    num_sampled: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    **_: Any,
+) -> None:
+    """Replaces ``_flatten_sampled_kernel``: write sampled tokens ``[requests, columns]`` to ``[logits]``, 0 for the others."""
+    requests = token_requests(cu_num_logits[1:], len(flat))
+    places = torch.arange(len(flat), device=flat.device) - cu_num_logits.index_select(0, requests)
+    elements = torch.add(places.clamp(max=sampled.shape[1] - 1), requests, alpha=sampled.shape[1])
+    tokens = sampled.contiguous().view(-1).index_select(0, elements)
+    flat.copy_(torch.where(places < num_sampled.index_select(0, requests), tokens, 0))
+
+
+def rejection_sample(
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_sampled: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    pos: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    num_speculative_steps: int,
+    synthetic_conditional_rates: torch.Tensor | None = None,
+    use_fp64: bool = False,
+    use_block_verification: bool = False,
+    contexts: torch.Tensor | None = None,
+    fly_window_size: int = 0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept draft tokens up to the first that is rejected, and sample one token more.
+
+    A greedy request accepts what the target model would choose. Another accepts token x with probability min(1, p(x) / q(x)), and
+    samples in place of a rejected one from max(p - q, 0); without ``draft_logits`` q is 1 for the draft token.
+
+    Args:
+        target_logits: ``[logits, vocab_size]``, with all sampling parameters applied.
+        draft_logits: ``[states, steps, vocab_size]`` before temperature.
+        draft_sampled: ``[logits]``, the first of each request no draft token; -1 is rejected.
+
+    Returns:
+        Tokens int64 ``[requests, steps + 1]`` and how many are valid, int32 ``[requests]``.
+    """
+    assert not any((use_block_verification, fly_window_size, contexts is not None)), "watermarks, block verification or FLy"
+    num_logits, count = len(target_logits), len(idx_mapping)
+    num_drafts = torch.diff(cu_num_logits) - 1
+    columns = torch.arange(num_speculative_steps + 1, device=target_logits.device)
+    rows = (cu_num_logits[:-1, None] + columns).clamp(max=num_logits - 1)
+    best = target_logits.argmax(-1)
+    drafted = draft_sampled.roll(-1).long()
+    accepted = drafted == best
+    step = inputs.current()
+    samples = step is None or not step.is_greedy
+    temperatures = temperature.index_select(0, expanded_idx_mapping)
+    target_lse = draft_lse = scores = None
+    if samples or synthetic_conditional_rates is not None:
+        waiting = noise.exponential(seed.index_select(0, expanded_idx_mapping), pos.long() + noise.ACCEPT_SALT, 1)[:, 0]
+        if synthetic_conditional_rates is not None:
+            steps = expanded_local_pos.clamp(max=len(synthetic_conditional_rates) - 1)
+            accepted = (-waiting).exp() < synthetic_conditional_rates.index_select(0, steps)
+        else:
+            chosen = drafted.clamp(min=0)[:, None]
+            target_lse = target_logits.logsumexp(-1)
+            ratio = target_logits.gather(-1, chosen)[:, 0] - target_lse
+            if draft_logits is not None:
+                scores = _draft_scores(draft_logits, expanded_idx_mapping, expanded_local_pos, temperatures)
+                draft_lse = scores.logsumexp(-1)
+                in_draft = chosen < scores.shape[-1]
+                at_draft = scores.gather(-1, chosen.clamp(max=scores.shape[-1] - 1))
+                ratio = ratio - (torch.where(in_draft, at_draft, -torch.inf)[:, 0] - draft_lse)
+            accepted = torch.where(temperatures == 0, accepted, ratio > -waiting)  # p / q > u, and -log u is exponential
+    accepted = accepted & (drafted >= 0)
+    is_draft = columns < num_drafts[:, None]
+    run = (accepted[rows] & is_draft).int().cumprod(1)
+    num_accepted = run.sum(1)
+    last = (cu_num_logits[:-1] + num_accepted).long()
+    tokens = best.index_select(0, last)
+    if samples:
+        logits = target_logits.index_select(0, last)
+        wrong = drafted.index_select(0, last)
+        is_rejected = ((num_accepted < num_drafts) & (wrong >= 0))[:, None]
+        if scores is not None and target_lse is not None and draft_lse is not None:
+            logits = _residual(logits - target_lse[last][:, None], (scores - draft_lse[:, None])[last], logits, is_rejected)
+        else:
+            vocabulary = torch.arange(logits.shape[1], device=logits.device)
+            logits = logits.masked_fill(is_rejected & (vocabulary == wrong[:, None]), -torch.inf)
+        drawn = _noise(logits, seed, idx_mapping, pos.index_select(0, last), use_fp64)
+        tokens = torch.where(temperatures.index_select(0, last) == 0, tokens, (logits - drawn.log_()).argmax(-1))
+    sampled = torch.where(run.bool(), drafted[rows], tokens[:, None]) * (columns <= num_accepted[:, None])
+    assert len(sampled) == count
+    return sampled, (num_accepted + 1).int()
+
+
+def _draft_scores(
+    draft_logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, expanded_local_pos: torch.Tensor, temperatures: torch.Tensor
+) -> torch.Tensor:
+    """The drafter's logits for the token after each logit, ``[logits, vocab_size]``, with temperature."""
+    steps = draft_logits.shape[1]
+    places = torch.add(expanded_local_pos.clamp(max=steps - 1), expanded_idx_mapping, alpha=steps)
+    scores = draft_logits.view(-1, draft_logits.shape[-1]).index_select(0, places).float()
+    return scores / torch.where(temperatures == 0, 1, temperatures)[:, None]
+
+
+def _residual(target: torch.Tensor, draft: torch.Tensor, logits: torch.Tensor, is_rejected: torch.Tensor) -> torch.Tensor:
+    """Logarithm of max(p - q, 0) where a draft token is rejected, from log-probabilities."""
+    width = min(target.shape[1], draft.shape[1])
+    ratio = (draft[:, :width] - target[:, :width]).exp()  # nan where neither model has the token, which then has no residual
+    rest = torch.where(ratio < 1, target[:, :width] + torch.log1p(-ratio), -torch.inf)
+    return torch.where(is_rejected, torch.nn.functional.pad(rest, (0, logits.shape[1] - width), value=-torch.inf), logits)
+
+
+def _noise(
+    logits: torch.Tensor, seed: torch.Tensor, idx_mapping: torch.Tensor, positions: torch.Tensor, use_fp64: bool
+) -> torch.Tensor:
+    step = inputs.current()
+    if step is not None and not step.has_seeds:
+        return noise.unseeded(logits, use_fp64)
+    return noise.exponential(seed.index_select(0, idx_mapping), positions.long(), logits.shape[1])
+
+
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:_flatten_sampled_kernel": flatten_sampled,
+}
+"""Kernels of ``overrides.OVERRIDES``, and the functions that take their arguments."""
+
+
+def install() -> None:
+    from ascend_platform import triton_overrides
+
+    override("vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled", gather_draft_sampled)
+    override("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils:rejection_sample", rejection_sample)
+    triton_overrides.register(OVERRIDES)

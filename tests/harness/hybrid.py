@@ -1,0 +1,143 @@
+"""Models with states, served in each way that the documentation names, compared with Hugging Face: `tools/check hybrid`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness import checkout, layouts, npus
+from harness.models import hybrid
+
+PROGRAM = checkout.PROGRAMS / "serve_hybrid.py"
+KEPT = checkout.TOOLS / "generated_docs" / "hybrid.json"
+CHUNKED = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
+EAGER = CHUNKED | {"enforce_eager": True}
+FLOAT32 = {"mamba_ssm_cache_dtype": "float32"}
+LONGEST = 600
+
+
+class Way(NamedTuple):
+    """engine: its options. plugins: VLLM_PLUGINS. model: of models/hybrid.py. drafts: with an MTP layer."""
+
+    engine: dict[str, Any]
+    plugins: str = ""
+    model: str = "Qwen3-Next"
+    drafts: bool = False
+    dtype: str = "bfloat16"
+
+
+WAYS: dict[str, Way] = {
+    "eager": Way(EAGER),
+    "graphs, sleep": Way(CHUNKED | {"enable_sleep_mode": True}),
+    "steps of 1024 tokens": Way(CHUNKED | {"max_num_batched_tokens": 1024}),
+    "float32 states": Way(CHUNKED | FLOAT32),
+    "without ascend-attention": Way(CHUNKED, plugins="ascend"),
+    "float32 model": Way(CHUNKED, dtype="float32"),
+    "few blocks": Way(CHUNKED | {"num_gpu_blocks_override": 40}),
+    "prefix caching": Way(CHUNKED | {"enable_prefix_caching": True}),
+    "MTP, 2 draft tokens": Way(CHUNKED | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}, drafts=True),
+    "TP2": Way(CHUNKED | {layouts.TP: 2}),
+    "PP2": Way(CHUNKED | {layouts.PP: 2}),
+    "DP2 EP2": Way(CHUNKED | {layouts.DP: 2} | layouts.EP),
+    "OLMo-hybrid": Way(CHUNKED, model="OLMo-hybrid"),
+    "OLMo-hybrid, TP2": Way(CHUNKED | {layouts.TP: 2}, model="OLMo-hybrid"),
+    "Falcon-H1": Way(CHUNKED, model="Falcon-H1"),
+}
+
+
+@functools.cache
+def prompts() -> tuple[list[list[int]], list[int]]:
+    """32 prompts of 1 to 600 tokens, and the number of tokens to generate for each."""
+    draw = random.Random(0)
+    lengths = [1, 2, 63, 64, 65, 128, 129, 300, LONGEST, *(draw.randrange(1, 150) for _ in range(23))]
+    return [[draw.randrange(3, 512) for _ in range(n)] for n in lengths], [3 + n % 6 for n in range(len(lengths))]
+
+
+def case(name: str, directory: Path) -> dict[str, Any]:
+    """Arguments of serve_hybrid.py."""
+    way = WAYS[name]
+    asked, lengths = prompts()
+    model = hybrid.make(way.model, directory, drafts=way.drafts)
+    return {
+        "name": name,
+        "model": str(model),
+        "ranks": layouts.ranks(way.engine),
+        "engine": way.engine | {"dtype": way.dtype},
+        "prompts": asked,
+        "lengths": lengths,
+    }
+
+
+def compare(model: Path, dtype: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The number of tokens, how many are not Hugging Face's choice, and how far log-probabilities are off."""
+    import torch
+
+    exact = layouts.reference(model, dtype)
+    logits = _logits(exact)
+    asked, lengths = prompts()
+    errors, others = [], 0
+    for rank in ranks:
+        for served in rank["answers"].values():
+            for number, answer in served.items():
+                tokens = torch.tensor(answer["tokens"])
+                assert len(tokens) == lengths[int(number)]
+                found = logits(tuple(asked[int(number)]), tuple(answer["tokens"]))
+                errors.append((torch.tensor(answer["logprobs"]) - found[torch.arange(len(tokens)), tokens]).abs())
+                others += int((found.argmax(-1) != tokens).sum())
+    every = torch.cat(errors)
+    return {"tokens": len(every), "others": others, "most": float(every.max()), "mean": float(every.mean())}
+
+
+@functools.cache
+def _logits(model: Any) -> Any:
+    import torch
+
+    @functools.cache
+    def logits(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Any:
+        with torch.no_grad():
+            return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+
+    return logits
+
+
+def run(cases: list[dict[str, Any]], plugins: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROGRAM), json.dumps(cases)]
+    variables = {"VLLM_PLUGINS": plugins, "OMP_NUM_THREADS": "1"}
+    return npus.run(max(case["ranks"] for case in cases), *command, memory="2GiB", timeout=timeout, **variables)
+
+
+def main() -> None:
+    """See tools/check hybrid."""
+    parser = argparse.ArgumentParser(prog="tools/check hybrid", description=__doc__)
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"default: all, {'; '.join(WAYS)}")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for one engine")
+    parser.add_argument("--keep", action="store_true", help="write the table of docs/attention.md")
+    options = parser.parse_args()
+    if unknown := set(options.ways) - set(WAYS):
+        parser.error(f"no way {', '.join(sorted(unknown))}; there are {'; '.join(WAYS)}")
+    failed = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in options.ways or WAYS:
+            each = case(name, Path(temporary))
+            done = run([each], WAYS[name].plugins, options.timeout)
+            if not (results := npus.results(done.stdout)):
+                print(f"{name}: failed\n{done.stdout[-3000:]}{done.stderr[-6000:]}", flush=True)
+                failed += 1
+                continue
+            ranks = results[0]["ranks"]
+            told = compare(Path(each["model"]), WAYS[name].dtype, ranks)
+            told |= {key: ranks[0][key] for key in ("counters", "rule", "graphs", "block_size")}
+            print(name, json.dumps(told), f"{results[0]['seconds']:.0f} s", flush=True)
+            if options.keep:
+                kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+                KEPT.write_text(
+                    json.dumps({way: (kept | {name: told})[way] for way in WAYS if way in kept | {name: told}}, indent=1) + "\n"
+                )
+    sys.exit(1 if failed else 0)
