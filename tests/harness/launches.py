@@ -90,22 +90,6 @@ SPARSE = LATENT | {  # DeepSeek-V3.2 in the same way; all tokens are among the s
     "index_n_heads": 64,
     "index_head_dim": 128,
 }
-DELTA = BASE | {  # a layer of Qwen3-Next with a quarter of its heads
-    "model_type": "qwen3_next",
-    "architectures": ["Qwen3NextForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 3072,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "layer_types": ["full_attention", "linear_attention", "linear_attention"],
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": HEAD,
-    "linear_value_head_dim": HEAD,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 0,
-    "mlp_only_layers": [0, 1, 2],
-}
 _ARGUMENTS = {"num_bits": 8, "type": "int", "symmetric": True}
 INT8 = {
     "quant_method": "compressed-tensors",
@@ -130,8 +114,6 @@ CASES: dict[str, dict[str, Any]] = {
     "experts, W8A8": {"config": EXPERTS | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "latent attention": {"config": LATENT, "ranks": 1, "engine": {}},
     "sparse latent attention": {"config": SPARSE, "ranks": 1, "engine": {}},
-    "gated delta net": {"config": DELTA, "ranks": 1, "engine": {}},
-    "gated delta net, float32 states": {"config": DELTA, "ranks": 1, "engine": {"mamba_ssm_cache_dtype": "float32"}},
     "embedding (BERT)": {"config": BERT, "ranks": 1, "engine": {"runner": "pooling"}},
 }
 
@@ -154,8 +136,7 @@ def run(names: list[str], directory: Path, runner: str = "v1") -> dict[str, Any]
 
 def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     """Bytes that one layer has to move in a rank's memory, and to send: each weight once, the keys and values that are seen
-    once, or states in and out, and the tokens' hidden state in and out; for each all-reduce what a ring sends, 2 (n - 1) / n of
-    the tensor."""
+    once, and the tokens' hidden state in and out; for each all-reduce what a ring sends, 2 (n - 1) / n of the tensor."""
     config, ranks = case["config"], case["ranks"]
     text = config.get("text_config", config)
     heads, kv_heads = text["num_attention_heads"], text.get("num_key_value_heads", text["num_attention_heads"])
@@ -169,13 +150,6 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     if index := text.get("index_head_dim"):
         cached += index
         weights += text["index_n_heads"] * (rank * index + hidden) + hidden * index
-    state = 0
-    if delta := text.get("linear_num_value_heads"):
-        keys, values = text["linear_num_key_heads"] * HEAD, delta * HEAD
-        weights = hidden * (2 * keys + 3 * values + 2 * delta) + 4 * (2 * keys + values)
-        recurrent = delta * HEAD * HEAD * (2 if "float32" in case["engine"].get("mamba_ssm_cache_dtype", "") else 1)
-        state = 2 * REQUESTS * (recurrent + 3 * (2 * keys + values))
-        cached = 0
     if config.get("num_experts"):
         router = HIDDEN * config["num_experts"]
         weights += 3 * HIDDEN * config["moe_intermediate_size"] * config["num_experts"] // ranks
@@ -183,9 +157,7 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
         weights += (2 if config is BERT else 3) * hidden * text["intermediate_size"] // ranks
     cache = 0 if config is BERT else cached * (seen + (tokens if step == "decode" else 0))
     width = 1 if "quantization_config" in config else 2
-    return width * weights + 2 * (router + cache + state + 2 * tokens * hidden), 2 * 2 * 2 * (
-        ranks - 1
-    ) * tokens * hidden // ranks
+    return width * weights + 2 * (router + cache + 2 * tokens * hidden), 2 * 2 * 2 * (ranks - 1) * tokens * hidden // ranks
 
 
 def per_layer(result: dict[str, Any]) -> dict[str, Any]:

@@ -334,6 +334,17 @@ def refused(rank: int, ranks: int) -> Any:
         rest = {name: value for name, value in more.items() if name not in told}
         return lambda: Layer(rank, ranks, experts, **told).dispatch(x, ids, **rest)
 
+    def of_variables() -> Any:
+        """Without a comm_alg, with variables that choose hierarchy."""
+        variables = {"HCCL_INTRA_PCIE_ENABLE": "1", "HCCL_INTRA_ROCE_ENABLE": "0"}
+        os.environ.update(variables)
+        try:
+            layer.dispatch(x, ids)
+            torch.npu.synchronize()
+        finally:
+            for name in variables:
+                del os.environ[name]
+
     calls: list[Callable[[], Any]] = [
         other(group_ep="nobody"),
         other(ep_world_size=3),
@@ -353,6 +364,7 @@ def refused(rank: int, ranks: int) -> Any:
         lambda: torch_npu.npu_mm_all_reduce_base(a, b, name_of(rank), reduce_op="max"),
         lambda: torch_npu.npu_mm_all_reduce_base(a, b, "nobody"),
         lambda: torch_npu.npu_all_gather_base_mm(a[:, :64].contiguous(), b[:64], name_of(rank), ranks),
+        of_variables,
     ]
     texts = []
     for call in calls:

@@ -286,6 +286,7 @@ REFUSED = [
     "reduce_op is max; allowed: sum",
     'aclnnMatmulAllReduce: hcom is "nobody"',
     "k is 64; allowed: 256 to 65534",
+    "ep_world_size, with comm_alg hierarchy, is 2; allowed: 16, 32, 64",
 ]
 
 

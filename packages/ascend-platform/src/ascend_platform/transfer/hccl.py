@@ -299,8 +299,7 @@ class HcclReader:
                 self._open(until)
         except Exception as error:
             self._abandon()
-            kind = error.kind if isinstance(error, TransferError) else "transport"
-            raise TransferError(kind, one_line(error), quarantine=0) from None
+            raise _as_transfer_error(error, 0) from None
 
     def read(self, remote: list[int], targets: list[torch.Tensor], until: float) -> None:
         """Receive the bytes at the peer's addresses.
@@ -331,8 +330,7 @@ class HcclReader:
             self._abandon()
             if started:
                 self._engine.failed = monotonic()
-            kind = error.kind if isinstance(error, TransferError) else "transport"
-            raise TransferError(kind, one_line(error), quarantine=QUARANTINE_SECONDS if started else 0) from None
+            raise _as_transfer_error(error, QUARANTINE_SECONDS if started else 0) from None
 
     def disconnect(self) -> None:
         """Tell the peer to close its side, and close this one."""
@@ -380,6 +378,12 @@ class HcclReader:
         if isinstance(self.link, Exception):
             error, self.link = self.link, None
             raise TransferError("transport", f"HCCL cannot connect the two NPUs: {one_line(error)}")
+
+
+def _as_transfer_error(error: Exception, quarantine: float) -> TransferError:
+    if isinstance(error, TransferError):
+        return TransferError(error.kind, one_line(error), quarantine=quarantine)
+    return TransferError("transport", f"HCCL failed: {one_line(error)}", quarantine=quarantine)
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

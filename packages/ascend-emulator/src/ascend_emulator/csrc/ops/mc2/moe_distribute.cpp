@@ -14,8 +14,17 @@ void reserved(const char* argument, const Opt<Tensor>& tensor) {
 
 Tensor from_ints(const std::vector<int64_t>& values) { return at::tensor(values, at::kLong); }
 
+// What comm_alg "" is on A2: "hierarchy" with these variables, "fullmesh" without.
+static bool hierarchy_by_variables() {
+  const auto is = [](const char* variable, const char* value) {
+    const char* found = std::getenv(variable);
+    return found && std::string(found) == value;
+  };
+  return is_chip("Ascend910B") && is("HCCL_INTRA_PCIE_ENABLE", "1") && is("HCCL_INTRA_ROCE_ENABLE", "0");
+}
+
 Experts::Experts(Version version, const std::string& group, int64_t ranks, int64_t rank, int64_t experts, int64_t tp_ranks,
-    int64_t shard_type, int64_t shared, int64_t shared_ranks, int64_t global_tokens, const std::string& algorithm, int64_t zero,
+    int64_t shard_type, int64_t shared, int64_t shared_ranks, int64_t global_tokens, const std::string& given, int64_t zero,
     int64_t copy, int64_t constant)
     : version(version),
       on(hccl::group("group_ep", group)),
@@ -26,7 +35,7 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
       zero(zero),
       copy(copy),
       constant(constant),
-      algorithm(algorithm) {
+      algorithm(version != Version::one && given.empty() && hierarchy_by_variables() ? "hierarchy" : given) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   const bool a2 = is_chip("Ascend910B"), first = version == Version::one;
   using List = std::initializer_list<int64_t>;
@@ -49,7 +58,7 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
   one_of("expert_shard_type", shard_type, {int64_t{0}});
   using Names = std::initializer_list<std::string>;
   if (!first)
-    one_of("comm_alg", algorithm, a2 ? Names{"", "fullmesh", "hierarchy"} : Names{"", "fullmesh_v1", "fullmesh_v2", "hierarchy"});
+    one_of("comm_alg", given, a2 ? Names{"", "fullmesh", "hierarchy"} : Names{"", "fullmesh_v1", "fullmesh_v2", "hierarchy"});
   if (a2) {
     one_of("shared_expert_rank_num", shared_ranks, {int64_t{0}});
     one_of("const_expert_num", constant, {int64_t{0}});
@@ -116,16 +125,11 @@ void Experts::check_buffer(int64_t tokens, int64_t choices, int64_t hidden, int6
   const bool a2 = is_chip("Ascend910B"), first = version == Version::one;
   constexpr int64_t kMiB = 1 << 20;
   const auto align = [](int64_t to, int64_t value) { return (value + to - 1) / to * to; };
-  const auto is = [](const char* variable, const char* value) {
-    const char* found = std::getenv(variable);
-    return found && std::string(found) == value;
-  };
-  const bool by_variables = a2 && algorithm.empty() && is("HCCL_INTRA_PCIE_ENABLE", "1") && is("HCCL_INTRA_ROCE_ENABLE", "0");
   const int64_t most = global_tokens / ranks(), local = experts / (ranks() - shared_ranks);
   int64_t bytes;
-  if (first && by_variables) {
+  if (first && hierarchy_by_variables()) {
     bytes = experts * tokens * (hidden * element + 4 * align(8, choices) * 4) + 104 * kMiB;
-  } else if (!first && (algorithm == "hierarchy" || by_variables)) {
+  } else if (!first && algorithm == "hierarchy") {
     const int64_t row = hidden * element + 4 * align(8, choices) * 4;
     bytes = a2 ? (experts + ranks() / 4) * align(512, most * row) + 8 * kMiB : experts * tokens * row + (4 + 400) * kMiB;
   } else if (a2) {
