@@ -14,6 +14,7 @@ from packaging.version import Version
 from vllm import envs
 
 from ascend_platform import extension, vllm_overrides
+from ascend_platform.attention import selector
 from ascend_platform.components import options
 from ascend_platform.config import state_layers
 from ascend_platform.config.unsupported import Feature
@@ -63,6 +64,7 @@ FEATURES = (
     Feature("KV-sharing fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
     Feature("pooling models", lambda config: config.model_config.runner_type == "pooling", of_model=True),
     Feature("multimodal models", _is_multimodal, of_model=True),
+    Feature("sparse latent attention", lambda config: selector.is_sparse(config.model_config), of_model=True),
     Feature("quantized weights", lambda config: config.quant_config, of_model=True),
     Feature("encoder-decoder models", lambda config: config.model_config.is_encoder_decoder, of_model=True),
     Feature("custom logits processors", lambda config: config.model_config.logits_processors, of_model=True),
