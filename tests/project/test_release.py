@@ -421,7 +421,8 @@ def test_job_that_may_publish_builds_nothing() -> None:
     assert release["permissions"] == {}
     assert build["permissions"] == {"contents": "read"}
     assert publish["permissions"] == {"id-token": "write"}
-    assert publish["needs"] == "build"
+    assert publish["needs"] == ["build", "libs"]
+    assert release["jobs"]["libs"]["permissions"] == {"contents": "read"}
     assert publish["environment"] == "pypi"
     assert scripts(publish) == []
     used = [step["uses"].split("@")[0] for step in publish["steps"]]

@@ -112,7 +112,7 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
     def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ascend_emulator.cli", *arguments]
         environ = {name: value for name, value in (own | environment).items() if value}
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environ, check=False)
 
     return start
 

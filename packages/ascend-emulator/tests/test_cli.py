@@ -83,7 +83,8 @@ def test_without_a_compiler_one_line_names_what_to_install(run, tmp_path):
     done = run("build", PATH=str(tmp_path), CXX="", ASCEND_EMULATOR_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install gcc-c++), or set CXX"
+        "ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install gcc-c++), or set CXX; "
+        "or pip install ascend-emulator[libs], which has compiled libraries"
     ]
 
 

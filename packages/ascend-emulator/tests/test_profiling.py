@@ -1,33 +1,89 @@
-"""torch_npu's profiler on the emulator: the host's side of what a program does."""
+"""torch_npu's profiler on the emulator: operators on the host and on the NPU, per step."""
 
+import csv
 import json
-import sys
-import textwrap
+from collections import Counter
 
+import pytest
 import torch
 import torch_npu
 from sanitizers import without_sanitizers
 
+ANALYSIS = "torch_npu forks a process with threads to analyse the data, and their malloc may be locked then"
 
-@without_sanitizers("torch_npu forks a process with threads to analyse the data, and their malloc may be locked then")
-def test_the_host_s_side_is_recorded(tmp_path):
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """Directory of the profile of two steps: a product on one stream, a sum on another."""
+    path = tmp_path_factory.mktemp("profile")
     npu = torch_npu.profiler
-    ready = npu.tensorboard_trace_handler(str(tmp_path), worker_name="one")
-    with npu.profile(activities=[npu.ProfilerActivity.CPU, npu.ProfilerActivity.NPU], on_trace_ready=ready):
-        x = torch.ones(4, 4).npu()
-        (x @ x).sum().item()
-    (trace,) = tmp_path.glob("one_*/ASCEND_PROFILER_OUTPUT/trace_view.json")
-    names = {event["name"] for event in json.loads(trace.read_text())}
-    assert {"aten::matmul", "aten::sum"} <= names
-
-
-def test_the_missing_device_data_is_said_once(run, tmp_path):
-    script = """
-        import sys, torch, torch_npu
-        npu = torch_npu.profiler
+    x, side = torch.ones(64, 32, device="npu"), torch.npu.Stream()
+    weight = torch.ones(32, 16, device="npu")
+    activities = [npu.ProfilerActivity.CPU, npu.ProfilerActivity.NPU]
+    ready = npu.tensorboard_trace_handler(str(path), worker_name="one")
+    schedule = npu.schedule(wait=0, warmup=0, active=2, repeat=1)
+    with npu.profile(activities=activities, schedule=schedule, on_trace_ready=ready, record_shapes=True) as running:
         for _ in range(2):
-            with npu.profile(activities=[npu.ProfilerActivity.NPU], on_trace_ready=lambda _: None):
-                torch.ones(4).npu()
-    """
-    done = run("run", "--", sys.executable, "-c", textwrap.dedent(script), str(tmp_path), ASCEND_WORK_PATH=str(tmp_path))
-    assert done.stderr.count("ascend-emulator: profiling: the profile will have no device data") == 1, done.stderr
+            product = x @ weight
+            with torch.npu.stream(side):
+                side.wait_stream(torch.npu.default_stream())
+                product.sum().item()
+            running.step()
+    (found,) = path.glob("one_*")
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernels(profile):
+    with (profile / "ASCEND_PROFILER_OUTPUT" / "kernel_details.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@without_sanitizers(ANALYSIS)
+def test_kernel_details_has_the_operators_of_each_step(kernels):
+    counts = Counter((row["Step Id"], row["Name"]) for row in kernels)
+    assert counts["0", "aclnnMm"] + counts["0", "aclnnMatmul"] == 1
+    assert counts["1", "aclnnMm"] + counts["1", "aclnnMatmul"] == 1
+    assert counts["0", "aclnnReduceSum"] == counts["1", "aclnnReduceSum"] == 1
+    product = next(row for row in kernels if row["Type"] in ("Mm", "Matmul"))
+    assert product["Input Shapes"] == '"64,32;32,16;64,16"'
+    assert product["Input Data Types"] == "FLOAT;FLOAT;FLOAT"
+    assert product["Accelerator Core"] == "AI_CORE"
+    assert all(float(row["Duration(us)"]) > 0 for row in kernels)
+
+
+@without_sanitizers(ANALYSIS)
+def test_the_timeline_joins_operators_on_the_host_and_on_the_npu(profile):
+    trace = json.loads((profile / "ASCEND_PROFILER_OUTPUT" / "trace_view.json").read_text())
+    named = {event["name"]: event for event in trace if event.get("ph") == "X"}
+    assert {"aten::matmul", "aten::sum", "aclnnReduceSum"} <= named.keys()
+    host, device = named["aten::sum"], named["aclnnReduceSum"]
+    assert float(host["ts"]) <= float(device["ts"])
+    arrows = [event for event in trace if event.get("cat") == "async_npu"]
+    started = {event["id"]: event for event in arrows if event["ph"] == "s"}
+    ended = [event for event in arrows if event["ph"] == "f" and float(event["ts"]) == float(device["ts"])]
+    assert ended
+    assert all(float(started[event["id"]]["ts"]) <= float(event["ts"]) for event in ended)
+
+
+@without_sanitizers(ANALYSIS)
+def test_streams_are_separate_rows(profile):
+    trace = json.loads((profile / "ASCEND_PROFILER_OUTPUT" / "trace_view.json").read_text())
+    (device,) = {event["pid"] for event in trace if event.get("args", {}).get("name") == "Ascend Hardware"}
+    streams: dict[str, set[int]] = {}
+    for event in trace:
+        if event["ph"] == "X" and event["pid"] == device:
+            streams.setdefault(event["name"], set()).add(event["tid"])
+    assert len(streams["aclnnReduceSum"]) == 1
+    assert not streams["aclnnReduceSum"] & (streams.get("aclnnMm", set()) | streams.get("aclnnMatmul", set()))
+
+
+def test_what_msprof_cannot_is_refused_in_one_line(run, tmp_path):
+    done = run("run", "--", "msprof", "--export=on", "--type=db", f"--output={tmp_path}")
+    assert done.returncode == 2
+    assert "msprof of ascend-emulator cannot --export=on --type=db" in done.stderr
+    done = run("run", "--", "msprof", "--export=on", f"--output={tmp_path}")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        1,
+        f"msprof of ascend-emulator: no profile of the emulator in {tmp_path}",
+    )

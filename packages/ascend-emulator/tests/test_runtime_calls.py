@@ -332,3 +332,16 @@ def test_freed_physical_memory_is_used_again(acl):
         assert acl.aclrtFreePhysical(second) == 0
     assert acl.aclrtFreePhysical(first) == 0
     assert memory_file() <= before + (8 << 20)
+
+
+def test_an_event_without_flags_measures_times(acl):
+    """aclrtCreateEvent, which torch_npu does not call."""
+    started, ended, milliseconds = c_void_p(), c_void_p(), ctypes.c_float(-1)
+    for event in (started, ended):
+        assert acl.aclrtCreateEvent(byref(event)) == 0
+        assert acl.aclrtRecordEvent(event, None) == 0
+    assert acl.aclrtSynchronizeEvent(ended) == 0
+    assert acl.aclrtEventElapsedTime(byref(milliseconds), started, ended) == 0
+    assert milliseconds.value >= 0
+    for event in (started, ended):
+        assert acl.aclrtDestroyEvent(event) == 0

@@ -8,13 +8,13 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from ascend_emulator import build
+from ascend_emulator import build, operators
 from ascend_emulator.chips import chip, measured
 from ascend_emulator.verify.report import read, title
 
 DEFAULT_SOC = "Ascend910B1"
 _PYACL = str(Path(__file__).with_name("pyacl"))  # CANN's Python binding, a top-level module as in CANN
-_PROGRAMS = str(Path(__file__).with_name("bin"))  # npu-smi
+_PROGRAMS = tuple(str(Path(__file__).parent / name) for name in ("bin", "tools/profiler/bin"))  # npu-smi, msprof
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -66,9 +66,13 @@ def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memo
     if size < 64 << 20:
         raise ValueError(f"{size} bytes of device memory requested; the minimum is 64 MiB")
     libraries = str(build.library_dir())
+    paths = [libraries]
+    if own := operators.library(environ):
+        environ["ASCEND_CUSTOM_OPP_PATH"] = _first(str(own), environ.get("ASCEND_CUSTOM_OPP_PATH", ""))
+        paths.append(str(own / "op_api" / "lib"))  # for callers that look it up by its name alone
     environ.update(
-        LD_LIBRARY_PATH=_first(libraries, environ.get("LD_LIBRARY_PATH", "")),
-        PATH=_first(_PROGRAMS, environ.get("PATH", "")),
+        LD_LIBRARY_PATH=_first(*paths, environ.get("LD_LIBRARY_PATH", "")),
+        PATH=_first(*_PROGRAMS, environ.get("PATH", "")),
         PYTHONPATH=_first(_PYACL, environ.get("PYTHONPATH", "")),
         ASCEND_HOME_PATH=libraries,
         ASCEND_OPP_PATH=str(Path(libraries) / "opp"),
@@ -78,6 +82,10 @@ def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memo
         ASCEND_EMULATOR_CHIP=model.description(),
         ASCEND_EMULATOR_LACKS=",".join(model.lacks),
     )
+    atb = ""
+    if unknown := build.atb_without_layout():
+        environ["ASCEND_EMULATOR_WITHOUT"] = ",".join(filter(None, [environ.get("ASCEND_EMULATOR_WITHOUT", ""), *unknown]))
+        atb = f"; ATB's {len(unknown)} operators refuse: their parameters are known for torch-npu {', '.join(build.ATB_LAYOUT)}"
     if sanitizers := build.sanitizer_libraries():
         others = [one for one in environ.get("LD_PRELOAD", "").split(os.pathsep) if one and one not in sanitizers]
         environ["LD_PRELOAD"] = os.pathsep.join([*sanitizers, *others])
@@ -86,11 +94,13 @@ def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memo
     name = model.name if model.correlated else f"{model.name}, not correlated with hardware"
     part = "" if size == model.memory else f" of its {model.memory / 2**30:.0f} GiB"
     devices = f"{npus} emulated NPU{'s' * (npus > 1)}"
-    return f"ascend-emulator: {devices} ({name}, {size / 2**30:.3g} GiB{part}), computed on this CPU{source}"
+    return f"ascend-emulator: {devices} ({name}, {size / 2**30:.3g} GiB{part}), computed on this CPU{source}{atb}"
 
 
-def _first(directory: str, path: str) -> str:
-    return os.pathsep.join([directory, *(part for part in path.split(os.pathsep) if part and part != directory)])
+def _first(*parts: str) -> str:
+    """The last part, a search path, behind the other parts."""
+    *directories, path = parts
+    return os.pathsep.join([*directories, *(part for part in path.split(os.pathsep) if part and part not in directories)])
 
 
 def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -> str:
@@ -123,6 +133,8 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
         ctypes.CDLL(str(build.torch_dir() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     for name in (f"lib{build.CORE}.so", *build.SONAMES):
         ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
+    if own := operators.library(os.environ):
+        ctypes.CDLL(str(own / "op_api" / "lib" / operators.SONAME))
     print(line, file=sys.stderr, flush=True)
     return line
 

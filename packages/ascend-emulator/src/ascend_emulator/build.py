@@ -27,6 +27,7 @@ from pathlib import Path
 from ascend_emulator import limits
 
 CORE = "ascend_emulator"
+PREBUILT = "ascend_emulator_libs"
 CANN_VERSION = "9.1.0"  # interface that torch_npu 2.13 was released for; aclsysGetVersionStr returns it
 # Libraries that torch_npu's wheel links against or loads: libopapi for operators, libhcomm for HCCL's groups.
 SONAMES = (
@@ -63,6 +64,9 @@ UNITS = {
     "attention": ("ops/attention", "ops/mc2"),
     "loops": ("ops/matmul", "ops/normalization", "ops/transformer"),
 }
+# Versions of torch_npu for whose ATB parameters csrc/ops/atb has the layout: op-plugin's declarations of them are the same, up to
+# new enumerators, in its releases 7.1.0 to 26.1.0.
+ATB_LAYOUT = ("2.10", "2.11", "2.12", "2.13", "2.14")
 UNUSED_DAYS = 30
 COMPILER_BYTES = 1300 << 20  # memory of one compiler process; with sanitizers twice as much
 OPERATORS = ("aclnn", "Atb")  # prefixes of operators, which have two functions: GetWorkspaceSize and the launch
@@ -109,8 +113,9 @@ def wheel_names() -> list[str]:
 
 @cache
 def public_names() -> dict[str, bool]:
-    """CANN's functions for other programs: name to whether it returns a status. From the headers in the torch_npu wheel."""
-    found = dict.fromkeys(EXECUTOR_NAMES, True)
+    """CANN's public C functions: name to whether it returns a status. From cann_names.txt and the torch_npu wheel's headers."""
+    lines = (line.split() for line in Path(__file__).with_name("cann_names.txt").read_text().splitlines())
+    found = {name: not rest for name, *rest in lines}
     headers = _package_dir("torch_npu") / "include" / "third_party"
     for path in sorted([*headers.glob("acl/inc/acl/**/*.h"), *headers.glob("hccl/inc/hccl/*.h")]):
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(errors="replace"), flags=re.DOTALL)
@@ -130,6 +135,19 @@ def atb_operators() -> list[str]:
     return sorted({f"atb::{name.decode()}" for name in made})
 
 
+def has_two_functions(name: str) -> bool:
+    """Whether a name is an operator's: GetWorkspaceSize and the launch."""
+    return name.startswith(OPERATORS) and name not in ("aclnnInit", "aclnnFinalize")
+
+
+def atb_without_layout() -> list[str]:
+    """ATB's operators if their parameters' layout is not known for the installed torch_npu."""
+    installed = importlib.metadata.version("torch-npu")
+    if any(installed.startswith(f"{known}.") for known in ATB_LAYOUT):
+        return []
+    return [*atb_operators(), *sorted({operator(name) for name in wheel_names() if name.startswith("Atb")})]
+
+
 def operator(name: str) -> str:
     """The operator of an aclnn or Atb symbol; other names are returned unchanged."""
     return re.sub(r"Get(Max)?WorkspaceSize$", "", name) if name.startswith(OPERATORS) else name
@@ -142,7 +160,8 @@ def _compiler() -> tuple[str, str]:
             version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
             return path, version[0] if version else "unknown"
     raise BuildError(
-        "ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install gcc-c++), or set CXX"
+        "ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install gcc-c++), or set CXX; "
+        "or pip install ascend-emulator[libs], which has compiled libraries"
     )
 
 
@@ -225,10 +244,12 @@ def _stubs(names: list[str]) -> str:
         for n in names
         if n.endswith("GetMaxWorkspaceSize")
     ]
-    operators = {operator(n) for n in names if n.startswith(OPERATORS)}
+    public = public_names()
+    operators = {operator(n) for n in (*names, *public) if has_two_functions(n)}
     lines += [f"OPERATOR({name})" for name in sorted(operators)]
     lines.append("#define VALUE(NAME) EXPORT __attribute__((weak)) long NAME() { return emu::refuse_value(#NAME); }")
-    others = {n: n not in NO_STATUS for n in names if not n.startswith(OPERATORS)} | public_names()
+    others = {n: n not in NO_STATUS for n in names} | public
+    others = {n: status for n, status in others.items() if not has_two_functions(n)}
     lines += [f"{'STUB' if status else 'VALUE'}({name})" for name, status in sorted(others.items()) if name not in ABSENT]
     return "\n".join(lines) + "\n"
 
@@ -237,16 +258,6 @@ def _stubs(names: list[str]) -> str:
 ABSENT = frozenset[str]()
 # Calls that return a pointer or a bit set instead of a status, beside those in headers: they return 0 when they refuse.
 NO_STATUS = frozenset({"HcclGetCommConfigCapability", "aclCreateGraphDumpOpt", "aclprofCreateConfig", "aclprofCreateStepInfo"})
-# Changes of an executor's arguments, which aclnn's public headers declare; torch_npu's wheel does not contain these headers.
-EXECUTOR_NAMES = (
-    "aclSetAclOpExecutorRepeatable",
-    "aclSetDynamicInputTensorAddr",
-    "aclSetDynamicOutputTensorAddr",
-    "aclSetDynamicTensorAddr",
-    "aclSetInputTensorAddr",
-    "aclSetOutputTensorAddr",
-    "aclSetTensorAddr",
-)
 
 
 @contextmanager
@@ -267,6 +278,35 @@ def _run(what: str, command: list[str], text: str = "") -> None:
         raise BuildError(f"ascend-emulator: {what} failed: {first}")
 
 
+def _versions() -> list[str]:
+    return [
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch-npu") if _package_dir(name.replace("-", "_"))
+    ]
+
+
+def _contents() -> list[bytes]:
+    """What the libraries are made of, besides the installed torch_npu."""
+    own = Path(__file__)
+    return [path.read_bytes() for path in (own, own.with_name("cann_names.txt"), *sorted(SOURCES.rglob("*.[ch]*")))]
+
+
+def prebuilt_name(versions: list[str] | None = None) -> str:
+    """Directory of these libraries in the wheel ascend-emulator-libs: of any compiler, and of torch in any build without CUDA."""
+    public = [version.partition("+")[0] for version in (_versions() if versions is None else versions)]
+    return _digest(*public, *FLAGS, os.uname().machine, *_contents())
+
+
+def _prebuilt(versions: list[str], say: Callable[[str], None]) -> Path | None:
+    """The libraries in the wheel ascend-emulator-libs, if it is installed and has these."""
+    spec = None if os.environ.get("ASCEND_EMULATOR_SANITIZE") else importlib.util.find_spec(PREBUILT)
+    for place in (spec.submodule_search_locations if spec else None) or ():
+        target = Path(place) / prebuilt_name(versions)
+        if (target / "complete").exists():
+            return target
+        say(f"ascend-emulator: ascend-emulator-libs has none for this ascend-emulator and {', '.join(versions)}")
+    return None
+
+
 def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     """Directory of the compiled libraries, which are built if they are not cached.
 
@@ -274,13 +314,12 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
         BuildError: torch, torch_npu or a compiler is missing, or compilation failed.
     """
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
-    versions = [
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch-npu") if _package_dir(name.replace("-", "_"))
-    ]
+    versions = _versions()
+    if (found := _prebuilt(versions, say)) is not None:
+        return found
     compiler, compiler_version = _compiler()
     base = (*versions, compiler_version, *_flags(), os.uname().machine)
-    content = _digest(*base, Path(__file__).read_bytes(), *(path.read_bytes() for path in sorted(SOURCES.rglob("*.[ch]*"))))
-    target = cache_root() / content
+    target = cache_root() / _digest(*base, *_contents())
     if (target / "complete").exists():
         return target
     with _lock(target.with_suffix(".lock")):  # another process may be building it
@@ -289,6 +328,29 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
             say(f"ascend-emulator: compiling CANN's libraries for {', '.join(versions)} ({compiler_version}), once ...")
             _build(target, compiler, base, say)
             say(f"ascend-emulator: compiled in {time.monotonic() - started:.0f} s")
+    return target
+
+
+def custom_library(native: list[Path], stubs: str, headers: Path, soname: str) -> Path:
+    """Directory with ``op_api/lib/soname`` of the user's C++ files and generated stubs (operators.py), compiled unless cached.
+
+    Raises:
+        BuildError: there is no compiler, or compilation failed.
+    """
+    compiler, version = _compiler()
+    torch = torch_dir()
+    files = [path.read_bytes() for path in (*_with_headers(native), *sorted(headers.rglob("*.h")))]
+    target = cache_root() / "operators" / _digest(*_versions(), version, *map(str, native), stubs, *files)
+    with _lock(target.with_suffix(".lock")):
+        library = target / "op_api" / "lib" / soname
+        if not library.exists():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            generated, partial = target / "python.cpp", library.with_suffix(f".{os.getpid()}")
+            generated.write_text(stubs)
+            flags = (*FLAGS[:-1], "-O2", "-shared", f"-Wl,-soname,{soname}", f"-I{headers}", f"-isystem{torch / 'include'}")
+            libraries = (f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl")
+            _run("compiling your operators", [compiler, *flags, "-o", str(partial), *map(str, (generated, *native)), *libraries])
+            partial.rename(library)
     return target
 
 
@@ -376,5 +438,6 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
     # Files that torch_npu expects in a CANN installation (torch_npu/_init/registry/registry_manager.py).
     for name in ("runtime", "compiler", "opp"):
         (target / name).mkdir(exist_ok=True)
+        (target / name / "version.info").write_text(f"Version={CANN_VERSION}\n")  # a wheel has no empty directories
     (target / "ascend_emulator_install.info").write_text(f"version={CANN_VERSION}\n")
     (target / "complete").touch()

@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
     environ = dict(os.environ)
     line = set_environment(environ, options.npus, options.soc, options.memory, options.times)
     if options.without:
-        environ["ASCEND_EMULATOR_WITHOUT"] = options.without
+        environ["ASCEND_EMULATOR_WITHOUT"] = ",".join(filter(None, [environ.get("ASCEND_EMULATOR_WITHOUT", ""), options.without]))
     if options.fault:
         environ["ASCEND_EMULATOR_FAULTS"] = ";".join(map(checked, options.fault))
     if options.trace:

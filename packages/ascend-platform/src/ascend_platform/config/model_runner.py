@@ -63,7 +63,6 @@ FEATURES = (
     Feature("KV-sharing fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
     Feature("pooling models", lambda config: config.model_config.runner_type == "pooling", of_model=True),
     Feature("multimodal models", _is_multimodal, of_model=True),
-    Feature("latent attention", lambda config: config.model_config.use_mla, of_model=True),
     Feature("quantized weights", lambda config: config.quant_config, of_model=True),
     Feature("encoder-decoder models", lambda config: config.model_config.is_encoder_decoder, of_model=True),
     Feature("custom logits processors", lambda config: config.model_config.logits_processors, of_model=True),

@@ -45,6 +45,7 @@ enum Status : int {
   kNoPermission = 207006,
   kMemoryError = 507053,
   kEccError = 507054,
+  kOpNull = 161001,
   kOpParam = 161002,
   kOpFailed = 361001,
 };

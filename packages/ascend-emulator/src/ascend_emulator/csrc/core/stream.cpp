@@ -9,6 +9,7 @@
 #include "adversary.h"
 #include "fault.h"
 #include "graph.h"
+#include "host_wait.h"
 #include "trace.h"
 
 namespace emu {
@@ -60,6 +61,7 @@ uint64_t Stream::submit(Task task) {
     task.run = fault::hang;
     task.blocks = true;
   }
+  if (trace_enabled()) task.work.called = Clock::now();
   if (capture_task(*this, task)) return 0;
   if (add_to_update(*this, task)) return submitted_;
   uint64_t ticket;
@@ -79,6 +81,7 @@ uint64_t Stream::submit(Task task) {
 bool Stream::wait(uint64_t ticket, Deadline deadline) {
   if (!reached(ticket)) {
     check(worker_of != this, kOpFailed, "a task waits for its own stream");
+    const HostWait unlocked;  // before the mutex is locked, and until it is released
     Adversary::Demand demand(*this, ticket);
     std::unique_lock lock(mutex_);
     const auto done = [&] { return reached(ticket); };

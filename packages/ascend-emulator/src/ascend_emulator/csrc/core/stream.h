@@ -43,6 +43,7 @@ struct Work {
   int item = 0;        // element size of a matrix product in bytes; 0: vector cores
   double link = 0;     // bytes over links, of collectives
   std::string shapes;  // of its arguments
+  Clock::time_point called{};
 };
 
 struct Task {

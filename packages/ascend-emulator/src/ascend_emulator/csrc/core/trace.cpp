@@ -16,7 +16,7 @@ thread_local int depth = 0;  // nesting depth: nodes of a graph run within its t
 
 // Appends complete lines: several processes write to the same file.
 struct Trace {
-  int file;
+  int file;  // -1: closed
   std::mutex mutex;
   std::string buffer;
   std::set<std::string> named;
@@ -24,6 +24,7 @@ struct Trace {
 
   void add(const std::string& line) {
     std::lock_guard lock(mutex);
+    if (file < 0) return;
     buffer += line;
     if (buffer.size() > 65536 || Clock::now() - flushed > std::chrono::milliseconds(500)) flush();
   }
@@ -38,7 +39,9 @@ struct Trace {
   }
 };
 
-Trace* trace() {
+std::atomic<Trace*> profile{nullptr};  // never deleted: a task may be about to write
+
+Trace* whole_trace() {
   static Trace* const instance = [] {
     const char* path = std::getenv("ASCEND_EMULATOR_TRACE");
     if (!path || !*path) return static_cast<Trace*>(nullptr);
@@ -63,13 +66,24 @@ const char* name_of(Kind kind) {
   return names[static_cast<int>(kind)];
 }
 
-void name_thread(const std::string& id, const std::string& name) {
+bool traced() { return whole_trace() || profile; }
+
+void add(const std::string& line) {
+  for (Trace* trace : {whole_trace(), profile.load()})
+    if (trace) trace->add(line);
+}
+
+void name_thread(Trace* trace, const std::string& id, const std::string& name) {
+  if (!trace) return;
   {
-    std::lock_guard lock(trace()->mutex);
-    if (!trace()->named.insert(id).second) return;
+    std::lock_guard lock(trace->mutex);
+    if (!trace->named.insert(id).second) return;
   }
-  trace()->add(text("{\"name\": \"thread_name\", \"ph\": \"M\", \"pid\": ", getpid(), ", \"tid\": ", id,
+  trace->add(text("{\"name\": \"thread_name\", \"ph\": \"M\", \"pid\": ", getpid(), ", \"tid\": ", id,
       ", \"args\": {\"name\": \"", name, "\"}},\n"));
+}
+void name_thread(const std::string& id, const std::string& name) {
+  for (Trace* trace : {whole_trace(), profile.load()}) name_thread(trace, id, name);
 }
 
 std::string event(const std::string& name, const char* category, const std::string& tid, Clock::time_point start,
@@ -84,7 +98,7 @@ std::string event(const std::string& name, const char* category, const std::stri
 
 }  // namespace
 
-bool trace_enabled() { return modelling || trace(); }
+bool trace_enabled() { return modelling || traced(); }
 
 double modelled_seconds(Kind kind, const Work& w, bool in_graph) {
   const auto& c = chip();
@@ -120,7 +134,7 @@ TaskTrace::~TaskTrace() {
   if (counters_.flops > 0) work.flops = counters_.flops, work.item = counters_.item;
   const double seconds = modelled_seconds(task_.kind, work, in_graph);
   stream_.modelled += seconds;
-  if (!trace()) return;
+  if (!traced()) return;
   const auto id = std::to_string(stream_.id);
   name_thread(id, text("NPU ", stream_.device, " stream ", stream_.id));
   std::ostringstream arguments;
@@ -128,11 +142,13 @@ TaskTrace::~TaskTrace() {
             << ", \"bytes\": " << static_cast<int64_t>(work.bytes + work.link)
             << ", \"flops\": " << static_cast<int64_t>(work.flops) << ", \"estimated_us\": " << seconds * 1e6;
   if (work.link > 0) arguments << ", \"link\": " << static_cast<int64_t>(work.link);
+  if (work.called != Clock::time_point{})
+    arguments << ", \"called\": " << static_cast<int64_t>(microseconds(work.called) * 1000) << "e-3";
   if (!work.shapes.empty()) arguments << ", \"shapes\": \"" << work.shapes << '"';
-  trace()->add(event(task_.name, name_of(task_.kind), id, start_, Clock::now(), arguments.str()));
+  add(event(task_.name, name_of(task_.kind), id, start_, Clock::now(), arguments.str()));
 }
 
-HostTrace::HostTrace(const char* name, double copied) : name_(name), copied_(copied), on_(trace() != nullptr) {
+HostTrace::HostTrace(const char* name, double copied) : name_(name), copied_(copied), on_(traced()) {
   if (on_) start_ = Clock::now();
 }
 
@@ -141,13 +157,32 @@ HostTrace::~HostTrace() {
   const auto thread = std::to_string(1000000 + syscall(SYS_gettid));
   name_thread(thread, "host " + thread.substr(1));
   const auto bytes = copied_ > 0 ? text("\"bytes\": ", static_cast<int64_t>(copied_)) : "";
-  trace()->add(event(name_, copied_ > 0 ? "copy" : "synchronize", thread, start_, Clock::now(), bytes));
+  add(event(name_, copied_ > 0 ? "copy" : "synchronize", thread, start_, Clock::now(), bytes));
 }
 
 void flush_trace() {
-  if (!trace()) return;
-  std::lock_guard lock(trace()->mutex);
-  trace()->flush();
+  for (Trace* trace : {whole_trace(), profile.load()}) {
+    if (!trace) continue;
+    std::lock_guard lock(trace->mutex);
+    trace->flush();
+  }
+}
+
+void start_profile(const std::string& path) {
+  const int file = open(path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_EXCL | O_CLOEXEC, 0640);
+  check(file >= 0, kInvalidParam, "cannot write the profile to ", path);
+  auto* made = new Trace;
+  made->file = file;
+  made->add("[\n");
+  profile = made;
+}
+
+void stop_profile() {
+  Trace* const ended = profile.exchange(nullptr);
+  if (!ended) return;
+  std::lock_guard lock(ended->mutex);
+  ended->flush();
+  close(std::exchange(ended->file, -1));
 }
 
 }  // namespace emu

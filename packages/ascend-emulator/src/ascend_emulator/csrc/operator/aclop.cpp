@@ -28,6 +28,7 @@ const TensorDesc& desc_of(const void* desc) { return *static_cast<const TensorDe
 const DataBuffer& buffer_of(const void* buffer) { return *static_cast<const DataBuffer*>(buffer); }
 
 int refuse_aclop(const char* op_type) {
+  if (!op_type) op_type = "(null)";
   return operator_done(
       op_type, fail(kUnsupported, text("the legacy graph operator '", op_type,
                                       "' (aclopCompileAndExecute) is never emulated; "
@@ -78,7 +79,7 @@ ACL_API(answers, aclGetCompileopt, (int32_t option, char* value, size_t length),
 
 EXPORT int aclopCompileAndExecute(const char* op_type, int, const void* const input[], const void* const from[], int,
     const void* const output[], void* const to[], const void*, int, int, const char*, void* stream) {
-  if (std::strcmp(op_type, "Identity") == 0 && changes_nothing(*input, *output, *from, *to)) {
+  if (op_type && std::strcmp(op_type, "Identity") == 0 && changes_nothing(*input, *output, *from, *to)) {
     return copy_bytes(buffer_of(*from), buffer_of(*to), stream);
   }
   return refuse_aclop(op_type);
@@ -92,17 +93,22 @@ ACL_VALUE(void, keeps, aclopDestroyAttr, (const void* object), { delete static_c
 ACL_API(keeps, aclDestroyDataBuffer, (const void* buffer), { delete &buffer_of(buffer); })
 ACL_VALUE(void*, keeps, aclCreateDataBuffer, (void* data, size_t bytes), { return new DataBuffer{data, bytes}; })
 ACL_VALUE(void*, keeps, aclCreateTensorDesc, (int32_t type, int32_t rank, const int64_t* dims, int32_t format),
-    { return new TensorDesc{type, format, {dims, dims + rank}}; })
+    { return new TensorDesc{type, format, {dims, dims + (dims ? rank : 0)}}; })
 ACL_VALUE(void, keeps, aclDestroyTensorDesc, (const void* desc), { delete &desc_of(desc); })
-ACL_VALUE(int32_t, answers, aclGetTensorDescType, (const void* desc), { return desc_of(desc).type; })
-ACL_VALUE(int32_t, answers, aclGetTensorDescFormat, (const void* desc), { return desc_of(desc).format; })
-ACL_VALUE(size_t, answers, aclGetTensorDescNumDims, (const void* desc), { return desc_of(desc).dims.size(); })
+// Of no description: ACL_DT_UNDEFINED, ACL_FORMAT_UNDEFINED and 0.
+ACL_VALUE(int32_t, answers, aclGetTensorDescType, (const void* desc), { return desc ? desc_of(desc).type : -1; })
+ACL_VALUE(int32_t, answers, aclGetTensorDescFormat, (const void* desc), { return desc ? desc_of(desc).format : -1; })
+ACL_VALUE(size_t, answers, aclGetTensorDescNumDims, (const void* desc), { return desc ? desc_of(desc).dims.size() : 0; })
 ACL_API(answers, aclGetTensorDescDimV2, (const void* desc, size_t index, int64_t* size), {
+  check(desc != nullptr, kInvalidParam, "desc is null");
   const auto& dims = desc_of(desc).dims;
   check(index < dims.size(), kInvalidParam, "dimension ", index, " of ", dims.size());
   *size = dims[index];
 })
-ACL_API(keeps, aclSetTensorFormat, (void* desc, int32_t format), { static_cast<TensorDesc*>(desc)->storage_format = format; })
+ACL_API(keeps, aclSetTensorFormat, (void* desc, int32_t format), {
+  check(desc != nullptr, kInvalidParam, "desc is null");
+  static_cast<TensorDesc*>(desc)->storage_format = format;
+})
 IGNORE(aclSetTensorDescName)
 IGNORE(aclSetTensorPlaceMent)
 IGNORE(aclSetTensorShape)

@@ -183,6 +183,8 @@ void ArgumentReader::check() const {
 }
 
 int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take, uint64_t* bytes, aclOpExecutor** executor) {
+  // ACLNN_ERR_PARAM_NULLPTR
+  if (!bytes || !executor) return operator_done(info.name, fail(kOpNull, text(info.name, ": workspaceSize or executor is null")));
   *bytes = 0;
   *executor = nullptr;
   return operator_done(info.name, intercepted(info.name, [&] {

@@ -225,8 +225,10 @@ CREATE(aclTensor, aclCreateTensor,
       }
       return tensor.release();
     })
-CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type),
-    { return new aclScalar{emu::read_scalar(value, emu::to_scalar_type(type))}; })
+CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type), {
+  emu::check(value != nullptr, emu::kOpParam, "value is null");
+  return new aclScalar{emu::read_scalar(value, emu::to_scalar_type(type))};
+})
 CREATE(aclIntArray, aclCreateIntArray, (const int64_t* value, uint64_t size), { return new aclIntArray{{value, value + size}}; })
 CREATE(
     aclFloatArray, aclCreateFloatArray, (const float* value, uint64_t size), { return new aclFloatArray{{value, value + size}}; })
@@ -258,6 +260,7 @@ ACL_API(keeps, aclDestroyScalarList, (const aclScalarList* list), {
 
 // The caller frees the array with delete[] (op_plugin's nonzero, unique and masked_select do).
 ACL_API(answers, aclGetViewShape, (const aclTensor* tensor, int64_t** dims, uint64_t* rank), {
+  emu::required(tensor);
   const auto shape = tensor->has_result_shape ? at::IntArrayRef(tensor->result_shape) : tensor->value.sizes();
   *dims = new int64_t[shape.size()];
   std::copy(shape.begin(), shape.end(), *dims);

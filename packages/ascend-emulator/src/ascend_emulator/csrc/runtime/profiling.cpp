@@ -1,21 +1,70 @@
-// Profiling and logging hooks that torch_npu links against or loads (libmsprofiler.so). torch_npu's profiler records host events
-// itself. Device data, which CANN's msprof converts to a timeline, is not written; use the emulator's trace (core/trace.h).
+// Profiling and logging hooks that torch_npu links against or loads (libmsprofiler.so). A profile is a directory PROF_… with the
+// trace of the device's tasks (core/trace.h), from which `msprof --export=on` makes timeline and op_summary
+// (tools/profiler/profiler_tool). torch_npu's profiler records host events itself.
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <utility>
 
 #include "core/registry.h"
+#include "core/trace.h"
 
-using emu::Error, emu::kInvalidParam, emu::kRepeatInit, emu::nothing;
+using emu::Error, emu::kInvalidParam, emu::kRepeatInit, emu::nothing, emu::text;
 
 namespace {
-struct Config {};
+struct Config {
+  std::vector<uint32_t> devices;
+};
 bool initialized = false, started = false;
+std::string result_path;
 
-void known(const void* config) {
+const Config& known(const void* config) {
   if (!config) throw Error(kInvalidParam, "profilerConfig is null");
   if (!initialized) throw Error(kInvalidParam, "aclprofInit did not come before");
+  return *static_cast<const Config*>(config);
+}
+
+int64_t nanoseconds(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return int64_t{1'000'000'000} * now.tv_sec + now.tv_nsec;
+}
+
+void make_directory(const std::string& path) {
+  emu::check(mkdir(path.c_str(), 0750) == 0 || errno == EEXIST, kInvalidParam, "cannot create ", path);
+}
+
+// PROF_number_time_letters/host and device_N, as CANN's tools name them, with the times from which torch_npu computes local time
+// (torch_npu/profiler/analysis, BSD).
+void make_profile(const std::vector<uint32_t>& devices) {
+  static int number = 0;
+  char name[80];
+  const auto seconds = time(nullptr);
+  tm local{};
+  localtime_r(&seconds, &local);
+  char stamp[32];
+  std::strftime(stamp, sizeof stamp, "%Y%m%d%H%M%S000", &local);
+  std::snprintf(name, sizeof name, "/PROF_%06d_%s_EMULATOR%08X", ++number, stamp, static_cast<unsigned>(getpid()));
+  make_directory(result_path);
+  const auto directory = result_path + name;
+  make_directory(directory);
+  make_directory(directory + "/host");
+  for (const auto device : devices) make_directory(text(directory, "/device_", device));
+  if (FILE* info = std::fopen((directory + "/host/start_info").c_str(), "w")) {
+    const auto local_time = nanoseconds(CLOCK_REALTIME), raw = nanoseconds(CLOCK_MONOTONIC_RAW),
+               steady = nanoseconds(CLOCK_MONOTONIC);
+    std::fprintf(info,
+        "{\"collectionTimeBegin\": \"%lld.%03lld\", \"clockMonotonicRaw\": \"%lld\", \"clockMonotonic\": \"%lld\"}\n",
+        static_cast<long long>(local_time / 1000), static_cast<long long>(local_time % 1000), static_cast<long long>(raw),
+        static_cast<long long>(steady));
+    std::fclose(info);
+  }
+  emu::start_profile(directory + "/host/emulator_trace.json");
 }
 }  // namespace
 
@@ -23,32 +72,34 @@ void known(const void* config) {
 ACL_API(keeps, aclprofInit, (const char* path, size_t length), {
   if (!path || !length) throw Error(kInvalidParam, "profilerResultPath is empty");
   if (std::exchange(initialized, true)) throw Error(kRepeatInit, "profiling is initialized already");
+  result_path.assign(path, length);
+  result_path.resize(std::min(result_path.find('\0'), result_path.size()));
 })
 ACL_API(keeps, aclprofFinalize, (), {
   if (!std::exchange(initialized, false)) throw Error(kInvalidParam, "aclprofInit did not come before");
 })
 ACL_API(keeps, aclprofStart, (const void* config), {
-  known(config);
+  const auto& chosen = known(config);
   if (std::exchange(started, true)) throw Error(kInvalidParam, "profiling is started already");
-  static const bool told = std::fputs(
-      "ascend-emulator: profiling: the profile will have no device data; `ascend-emulator run --trace FILE` writes a trace\n",
-      stderr);
-  static_cast<void>(told);
+  make_profile(chosen.devices);
 })
 ACL_API(keeps, aclprofStop, (const void* config), {
   known(config);
   if (!std::exchange(started, false)) throw Error(kInvalidParam, "aclprofStart did not come before");
+  emu::stop_profile();
 })
-ACL_VALUE(Config*, keeps, aclprofCreateConfig, (uint32_t*, uint32_t, int, const void*, uint64_t), { return new Config; })
+ACL_VALUE(Config*, keeps, aclprofCreateConfig, (uint32_t* devices, uint32_t count, int, const void*, uint64_t),
+    { return new Config{devices ? std::vector<uint32_t>(devices, devices + count) : std::vector<uint32_t>()}; })
 ACL_API(keeps, aclprofDestroyConfig, (const Config* config), {
   if (!config) throw Error(kInvalidParam, "profilerConfig is null");
   delete config;
 })
-ACL_API(nothing("what it would set is of the device's side"), aclprofSetConfig, (...), {})
-ACL_API(nothing("no warm-up is needed: nothing is recorded"), aclprofWarmup, (...), {})
-ACL_API(nothing("marks are for the device's side"), aclprofMarkEx, (...), {})
+ACL_API(nothing("what it would set is of counters that do not exist"), aclprofSetConfig, (...), {})
+ACL_API(nothing("no warm-up is needed"), aclprofWarmup, (...), {})
+ACL_API(nothing("marks are not recorded"), aclprofMarkEx, (...), {})
 
-#define QUIET(TYPE, NAME, PARAMS) ACL_VALUE(TYPE, nothing("no profile is being recorded"), NAME, PARAMS, { return TYPE(); })
+#define QUIET(TYPE, NAME, PARAMS) \
+  ACL_VALUE(TYPE, nothing("CANN's own host events are not recorded"), NAME, PARAMS, { return TYPE(); })
 
 QUIET(int, MsprofRegisterCallback, (...))
 QUIET(int, MsprofReportAdditionalInfo, (...))

@@ -16,7 +16,7 @@ using namespace emu;
 
 namespace {
 
-constexpr uint32_t kEventTimeline = 8, kEventStreamProgress = 2;
+constexpr uint32_t kEventTimeline = 8, kEventSync = 1, kEventStreamProgress = 2;
 
 Deadline after(int32_t milliseconds) {
   if (milliseconds < 0) return {};
@@ -212,6 +212,8 @@ ACL_API(computed, aclrtSynchronizeDevice, (), { synchronize_device("aclrtSynchro
 ACL_API(computed, aclrtSynchronizeDeviceWithTimeout, (int32_t milliseconds),
     { synchronize_device("aclrtSynchronizeDeviceWithTimeout", after(milliseconds)); })
 
+// "aclrtCreateEvent" of CANN's API reference: an event for synchronization and for times.
+ACL_API(computed, aclrtCreateEvent, (void** event), { create_event(event, kEventTimeline | kEventSync); })
 ACL_API(computed, aclrtCreateEventWithFlag, (void** event, uint32_t flags), { create_event(event, flags); })
 ACL_API(computed, aclrtCreateEventExWithFlag, (void** event, uint32_t flags), { create_event(event, flags); })
 ACL_API(computed, aclrtDestroyEvent, (void* event), {

@@ -119,6 +119,7 @@ template <class... Params, Computation (*Body)(Params...), class Name>
 struct AtbOperator<Body, Name> {
   static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, atb::Operation** operation, atb::Context* context) {
     aclOpExecutor* executor = nullptr;
+    if (!operation || !context) return fail(kOpNull, text(Name::text, ": operation or context is null"));
     const int status = Operator<Body, Name>::workspace(args..., bytes, &executor);
     if (!*operation) *operation = new atb::Operation(Name::text);
     (*operation)->set_pending(executor, context->stream);
@@ -143,7 +144,9 @@ struct AtbOperator<Body, Name> {
   }                                                                                                                           \
   __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();                              \
   }                                                                                                                           \
-  EXPORT int NAME(void*, uint64_t, atb::Operation* operation, atb::Context*) { return operation->launch(); }
+  EXPORT int NAME(void*, uint64_t, atb::Operation* operation, atb::Context*) {                                                \
+    return operation ? operation->launch() : emu::fail(emu::kOpNull, #NAME ": operation is null");                            \
+  }
 
 // Operator created from a parameter struct `atb::infer::NAME##Param`. The body has `param` and returns a Prepare.
 #define ATB_PARAMETERS(NAME, LEAST, MOST, INPUTS, ...)                                                              \

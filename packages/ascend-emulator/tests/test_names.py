@@ -1,0 +1,92 @@
+"""All of CANN's public functions: each answers, or refuses by its own name, whoever calls it."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+from ascend_emulator import build, coverage
+
+# Calls each name with null pointers and zeros, in a process of its own. Those that return a value print their refusal.
+CALL_ALL = """
+import ctypes, json, os, sys
+from ascend_emulator import build
+for name in ("libc10.so", "libtorch_cpu.so"):
+    ctypes.CDLL(str(build.torch_dir() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+library = ctypes.CDLL("libascend_emulator.so")
+library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+nothing = [ctypes.c_void_p(0)] * 64
+for name in json.load(sys.stdin):
+    print(name, end=" ", flush=True)
+    if not hasattr(library, name):
+        print("missing", flush=True)
+        continue
+    library.aclGetRecentErrMsg()
+    status = getattr(library, name)(*nothing)
+    said = (library.aclGetRecentErrMsg() or b"").decode().replace(chr(10), " ") if name != "aclGetRecentErrMsg" else ""
+    print(status, said, flush=True)
+"""
+# Their own message is about something else: the last error's code.
+CODES = {"aclrtGetLastError", "aclrtPeekAtLastError"}
+
+
+def functions(name):
+    """The C functions of a name: an operator has two."""
+    return (f"{name}GetWorkspaceSize", name) if build.has_two_functions(name) else (name,)
+
+
+@pytest.fixture(scope="module")
+def called(run, tmp_path_factory):
+    """C function to (status, message) when it is called with nothing."""
+    names = [name for point in coverage.entry_points() if "::" not in point.name for name in functions(point.name)]
+    names = [name for name in names if "CalculateSizeAndFormat" not in name]
+    script = tmp_path_factory.mktemp("names") / "call_all.py"
+    script.write_text(textwrap.dedent(CALL_ALL).replace("json.load(sys.stdin)", repr(names)))
+    done = run("run", "--", sys.executable, str(script), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, f"{lines[-1][0]} with nothing: {done.stderr[-300:]}"
+    return {name: (status, *said) for name, status, *said in lines}
+
+
+def test_every_public_name_of_cann_is_there(called):
+    """In the headers of torch_npu 2.7 to 2.14, in op-plugin's calls, and in CANN's API reference."""
+    public = [name for name in build.public_names() if "CalculateSizeAndFormat" not in name]
+    assert len(public) > 1800
+    assert {name for each in public for name in functions(each)} <= called.keys()
+    assert not [name for name, (status, *_) in called.items() if status == "missing"]
+
+
+def test_what_is_not_emulated_refuses_by_its_own_name(called):
+    refusing = {point.name for point in coverage.entry_points() if point.state == "refuses" and "::" not in point.name}
+    refusing = {name for name in refusing if "CalculateSizeAndFormat" not in name}
+    graph = {name for name in refusing if name.startswith("aclopCompileAndExecute")}  # by the graph operator's name
+    assert all("'(null)' (aclopCompileAndExecute) is never emulated" in " ".join(called[name]) for name in graph)
+    refusing -= graph
+    assert len(refusing) > 900
+    wrong = {
+        function: called[function]
+        for name in refusing
+        for function in functions(name)
+        if f"[ascend-emulator] {name} is not emulated" not in " ".join(called[function])
+    }
+    assert not wrong, json.dumps(wrong, indent=1)
+
+
+def test_what_is_emulated_answers_or_says_by_its_own_name_what_is_missing(called):
+    implemented = {point.name for point in coverage.entry_points() if point.state != "refuses" and "::" not in point.name}
+    statuses = build.public_names()
+    wrong = {}
+    for name in implemented - CODES:
+        if name in build.NO_STATUS or not statuses.get(name, True) or "CalculateSizeAndFormat" in name:
+            continue
+        for function in functions(name):
+            status, said = (*called[function], "")[:2]
+            if status != "0" and said and name not in said:
+                wrong[function] = said
+    assert not wrong, json.dumps(wrong, indent=1)
+
+
+def test_an_operator_without_outputs_is_refused(called):
+    """ACLNN_ERR_PARAM_NULLPTR, where it crashed."""
+    status, said = called["aclnnAddGetWorkspaceSize"]
+    assert (status, said) == ("161001", "[ascend-emulator] aclnnAdd: workspaceSize or executor is null")
