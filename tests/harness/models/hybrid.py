@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from harness.models import registry
+
 LINEAR = ["linear_attention"] * 3 + ["full_attention"]
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
@@ -53,6 +55,8 @@ def make(name: str, directory: Path, *, drafts: bool = False) -> Path:
         if key.endswith("A_log") and ".0." not in key:
             torch.nn.init.uniform_(weight, -4, -2)
     model.save_pretrained(path)
+    if names := registry.RENAMED.get(model.config.model_type):
+        registry._rename(path / "model.safetensors", names)
     if drafts:
         weights, size = load_file(path / "model.safetensors"), COMMON["hidden_size"]
         last = f"model.layers.{COMMON['num_hidden_layers'] - 1}."
