@@ -156,6 +156,14 @@ def test_biases_and_clipped_swiglu(dtype):
     assert (actual.cpu().double() - expected).norm() / expected.norm() < bound
 
 
+def test_router_weights_stay_float32():
+    """Two experts cancel but for the last bits of a weight, which bfloat16 does not have."""
+    expert_out = torch.tensor([[256.0], [-256.0]]).expand(2, HIDDEN).contiguous().bfloat16().npu()
+    weights = torch.tensor([[0.5 + 2**-10, 0.5]]).npu()
+    actual = moe.combine(expert_out, torch.tensor([0, 1], dtype=torch.int32).npu(), weights, has_dropped=False)
+    assert actual.tolist() == [[0.25] * HIDDEN]
+
+
 def test_unrouted_rows_are_not_read(monkeypatch):
     """Rows that the matrix products do not write may hold any values, on an NPU also NaN."""
 
