@@ -60,8 +60,9 @@ UNITS = {
     "core": ("core", "runtime"),
     "hccl": ("hccl",),
     "pointwise": ("operator", "ops/math", "ops/tensor"),
-    "nn": ("ops/nn", "ops/moe", "ops/quantization", "ops/atb"),
-    "attention": ("ops/attention", "ops/mc2"),
+    "nn": ("ops/nn", "ops/moe", "ops/quantization"),
+    "attention": ("ops/attention",),
+    "composed": ("ops/mc2", "ops/atb"),
     "loops": ("ops/matmul", "ops/normalization", "ops/transformer"),
 }
 # Versions of torch_npu for whose ATB parameters csrc/ops/atb has the layout: op-plugin's declarations of them are the same, up to

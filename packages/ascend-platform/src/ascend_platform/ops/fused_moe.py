@@ -13,7 +13,7 @@ import torch
 import torch_npu
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router, grouped_topk_router, zero_expert_router
+from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router, grouped_topk_router
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from ascend_platform import extension
@@ -209,7 +209,9 @@ def route_with_identities(
     return kept, ids.masked_fill(identities, 0)
 
 
-override(f"{zero_expert_router.__name__}:ZeroExpertRouter._compute_routing", route_with_identities)
+override(
+    "vllm.model_executor.layers.fused_moe.router.zero_expert_router:ZeroExpertRouter._compute_routing", route_with_identities
+)
 
 
 Experts = Callable[..., torch.Tensor]

@@ -201,10 +201,11 @@ def take_ngrams(
     drafts[:count].copy_(torch.where(is_known, tokens, last_sampled.index_select(0, idx_mapping)[:, None]))
 
 
-_NGRAM, _AR = "vllm.v1.worker.gpu.spec_decode.ngram.speculator:", "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:"
+_PREFIX = "vllm.v1.worker.gpu.spec_decode."
+
 OVERRIDES: dict[str, Callable[..., Any]] = {
-    _NGRAM + "_ngram_scan_kernel": find_ngrams,
-    _NGRAM + "_ngram_finalize_kernel": take_ngrams,
+    "ngram.speculator:_ngram_scan_kernel": find_ngrams,
+    "ngram.speculator:_ngram_finalize_kernel": take_ngrams,
 }
 """Kernels of ``overrides.OVERRIDES``, and the functions that take their arguments."""
 
@@ -213,8 +214,8 @@ def install() -> None:
     from ascend_platform import triton_overrides
 
     rejection.install()
-    override(_AR + "prepare_prefill_inputs", prepare_shifted_inputs)
-    override(_AR + "prepare_decode_inputs", prepare_decode_inputs)
-    override(_AR + "update_draft_inputs", update_draft_inputs)
+    override("vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:prepare_prefill_inputs", prepare_shifted_inputs)
+    override("vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:prepare_decode_inputs", prepare_decode_inputs)
+    override("vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:update_draft_inputs", update_draft_inputs)
     override("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:prepare_prefill_inputs", prepare_extended_inputs)
-    triton_overrides.register(OVERRIDES)
+    triton_overrides.register({_PREFIX + name: function for name, function in OVERRIDES.items()})
