@@ -57,7 +57,7 @@ class NPUSharedExperts(SharedExperts):
             if is_capturing:
                 # torch_npu queues the wait, by which the stream joins the capture; its allocator asks the stream whether it is
                 # captured, and would take memory outside of the graph's pool before. Reading this waits for the queue.
-                self._stream.npu_stream  # noqa: B018
+                torch.npu.current_stream().npu_stream  # noqa: B018
             self._output[index] = self._layer(shared_experts_input)
             self._output_ready_event[index].record(self._stream)
         return True
