@@ -56,7 +56,7 @@ def test_a_pool_outlives_its_engine(tmp_path: Path, record_property: Callable[[s
     assert result["filled"]["ended"] == {"length": 24}
     assert result["restart"]["not loaded"] == []
     assert result["restart"]["chunks"]["loaded (mooncake)"] > 10
-    assert result["master killed"]["chunks"]["no answer (mooncake)"] > 0
+    assert result["master killed"]["chunks"]["lookup unanswered (mooncake)"] > 0
     for phase in ("restart", "master killed"):
         record_property(f"seconds of {phase}", result[phase]["seconds"])
         assert result[phase]["ended"] == {"length": 12}

@@ -137,11 +137,28 @@ def test_disk_keeps_to_its_quota_and_removes_what_was_not_used_for_longest(tmp_p
 def test_stored_and_corrupt_chunks_are_events_for_routers(engine: Callable[..., Engine], tmp_path: Path) -> None:
     (name, prompt), *_ = LONG.items()
 
+    taken: dict[int, list[Any]] = {}
+
+    def watched(**options: Any) -> Engine:
+        """An engine that keeps what vLLM's scheduler takes after a step."""
+        made = engine(**options)
+        tier = made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
+        take, kept = tier.take_events, taken.setdefault(id(made), [])
+
+        def take_events() -> list[Any]:
+            found = list(take())
+            kept.extend(found)
+            return found
+
+        tier.take_events = take_events
+        return made
+
     def events(made: Engine) -> list[Any]:
-        return list(made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0].take_events())
+        made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0].take_events()
+        return taken[id(made)]
 
     announced = {"extra": {"enable_kv_events": True}, "kv_events_config": KVEventsConfig(True, "null")}
-    one = engine(**announced)
+    one = watched(**announced)
     serve(one, {name: prompt}, "first")
     stored = events(one)
     assert {(event.medium.name, event.locality.name, event.ownership, event.removed) for event in stored} == {
@@ -152,10 +169,10 @@ def test_stored_and_corrupt_chunks_are_events_for_routers(engine: Callable[..., 
     one.close()
     for file in tmp_path.glob("pool/*/*/*.kv"):
         file.write_bytes(file.read_bytes()[:-5000])
-    other = engine(**announced)
+    other = watched(**announced)
     serve(other, {name: prompt}, "second")
     assert {event.removed for event in events(other)} == {True, False}  # removed, and stored again
-    silent = engine(kv_events_config=announced["kv_events_config"])
+    silent = watched(kv_events_config=announced["kv_events_config"])
     serve(silent, LONG, "third")
     assert events(silent) == []
 
