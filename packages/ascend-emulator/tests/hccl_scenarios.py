@@ -20,6 +20,7 @@ from typing import Any
 import hccl_c_scenarios  # noqa: F401  it registers some
 import torch
 import torch.distributed as dist
+import torch_npu
 from ascend_emulator import faults
 from hccl_ranks import SCENARIOS, data, failure, plain, play, scenario, timed, torch_dtype
 
@@ -348,6 +349,24 @@ def buffers(rank: int, ranks: int) -> Any:
     free.append(torch.npu.mem_get_info()[0])
     taken = [(before - after) >> 20 for before, after in itertools.pairwise(free)]
     return [taken, failure(lambda: dist.all_reduce(x, group=groups[2]))]
+
+
+@scenario("shared buffers", HCCL_BUFFSIZE="100")
+def shared_buffers(rank: int, ranks: int) -> Any:
+    """Memory of an NPU, in MiB, that two communicators with the same named buffer take, and what the first one's end returns."""
+    x = torch.ones(4, device="npu")
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_name": "one"}
+    groups = [dist.new_group(pg_options=options) for _ in range(2)]
+    free = [torch.npu.mem_get_info()[0]]
+    for group in groups:
+        dist.all_reduce(x, group=group)
+        torch.npu.synchronize()
+        free.append(torch.npu.mem_get_info()[0])
+    for group in groups:
+        dist.destroy_process_group(group)
+        free.append(torch.npu.mem_get_info()[0])
+    return [(before - after) >> 20 for before, after in itertools.pairwise(free)]
 
 
 @scenario("host memory", HCCL_EXEC_TIMEOUT="30")

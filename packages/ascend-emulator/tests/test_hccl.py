@@ -323,6 +323,10 @@ def test_buffers_are_device_memory(played):
         assert "2 x 100 MiB (HCCL_BUFFSIZE): out of memory on NPU" in text
 
 
+def test_communicators_with_the_same_buffer_name_share_it(played):
+    assert played["shared buffers"] == [[200, 0, 0, -200]] * 2
+
+
 @without_sanitizers("an allocation that fails ends the process")
 def test_a_rank_without_host_memory_says_so(played):
     (own, _), (other, seconds) = played["host memory"]

@@ -61,8 +61,8 @@ Buffers::Buffers(const std::string& communicator, int ranks, uint64_t size) : de
   bytes_ = bytes;
 }
 
-void Buffers::release() {
-  if (const uint64_t bytes = bytes_.exchange(0)) device(device_).release_physical(bytes);
+Buffers::~Buffers() {
+  if (bytes_) device(device_).release_physical(bytes_);
 }
 
 void Communicator::claim(uint8_t kind) {
@@ -264,7 +264,7 @@ void Communicator::close() {
   std::lock_guard lock(mutex_);
   stop(kSuspending, text("communicator ", name, " was destroyed"));
   links_.clear();
-  if (options.buffers) options.buffers->release();
+  options.buffers.reset();
 }
 
 void Communicator::suspend() {

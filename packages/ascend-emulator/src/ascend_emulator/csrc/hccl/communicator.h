@@ -31,16 +31,16 @@ struct PointToPoint {
   void* data;
 };
 
-// Device memory that a communicator's two buffers take, each of `size` MiB, on the current NPU.
+// Device memory that two buffers take, each of `size` MiB, on the current NPU: of one communicator, or of all those of the
+// process that name the same buffer.
 class Buffers {
  public:
   Buffers(const std::string& communicator, int ranks, uint64_t size);
-  ~Buffers() { release(); }
-  void release();
+  ~Buffers();
 
  private:
   const int device_;
-  std::atomic<uint64_t> bytes_{0};
+  uint64_t bytes_ = 0;
 };
 
 // What a communicator is created with.
@@ -89,7 +89,7 @@ class Communicator {
 
   const std::string name;
   const int rank, ranks, device;
-  const Options options;
+  Options options;
   c10::intrusive_ptr<c10d::Store> store() const;
 
  private:

@@ -76,6 +76,21 @@ std::string config_name(const Config* config, const std::string& otherwise) {
 
 constexpr uint32_t kUnset = 0xffffffff;
 
+// Communicators of a process with the same "hcclBufferName" use one buffer (torch_npu's hccl_buffer_name).
+std::shared_ptr<Buffers> buffers_of(const Config* config, const std::string& name, int ranks, uint64_t size) {
+  const auto made = [&] { return std::make_shared<Buffers>(name, ranks, size); };
+  if (!config || config->size < offsetof(Config, buffer_name) + sizeof config->buffer_name) return made();
+  const std::string shared(config->buffer_name, strnlen(config->buffer_name, sizeof config->buffer_name));
+  if (shared.empty() || ranks == 1) return made();
+  static auto* mutex = new std::mutex;
+  static auto* named = new std::map<std::pair<int, std::string>, std::weak_ptr<Buffers>>;
+  std::lock_guard lock(*mutex);
+  auto& place = (*named)[{current_device(), shared}];
+  auto buffers = place.lock();
+  if (!buffers) place = buffers = made();
+  return buffers;
+}
+
 Options options_of(const Config* config, const std::string& name, int ranks) {
   Options options{exec_timeout(), buffer_size()};
   if (config && config->size > offsetof(Config, exec_timeout) && config->exec_timeout != -1)
@@ -85,7 +100,7 @@ Options options_of(const Config* config, const std::string& name, int ranks) {
     if (!config->buffer_size) refuse_call(kParameter, "hcclBufferSize is 0; allowed: from 1 (MiB)");
     options.buffer_size = config->buffer_size;
   }
-  options.buffers = std::make_shared<Buffers>(name, ranks, options.buffer_size);
+  options.buffers = buffers_of(config, name, ranks, options.buffer_size);
   return options;
 }
 

@@ -66,6 +66,9 @@ struct Config {
   uint8_t graph_zero_copy;
   int32_t exec_timeout;  // seconds; -1 is unset
   char algorithm[1600];
+  char retry[50];
+  char retry_parameters[128];
+  char buffer_name[128];
 };
 
 struct SendReceive {  // HcclSendRecvItem
