@@ -136,8 +136,6 @@ def main() -> None:
             told |= {key: ranks[0][key] for key in ("counters", "rule", "graphs", "block_size")}
             print(name, json.dumps(told), f"{results[0]['seconds']:.0f} s", flush=True)
             if options.keep:
-                kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-                KEPT.write_text(
-                    json.dumps({way: (kept | {name: told})[way] for way in WAYS if way in kept | {name: told}}, indent=1) + "\n"
-                )
+                kept = (json.loads(KEPT.read_text()) if KEPT.exists() else {}) | {name: told}
+                KEPT.write_text(json.dumps({way: kept[way] for way in WAYS if way in kept}, indent=1) + "\n")
     sys.exit(1 if failed else 0)

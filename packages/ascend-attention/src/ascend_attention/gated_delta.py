@@ -5,6 +5,7 @@ npu_chunk_gated_delta_rule: its results may overflow beyond them. A layer's deca
 the least of each prefill, until one is out of range: from then on the built-in serves the layer's prefills, without waits.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,7 @@ class FusedGatedDeltaRule:
             _say_out_of_range()
         if not self._in_range:
             return self._built_in(q, k, v, g, beta, scale, states, query_start_loc)
-        output, after = torch_npu.npu_chunk_gated_delta_rule(
+        return torch_npu.npu_chunk_gated_delta_rule(
             q,
             k,
             v.contiguous(),
@@ -80,7 +81,6 @@ class FusedGatedDeltaRule:
             scale=scale,
             g=g.contiguous(),
         )
-        return output, after
 
     @staticmethod
     def decode(
@@ -140,14 +140,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_said: list[bool] = []
-
-
+@functools.cache
 def _say_out_of_range() -> None:
-    if not _said:
-        _said.append(True)
-        extension.logger.info(
-            "the built-in gated delta rule serves prefills of layers with decays below %s or strengths above 1, "
-            "for which npu_chunk_gated_delta_rule may overflow",
-            LEAST_DECAY,
-        )
+    extension.logger.info(
+        "the built-in gated delta rule serves prefills of layers with decays below %s or strengths above 1, "
+        "for which npu_chunk_gated_delta_rule may overflow",
+        LEAST_DECAY,
+    )

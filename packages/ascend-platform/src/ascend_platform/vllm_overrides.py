@@ -91,6 +91,10 @@ def has_v1_runner() -> bool:
     return fingerprint.module_source(V1_RUNNER) is not None
 
 
+def _is_removed(module: str) -> bool:
+    return module == V1_RUNNER and not has_v1_runner()
+
+
 def check(entries: Iterable[Override] | None = None) -> None:
     """Compare all targets, or those of `entries`, with the source that this version supports.
 
@@ -102,7 +106,7 @@ def check(entries: Iterable[Override] | None = None) -> None:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         logger.warning("%s names %r, which is no override%s", ACCEPT, name, hint)
-    present = [each for each in (OVERRIDES if entries is None else entries) if each.module != V1_RUNNER or has_v1_runner()]
+    present = [each for each in (OVERRIDES if entries is None else entries) if not _is_removed(each.module)]
     different = [each for each in present if _problem(each.target)]
     refused = [each for each in different if not _accept(each)]
     fingerprint.parsed.cache_clear()
@@ -121,7 +125,7 @@ def override(target: str, replacement: Any) -> None:
         RefusedError: the target is missing or has changed, or a module that the entry does not name has imported it.
     """
     each = _entry(target)
-    if target in _applied or (each.module == V1_RUNNER and not has_v1_runner()):
+    if target in _applied or _is_removed(each.module):
         return
     original = _resolve(each)
     report_foreign(target, original)
@@ -129,13 +133,12 @@ def override(target: str, replacement: Any) -> None:
         owner = functools.reduce(getattr, each.qualname.split(".")[:-1], importlib.import_module(each.module))
         setattr(owner, each.qualname.rpartition(".")[2], replacement)
     else:
-        own = [name for name in each.replaced_in or (each.module,) if name != V1_RUNNER or has_v1_runner()]
+        named = each.replaced_in or (each.module,)
+        own = [name for name in named if not _is_removed(name)]
         if not isinstance(original, ModuleType):
             _check_importers(each, original, {each.module, *own})
         for name in own:
-            if name in sys.modules or each.module not in (
-                each.replaced_in or own
-            ):  # one that is imported later imports the replacement
+            if name in sys.modules or each.module not in named:  # one that is imported later imports the replacement
                 setattr(importlib.import_module(name), each.qualname, replacement)
     _applied.add(target)
 
