@@ -43,9 +43,10 @@ def state():
     return dict(os.environ), threading.enumerate(), sys.excepthook, signal.getsignal(signal.SIGTERM)
 before = state()
 import ascend_platform.platform
-assert state() == before, (before, state())
+assert state() == before, (os.environ.items() ^ before[0].items(), before[1:], state()[1:])
 """
-    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "VLLM_PLUGINS": ""}, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | {"VLLM_PLUGINS": ""}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
