@@ -55,7 +55,6 @@ FEATURES = (
     Feature("thinking budgets", lambda config: config.reasoning_config),
     Feature("batch-sharded sampling", lambda config: config.parallel_config.enable_batch_sharded_sampling),
     Feature("KV-sharing fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
-    Feature("custom logits processors", lambda config: config.model_config.logits_processors, of_model=True),
     Feature("state-space layers", state_layers.has_states, of_model=True),
     Feature("prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True),
     Feature("sampling masks", lambda config: config.model_config.return_sampling_mask, of_model=True),
