@@ -29,10 +29,8 @@ def summary(step: list[dict]) -> dict[str, Any]:
     launched = [event for event in launched if event["cat"] != "operator" or event["args"]["bytes"]]
     launched.sort(key=lambda event: event["ts"])
     first = next(event["ts"] for event in launched if event["cat"] == "operator")
-    # The sampled tokens' way to the host. The V2 runner copies them on a stream of its own, and meanwhile updates its states.
-    (main, _), *_ = Counter(event["tid"] for event in launched if event["cat"] == "operator").most_common(1)
-    copies = [event["ts"] for event in launched if event["cat"] == "copy" and event["tid"] != main]
-    last = copies[-1] if copies else launched[-1]["ts"]
+    # The sampled tokens' way to the host. The V2 runner updates its states behind it, and meanwhile waits for the tokens.
+    last = max(event["ts"] for event in launched if event["cat"] == "copy")
     waits = [event["ts"] + event["dur"] for event in step if event["cat"] == "synchronize" or event["name"] in HOST_COPIES]
     sent = [event["args"].get("link", 0) for event in launched if event["cat"] == "collective"]
     moved: Counter[str] = Counter()
