@@ -281,10 +281,9 @@ Expected to fail:
 
 {chr(10).join(fails_v2)}
 
-Not in the list: `test_gpu_thinking_budget.py`, `test_gpu_trace_replay.py`, `test_prompt_embeds_state.py` and
-`test_gpu_kpool_tail_slot_mapping.py`, of what is refused; `test_gpu_gumbel_sample.py`, `test_gpu_rejection_sampler_i64.py` and
-`test_gpu_row_offsets_i64.py`, which need more memory than an emulated NPU has; `test_gpu_warmup_blocks.py` and
-`test_gpu_draft_lm_head.py`, of CUDA's kernels.
+Not in the list, of `v1/worker`: the files of thinking budgets, trace replay, prompt embeddings and pooled slots, which are refused; of
+Gumbel noise and of 64-bit offsets, which need more memory than an emulated NPU has; and of warm-up blocks and quantized draft
+heads, which are of CUDA's kernels.
 """
 
 
