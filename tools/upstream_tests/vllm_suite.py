@@ -281,9 +281,9 @@ Expected to fail:
 
 {chr(10).join(fails_v2)}
 
-Not in the list, of `v1/worker`: the files of thinking budgets, trace replay, prompt embeddings and pooled slots, which are refused; of
-Gumbel noise and of 64-bit offsets, which need more memory than an emulated NPU has; and of warm-up blocks and quantized draft
-heads, which are of CUDA's kernels.
+Not in the list, of `v1/worker`: the files of thinking budgets, trace replay, prompt embeddings and pooled slots, which are
+refused; of Gumbel noise and of 64-bit offsets, which need more memory than an emulated NPU has; and of warm-up blocks and
+quantized draft heads, which are of CUDA's kernels.
 """
 
 
