@@ -64,8 +64,6 @@ def run(case: dict) -> dict:
         preemptions = sum(each.value for each in engine.get_metrics() if each.name == "vllm:num_preemptions")
     layer = next(iter(engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()))
     attention = f"{type(layer.impl).__module__}.{type(layer.impl).__name__}"
-    if "compilation_config" in case["engine"]:  # its garbage is frozen, and graphs in it keep the address ranges of their pools
-        engine.llm_engine.engine_core.shutdown()
     del engine, layer
     cleanup_dist_env_and_memory()
     gc.collect()
