@@ -167,7 +167,7 @@ def test_log_probabilities_of_the_platform_alone(
 
 @pytest.fixture(scope="module")
 def served_by_runners(random_model: Callable[[str], str]) -> dict[str, Any]:
-    """Results of RUNNER_CASES and the adder by runner and name; engines of both runners share a process, each with its own choice."""
+    """Results of RUNNER_CASES and the adder by runner and name; engines of both runners share processes, by their own choice."""
     cases, results, said = [], {}, ""
     for name in RUNNER_CASES:
         served = case(name, random_model(RUNNER_CASES[name][0]), RUNNER_CASES)
