@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import checkout, npus, rounding
+from harness import checkout, npus, rounding, ties
 from harness.models import kinds as kind_models
 from harness.models import latent
 
@@ -25,7 +25,7 @@ IMAGES = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 256
 SOUNDS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 100}
 SOUNDS |= {"limit_mm_per_prompt": {"audio": 1}}
 EXACT = 1e-4
-"""In float32, the most that a log-probability differs by, unless a rounding changes a choice of experts or tokens."""
+"""In float32, the most that a log-probability differs by, unless a choice of experts or tokens is a tie."""
 QUESTIONS = ["2+2=", "what is it"], ["4", "a thing that is"]
 
 
@@ -224,7 +224,7 @@ def compare(name: str, case: dict[str, Any], results: list[Any]) -> Found:
 
 
 def unexplained(case: dict[str, Any], results: list[Any]) -> tuple[int, float]:
-    """As ``rounding.unexplained``, of the answers to each prompt that are not the same; in float32, of those that are off."""
+    """As ``rounding.unexplained``, of the answers to each prompt that are not the same; in float32, what ties do not explain."""
     import torch
     import transformers
 
@@ -233,11 +233,11 @@ def unexplained(case: dict[str, Any], results: list[Any]) -> tuple[int, float]:
     answers = {
         json.dumps([prompt, answer]): (prompt, answer) for prompt, answer in zip(case["prompts"] * 2, results, strict=True)
     }
-    model, named = model.eval().float(), list(answers.values())
     if case["dtype"] == "float32":
-        named = [each for each in named if _difference(model, *each) > EXACT]
-    asked = [{"prompt": prompt} for prompt, _ in named]
-    return rounding.unexplained(model, asked, [[answer] for _, answer in named], case["dtype"])
+        left = [ties.unexplained(functools.partial(_difference, model.eval(), *each), EXACT)[0] for each in answers.values()]
+        return sum(far > EXACT for far in left), max(left)
+    asked = [{"prompt": prompt} for prompt, _ in answers.values()]
+    return rounding.unexplained(model.eval().float(), asked, [[answer] for _, answer in answers.values()], case["dtype"])
 
 
 def _difference(model: Any, prompt: list[int], answer: dict[str, Any]) -> float:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-HALF_STEPS = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-20}
-"""Relative: the most that rounding changes a number; in float32, what sums of hundreds of products in another order differ by."""
+HALF_STEPS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+"""Relative: the most that rounding changes a number."""
 
-TIES = {"bfloat16": 2.0**-6, "float16": 2.0**-9, "float32": 2.0**-17}
-"""A step between numbers from 2 to 4, as the largest logits are; in float32, 16 times what a sum differs by."""
+TIES = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
+"""A step between numbers from 2 to 4, as the largest logits are."""
 
 
 class Range(NamedTuple):
