@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import checkout, npus, rounding
+from harness import checkout, npus, rounding, ties
 from harness.models import kinds as kind_models
 from harness.models import latent
 
@@ -24,6 +24,8 @@ POOLING = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 51
 IMAGES = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 256, "limit_mm_per_prompt": {"image": 2}}
 SOUNDS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 100}
 SOUNDS |= {"limit_mm_per_prompt": {"audio": 1}}
+EXACT = 1e-4
+"""In float32, the most that a log-probability differs by, unless a choice of experts or tokens is a tie."""
 QUESTIONS = ["2+2=", "what is it"], ["4", "a thing that is"]
 
 
@@ -222,7 +224,7 @@ def compare(name: str, case: dict[str, Any], results: list[Any]) -> Found:
 
 
 def unexplained(case: dict[str, Any], results: list[Any]) -> tuple[int, float]:
-    """As ``rounding.unexplained``, of the answers to each prompt that are not the same."""
+    """As ``rounding.unexplained``, of the answers to each prompt that are not the same; in float32, what ties do not explain."""
     import torch
     import transformers
 
@@ -231,13 +233,28 @@ def unexplained(case: dict[str, Any], results: list[Any]) -> tuple[int, float]:
     answers = {
         json.dumps([prompt, answer]): (prompt, answer) for prompt, answer in zip(case["prompts"] * 2, results, strict=True)
     }
+    if case["dtype"] == "float32":
+        left = [ties.unexplained(functools.partial(_difference, model.eval(), *each), EXACT)[0] for each in answers.values()]
+        return sum(far > EXACT for far in left), max(left)
     asked = [{"prompt": prompt} for prompt, _ in answers.values()]
     return rounding.unexplained(model.eval().float(), asked, [[answer] for _, answer in answers.values()], case["dtype"])
 
 
+def _difference(model: Any, prompt: list[int], answer: dict[str, Any]) -> float:
+    import torch
+
+    tokens = torch.tensor(answer["tokens"])
+    with torch.no_grad():
+        exact = model(torch.tensor([prompt + answer["tokens"]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return float((torch.tensor(answer["logprobs"]) - exact[torch.arange(len(tokens)), tokens]).abs().max())
+
+
 def run(cases: list[dict[str, Any]], plugins: str = "", timeout: float = 900) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROGRAM), json.dumps(cases)]
-    return npus.run(max(case["ranks"] for case in cases), *command, timeout=timeout, VLLM_PLUGINS=plugins, OMP_NUM_THREADS="1")
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:  # too long for an argument
+        json.dump(cases, file)
+        file.flush()
+        command, ranks = [sys.executable, str(PROGRAM), file.name], max(case["ranks"] for case in cases)
+        return npus.run(ranks, *command, timeout=timeout, VLLM_PLUGINS=plugins, OMP_NUM_THREADS="1")
 
 
 def main() -> None:
@@ -268,7 +285,7 @@ def main() -> None:
                     for name in names
                     if ranks <= KINDS[name].most
                 }
-                done = run(list(cases.values()), "" if attention == "fused" else "ascend")
+                done = run(list(cases.values()), "" if attention == "fused" else "ascend", 300 * len(cases))
                 found = {each["name"]: each for each in npus.results(done.stdout)}
                 if options.verbose or len(found) < len(cases):
                     print(done.stdout[-6000:] + done.stderr[-9000:])

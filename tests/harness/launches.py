@@ -113,7 +113,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dense, W8A8": {"config": DENSE | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "experts, W8A8": {"config": EXPERTS | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "latent attention": {"config": LATENT, "ranks": 1, "engine": {}},
-    "sparse latent attention": {"config": SPARSE, "ranks": 1, "engine": {}},
+    "sparse latent attention": {"config": SPARSE, "ranks": 1, "engine": {"gpu_memory_utilization": 0.5}},
     "embedding (BERT)": {"config": BERT, "ranks": 1, "engine": {"runner": "pooling"}},
 }
 

@@ -349,7 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tools/check quantized", description=__doc__)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"as in tools/check layouts (default: {', '.join(LAYOUTS)})")
     parser.add_argument("--model", choices=[*MODELS], action="append", help="default: all")
-    parser.add_argument("--format", choices=[*DENSE], action="append", help="default: both")
+    parser.add_argument("--format", choices=[*DENSE], action="append", help="default: all that the model has")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], action="append", help="default: both")
     parser.add_argument(
         "--break", dest="broken", action="store_true", help="also break each scheme once, and print how far it is then"
@@ -361,7 +361,7 @@ def main() -> None:
     wrong, broken = 0, []
     with tempfile.TemporaryDirectory() as directory:
         for kind in options.model or MODELS:
-            for form in options.format or MODELS[kind]:
+            for form in [form for form in MODELS[kind] if form in (options.format or MODELS[kind])]:
                 for dtype in options.dtype or ["bfloat16", "float16"]:
                     cache = kind == "dense" and form == "ascend"
                     model = make(kind, form, dtype, Path(directory), cache=cache)

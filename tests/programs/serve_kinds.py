@@ -1,7 +1,8 @@
 """Run by test_model_kinds.py and `tools/check kinds`: serve a model of one kind, and print its answers.
 
-    python tests/programs/serve_kinds.py '[{"name": ..., "ranks": 1, "model": DIR, "task": "generate", "prompts": [[1, 2]], ...}]'
+    python tests/programs/serve_kinds.py FILE
 
+FILE is JSON: [{"name": ..., "ranks": 1, "model": DIR, "task": "generate", "prompts": [[1, 2]], ...}].
 Each case runs under vLLM's external launcher, in forks, so that torch and vLLM are imported once for all.
 Prints one line `RESULT {json}` a case: for each prompt tokens with their log-probabilities, an embedding, or scores; and which
 attentions computed it, in how many groups of KV caches, with which graphs.
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import harness.engine_imports  # noqa: F401
@@ -93,7 +95,7 @@ def play(case: dict[str, Any]) -> list[Any]:
 if __name__ == "__main__":
     np.random.seed(0)
     failed = False
-    for each in json.loads(sys.argv[1]):
+    for each in json.loads(Path(sys.argv[1]).read_text()):
         started = time.monotonic()
         try:
             found = play(each)

@@ -92,6 +92,11 @@ def prepare() -> None:
     (VENV / "complete").touch()
 
 
+def variables() -> dict[str, str]:
+    """Environment variables of a process of vllm-ascend: none of this project's."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND_", "VLLM_"))} | {"LD_LIBRARY_PATH": ""}
+
+
 def make(name: str) -> Path:
     """Write a model with random weights, unless it exists."""
     import torch
@@ -186,12 +191,9 @@ def main(names: list[str], deadline: float) -> int:
             path, output = make(name), HOME / f"{name.replace(' ', '-')}-{dtype}.json"
             python = VENV / "bin" / "python"
             command = [python, "-m", "ascend_emulator.cli", "run", "--", python, ENGINE, path, dtype, output]
-            own = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND_", "VLLM_"))} | {
-                "LD_LIBRARY_PATH": ""
-            }
             output.unlink(missing_ok=True)
             with open(output.with_suffix(".log"), "w") as log:
-                subprocess.run(list(map(str, command)), env=own, stdout=log, stderr=log, timeout=deadline, check=False)
+                subprocess.run(list(map(str, command)), env=variables(), stdout=log, stderr=log, timeout=deadline, check=False)
             if not output.exists():
                 print(f"upstream: vllm-ascend failed with the {name} model; see {log.name}", flush=True)
                 failed += 1

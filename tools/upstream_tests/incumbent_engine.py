@@ -1,11 +1,13 @@
 """vllm-ascend on the emulated NPU: answers of a model as JSON, with two of its operators in torch (see incumbent.py).
 
 incumbent_engine.py MODEL DTYPE OUTPUT
+incumbent_engine.py --null PROGRAM ARGUMENT...     a program of tools/bench, where operators compute nothing
 """
 
 import json
 import os
 import random
+import runpy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +34,13 @@ class SlotMapping:
         slots[tokens:most].fill_(PAD_ID)
 
 
+class NullSlotMapping:
+    """The same kernel where nothing is computed: one launch, as Triton's is."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **_: args[-1].fill_(0)
+
+
 def gating(
     x: torch.Tensor, k: int, *args: Any, bias_opt: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,10 +60,11 @@ def gating(
     return weights, experts, out
 
 
-def install() -> torch.library.Library:
+def install(kernel: Any) -> torch.library.Library:
+    """Replace the two operators, slot mapping by ``kernel``; in effect as long as the returned library lives."""
     import vllm_ascend.ops.triton.compute_slot_mapping as slot_mapping
 
-    slot_mapping._compute_slot_mapping_kernel = SlotMapping()
+    slot_mapping._compute_slot_mapping_kernel = kernel
     compiled = torch.library.Library("_C_ascend", "FRAGMENT")
     compiled.define(
         "moe_gating_top_k(Tensor x, int k, int k_group, int group_count, int group_select_mode, int renorm, int norm_type,"
@@ -65,7 +75,7 @@ def install() -> torch.library.Library:
 
 
 def main(model: str, dtype: str, output: str) -> None:
-    kept = install()
+    kept = install(SlotMapping())
     from vllm import LLM, SamplingParams
 
     draw = random.Random(7)
@@ -95,4 +105,13 @@ def main(model: str, dtype: str, output: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "--null":
+        answers = os.dup(1)  # vllm-ascend's log is not the program's output
+        os.dup2(2, 1)
+        kept = install(NullSlotMapping())
+        sys.stdout.flush()
+        os.dup2(answers, 1)
+        del sys.argv[:2]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        main(*sys.argv[1:])

@@ -2,11 +2,14 @@
 
 import datetime
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from ascend_platform.cli.explanations import death, describe, explain
 from ascend_platform.components import RefusedError
 from ascend_platform.platform import NPUPlatform
 from harness.models import small as small_models
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 CHILD = """
 import logging, multiprocessing, os, sys
@@ -147,6 +151,30 @@ def test_killed_process_is_described_by_its_signal(number, hint):
     line = death("EngineCore", status)
     assert line.startswith(f"EngineCore was killed by {number.name} (signal {number}); fix: ")
     assert hint in line
+
+
+def _end_slowly(number):
+    os.closerange(3, 1024)  # by which the parent process knows that this one ends
+    time.sleep(1)
+    os.kill(os.getpid(), number)
+
+
+def test_worker_that_takes_time_to_end_is_described_by_its_signal(monkeypatch):
+    """vLLM's monitor logs exit status None of a process that has closed its files and cannot be waited for yet."""
+
+    class Executor(MultiprocExecutor):
+        def __init__(self, process):
+            self.workers, self.failure_callback = [types.SimpleNamespace(proc=process)], None
+
+        def shutdown(self):
+            pass
+
+    monkeypatch.setattr(failures, "_found", [])
+    failures.watch()
+    process = multiprocessing.get_context("fork").Process(target=_end_slowly, args=(signal.SIGKILL,), name="VllmWorker-1")
+    process.start()
+    Executor(process).start_worker_monitor(inline=True)
+    assert failures.cause().startswith("VllmWorker-1 was killed by SIGKILL (signal 9); fix: ")
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,27 @@ def check(dtype, heads, kv_heads, kind, max_elements, monkeypatch, **beyond):
     torch.testing.assert_close(output.double(), batch.expected(slopes=slopes, **options), atol=bound, rtol=bound)
 
 
+def test_slopes_of_alibi_are_copied_to_the_device_once(monkeypatch):
+    slopes, copied, tensor = [0.5, 0.25, 0.125, 0.03], [], torch.tensor
+    layers = [paged.PagedAttentionImpl(4, 16, 0.25, 4, alibi_slopes=slopes) for _ in range(3)]
+    cache = KVCachePair(*torch.zeros(2, 2, BLOCK_SIZE, 4, 16).npu())
+    meta = paged.PagedAttentionMetadata(
+        query_start_loc=[0, 5],
+        seq_lens=[5],
+        block_table=torch.ones(1, 1, dtype=torch.int32).npu(),
+        slot_mapping=torch.arange(BLOCK_SIZE, BLOCK_SIZE + 5).npu(),
+        num_decodes=0,
+        decode_seq_lens=torch.empty(0, dtype=torch.int32).npu(),
+        max_decode_tokens=0,
+        causal=True,
+    )
+    query, key, value = torch.randn(3, 5, 4, 16).npu()
+    monkeypatch.setattr(torch, "tensor", lambda *args, **named: copied.append(args[0]) or tensor(*args, **named))
+    for layer in layers:
+        layer.forward(None, query, key, value, cache, meta, torch.empty_like(query))
+    assert [list(values) for values in copied if values in (slopes, tuple(slopes))] == [slopes]
+
+
 def test_profiling_run_returns_zeros():
     layer = paged.PagedAttentionImpl(2, 16, 1.0)
     output = torch.full((3, 2, 16), torch.nan, device="npu")

@@ -97,7 +97,11 @@ def test_full_graphs_are_refused_where_the_attention_cannot_be_captured(model):
         ({"kv_cache_dtype": "fp8"}, r"KV cache dtypes other than the model's \(fp8\)"),
         ({"kv_cache_dtype": "float16"}, r"KV cache dtypes other than the model's \(float16\)"),  # the model is bfloat16
         ({"cpu_offload_gb": 1}, "weight offloading"),
+        ({"offload_group_size": 2}, "weight offloading"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ({"enable_dbo": True}, "dual batch overlap"),
+        ({"ubatch_size": 2}, "dual batch overlap"),
+        ({"compilation_config": {"pass_config": {"fuse_act_quant": True}}}, "fusions by torch.compile other than"),
     ],
 )
 def test_unsupported_features_are_refused_in_one_line(model, arguments, named):
@@ -105,10 +109,18 @@ def test_unsupported_features_are_refused_in_one_line(model, arguments, named):
         engine_config(model(), **arguments)
 
 
-@pytest.mark.skipif(not hasattr(envs, "VLLM_USE_HW_AGNOSTIC"), reason="vLLM has it since 0.32")
-def test_hardware_agnostic_layers_are_refused_in_one_line(model, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_HW_AGNOSTIC", "1")
-    with pytest.raises(ValueError, match=r"does not support [^\n]*VLLM_USE_HW_AGNOSTIC \(layers other than [^\n]* yet"):
+@pytest.mark.parametrize(
+    ("variable", "named"),
+    [
+        ("VLLM_USE_HW_AGNOSTIC", r"VLLM_USE_HW_AGNOSTIC \(layers other than "),  # since vLLM 0.32
+        ("VLLM_BATCH_INVARIANT", "batch invariance"),
+    ],
+)
+def test_unsupported_features_of_the_environment_are_refused_in_one_line(model, monkeypatch, variable, named):
+    if not hasattr(envs, variable):
+        pytest.skip(f"this vLLM has no {variable}")
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match=rf"does not support [^\n]*{named}[^\n]* yet"):
         engine_config(model())
 
 

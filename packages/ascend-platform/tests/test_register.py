@@ -34,6 +34,22 @@ def test_with_a_device_it_returns_the_platform_and_creates_no_context():
     assert said == []
 
 
+def test_importing_the_platform_s_class_changes_nothing():
+    """The entry point prepares the process; VLLM_PLUGINS leaves it out here."""
+    script = """
+import os, signal, sys, threading
+import vllm.config
+def state():
+    return dict(os.environ), threading.enumerate(), sys.excepthook, signal.getsignal(signal.SIGTERM)
+before = state()
+import ascend_platform.platform
+assert state() == before, (os.environ.items() ^ before[0].items(), before[1:], state()[1:])
+"""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | {"VLLM_PLUGINS": ""}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_without_cann_it_names_the_library_and_the_fix():
     # the libraries are found through LD_LIBRARY_PATH; torch would load torch_npu itself and fail before us
     out, said = run(LD_LIBRARY_PATH="", TORCH_DEVICE_BACKEND_AUTOLOAD="0")

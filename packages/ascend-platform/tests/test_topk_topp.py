@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 from ascend_platform.sampling import topk_topp
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p_pytorch
 
 WORDS = 2000
@@ -54,6 +55,26 @@ def test_sampled_tokens_and_processed_logits(sampler, ks, mode):
     tokens, processed = sampler(ks, mode)(logits.to("npu"), {}, k.to("npu"), p.to("npu"))
     assert (expected.gather(1, tokens.cpu().unsqueeze(1)) > -torch.inf).all()
     torch.testing.assert_close(processed.cpu(), expected if mode == "processed_logits" else expected.log_softmax(-1))
+
+
+def test_rejection_samplers_of_two_engines_use_their_own_requests():
+    """The operator does not support a k of the first engine, and all of the second."""
+
+    class Rejection(torch.nn.Module):
+        def forward(self, *arguments):
+            return rejection_sampler.apply_top_k_top_p(*arguments)
+
+    engines, batches = [], ([5, 1500, 3, WORDS], [1, 5, 1024, WORDS])
+    for ks in batches:
+        runner = Runner(types.SimpleNamespace(top_k_cpu=numpy.array(ks), num_reqs=len(ks), vocab_size=WORDS))
+        runner.sampler = types.SimpleNamespace(topk_topp_sampler=TopKTopPSampler("raw_logprobs"))
+        runner.rejection_sampler = Rejection()
+        topk_topp.install(runner)
+        engines.append(runner)
+    for number in (0, 1, 0):
+        given = inputs(batches[number], [0.9, 1.0, 0.7, 0.5])
+        found = engines[number].rejection_sampler(*(each.to("npu") for each in given))
+        assert torch.equal(found.cpu(), apply_top_k_top_p_pytorch(*given))
 
 
 def test_request_seed_is_reproducible(sampler):

@@ -58,6 +58,7 @@ EXPERTS = {
     "use_qk_norm": False,
 }
 QWEN_EXPERTS = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
+QWEN_EXPERTS |= {"shared_expert_intermediate_size": 64, "head_dim": 32}
 LATENT: dict[str, Any] = (
     latent.WIDTHS | latent.BIASED | {"q_lora_rank": 96, "num_key_value_heads": 4, "partial_rotary_factor": 1.0}
 )
@@ -111,7 +112,7 @@ def target(directory: Path, family: str = "Llama", seed: int = 3, size: float = 
         return path
     mtp = family in ("Glm4Moe", "DeepseekV3", "GlmMoeDsa")
     shape = SHAPE | (EXPERTS | {"num_hidden_layers": SHAPE["num_hidden_layers"] + 1} if mtp else {})
-    special: dict[str, dict[str, Any]] = {"Qwen3Moe": QWEN_EXPERTS, "DeepseekV3": LATENT, "GlmMoeDsa": LATENT | SPARSE}
+    special: dict[str, dict[str, Any]] = {"Qwen2Moe": QWEN_EXPERTS, "DeepseekV3": LATENT, "GlmMoeDsa": LATENT | SPARSE}
     shape |= special.get(family, {})
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
     _shrink(model, size, seed)
@@ -213,13 +214,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 LATENT_ADAPTERS: dict[str, dict[str, Any]] = {
     "latent": {"r": 8, "target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"]},
-    "latent, absorbed": {
-        "r": 4,
-        "target_modules": ["q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "exclude_modules": ".*experts.*",
-    },
+    "latent, other rank": {"r": 4, "target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"], "use_rslora": True},
 }
 """The same for the DeepseekV3 target."""
+
+ABSORBED_ADAPTER: dict[str, dict[str, Any]] = {"latent, refused": {"r": 8, "target_modules": ["kv_b_proj", "o_proj"]}}
+"""With a part that latent attention would leave out."""
+
+ON_LATENTS = LATENT_ADAPTERS | ABSORBED_ADAPTER
 
 
 def adapter(model: Path, directory: Path, name: str) -> Path:
@@ -230,7 +232,7 @@ def adapter(model: Path, directory: Path, name: str) -> Path:
         torch.manual_seed(sum(map(ord, name)))
         base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         made = peft.get_peft_model(
-            base, peft.LoraConfig(task_type="CAUSAL_LM", **{"lora_alpha": 16} | (ADAPTERS | LATENT_ADAPTERS)[name])
+            base, peft.LoraConfig(task_type="CAUSAL_LM", **{"lora_alpha": 16} | (ADAPTERS | ON_LATENTS)[name])
         )
         for key, weight in made.named_parameters():
             if "lora_" in key:
@@ -244,7 +246,7 @@ EXPERT_RANKS = (4, 8)
 
 
 def adapter_on_experts(model: Path, directory: Path, rank: int) -> tuple[Path, Path]:
-    """An adapter for the experts and the attention of a Qwen3Moe target: as PEFT writes it, and with a matrix for each expert.
+    """An adapter for the experts and the attention of a Qwen2Moe target: as PEFT writes it, and with a matrix for each expert.
 
     PEFT adapts the tensors of all experts of a layer; the second form is what other trainers write and vLLM reads.
     """

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
+import multiprocessing.connection
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from ascend_platform.cli import explanations
 
@@ -25,6 +27,8 @@ FATAL = (
 WORKER_DIED = "Worker proc %s died unexpectedly"
 # vllm/v1/engine/core_client.py
 CORE_DIED = "[shutdown] MPClient: engine core exited unexpectedly"
+STATUS_WITHIN = 5.0
+"""Seconds that a process may take from closing its files, by which vLLM knows that it ends, to having an exit status."""
 
 _found: list[str] = []  # in this process or, at exit, by its child processes
 
@@ -63,8 +67,9 @@ class _Handler(logging.Handler):
                 known = explanations.explain(error) or cause()
                 _report(known or f"{multiprocessing.current_process().name}: {explanations.describe(error)}", not known)
             elif message.startswith(WORKER_DIED) and isinstance(record.args, tuple):
-                name, status = record.args[:2]
-                _found.insert(0, explanations.death(str(name), status))  # type: ignore[arg-type]
+                process = _of_caller("proc")
+                status = _status(process) if process else record.args[1]
+                _found.insert(0, explanations.death(str(record.args[0]), status))  # type: ignore[arg-type]
             elif message.startswith(CORE_DIED):
                 _found.extend(_dead_cores())
 
@@ -83,8 +88,23 @@ def _file(reader: int) -> Path | None:
 
 def _dead_cores() -> list[str]:
     """Engine cores that a signal has ended; ``monitor_engine_cores`` of vLLM, which logs it, has them in its frame."""
+    manager = _of_caller("engine_manager")
+    ended = [(process.name, _status(process)) for process in (manager.processes if manager else [])]
+    return [explanations.death(name, status) for name, status in ended if (status or 0) < 0]
+
+
+def _of_caller(variable: str) -> Any:
+    """A local variable of the function that logs the record, or None."""
     frame = sys._getframe()
-    while frame and "engine_manager" not in frame.f_locals:
+    while frame and variable not in frame.f_locals:
         frame = frame.f_back  # type: ignore[assignment]
-    processes = frame.f_locals["engine_manager"].processes if frame else []
-    return [explanations.death(process.name, process.exitcode) for process in processes if (process.exitcode or 0) < 0]
+    return frame.f_locals[variable] if frame else None
+
+
+def _status(process: Any) -> int | None:
+    """The exit status of a process; of one that is ending, once it has one. None if it runs."""
+    deadline = time.monotonic() + STATUS_WITHIN
+    is_ending = multiprocessing.connection.wait([process.sentinel], timeout=0)
+    while process.exitcode is None and is_ending and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return process.exitcode

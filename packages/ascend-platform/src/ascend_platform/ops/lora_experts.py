@@ -32,6 +32,7 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
         """
         BaseLayerWithLoRA.__init__(self)
         self.base_layer, self.moe_config = base_layer, base_layer.moe_config
+        self._shared_experts = base_layer._shared_experts  # whose layers vLLM looks up here, for adapters of their own
         self.tp_size, self.tp_rank = base_layer.moe_config.tp_size, base_layer.moe_config.tp_rank
         self.device = _get_lora_device(base_layer)
         self._w13_slices = 2

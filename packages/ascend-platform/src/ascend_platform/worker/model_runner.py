@@ -27,7 +27,7 @@ from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import has_v1_runner, override, require
-from ascend_platform.worker import state_layers
+from ascend_platform.worker import adapters, state_layers
 from ascend_platform.worker.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.host_inputs import HostInputsMixin
 
@@ -91,6 +91,12 @@ class ModelMixin:
             from ascend_platform.attention import indexer  # vLLM has imported the model, which takes long
 
             indexer.install(self.compilation_config.static_forward_context)
+
+    def load_lora_model(self: Any, *arguments: Any, **named: Any) -> torch.nn.Module:
+        """Replace the model's layers by those with adapters, as vLLM does; some adapters are refused."""
+        model: torch.nn.Module = super().load_lora_model(*arguments, **named)  # type: ignore[misc]
+        adapters.refuse_absorbed(self.lora_manager)
+        return model
 
     def reload_weights(self: Any, *arguments: Any, **named: Any) -> None:
         """Reload weights as vLLM does.
