@@ -20,6 +20,7 @@ V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 """Whether the cases are served with vLLM's V2 model runner, as tools/compat does too."""
 PLAIN = {"sampling": {"temperature": 0, "max_tokens": 12, "ignore_eos": True}}
 DRAWN = {"sampling": {"temperature": 1, "top_k": 5, "top_p": 0.9, "max_tokens": 12, "ignore_eos": True}}
+ONLY = {"sampling": PLAIN["sampling"] | {"extra_args": {"only": 42}}}
 GRAMMAR = {"sampling": {"temperature": 0, "max_tokens": 12}, "structured": features.GRAMMARS["json"]}
 
 
@@ -38,11 +39,13 @@ def served(directory: Path) -> dict[str, Any]:
         1,
         structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
         async_scheduling=False,
+        **({"logits_processors": ["harness.logits_processor:OnlyToken"]} if V2 else {}),
     )
     one["steps"] = [
         *(["count", [prompt | each] * 4] for each in (PLAIN, DRAWN, GRAMMAR, PLAIN | adapter)),
         ["generate", features.sampled(ANSWERS)],
         ["generate", features.structured(1)],
+        *([["generate", [prompt | PLAIN, prompt | ONLY]]] if V2 else []),
     ]
     draft = {"method": "eagle", "model": str(small_models.eagle(directory)), "num_speculative_tokens": 3}
     two = features.lora("two", directory, 2, fully_sharded_loras=True, speculative_config=draft)
@@ -190,6 +193,13 @@ def test_wrong_distribution_is_detected(served: dict[str, Any], directory: Path)
 @pytest.mark.parametrize(("name", "step"), [("one", 5), ("two", 12)])
 def test_answers_match_their_grammar(served: dict[str, Any], name: str, step: int) -> None:
     assert features.count_matches(served[name]["steps"][step], 1) == (3, 3)
+
+
+@pytest.mark.skipif(not V2, reason="the V1 model runner has another interface for them")
+def test_custom_logits_processor_is_applied_to_its_requests(served: dict[str, Any]) -> None:
+    plain, only = (answers[0]["tokens"] for answers in served["one"]["steps"][6])
+    assert only == [42] * 12
+    assert plain != only
 
 
 def test_host_does_not_wait_for_the_npu(served: dict[str, Any]) -> None:

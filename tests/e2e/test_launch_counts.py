@@ -41,18 +41,27 @@ def test_host_does_not_wait_before_the_sampled_tokens(counted: dict[str, Any], n
 
 
 def test_host_wait_is_counted(tmp_path: Path) -> None:
-    """The trace of a program that synchronizes between two operators counts one wait."""
+    """One between two operators is, and none behind the tokens' way to the host, which may be on a stream of its own."""
     program = """
 import torch
 from harness import trace
-before = len(trace.events())
-x = torch.ones(8, device="npu") + 1
-if {wait}:
-    torch.npu.current_stream().synchronize()
-done = (x + 2).to("cpu", non_blocking=True)
-print("WAITS", trace.summary(trace.events()[before:-1])["waits"])
+
+def count(waits, has_stream):
+    before = len(trace.events())
+    x = torch.ones(8, device="npu") + 1
+    if waits:
+        torch.npu.current_stream().synchronize()
+    tokens, stream = x + 2, torch.npu.Stream() if has_stream else torch.npu.current_stream()
+    stream.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(stream):
+        tokens.to("cpu", non_blocking=True)
+    if has_stream:
+        stream.synchronize()
+        tokens += 1
+    return trace.summary(trace.events()[before:-1])["waits"]
+
+print("WAITS", [count(waits, has_stream) for has_stream in (False, True) for waits in (False, True)])
 """
-    for wait in (False, True):
-        trace = str(tmp_path / f"{wait}.json")
-        done = npus.run(1, sys.executable, "-c", program.format(wait=wait), VLLM_PLUGINS="", ASCEND_EMULATOR_TRACE=trace)
-        assert f"WAITS {int(wait)}" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    trace = str(tmp_path / "trace.json")
+    done = npus.run(1, sys.executable, "-c", program, VLLM_PLUGINS="", ASCEND_EMULATOR_TRACE=trace)
+    assert "WAITS [0, 1, 0, 1]" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]

@@ -3,6 +3,7 @@
 Here are some that between them use each attention; `tools/check kinds` runs all, each with and without tensor parallelism.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ CASES = {
     "paddleocr-vl, an image": (1, 30, 0.03),
     "whisper, a sound": (1, 36, 0.02),
 }
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":  # which has no layers with states on NPUs
+    del CASES["qwen3-next, gated delta net"]
 
 FLOAT16 = {"glm-5, shared selections"}
 """Its layers attend to 32 of up to 400 tokens, and roundings change some: transformers itself is 0.08 off, in bfloat16 0.21."""

@@ -13,7 +13,7 @@ from ascend_kv_connector.testing import one_rank
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 
 from harness import checkout, npus, quantized
-from harness.kv import request_faults, store_checks, throughput
+from harness.kv import in_tree, request_faults, store_checks, throughput
 from harness.kv.instances import Instance
 from harness.kv.store_engines import Suite
 from harness.kv.transfer_faults import Endurance
@@ -34,6 +34,11 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"kind": "deepseek-v3, yarn", "kill": 0},
     ),
     "latent attention, TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {"kind": "deepseek-v3, yarn", "kill": 0}),
+    "sparse latent attention, TP2 to TP1": (
+        {"devices": "0,1", "engine": TP2},
+        {"devices": "2"},
+        {"kind": "glm-5, shared selections", "kill": 0},
+    ),
     "windows": (ONE, OTHER | {"tiers": {"cpu_bytes_to_use": 200 << 20}}, {"windows": True, "layerwise": 0, "kill": 0}),
     "windows, TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {"windows": True, "layerwise": 0, "kill": 0}),
     "HCCL": (ONE, OTHER, {"transfer": {"transport": "hccl"}}),
@@ -174,19 +179,25 @@ def requests(count: int, restarts: int, seed: int) -> list[str]:
     return [f"requests under faults: {what}: {each}" for what, each in found.items() if each]
 
 
-PARTS = ("engines", "faults", "requests", "throughput", "store")
+PARTS = ("engines", "faults", "requests", "throughput", "store", "connectors")
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="tools/check transfers")
-    parser.add_argument("part", nargs="?", choices=PARTS, help="all without it")
-    parser.add_argument("shapes", nargs="*", help=f"of engines: {', '.join(SHAPES)}; of store: see harness/kv/store_checks.py")
+    parser.add_argument("part", nargs="?", choices=PARTS, help="all without it, except connectors (those of vLLM)")
+    parser.add_argument(
+        "shapes",
+        nargs="*",
+        help=f"of engines: {', '.join(SHAPES)}; of store: see harness/kv/store_checks.py; of connectors: names",
+    )
     parser.add_argument("--requests", type=int, help="of each kind; 200 of engines, 500 of faults, 2000 prompts of requests")
     parser.add_argument("--restarts", type=int, default=50, help="of either instance in part requests")
     parser.add_argument("--seed", type=int, default=23, help="of part requests")
     given = parser.parse_args()
     wrong: list[str] = []
+    if given.part == "connectors":
+        in_tree.run(given.shapes)
     if given.part in (None, "engines"):
         wrong += engines(given.shapes, given.requests or 200)
     if given.part in (None, "faults"):

@@ -41,9 +41,12 @@ class Batch:
         prefill = [self.computed[row] < self.prefill_len[row] for row in self.rows]
         self.step = inputs.Step(np.array(self.lengths), any(prefill))
         computed, prefill_len = (np.array(values)[self.rows] for values in (self.computed, self.prefill_len))
-        self.host = HostInputs(np.array(self.rows), np.array(self.lengths), computed, prefill_len)
-        self.step_on_host = inputs.Step(np.array(self.lengths), any(prefill), host=self.host)
         self.last = [rng.randrange(VOCABULARY) for _ in range(ROWS)]
+        for row in self.rows:
+            if self.total[row] > self.prefill_len[row]:
+                self.tokens[row][self.total[row] - 1] = self.last[row]
+        self.host = HostInputs(np.array(self.rows), np.array(self.lengths), computed, prefill_len, device(self.tokens))
+        self.step_on_host = inputs.Step(np.array(self.lengths), any(prefill), host=self.host)
         self.seq_lens = [self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)]
 
     def query_start_loc(self, padding: int = 2) -> torch.Tensor:

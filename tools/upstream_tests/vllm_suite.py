@@ -1,4 +1,8 @@
-"""Run vLLM's own tests on the platform, and compare the outcome with the allow-list vllm.toml (see tools/upstream)."""
+"""Run vLLM's own tests on the platform, and compare the outcome with the allow-list vllm.toml (see tools/upstream).
+
+Those of the V2 model runner run on vLLM 0.33, in an environment of tools/compat, whose Python runs this module as a program:
+`python -m upstream_tests.vllm_suite TESTS SECONDS [FILE ...]`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import gc
 import importlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,12 +76,31 @@ MODELS = {
         "torch_dtype": "bfloat16",
     },
 }
-PLUGIN = """
-import gc, json, os
-def pytest_collection_finish(session):
+INSTALL = """
     from ascend_platform.triton_overrides import drafter
     from ascend_platform.worker import model_runner  # some tests call what is in vLLM's modules without a worker of ours
     drafter.install()  # as the model runner does where tokens are drafted
+"""
+INSTALL_V2 = """
+    import importlib, sys
+    from ascend_platform.vllm_overrides import override
+    from ascend_platform.worker.v2 import drafting, overrides
+    def named(name, within):
+        return getattr(importlib.import_module(within or name.partition(":")[0]), name.rpartition(":")[2], None)
+    targets = [(each.target, next(iter(each.replaced_in), "")) for each in overrides.OVERRIDES]
+    before = {target: named(target, "") for target, _ in targets}
+    override("vllm.triton_utils.importing:HAS_TRITON", True)
+    from ascend_platform.worker.v2 import runner
+    drafting.install()
+    replaced = {id(before[target]): named(target, within) for target, within in targets if callable(before[target])}
+    for item in session.items:  # which have imported vLLM's
+        for name, value in vars(item.module).items():
+            if id(value) in replaced:
+                setattr(item.module, name, replaced[id(value)])
+"""
+PLUGIN = """
+import gc, json, os
+def pytest_collection_finish(session):{install}
     gc.unfreeze = lambda: None  # vLLM's cleanup after each case would walk through all that is imported
     gc.freeze()
 def keep(**fields):
@@ -91,7 +116,17 @@ def pytest_collectreport(report):
 """
 
 
-def prepare() -> dict[str, str]:
+# The V2 runner's tests name CUDA as their device, and are skipped elsewhere; those of the list with `npu` run with these changes.
+ON_NPU = (
+    (r'pytest\.importorskip\("triton"\)', ""),
+    (r"torch\.cuda\.", "torch.npu."),
+    (r"""(["'])cuda(:0)?\1""", r"\1npu\2\1"),
+    (r"current_platform\.is_cuda(_alike)?\(\)", "current_platform.is_out_of_tree()"),
+)
+V2_VLLM = "0.33"
+
+
+def prepare(install: str = INSTALL) -> dict[str, str]:
     """Install additional requirements of the tests; returns the environment variables to run them with."""
     extra, models = HOME / "packages", HOME / "models"
     if not (extra / "tblib").exists():
@@ -105,7 +140,7 @@ def prepare() -> dict[str, str]:
         (model / "refs").mkdir(exist_ok=True)
         (model / "refs" / "main").write_text("0")
         (model / "snapshots" / "0" / "config.json").write_text(json.dumps(config))
-    (HOME / "upstream_plugin.py").write_text(PLUGIN)
+    (HOME / "upstream_plugin.py").write_text(PLUGIN.replace("{install}", install.rstrip()))
     variables = {"HF_HOME": str(models), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(extra), str(HOME)])}
     return os.environ | variables | {"OMP_NUM_THREADS": "1"}
 
@@ -190,7 +225,21 @@ def judged(entry: dict, found: list[dict[str, str]], reasons: list[dict]) -> lis
     return wrong
 
 
-def report(entries: list[dict], reasons: list[dict], version: str) -> str:
+def on_npu(tests: Path, names: list[str]) -> Path:
+    """A copy of the tests in which these files name the NPU as their device."""
+    copied = HOME / "v2" / "tests"
+    shutil.rmtree(copied, ignore_errors=True)
+    shutil.copytree(tests, copied)
+    shutil.copy(tests.parent / "pyproject.toml", copied.parent)
+    for name in names:
+        text = (copied / name).read_text()
+        for pattern, replacement in ON_NPU:
+            text = re.sub(pattern, replacement, text)
+        (copied / name).write_text(text)
+    return copied
+
+
+def report(entries: list[dict], v2: list[dict], reasons: list[dict], version: str) -> str:
     """The page of the documentation."""
     total = sum(entry["passes"] for entry in entries)
     labels = list(dict.fromkeys(each["label"] for each in reasons))
@@ -201,6 +250,8 @@ def report(entries: list[dict], reasons: list[dict], version: str) -> str:
     counts = ", ".join(f"{sum(e.get(label, 0) for e in entries)} {label}" for label in labels)
     messages = [f"- {each['label']}: `{each['message']}`: {each['why']}" for each in reasons]
     patterns = [f"- `{e['name']}`, `{pattern}`: {why}" for e in entries for pattern, why in e.get("fails", {}).items()]
+    rows_v2 = [f"| `{e['name']}` | {e['passes']} | {len(e['fails']) or ''} |" for e in v2]
+    fails_v2 = [f"- `{e['name']}`, `{pattern}`: {why}" for e in v2 for pattern, why in e["fails"].items()]
     return f"""# vLLM's own tests
 
 `tools/upstream --suite vllm` runs {len(entries)} files of vLLM {version}'s tests with the platform installed, on emulated
@@ -215,20 +266,45 @@ it, one that is in it and passes, and a number that is not the list's end the co
 ## Why
 
 {chr(10).join(messages + patterns)}
+
+## Of the V2 model runner
+
+`tools/upstream --suite vllm --runner v2` runs {len(v2)} files of vLLM {V2_VLLM}'s tests of its [V2
+runner](platform.md#v2-model-runner), in the environment of `tools/compat {V2_VLLM}`, with the overrides of that runner.
+Where they name CUDA as their device, they run on an NPU. {sum(e["passes"] for e in v2)} cases have to pass.
+
+| file | have to pass | patterns |
+|---|---|---|
+{chr(10).join(rows_v2)}
+
+Expected to fail:
+
+{chr(10).join(fails_v2)}
+
+Not in the list, of `v1/worker`: the files of thinking budgets, trace replay, prompt embeddings and pooled slots, which are
+refused; of Gumbel noise and of 64-bit offsets, which need more memory than an emulated NPU has; and of warm-up blocks and
+quantized draft heads, which are of CUDA's kernels.
 """
 
 
-def main(tests: Path, patterns: list[str], deadline: float) -> int:
+def listed(table: str) -> list[dict]:
+    """The entries of the allow-list: `files`, or `v2`."""
+    found = tomllib.loads(LIST.read_text())
+    fails = found["fails_v2" if table == "v2" else "fails"]
+    return [counts | {"name": name, "fails": fails.get(name, {})} for name, counts in found[table].items()]
+
+
+def main(tests: Path, patterns: list[str], deadline: float, table: str = "files") -> int:
     """Run the files of the list, all or those that match, and write the page where all ran."""
-    variables = prepare()
+    variables = prepare(INSTALL_V2 if table == "v2" else INSTALL)
     os.environ.update({key: value for key, value in variables.items() if key.startswith("HF_")})  # read at import
     import vllm
 
-    warm_up(tests, variables)
-    listed = tomllib.loads(LIST.read_text())
-    entries = [counts | {"name": name, "fails": listed["fails"].get(name, {})} for name, counts in listed["files"].items()]
-    reasons = listed["reasons"]
+    entries, reasons = listed(table), tomllib.loads(LIST.read_text())["reasons"]
     chosen = [e for e in entries if not patterns or any(fnmatch.fnmatch(e["name"], f"*{pattern}*") for pattern in patterns)]
+    if table == "v2":
+        tests = on_npu(tests, [entry["name"] for entry in chosen if entry.get("npu")])
+    warm_up(tests, variables)
     wrong = 0
     for number, entry in enumerate(chosen, 1):
         started = time.monotonic()
@@ -238,6 +314,35 @@ def main(tests: Path, patterns: list[str], deadline: float) -> int:
             flush=True,
         )
         wrong += bool(lines)
-    if not patterns:
-        REPORT.write_text(report(entries, reasons, vllm.__version__.partition("+")[0]))
+    if not patterns and table == "files":
+        REPORT.write_text(report(entries, listed("v2"), reasons, vllm.__version__.partition("+")[0]))
     return 1 if wrong else 0
+
+
+def main_v2(tests: Path, patterns: list[str], deadline: float) -> int:
+    """Run those of the V2 runner with the Python of an environment of tools/compat."""
+    found = (environment.ROOT / ".compat" / f"{V2_VLLM}{suffix}" / "bin" / "python" for suffix in ("", "-quick"))
+    python = next((path for path in found if path.exists()), None)
+    if python is None:
+        sys.exit(f"upstream: there is no environment with vLLM {V2_VLLM}; fix: tools/compat --quick {V2_VLLM}")
+    command = [
+        python,
+        "-m",
+        "ascend_emulator.cli",
+        "run",
+        "--npus",
+        "1",
+        "--",
+        python,
+        "-m",
+        __name__,
+        tests,
+        deadline,
+        *patterns,
+    ]
+    variables = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(python.parents[1])}
+    return subprocess.run([*map(str, command)], cwd=Path(__file__).parents[1], env=os.environ | variables, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[3:], float(sys.argv[2]), "v2"))

@@ -1,6 +1,7 @@
 """Shared secret: clients with another secret or none are refused at once."""
 
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
@@ -41,6 +42,28 @@ def test_client_with_a_different_secret_is_refused(ours: CurveKeys | None, their
         client.close()
         context.destroy(linger=0)
         server.close()
+
+
+def test_send_to_a_peer_that_reads_nothing_ends() -> None:
+    """Once ZMQ's queue is full, a send waits for the peer, which has accepted the connection."""
+    causes = []
+
+    def send(port: int) -> None:
+        context = zmq.Context()
+        client = RpcClient(CODEC, context, "127.0.0.1", port, 0.3)
+        try:
+            for _ in range(3000):
+                client.post(Finish("r", "d", 0, 1))
+        except TransferError as error:
+            causes.append(str(error))
+        client.close()
+        context.destroy(linger=0)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        thread = threading.Thread(target=send, args=[silent.getsockname()[1]], daemon=True)
+        thread.start()
+        thread.join(60.0)
+    assert causes == ["it took no message in 0.3 s"]
 
 
 def test_server_takes_the_first_free_port_of_a_range() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ascend_kv_connector.leases import MAX_READERS, Leases, NotReadyError, PrefillProgress
+from ascend_kv_connector.leases import MAX_READERS, MAX_REMEMBERED, Leases, NotReadyError, PrefillProgress
 from ascend_kv_connector.protocol import Ack, Fetch, Refused
 from ascend_kv_connector.send_buffers import Owner, SendBuffers
 from ascend_platform.transfer.errors import TransferError
@@ -194,6 +194,9 @@ def test_peers_cannot_fill_the_memory(leases: Leases) -> None:
     for number in range(MAX_READERS + 50):
         leases.finish("early", f"d{number}", 0, 2)
     assert len(leases._early_readers["early"]) == MAX_READERS
+    for number in range(MAX_REMEMBERED + 50):
+        leases.finish(f"r{number}", "d", 0, 2)
+    assert len(leases._early_readers) == MAX_REMEMBERED
     leases.grant("r", [3], 7, 10)
     for number in range(MAX_READERS):
         with leases.use("r", f"d{number}"):

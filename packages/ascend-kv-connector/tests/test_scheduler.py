@@ -243,7 +243,9 @@ def test_layerwise_prefill_for_a_waiting_consumer() -> None:
     prefill.update_state_after_alloc(far, blocks(7, 8), 0)
     new = NewRequestData("far", None, [], None, None, ([7, 8],), 4, None)
     places = (("h", 21), ("h", 22), ("h", 23))
-    first = prefill.build_connector_meta(step([new], {"far": 4})).layerwise["far"]
+    built = prefill.build_connector_meta(step([new], {"far": 4}))
+    assert built.ranks == [("h", 1), ("h", 2), ("h", 3)]  # also in an instance's first step
+    first = built.layerwise["far"]
     assert first == LayerwisePrefill(near.request_id, places, 21, [7, 8], 8, announced=False)
     second = prefill.build_connector_meta(step([], {"far": 8}, far=([9, 10], 8, False))).layerwise["far"]
     assert (second.blocks, second.tokens, second.announced) == ([7, 8, 9, 10], 16, True)

@@ -264,9 +264,10 @@ def test_every_outcome_is_counted(engine: Callable[..., Engine]) -> None:
                 counted[labels] = counted.get(labels, 0) + count
     known = {("store", "stored"), ("store", "present"), ("lookup", "missing")}
     assert set(counted) <= {("ascend_disk", *each, "") for each in known}
-    assert CHUNKS_METRIC in type(
-        made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
-    ).build_metric_definitions({})
+    tier = made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
+    assert CHUNKS_METRIC in type(tier).build_metric_definitions({})
+    tier._count_outcome("store", "failed -800")  # with an error code of Mooncake's
+    assert tier.get_stats().data["data"][CHUNKS_METRIC] == {("ascend_disk", "store", "failed", "-800"): 1}
 
 
 def test_requests_under_faults(engine: Callable[..., Engine]) -> None:

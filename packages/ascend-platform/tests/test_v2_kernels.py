@@ -134,6 +134,7 @@ def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, emp
     for step in (batch.step, batch.step_on_host):
         sampled, table, counters = device([1] * count), device(batch.tokens), device([batch.computed, batch.total])
         computed, total = batch.host.counters = counters
+        batch.host.table = table
         last, bins = device([[token] for token in batch.last], torch.int64), device([[0] * VOCABULARY] * ROWS)
         with inputs.preparing(step):
             sampled, rejected = inputs.get_num_sampled_and_rejected(sampled, *given)
@@ -141,7 +142,7 @@ def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, emp
                 mapping, computed, last, bins if counts else None, VOCABULARY, tokens, 1, sampled, rejected,
                 batch.query_start_loc(), table, WIDTH, total, None, None, 0, num_warps=1,
             )  # fmt: skip
-        found.append([each.tolist() for each in (sampled, rejected, computed, last, total, table, bins)])
+        found.append([each.tolist() for each in (sampled, rejected, computed, total, table, bins)])
     assert found[0] == found[1]
 
 
@@ -213,6 +214,24 @@ def test_staged_writes(seed: int, dtype: torch.dtype) -> None:
     buffers.apply_write(tensor)
     assert gpu.view(ROWS, -1).tolist() == expected
     assert not staged or not staged["indices"]
+
+
+def test_staged_writes_are_applied_together() -> None:
+    made = []
+    for dtype, contents in ((torch.int32, [5, 6, 7]), (torch.int64, [8])):
+        staged = SimpleNamespace(gpu=device([0] * 4, dtype), dtype=dtype, device="npu", clear_staged_writes=lambda: None)
+        staged._staged_write_indices, staged._staged_write_starts = [1], [0]
+        staged._staged_write_contents, staged._staged_write_cu_lens = contents, [len(contents)]
+        made.append(staged)
+
+    def write() -> None:
+        for each in made:
+            buffers.apply_write(each)
+        assert not any(each.gpu.any() for each in made)
+
+    buffers.applying_together(write)
+    assert [each.gpu.tolist() for each in made] == [[0, 5, 6, 7], [0, 8, 0, 0]]
+    buffers.apply_write(made[1])  # by itself again
 
 
 def test_what_has_not_changed_is_not_copied() -> None:

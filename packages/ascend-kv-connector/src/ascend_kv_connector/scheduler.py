@@ -195,7 +195,8 @@ class P2PScheduler:
             if waiting.due <= now:
                 waiting.due = now + waiting.seconds
                 self._metadata.renewed.append(waiting.source)
-        built, self._metadata = self._metadata, P2PMetadata(ranks=self._ranks)
+        built, self._metadata = self._metadata, P2PMetadata()
+        built.ranks = self._ranks
         return built
 
     def update_finished_loads(self, requests: Iterable[str]) -> None:

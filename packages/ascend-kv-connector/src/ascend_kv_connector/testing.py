@@ -12,6 +12,7 @@ device.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import pickle
@@ -41,6 +42,14 @@ MODEL = {
     "max_position_embeddings": 1024,
     "torch_dtype": "float32",
 }
+
+
+@functools.cache
+def _model_directory() -> tempfile.TemporaryDirectory[str]:
+    """Directory of the model of all engines: connectors compare its name."""
+    directory = tempfile.TemporaryDirectory()
+    Path(directory.name, "config.json").write_text(json.dumps(MODEL))
+    return directory
 
 
 def prompts(count: int, seed: int = 0, longest: int = 150) -> dict[str, list[int]]:
@@ -120,20 +129,21 @@ class ConnectorTests:
     def config(self, transfer: dict[str, Any]) -> Any:
         from vllm.engine.arg_utils import EngineArgs
 
-        with tempfile.TemporaryDirectory() as directory:
-            Path(directory, "config.json").write_text(json.dumps(MODEL))
-            return EngineArgs(
-                model=directory,
-                skip_tokenizer_init=True,
-                max_model_len=512,
-                max_num_seqs=8,
-                max_num_batched_tokens=64,
-                block_size=BLOCK,
-                enforce_eager=True,
-                async_scheduling=False,
-                dtype="float32",
-                kv_transfer_config=json.loads(json.dumps(transfer)),
-            ).create_engine_config()
+        made = EngineArgs(
+            model=_model_directory().name,
+            skip_tokenizer_init=True,
+            max_model_len=512,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            block_size=BLOCK,
+            enforce_eager=True,
+            async_scheduling=False,
+            dtype="float32",
+            kv_transfer_config=json.loads(json.dumps(transfer)),
+        ).create_engine_config()
+        if not self.paged and hasattr(made.cache_config, "kv_cache_layout"):
+            made.cache_config.kv_cache_layout = "LBNHC"  # of make_caches; vLLM's engine core resolves it
+        return made
 
     def check(self, engine: Engine, given: dict[str, list[int]], length: int, left: AbstractSet[str] = frozenset()) -> None:
         assert engine.wrong == [], f"the KV cache differs, first at (request, token, layer) {engine.wrong[0]}"
@@ -194,7 +204,7 @@ class ConnectorTests:
         self.check(made, given, 5, set(when))
 
     def test_preempted_requests(self, engine: Callable[..., Engine]) -> None:
-        made, given = engine(blocks=30), prompts(12, 3)
+        made, given = engine(blocks=480 // BLOCK), prompts(12, 3)
         preempted: list[str] = []
         schedule = made.scheduler.schedule
 

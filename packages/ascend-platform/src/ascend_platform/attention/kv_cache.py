@@ -76,6 +76,11 @@ class PagedIndex(NamedTuple):
 
     index: torch.Tensor  # type: ignore[assignment]  # tuple.index is not used
 
+    @property
+    def device(self) -> torch.device:
+        """As of :class:`KVCachePair`."""
+        return self.index.device
+
 
 class IndexCache(torch.nn.Module, AttentionLayerBase):
     """KV cache layer of an indexer's keys, in the model's dtype. Its backend is that of the attention that it selects for."""

@@ -14,7 +14,6 @@ from packaging.version import Version
 from vllm import envs
 
 from ascend_platform import extension, vllm_overrides
-from ascend_platform.attention import selector
 from ascend_platform.components import options
 from ascend_platform.config import state_layers
 from ascend_platform.config.unsupported import Feature
@@ -31,14 +30,6 @@ _IN_ENVIRONMENT = os.environ.get(VARIABLE) == "1"
 options.register("platform", {"model_runner": "v1"})
 
 
-def _has_parallel_layout(config: VllmConfig) -> bool:
-    return config.parallel_config.world_size_across_dp > config.parallel_config.tensor_parallel_size
-
-
-def _is_multimodal(config: VllmConfig) -> bool:
-    return config.model_config.is_multimodal_model or config.model_config.uses_mrope
-
-
 _OTHER_METHODS = ("block", "fly")
 
 
@@ -46,11 +37,12 @@ def _drafts(config: VllmConfig, asked: Callable[[Any], Any]) -> bool:
     return config.speculative_config is not None and bool(asked(config.speculative_config))
 
 
+def _has_stages(config: VllmConfig) -> bool:
+    return config.parallel_config.pipeline_parallel_size > 1
+
+
 FEATURES = (
-    Feature("pipeline and data parallelism", _has_parallel_layout),
-    Feature("decode context parallelism", lambda config: config.parallel_config.decode_context_parallel_size > 1),
     Feature("KV connectors", lambda config: config.kv_transfer_config),
-    Feature("expert load balancing (EPLB)", lambda config: config.parallel_config.enable_eplb),
     Feature("dflash and dspark drafters", lambda config: _drafts(config, lambda it: it.use_dflash() or it.use_dspark())),
     Feature("MTP with several modules", lambda config: _drafts(config, lambda it: it.use_multi_module_mtp())),
     Feature("extract_hidden_states", lambda config: _drafts(config, lambda it: it.method == "extract_hidden_states")),
@@ -58,16 +50,11 @@ FEATURES = (
     Feature(
         "block verification and FLy", lambda config: _drafts(config, lambda it: it.rejection_sample_method in _OTHER_METHODS)
     ),
+    Feature("speculative decoding with pipeline parallelism", lambda config: _drafts(config, lambda _: _has_stages(config))),
     Feature("watermarking", lambda config: config.watermark_config),
     Feature("thinking budgets", lambda config: config.reasoning_config),
     Feature("batch-sharded sampling", lambda config: config.parallel_config.enable_batch_sharded_sampling),
     Feature("KV-sharing fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
-    Feature("pooling models", lambda config: config.model_config.runner_type == "pooling", of_model=True),
-    Feature("multimodal models", _is_multimodal, of_model=True),
-    Feature("sparse latent attention", lambda config: selector.is_sparse(config.model_config), of_model=True),
-    Feature("quantized weights", lambda config: config.quant_config, of_model=True),
-    Feature("encoder-decoder models", lambda config: config.model_config.is_encoder_decoder, of_model=True),
-    Feature("custom logits processors", lambda config: config.model_config.logits_processors, of_model=True),
     Feature("state-space layers", state_layers.has_states, of_model=True),
     Feature("prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True),
     Feature("sampling masks", lambda config: config.model_config.return_sampling_mask, of_model=True),

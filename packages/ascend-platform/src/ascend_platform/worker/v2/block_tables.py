@@ -9,6 +9,7 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.block_table import BlockTables
 
 from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping, null_slots, slots_in
+from ascend_platform.worker.v2 import buffers
 from ascend_platform.worker.v2.host_inputs import HostInputs
 
 
@@ -20,9 +21,9 @@ class NPUBlockTables(BlockTables):
 
     _num_dirty_rows: int
 
-    def __init__(self, *arguments: Any, dcp_sharded: list[bool], **named: Any) -> None:
+    def __init__(self, *arguments: Any, dcp_sharded: list[bool] | None = None, **named: Any) -> None:
         super().__init__(*arguments, dcp_sharded=dcp_sharded, **named)  # type: ignore[misc]
-        self._is_sharded = dcp_sharded
+        self._is_sharded = dcp_sharded or [True] * self.num_kv_cache_groups
         self.on_host = [np.zeros(table.gpu.shape, np.int32) for table in self.block_tables]
 
     def append_block_ids(self, req_index: int, new_block_ids: tuple[list[int], ...], overwrite: bool) -> None:
@@ -36,8 +37,7 @@ class NPUBlockTables(BlockTables):
         return torch.empty(0, device=self.device)  # of addresses, which no operator takes
 
     def apply_staged_writes(self) -> None:
-        for table in self.block_tables:
-            table.apply_write()
+        buffers.apply_writes(*self.block_tables)
 
     def gather_block_tables(
         self,

@@ -1,5 +1,6 @@
 """Host-to-device copies of the V2 runner's states: from pinned memory, and only of what has changed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,17 +46,58 @@ def copy_changed(tensor: Any, n: int | None = None) -> torch.Tensor:
     return tensor.gpu[:n]
 
 
-def apply_write(tensor: Any) -> None:
-    """Scatter a StagedWriteTensor's staged pieces of rows into its device tensor; replaces ``StagedWriteTensor.apply_write``."""
-    if not tensor._staged_write_indices:
+def copy_together(arrays: list[np.ndarray], device: Any) -> list[torch.Tensor]:
+    """Copy arrays to the device at once, as parts of one tensor; each begins at a multiple of 32 bytes."""
+    ends = np.cumsum([0, *(-(-array.nbytes // 32) * 32 for array in arrays)])
+    packed = np.zeros(ends[-1], np.uint8)
+    for array, start in zip(arrays, ends, strict=False):
+        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    sent = async_tensor_h2d(packed, device=device)
+    return [
+        sent[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, start in zip(arrays, ends, strict=False)
+    ]
+
+
+def apply_writes(*tensors: Any) -> None:
+    """Scatter the staged pieces of rows of StagedWriteTensors into their device tensors, after one copy of them all."""
+    written = [tensor for tensor in tensors if tensor._staged_write_indices]
+    if not written:
         return
-    ends = np.array(tensor._staged_write_cu_lens)
-    lengths = np.diff(ends, prepend=0)
-    starts = np.array(tensor._staged_write_indices) * tensor.gpu.stride(0) + np.array(tensor._staged_write_starts)
-    elements = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
-    contents = async_tensor_h2d(tensor._staged_write_contents, device=tensor.device, dtype=tensor.dtype)
-    tensor.gpu.view(-1).index_put_((async_tensor_h2d(elements, device=tensor.device),), contents)
-    tensor.clear_staged_writes()
+    arrays = []
+    for tensor in written:
+        ends = np.array(tensor._staged_write_cu_lens)
+        lengths = np.diff(ends, prepend=0)
+        starts = np.array(tensor._staged_write_indices) * tensor.gpu.stride(0) + np.array(tensor._staged_write_starts)
+        arrays.append(np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1]))
+        arrays.append(torch.tensor(tensor._staged_write_contents, dtype=tensor.dtype).numpy())
+    sent = copy_together(arrays, written[0].device)
+    for tensor, elements, contents in zip(written, sent[::2], sent[1::2], strict=True):
+        tensor.gpu.view(-1).index_put_((elements,), contents)
+        tensor.clear_staged_writes()
+
+
+_together: list[Any] | None = None
+
+
+def apply_write(tensor: Any) -> None:
+    """Replaces ``StagedWriteTensor.apply_write``."""
+    if _together is None:
+        apply_writes(tensor)
+    else:
+        _together.append(tensor)
+
+
+def applying_together(function: Callable[[], None]) -> None:
+    """Call a function that applies the writes of several tensors, which then are copied at once."""
+    global _together
+    written: list[Any] = []
+    _together = written
+    try:
+        function()
+    finally:
+        _together = None
+    apply_writes(*written)
 
 
 def install() -> None:

@@ -64,7 +64,10 @@ class GraphSizes(CudaGraphManager):
                 super()._init_candidates()
 
     def run_fullgraph(self, desc: Any) -> Any:
-        with set_forward_context(self.attn_metadata, self.vllm_config, num_tokens=desc.num_tokens):
+        engines = self.vllm_config.parallel_config.data_parallel_size
+        # all replay this size; without it vLLM would ask them again, on the device
+        across = torch.full((engines,), desc.num_tokens, dtype=torch.int32) if engines > 1 else None
+        with set_forward_context(self.attn_metadata, self.vllm_config, desc.num_tokens, num_tokens_across_dp=across):
             return super().run_fullgraph(desc)
 
     def _capture_stream(self, desc: Any) -> Any:

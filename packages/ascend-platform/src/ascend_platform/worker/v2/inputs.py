@@ -169,8 +169,7 @@ def prepare_prefill_inputs(
     """
     step = _current()
     if step.host is not None:
-        step.host.write_prompts(input_ids, all_token_ids)
-        return
+        return  # they are written with all others
     computed = num_computed_tokens.index_select(0, idx_mapping)
     positions = step.positions(computed, query_start_loc)
     requests = step.per_token(idx_mapping, query_start_loc)
@@ -227,7 +226,7 @@ def combine_sampled_and_draft_tokens(
     step, num_reqs = _current(), len(idx_mapping)
     assert num_new_sampled_tokens == 1, "models that sample several tokens"
     if step.host is not None:
-        return step.host.write_sampled(input_ids, last_sampled_tokens.view(-1), idx_mapping)
+        return step.host.write_tokens(input_ids)
     sampled = last_sampled_tokens.view(-1).index_select(0, idx_mapping)
     if step.has_drafts:
         lengths = prefill_len.index_select(0, idx_mapping), cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs]
@@ -324,8 +323,7 @@ def post_update(
         output_bin_counts = None
     last, table, tokens = last_sampled_tokens.view(-1), all_token_ids.view(-1), sampled_tokens[:, 0]
     if _step is not None and _step.host is not None and query_start_loc is not None:
-        states = last, total_len, num_computed_tokens, all_token_ids, output_bin_counts
-        _step.host.write_states(idx_mapping, tokens, num_sampled, *states)
+        _step.host.write_states(idx_mapping, tokens, num_sampled, output_bin_counts)
         return
     if _step is not None and _step.samples_one_each and query_start_loc is not None:
         end = total_len.index_select(0, idx_mapping).clamp_(max=all_token_ids_stride - 1)

@@ -1,5 +1,6 @@
 """vLLM's V2 model runner on the NPU: torch.npu streams, split KV caches, and PyTorch in place of Triton kernels."""
 
+import functools
 from typing import Any
 
 import torch
@@ -26,8 +27,6 @@ _init_kv_cache = attn_utils.init_kv_cache
 def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Allocate the KV cache as vLLM does, then bind its parts to each layer, as a KVCachePair or PagedLatent."""
     kv_cache.check(config)
-    if (count := len(config.kv_cache_groups)) > 1:
-        raise NotImplementedError(f"the model has {count} KV cache groups, and the V2 model runner supports one; fix: use V1")
     caches = _init_kv_cache(layers, config, *args, **kwargs)
     parts = {name: kv_cache.split_layer(layers[name]) for name in caches}
     for name, split in parts.items():
@@ -71,6 +70,9 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         states = self.req_states  # both advance by one in a step of decodes: one operator
         self._counters = torch.stack((states.num_computed_tokens.gpu, states.total_len.gpu))
         states.num_computed_tokens.gpu, states.total_len.gpu = self._counters.unbind()
+        vars(states).update(apply_staged_writes=functools.partial(buffers.applying_together, states.apply_staged_writes))
+        parallel = vllm_config.parallel_config
+        self._has_lockstep = parallel.distributed_executor_backend == "external_launcher" and parallel.data_parallel_size > 1
         self._prepare_eplb = self.eplb.prepare_load
         vars(self.eplb).update(prepare_load=self._prepare_eplb_on_npu)
 
@@ -117,7 +119,8 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         host = None
         if not self.num_speculative_steps:  # with draft tokens the scheduler's numbers are upper bounds
             computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
-            host = HostInputs(batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np, self._counters)
+            known = batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np
+            host = HostInputs(*known, self.req_states.all_token_ids.gpu, self._counters)
         self._step = inputs.Step(
             batch.num_scheduled_tokens,
             batch.has_prefill,
@@ -132,6 +135,16 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
                 return super().prepare_inputs(scheduler_output, batch, *arguments)
         finally:
             self._step.are_constants_shared = False
+
+    def execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+        """As vLLM's; a step without tokens of one of several engines under the external launcher runs a dummy step, as with V1.
+
+        The others wait for this engine's number of tokens.
+        """
+        output = super().execute_model(scheduler_output, *arguments, **named)
+        if self._has_lockstep and not (named.get("dummy_run") or scheduler_output.total_num_scheduled_tokens):
+            self._dummy_run(1, uniform_decode=True)
+        return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         with inputs.preparing(self._step):  # of the batch that execute_model ran last

@@ -1,0 +1,28 @@
+"""What the conformance suite for KV connectors found of vLLM's own; `tools/check transfers connectors` writes connectors.json."""
+
+import json
+from pathlib import Path
+
+KEPT = Path(__file__).with_name("connectors.json")
+
+
+def table() -> tuple[list[str], list[list[str]]]:
+    """Head and rows: tests that passed on each platform, and the causes of those that failed."""
+    rows = []
+    for name, places in json.loads(KEPT.read_text()).items():
+        passed, causes = [], dict[str, dict[str, str]]()
+        for place, results in places.items():
+            ran = {test: result for test, result in results.items() if result != "skipped"}
+            passed.append(f"{sum(result == 'passed' for result in ran.values())} of {len(ran)}")
+            for cause in dict.fromkeys(result for result in ran.values() if result != "passed"):
+                tests = [test.replace("_", " ") for test, result in ran.items() if result == cause]
+                causes.setdefault(cause, {})[place] = ", ".join(tests) if len(tests) < len(ran) else "all"
+        rows.append([name, *passed, "; ".join(f"{_where(where)}: ``{cause}``" for cause, where in causes.items())])
+    return ["connector", "passed: CPU", "NPU", "what fails"], rows
+
+
+def _where(tests: dict[str, str]) -> str:
+    """Failed tests by platform; without the platforms if both have the same."""
+    if len(tests) == 2 and len(set(tests.values())) == 1:
+        return next(iter(tests.values()))
+    return "; ".join(f"{place}, {names}" for place, names in tests.items())
