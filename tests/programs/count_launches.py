@@ -47,16 +47,18 @@ def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
         kinds.tokenizer().save_pretrained(directory)
     engine = LLM(str(directory), **COMMON | {"skip_tokenizer_init": not pools} | case["engine"]).llm_engine
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and not pools:  # vLLM's warm-up leaves its parameters in the states
-        engine.add_request("first", {"prompt_token_ids": [3, 4]}, SamplingParams(temperature=0, max_tokens=2, detokenize=False))
+        for request in range(case["requests"]):
+            asked = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
+            engine.add_request(f"first {request}", {"prompt_token_ids": [3, 4]}, asked)
         while engine.has_unfinished_requests():
             engine.step()
     torch.manual_seed(0)
     for request in range(case["requests"]):
         prompt = torch.randint(3, config.get_text_config().vocab_size, (case["prompt"],)).tolist()
-        asked: SamplingParams | PoolingParams = PoolingParams(task="embed")
+        wanted: SamplingParams | PoolingParams = PoolingParams(task="embed")
         if not pools:
-            asked = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
-        engine.add_request(str(request), {"prompt_token_ids": prompt}, asked)
+            wanted = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
+        engine.add_request(str(request), {"prompt_token_ids": prompt}, wanted)
     found, before = {}, len(trace.events())
     for name in ("prefill",) if pools else ("prefill", "first decode", "decode"):
         engine.step()
