@@ -1,7 +1,6 @@
 """Models on an emulated Ascend310P, which has no bfloat16 and no fused attention, compared with Hugging Face transformers."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory, quantized_model: quantized.M
 
 @pytest.fixture(scope="module")
 def served(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    command = [sys.executable, str(kinds.PROGRAM), json.dumps([*cases.values()])]
-    return npus.by_name(npus.run(1, *command, VLLM_PLUGINS="", OMP_NUM_THREADS="1", ASCEND_EMULATOR_SOC=CHIP))
+    return npus.by_name(kinds.run([*cases.values()], ASCEND_EMULATOR_SOC=CHIP))
 
 
 @pytest.mark.parametrize(("name", "attention", "bound"), [(DENSE, kinds.BUILT_IN, 0.01), (EMBEDDING, kinds.ENCODERS[1], 1e-3)])

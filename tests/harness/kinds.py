@@ -249,12 +249,14 @@ def _difference(model: Any, prompt: list[int], answer: dict[str, Any]) -> float:
     return float((torch.tensor(answer["logprobs"]) - exact[torch.arange(len(tokens)), tokens]).abs().max())
 
 
-def run(cases: list[dict[str, Any]], plugins: str = "", timeout: float = 900) -> subprocess.CompletedProcess[str]:
+def run(
+    cases: list[dict[str, Any]], plugins: str = "", timeout: float = 900, **variables: str
+) -> subprocess.CompletedProcess[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:  # too long for an argument
         json.dump(cases, file)
         file.flush()
         command, ranks = [sys.executable, str(PROGRAM), file.name], max(case["ranks"] for case in cases)
-        return npus.run(ranks, *command, timeout=timeout, VLLM_PLUGINS=plugins, OMP_NUM_THREADS="1")
+        return npus.run(ranks, *command, timeout=timeout, VLLM_PLUGINS=plugins, OMP_NUM_THREADS="1", **variables)
 
 
 def main() -> None:
