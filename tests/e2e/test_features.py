@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import features
+from harness import features, references
 from harness.models import small as small_models
 
 ANSWERS = 150
@@ -99,7 +99,9 @@ def test_lora_on_experts_matches_peft(served: dict[str, Any], directory: Path) -
 
 def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     asked = [features.greedy(prompt) for prompt in features.prompts()]
-    tokens, others, far = features.compare(features.reference(small_models.target(directory)), asked, served["two"]["steps"][10])
+    tokens, others, far = features.compare(
+        references.reference(small_models.target(directory)), asked, served["two"]["steps"][10]
+    )
     drafts, drafted, accepted = features.accepted(served["two"])
     print(f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted} tokens, {accepted} accepted")
     assert (tokens, others) == (144, 0)
@@ -110,7 +112,7 @@ def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory
 def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     """With asynchronous scheduling, fused attention and full graphs."""
     asked, found = [features.greedy(prompt) for prompt in features.prompts()], served["mtp"]
-    model = features.reference(small_models.target(directory, "Glm4Moe"))
+    model = references.reference(small_models.target(directory, "Glm4Moe"))
     tokens, others, far = features.compare(model, asked, found["steps"][0])
     drafts, drafted, accepted = features.accepted(found)
     print(f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted} tokens, {accepted} accepted")
@@ -122,7 +124,7 @@ def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
 
 def test_ngram_on_the_npu_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     asked, found = [features.greedy(prompt) for prompt in features.prompts()], served["n-gram on the NPU"]
-    tokens, others, far = features.compare(features.reference(small_models.target(directory)), asked, found["steps"][0])
+    tokens, others, far = features.compare(references.reference(small_models.target(directory)), asked, found["steps"][0])
     assert (tokens, others) == (144, 0)
     assert far < 1e-2
     assert features.accepted(found)[2] > 0
@@ -144,7 +146,7 @@ def test_host_waits_for_the_accepted_tokens_alone(served: dict[str, Any]) -> Non
 def test_tool_calls_with_mtp(served: dict[str, Any], directory: Path) -> None:
     """Each token is the best that the grammar allows, and the parser reads the same calls from chunks of several tokens."""
     glm = small_models.target(directory, "Glm4Moe")
-    model, asked = features.reference(glm), features.tool_calls()
+    model, asked = references.reference(glm), features.tool_calls()
     for request, found in zip(asked, served["mtp"]["steps"][1], strict=True):
         print(found["text"], found["largest"])
         assert features.others_with_grammar(model, glm, request, found["tokens"]) == 0
@@ -159,7 +161,7 @@ def test_tool_calls_with_mtp(served: dict[str, Any], directory: Path) -> None:
 
 
 def test_sampled_tokens_have_their_distribution(served: dict[str, Any], directory: Path) -> None:
-    model = features.reference(small_models.target(directory))
+    model = references.reference(small_models.target(directory))
     found = features.check_sampling(model, features.sampled(ANSWERS), served["one"]["steps"][4])
     for name, (tokens, impossible, first, spread) in found.items():
         print(f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and {spread:.3f}")
@@ -169,7 +171,7 @@ def test_sampled_tokens_have_their_distribution(served: dict[str, Any], director
 
 
 def test_sampled_tokens_have_their_distribution_with_draft_tokens(served: dict[str, Any], directory: Path) -> None:
-    model, kinds = features.reference(small_models.target(directory)), list(features.SAMPLING)[1:3]
+    model, kinds = references.reference(small_models.target(directory)), list(features.SAMPLING)[1:3]
     asked = features.sampled(ANSWERS // 2, 4, drafts=True)[1:3]
     found = features.check_sampling(model, asked, served["two"]["steps"][11], kinds)
     for name, (tokens, impossible, first, spread) in found.items():
@@ -179,7 +181,7 @@ def test_sampled_tokens_have_their_distribution_with_draft_tokens(served: dict[s
 
 
 def test_wrong_distribution_is_detected(served: dict[str, Any], directory: Path) -> None:
-    model, answers = features.reference(small_models.target(directory)), served["one"]["steps"][4]
+    model, answers = references.reference(small_models.target(directory)), served["one"]["steps"][4]
     hotter = [
         {**each, "sampling": each["sampling"] | {"temperature": each["sampling"]["temperature"] * 1.6}}
         for each in features.sampled(ANSWERS)

@@ -7,7 +7,6 @@ from, computed from their logits in float64.
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
 import json
 import math
@@ -21,6 +20,7 @@ from typing import Any
 
 from harness import checkout, npus, rounding
 from harness.models import small as small_models
+from harness.references import distance, logits, reference
 
 PROGRAM = checkout.PROGRAMS / "serve_features.py"
 FALSE_ALARM = 1e-6
@@ -49,38 +49,6 @@ def serve(cases: list[dict[str, Any]], timeout: float = 1500, **variables: str) 
     found = npus.by_name(done)
     assert all(each["alike"] for each in found.values()), "ranks have other answers"
     return found
-
-
-@functools.cache
-def reference(model: Path, adapter: Path | None = None, dtype: str = "float32") -> Any:
-    """The model with the engine's weights (rounded to dtype), computing in float32, with or without an adapter."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    made = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).float().eval()
-    if adapter:
-        import peft
-
-        made = peft.PeftModel.from_pretrained(made, adapter).eval()
-    return made
-
-
-def logits(model: Any, prompt: list[int], answers: list[list[int]]) -> Any:
-    """Logits of each token of several equally long answers to a prompt, ``[answers, tokens, vocabulary]``."""
-    import torch
-
-    with torch.no_grad():
-        return model(torch.tensor([prompt + answer for answer in answers])).logits[:, len(prompt) - 1 : -1]
-
-
-def distance(model: Any, prompt: list[int], answer: dict[str, Any]) -> tuple[int, float]:
-    """Tokens of an answer that differ from the model's argmax, and the largest log-probability difference."""
-    import torch
-
-    exact = logits(model, prompt, [answer["tokens"]])[0].log_softmax(-1)
-    tokens = torch.tensor(answer["tokens"])
-    others = int((exact.argmax(-1) != tokens).sum())
-    return others, float((exact.gather(1, tokens.unsqueeze(1)).squeeze(1) - torch.tensor(answer["logprobs"])).abs().max())
 
 
 # Speculation

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import checkout, npus, rounding, ties
+from harness import checkout, npus, references, rounding, ties
 from harness.models import kinds as kind_models
 from harness.models import latent
 
@@ -234,19 +234,15 @@ def unexplained(case: dict[str, Any], results: list[Any]) -> tuple[int, float]:
         json.dumps([prompt, answer]): (prompt, answer) for prompt, answer in zip(case["prompts"] * 2, results, strict=True)
     }
     if case["dtype"] == "float32":
-        left = [ties.unexplained(functools.partial(_difference, model.eval(), *each), EXACT)[0] for each in answers.values()]
+        model.eval()
+
+        def difference(prompt: list[int], answer: dict[str, Any]) -> float:
+            return references.distance(model, prompt, answer)[1]
+
+        left = [ties.unexplained(functools.partial(difference, *each), EXACT)[0] for each in answers.values()]
         return sum(far > EXACT for far in left), max(left)
     asked = [{"prompt": prompt} for prompt, _ in answers.values()]
     return rounding.unexplained(model.eval().float(), asked, [[answer] for _, answer in answers.values()], case["dtype"])
-
-
-def _difference(model: Any, prompt: list[int], answer: dict[str, Any]) -> float:
-    import torch
-
-    tokens = torch.tensor(answer["tokens"])
-    with torch.no_grad():
-        exact = model(torch.tensor([prompt + answer["tokens"]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    return float((torch.tensor(answer["logprobs"]) - exact[torch.arange(len(tokens)), tokens]).abs().max())
 
 
 def run(
