@@ -24,23 +24,25 @@ LONGEST = 600
 
 
 class Way(NamedTuple):
-    """engine: its options. plugins: VLLM_PLUGINS. model: of models/hybrid.py. drafts: with an MTP layer."""
+    """engine: its options. plugins: VLLM_PLUGINS. model: of models/hybrid.py. drafts: with an MTP layer.
+
+    dtypes: of the model; float32 decides, and bfloat16 is what CANN's operators take.
+    """
 
     engine: dict[str, Any]
     plugins: str = ""
     model: str = "Qwen3-Next"
     drafts: bool = False
-    dtype: str = "bfloat16"
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
 
 WAYS: dict[str, Way] = {
     "eager": Way(EAGER),
     "graphs, sleep": Way(CHUNKED | {"enable_sleep_mode": True}),
     "steps of 1024 tokens": Way(CHUNKED | {"max_num_batched_tokens": 1024}),
-    "float32 states": Way(CHUNKED | FLOAT32),
-    "without ascend-attention": Way(CHUNKED, plugins="ascend"),
-    "float32 model": Way(CHUNKED, dtype="float32"),
-    "few blocks": Way(CHUNKED | {"num_gpu_blocks_override": 40}),
+    "float32 states": Way(CHUNKED | FLOAT32, dtypes=("bfloat16",)),
+    "without ascend-attention": Way(CHUNKED, plugins="ascend", dtypes=("bfloat16",)),
+    "few blocks": Way(CHUNKED | {"num_gpu_blocks_override": 13}),
     "prefix caching": Way(CHUNKED | {"enable_prefix_caching": True}),
     "MTP, 2 draft tokens": Way(CHUNKED | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}, drafts=True),
     "TP2": Way(CHUNKED | {layouts.TP: 2}),
@@ -60,7 +62,7 @@ def prompts() -> tuple[list[list[int]], list[int]]:
     return [[draw.randrange(3, 512) for _ in range(n)] for n in lengths], [3 + n % 6 for n in range(len(lengths))]
 
 
-def case(name: str, directory: Path) -> dict[str, Any]:
+def case(name: str, directory: Path, dtype: str) -> dict[str, Any]:
     """Arguments of serve_hybrid.py."""
     way = WAYS[name]
     asked, lengths = prompts()
@@ -69,42 +71,67 @@ def case(name: str, directory: Path) -> dict[str, Any]:
         "name": name,
         "model": str(model),
         "ranks": layouts.ranks(way.engine),
-        "engine": way.engine | {"dtype": way.dtype},
+        "engine": way.engine | {"dtype": dtype},
         "prompts": asked,
         "lengths": lengths,
     }
 
 
 def compare(model: Path, dtype: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The number of tokens, how many are not Hugging Face's choice, and how far log-probabilities are off."""
+    """How the answers differ from Hugging Face's model in float32; in bfloat16 also how that model in bfloat16 does for them."""
+    served = [(int(number), answer) for rank in ranks for part in rank["answers"].values() for number, answer in part.items()]
+    exact = _logprobs(layouts.reference(model, dtype))
+    told = _distance(exact, served)
+    if dtype != "float32":
+        rounded = _logprobs(_rounded(model, dtype))
+        told["transformers"] = _distance(exact, [(number, _answer(rounded, number, answer)) for number, answer in served])
+    return told
+
+
+def _distance(exact: Any, served: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """The number of tokens, how many are not the exact model's choice, and how far log-probabilities are off."""
     import torch
 
-    exact = layouts.reference(model, dtype)
-    logits = _logits(exact)
     asked, lengths = prompts()
     errors, others = [], 0
-    for rank in ranks:
-        for served in rank["answers"].values():
-            for number, answer in served.items():
-                tokens = torch.tensor(answer["tokens"])
-                assert len(tokens) == lengths[int(number)]
-                found = logits(tuple(asked[int(number)]), tuple(answer["tokens"]))
-                errors.append((torch.tensor(answer["logprobs"]) - found[torch.arange(len(tokens)), tokens]).abs())
-                others += int((found.argmax(-1) != tokens).sum())
+    for number, answer in served:
+        tokens = torch.tensor(answer["tokens"])
+        assert len(tokens) == lengths[number]
+        found = exact(tuple(asked[number]), tuple(answer["tokens"]))
+        errors.append((torch.tensor(answer["logprobs"]) - found[torch.arange(len(tokens)), tokens]).abs())
+        others += int((found.argmax(-1) != torch.tensor(answer.get("choice", answer["tokens"]))).sum())
     every = torch.cat(errors)
     return {"tokens": len(every), "others": others, "most": float(every.max()), "mean": float(every.mean())}
 
 
+def _answer(logprobs: Any, number: int, answer: dict[str, Any]) -> dict[str, Any]:
+    """What a model says of an engine's tokens: their log-probabilities, and its own choice in each place."""
+    import torch
+
+    found = logprobs(tuple(prompts()[0][number]), tuple(answer["tokens"]))
+    of_tokens = found[torch.arange(len(found)), torch.tensor(answer["tokens"])]
+    return {"tokens": answer["tokens"], "logprobs": of_tokens.tolist(), "choice": found.argmax(-1).tolist()}
+
+
 @functools.cache
-def _logits(model: Any) -> Any:
+def _rounded(model: Path, dtype: str) -> Any:
+    """Hugging Face's model, computing in dtype."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+
+
+@functools.cache
+def _logprobs(model: Any) -> Any:
     import torch
 
     @functools.cache
-    def logits(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Any:
+    def logprobs(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Any:
         with torch.no_grad():
             return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
 
-    return logits
+    return logprobs
 
 
 def run(cases: list[dict[str, Any]], plugins: str, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -117,6 +144,7 @@ def main() -> None:
     """See tools/check hybrid."""
     parser = argparse.ArgumentParser(prog="tools/check hybrid", description=__doc__)
     parser.add_argument("ways", nargs="*", metavar="WAY", help=f"default: all, {'; '.join(WAYS)}")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="of the model; default: all of the way")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one engine")
     parser.add_argument("--keep", action="store_true", help="write the table of docs/attention.md")
     options = parser.parse_args()
@@ -125,17 +153,23 @@ def main() -> None:
     failed = 0
     with tempfile.TemporaryDirectory() as temporary:
         for name in options.ways or WAYS:
-            each = case(name, Path(temporary))
-            done = run([each], WAYS[name].plugins, options.timeout)
-            if not (results := npus.results(done.stdout)):
-                print(f"{name}: failed\n{done.stdout[-3000:]}{done.stderr[-6000:]}", flush=True)
-                failed += 1
-                continue
-            ranks = results[0]["ranks"]
-            told = compare(Path(each["model"]), WAYS[name].dtype, ranks)
-            told |= {key: ranks[0][key] for key in ("counters", "rule", "graphs", "block_size")}
-            print(name, json.dumps(told), f"{results[0]['seconds']:.0f} s", flush=True)
-            if options.keep:
-                kept = (json.loads(KEPT.read_text()) if KEPT.exists() else {}) | {name: told}
-                KEPT.write_text(json.dumps({way: kept[way] for way in WAYS if way in kept}, indent=1) + "\n")
+            for dtype in options.dtype or WAYS[name].dtypes:
+                failed += not _check(name, dtype, Path(temporary), options)
     sys.exit(1 if failed else 0)
+
+
+def _check(name: str, dtype: str, directory: Path, options: argparse.Namespace) -> bool:
+    each = case(name, directory, dtype)
+    done = run([each], WAYS[name].plugins, options.timeout)
+    if not (results := npus.results(done.stdout)):
+        print(f"{name}, {dtype}: failed\n{done.stdout[-3000:]}{done.stderr[-6000:]}", flush=True)
+        return False
+    ranks = results[0]["ranks"]
+    told = compare(Path(each["model"]), dtype, ranks)
+    told |= {key: ranks[0][key] for key in ("counters", "rule", "graphs", "block_size")}
+    print(f"{name}, {dtype}", json.dumps(told), f"{results[0]['seconds']:.0f} s", flush=True)
+    if options.keep:
+        kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+        kept[name] = kept.get(name, {}) | {dtype: told}
+        KEPT.write_text(json.dumps({way: kept[way] for way in WAYS if way in kept}, indent=1) + "\n")
+    return True

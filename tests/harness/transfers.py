@@ -17,12 +17,15 @@ from harness.kv import in_tree, request_faults, store_checks, throughput
 from harness.kv.instances import Instance
 from harness.kv.store_engines import Suite
 from harness.kv.transfer_faults import Endurance
+from harness.models import hybrid
 from harness.models import kinds as kind_models
 from harness.models.decoders import qwen3
 
 TP2, PP2, BF16, FP16 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"dtype": "bfloat16"}, {"dtype": "float16"}
 ONE, OTHER = {"devices": "0"}, {"devices": "1"}
 LOGPROBS = {"logprobs": True, "kill": 0}
+CACHING = {"enable_prefix_caching": True}
+STATES = {"states": "Qwen3-Next", "layerwise": 0, "kill": 0}
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "TP1 to TP1": (ONE, OTHER, {}),
     "TP2 to TP1": ({"devices": "0,1", "engine": TP2}, {"devices": "2"}, {}),
@@ -42,6 +45,18 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "windows": (ONE, OTHER | {"tiers": {"cpu_bytes_to_use": 200 << 20}}, {"windows": True, "layerwise": 0, "kill": 0}),
     "windows, TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {"windows": True, "layerwise": 0, "kill": 0}),
     "HCCL": (ONE, OTHER, {"transfer": {"transport": "hccl"}}),
+    "states": (ONE, OTHER, STATES),
+    "states, prefix caching, PP2 to TP1": (
+        {"devices": "0,1", "engine": PP2 | CACHING},
+        {"devices": "2", "engine": CACHING},
+        STATES,
+    ),
+    "states, TP2": ({"devices": "0,1", "engine": TP2}, {"devices": "2,3", "engine": TP2}, STATES),
+    "states, bfloat16, HCCL": (
+        ONE | {"engine": BF16},
+        OTHER | {"engine": BF16},
+        LOGPROBS | STATES | {"transfer": {"transport": "hccl"}},
+    ),
     "bfloat16": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, LOGPROBS),
     "bfloat16, adder": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, LOGPROBS | {"adder": True}),
     "bfloat16, adder, HCCL": (
@@ -76,10 +91,12 @@ def engines(chosen: list[str], requests: int) -> list[str]:
                 case["model"] = str(Path(directory, kind))
                 if not Path(directory, kind).exists():
                     kind_models.decoder(Path(directory, kind), kind)
+            if states := more.get("states"):
+                case["model"] = str(hybrid.make(states, Path(directory)))
             if more.get("int8"):
                 case["model"] = str(quantized.make("dense", "ascend", "float16", Path(directory), cache=True, only=-1).path)
             program = [sys.executable, str(checkout.PROGRAMS / "serve_kv_transfer.py"), json.dumps(case)]
-            done = npus.run(3, *program, memory="4GiB", timeout=3000, VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
+            done = npus.run(4, *program, memory="4GiB", timeout=3000, VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
             found = npus.results(done.stdout)
             if not found:
                 print(done.stdout[-3000:], done.stderr[-3000:])

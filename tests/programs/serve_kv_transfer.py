@@ -194,6 +194,7 @@ class Pair:
             self.pipes.append(ours)
         self.prefill, self.decode = self.pipes
         self.alone: dict[str, Any] = {}
+        self.has_states = bool(case.get("states"))
 
     def ask(self, pipe: Connection, what: Any, seconds: float = 240) -> Any:
         pipe.send(what)
@@ -291,7 +292,8 @@ class Pair:
                     different.append(f"{name}: {tokens} and not {self.alone[name][0]}")
             if reason == "length" and cached < len(item["prompt"]) - 1:
                 recomputed.append(f"{name}: {cached} of {len(item['prompt'])}")
-            if name in first and first[name][0] != self.alone[name][0][:1]:
+            # with states a prefill instance leaves out the prompt's last token, and its own choice is of the one before
+            if name in first and not self.has_states and first[name][0] != self.alone[name][0][:1]:
                 different.append(f"{name}, first token")
         return {
             "ended": dict(ended),

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from ascend_platform import extension
 
+from ascend_kv_connector.states import LAST_STATE
+
 IGNORED_KEYS = ("prefill", "decode", "use_ascend_direct")
 """Options of vllm-ascend's connectors for facts that ranks exchange in the handshake here; ignored."""
 
@@ -116,25 +118,35 @@ def _expected(value: object, kind: str) -> str:
     return "" if isinstance(value, str) else "a string"
 
 
-def sliding_windows(name: str, groups: list[Any]) -> tuple[int, ...]:
-    """Tokens that each KV cache group (vLLM's KVCacheGroupSpec) retains; 0 means all.
+def sliding_windows(name: str, groups: list[Any], states: bool = False) -> tuple[int, ...]:
+    """Tokens that each KV cache group (vLLM's KVCacheGroupSpec) retains; 0 means all, ``LAST_STATE`` that it has ``states``.
 
     Raises:
         RefusedError: KV caches other than full attention and sliding window, or several block sizes, in one line.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
 
     specs = [list(iter_layer_specs(group.kv_cache_spec)) for group in groups]
-    kinds = sorted({type(spec).__name__ for group in specs for spec in group})
-    sizes = sorted({spec.block_size for group in specs for spec in group})
+    paged = [spec for group in specs for spec in group if not (states and type(spec) is MambaSpec)]
+    kinds = sorted({type(spec).__name__ for spec in paged})
+    sizes = sorted({spec.block_size for spec in paged})
     supported = {each.__name__ for each in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)}
-    if not {*kinds} <= supported or len(sizes) > 1:
+    if not {*kinds} <= supported or len(sizes) != 1:
         raise extension.RefusedError(
             f"{name} supports KV caches of full, latent and sliding-window attention with one block size; the model has "
-            f"{', '.join(kinds)} with blocks of {', '.join(map(str, sizes))} tokens; remove the connector"
+            f"{', '.join(kinds) or 'states alone'} with blocks of {', '.join(map(str, sizes))} tokens; remove the connector"
         )
     firsts = [group[0] for group in specs]  # a group's specs are equal (vllm/v1/kv_cache_interface.py, UniformTypeKVCacheSpecs)
+    if states and len(paged) < sum(map(len, specs)):
+        return tuple(LAST_STATE if type(first) is MambaSpec else 0 for first in firsts)
     return tuple(
         first.sliding_window + getattr(first, "extra_retained_tokens", 0) if type(first) is SlidingWindowSpec else 0
         for first in firsts
     )
+
+
+def paged_block_size(groups: list[Any]) -> int:
+    """Tokens of a block of attention layers, whose groups have one size."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return next(group.kv_cache_spec.block_size for group in groups if type(group.kv_cache_spec) is not MambaSpec)

@@ -15,9 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.utils.network_utils import get_ip
 
 from ascend_kv_connector import auth
-from ascend_kv_connector.config import Options, sliding_windows
+from ascend_kv_connector.config import Options, paged_block_size, sliding_windows
 from ascend_kv_connector.metrics import TransferMetrics, TransferStats
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata, P2PScheduler
+from ascend_kv_connector.states import LAST_STATE, draft_blocks
 from ascend_kv_connector.trusted_addresses import TrustedAddresses
 from ascend_kv_connector.worker import P2PWorker
 
@@ -29,6 +30,9 @@ except ImportError:  # not in vLLM 0.31
 
 class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
     """Transfers KV cache from prefill instances to decode instances."""
+
+    transfers_states = True
+    """For the platform, which refuses other connectors for models with states."""
 
     if CacheHitSource is not None:
         _cache_hit_source = CacheHitSource.P2P
@@ -48,17 +52,23 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         auth.require_secret(auth.read_secret(options.secret_file), options.insecure, options.host or get_ip())
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             raise extension.RefusedError("AscendP2PConnector does not support decode context parallelism; remove one of the two")
+        if options.mode == "push" and vllm_config.model_config.is_hybrid:
+            raise extension.RefusedError(
+                "AscendP2PConnector does not transfer the states of linear attention and state-space layers layer by layer; "
+                'remove kv_connector_extra_config.mode "push"'
+            )
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
-        windows = sliding_windows("AscendP2PConnector", groups)
+        windows = sliding_windows("AscendP2PConnector", groups, states=True)
+        self._has_states = LAST_STATE in windows
         transfer = self._kv_transfer_config
         self._options = Options.from_config(transfer.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = P2PScheduler(
                 str(transfer.engine_id),
-                groups[0].kv_cache_spec.block_size,
+                paged_block_size(groups),
                 transfer.is_kv_producer,
                 transfer.is_kv_consumer,
                 self._options.transfer_timeout,
@@ -67,6 +77,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
                 windows,
                 self._options.lease,
                 tp_size=vllm_config.parallel_config.tensor_parallel_size,
+                draft_blocks=draft_blocks(groups),
             )
         else:
             self._worker = P2PWorker(vllm_config, groups, self._options)
@@ -78,6 +89,11 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """None with states: vLLM zeroes the new blocks of the others before they are loaded, as a load leaves the rest of the
+        last one as it is, which may be states of another request."""
+        return () if self._has_states else super().get_loaded_kv_cache_group_ids(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -95,7 +111,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, [block for table in block_ids for block in table])
+        return self._scheduler.request_finished(request, self._scheduler.joined_tables(request, block_ids))
 
     # Worker side
 

@@ -36,8 +36,9 @@ from ascend_kv_connector.protocol import (
     Renew,
 )
 from ascend_kv_connector.push_receiver import PushReceiver
-from ascend_kv_connector.runs import Placement, plan_runs, token_slots
+from ascend_kv_connector.runs import Placement, plan_runs
 from ascend_kv_connector.send_buffers import checksum
+from ascend_kv_connector.states import in_chunks
 from ascend_kv_connector.transfers import Failed, Source, Transfer
 
 MAX_LAYERWISE_POLL = 0.005
@@ -133,8 +134,9 @@ class Fetcher:
         assert transfer.source is not None
         with transfer.phase("connect"):
             peers = [self._handshake(transfer, rank) for rank in range(len(transfer.source.ranks))]
-        plans = plan_fetches(self._consumer.cache, peers, self._consumer.rank)
         cache = self._consumer.cache
+        chunk = min(self._consumer.options.chunk_bytes, *(peer.chunk_bytes for peer in peers))
+        plans = in_chunks(plan_fetches(cache, peers, self._consumer.rank), cache, chunk)
         firsts = [cache.first_needed_token(transfer.start, transfer.stop, plan.group) for plan in plans]
         transfer.total = sum(
             (transfer.stop - first) * cache.token_bytes(plan.local, plan.heads.num)
@@ -171,8 +173,8 @@ class Fetcher:
         located = _ask(client, transfer, Locate(source.request, consumer.reader, begin, transfer.stop, plan.remote))
         if not isinstance(located, Located):
             raise TransferError("mismatch", f"unexpected reply to Locate: {type(located).__name__}")
-        slots = token_slots(located.blocks, peer.block_size, begin, transfer.stop, begin // peer.block_size)
-        remote = Placement([peer.memory[index] for index in plan.remote], peer.block_tokens, slots)
+        memory, tokens = [peer.memory[index] for index in plan.remote], range(begin, transfer.stop)
+        remote = cache.placement(memory, peer.block_tokens, peer.block_size, located.blocks, tokens, plan.group)
         sizes, local = cache.token_sizes(plan.local, plan.heads.num), self._own_placement(transfer, plan, begin, transfer.stop)
         each = (DIRECT_BYTES if local else consumer.options.chunk_bytes) // sum(sizes)
         if not each:

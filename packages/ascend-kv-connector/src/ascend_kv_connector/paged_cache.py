@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy
 import torch
 from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.errors import TransferError
 
 from ascend_kv_connector.protocol import CacheInfo, CacheRegion
-from ascend_kv_connector.runs import token_slots
+from ascend_kv_connector.runs import Placement, token_slots
+from ascend_kv_connector.states import LAST_STATE
 
 MIN_RUN_BYTES = 32 << 10
 """Average bytes per contiguous run above which runs are copied directly instead of gathered on the device."""
@@ -44,7 +46,9 @@ class PagedCache:
 
     KV cache groups have block tables of their own: ``windows`` has the tokens that each group retains, 0 meaning all, and
     ``groups`` the group of each layer. A request's ``blocks`` are the tables of all groups concatenated, equally long; in a
-    sliding-window table block 0, vLLM's null block, stands for blocks that are not retained.
+    sliding-window table block 0, vLLM's null block, stands for blocks that are not retained. With ``LAST_STATE`` as its window a
+    group has states (see :mod:`~ascend_kv_connector.states`), which differ between tensor-parallel ranks: ``tp`` is this one's
+    number and how many there are.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class PagedCache:
         total_heads: int,
         groups: Mapping[str, int] | None = None,
         windows: Sequence[int] = (0,),
+        tp: tuple[int, int] = (0, 1),
     ) -> None:
         """Take (layer, part, cache) of each region.
 
@@ -65,9 +70,10 @@ class PagedCache:
         self.regions = [CacheRegion(layer, part, cache.shape[3]) for layer, part, cache in regions]
         self.heads, self.total_heads = heads, total_heads
         self.region_groups = [(groups or {}).get(layer, 0) for layer, _, _ in regions]
-        self.windows = tuple(windows)
+        self.windows, self.tp = tuple(windows), tp
         self._registered: list[Engine] = []
-        kinds = {(cache.shape[1], cache.shape[2], cache.dtype) for cache in self.caches}
+        paged = [cache for cache, group in zip(self.caches, self.region_groups, strict=True) if windows[group] != LAST_STATE]
+        kinds = {(cache.shape[1], cache.shape[2], cache.dtype) for cache in paged}
         if len(kinds) != 1:
             raise ValueError(f"the layers' KV caches differ in block size, heads or dtype: {sorted(map(str, kinds))}")
         ((tokens, held, self.dtype),) = kinds
@@ -96,6 +102,8 @@ class PagedCache:
         It is the first of its block: vLLM's prefix cache offers the block to requests whose window reaches further back.
         """
         window = self.windows[group]
+        if window == LAST_STATE:
+            return stop - 1
         return max(start, (stop + 1 - window) // self.block_size * self.block_size) if window else start
 
     def memory(self) -> list[tuple[int, int]]:
@@ -118,15 +126,34 @@ class PagedCache:
         return [self.regions[index].size * heads * self.dtype.itemsize for index in regions]
 
     def slot_mapping(self, blocks: Sequence[int], start: int, stop: int, group: int = 0) -> torch.Tensor:
-        """int64 ``[stop - start]`` on the host: the tokens' slots, indices into ``[blocks * block_size]``.
+        """int64 ``[stop - start]`` on the host: the tokens' slots, indices into ``[blocks * block_size]``; of states ``[1]``, the
+        block.
 
         Raises:
             TransferError: of kind ``lease``; a token has left the group's window.
         """
-        slots = token_slots(group_block_table(blocks, group, len(self.windows)), self.block_size, start, stop)
+        table = group_block_table(blocks, group, len(self.windows))
+        if self.windows[group] == LAST_STATE:
+            return torch.tensor([table[(stop - 1) // self.block_size]])
+        slots = token_slots(table, self.block_size, start, stop)
         if self.windows[group] and (slots < self.block_size).any():
             raise TransferError("lease", f"some of tokens {start} to {stop} have left the window of {self.windows[group]}")
         return torch.from_numpy(slots)
+
+    def placement(
+        self,
+        memory: Sequence[tuple[int, int]],
+        block_tokens: int,
+        block_size: int,
+        blocks: Sequence[int],
+        tokens: range,
+        group: int,
+    ) -> Placement:
+        """Where a peer has ``tokens`` of a group; ``blocks`` begin with that of the first one."""
+        if self.windows[group] == LAST_STATE:
+            return Placement(memory, 1, numpy.array(blocks))
+        slots = token_slots(blocks, block_size, tokens.start, tokens.stop, tokens.start // block_size)
+        return Placement(memory, block_tokens, slots)
 
     def pack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor) -> int:
         """Copy tokens to the beginning of a buffer, uint8 ``[bytes]``, in the layout of
@@ -136,7 +163,7 @@ class PagedCache:
         """
         size = len(slots) * self.token_bytes(regions, heads.num)
         values = buffer[:size].view(self.dtype)
-        if runs := self._contiguous_runs(slots, heads):
+        if runs := self._contiguous_runs(slots, regions, heads):
             for index, part in self._region_views(values, regions, len(slots), heads):
                 for at, first, count in runs:
                     part[at : at + count].copy_(self._token_rows(index)[first : first + count], non_blocking=True)
@@ -151,7 +178,7 @@ class PagedCache:
 
     def unpack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor) -> None:
         """Inverse of :meth:`pack`: copy uint8 ``[bytes]`` to the given heads of the cache."""
-        if runs := self._contiguous_runs(slots, heads):
+        if runs := self._contiguous_runs(slots, regions, heads):
             for index, part in self._region_views(data.view(self.dtype), regions, len(slots), heads):
                 for at, first, count in runs:
                     self._token_rows(index)[first : first + count].copy_(part[at : at + count], non_blocking=True)
@@ -166,13 +193,13 @@ class PagedCache:
     def _head_slice(self, heads: Heads) -> slice:
         return slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.num)
 
-    def _contiguous_runs(self, slots: torch.Tensor, heads: Heads) -> list[tuple[int, int, int]]:
+    def _contiguous_runs(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads) -> list[tuple[int, int, int]]:
         """Runs of tokens with contiguous slots as (token, slot, length); empty if they are too short to be copied without a
         gather."""
         if heads.num != self.heads.num:
             return []
         cuts = [0, *(torch.nonzero(slots.diff() != 1).flatten() + 1).tolist(), len(slots)]
-        token = sum(region.size for region in self.regions) / len(self.regions) * heads.num * self.dtype.itemsize
+        token = self.token_bytes(regions, heads.num) / len(regions)
         if len(slots) * token < MIN_RUN_BYTES * (len(cuts) - 1):
             return []
         return [(at, int(slots[at]), stop - at) for at, stop in pairwise(cuts)]
@@ -235,6 +262,8 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
             local = wanted.get((region.layer, region.part))
             if local is None or (local, common.first) not in missing or not common.num:
                 continue
+            if own.windows[own.region_groups[local]] == LAST_STATE and peer.tp != own.tp:
+                continue
             if region.size != own.regions[local].size:
                 raise TransferError("mismatch", f"the head size of {region.layer}'s {region.part} is {region.size} on the peer")
             plan = by_group.setdefault(own.region_groups[local], FetchPlan(number, [], [], common, own.region_groups[local]))
@@ -243,6 +272,11 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
             missing -= {(local, head) for head in range(common.first, sum(common))}
         plans += by_group.values()
     if missing:
+        tp = {peer.tp[1] for peer in peers}
+        if own.windows[own.region_groups[min(missing)[0]]] == LAST_STATE and tp != {own.tp[1]}:
+            raise TransferError(
+                "mismatch", f"the peer's tensor parallel size is {min(tp)}, this one's {own.tp[1]}; states need the same size"
+            )
         layer = own.regions[min(missing)[0]].layer
         raise TransferError("mismatch", f"none of the peer's {len(peers)} ranks has all of {layer}")
     return plans

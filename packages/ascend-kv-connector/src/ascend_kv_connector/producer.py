@@ -37,6 +37,7 @@ from ascend_kv_connector.protocol import (
 )
 from ascend_kv_connector.pusher import Job, Pusher, PushJobs
 from ascend_kv_connector.send_buffers import SendBuffers, checksum
+from ascend_kv_connector.states import LAST_STATE
 
 MAX_PUSHES = 32
 """Prompts that are written to one rank at once; each has a thread while it is computed."""
@@ -86,6 +87,7 @@ class Producer:
             block_tokens=cache.block_tokens,
             memory=self.memory,
             accepts_push=bool(self.memory) and transport.can_write,
+            tp=cache.tp,
         )
         self.server = RpcServer(protocol.CODEC, self.answer, host, port, keys, self._waiting)
 
@@ -211,6 +213,9 @@ class Producer:
             raise TransferError("mismatch", f"invalid fetch: tokens {query.start} to {query.stop} of a prompt of {tokens}")
         if not query.regions or not all(0 <= index < len(self.cache.regions) for index in query.regions):
             raise TransferError("mismatch", f"invalid fetch: regions {query.regions} of {len(self.cache.regions)}")
+        window = self.cache.windows[self.cache.region_groups[query.regions[0]]]
+        if window == LAST_STATE and (query.start, query.stop) != (tokens - 1, tokens):
+            raise TransferError("mismatch", f"invalid fetch: the state after token {query.stop}; there is that after {tokens}")
         partial = isinstance(query, Fetch) and query.allow_partial
         if self.cache.is_hybrid and (partial or len({self.cache.region_groups[index] for index in query.regions}) > 1):
             raise TransferError(

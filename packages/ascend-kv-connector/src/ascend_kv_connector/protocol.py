@@ -48,6 +48,7 @@ class CacheInfo(Message, frozen=True, tag="Cache"):
     ``weights`` is a fingerprint of the model's weights; "" if the rank does not have the checkpoint's files. ``memory`` is where
     the regions are, as (address, bytes from one block to the next), with ``block_tokens`` tokens in a block; empty if the cache
     is not exposed. ``block_size`` is the scheduler's. ``accepts_push``: the rank answers Push.
+    ``tp`` is the tensor-parallel rank and their number.
     """
 
     version: int
@@ -66,6 +67,7 @@ class CacheInfo(Message, frozen=True, tag="Cache"):
     block_tokens: int = 0
     memory: list[tuple[int, int]] = msgspec.field(default_factory=list)
     accepts_push: bool = False
+    tp: tuple[int, int] = (0, 1)
 
 
 class Locate(Message, frozen=True):

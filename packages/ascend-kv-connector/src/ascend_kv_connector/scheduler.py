@@ -18,6 +18,7 @@ from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.paged_cache import group_block_table
 from ascend_kv_connector.prompt_digest import prompt_digest
 from ascend_kv_connector.protocol import MAX_RANKS
+from ascend_kv_connector.states import LAST_STATE, join_tables, leave_last_token
 from ascend_kv_connector.transfers import Source
 from ascend_kv_connector.trusted_addresses import TrustedAddresses
 
@@ -123,11 +124,15 @@ class P2PScheduler:
         lease: float = 30.0,
         clock: Callable[[], float] = monotonic,
         tp_size: int = 1,
+        draft_blocks: int = 0,
     ) -> None:
-        self._tp_size = tp_size
+        self._tp_size, self._draft_blocks = tp_size, draft_blocks
+        self._shortened: set[str] = set()  # of producers with states: prompts whose last token is left to the consumer
         self._lease, self._clock = lease, clock
         self._waiting: dict[str, WaitingSource] = {}
         self._windows, self._is_hybrid = windows, windows != (0,)
+        self._has_states = LAST_STATE in windows
+        self._no_layerwise = NO_LAYERWISE_STATES if self._has_states else NO_LAYERWISE_WINDOWS
         self._engine, self._block_size, self._is_producer, self._is_consumer = engine, block_size, is_producer, is_consumer
         self._trusted = trusted or TrustedAddresses()
         self._metaserver = self._trusted.metaservers[0] if push and self._trusted.metaservers else ""
@@ -154,6 +159,8 @@ class P2PScheduler:
         params = request.kv_transfer_params or {}
         if self._is_producer and isinstance(aborted := params.get("aborted_request"), list):
             self._metadata.unwanted += [name for name in aborted[:MAX_ABORTED] if isinstance(name, str)]
+        if self._is_producer and self._has_states and params.get("do_remote_decode") and leave_last_token(request):
+            self._shortened.add(request.request_id)
         if self._remote_tokens(request) is not None and "metaserver" not in params:
             seconds = params.get("remote_lease")
             seconds = max(1.0, (seconds if isinstance(seconds, (int, float)) else self._lease) / 3)
@@ -177,7 +184,8 @@ class P2PScheduler:
             return
         start = stop - num_external_tokens
         columns = slice(start // self._block_size, -(-stop // self._block_size))
-        wanted = [block for table in blocks.get_block_ids() for block in table[columns]]
+        tables = self._tables(self._join_tables(blocks.get_block_ids(), stop))
+        wanted = [block for table in tables for block in table[columns]]
         self._metadata.loads[name] = Load(source, wanted, start, stop)
         self._loading[name] = source
         if source is None:
@@ -300,7 +308,11 @@ class P2PScheduler:
             prefill.announced = True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """``block_ids`` are the :meth:`joined_tables`."""
         params, name = request.kv_transfer_params or {}, request.request_id
+        tokens = _prompt_tokens_computed(request)
+        shortened = name in self._shortened
+        self._shortened.discard(name)
         _, step = self._prompts.pop(name, (0, 0))
         self._waiting.pop(name, None)
         if self._remote_tokens(request) is not None:  # it was never scheduled, for example because its client disconnected
@@ -325,9 +337,8 @@ class P2PScheduler:
             )
             return False, None
         if self._is_hybrid and (waited := self._waiting_reader(request)):
-            self._metadata.cancelled.append((waited, NO_LAYERWISE_WINDOWS))
-        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if not self._windows_complete(block_ids, tokens):
+            self._metadata.cancelled.append((waited, self._no_layerwise))
+        if not self._windows_complete(block_ids, tokens) or (self._has_states and not shortened):
             return False, None
         self._metadata.leases[name], self._metadata.written[name] = (list(block_ids), tokens), step
         host, port = self._ranks[0]
@@ -357,7 +368,7 @@ class P2PScheduler:
             params["metaserver"] = self._metaserver
         wrong = _invalid_params(params, {"metaserver": str} if "metaserver" in params else REMOTE_PARAMS)
         if self._is_hybrid and "metaserver" in params:
-            wrong = f"has metaserver: {NO_LAYERWISE_WINDOWS}"
+            wrong = f"has metaserver: {self._no_layerwise}"
         if not self._is_consumer:
             wrong = "needs kv_role kv_consumer or kv_both"
         wrong = wrong or self._trusted.refusal(params) or self._other_prompt(request, params)
@@ -393,9 +404,16 @@ class P2PScheduler:
         vLLM has freed blocks outside of the window of the next token, which is one more if the window starts a block there.
         """
         return all(
-            not window or table[max(0, tokens - window) // self._block_size]
+            not window or table[(tokens - 1 if window == LAST_STATE else max(0, tokens - window)) // self._block_size]
             for table, window in zip(self._tables(blocks), self._windows, strict=True)
         )
+
+    def joined_tables(self, request: Any, tables: Sequence[Sequence[int]]) -> list[int]:
+        """Block tables of the KV cache groups, for the computed tokens of a prompt."""
+        return self._join_tables(tables, _prompt_tokens_computed(request))
+
+    def _join_tables(self, tables: Sequence[Sequence[int]], tokens: int) -> list[int]:
+        return join_tables(tables, self._windows, self._draft_blocks, tokens, self._block_size)
 
     def _tables(self, blocks: list[int]) -> list[Sequence[int]]:
         """Block tables of the KV cache groups."""
@@ -403,6 +421,8 @@ class P2PScheduler:
 
 
 NO_LAYERWISE_WINDOWS = "layer-by-layer transfers do not support sliding windows; use --disable-hybrid-kv-cache-manager"
+
+NO_LAYERWISE_STATES = "layer-by-layer transfers do not support states of linear attention and state-space layers"
 
 REMOTE_PARAMS = {
     "remote_engine_id": str,
@@ -427,6 +447,10 @@ def _invalid_params(params: dict[str, Any], forms: dict[str, type]) -> str:
     ):
         return f"has remote_ranks {printable(repr(ranks))}, which are not hosts and ports"
     return ""
+
+
+def _prompt_tokens_computed(request: Any) -> int:
+    return min(request.num_computed_tokens, request.num_prompt_tokens)
 
 
 def _source(params: dict[str, Any]) -> Source:

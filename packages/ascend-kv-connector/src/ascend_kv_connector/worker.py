@@ -24,7 +24,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip
 
 from ascend_kv_connector.auth import read_secret, require_secret
-from ascend_kv_connector.config import Options, sliding_windows
+from ascend_kv_connector.config import Options, paged_block_size, sliding_windows
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.leases import PrefillProgress
 from ascend_kv_connector.metrics import FailureLog, TransferStats
@@ -33,6 +33,7 @@ from ascend_kv_connector.prefill_notifier import PrefillNotifier
 from ascend_kv_connector.producer import Producer
 from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
 from ascend_kv_connector.scheduler import Endpoint, P2PMetadata
+from ascend_kv_connector.states import list_regions
 from ascend_kv_connector.transfers import Failed
 from ascend_kv_connector.trusted_addresses import TrustedAddresses
 
@@ -79,16 +80,16 @@ class P2PWorker:
         """
         _workers.add(self)
         groups = {layer: number for number, group in enumerate(self._groups) for layer in group.layer_names}
-        regions = [
-            (layer, part, cache) for layer, held in kv_caches.items() for part, cache in extension.cache_parts(held).items()
-        ]
         transfer, parallel = self._config.kv_transfer_config, self._config.parallel_config
         tp, pp = get_tp_group(), get_pp_group()
         rank, ranks = pp.rank_in_group * tp.world_size + tp.rank_in_group, pp.world_size * tp.world_size
         self._rank = rank
         total = total_kv_heads(self._config.model_config)
-        heads, block_size = kv_heads_of_rank(tp.rank_in_group, tp.world_size, total), self._groups[0].kv_cache_spec.block_size
-        cache = PagedCache(regions, block_size, heads, total, groups, sliding_windows("AscendP2PConnector", self._groups))
+        heads, block_size = kv_heads_of_rank(tp.rank_in_group, tp.world_size, total), paged_block_size(self._groups)
+        windows = sliding_windows("AscendP2PConnector", self._groups, states=True)
+        cache = PagedCache(
+            list_regions(kv_caches, heads.num), block_size, heads, total, groups, windows, (tp.rank_in_group, tp.world_size)
+        )
         host = self._options.host or get_ip()
         shared = read_secret(self._options.secret_file)
         require_secret(shared, self._options.insecure, host)

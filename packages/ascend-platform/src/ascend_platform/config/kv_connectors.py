@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ascend_platform import extension
 from ascend_platform.components import registry, slots
+from ascend_platform.config.state_layers import has_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,8 +52,10 @@ def resolve(vllm_config: VllmConfig) -> None:
 def check(vllm_config: VllmConfig) -> None:
     """Call the connector class's ``check_config`` with the configuration, if it has one.
 
+    With layers that have states a connector has to set ``transfers_states``.
+
     Raises:
-        RefusedError: the connector's own reason.
+        RefusedError: the connector's own reason, or that it does not transfer states.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -64,6 +67,11 @@ def check(vllm_config: VllmConfig) -> None:
     if transfer.kv_connector == MULTI:
         given = cast(Any, found)._get_connector_classes_and_configs(vllm_config)
     for connector, config in given:
+        if vllm_config.model_config is not None and has_states(vllm_config) and not getattr(connector, "transfers_states", False):
+            raise extension.RefusedError(
+                f"KV connector {connector.__name__} does not support models with state-space or linear attention layers; "
+                "AscendP2PConnector does"
+            )
         if check_config := getattr(connector, "check_config", None):
             check_config(config)
 
