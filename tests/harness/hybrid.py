@@ -137,7 +137,7 @@ def _logprobs(model: Any) -> Any:
 def run(cases: list[dict[str, Any]], plugins: str, timeout: float) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(PROGRAM), json.dumps(cases)]
     variables = {"VLLM_PLUGINS": plugins, "OMP_NUM_THREADS": "1"}
-    return npus.run(max(case["ranks"] for case in cases), *command, memory="2GiB", timeout=timeout, **variables)
+    return npus.run(max(case["ranks"] for case in cases), *command, memory="3GiB", timeout=timeout, **variables)
 
 
 def main() -> None:

@@ -90,6 +90,19 @@ SPARSE = LATENT | {  # DeepSeek-V3.2 in the same way; all tokens are among the s
     "index_n_heads": 64,
     "index_head_dim": 128,
 }
+DELTA = EXPERTS | {  # Qwen3-Next with half of its width and another number of experts; the layer that is counted is the third
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 512,
+    "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+}
 _ARGUMENTS = {"num_bits": 8, "type": "int", "symmetric": True}
 INT8 = {
     "quant_method": "compressed-tensors",
@@ -114,6 +127,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts, W8A8": {"config": EXPERTS | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "latent attention": {"config": LATENT, "ranks": 1, "engine": {}},
     "sparse latent attention": {"config": SPARSE, "ranks": 1, "engine": {"gpu_memory_utilization": 0.5}},
+    "gated delta net, experts": {"config": DELTA, "ranks": 1, "engine": {"gpu_memory_utilization": 0.8}},
     "embedding (BERT)": {"config": BERT, "ranks": 1, "engine": {"runner": "pooling"}},
 }
 
@@ -150,12 +164,19 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     if index := text.get("index_head_dim"):
         cached += index
         weights += text["index_n_heads"] * (rank * index + hidden) + hidden * index
+    if linear := text.get("linear_num_value_heads"):
+        keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+        values = linear * text["linear_value_head_dim"]
+        weights = hidden * (2 * keys + 3 * values + 2 * linear + 3 * text["shared_expert_intermediate_size"] + 1)
+        state = values * text["linear_key_head_dim"] + (text["linear_conv_kernel_dim"] - 1) * (2 * keys + values)
     if config.get("num_experts"):
         router = HIDDEN * config["num_experts"]
         weights += 3 * HIDDEN * config["moe_intermediate_size"] * config["num_experts"] // ranks
     else:
         weights += (2 if config is BERT else 3) * hidden * text["intermediate_size"] // ranks
     cache = 0 if config is BERT else cached * (seen + (tokens if step == "decode" else 0))
+    if linear:
+        cache = REQUESTS * state * (1 if step == "prefill" else 2)  # a prefill only writes them
     width = 1 if "quantization_config" in config else 2
     return width * weights + 2 * (router + cache + 2 * tokens * hidden), 2 * 2 * 2 * (ranks - 1) * tokens * hidden // ranks
 

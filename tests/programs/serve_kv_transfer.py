@@ -227,7 +227,7 @@ class Pair:
             self.prefill, [item | {"length": 1, "params": given, "abort after": item.get("abort prefill")} for item in items]
         )
         for _, _, params, *_ in first.values():
-            params.pop("remote_prefill_cached_tokens", None)  # vLLM's, which it would show in place of what it has not computed
+            (params or {}).pop("remote_prefill_cached_tokens", None)  # vLLM's, which it would show in place of what it has not computed
         return first
 
     def pull(self, items: list[dict[str, Any]]) -> dict[str, Any]:

@@ -58,6 +58,23 @@ def test_chunks_of_prefills_compute_the_delta_rule(decay):
         assert error(after[each], final[-1]) < FLOAT32
 
 
+def test_heads_of_the_published_size():
+    """16 heads of keys for 32 of values, 1024 tokens: repeat_interleave does not take as many elements on the NPU."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1024, heads, 128) * 0.1 for heads in (16, 16, 32))
+    g, beta = -torch.rand(1024, 32), torch.rand(1024, 32)
+    states, where = torch.zeros(1, 32, 128, 128), starts([1024]).npu()
+    output, after = gated_delta.chunk_rule(*(x.npu() for x in (q, k, v, g, beta)), 0.1, states.npu(), where)
+    alone = [x.npu() for x in (q[:, 15:], k[:, 15:], v[:, 30:], g[:, 30:], beta[:, 30:])]
+    expected, final = gated_delta.chunk_rule(*alone, 0.1, states[:, 30:].npu(), where)
+    assert torch.equal(output[:, 30:], expected)
+    assert torch.equal(after[:, 30:], final)
+    v, pool, blocks = v[..., :1], torch.zeros(1025, 32, 1, 128).npu(), torch.arange(1, 1025, dtype=torch.int32).npu()
+    one = gated_delta.recurrent_rule(*(x.npu() for x in (q, k, v, g, beta)), 0.1, pool, blocks, None, None)
+    score = torch.einsum("thk,thk->th", q.repeat_interleave(2, 1), k.repeat_interleave(2, 1)) * 0.1 * beta
+    assert error(one, (v * score[..., None]).double()) < FLOAT32
+
+
 def test_equal_keys_do_not_grow_errors():
     """Products of a chunk's updates cancel, which sums of powers of their matrix would not survive in float32."""
     q, k, v, g, beta = tensors(64)

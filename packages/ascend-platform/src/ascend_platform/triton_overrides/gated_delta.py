@@ -99,7 +99,7 @@ def recurrent_rule(
         ``[tokens, heads, values]`` of v's dtype; rows of no request are undefined.
     """
     groups, output = v.shape[1] // k.shape[1], torch.zeros_like(v)
-    q, k = (each.float().repeat_interleave(groups, 1) for each in (q * scale, k))
+    q, k = (packed.repeat_heads(each.float(), groups) for each in (q * scale, k))
 
     def step(state: torch.Tensor, tokens: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state = state * g[tokens].float().exp()[..., None, None]

@@ -64,7 +64,7 @@ class Slab:
         """The rows ``[tokens, heads, size]`` as ``[chunks, heads, length, size]`` in float32, 0 where there is no token."""
         rows = x[self.places.clamp_max(self.tokens - 1).flatten()].float().unflatten(0, self.places.shape)
         rows = torch.where(self.exists[..., None, None], rows, 0).transpose(1, 2)
-        return rows.repeat_interleave(heads // x.shape[1], 1) if heads > x.shape[1] else rows
+        return repeat_heads(rows, heads // x.shape[1]) if heads > x.shape[1] else rows
 
     def decays(self, logs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of logarithms ``[tokens, heads]``: their sums up to each token, and the decays from each token to each later one."""
@@ -74,6 +74,11 @@ class Slab:
     def write(self, output: torch.Tensor, rows: torch.Tensor) -> None:
         """Write ``[chunks, heads, length, size]`` to their tokens in ``[tokens + 1, heads, size]``; the last row is of none."""
         output[self.places.flatten()] = rows.transpose(1, 2).flatten(0, 1).to(output.dtype)
+
+
+def repeat_heads(x: torch.Tensor, times: int) -> torch.Tensor:
+    """``[n, heads, ...]`` with each head ``times`` times; CANN's repeat_interleave takes less than 4,194,304 elements."""
+    return x.unsqueeze(2).expand(-1, -1, times, *x.shape[2:]).flatten(1, 2)
 
 
 def requests_of(tokens: int, query_start_loc: torch.Tensor) -> torch.Tensor:

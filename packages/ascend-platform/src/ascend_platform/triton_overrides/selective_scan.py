@@ -163,7 +163,7 @@ def selective_state_update(
     inputs, steps = x.float(), _steps(dt, dt_bias, dt_softplus)
     into, outof = B.float(), C.float()
     if x.dim() == 3:
-        into, outof = (each.repeat_interleave(x.shape[1] // each.shape[1], 1) for each in (into, outof))
+        into, outof = (packed.repeat_heads(each, x.shape[1] // each.shape[1]) for each in (into, outof))
 
     def step(before: torch.Tensor, tokens: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         by = steps[tokens][..., None]

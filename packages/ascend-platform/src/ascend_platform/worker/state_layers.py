@@ -154,6 +154,9 @@ def _replace() -> None:
             super().__init__(*arguments, **named)
             self.enable_fused_gdn_spec_decode = False
 
+        def _warmup_prefill_kernels(self, qkv_or_qkvz: Any, v_dim: int) -> None:
+            """Nothing to warm up; with vLLM's random decays the layer's prefills would be held for out of CANN's range."""
+
     class NPUMambaMixer2(MambaMixer2):
         """vLLM's layer without states within a prefill for prefix caching, and without warm-up of Triton kernels."""
 
