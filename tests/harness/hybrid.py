@@ -21,6 +21,9 @@ CHUNKED = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "enable_prefix_cach
 EAGER = CHUNKED | {"enforce_eager": True}
 FLOAT32 = {"mamba_ssm_cache_dtype": "float32"}
 LONGEST = 600
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
+ACCEPTED = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5]}
+"""Whatever they are: a random model's drafts are hardly ever right, and states after accepted ones would not be seen."""
 
 
 class Way(NamedTuple):
@@ -44,7 +47,8 @@ WAYS: dict[str, Way] = {
     "without ascend-attention": Way(CHUNKED, plugins="ascend", dtypes=("bfloat16",)),
     "few blocks": Way(CHUNKED | {"num_gpu_blocks_override": 13}),
     "prefix caching": Way(CHUNKED | {"enable_prefix_caching": True}),
-    "MTP, 2 draft tokens": Way(CHUNKED | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}, drafts=True),
+    "MTP, 2 draft tokens": Way(CHUNKED | {"speculative_config": DRAFTS}, drafts=True),
+    "MTP, drafts accepted as they are": Way(CHUNKED | {"speculative_config": DRAFTS | ACCEPTED}, drafts=True),
     "TP2": Way(CHUNKED | {layouts.TP: 2}),
     "PP2": Way(CHUNKED | {layouts.PP: 2}),
     "DP2 EP2": Way(CHUNKED | {layouts.DP: 2} | layouts.EP),

@@ -227,7 +227,8 @@ class Pair:
             self.prefill, [item | {"length": 1, "params": given, "abort after": item.get("abort prefill")} for item in items]
         )
         for _, _, params, *_ in first.values():
-            (params or {}).pop("remote_prefill_cached_tokens", None)  # vLLM's, which it would show in place of what it has not computed
+            if params:  # vLLM would show its own in place of what it has not computed
+                params.pop("remote_prefill_cached_tokens", None)
         return first
 
     def pull(self, items: list[dict[str, Any]]) -> dict[str, Any]:

@@ -167,6 +167,11 @@ torch.nn.functional.embedding(torch.tensor([4, 9], device="npu"), torch.randn(10
 counts = torch.tensor([2, 0, 3, 0], device="npu")
 x, weights = torch.randn(5, 64, **half), torch.randn(4, 64, 32, **half)
 torch_npu.npu_grouped_matmul([x], [weights], group_list=counts, split_item=2, group_type=0, group_list_type=1)
+wide = {"dtype": torch.bfloat16, "device": "npu"}
+numbers = [torch.tensor(each, dtype=torch.int32, device="npu") for each in ([1, 2], [7, 3, 9])]
+torch_npu.npu_recurrent_gated_delta_rule(
+    torch.randn(3, 2, 64, **wide), torch.randn(3, 2, 64, **wide), torch.randn(3, 4, 64, **wide), torch.zeros(50, 4, 64, 64, **wide),
+    beta=torch.ones(3, 4, **wide), scale=1.0, actual_seq_lengths=numbers[0], ssm_state_indices=numbers[1])
 torch.npu.synchronize()
 """
     path = tmp_path / "trace.json"
@@ -183,6 +188,8 @@ torch.npu.synchronize()
     assert keys + queries <= latent["bytes"] < keys + queries + 1000
     keys, queries = (512 + 64 + 512) * (3 + 2) * 2, (512 + 64 + 512) * 3 * 8 * 2  # the named tokens
     assert keys + queries <= told["aclnnSparseFlashAttention"]["bytes"] < keys + queries + 1000
+    state = 4 * 64 * 64 * 2
+    assert 5 * state <= told["aclnnRecurrentGatedDeltaRule"]["bytes"] < 5 * state + 5000  # two are read and three written
     assert told["aclnnEmbedding"]["bytes"] == 2 * 2 * 64 * 2 + 2 * 8
     (product,) = [arguments for name, arguments in told.items() if "GroupedMatmul" in name]
     assert product["flops"] == 2 * 5 * 64 * 32

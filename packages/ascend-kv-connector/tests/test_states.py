@@ -34,9 +34,9 @@ class Pages(SimpleNamespace):
         return vars(self)
 
 
-def caches(tp: tuple[int, int] = (0, 1)) -> tuple[PagedCache, dict[str, torch.Tensor]]:
+def caches(tp: tuple[int, int] = (0, 1), block: int = BLOCK) -> tuple[PagedCache, dict[str, torch.Tensor]]:
     """A layer with pages and two with states, of which blocks are apart, and all tensors by name."""
-    tensors: dict[str, torch.Tensor] = {part: torch.zeros(BLOCKS, BLOCK, HEADS, SIZE) for part in ("key", "value")}
+    tensors: dict[str, torch.Tensor] = {part: torch.zeros(BLOCKS, block, HEADS, SIZE) for part in ("key", "value")}
     layers: dict[str, Any] = {"pages": Pages(**tensors)}
     for layer in ("states.0", "states.1"):
         held = []
@@ -48,7 +48,7 @@ def caches(tp: tuple[int, int] = (0, 1)) -> tuple[PagedCache, dict[str, torch.Te
         layers[layer] = tuple(held)
     groups = {"pages": 0, "states.0": 1, "states.1": 2}
     windows = (0, LAST_STATE, LAST_STATE)
-    return PagedCache(list_regions(layers, HEADS), BLOCK, Heads(0, HEADS), HEADS, groups, windows, tp), tensors
+    return PagedCache(list_regions(layers, HEADS), block, Heads(0, HEADS), HEADS, groups, windows, tp), tensors
 
 
 @pytest.fixture
@@ -73,7 +73,8 @@ def pair(network: InMemoryNetwork) -> Iterator[Callable]:
 
 def transfer(producer: Producer, consumer: Consumer, leased: int, start: int, stop: int) -> Done | Failed:
     """Transfer tokens of a prompt, in blocks 5, 6 and 7 there with states in 3 and 9, to blocks 8 and 10, 11 and 2."""
-    producer.leases.grant("r", [5, 6, 7, 0, 0, 3, 0, 0, 9], leased, 5.0)
+    wide = producer.cache.block_size > BLOCK
+    producer.leases.grant("r", [5, 6, 0, 3, 0, 9] if wide else [5, 6, 7, 0, 0, 3, 0, 0, 9], leased, 5.0)
     source = Source("p", "r", ((producer.server.host, producer.server.port),))
     consumer.start("r", source, [8, 10, 0, 11, 0, 2], start, stop)
     while not (ended := consumer.get_finished()):
@@ -98,6 +99,18 @@ def test_pages_and_last_states_are_transferred(exposed: bool, chunk: int, pair: 
             expected[f"{layer} {name}"][other] = there[f"{layer} {name}"][one]
     for name, tensor in here.items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("exposed", [True, False], ids=["direct", "staged"])
+def test_block_sizes_may_differ(exposed: bool, pair: Callable) -> None:
+    producer, there, consumer, here = pair(exposed, one={"block": 8})
+    torch.manual_seed(0)
+    for tensor in there.values():
+        tensor.copy_(torch.randn(tensor.shape))
+    assert isinstance(transfer(producer, consumer, 11, 4, 11), Done)
+    assert torch.equal(here["key"][8], there["key"][5, 4:])
+    assert torch.equal(here["value"][10, :3], there["value"][6, :3])
+    assert torch.equal(here["states.1 recurrent"][2], there["states.1 recurrent"][9])
 
 
 @pytest.mark.parametrize("exposed", [True, False], ids=["direct", "staged"])

@@ -192,17 +192,29 @@ def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connecto
 
 def test_unsupported_models_with_states_are_refused_by_name():
     model_config = SimpleNamespace(is_hybrid=True, is_attention_free=False, architecture="BailingMoeV2_5ForCausalLM")
-    cache = SimpleNamespace(mamba_cache_mode="align", use_replayssm=False)
+    cache = SimpleNamespace(mamba_cache_mode="align", use_replayssm=False, kv_offloading_size=None)
     parallel = SimpleNamespace(decode_context_parallel_size=1)
     config = SimpleNamespace(model_config=model_config, cache_config=cache, parallel_config=parallel, kv_transfer_config=None)
     config.speculative_config = None
     assert state_layers.other_architecture(config) == "BailingMoeV2_5ForCausalLM"
     model_config.architecture = "Qwen3NextForCausalLM"
     assert (state_layers.other_architecture(config), state_layers.other_options(config)) == ("", "")
-    config.speculative_config, config.kv_transfer_config = "drafts", "connector"
+    config.speculative_config, cache.kv_offloading_size = "drafts", 1.0
     assert state_layers.other_options(config).startswith(
-        "KV connectors, prefix caching and draft tokens; fix: --no-enable-prefix"
+        "--kv-offloading-size, prefix caching and draft tokens; fix: --no-enable-prefix"
     )
+
+
+def test_connectors_that_do_not_transfer_states_are_refused_with_such_models(model, connectors):
+    connectors()
+    mamba = {"model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 64, "mamba_n_heads": 4}
+    directory = model(**mamba, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, mamba_expand=1)
+    for name in ("OffloadingConnector", "AscendStoreConnector"):
+        line = f"KV connector {name} does not support models with state-space or linear attention layers; AscendP2PConnector does"
+        with pytest.raises(ValueError, match=line):
+            engine_config(directory, **transfer(name))
+    local = {"kv_connector_extra_config": {"host": "127.0.0.1"}}
+    assert engine_config(directory, **transfer("AscendP2PConnector", **local)).kv_transfer_config is not None
 
 
 def test_values_of_another_head_size_are_refused_by_name():

@@ -46,6 +46,7 @@ def other_options(config: VllmConfig) -> str:
     if not has_states(config) or other_architecture(config):
         return ""
     asked = {
+        "--kv-offloading-size": config.cache_config.kv_offloading_size is not None,
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
         "prefix caching and draft tokens; fix: --no-enable-prefix-caching": config.cache_config.mamba_cache_mode != "none"
         and config.speculative_config,

@@ -91,6 +91,8 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
         const auto counts = numbers(*lengths), blocks = numbers(*indices);
         const auto taken = accepted ? numbers(*accepted) : std::vector<int64_t>(counts.size(), 1);
         check_total(counts, delta.query.size(0));
+        // a state is read for each request, and one written for each token
+        cost::partial_access(state, static_cast<double>((counts.size() + blocks.size()) * state[0].nbytes()));
         for (const auto block : blocks)
           check(block >= 0 && block < state.size(0), kOpParam, "ssm_state_indices has ", block, "; state has ", state.size(0),
               " blocks");
