@@ -154,26 +154,37 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.ways) - set(WAYS):
         parser.error(f"no way {', '.join(sorted(unknown))}; there are {'; '.join(WAYS)}")
-    failed = 0
     with tempfile.TemporaryDirectory() as temporary:
-        for name in options.ways or WAYS:
-            for dtype in options.dtype or WAYS[name].dtypes:
-                failed += not _check(name, dtype, Path(temporary), options)
+        asked = [(name, dtype) for name in options.ways or WAYS for dtype in options.dtype or WAYS[name].dtypes]
+        failed = sum(_check(part, plugins, Path(temporary), options) for plugins, part in _by_plugins(asked).items())
     sys.exit(1 if failed else 0)
 
 
-def _check(name: str, dtype: str, directory: Path, options: argparse.Namespace) -> bool:
-    each = case(name, directory, dtype)
-    done = run([each], WAYS[name].plugins, options.timeout)
-    if not (results := npus.results(done.stdout)):
-        print(f"{name}, {dtype}: failed\n{done.stdout[-3000:]}{done.stderr[-6000:]}", flush=True)
-        return False
-    ranks = results[0]["ranks"]
-    told = compare(Path(each["model"]), dtype, ranks)
-    told |= {key: ranks[0][key] for key in ("counters", "rule", "graphs", "block_size")}
-    print(f"{name}, {dtype}", json.dumps(told), f"{results[0]['seconds']:.0f} s", flush=True)
-    if options.keep:
-        kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-        kept[name] = kept.get(name, {}) | {dtype: told}
-        KEPT.write_text(json.dumps({way: kept[way] for way in WAYS if way in kept}, indent=1) + "\n")
-    return True
+def _by_plugins(asked: list[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
+    """Ways that one process can start, which imports vLLM once."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, dtype in asked:
+        found.setdefault(WAYS[name].plugins, []).append((name, dtype))
+    return found
+
+
+def _check(ways: list[tuple[str, str]], plugins: str, directory: Path, options: argparse.Namespace) -> int:
+    """Serve a model in these ways and compare the answers; returns how many failed."""
+    cases = {f"{name}, {dtype}": case(name, directory, dtype) for name, dtype in ways}
+    done = run([each | {"name": key} for key, each in cases.items()], plugins, options.timeout * len(cases))
+    results = {result["name"]: result for result in npus.results(done.stdout)}
+    if missing := cases.keys() - results.keys():
+        print(f"failed: {'; '.join(sorted(missing))}\n{done.stdout[-3000:]}{done.stderr[-6000:]}", flush=True)
+    for name, dtype in ways:
+        key = f"{name}, {dtype}"
+        if key not in results:
+            continue
+        ranks = results[key]["ranks"]
+        told = compare(Path(cases[key]["model"]), dtype, ranks)
+        told |= {key: ranks[0][key] for key in ("counters", "rule", "graphs", "block_size")}
+        print(key, json.dumps(told), f"{results[key]['seconds']:.0f} s", flush=True)
+        if options.keep:
+            kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+            kept[name] = kept.get(name, {}) | {dtype: told}
+            KEPT.write_text(json.dumps({way: kept[way] for way in WAYS if way in kept}, indent=1) + "\n")
+    return len(missing)

@@ -170,7 +170,7 @@ torch_npu.npu_grouped_matmul([x], [weights], group_list=counts, split_item=2, gr
 wide = {"dtype": torch.bfloat16, "device": "npu"}
 numbers = [torch.tensor(each, dtype=torch.int32, device="npu") for each in ([1, 2], [7, 3, 9])]
 torch_npu.npu_recurrent_gated_delta_rule(
-    torch.randn(3, 2, 64, **wide), torch.randn(3, 2, 64, **wide), torch.randn(3, 4, 64, **wide), torch.zeros(50, 4, 64, 64, **wide),
+    *(torch.randn(3, heads, 64, **wide) for heads in (2, 2, 4)), torch.zeros(50, 4, 64, 64, **wide),
     beta=torch.ones(3, 4, **wide), scale=1.0, actual_seq_lengths=numbers[0], ssm_state_indices=numbers[1])
 torch.npu.synchronize()
 """
