@@ -40,6 +40,15 @@ def test_host_does_not_wait_before_the_sampled_tokens(counted: dict[str, Any], n
     assert counted[name][step]["waits"] == 0
 
 
+def test_fused_operators_before_latent_attention(tmp_path: Path) -> None:
+    """They launch less, and keep the rotated elements in another order: docs/attention.md says why they are not used."""
+    found = table.preprocessing(tmp_path)
+    counts = {name: len(way["operators"]) for name, way in found.items()}
+    assert counts == {"single_operators": 8, "norm_and_cache": 6, "prolog": 1}
+    assert found["norm_and_cache"]["far"] == 0
+    assert 0 < found["prolog"]["far"] < 0.05  # one rounding of values of up to 4 at another place
+
+
 def test_host_wait_is_counted(tmp_path: Path) -> None:
     """One between two operators is, and none behind the tokens' way to the host, which may be on a stream of its own."""
     program = """

@@ -10,35 +10,46 @@ from harness import checkout, layouts, npus
 CYCLES = 20
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Two models of the same shapes with 54 MB of weights, most of them experts', whose first matrices are square.
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 96}
+SELECTED = {"index_topk": 32, "index_n_heads": 32, "index_head_dim": 128}
+FAMILIES = {
+    "Qwen3Moe": SHAPE | {"num_experts": 32, "num_key_value_heads": 2, "head_dim": 128},
+    "GlmMoeDsa": SHAPE
+    | LATENT
+    | SELECTED
+    | {"n_routed_experts": 32, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    | {"num_key_value_heads": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": True},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def models(request, tmp_path_factory):
+    """Two models of the same shapes with 54 MB of weights and more, most of them experts', whose first matrices are square.
 
     A square matrix that is transposed once too often has the right shape.
     """
     import torch
     import transformers
 
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=512,
-        moe_intermediate_size=256,
-        num_experts=32,
-        num_experts_per_tok=4,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=128,
-        max_position_embeddings=1024,
-        initializer_range=0.1,
-    )
+    family = request.param
     directories = []
     for seed in range(2):
         torch.manual_seed(seed)
-        directories.append(tmp_path_factory.mktemp("qwen3-moe"))
-        transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directories[-1])
+        directories.append(tmp_path_factory.mktemp(family))
+        config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+        getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(directories[-1])
     return directories
 
 
@@ -77,7 +88,9 @@ def test_expert_weights_are_not_transposed_twice(result, models):
     assert result["tokens of first weights again"] == result["tokens"]
     served = result["tokens of other weights"]
     gaps = [gap_to_choice(model, result["prompts"], served) for model in models]
-    assert gaps[1] < 0.1 < 1 < gaps[0]
+    # bfloat16 also changes which tokens an indexer selects
+    assert gaps[1] < (0.2 if "Dsa" in models[0].name else 0.1)
+    assert gaps[0] > 1
 
 
 def gap_to_choice(model, prompts, served):

@@ -185,6 +185,26 @@ def pooled(name: str, case: dict[str, Any]) -> list[list[float]]:
     return out
 
 
+def own_answers(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """What Hugging Face answers in the case's dtype, as serve_kinds.py has it: a yardstick for that dtype's roundings."""
+    import torch
+    import transformers
+
+    dtype = getattr(torch, case["dtype"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(case["model"], dtype=dtype, attn_implementation="eager").eval()
+    answers = []
+    for prompt, length in zip(case["prompts"], case["lengths"], strict=True):
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        for _ in range(length):
+            with torch.no_grad():
+                last = model(input_ids=torch.tensor([prompt + tokens])).logits[0, -1].float().log_softmax(-1)
+            tokens.append(int(last.argmax()))
+            logprobs.append(float(last.max()))
+        answers.append({"tokens": tokens, "logprobs": logprobs})
+    return answers * 2
+
+
 class Found(NamedTuple):
     """What a comparison found.
 
@@ -260,7 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tools/check kinds", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="beginnings of names; default: all")
     parser.add_argument("--npus", type=int, choices=[1, 2], action="append", help="default: both, by tensor parallelism")
-    parser.add_argument("--attention", choices=["fused", "built-in"], action="append", help="default: fused")
+    parser.add_argument("--attention", choices=["fused", "built-in", "transformers"], action="append", help="default: fused")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--batch", action="store_true", help="a batch of 32 prompts of 1 to 600 tokens (decoders)")
     parser.add_argument("--roundings", action="store_true", help="what roundings of the reference do not explain, in two columns")
@@ -283,6 +303,17 @@ def main() -> None:
                     for name in names
                     if ranks <= KINDS[name].most
                 }
+                if attention == "transformers":
+                    for name in (name for name in cases if KINDS[name].task == "generate" and not KINDS[name].media):
+                        own = {
+                            "results": own_answers(cases[name]),
+                            "alike": True,
+                            "kinds": [attention],
+                            "graphs": "",
+                            "seconds": 0,
+                        }
+                        print(_row(name, cases[name], own, options.roundings), flush=True)
+                    continue
                 done = run(list(cases.values()), "" if attention == "fused" else "ascend", 300 * len(cases))
                 found = {each["name"]: each for each in npus.results(done.stdout)}
                 if options.verbose or len(found) < len(cases):

@@ -148,6 +148,13 @@ def run(names: list[str], directory: Path, runner: str = "v1") -> dict[str, Any]
     return found
 
 
+def preprocessing(directory: Path) -> dict[str, Any]:
+    """What precedes latent attention in a decode step of LATENT, by each way that CANN's operators offer."""
+    trace, command = str(directory / "before.json"), [sys.executable, str(checkout.PROGRAMS / "count_preprocessing.py")]
+    command += [json.dumps(LATENT), str(REQUESTS)]
+    return npus.by_name(npus.run(1, *command, OMP_NUM_THREADS="1", ASCEND_EMULATOR_TRACE=trace))
+
+
 def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     """Bytes that one layer has to move in a rank's memory, and to send: each weight once, the keys and values that are seen
     once, and the tokens' hidden state in and out; for each all-reduce what a ring sends, 2 (n - 1) / n of the tensor."""
@@ -216,7 +223,8 @@ def main() -> None:
         parser.error(f"no case {', '.join(sorted(unknown))}; there are: {'; '.join(CASES)}")
     with tempfile.TemporaryDirectory() as directory:
         found = run(names, Path(directory), given.runner)
-    print(json.dumps(found, indent=1))
+        before = preprocessing(Path(directory)) if "latent attention" in names else {}
+    print(json.dumps(found, indent=1), *before.values(), sep="\n")
     if given.runner == "v2":
         outside = {name: {step: [each["outside"], each["waits"]] for step, each in found[name].items()} for name in found}
         KEPT_V2.write_text(json.dumps(json.loads(KEPT_V2.read_text()) | outside, indent=1) + "\n")

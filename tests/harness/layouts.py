@@ -59,6 +59,7 @@ COMMON = ATTENTION | {
     "eos_token_id": 1,
 }
 OF_LATENTS = OF_EXPERTS | {name: layout for name, layout in OF_ONE_KEY_HEAD.items() if "DCP2" in name}
+LATENT = "deepseek-v3", "kimi-k2", "glm-4.7-flash"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-key-head": ("Qwen3", {"intermediate_size": 256, "num_key_value_heads": 1}),
     "mixtral": ("Mixtral", {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -74,6 +75,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v3": latent.MODELS["deepseek-v3, yarn"],
     "deepseek-v3.2": latent.MODELS["deepseek-v3.2, selected tokens"],
+    "glm-5": latent.MODELS["glm-5, shared selections"],
+    "kimi-k2": latent.MODELS["kimi-k2, one group"],
+    "glm-4.7-flash": latent.MODELS["glm-4.7-flash, 20 heads"],
     # DeepSeek-V3's routing (sigmoids, groups, a bias for the choice, a shared expert, a dense first layer) with dense attention
     "glm4-moe": (
         "Glm4Moe",
@@ -210,29 +214,37 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name in options.model or ["adder"]:
             model = ADDER if name == "adder" else make(name, Path(directory))
-            known = {"adder": LAYOUTS, "one-key-head": OF_ONE_KEY_HEAD, "deepseek-v3": OF_LATENTS}.get(name, OF_EXPERTS)
-            known |= OF_OPTIONS
+            known = {"adder": LAYOUTS, "one-key-head": OF_ONE_KEY_HEAD}.get(name, OF_LATENTS if name in LATENT else OF_EXPERTS)
+            known = known | OF_OPTIONS
             half = options.dtype != "float32"  # all that mc2 takes
             taken = [layout for layout in known if half or "mc2" not in layout]
-            for layout in options.layouts or taken:
-                for launcher in options.launcher or ["mp", "external"]:
-                    wrong += _run(model, options.dtype, layout, known[layout], launcher == "mp", options.timeout)
+            chosen = {layout: known[layout] for layout in options.layouts or taken}
+            for launcher in options.launcher or ["mp", "external"]:
+                mp = launcher == "mp"
+                # one program forks all ranks of the external launcher
+                for own in [{name: engine} for name, engine in chosen.items()] if mp else [chosen]:
+                    wrong += _run(model, options.dtype, own, mp, options.timeout)
     sys.exit(1 if wrong else 0)
 
 
-def _run(model: Path, dtype: str, name: str, engine: dict[str, Any], mp: bool, timeout: float) -> int:
-    command = [sys.executable, str(PROGRAM), json.dumps([case(name, model, engine, mp=mp, dtype=dtype)])]
-    label = f"| {model.name} | {dtype} | {name} | {'mp' if mp else 'external'} |"
+def _run(model: Path, dtype: str, engines: dict[str, dict[str, Any]], mp: bool, timeout: float) -> int:
+    """Serve in these layouts one after the other, and print a row for each; returns how many are wrong."""
+    cases = [case(name, model, engine, mp=mp, dtype=dtype) for name, engine in engines.items()]
+    command = [sys.executable, str(PROGRAM), json.dumps(cases)]
     try:
-        done = npus.run(ranks(engine), *command, timeout=timeout, OMP_NUM_THREADS="1")
-    except subprocess.TimeoutExpired:
-        print(f"{label} no answer after {timeout:g} s | | | | | |", flush=True)
-        return 1
-    found = npus.results(done.stdout)
-    if not found:
-        print(f"{label} failed: {(done.stdout + done.stderr)[-2000:]} | | | | | |", flush=True)
-        return 1
-    count, others, most, mean = compare(model, dtype, found[0]["results"])
-    by = ", ".join(kind for kind in found[0].get("kinds", []))
-    print(f"{label} {count} | {others} | {most:.1e} | {mean:.1e} | {found[0]['seconds']:.0f} | {by} |", flush=True)
-    return 0 if others == 0 or (dtype != "float32" and model != ADDER) else 1
+        done = npus.run(max(map(ranks, engines.values())), *command, timeout=timeout * len(cases), OMP_NUM_THREADS="1")
+        output, failure = done.stdout, f"failed: {(done.stdout + done.stderr)[-2000:]}"
+    except subprocess.TimeoutExpired as error:
+        output, failure = (error.stdout or b"").decode(), "no answer in time"
+    found, wrong = {each["name"]: each for each in npus.results(output)}, 0
+    for name in engines:
+        label = f"| {model.name} | {dtype} | {name} | {'mp' if mp else 'external'} |"
+        if name not in found:
+            print(f"{label} {failure} | | | | | |", flush=True)
+            wrong += 1
+            continue
+        count, others, most, mean = compare(model, dtype, found[name]["results"])
+        by = ", ".join(found[name].get("kinds", []))
+        print(f"{label} {count} | {others} | {most:.1e} | {mean:.1e} | {found[name]['seconds']:.0f} | {by} |", flush=True)
+        wrong += others > 0 and (dtype == "float32" or model == ADDER)
+    return wrong

@@ -28,7 +28,7 @@ def measure(worker: Any) -> dict:
     torch.npu.synchronize()
     free, total = torch.npu.mem_get_info()
     runner = worker.model_runner
-    tensors = [*runner.get_model().parameters(), *runner.kv_caches]
+    tensors = [*runner.get_model().parameters(), *(part for cache in runner.kv_caches for part in cache)]
     entries = [entry for each in CUDAGraphWrapper._all_instances for entry in each.concrete_cudagraph_entries.values()]
     segments = worker.sleep_mode_backend._memory._segments.values()
     bytes_of = {tag: sum(each.size for each in segments if each.tag == tag and each.handle) for tag in ("weights", "kv_cache")}

@@ -147,6 +147,11 @@ class TestAscendP2PConnectorWithWindows(HandoffTests):
     device, windowed = "npu", (1,)
 
 
+class TestAscendP2PConnectorWithLatents(HandoffTests):
+    transfer: ClassVar[dict[str, Any]] = P2P
+    device, latent = "npu", True
+
+
 class TestOffloadingConnector(ConnectorTests):
     transfer: ClassVar[dict[str, Any]] = HOST
     device, keeps = "npu", True
@@ -154,6 +159,10 @@ class TestOffloadingConnector(ConnectorTests):
 
 class TestOffloadingConnectorWithWindows(TestOffloadingConnector):
     windowed = (1,)
+
+
+class TestOffloadingConnectorWithLatents(TestOffloadingConnector):
+    latent = True
 
 
 class TestAscendStoreConnector(ConnectorTests):
@@ -166,6 +175,10 @@ class TestAscendStoreConnector(ConnectorTests):
 
 class TestAscendStoreConnectorWithWindows(TestAscendStoreConnector):
     windowed = (1,)
+
+
+class TestAscendStoreConnectorWithLatents(TestAscendStoreConnector):
+    latent = True
 
 
 class TestMultiConnector(HandoffTests):

@@ -27,7 +27,18 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from ascend_kv_connector.testing_engine import BLOCK, HEADS, LAYERS, SIZE, VOCABULARY, Engine, Pages, expected_tokens
+from ascend_kv_connector.testing_engine import (
+    BLOCK,
+    HEADS,
+    LAYERS,
+    SIZE,
+    VOCABULARY,
+    Engine,
+    Index,
+    Latents,
+    Pages,
+    expected_tokens,
+)
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -42,13 +53,23 @@ MODEL = {
     "max_position_embeddings": 1024,
     "torch_dtype": "float32",
 }
+LATENT = MODEL | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 24,
+    "qk_nope_head_dim": SIZE,
+    "v_head_dim": SIZE,
+    "q_lora_rank": None,
+    "first_k_dense_replace": LAYERS,
+}
 
 
 @functools.cache
-def _model_directory() -> tempfile.TemporaryDirectory[str]:
+def _model_directory(latent: bool) -> tempfile.TemporaryDirectory[str]:
     """Directory of the model of all engines: connectors compare its name."""
     directory = tempfile.TemporaryDirectory()
-    Path(directory.name, "config.json").write_text(json.dumps(MODEL))
+    Path(directory.name, "config.json").write_text(json.dumps(LATENT if latent else MODEL))
     return directory
 
 
@@ -89,7 +110,8 @@ class ConnectorTests:
 
     ``device`` is the device of the KV cache. With ``paged`` a layer's cache is :class:`Pages`, as on Ascend NPUs, otherwise one
     tensor ``[blocks, HEADS, BLOCK, 2 * SIZE]``, as in vLLM elsewhere. ``keeps``: the connector keeps KV cache after a reset of
-    the device's prefix cache. The layers in ``windowed`` have a sliding window of 40 tokens, and a block table of their own.
+    the device's prefix cache. The layers in ``windowed`` have a sliding window of 40 tokens, and a block table of their own. With
+    ``latent`` layers have :class:`Latents`, and the last one an :class:`Index`, as sparse latent attention on Ascend NPUs.
     """
 
     transfer: ClassVar[dict[str, Any]] = {}
@@ -97,18 +119,22 @@ class ConnectorTests:
     paged: bool = True
     keeps: bool = False
     windowed: Sequence[int] = ()
+    latent: bool = False
 
     def make_caches(self, layers: int, blocks: int) -> list[Any]:
         """KV cache of each layer, in one allocation."""
         whole = torch.full((layers, blocks * BLOCK * HEADS * 2 * SIZE), -1.0, device=self.device)
+        if self.latent:
+            rows = [layer.view(-1, LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]) for layer in whole]
+            return [_latents(layer, blocks) for layer in rows[:-1]] + [Index(rows[-1].view(blocks, BLOCK, 1, -1))]
         if self.paged:
             return [Pages(*layer.view(2, blocks, BLOCK, HEADS, SIZE)) for layer in whole]
         return [layer.view(blocks, BLOCK, HEADS, 2 * SIZE).transpose(1, 2) for layer in whole]
 
     def parts(self, cache: Any) -> list[torch.Tensor]:
-        """A layer's keys and values, views ``[blocks, BLOCK, HEADS, SIZE]`` of the cache."""
+        """A layer's keys and values, views ``[blocks, BLOCK, HEADS, SIZE]`` of the cache, or the parts of its latents."""
         if self.paged:
-            return [cache.key, cache.value]
+            return [*cache]
         apart = cache.transpose(1, 2)
         return [apart[..., :SIZE], apart[..., SIZE:]]
 
@@ -118,7 +144,8 @@ class ConnectorTests:
         made = []
 
         def make(blocks: int = 200, **transfer: Any) -> Engine:
-            made.append(Engine(self.config(self.transfer | transfer), blocks, self.make_caches, self.parts, self.windowed))
+            config = self.config(self.transfer | transfer)
+            made.append(Engine(config, blocks, self.make_caches, self.parts, self.windowed, self.latent))
             return made[-1]
 
         yield make
@@ -130,7 +157,7 @@ class ConnectorTests:
         from vllm.engine.arg_utils import EngineArgs
 
         made = EngineArgs(
-            model=_model_directory().name,
+            model=_model_directory(self.latent).name,
             skip_tokenizer_init=True,
             max_model_len=512,
             max_num_seqs=8,
@@ -230,6 +257,13 @@ class ConnectorTests:
         assert again is not None
         assert again.aggregate(stats).is_empty()
         assert isinstance(again.reduce(), dict)
+
+
+def _latents(layer: torch.Tensor, blocks: int) -> Latents:
+    """A region ``[tokens, 64]`` as latents followed by rotated keys, each contiguous."""
+    widths = LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]
+    parts = layer.view(-1).split([len(layer) * width for width in widths])
+    return Latents(*(part.view(blocks, BLOCK, 1, width) for part, width in zip(parts, widths, strict=True)))
 
 
 class HandoffTests(ConnectorTests):

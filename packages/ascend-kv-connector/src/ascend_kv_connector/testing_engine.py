@@ -26,6 +26,19 @@ class Pages(NamedTuple):
     value: torch.Tensor
 
 
+class Latents(NamedTuple):
+    """A layer's latents and rotated keys, ``[blocks, BLOCK, 1, 40 and 24]``: multi-head latent attention."""
+
+    latent: torch.Tensor
+    rope: torch.Tensor
+
+
+class Index(NamedTuple):
+    """Keys of an indexer, ``[blocks, BLOCK, 1, 64]``: sparse latent attention has them as a layer of its own."""
+
+    index: torch.Tensor  # type: ignore[assignment]  # tuple.index is not used
+
+
 def next_token(tokens: list[int]) -> int:
     """The next token that the modelless engine generates."""
     return zlib.crc32(bytes(str(tokens), "ascii")) % VOCABULARY
@@ -53,6 +66,7 @@ class Engine:
         make_caches: Callable[[int, int], list],
         parts: Callable[[Any], list],
         windowed: Sequence[int] = (),
+        latent: bool = False,
     ) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -64,6 +78,7 @@ class Engine:
             KVCacheConfig,
             KVCacheGroupSpec,
             KVCacheTensor,
+            MLAAttentionSpec,
             SlidingWindowSpec,
         )
         from vllm.v1.structured_output import StructuredOutputManager
@@ -73,6 +88,8 @@ class Engine:
         self.hasher = get_request_block_hasher(BLOCK, hashing)
         shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.float32}
         spec = FullAttentionSpec(**shape)
+        if latent:
+            spec = MLAAttentionSpec(**shape | {"num_kv_heads": 1, "head_size": 2 * HEADS * SIZE})
         self.layers = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
         size = blocks * spec.page_size_bytes
         tensors = _tensors(KVCacheTensor, self.layers, size, spec.page_size_bytes)
