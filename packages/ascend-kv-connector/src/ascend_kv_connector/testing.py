@@ -40,7 +40,7 @@ from ascend_kv_connector.testing_engine import (
     expected_tokens,
 )
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": VOCABULARY,
@@ -53,7 +53,7 @@ MODEL = {
     "max_position_embeddings": 1024,
     "torch_dtype": "float32",
 }
-LATENT = MODEL | {
+LATENT: dict[str, Any] = MODEL | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "kv_lora_rank": 40,
