@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch_npu
+from torch_npu.npu.graphs import _GraphDispatchMode
 from vllm.distributed.parallel_state import GraphCaptureContext
 from vllm.forward_context import get_forward_context
 
@@ -33,15 +34,21 @@ class NPUGraph(torch_npu.npu.NPUGraph):
     _lengths_read: ClassVar[torch_npu.npu.Event | None] = None
     """Recorded after the last replay: until then a graph may still read its lengths."""
 
+    def __init__(self) -> None:
+        # Each update ends by emptying torch_npu's task queue, so that its thread would only add two switches to it.
+        if _GraphDispatchMode.update_stream is None:
+            _GraphDispatchMode.update_stream = torch_npu.npu.SyncLaunchStream()
+        super().__init__()
+
     def replay(self) -> None:
         tasks = self.graph_dispatch_mode.graph_dispatch_records
         if not tasks:
             super().replay()
             return
         stream, update_stream = torch.npu.current_stream(), self.graph_dispatch_mode.update_stream
+        super().replay()  # empties the task queue: the event below, which the last replay queued, has been recorded
         if NPUGraph._lengths_read is not None:
             update_stream.wait_event(NPUGraph._lengths_read)
-        super().replay()
         try:
             self.graph_dispatch_mode.update_capture_record([_host_lengths()])
         except BaseException:
