@@ -37,6 +37,7 @@ def rms(x, weight, epsilon):
 @pytest.mark.parametrize("shape", [(1, 64), (7, 5, 128), (33, 1024)])
 def test_rms_norm(dtype, shape):
     layer = RMSNorm(shape[-1], eps=1e-5, dtype=dtype)
+    assert layer.is_fused
     layer.weight.data.normal_()
     x = torch.randn(shape, dtype=dtype)
     expected = rms(x.double(), layer.weight.double(), 1e-5)
@@ -69,6 +70,22 @@ def test_gemma_rms_norm(dtype):
     normed, left = layer(x.npu(), residual.npu())
     close(left, x.double() + residual.double(), ulps=1)
     close(normed, rms((x + residual).double(), expected_weight, 1e-6))
+
+
+def test_rms_norm_of_another_dtype_than_the_weight_s_falls_back_to_native():
+    layer = RMSNorm(64, dtype=torch.bfloat16)
+    layer.weight.data.normal_()
+    x = torch.randn(3, 64)
+    assert layer.is_fused
+    close(layer.to("npu")(x.npu()), rms(x.double(), layer.weight.cpu().double(), 1e-6), ulps=1 << 16)
+
+
+def test_rms_norm_leaves_the_choice_to_the_ir_s_priority():
+    x = torch.randn(3, 64)
+    with ir.ops.rms_norm.set_priority(["native"]):
+        layer = RMSNorm(64, dtype=torch.float32).to("npu")
+        close(layer(x.npu()), rms(x.double(), torch.ones(64).double(), 1e-6))
+    assert not layer.is_fused
 
 
 def test_partial_rms_norm_falls_back_to_native():

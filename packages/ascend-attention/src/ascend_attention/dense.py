@@ -197,7 +197,9 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
                 int8.reserve(self, query, BLOCK_SIZE)
             return output.zero_()
         meta, (key_cache, value_cache) = attn_metadata, kv_cache
-        tokens = slice(meta.num_tokens)
+        returned, tokens = output, slice(meta.num_tokens)
+        if len(query) != meta.num_tokens:
+            query, output = query[tokens], output[tokens]
         if self.writes_cache and key is not None and value is not None:
             self._write(layer, key, value, key_cache, value_cache, meta)
         if key_cache.dtype == torch.int8:
@@ -205,16 +207,16 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
         elif meta.dcp:
             assert key is not None
             assert value is not None
-            dcp.attend(query[tokens], key[tokens], value[tokens], kv_cache, meta, self._head_args(), output[tokens])
+            dcp.attend(query, key[tokens], value[tokens], kv_cache, meta, self._head_args(), output)
         elif meta.rows is not None:
             padded = query.new_zeros(meta.num_rows, *query.shape[1:])
-            padded.index_copy_(0, meta.rows, query[tokens])
+            padded.index_copy_(0, meta.rows, query)
             attended = torch.empty_like(padded)
             self.attend(padded, key_cache, value_cache, meta.lengths, meta.block_table, meta, attended)
-            output[tokens] = attended.index_select(0, meta.rows)
+            output.copy_(attended.index_select(0, meta.rows))
         else:
-            self.attend(query[tokens], key_cache, value_cache, meta.lengths, meta.block_table, meta, output[tokens])
-        return output
+            self.attend(query, key_cache, value_cache, meta.lengths, meta.block_table, meta, output)
+        return returned
 
     def _write(
         self,
@@ -226,12 +228,15 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
         meta: FusedAttentionMetadata,
     ) -> None:
         slots = meta.dcp.slot_mapping if meta.dcp else meta.slot_mapping
-        tokens = meta.dcp.local_token_indices if meta.dcp else slice(len(slots))
+        if meta.dcp:
+            key, value = key[meta.dcp.local_token_indices], value[meta.dcp.local_token_indices]
+        elif len(key) != len(slots):
+            key, value = key[: len(slots)], value[: len(slots)]
         if key_cache.dtype == torch.int8:
-            int8.write(layer, key[tokens], value[tokens], key_cache, value_cache, slots)
+            int8.write(layer, key, value, key_cache, value_cache, slots)
         elif len(slots):
             # value is a slice of the fused QKV projection; the kernel needs it contiguous
-            new = key[tokens].contiguous(), value[tokens].contiguous()
+            new = key.contiguous(), value.contiguous()
             torch_npu.npu_scatter_pa_kv_cache(*new, key_cache, value_cache, slots, cache_mode="Norm")
 
     def attend(

@@ -1,11 +1,14 @@
-"""RMSNorm on fused NPU operators, registered as implementations of vLLM's IR (``vllm/ir/op.py``) on import.
+"""RMSNorm on fused NPU operators, registered on import as implementations of vLLM's IR (``vllm/ir/op.py``) and as a layer.
 
 Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
 
+from typing import Any
+
 import torch
 import torch_npu
 from vllm import ir
+from vllm.model_executor.layers.layernorm import RMSNorm
 
 
 def _is_supported(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
@@ -34,3 +37,25 @@ def fused_add_rms_norm(
     """``(rms_norm(x + x_residual), x + x_residual)``; both inputs ``[..., hidden]`` of one dtype."""
     normed, _, total = torch_npu.npu_add_rms_norm(x, x_residual, weight, epsilon)
     return normed, total
+
+
+@RMSNorm.register_oot
+class NPURMSNorm(RMSNorm):
+    """vLLM's layer, which calls the operators where the IR would choose them: its dispatch takes half as long as a launch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        chosen = all(op.get_priority()[:1] == ["npu"] for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm))
+        self.is_fused = chosen and self.has_weight and self.variance_size_override is None
+
+    def forward_oot(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``rms_norm(x)``; with a residual of x, that of ``x + residual``, and the sum. All ``[..., hidden]``."""
+        weight = self.weight
+        if not self.is_fused or x.dtype != weight.dtype:
+            return self.forward_native(x, residual)
+        if residual is None:
+            return torch_npu.npu_rms_norm(x, weight, self.variance_epsilon)[0]
+        normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, self.variance_epsilon)
+        return normed, total

@@ -17,6 +17,9 @@ MROPE_SECTIONS = {(16, 24, 24), (24, 20, 20), (8, 12, 12)}
 """Sections that npu_mrope supports with three rows of positions (op-plugin, ``docs/zh/custom_APIs``): those of Qwen2-VL and
 Qwen2.5-VL, Qwen3-VL, and GLM-4V."""
 
+ONE_ROW = [0, 0, 0]
+"""The section of npu_mrope for one row of positions."""
+
 MAX_HEADS = 999
 """Batch size and heads of npu_rotary_mul; interleaved, their product."""
 
@@ -43,17 +46,19 @@ def _rotate(
         cache_mode: how the rows share the frequencies, default (one range each) or interleave.
         head_size: elements of a head, where that is not the layer's.
     """
-    tokens = positions.shape[-1]
+    tokens, two_dims = positions.shape[-1], query.dim() == key.dim() == 2
     rotated_query, rotated_key = torch_npu.npu_mrope(
         positions,
-        query.reshape(tokens, -1),  # latent attention passes slices
-        key.reshape(tokens, -1),
+        query if two_dims else query.reshape(tokens, -1),  # latent attention passes slices
+        key if two_dims else key.reshape(tokens, -1),
         layer._match_cos_sin_cache_dtype(query),
         head_size or layer.head_size,
-        mrope_section=[*section],
+        mrope_section=section,
         rotary_mode="half" if layer.is_neox_style else "interleave",
         cache_mode=cache_mode,
     )
+    if two_dims:
+        return rotated_query, rotated_key
     return rotated_query.view(query.shape), rotated_key.view(key.shape)
 
 
@@ -70,7 +75,7 @@ class NPURotaryMixin:
         """Rotate query and key ``[tokens, heads * head_size]`` by positions ``[tokens]``."""
         if key is None or not _is_supported(self, query):
             return self.forward_native(positions, query, key)
-        return _rotate(self, positions.view(-1), query, key, [0, 0, 0], "default")
+        return _rotate(self, positions.view(-1), query, key, ONE_ROW, "default")
 
     def rotate_first(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int
@@ -78,7 +83,7 @@ class NPURotaryMixin:
         """Rotate the first elements of heads that are wider than the layer's; None if npu_mrope does not support the width."""
         if not _is_supported(self, query):
             return None
-        return _rotate(self, positions.view(-1), query, key, [0, 0, 0], "default", head_size)
+        return _rotate(self, positions.view(-1), query, key, ONE_ROW, "default", head_size)
 
 
 @MRotaryEmbedding.register_oot
@@ -93,7 +98,7 @@ class NPUMRotaryEmbedding(MRotaryEmbedding):
         offsets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rotate query and key ``[tokens, heads * head_size]`` by positions ``[tokens]`` or ``[3, tokens]``."""
-        section, cache_mode = [0, 0, 0], "default"
+        section, cache_mode = ONE_ROW, "default"
         if positions.dim() == 2:
             section = self.mrope_section or section
             cache_mode = "interleave" if self.mrope_interleaved else "default"

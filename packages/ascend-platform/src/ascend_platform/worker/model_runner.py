@@ -4,10 +4,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import CompilationMode, ParallelConfig, VllmConfig
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -84,9 +84,12 @@ class ModelMixin:
         super().load_model(*arguments, **named)  # type: ignore[misc]
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
             check(self.get_model())
+        compiled = self.compilation_config.mode != CompilationMode.NONE
         for layer in self.compilation_config.static_forward_context.values():
             if isinstance(layer, MLAAttention):  # of vLLM's own prefill, which the profile run would reserve
                 layer._chunked_prefill_workspace_size = 0
+            elif isinstance(layer, Attention):
+                layer.use_direct_call = not compiled  # an operator of its own is for Dynamo, see opaque_attention_op
         if selector.is_sparse(self.model_config):
             from ascend_platform.attention import indexer  # vLLM has imported the model, which takes long
 
