@@ -42,7 +42,6 @@ def _has_stages(config: VllmConfig) -> bool:
 
 
 FEATURES = (
-    Feature("KV connectors", lambda config: config.kv_transfer_config),
     Feature("dflash and dspark drafters", lambda config: _drafts(config, lambda it: it.use_dflash() or it.use_dspark())),
     Feature("MTP with several modules", lambda config: _drafts(config, lambda it: it.use_multi_module_mtp())),
     Feature("extract_hidden_states", lambda config: _drafts(config, lambda it: it.method == "extract_hidden_states")),
