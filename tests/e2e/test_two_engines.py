@@ -21,3 +21,8 @@ def test_tokens_are_those_of_an_engine_alone(result: dict[str, Any], stage: str)
     """Also while the other engine sleeps, whose rotary tables and graphs are freed."""
     assert all(tokens == result["alone"] for tokens in result[stage])
     assert len({tuple(tokens) for tokens in result["alone"]}) == len(result["alone"])
+
+
+def test_graphs_are_freed_with_their_engine(result: dict[str, Any]) -> None:
+    assert result["graphs"] > 0
+    assert result["graphs left"] == 0

@@ -2,9 +2,10 @@
 
     python tests/programs/serve_two_engines.py MODEL
 
-Prints `RESULT {json}`: for each stage the tokens of both engines' requests.
+Prints `RESULT {json}`: for each stage the tokens of both engines' requests; the graphs of both, and those left without them.
 """
 
+import gc
 import json
 import os
 import sys
@@ -13,18 +14,19 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import harness.engine_imports  # noqa: F401
+import torch
 from vllm import LLM, SamplingParams
 
 PROMPTS = [[3 + (7 * i + j) % 10 for j in range(5 + 4 * i)] for i in range(3)]
 
 
-def engine(directory: str, length: int) -> LLM:
+def engine(directory: str, length: int, mode: str) -> LLM:
     return LLM(
         directory,
         skip_tokenizer_init=True,
         max_model_len=length,
         gpu_memory_utilization=0.2,
-        compilation_config={"cudagraph_capture_sizes": [1, 4]},
+        compilation_config={"cudagraph_capture_sizes": [1, 4], "cudagraph_mode": mode},
         enable_sleep_mode=True,
         additional_config={"ascend": {"communicator": {"all2all": "allgather" if length == 256 else "auto"}}},
     )
@@ -48,10 +50,14 @@ def interleaved(*engines: LLM) -> list[list[list[int]]]:
     return [[tokens[name] for name in sorted(tokens)] for tokens in found]
 
 
+def count_graphs() -> int:
+    return sum(isinstance(each, torch.npu.NPUGraph) for each in gc.get_objects())
+
+
 def main(directory: str) -> None:
-    first = engine(directory, 256)
+    first = engine(directory, 256, "FULL_AND_PIECEWISE")
     (alone,) = interleaved(first)
-    second = engine(directory, 512)
+    second = engine(directory, 512, "FULL_DECODE_ONLY")
     result = {"alone": alone, "both": interleaved(first, second)}
     first.sleep(level=1)
     result["first asleep"] = interleaved(second)
@@ -59,6 +65,11 @@ def main(directory: str) -> None:
     result["first awake"] = interleaved(second, first)
     second.sleep(level=2)
     result["second asleep"] = interleaved(first)
+    gc.unfreeze()
+    result["graphs"] = count_graphs()
+    del first, second
+    gc.collect()
+    result["graphs left"] = count_graphs()
     print("RESULT", json.dumps(result))
 
 

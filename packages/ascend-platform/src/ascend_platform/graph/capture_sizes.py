@@ -62,13 +62,15 @@ class GraphSizeMixin(Runner):
             # torch_npu cannot capture into a pool after a failed start of a capture (beginAllocateToPool: already recording), and
             # in a pool that is shared a replay of another engine overwrites this one's outputs
             pool = current_platform.graph_pool_handle()
-            for wrapper in self._own_wrappers():
+            for wrapper in wrappers_of(self.compilation_config):
                 wrapper.graph_pool = pool
             try:
                 return super().capture_model()
             except OutOfStreamsError as error:
                 reason = str(error)
-            self.free_graphs()
+            torch.npu.synchronize()
+            clear_graphs(self.compilation_config)
+            torch.npu.empty_cache()
             kept = half_of_sizes(self.compilation_config.cudagraph_capture_sizes, reason)
             if not kept:
                 self.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
@@ -79,19 +81,9 @@ class GraphSizeMixin(Runner):
 
     def profile_cudagraph_memory(self: Any) -> int:
         """Estimate graph memory as vLLM does, whose method clears all wrappers' graphs, with this runner's wrappers only."""
-        others = set(CUDAGraphWrapper._all_instances).difference(self._own_wrappers())
+        others = set(CUDAGraphWrapper._all_instances).difference(wrappers_of(self.compilation_config))
         with without("vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances", others):
             return super().profile_cudagraph_memory()
-
-    def free_graphs(self: Any) -> None:
-        """Free this runner's graphs and their memory."""
-        torch.npu.synchronize()
-        for wrapper in self._own_wrappers():
-            wrapper.clear_graphs()
-        torch.npu.empty_cache()
-
-    def _own_wrappers(self: Any) -> list[CUDAGraphWrapper]:
-        return wrappers_of(self.compilation_config)
 
     def _warmup_and_capture(self: Any, *args: Any, **kwargs: Any) -> None:
         """Capture one size. If one rank runs out of streams, fail on all; the others would hang in a collective."""
@@ -149,6 +141,12 @@ def half_of_sizes(sizes: list[int], reason: str) -> list[int]:
 def wrappers_of(compilation_config: Any) -> list[CUDAGraphWrapper]:
     """The wrappers of an engine's models; the draft model's configuration differs, but not its compilation_config."""
     return [wrapper for wrapper in CUDAGraphWrapper._all_instances if wrapper.compilation_config is compilation_config]
+
+
+def clear_graphs(compilation_config: Any) -> None:
+    """Drop the graphs of an engine's models, whose wrappers torch.compile keeps for the life of the process."""
+    for wrapper in wrappers_of(compilation_config):
+        wrapper.clear_graphs()
 
 
 @contextlib.contextmanager

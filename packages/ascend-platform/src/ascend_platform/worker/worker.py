@@ -26,6 +26,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from ascend_platform import compat, extension
 from ascend_platform.config import sockets
 from ascend_platform.config.components import announce
+from ascend_platform.graph import capture_sizes
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
 from ascend_platform.vllm_overrides import override
@@ -147,6 +148,8 @@ class NPUWorker(Worker):
         models that need torchvision for it (``vllm/model_executor/warmup/kernel_warmup.py``).
         """
         self.model_runner.capture_model()
+        # torch.compile keeps the model's graphs, and their memory, when the engine has gone
+        weakref.finalize(self, capture_sizes.clear_graphs, self.vllm_config.compilation_config).atexit = False
         if get_pp_group().is_last_rank and not self.use_v2_model_runner:  # V2 has sampled when memory was profiled
             scheduler = self.scheduler_config
             num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)

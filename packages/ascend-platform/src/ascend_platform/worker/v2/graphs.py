@@ -54,8 +54,7 @@ class GraphSizes(CudaGraphManager):
                 reason = str(error)
             torch.npu.synchronize()
             self.release_graphs()
-            for wrapper in capture_sizes.wrappers_of(self.compilation_config):
-                wrapper.clear_graphs()
+            capture_sizes.clear_graphs(self.compilation_config)
             torch.npu.empty_cache()
             self._candidates.clear()
             self._capture_descs.clear()
