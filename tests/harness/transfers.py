@@ -46,11 +46,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "windows, TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {"windows": True, "layerwise": 0, "kill": 0}),
     "HCCL": (ONE, OTHER, {"transfer": {"transport": "hccl"}}),
     "states": (ONE, OTHER, STATES),
-    "states, prefix caching, PP2 to TP1": (
-        {"devices": "0,1", "engine": PP2 | CACHING},
-        {"devices": "2", "engine": CACHING},
-        STATES,
-    ),
+    "states, prefix caching": (ONE | {"engine": CACHING}, OTHER | {"engine": CACHING}, STATES),
     "states, TP2": ({"devices": "0,1", "engine": TP2}, {"devices": "2,3", "engine": TP2}, STATES),
     "states, bfloat16, HCCL": (
         ONE | {"engine": BF16},

@@ -1,6 +1,7 @@
 """Layers with states, on the NPU, against the recurrences that define them, token by token in float64."""
 
 import itertools
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from ascend_platform.attention import state_cache
 from ascend_platform.triton_overrides import causal_conv, gated_delta, selective_scan
+from harness import npus
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 LENGTHS = [1, 5, 64, 130, 2]
@@ -281,3 +283,17 @@ def test_states_that_do_not_fit_into_a_block_have_no_place():
     assert state_cache.place([100, 800, 20], [1024, 1024]) == [(0, 832), (0, 0), (0, 960)]
     assert state_cache.place([1000, 1000, 30], [1024, 1024]) is None
     assert state_cache.place([1025], [1024, 1024]) is None
+
+
+def test_layers_are_not_warmed_up_with_random_decays():
+    """vLLM would compute a prefill in the profile run; CANN's operator is not used again where its decays are out of range."""
+    program = """
+from ascend_platform.worker import state_layers
+from vllm.model_executor.custom_op import op_registry_oot
+
+state_layers._replace()
+layer = op_registry_oot["QwenGatedDeltaNetAttention"]
+print("WARM-UP", layer._warmup_prefill_kernels(None, None, 0))
+"""
+    done = npus.run(1, sys.executable, "-c", program, VLLM_PLUGINS="ascend")
+    assert "WARM-UP None" in done.stdout, done.stdout + done.stderr[-2000:]

@@ -48,8 +48,15 @@ def list_regions(kv_caches: Mapping[str, Any], heads: int) -> list[tuple[str, st
     """Layer, part and cache of each region of :class:`~ascend_kv_connector.paged_cache.PagedCache`.
 
     ``kv_caches`` are vLLM's by layer: of states a tuple of tensors, else what ``extension.cache_parts`` takes.
+
+    Raises:
+        RefusedError: states alone, as a pipeline stage may have them.
     """
     pages = {layer: extension.cache_parts(held) for layer, held in kv_caches.items() if hasattr(held, "_asdict")}
+    if not pages:
+        raise extension.RefusedError(
+            "KV connector: a pipeline stage without attention layers is not supported; lower --pipeline-parallel-size"
+        )
     dtype = next(cache.dtype for parts in pages.values() for cache in parts.values())
     states = {layer: state_parts(held, dtype, heads) for layer, held in kv_caches.items() if layer not in pages}
     return [(layer, part, cache) for layer in kv_caches for part, cache in (pages | states)[layer].items()]

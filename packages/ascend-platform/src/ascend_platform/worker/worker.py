@@ -24,6 +24,7 @@ from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from ascend_platform import compat, extension
+from ascend_platform.attention.kv_cache import LAYOUT
 from ascend_platform.config import sockets
 from ascend_platform.config.components import announce
 from ascend_platform.graph import capture_sizes
@@ -118,6 +119,10 @@ class NPUWorker(Worker):
             if loader := extension.offered(f"load_format.{load_config.load_format}"):
                 register_model_loader(load_config.load_format)(resolve_obj_by_qualname(loader))
         super().load_model(**options)
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """That of our attention, also in a pipeline stage that has layers with states alone: vLLM wants all stages to agree."""
+        return [LAYOUT.name]
 
     def determine_available_memory(self) -> int:
         """Return the bytes available for the KV cache: free memory minus graph memory, limited by CANN's attention kernels.
