@@ -50,7 +50,7 @@ WAYS: dict[str, Way] = {
     "MTP, 2 draft tokens": Way(CHUNKED | {"speculative_config": DRAFTS}, drafts=True),
     "MTP, drafts accepted as they are": Way(CHUNKED | {"speculative_config": DRAFTS | ACCEPTED}, drafts=True),
     "TP2": Way(CHUNKED | {layouts.TP: 2}),
-    "PP2": Way(CHUNKED | {layouts.PP: 2}),
+    "PP2": Way(CHUNKED | {layouts.PP: 2}, model="Qwen3-Next, attention in both halves"),
     "DP2 EP2": Way(CHUNKED | {layouts.DP: 2} | layouts.EP),
     "OLMo-hybrid": Way(CHUNKED, model="OLMo-hybrid"),
     "OLMo-hybrid, TP2": Way(CHUNKED | {layouts.TP: 2}, model="OLMo-hybrid"),

@@ -27,6 +27,10 @@ COMMON: dict[str, Any] = {
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-Next": ("Qwen3Next", DELTA | EXPERTS | {"layer_types": LINEAR}),
+    "Qwen3-Next, attention in both halves": (
+        "Qwen3Next",
+        DELTA | EXPERTS | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
     "OLMo-hybrid": ("OlmoHybrid", DELTA | {"layer_types": LINEAR, "linear_num_value_heads": 2, "head_dim": 32}),
     "Falcon-H1": (
         "FalconH1",
