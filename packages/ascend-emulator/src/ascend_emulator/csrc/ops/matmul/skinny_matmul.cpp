@@ -18,7 +18,8 @@ namespace emu {
 namespace {
 
 constexpr int64_t kMostRows = 8;
-constexpr int64_t kLanes = 32;  // bfloat16 values per step
+constexpr int64_t kLanes = 32;     // bfloat16 values per step
+constexpr int64_t kAhead = 16384;  // bytes
 
 // out[m, n .. n + columns) for `rows` rows of self; sums of pairs go into float32 lanes.
 template <int rows, int columns>
@@ -26,14 +27,17 @@ BF16_VECTORS void tile(const at::BFloat16* x, int64_t x_stride, const at::BFloat
     const at::BFloat16* bias, at::BFloat16* out, int64_t out_stride) {
   __m512 sums[rows][columns];
   EACH for (int m = 0; m < rows; ++m) EACH for (int n = 0; n < columns; ++n) sums[m][n] = _mm512_setzero_ps();
+  // In the order of memory, which the loads of several columns are not. One row is fastest without.
+  const auto* ahead = reinterpret_cast<const char*>(weights) + kAhead;
   for (int64_t k = 0; k < width; k += kLanes) {
     const __mmask32 mask = width - k >= kLanes ? ~__mmask32{0} : (__mmask32{1} << (width - k)) - 1;
     __m512bh w[columns];
     EACH for (int n = 0; n < columns; ++n) {
       const auto* from = weights + n * stride + k;
       w[n] = (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
-      if (rows > 2) _mm_prefetch(reinterpret_cast<const char*>(from + columns * stride), _MM_HINT_T0);  // the next tile's
+      if (rows > 1) _mm_prefetch(ahead + n * sizeof(__m512), _MM_HINT_T1);
     }
+    ahead += columns * sizeof(__m512);
     EACH for (int m = 0; m < rows; ++m) {
       const auto value = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + m * x_stride + k);
       EACH for (int n = 0; n < columns; ++n) sums[m][n] = _mm512_dpbf16_ps(sums[m][n], value, w[n]);
