@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from time import monotonic
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ascend_platform.transfer.errors import TransferError
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
 
-from ascend_platform.transfer.mooncake import MooncakeEngine
+from ascend_platform.transfer.mooncake import MooncakeEngine, SharedEngine
 
 
 class Loopback:
@@ -44,6 +45,47 @@ def test_tokens_are_transferred(one: dict, other: dict, instances: Callable) -> 
         consumer.holds(name, blocks, 0, tokens) for (name, blocks), tokens in zip(wanted.items(), (1, 17, 80), strict=True)
     )
     assert all(producer.all_free(name) for name in wanted)
+
+
+class Moving:
+    """Mooncake's asynchronous calls: the state of each run after 0.05 s, and what they were asked."""
+
+    def __init__(self, *states: int) -> None:
+        self.states, self.submitted, self.looks, self.began = states, 0, 0, monotonic()
+
+    def submit(self, session: str, local: list[int], remote: list[int], size: list[int]) -> int:
+        self.submitted += 1
+        return 0 if local == [13] else self.submitted  # 0: Mooncake could not submit it
+
+    def transfer_check_status(self, batch: int) -> int:
+        self.looks += 1
+        return self.states[batch - 1] if monotonic() > self.began + 0.05 else 0
+
+
+@pytest.mark.parametrize(
+    ("states", "locals", "code"),
+    [((1, 1), [10, 11], 0), ((1, -1), [10, 11], -1), ((1, -2), [10, 11], -2), ((1, 0), [10, 11], -1), ((1,), [10, 13, 11], -1)],
+    ids=["done", "failed", "slices late", "timeout", "not submitted"],
+)
+def test_runs_are_waited_for_asleep(states: tuple[int, ...], locals: list[int], code: int) -> None:
+    moving = Moving(*states)
+    shared = SharedEngine.__new__(SharedEngine)
+    shared.engine, shared.timeout = moving, 0.2
+    runs = Runs([0] * len(locals), locals, [1] * len(locals))
+    assert shared.run(moving.submit, "peer", runs) == code
+    assert moving.submitted == (2 if 13 in locals else len(locals))
+    assert moving.looks < 500  # without a pause some 100,000 in this time
+
+
+def test_more_runs_are_read_than_mooncakes_queue_takes() -> None:
+    transport, count, size = MooncakeEngine("127.0.0.1", "tcp"), 4096, 64
+    sent, received = torch.randint(256, (count, size), dtype=torch.uint8), torch.zeros(count, size, dtype=torch.uint8)
+    for buffer in (sent, received):
+        transport.register(buffer.view(-1))
+    remote = [sent.data_ptr() + size * run for run in range(count)]
+    transport.read(transport.session, Runs(remote, [received[-1 - run].data_ptr() for run in range(count)], [size] * count), 30)
+    assert torch.equal(received.flip(0), sent)
+    transport.close()
 
 
 def serve(pipe: Connection) -> None:

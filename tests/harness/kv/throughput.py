@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
 import statistics
 import threading
 from collections.abc import Callable
@@ -17,7 +18,11 @@ REQUESTS, TOKENS, LAYERS, HEADS, SIZE = 4, 1024, 16, 8, 128
 LANES = 2
 PIECE = Options().chunk_bytes
 AIM = 0.9
-"""Of bare Mooncake's throughput, which direct reads should reach."""
+"""Of bare Mooncake's throughput, which reads should reach."""
+
+MOONCAKE, ASLEEP, FLOOR = "Mooncake", "Mooncake, waited for asleep", "that beside both copies alone"
+"""Reads of as many bytes by Mooncake's synchronous call, by the engine of ascend_platform.transfer, and by the latter while both
+processes copy as many bytes between cache and buffer, without waiting for each other: what staged reads could reach at best."""
 
 WAYS = {"direct": True, "staged": False}
 """Option ``expose_cache`` by way of reading."""
@@ -71,6 +76,13 @@ def serve(pipe: Connection, device: str) -> None:
         for cache in producer.caches[0].caches:
             cache.copy_(torch.arange(cache.shape[0]).view(-1, 1, 1, 1))
     while (asked := pipe.recv()) != "stop":
+        if asked == "processor":
+            pipe.send(processor_seconds())
+            continue
+        if asked == "copy":
+            copy_cache(producers["staged"], into_buffer=True)
+            pipe.send("copied")
+            continue
         sources = {}
         for way, producer in producers.items():
             for number, held in enumerate(blocks[way]):
@@ -79,6 +91,24 @@ def serve(pipe: Connection, device: str) -> None:
         pipe.send(sources)
     for producer in producers.values():
         producer.close()
+
+
+def processor_seconds() -> float:
+    """Used by this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def copy_cache(held: Any, into_buffer: bool) -> None:
+    """Copy a whole cache to or from one of the rank's staging buffers, a tensor at a time."""
+    rank = (held.producers or held.consumers)[0]
+    buffer = rank._buffers.buffers[0] if into_buffer else rank.buffers.acquire()
+    with held.queue():
+        for cache in held.caches[0].caches:
+            part = buffer[: cache.nbytes].view(cache.dtype).view(cache.shape)
+            part.copy_(cache, non_blocking=True) if into_buffer else cache.copy_(part, non_blocking=True)
+    if not into_buffer:
+        rank.buffers.release(buffer)
 
 
 def compare(rounds: int, device: str = "cpu") -> list[str]:
@@ -96,22 +126,43 @@ def compare(rounds: int, device: str = "cpu") -> list[str]:
         assert ours.poll(240)
         session, address = ours.recv()
         total = REQUESTS * TOKENS * consumers["direct"].caches[0].token_bytes(range(2 * LAYERS), HEADS)
-        bare = bare_reader(session, address, total)
+        synchronous, asleep = bare_readers(session, address, total)
         blocks = {way: [consumer.take(TOKENS) for _ in range(REQUESTS)] for way, consumer in consumers.items()}
-        times: dict[str, list[float]] = {"Mooncake": [], **{way: [] for way in WAYS}}
         counts: dict[str, str] = {}
-        for number in range(rounds + 1):  # the first connects
-            ours.send(f"r{number}")
+
+        def ask(what: str) -> Any:
+            ours.send(what)
             assert ours.poll(120)
-            sources = ours.recv()
-            for name in times:
+            return ours.recv()
+
+        def beside_copies() -> None:
+            ours.send("copy")
+            copying = threading.Thread(target=copy_cache, args=(consumers["staged"], False))
+            copying.start()
+            asleep()
+            copying.join()
+            assert ours.poll(120)
+            ours.recv()
+
+        def reader(way: str) -> Callable[[], None]:
+            def run() -> None:
+                counts[way] = load(consumers[way], sources[way], blocks[way])
+
+            return run
+
+        readers = {MOONCAKE: synchronous, ASLEEP: asleep, FLOOR: beside_copies} | {way: reader(way) for way in WAYS}
+        times: dict[str, list[float]] = {name: [] for name in readers}
+        used: dict[str, list[float]] = {name: [] for name in readers}
+        for number in range(rounds + 1):  # the first connects
+            sources = ask(f"r{number}")
+            for name, read in readers.items():
+                before = processor_seconds() + ask("processor")
                 began = monotonic()
-                if name == "Mooncake":
-                    bare()
-                else:
-                    counts[name] = load(consumers[name], sources[name], blocks[name])
+                read()
+                seconds = monotonic() - began
                 if number:
-                    times[name].append(monotonic() - began)
+                    times[name].append(seconds)
+                    used[name].append(processor_seconds() + ask("processor") - before)
         for consumer in consumers.values():
             for cache in consumer.caches[0].caches:  # the producer's pages in another order
                 held = cache.cpu().reshape(REQUESTS * TOKENS // 128, -1)
@@ -125,16 +176,17 @@ def compare(rounds: int, device: str = "cpu") -> list[str]:
     rates = {name: [total / seconds / 1e9 for seconds in each] for name, each in times.items()}
     print(f"{total >> 20} MiB of {REQUESTS} prompts, KV cache on {device}, {rounds} rounds\n")
     print(
-        "| | GB/s: median | least | most | of Mooncake's (median of pairs) | copies per byte here, messages per prompt |\n"
-        + "|---" * 6
-        + "|"
+        "| | GB/s: median | least | most | of Mooncake's (median of pairs) | of Mooncake's, waited for asleep "
+        "| processor seconds a GB, both processes | copies per byte here, messages per prompt |\n" + "|---" * 8 + "|"
     )
     ratios = {}
     for name, each in rates.items():
-        ratios[name] = statistics.median(one / other for one, other in zip(each, rates["Mooncake"], strict=True))
-        figures = [statistics.median(each), min(each), max(each), ratios[name]]
-        print(f"| {name} | {' | '.join(f'{figure:.2f}' for figure in figures)} | {counts.get(name, '')} |")
-    return [] if ratios["direct"] >= AIM else [f"throughput: {ratios['direct']:.2f} of Mooncake's, below {AIM}"]
+        of = [statistics.median(one / other for one, other in zip(each, rates[bare], strict=True)) for bare in (MOONCAKE, ASLEEP)]
+        ratios[name] = of[0]
+        seconds = statistics.median(used[name]) / total * 1e9
+        figures = [statistics.median(each), min(each), max(each), *of, seconds]
+        print(f"| {name} | {' | '.join(f'{figure:.2f}' for figure in figures)} | {counts.get(name, '')} |", flush=True)
+    return [f"throughput: {way} {ratios[way]:.2f} of Mooncake's, below {AIM}" for way in WAYS if ratios[way] < AIM]
 
 
 def load(consumer: Any, sources: list[Any], blocks: list[list[int]]) -> str:
@@ -147,24 +199,38 @@ def load(consumer: Any, sources: list[Any], blocks: list[list[int]]) -> str:
     return f"{sum(outcome.copied for outcome in ended) / size:.0f}, {messages / len(ended):.1f}"
 
 
-def bare_reader(session: str, address: int, total: int) -> Callable[[], None]:
-    """Baseline: read as many bytes with Mooncake alone, with the connector's chunk size and number of lanes."""
-    import torch
+def bare_readers(session: str, address: int, total: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Baselines: read as many bytes with Mooncake alone, with the connector's chunk size and number of lanes.
 
-    transport = Loopback().make_transport()
+    The first by Mooncake's synchronous call, which other connectors use; the second by our engine.
+    """
+    import torch
+    from ascend_platform.transfer.engine import READ_SECONDS
+    from ascend_platform.transfer.mooncake import shared_engine
+
+    transport, engine = Loopback().make_transport(), shared_engine("127.0.0.1", "tcp", READ_SECONDS).engine
     buffers = [torch.zeros(PIECE, dtype=torch.uint8) for _ in range(LANES)]
     for buffer in buffers:
         transport.register(buffer)
 
-    def read(buffer: torch.Tensor) -> None:
-        for _ in range(total // PIECE // LANES):
-            transport.read(session, Runs([address], [buffer.data_ptr()], [PIECE]), 60.0)
+    def synchronous(to: int) -> None:
+        assert engine.batch_transfer_sync_read(session, [to], [address], [PIECE]) == 0
 
-    def run() -> None:
-        threads = [threading.Thread(target=read, args=(buffer,)) for buffer in buffers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    def asleep(to: int) -> None:
+        transport.read(session, Runs([address], [to], [PIECE]), 60.0)
 
-    return run
+    def reader(read: Callable[[int], None]) -> Callable[[], None]:
+        def lane(buffer: torch.Tensor) -> None:
+            for _ in range(total // PIECE // LANES):
+                read(buffer.data_ptr())
+
+        def run() -> None:
+            threads = [threading.Thread(target=lane, args=(buffer,)) for buffer in buffers]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        return run
+
+    return reader(synchronous), reader(asleep)

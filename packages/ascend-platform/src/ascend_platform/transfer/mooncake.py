@@ -8,8 +8,9 @@ import os
 import sys
 import threading
 import weakref
-from collections import Counter
-from time import monotonic
+from collections import Counter, deque
+from collections.abc import Callable
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -25,6 +26,16 @@ WHEELS = ("mooncake-transfer-engine-npu", "mooncake-transfer-engine-non-cuda", "
 TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 """Seconds after which Mooncake aborts a read; read when an engine is created, default 30, at least 5 (Mooncake,
 ``mooncake-integration/transfer_engine/transfer_engine_py.cpp``)."""
+
+PAUSES = 0.0001, 0.001
+"""First and longest pause in seconds between looks at a transfer's state: a chunk of 16 MiB at 25 GB/s takes 0.0007."""
+
+MOST_QUEUED = 16
+"""Runs of a read or write in Mooncake's queue for a peer, which all threads share: it takes 1024 by default
+(``MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER``), and then fails transfers."""
+
+FAILED_BATCHES = 0, 2**64 - 1
+"""What Mooncake returns for a batch that it could not submit."""
 
 IPV6_VARIABLE = "MC_USE_IPV6"
 PORT_VARIABLES = ("MC_MIN_PRC_PORT", "MC_MAX_PRC_PORT")
@@ -77,6 +88,8 @@ class SharedEngine:
         module = import_module("mooncake.engine")  # reads these variables
         before = os.environ.get(TIMEOUT_VARIABLE)
         os.environ.setdefault(TIMEOUT_VARIABLE, str(timeout))
+        given = os.environ[TIMEOUT_VARIABLE]
+        self.timeout = max(5, int(given)) if given.isdecimal() else timeout
         try:
             self.engine = module.TransferEngine()
         finally:
@@ -90,6 +103,33 @@ class SharedEngine:
         self.session = f"{name}:{self.engine.get_rpc_port()}"
         self.registered: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
+
+    def run(self, submit: Callable[..., int], session: str, runs: Runs) -> int:
+        """Submit runs and wait until all are done; returns 0, or a negative code.
+
+        Mooncake's synchronous calls read the state without a pause, so that each takes a processor, and fail if they submit more
+        runs than the peer's queue takes; this waits asleep, with few in the queue. The state that Mooncake has of a batch is its
+        first run's: each run is a batch. The timeout is that of the synchronous calls
+        (``mooncake-integration/transfer_engine/transfer_engine_py.cpp``, ``batchTransferSync``, ``transferCheckStatus``).
+        """
+        until = monotonic() + self.timeout + runs.total / 1e9
+        queued: deque[int] = deque()
+        for local, remote, size in zip(runs.local, runs.remote, runs.size, strict=True):
+            if len(queued) == MOST_QUEUED and (code := self._wait(queued.popleft(), until)):
+                return code
+            queued.append(submit(session, [local], [remote], [size]))
+            if queued[-1] in FAILED_BATCHES:
+                return -1
+        return next((code for batch in queued if (code := self._wait(batch, until))), 0)
+
+    def _wait(self, batch: int, until: float) -> int:
+        pause, longest = PAUSES
+        while not (state := self.engine.transfer_check_status(batch)):
+            if monotonic() > until:
+                return -1
+            sleep(pause)
+            pause = min(2 * pause, longest)
+        return 0 if state == 1 else state
 
     def register(self, address: int, size: int) -> None:
         """Register memory, unless it is. Raises TransferError."""
@@ -157,12 +197,22 @@ class MooncakeEngine:
         """Reads connect."""
 
     def read(self, session: str, runs: Runs, seconds: float) -> None:
-        if code := self._shared.engine.batch_transfer_sync_read(session, runs.local, runs.remote, runs.size):
+        engine = self._shared.engine
+        if self.on_device:  # one batch is one call of CANN's there
+            code = engine.batch_transfer_sync_read(session, runs.local, runs.remote, runs.size)
+        else:
+            code = self._shared.run(engine.batch_transfer_async_read, session, runs)
+        if code:
             self._failed = monotonic()
             raise TransferError("transport", f"mooncake failed to read {runs.total} bytes (code {code})")
 
     def write(self, session: str, runs: Runs) -> None:
-        if code := self._shared.engine.batch_transfer_sync_write(session, runs.local, runs.remote, runs.size):
+        engine = self._shared.engine
+        if self.on_device:
+            code = engine.batch_transfer_sync_write(session, runs.local, runs.remote, runs.size)
+        else:
+            code = self._shared.run(engine.batch_transfer_async_write, session, runs)
+        if code:
             raise TransferError("transport", f"mooncake failed to write {runs.total} bytes (code {code})")
 
     def close(self) -> None:
