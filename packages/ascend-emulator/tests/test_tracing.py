@@ -62,6 +62,13 @@ def test_the_table_sums_up(trace, capsys):
     assert "an estimate, not a measurement" in out
 
 
+def test_a_line_that_is_being_written_is_left_out(trace, tmp_path):
+    whole = trace.read_text().rstrip()
+    read = len(tracing.events(trace))
+    (tmp_path / "growing").write_text(f"{whole}\n{whole.splitlines()[-1][:40]}")
+    assert len(tracing.events(tmp_path / "growing")) == read > 0
+
+
 def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "other").write_text("{")
     assert main(["trace", str(tmp_path / "other")]) == 1

@@ -78,12 +78,16 @@ def estimate() -> Iterator[Estimate]:
 def events(trace: Path) -> list[dict]:
     """Events of a trace file (``ASCEND_EMULATOR_TRACE``), whose JSON list is not closed, because its writers may be killed.
 
+    A last line without its end is left out: another process may be writing it.
+
     Raises:
         ValueError: invalid trace file.
     """
-    lines = trace.read_text().strip().removesuffix(",")
+    text = trace.read_text()
+    if not text.rstrip().endswith("]"):
+        text = text[: text.rfind("\n")].rstrip().removesuffix(",") + "]"
     try:
-        found = json.loads(lines + ("" if lines.endswith("]") else "]"))
+        found = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{trace} is not a trace of the emulator: {error}") from None
     return [event for event in found if event.get("ph") == "X"]

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ascend_kv_connector import protocol
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.paged_cache import FetchPlan, Heads, PagedCache, plan_fetches
+from ascend_kv_connector.paged_cache import FetchPlan, Heads, PagedCache, in_chunks, plan_fetches
 from ascend_kv_connector.protocol import (
     CacheInfo,
     Chunk,
@@ -38,7 +38,6 @@ from ascend_kv_connector.protocol import (
 from ascend_kv_connector.push_receiver import PushReceiver
 from ascend_kv_connector.runs import Placement, plan_runs
 from ascend_kv_connector.send_buffers import checksum
-from ascend_kv_connector.states import in_chunks
 from ascend_kv_connector.transfers import Failed, Source, Transfer
 
 MAX_LAYERWISE_POLL = 0.005

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -280,3 +280,22 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
         layer = own.regions[min(missing)[0]].layer
         raise TransferError("mismatch", f"none of the peer's {len(peers)} ranks has all of {layer}")
     return plans
+
+
+def in_chunks(plans: Iterable[FetchPlan], cache: PagedCache, size: int) -> list[FetchPlan]:
+    """The plans, those of states divided by layers into chunks of up to ``size`` bytes."""
+    found: list[FetchPlan] = []
+    for plan in plans:
+        if cache.windows[plan.group] != LAST_STATE:
+            found.append(plan)
+            continue
+        left = 0
+        for remote, local in zip(plan.remote, plan.local, strict=True):
+            needed = cache.token_bytes([local], plan.heads.num)
+            if needed > left:
+                found.append(plan._replace(remote=[], local=[]))
+                left = size
+            found[-1].remote.append(remote)
+            found[-1].local.append(local)
+            left -= needed
+    return found

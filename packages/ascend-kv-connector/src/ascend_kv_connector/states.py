@@ -12,13 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from ascend_platform import extension
-
-if TYPE_CHECKING:
-    from ascend_kv_connector.paged_cache import FetchPlan, PagedCache
 
 LAST_STATE = -1
 """In place of a group's window: its layers have states."""
@@ -101,22 +98,3 @@ def leave_last_token(request: Any) -> bool:
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
     return True
-
-
-def in_chunks(plans: Iterable[FetchPlan], cache: PagedCache, size: int) -> list[FetchPlan]:
-    """The plans, those of states divided by layers into chunks of up to ``size`` bytes."""
-    found: list[FetchPlan] = []
-    for plan in plans:
-        if cache.windows[plan.group] != LAST_STATE:
-            found.append(plan)
-            continue
-        left = 0
-        for remote, local in zip(plan.remote, plan.local, strict=True):
-            needed = cache.token_bytes([local], plan.heads.num)
-            if needed > left:
-                found.append(plan._replace(remote=[], local=[]))
-                left = size
-            found[-1].remote.append(remote)
-            found[-1].local.append(local)
-            left -= needed
-    return found
