@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +21,15 @@ gc.disable()  # while the tests and what they test are imported: some million ob
 def pytest_collection_finish() -> None:
     gc.freeze()  # a collection takes a third of a second otherwise
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def plugins_of_this_process() -> Iterator[None]:
+    """Plugins that vLLM loads in a test with a registry of components of its own are loaded again by the next test."""
+    yield
+    plugins, registry = (sys.modules.get(name) for name in ("vllm.plugins", "ascend_platform.components.registry"))
+    if plugins and registry and registry._statuses.keys() <= {"ascend-platform"}:
+        plugins.plugins_loaded = False
 
 
 # All tests of these go to one process: of the emulator's, the last looks whether every entry point was run; of the model
