@@ -197,23 +197,21 @@ class MooncakeEngine:
         """Reads connect."""
 
     def read(self, session: str, runs: Runs, seconds: float) -> None:
-        engine = self._shared.engine
-        if self.on_device:  # one batch is one call of CANN's there
-            code = engine.batch_transfer_sync_read(session, runs.local, runs.remote, runs.size)
-        else:
-            code = self._shared.run(engine.batch_transfer_async_read, session, runs)
-        if code:
+        if code := self._run("read", session, runs):
             self._failed = monotonic()
             raise TransferError("transport", f"mooncake failed to read {runs.total} bytes (code {code})")
 
     def write(self, session: str, runs: Runs) -> None:
-        engine = self._shared.engine
-        if self.on_device:
-            code = engine.batch_transfer_sync_write(session, runs.local, runs.remote, runs.size)
-        else:
-            code = self._shared.run(engine.batch_transfer_async_write, session, runs)
-        if code:
+        if code := self._run("write", session, runs):
             raise TransferError("transport", f"mooncake failed to write {runs.total} bytes (code {code})")
+
+    def _run(self, direction: str, session: str, runs: Runs) -> int:
+        """Read or write runs; returns 0, or Mooncake's code."""
+        engine = self._shared.engine
+        if self.on_device:  # one batch is one call of CANN's there
+            code: int = getattr(engine, f"batch_transfer_sync_{direction}")(session, runs.local, runs.remote, runs.size)
+            return code
+        return self._shared.run(getattr(engine, f"batch_transfer_async_{direction}"), session, runs)
 
     def close(self) -> None:
         if self._failed and monotonic() - self._failed < QUARANTINE_SECONDS:
