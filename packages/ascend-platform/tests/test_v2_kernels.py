@@ -297,3 +297,9 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
     assert tables.compute_slot_mappings(mapping, device([]), positions, count + 3, host=batch.host).tolist() == on_device
     assert all(0 <= slot < size for slot in slots[0, count:].tolist())  # of the null block
     assert all(0 <= slot < size for slot in tables.get_dummy_slot_mappings(9)[0].tolist())
+
+
+def test_each_logit_has_its_request_s_adapter() -> None:
+    drafting = inputs.Step(np.array([3, 5, 1]), False, num_draft_tokens=np.array([2, 1, 0]))
+    assert drafting.per_logit((7, 0, 9)) == (7, 7, 7, 0, 0, 9)
+    assert inputs.Step(np.array([3, 5, 1]), True).per_logit((7, 0, 9)) == (7, 0, 9)

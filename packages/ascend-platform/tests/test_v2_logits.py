@@ -2,7 +2,9 @@
 
 import math
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from ascend_platform.worker.v2 import logits_processors, noise
@@ -137,8 +139,10 @@ def test_grammars(seed: int) -> None:
     places = [number * stride + place for number in with_grammar for place in range(stride)]
     masks = [[batch.rng.getrandbits(32) - (1 << 31) for _ in range(-(-VOCABULARY // 32))] for _ in places]
     logits = batch.on_device()
-    arguments = device(places), device(starts), device(masks), len(masks[0]), VOCABULARY
-    logits_processors.apply_grammar_bitmask(logits, VOCABULARY, *arguments, MASK_STRIDE=stride, BLOCK_SIZE=8192)
+    step = SimpleNamespace(req_ids=list("abcd"), cu_num_logits_np=np.array(starts, np.int32))
+    asked = ["abcd"[number] for number in with_grammar]
+    worker = SimpleNamespace(mask_stride=stride)
+    logits_processors.apply_grammar_bitmask(worker, logits, step, asked, np.array(masks, np.int32))
     for place, mask in zip(places, masks, strict=True):
         if place % stride < batch.counts[place // stride]:
             values = batch.logits[starts[place // stride] + place % stride]

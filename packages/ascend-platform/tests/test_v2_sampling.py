@@ -14,7 +14,10 @@ from vllm import __version__ as vllm_version
 if Version(vllm_version).release < Version(overrides.SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
-from ascend_platform.worker.v2 import sampling
+from ascend_platform.worker.v2 import buffers, sampling
+from vllm import SamplingParams
+from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.states import RequestState
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -134,3 +137,26 @@ def test_draws_have_their_distribution(seeded: bool, top_k: int | None, top_p: f
     statistic = ((found - expected)[kept] ** 2 / expected[kept]).sum() / 2
     freedom = torch.tensor(max(1.0, float(kept.sum() - 1)) / 2).double()
     assert torch.special.gammaincc(freedom, statistic) > 1e-4
+
+
+def test_states_are_copied_where_a_request_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_utils, "is_uva_available", buffers.is_uva_available)
+    monkeypatch.setattr(buffer_utils, "UvaBufferPool", buffers.PinnedBufferPool)
+    monkeypatch.setattr(buffer_utils.UvaBackedTensor, "copy_to_uva", buffers.copy_changed)
+    monkeypatch.setattr(buffer_utils.StagedWriteTensor, "apply_write", buffers.apply_write)
+    npu = torch.device("npu")
+    requests = RequestState(2, WIDTH, WIDTH, 0, VOCABULARY, npu)
+    config = SimpleNamespace(speculative_config=None, reasoning_config=None)
+    sampler = sampling.NPUSampler(config, 2, VOCABULARY, npu, requests)
+    assert len(sampler.logits_processors) == sampling.NUM_PROCESSORS
+    temperature = sampler.sampling_states.temperature
+    sampler.add_request(1, SamplingParams(temperature=0.5))
+    sampler.apply_staged_writes()
+    assert temperature.gpu.tolist() == [0, 0.5]
+    temperature.np[0] = 2  # by nothing in vLLM
+    sampler.apply_staged_writes()
+    assert temperature.gpu.tolist() == [0, 0.5]
+    written = []
+    sampler.logits_processors.append(SimpleNamespace(apply_staged_writes=lambda: written.append(1)))
+    sampler.apply_staged_writes()  # as a user's logits processor may want it, in each step
+    assert (temperature.gpu.tolist(), written) == ([2, 0.5], [1])

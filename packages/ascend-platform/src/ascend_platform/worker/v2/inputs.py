@@ -69,6 +69,10 @@ class Step:
             self._logit_rows = async_tensor_h2d(np.stack([requests, places, first[requests] + places]), device=device)
         return self._logit_rows
 
+    def per_logit(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Values of requests by logit."""
+        return values if self._num_draft_tokens is None else tuple(np.repeat(values, self._num_draft_tokens + 1))
+
     @property
     def samples_one_each(self) -> bool:
         """Whether every request is in decode, and so samples one token and rejects none."""

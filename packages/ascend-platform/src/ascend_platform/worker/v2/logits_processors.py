@@ -4,12 +4,13 @@ Logits ``[rows, vocab_size]`` are changed in place, and nothing synchronizes wit
 row; ``expanded_local_pos`` is the number of the row in its request.
 """
 
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from ascend_platform.vllm_overrides import override
+from ascend_platform.worker.v2.buffers import copy_together
 
 
 def _bits(device: torch.device) -> torch.Tensor:
@@ -165,39 +166,26 @@ def apply_bad_words(
 
 
 def apply_grammar_bitmask(
-    logits: torch.Tensor,
-    logits_stride: int,
-    logits_indices: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    bitmask: torch.Tensor,
-    bitmask_stride: int,
-    vocab_size: int,
-    MASK_STRIDE: int,
-    BLOCK_SIZE: int,
+    worker: Any, logits: torch.Tensor, batch: Any, grammar_req_ids: list[str], grammar_bitmask: np.ndarray
 ) -> None:
-    """Replaces ``_apply_grammar_bitmask_kernel``: mask the tokens that a request's grammar does not allow.
+    """Replaces ``StructuredOutputsWorker.apply_grammar_bitmask``: mask the tokens that requests' grammars do not allow.
 
-    Mask ``i`` is for row ``logits_indices[i] % MASK_STRIDE``, if there is one, of request ``logits_indices[i] // MASK_STRIDE``.
+    Masks are int32 ``[requests * mask_stride, words]``, of which a request's first are for its logits; the others are not read.
     """
-    request, position = logits_indices // MASK_STRIDE, logits_indices % MASK_STRIDE
-    row = cu_num_logits[request] + position
-    row = torch.where(row < cu_num_logits[request + 1], row, len(logits)).long()
-    banned = torch.zeros(len(logits) + 1, vocab_size, dtype=torch.bool, device=logits.device)
-    banned.index_copy_(0, row, ~_unpack(bitmask, vocab_size))
-    logits.masked_fill_(banned[:-1], -torch.inf)
-
-
-OVERRIDES: dict[str, Callable[..., Any]] = {
-    "vllm.v1.worker.gpu.structured_outputs:_apply_grammar_bitmask_kernel": apply_grammar_bitmask,
-}
-"""Kernels of ``overrides.OVERRIDES``, and the functions that take their arguments."""
+    if not grammar_req_ids:
+        return
+    number = {req_id: index for index, req_id in enumerate(batch.req_ids)}
+    requests = np.array([number[req_id] for req_id in grammar_req_ids])
+    rows = batch.cu_num_logits_np[requests, None] + np.arange(worker.mask_stride)
+    has_logit = rows < batch.cu_num_logits_np[requests + 1, None]
+    places, masks = copy_together([rows[has_logit].astype(np.int64), grammar_bitmask[has_logit.ravel()]], logits.device)
+    banned = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    logits.masked_fill_(banned.index_copy_(0, places, ~_unpack(masks, logits.shape[1])), -torch.inf)
 
 
 def install() -> None:
-    from ascend_platform import triton_overrides
-
     override("vllm.v1.worker.gpu.sample.penalties:apply_penalties", apply_penalties)
     override("vllm.v1.worker.gpu.sample.penalties:bincount", bincount)
     override("vllm.v1.worker.gpu.sample.logit_bias:apply_logit_bias", apply_logit_bias)
     override("vllm.v1.worker.gpu.sample.bad_words:apply_bad_words", apply_bad_words)
-    triton_overrides.register(OVERRIDES)
+    override("vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask", apply_grammar_bitmask)

@@ -147,7 +147,13 @@ OVERRIDES: tuple[Override, ...] = (
     ),
     _function("sample.logit_bias", "apply_logit_bias", "logit bias, allowed tokens and min_tokens", "d3d6364d15b7"),
     _function("sample.bad_words", "apply_bad_words", "bad words", "47d96f7be180"),
-    kernel(f"{_GPU}.structured_outputs", "_apply_grammar_bitmask_kernel", "structured output", v0_33="ac724d927218"),
+    Override(
+        f"{_GPU}.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask",
+        "replaced",
+        "structured output: it launches a Triton kernel, after two copies where one does",
+        _TRITON,
+        {SINCE: "a7c54d567d57"},
+    ),
     kernel(f"{_GPU}.sample.logprob", "_fill_logprob_token_ids_kernel", "logprob_token_ids", v0_33="a6b1837812b7"),
     *(
         kernel(f"{_GPU}.input_batch", name, why, v0_33=source)

@@ -71,6 +71,8 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         self._counters = torch.stack((states.num_computed_tokens.gpu, states.total_len.gpu))
         states.num_computed_tokens.gpu, states.total_len.gpu = self._counters.unbind()
         vars(states).update(apply_staged_writes=functools.partial(buffers.applying_together, states.apply_staged_writes))
+        self._make_lora_inputs = self.lora_state.make_lora_inputs
+        vars(self.lora_state).update(make_lora_inputs=self._make_lora_inputs_of_logits)
         parallel = vllm_config.parallel_config
         self._has_lockstep = parallel.distributed_executor_backend == "external_launcher" and parallel.data_parallel_size > 1
         self._prepare_eplb = self.eplb.prepare_load
@@ -81,6 +83,11 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         self._prepare_eplb()
         if self.eplb.state is not None:
             self.eplb.state.device_index = self.device.index
+
+    def _make_lora_inputs_of_logits(self, *arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], set[Any]]:
+        """As vLLM's, with the adapter of each logit first; vLLM has that of each request, also where it has draft tokens."""
+        of_requests, of_tokens, requests = self._make_lora_inputs(*arguments)
+        return self._step.per_logit(of_requests), of_tokens, requests
 
     def load_model(self, *arguments: Any, **named: Any) -> None:
         """Load the model, and let graphs know each step's attention metadata."""

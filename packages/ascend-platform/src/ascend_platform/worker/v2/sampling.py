@@ -18,9 +18,24 @@ from ascend_platform.sampling.topk_topp import MAX_TOP_K, top_k_top_p_sample
 from ascend_platform.vllm_overrides import add, override
 from ascend_platform.worker.v2 import noise
 
+NUM_PROCESSORS = 3
+"""vLLM's own logits processors: biases, penalties and bad words; a user's follow."""
+
 
 class NPUSampler(Sampler):
     """Sampler that draws with npu_top_k_top_p_sample, and only where a request of the step is not greedy."""
+
+    _has_new_requests = True
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        super().add_request(req_idx, sampling_params)
+        self._has_new_requests = True
+
+    def apply_staged_writes(self) -> None:
+        """As vLLM's, which does so in each step; nothing is staged but by ``add_request``, save by a user's logits processors."""
+        if self._has_new_requests or len(self.logits_processors) > NUM_PROCESSORS:
+            super().apply_staged_writes()
+            self._has_new_requests = False
 
     def _sample_random(
         self,
