@@ -48,9 +48,12 @@ LATENT, BUILT_IN_LATENT = ["FusedLatentAttentionImpl"], ["PagedLatentAttentionIm
 SPARSE = ["FusedSparseLatentAttentionImpl"], ["PagedSparseLatentAttentionImpl"]
 SINKS, ENCODERS = ["SinkAttentionImpl"], (["FusedEncoderAttentionImpl"], ["EncoderAttentionImpl"])
 KINDS: dict[str, Kind] = {name: Kind("generate", kind_models.decoder, SMALL, (FUSED, BUILT_IN)) for name in kind_models.DECODERS}
-KINDS["granite, sinks and windows"] = KINDS["granite, sinks and windows"]._replace(served_by=(SINKS, BUILT_IN))
+for _name in ("granite, sinks and windows", "gpt-oss, experts with biases"):
+    KINDS[_name] = KINDS[_name]._replace(served_by=(SINKS, BUILT_IN))
 for _name in latent.MODELS:
     KINDS[_name] = KINDS[_name]._replace(engine=LONGER, served_by=(LATENT, BUILT_IN_LATENT))
+PANGU = "openpangu, sandwich norms"
+KINDS[PANGU] = KINDS[PANGU]._replace(engine=LONGER | {"trust_remote_code": True})
 KINDS["deepseek-v3, other widths"] = KINDS["deepseek-v3, other widths"]._replace(served_by=(BUILT_IN_LATENT, BUILT_IN_LATENT))
 for _name in ("deepseek-v3.2, selected tokens", "glm-5, shared selections"):
     KINDS[_name] = KINDS[_name]._replace(served_by=SPARSE)
@@ -132,7 +135,7 @@ def reference(name: str, case: dict[str, Any]) -> Callable[[int, tuple[int, ...]
         model = transformers.WhisperForConditionalGeneration.from_pretrained(path, dtype=dtype).eval().float()
         extractor = transformers.WhisperFeatureExtractor.from_pretrained(path)
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval().float()
+        model = kind_models.causal(Path(path), dtype).float()
 
     @functools.cache  # the second answers are nearly always the first ones
     def logits(number: int, tokens: tuple[int, ...]) -> Any:
@@ -188,10 +191,8 @@ def pooled(name: str, case: dict[str, Any]) -> list[list[float]]:
 def own_answers(case: dict[str, Any]) -> list[dict[str, Any]]:
     """What Hugging Face answers in the case's dtype, as serve_kinds.py has it: a yardstick for that dtype's roundings."""
     import torch
-    import transformers
 
-    dtype = getattr(torch, case["dtype"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(case["model"], dtype=dtype, attn_implementation="eager").eval()
+    model = kind_models.causal(Path(case["model"]), getattr(torch, case["dtype"]))
     answers = []
     for prompt, length in zip(case["prompts"], case["lengths"], strict=True):
         tokens: list[int] = []
@@ -246,15 +247,12 @@ def compare(name: str, case: dict[str, Any], results: list[Any]) -> Found:
 def unexplained(case: dict[str, Any], results: list[Any]) -> tuple[int, float]:
     """As ``rounding.unexplained``, of the answers to each prompt that are not the same; in float32, what ties do not explain."""
     import torch
-    import transformers
 
-    dtype = getattr(torch, case["dtype"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(case["model"], dtype=dtype, attn_implementation="eager")
+    model = kind_models.causal(Path(case["model"]), getattr(torch, case["dtype"]))
     answers = {
         json.dumps([prompt, answer]): (prompt, answer) for prompt, answer in zip(case["prompts"] * 2, results, strict=True)
     }
     if case["dtype"] == "float32":
-        model.eval()
 
         def difference(prompt: list[int], answer: dict[str, Any]) -> float:
             return references.distance(model, prompt, answer)[1]
@@ -262,7 +260,7 @@ def unexplained(case: dict[str, Any], results: list[Any]) -> tuple[int, float]:
         left = [ties.unexplained(functools.partial(difference, *each), EXACT)[0] for each in answers.values()]
         return sum(far > EXACT for far in left), max(left)
     asked = [{"prompt": prompt} for prompt, _ in answers.values()]
-    return rounding.unexplained(model.eval().float(), asked, [[answer] for _, answer in answers.values()], case["dtype"])
+    return rounding.unexplained(model.float(), asked, [[answer] for _, answer in answers.values()], case["dtype"])
 
 
 def run(

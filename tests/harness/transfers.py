@@ -42,6 +42,11 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"devices": "2"},
         {"kind": "glm-5, shared selections", "kill": 0},
     ),
+    "sparse latent attention, TP1 to TP2": (
+        ONE,
+        {"devices": "1,2", "engine": TP2},
+        {"kind": "glm-5, shared selections", "kill": 0},
+    ),
     "windows": (ONE, OTHER | {"tiers": {"cpu_bytes_to_use": 200 << 20}}, {"windows": True, "layerwise": 0, "kill": 0}),
     "windows, TP1 to TP2": (ONE, {"devices": "1,2", "engine": TP2}, {"windows": True, "layerwise": 0, "kill": 0}),
     "HCCL": (ONE, OTHER, {"transfer": {"transport": "hccl"}}),

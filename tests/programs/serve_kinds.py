@@ -82,7 +82,7 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
 
 def play(case: dict[str, Any]) -> list[Any]:
     """The answers of each rank."""
-    options = {name: case["engine"][name] for name in ("max_model_len", "runner") if name in case["engine"]}
+    options = {name: case["engine"][name] for name in ("max_model_len", "runner", "trust_remote_code") if name in case["engine"]}
     AsyncEngineArgs(case["model"], **options).create_model_config()  # vLLM looks at the model's class in a process, once
 
     def one(rank: int, port: int) -> Any:

@@ -55,6 +55,16 @@ def test_every_model_and_chip_has_a_command_or_the_reason_why_not() -> None:
     assert len(commands()) > len(MODELS)
 
 
+def test_the_command_that_confirms_a_figure_has_its_load() -> None:
+    (command,) = re.findall(r"^vllm-ascend plan (.+)$", PAGE.read_text(), re.MULTILINE)
+    name, *words = command.split()
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    load, chip = DATA["load"] | sizes_of(name), DATA["chip"][-1]
+    assert given == {"--soc": chip["soc"], "--npus": str(chip["npus"]), "--quantization": load["quantization"]} | {
+        f"--{each}": str(load[each]) for each in ("requests", "input", "output")
+    }
+
+
 @pytest.mark.slow
 def test_every_command_is_accepted_by_vllm_and_the_platform(tmp_path: Path) -> None:
     asked = [{"name": " ".join(words), "arguments": words[2:], "config": sizes_of(words[2])["config"]} for _, words in commands()]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.models import latent
+from harness.models import latent, openpangu
 
 SAMPLING_RATE = 16000
 SECONDS = 2
@@ -42,6 +42,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteSWA",
         {"sliding_window": WINDOW, "layer_types": BOTH * 2, "num_hidden_layers": 4, "attention_multiplier": 0.125},
     ),
+    "gpt-oss, experts with biases": (
+        "GptOss",
+        {"sliding_window": WINDOW, "layer_types": BOTH, "intermediate_size": 192}
+        | {"num_local_experts": 4, "num_experts_per_tok": 3},
+    ),
     "bloom, ALiBi": ("Bloom", {"n_layer": 2, "n_head": 4}),
     "qwen3-next, gated delta net": (
         "Qwen3Next",
@@ -66,17 +71,30 @@ def decoder(path: Path, name: str) -> None:
     import transformers
 
     family, special = DECODERS[name]
+    if family == "PanguUltraMoE":
+        return openpangu.write(path, transformers.DeepseekV3Config(**_settings(family, special)))
     kind = {"Gemma3": "Gemma3Text"}.get(family, family)
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{kind}Config")(**_settings(family, special)))
     for key, weight in model.named_parameters():
         if key.endswith("sinks"):
             torch.nn.init.normal_(weight, mean=1.0)
+        if key.endswith(("experts.gate_up_proj_bias", "experts.down_proj_bias")):
+            torch.nn.init.normal_(weight, std=0.1)
         if key.endswith("A_log") and ".0." not in key:  # decays of the first layer alone are below -1
             torch.nn.init.uniform_(weight, -4, -2)
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.05)
     model.save_pretrained(path)
+
+
+def causal(path: Path, dtype: Any) -> Any:
+    """Hugging Face's model of a decoder."""
+    import transformers
+
+    if (own := path / openpangu.REFERENCE).exists():
+        return openpangu.reference_class().from_pretrained(own, dtype=dtype, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
 
 
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -40,6 +40,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         ALL | BIASED | {"q_lora_rank": 96, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8},
     ),
+    "openpangu, sandwich norms": (
+        "PanguUltraMoE",
+        ALL | {"q_lora_rank": 96, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+    ),
     "glm-4.7-flash, 6 heads": (
         "Glm4MoeLite",
         ALL
