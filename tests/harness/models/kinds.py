@@ -72,7 +72,8 @@ def decoder(path: Path, name: str) -> None:
 
     family, special = DECODERS[name]
     if family == "PanguUltraMoE":
-        return openpangu.write(path, transformers.DeepseekV3Config(**_settings(family, special)))
+        openpangu.write(path, transformers.DeepseekV3Config(**_settings(family, special)))
+        return
     kind = {"Gemma3": "Gemma3Text"}.get(family, family)
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{kind}Config")(**_settings(family, special)))
     for key, weight in model.named_parameters():

@@ -41,7 +41,7 @@ def reference_class() -> Any:
     from torch import nn
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
-    class PanguUltraMoE(deepseek.DeepseekV3ForCausalLM):  # type: ignore[misc]
+    class PanguUltraMoE(deepseek.DeepseekV3ForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             for layer in self.model.layers:
