@@ -1,6 +1,11 @@
-"""The emulator relative to plain CPU torch: matrix products, norms and attention of a 0.6B model's sizes.
+"""The emulator relative to plain CPU torch: matrix products, norms and attention of a 0.6B model's sizes, and 8 experts of a
+width of 768.
 
     tools/bench emulator [--threads 2] [--repeat 15]
+
+"decode" is attention of one token of each request over 4,096 cached ones, in pages on the NPU, by
+npu_fused_infer_attention_score; "experts" are products of some rows with each expert's weight, by npu_grouped_matmul. On the
+CPU they are PyTorch's scaled_dot_product_attention, and a matrix product for each expert.
 
 Per case the median time of a call on the emulated NPU, where it ends with a synchronization, over that of the same call on
 the CPU; the two sides take turns. At last what launching an operator costs the host, with and without the null mode.
@@ -15,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 LAUNCHES = """
 import time, torch, torch_npu
@@ -44,7 +50,7 @@ def median(call: Callable[[], object], repeat: int) -> float:
 def measure(arguments: argparse.Namespace) -> None:
     """In a process with an emulated NPU."""
     import torch
-    import torch_npu  # noqa: F401
+    import torch_npu
     from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
     torch.set_num_threads(arguments.threads)
@@ -64,24 +70,68 @@ def measure(arguments: argparse.Namespace) -> None:
             "attention": (lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), (q, k, v)),
         }
 
+    def compare(name: str, tokens: int, on_cpu: Callable, on_npu: Callable) -> None:
+        def ended() -> object:
+            result = on_npu()
+            torch.npu.synchronize()
+            return result
+
+        with torch.inference_mode():
+            torch.testing.assert_close(ended().cpu().float(), on_cpu().float(), atol=0.1, rtol=0.1)
+            rounds = [(median(on_cpu, arguments.repeat), median(ended, arguments.repeat)) for _ in range(3)]
+        cpu, npu = (statistics.median(side) for side in zip(*rounds, strict=True))
+        print(f"{name:<14}{tokens:>7}{cpu * 1e6:>10.0f}{npu * 1e6:>13.0f}{npu / cpu:>7.2f}", flush=True)
+
+    def decode(requests: int) -> tuple[Callable, Callable]:
+        heads, key_heads, size, length, page = 16, 8, 128, 4096, 128
+        q = torch.randn(requests, heads, 1, size, dtype=torch.bfloat16)
+        k, v = torch.randn(2, requests, key_heads, length, size, dtype=torch.bfloat16)
+        pages = [each.transpose(1, 2).reshape(-1, page, key_heads * size).npu() for each in (k, v)]
+        table = torch.arange(requests * length // page, dtype=torch.int32).view(requests, -1).npu()
+        query, lengths, ends = (
+            q.flatten(0, 2).view(requests, heads, size).npu(),
+            [length] * requests,
+            list(range(1, requests + 1)),
+        )
+
+        def on_npu() -> torch.Tensor:
+            attended = torch_npu.npu_fused_infer_attention_score(
+                query,
+                *pages,
+                block_table=table,
+                block_size=page,
+                input_layout="TND",
+                num_heads=heads,
+                num_key_value_heads=key_heads,
+                scale=size**-0.5,
+                actual_seq_lengths=ends,
+                actual_seq_lengths_kv=lengths,
+            )[0]
+            return attended.view(q.shape)
+
+        return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True), on_npu
+
+    def experts(rows: int) -> tuple[Callable, Callable]:
+        count, hidden, middle = 8, 1024, 768
+        x = torch.randn(count * rows, hidden, dtype=torch.bfloat16)
+        weights = torch.randn(count, hidden, 2 * middle, dtype=torch.bfloat16) * hidden**-0.5
+        on_device, ends = (x.npu(), weights.npu()), torch.arange(rows, count * rows + 1, rows).npu()
+
+        def on_npu() -> torch.Tensor:
+            inputs, weight = on_device
+            return torch_npu.npu_grouped_matmul([inputs], [weight], group_list=ends, split_item=3, group_type=0)[0]
+
+        return lambda: torch.cat([part @ weight for part, weight in zip(x.split(rows), weights, strict=True)]), on_npu
+
     print(f"{'case':<14}{'tokens':>7}{'cpu us':>10}{'emulated us':>13}{'ratio':>7}")
     for tokens in (1, 8, 128, 512):
         for name, (call, values) in cases(tokens).items():
             device = [value.npu() for value in values]
-
-            def on_npu(call: Callable = call, device: list = device) -> None:
-                call(*device)
-                torch.npu.synchronize()
-
-            def on_cpu(call: Callable = call, values: tuple = values) -> None:
-                call(*values)
-
-            with torch.inference_mode():
-                on_npu()
-                on_cpu()
-                rounds = [(median(on_cpu, arguments.repeat), median(on_npu, arguments.repeat)) for _ in range(3)]
-            cpu, npu = (statistics.median(side) for side in zip(*rounds, strict=True))
-            print(f"{name:<14}{tokens:>7}{cpu * 1e6:>10.0f}{npu * 1e6:>13.0f}{npu / cpu:>7.2f}", flush=True)
+            compare(name, tokens, partial(call, *values), partial(call, *device))
+    for tokens in (1, 8):
+        compare("decode", tokens, *decode(tokens))
+    for tokens in (1, 2, 4, 8):
+        compare("experts", tokens, *experts(tokens))
 
 
 def launches() -> None:

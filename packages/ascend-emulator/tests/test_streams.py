@@ -39,6 +39,37 @@ def test_work_is_not_done_when_the_call_returns(side, matrix):
     assert side.query()
 
 
+def test_an_event_of_an_idle_stream_is_complete_when_the_call_returns():
+    stream = torch.npu.SyncLaunchStream()  # without torch_npu's own queue
+    for _ in range(200):
+        event = torch.npu.Event()
+        event.record(stream)
+        assert event.query()
+
+
+def test_threads_record_events_on_a_stream_that_computes():
+    stream = torch.npu.SyncLaunchStream()
+    events = [torch.npu.Event() for _ in range(600)]
+
+    def record(some):
+        torch.npu.set_device(0)
+        for event in some:
+            event.record(stream)
+
+    threads = [threading.Thread(target=record, args=(events[first::3],)) for first in range(3)]
+    with torch.npu.stream(stream):
+        total = torch.zeros(8, device="npu")
+        for thread in threads:
+            thread.start()
+        for _ in range(300):
+            total += 1
+    for thread in threads:
+        thread.join()
+    stream.synchronize()
+    assert total.tolist() == [300] * 8
+    assert all(event.query() for event in events)
+
+
 def test_an_event_that_was_never_recorded_is_complete(side):
     event = torch.npu.Event()
     assert event.query()

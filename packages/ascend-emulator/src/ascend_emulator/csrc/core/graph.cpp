@@ -77,22 +77,7 @@ void Graph::run(Stream& on) {
   const uint64_t replay = replays++;
   for (const auto& condition : conditions)
     if (condition->assign) *static_cast<uint64_t*>(to_kernel(condition->address)) = condition->initial;
-  const int count = static_cast<int>(nodes.size());
-  std::vector<int> missing(count), ready;
-  std::vector<std::vector<int>> then(count);
-  for (int i = 0; i < count; ++i) {
-    missing[i] = static_cast<int>(nodes[i].after.size());
-    for (int before : nodes[i].after) then[before].push_back(i);
-    if (!missing[i]) ready.push_back(i);
-  }
-  while (!ready.empty()) {
-    // Capture order, unless the adversary chooses.
-    auto next = Adversary::on() ? ready.begin() + static_cast<long>(Adversary::number({static_cast<uint64_t>(id), replay,
-                                                                        ready.size(), static_cast<uint64_t>(ready.back())}) %
-                                                                    ready.size())
-                                : std::min_element(ready.begin(), ready.end());
-    const int node = *next;
-    ready.erase(next);
+  const auto run_node = [&](int node) {
     check_not_aborted();
     std::shared_ptr<const Task> task;
     {
@@ -106,6 +91,25 @@ void Graph::run(Stream& on) {
       const auto error = error_of(e);
       throw Error(error.status, text(task->name, " (node ", node, " of graph ", id, "): ", error.what()));
     }
+  };
+  const int count = static_cast<int>(nodes.size());
+  if (!Adversary::on()) {
+    for (int i = 0; i < count; ++i) run_node(i);  // a node depends on earlier ones
+    return;
+  }
+  std::vector<int> missing(count), ready;
+  std::vector<std::vector<int>> then(count);
+  for (int i = 0; i < count; ++i) {
+    missing[i] = static_cast<int>(nodes[i].after.size());
+    for (int before : nodes[i].after) then[before].push_back(i);
+    if (!missing[i]) ready.push_back(i);
+  }
+  while (!ready.empty()) {
+    const auto random = Adversary::number({static_cast<uint64_t>(id), replay, ready.size(), static_cast<uint64_t>(ready.back())});
+    const auto next = ready.begin() + static_cast<long>(random % ready.size());
+    const int node = *next;
+    ready.erase(next);
+    run_node(node);
     for (int after : then[node])
       if (--missing[after] == 0) ready.push_back(after);
   }
@@ -405,17 +409,21 @@ ACL_API(computed, aclmdlRICaptureTaskUpdateEnd, (void* stream), {
   const auto count = update.tasks.size();
   check(count == update.group->nodes.size(), kInvalidParam, "the task group has ", update.group->nodes.size(),
       " operators, its update ", count);
-  on.submit("aclmdlRICaptureTaskUpdate", Kind::host, [update] {
-    const auto graph = update.group->graph.lock();
-    check(graph != nullptr, kInvalidParam, "the graph was destroyed before its update");
-    std::lock_guard lock(graph->mutex);
-    for (size_t i = 0; i < update.tasks.size(); ++i) {
-      auto& old = graph->nodes[update.group->nodes[i]].task;
-      check(std::string(old->name) == update.tasks[i].name, kInvalidParam, "node ", update.group->nodes[i], " is ", old->name,
-          ", its update ", update.tasks[i].name);
-      old = std::make_shared<const Task>(update.tasks[i]);
-    }
-  });
+  Task task{"aclmdlRICaptureTaskUpdate",
+      [update = std::move(update)] {
+        const auto graph = update.group->graph.lock();
+        check(graph != nullptr, kInvalidParam, "the graph was destroyed before its update");
+        std::lock_guard lock(graph->mutex);
+        for (size_t i = 0; i < update.tasks.size(); ++i) {
+          auto& old = graph->nodes[update.group->nodes[i]].task;
+          check(std::string_view(old->name) == update.tasks[i].name, kInvalidParam, "node ", update.group->nodes[i], " is ",
+              old->name, ", its update ", update.tasks[i].name);
+          old = std::make_shared<const Task>(update.tasks[i]);
+        }
+      },
+      Kind::host};
+  task.trivial = true;
+  on.submit(std::move(task));
 })
 
 namespace emu {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <map>
+#include <utility>
 
 #include "adversary.h"
 #include "fault.h"
@@ -60,19 +61,28 @@ uint64_t Stream::submit(Task task) {
   if (fault::armed() && fault::hangs()) {
     task.run = fault::hang;
     task.blocks = true;
+    task.trivial = false;
   }
   if (trace_enabled()) task.work.called = Clock::now();
   if (capture_task(*this, task)) return 0;
   if (add_to_update(*this, task)) return submitted_;
+  const bool trivial = task.trivial && !Adversary::on();
   uint64_t ticket;
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     check(!retired_, kNotThisStream, "the stream was destroyed");
     if (submitted_ == 0)
       std::thread([self = shared_from_this()] { self->work(); }).detach();  // at the first task: most streams are never used
     tasks_.push_back(std::move(task));
     ticket = ++submitted_;
-    if (tasks_.size() == 1) arrived_.notify_one();
+    if (tasks_.size() == 1 && trivial) {
+      auto* const outer = std::exchange(worker_of, this);
+      run_head(lock);
+      worker_of = outer;
+      if (!tasks_.empty() || retired_) arrived_.notify_one();
+    } else if (tasks_.size() == 1) {
+      arrived_.notify_one();
+    }
   }
   Adversary::submitted();
   return ticket;
@@ -139,27 +149,31 @@ void Stream::work() {
   prepare_worker();
   std::unique_lock lock(mutex_);
   for (;;) {
-    arrived_.wait(lock, [&] { return !tasks_.empty() || retired_; });
+    arrived_.wait(lock, [&] { return !running_ && (!tasks_.empty() || retired_); });
     if (tasks_.empty()) return;
-    running_ = true;
-    Task& task = tasks_.front();
-    lock.unlock();
-    {
-      Adversary::Turn turn(*this, task);
-      perform(task);
-    }
-    // Release the task's arguments before it counts as completed: the caller may free the memory then.
-    task.run = nullptr;
-    lock.lock();
-    tasks_.pop_front();
-    running_ = false;
-    if (aborting_.exchange(false)) failure_.reset();
-    ++completed_;
-    progressed_.notify_all();
+    run_head(lock);
     lock.unlock();
     Adversary::completed(*this);
     lock.lock();
   }
+}
+
+void Stream::run_head(std::unique_lock<std::mutex>& lock) {
+  running_ = true;
+  Task& task = tasks_.front();
+  lock.unlock();
+  {
+    Adversary::Turn turn(*this, task);
+    perform(task);
+  }
+  // Release the task's arguments before it counts as completed: the caller may free the memory then.
+  task.run = nullptr;
+  lock.lock();
+  tasks_.pop_front();
+  running_ = false;
+  if (aborting_.exchange(false)) failure_.reset();
+  ++completed_;
+  progressed_.notify_all();
 }
 
 void check_not_aborted() { check(!worker_of || !worker_of->aborting_, kOpFailed, "the stream was aborted"); }

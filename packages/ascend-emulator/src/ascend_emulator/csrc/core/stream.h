@@ -1,4 +1,5 @@
-// Streams and events. A stream is a queue with a worker thread that runs the tasks in order; submitting returns immediately.
+// Streams and events. A stream is a queue with a worker thread that runs the tasks in order; submitting returns immediately. A
+// trivial task of an idle stream is run by the thread that submits it, because waking the worker takes longer.
 //
 // A task that throws fails its stream: later tasks do not run, and synchronizing throws the error, as does waiting for an event
 // that was recorded after it.
@@ -51,6 +52,7 @@ struct Task {
   std::function<void()> run;
   Kind kind = Kind::op;
   bool blocks = false;                // may wait for something other than this process's streams
+  bool trivial = false;               // does not wait or compute: an idle stream runs it in the caller's thread
   std::shared_ptr<Mark> waits_for{};  // of Kind::wait
   Work work{};
 };
@@ -99,6 +101,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   Stream(int device, int id) : device(device), id(id) {}
   void work();
   void perform(Task& task);
+  void run_head(std::unique_lock<std::mutex>& lock);  // runs the first task of the queue; locked before and after
 
   std::mutex mutex_;
   std::condition_variable arrived_, progressed_;

@@ -65,11 +65,15 @@ void record(Event& event, const std::shared_ptr<Stream>& stream) {
     mark->time = Clock::now();
     mark->stamped = true;
   } else {
-    mark->ticket = stream->submit("aclrtRecordEvent", Kind::record, [mark, on = stream.get()] {
-      mark->time = Clock::now();
-      mark->modelled = on->modelled;
-      mark->stamped = true;
-    });
+    Task task{"aclrtRecordEvent",
+        [mark, on = stream.get()] {
+          mark->time = Clock::now();
+          mark->modelled = on->modelled;
+          mark->stamped = true;
+        },
+        Kind::record};
+    task.trivial = true;
+    mark->ticket = stream->submit(std::move(task));
   }
   event.mark = mark;
 }
@@ -95,6 +99,7 @@ void wait(const std::shared_ptr<Stream>& stream, Event& event) {
         on->modelled = std::max(on->modelled, mark->modelled);
       },
       Kind::wait};
+  task.trivial = mark->stream->reached(mark->ticket);
   task.waits_for = mark;
   stream->submit(std::move(task));
 }
@@ -256,9 +261,6 @@ ACL_API(computed, aclrtEventGetTimestamp, (void* event, uint64_t* microseconds),
 
 // Streams write values to device memory and wait for them (torch.npu.ExternalEvent).
 namespace {
-std::mutex value_mutex;
-std::condition_variable value_written;
-
 bool holds(uint64_t found, uint64_t wanted, uint32_t flag) {
   switch (flag) {
     case 0: return found >= wanted;
@@ -271,25 +273,29 @@ bool holds(uint64_t found, uint64_t wanted, uint32_t flag) {
 ACL_API(computed, aclrtValueWrite, (void* address, uint64_t value, uint32_t flag, void* stream), {
   check(flag == 0, kInvalidParam, "flag ", flag, "; supported: 0");
   const Recheck memory;
-  auto* at = static_cast<uint64_t*>(to_kernel(address, sizeof(uint64_t)));
-  stream_of(stream).submit("aclrtValueWrite", Kind::host, [at, value, memory, address] {
-    memory.verify([&] { memory.check("the value", address, sizeof(uint64_t)); });
-    std::lock_guard lock(value_mutex);
-    *at = value;
-    value_written.notify_all();
-  });
+  std::atomic_ref at(*static_cast<uint64_t*>(to_kernel(address, sizeof(uint64_t))));
+  Task task{"aclrtValueWrite",
+      [at, value, memory, address] {
+        memory.verify([&] { memory.check("the value", address, sizeof(uint64_t)); });
+        at.store(value);
+      },
+      Kind::host};
+  task.trivial = true;
+  stream_of(stream).submit(std::move(task));
 })
 ACL_API(computed, aclrtValueWait, (void* address, uint64_t value, uint32_t flag, void* stream), {
   check(flag <= 3, kInvalidParam, "flag ", flag, "; supported: 0 (not less), 1 (equal), 2 (and) and 3 (nor)");
   const Recheck memory;
-  const auto* at = static_cast<const volatile uint64_t*>(to_kernel(address, sizeof(uint64_t)));
+  std::atomic_ref at(*static_cast<uint64_t*>(to_kernel(address, sizeof(uint64_t))));
   Task task{"aclrtValueWait",
       [at, value, flag, memory, address] {
         memory.verify([&] { memory.check("the value", address, sizeof(uint64_t)); });
-        std::unique_lock lock(value_mutex);
-        // Copies and fills also write values, without notification.
-        while (!value_written.wait_for(lock, std::chrono::milliseconds(5), [&] { return holds(*at, value, flag); }))
+        // Polls: copies write values too, and a thread that writes one would take longer to wake this one.
+        for (const auto start = Clock::now(); !holds(at.load(), value, flag);) {
           check_not_aborted();
+          const auto longer = Clock::now() - start > std::chrono::milliseconds(5);
+          std::this_thread::sleep_for(std::chrono::microseconds(longer ? 1000 : 50));
+        }
       },
       Kind::host};
   task.blocks = true;
