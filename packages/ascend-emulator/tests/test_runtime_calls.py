@@ -345,3 +345,23 @@ def test_an_event_without_flags_measures_times(acl):
     assert milliseconds.value >= 0
     for event in (started, ended):
         assert acl.aclrtDestroyEvent(event) == 0
+
+
+def test_a_kernel_for_the_npu_s_cores_is_refused_by_its_name(program):
+    """What Triton and AscendC launch: a binary is loaded, then its kernel is looked up."""
+    lines = program("""
+        binary, code = c_void_p(), b"machine code"
+        print(acl.aclrtBinaryLoadFromData(code, c_size_t(len(code)), None, byref(binary)))
+        print(acl.aclrtBinaryGetFunction(binary, b"_topk_kernel", byref(c_void_p())), said())
+        print(acl.aclrtBinaryUnLoad(binary))
+        description = (ctypes.c_uint64 * 3)(0x43554245, ctypes.cast(code, c_void_p).value, len(code))
+        print(acl.rtDevBinaryRegister(description, byref(binary)))
+        stub = c_size_t()
+        print(acl.rtFunctionRegister(binary, byref(stub), b"_topk_kernel_0", b"_topk_kernel", 0), said())
+        print(acl.rtKernelLaunch(byref(stub), 1, None, 0, None, None), said())
+    """)
+    assert [lines[0], lines[2], lines[3]] == ["0", "0", "0"]
+    refused = "200006 [ascend-emulator] the kernel '{}' ({}) is not emulated: it is compiled for the NPU's cores. "
+    assert lines[1].startswith(refused.format("_topk_kernel", "aclrtBinaryGetFunction"))
+    assert lines[4].startswith(refused.format("_topk_kernel_0", "rtFunctionRegister"))
+    assert lines[5].startswith("200006 [ascend-emulator] rtKernelLaunch is not emulated")
