@@ -21,6 +21,7 @@ PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 CASES = {
     "dense TP2": ("adder", "bfloat16", "TP2 matmul_all_reduce", "npu_mm_all_reduce_base"),
     "dense PP2": ("adder", "bfloat16", "PP2", "FusedAttentionImpl"),
+    "a stage without attention, PP2": ("qwen3-next", "float32", "PP2", "NPUGatedDeltaNetAttention"),
     "shared experts, groups, TP2": ("glm4-moe", "float32", "TP2 shared_experts_stream", "shared experts' stream"),
     "dense TP2 DCP2": ("one-key-head", "bfloat16", "TP2 DCP2", "FusedAttentionImpl"),
     "latents TP2 DCP2": ("deepseek-v3", "bfloat16", "TP2 DCP2", "FusedLatentAttentionImpl"),

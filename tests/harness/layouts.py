@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import checkout, npus
-from harness.models import latent
+from harness.models import hybrid, latent
 
 ADDER = checkout.ADDER
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
@@ -78,6 +78,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-5": latent.MODELS["glm-5, shared selections"],
     "kimi-k2": latent.MODELS["kimi-k2, one group"],
     "glm-4.7-flash": latent.MODELS["glm-4.7-flash, 20 heads"],
+    # the first of two stages has no attention
+    "qwen3-next": ("Qwen3Next", hybrid.DELTA | hybrid.EXPERTS | {"num_hidden_layers": 4, "layer_types": hybrid.LINEAR}),
     # DeepSeek-V3's routing (sigmoids, groups, a bias for the choice, a shared expert, a dense first layer) with dense attention
     "glm4-moe": (
         "Glm4Moe",

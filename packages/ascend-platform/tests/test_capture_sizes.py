@@ -1,8 +1,12 @@
 """Number of capture sizes within the limit of streams."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from ascend_platform.graph import capture_sizes
 from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
 
 SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]  # vLLM's own, for 256 requests at a time
 
@@ -40,3 +44,23 @@ def test_max_sizes_that_fit(most: int, each: int) -> None:
 def test_at_least_one_size() -> None:
     assert capture_sizes.max_sizes_that_fit(SIZES, 10, lambda sizes: 2000 * len(sizes)) == 1
     assert capture_sizes.subsample_sizes(SIZES, 1) == [512]
+
+
+def backend(support: AttentionCGSupport) -> Any:
+    builder = SimpleNamespace(get_cudagraph_support=lambda config, spec: support)
+    return SimpleNamespace(get_builder_cls=lambda: builder)
+
+
+@pytest.mark.parametrize(("stages", "another", "taken"), [(2, 0, "NEVER"), (2, 2, None), (2, 3, None), (1, 0, None)])
+def test_a_pipeline_stage_supports_what_the_others_do(
+    stages: int, another: int, taken: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage whose layers with states can be captured, beside one whose attention can or cannot."""
+    asked: list[int] = []
+    monkeypatch.setattr(capture_sizes, "get_pp_group", lambda: SimpleNamespace(world_size=stages))
+    monkeypatch.setattr(capture_sizes, "_min_over_ranks", lambda own: asked.append(own) or min(own, another))
+    backends: list[Any] = [[backend(AttentionCGSupport.UNIFORM_BATCH), backend(AttentionCGSupport.ALWAYS)], []]
+    groups = [SimpleNamespace(kv_cache_spec=None)] * len(backends)
+    found = capture_sizes.support_of_other_stages(None, backends, groups)
+    assert asked == [AttentionCGSupport.UNIFORM_BATCH.value] * (stages - 1)
+    assert (found and found.get_builder_cls().get_cudagraph_support(None, None).name) == taken

@@ -1,4 +1,4 @@
-"""Capture sizes of a model runner: limited by the NPU's streams, and the same on all ranks.
+"""Graph mode and capture sizes of a model runner: the same on all ranks, and limited by the NPU's streams.
 
 A graph holds one stream of the NPU for each stream that it captured, until it is freed. In piecewise mode every piece between two
 attention layers is a graph, so that sizes times layers reaches the limit.
@@ -7,14 +7,16 @@ attention layers is a graph, so that sizes times layers reaches the limit.
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
-from vllm.distributed import get_dp_group, get_ep_group, get_tp_group
+from vllm.distributed import get_dp_group, get_ep_group, get_pp_group, get_tp_group
 from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from ascend_platform import extension
 from ascend_platform.config import performance
@@ -43,9 +45,13 @@ class OutOfStreamsError(RuntimeError):
 class GraphSizeMixin(Runner):
     """Mixin for vLLM's GPUModelRunner that limits the capture sizes."""
 
-    def _check_and_update_cudagraph_mode(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Choose the graph mode as vLLM does, then remove capture sizes until the graphs fit."""
-        super()._check_and_update_cudagraph_mode(*args, **kwargs)
+    def _check_and_update_cudagraph_mode(
+        self: Any, backends: list[set[Any]], groups: list[Any], *args: Any, **named: Any
+    ) -> None:
+        """Choose the graph mode as vLLM does, by what all pipeline stages support, then remove sizes until the graphs fit."""
+        if others := support_of_other_stages(self.vllm_config, backends, groups):
+            backends, groups = [*backends, {others}], [*groups, SimpleNamespace(kv_cache_spec=None)]
+        super()._check_and_update_cudagraph_mode(backends, groups, *args, **named)
         self._graph_mode = self.cudagraph_dispatcher.cudagraph_mode
         if self._graph_mode == CUDAGraphMode.NONE:
             return
@@ -102,6 +108,40 @@ class GraphSizeMixin(Runner):
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
         graphs = num_graphs(self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs)
         return num_streams_here(graphs, self.vllm_config)
+
+
+def support_of_other_stages(vllm_config: Any, backends: list[set[Any]], groups: list[Any]) -> Any:
+    """Return a backend with the least support of graphs among the pipeline's stages, None if this stage's is as little.
+
+    A stage may have no attention, or other attention. With a graph mode of its own it would capture by itself, and its waits for
+    the other ranks, at each capture, would be answered by their next collective.
+    """
+    if get_pp_group().world_size == 1:
+        return None
+    own = min(
+        (
+            backend.get_builder_cls().get_cudagraph_support(vllm_config, group.kv_cache_spec).value
+            for of_group, group in zip(backends, groups, strict=False)
+            for backend in of_group
+        ),
+        default=AttentionCGSupport.ALWAYS.value,
+    )
+    least = _min_over_ranks(own)
+    if least == own:
+        return None
+
+    class AnotherStage:
+        """The name is part of vLLM's line that says why the mode has changed."""
+
+        @classmethod
+        def get_builder_cls(cls) -> Any:
+            return cls
+
+        @staticmethod
+        def get_cudagraph_support(vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+            return AttentionCGSupport(least)
+
+    return AnotherStage
 
 
 def sizes_that_fit(requested: list[int], num_streams: Callable[[list[int]], int]) -> list[int] | None:
