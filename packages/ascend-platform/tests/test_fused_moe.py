@@ -110,9 +110,11 @@ def method(first, count):
 @pytest.mark.parametrize(
     ("first", "count", "tokens"), [(0, EXPERTS, TOKENS), (4, 8, TOKENS), (15, 1, TOKENS), (0, 1, 1), (8, 8, 1)]
 )
-def test_local_experts(first, count, tokens, dtype):
-    x = drawn(tokens, HIDDEN).to(dtype)
-    w13, w2 = (drawn(EXPERTS, 2 * INNER, HIDDEN, seed=1) / 8).to(dtype), (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype)
+@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.RELU2_NO_MUL])
+def test_local_experts(activation, first, count, tokens, dtype):
+    x, gated = drawn(tokens, HIDDEN).to(dtype), activation == MoEActivation.SILU
+    w13 = (drawn(EXPERTS, (1 + gated) * INNER, HIDDEN, seed=1) / 8).to(dtype)
+    w2 = (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype)
     ids = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:3] for i in range(tokens)]).int()
     if tokens == 1:
         ids = torch.tensor([[3, 5, 7]], dtype=torch.int32)  # none is local
@@ -121,10 +123,15 @@ def test_local_experts(first, count, tokens, dtype):
     for token, expert, weight in zip(range(tokens), ids.tolist(), weights.to(dtype).double(), strict=True):
         for number, factor in zip(expert, weight, strict=True):
             if first <= number < first + count:
-                gate, up = (w13[number].double() @ x[token].double()).chunk(2)
-                expected[token] += factor * (w2[number].double() @ (torch.nn.functional.silu(gate) * up))
+                inner = w13[number].double() @ x[token].double()
+                if gated:
+                    gate, up = inner.chunk(2)
+                    inner = torch.nn.functional.silu(gate) * up
+                else:
+                    inner = inner.clamp(min=0) ** 2
+                expected[token] += factor * (w2[number].double() @ inner)
     layer = SimpleNamespace(w13_weight=w13[first : first + count].npu(), w2_weight=w2[first : first + count].npu())
-    layer.activation = MoEActivation.SILU
+    layer.activation = activation
     actual = method(first, count).forward_oot(layer, x.npu(), weights.npu(), ids.npu(), None, None)
     assert (actual.dtype, actual.shape) == (dtype, x.shape)
     bound = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]

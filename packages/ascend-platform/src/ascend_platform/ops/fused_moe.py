@@ -224,7 +224,16 @@ def clipped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return torch_npu.npu_clipped_swiglu(gate_up, alpha=1.702, limit=7.0, bias=1.0, interleaved=True)
 
 
-ACTIVATIONS = {MoEActivation.SILU: torch_npu.npu_swiglu, MoEActivation.SWIGLUOAI: clipped_swiglu}
+def relu2(up: torch.Tensor) -> torch.Tensor:
+    """Nemotron-H's activation, of experts without a gate: ``relu(up)^2``."""
+    return torch.relu(up).square_()
+
+
+ACTIVATIONS = {
+    MoEActivation.SILU: torch_npu.npu_swiglu,
+    MoEActivation.SWIGLUOAI: clipped_swiglu,
+    MoEActivation.RELU2_NO_MUL: relu2,
+}
 """Activations of unquantized experts; quantized ones have the first."""
 
 
@@ -328,7 +337,10 @@ def chip_family() -> ChipFamily:
 
 @UnquantizedFusedMoEMethod.register_oot
 class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
-    """Unquantized experts: ``w13_weight [experts, 2 * inner, hidden]`` and ``w2_weight [experts, hidden, inner]``, as in vLLM."""
+    """Unquantized experts: ``w13_weight [experts, 2 * inner, hidden]`` and ``w2_weight [experts, hidden, inner]``, as in vLLM.
+
+    Without a gate, ``w13_weight`` is ``[experts, inner, hidden]``.
+    """
 
     takes_biases = True
     activations = tuple(ACTIVATIONS)
@@ -368,15 +380,15 @@ def swiglu_experts(
     activation: Callable[[torch.Tensor], torch.Tensor] = torch_npu.npu_swiglu,
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
-    """Apply SwiGLU experts to rows sorted by expert; output rows after the last expert's are undefined.
+    """Apply experts to rows sorted by expert; output rows after the last expert's are undefined.
 
     Args:
-        w13: ``[experts, 2 * inner, hidden]``, gate and up projections.
+        w13: ``[experts, 2 * inner, hidden]``, gate and up projections, or ``[experts, inner, hidden]`` without a gate.
         w2: ``[experts, hidden, inner]``, down projection.
         rows: ``[rows, hidden]``.
         counts: int64 ``[experts]``, rows per expert.
         lora: adapters of the rows (``ascend_platform.ops.lora_experts.RowLoRA``), or None.
-        activation: of the first product, ``[rows, 2 * inner]``.
+        activation: of the first product, which becomes ``[rows, inner]``.
         biases: of both products, ``[experts, 2 * inner]`` and ``[experts, hidden]``, in float32 for bfloat16 rows; or None.
     """
     first, second = ({} if bias is None else {"bias": bias} for bias in biases)

@@ -28,7 +28,7 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
         """Set what vLLM's methods use, except its kernel.
 
         Raises:
-            RefusedError: the experts are quantized.
+            RefusedError: the experts are quantized, or have no gate.
         """
         BaseLayerWithLoRA.__init__(self)
         self.base_layer, self.moe_config = base_layer, base_layer.moe_config
@@ -37,6 +37,10 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
         self.device = _get_lora_device(base_layer)
         self._w13_slices = 2
         self.n_slices = self.local_num_experts * (self._w13_slices + 1)
+        if not base_layer.moe_config.is_act_and_mul:
+            raise extension.RefusedError(
+                "LoRA on experts without a gate is not supported; fix: --lora-target-modules without experts serves the others"
+            )
         experts = base_layer.routed_experts
         experts.lora_base_layer_prefix = "base_layer."
         if not isinstance(experts.quant_method, NPUFusedMoEMethod):
