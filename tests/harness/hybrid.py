@@ -19,7 +19,7 @@ PROGRAM = checkout.PROGRAMS / "serve_hybrid.py"
 KEPT = checkout.TOOLS / "generated_docs" / "hybrid.json"
 CHUNKED = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
 EAGER = CHUNKED | {"enforce_eager": True}
-FLOAT32 = {"mamba_ssm_cache_dtype": "float32"}
+FLOAT32, BFLOAT16 = {"mamba_ssm_cache_dtype": "float32"}, {"mamba_ssm_cache_dtype": "bfloat16"}
 LONGEST = 600
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
 ACCEPTED = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5]}
@@ -45,16 +45,25 @@ WAYS: dict[str, Way] = {
     "steps of 1024 tokens": Way(CHUNKED | {"max_num_batched_tokens": 1024}),
     "float32 states": Way(CHUNKED | FLOAT32, dtypes=("bfloat16",)),
     "without ascend-attention": Way(CHUNKED, plugins="ascend", dtypes=("bfloat16",)),
-    "few blocks": Way(CHUNKED | {"num_gpu_blocks_override": 13}),
+    "few blocks": Way(EAGER | {"num_gpu_blocks_override": 13}),
     "prefix caching": Way(CHUNKED | {"enable_prefix_caching": True}),
     "MTP, 2 draft tokens": Way(CHUNKED | {"speculative_config": DRAFTS}, drafts=True),
     "MTP, drafts accepted as they are": Way(CHUNKED | {"speculative_config": DRAFTS | ACCEPTED}, drafts=True),
     "TP2": Way(CHUNKED | {layouts.TP: 2}),
     "PP2": Way(CHUNKED | {layouts.PP: 2}, model="Qwen3-Next, attention in both halves"),
+    "PP2, a stage without attention": Way(CHUNKED | {layouts.PP: 2}),
     "DP2 EP2": Way(CHUNKED | {layouts.DP: 2} | layouts.EP),
     "OLMo-hybrid": Way(CHUNKED, model="OLMo-hybrid"),
     "OLMo-hybrid, TP2": Way(CHUNKED | {layouts.TP: 2}, model="OLMo-hybrid"),
-    "Falcon-H1": Way(CHUNKED, model="Falcon-H1"),
+    "Qwen3.5, bfloat16 states": Way(CHUNKED | BFLOAT16, model="Qwen3.5", dtypes=("bfloat16",)),
+    "Nemotron-H, bfloat16 states": Way(CHUNKED | BFLOAT16, model="Nemotron-H", dtypes=("bfloat16",)),
+    "Nemotron-H, TP2": Way(CHUNKED | {layouts.TP: 2}, model="Nemotron-H"),
+} | {
+    model: Way(CHUNKED, model=model)
+    for model in (
+        *("Qwen3.5", "Qwen3.5-MoE", "Falcon-H1", "Nemotron-H", "Granite 4", "Jamba"),
+        *("LFM2", "LFM2-MoE", "Mamba", "Falcon-Mamba", "Mamba 2"),
+    )
 }
 
 
@@ -138,8 +147,9 @@ def _logprobs(model: Any) -> Any:
     return logprobs
 
 
-def run(cases: list[dict[str, Any]], plugins: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROGRAM), json.dumps(cases)]
+def run(cases: list[dict[str, Any]], plugins: str, timeout: float, directory: Path) -> subprocess.CompletedProcess[str]:
+    (directory / "cases.json").write_text(json.dumps(cases))  # too long for an argument
+    command = [sys.executable, str(PROGRAM), str(directory / "cases.json")]
     variables = {"VLLM_PLUGINS": plugins, "OMP_NUM_THREADS": "1"}
     return npus.run(max(case["ranks"] for case in cases), *command, memory="3GiB", timeout=timeout, **variables)
 
@@ -171,7 +181,7 @@ def _by_plugins(asked: list[tuple[str, str]]) -> dict[str, list[tuple[str, str]]
 def _check(ways: list[tuple[str, str]], plugins: str, directory: Path, options: argparse.Namespace) -> int:
     """Serve a model in these ways and compare the answers; returns how many failed."""
     cases = {f"{name}, {dtype}": case(name, directory, dtype) for name, dtype in ways}
-    done = run([each | {"name": key} for key, each in cases.items()], plugins, options.timeout * len(cases))
+    done = run([each | {"name": key} for key, each in cases.items()], plugins, options.timeout * len(cases), directory)
     results = {result["name"]: result for result in npus.results(done.stdout)}
     if missing := cases.keys() - results.keys():
         print(f"failed: {'; '.join(sorted(missing))}\n{done.stdout[-3000:]}{done.stderr[-6000:]}", flush=True)
@@ -181,7 +191,7 @@ def _check(ways: list[tuple[str, str]], plugins: str, directory: Path, options: 
             continue
         ranks = results[key]["ranks"]
         told = compare(Path(cases[key]["model"]), dtype, ranks)
-        told |= {key: ranks[0][key] for key in ("counters", "rule", "graphs", "block_size")}
+        told |= {key: ranks[0][key] for key in ("counters", "rule", "states", "graphs", "block_size")}
         print(key, json.dumps(told), f"{results[key]['seconds']:.0f} s", flush=True)
         if options.keep:
             kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}

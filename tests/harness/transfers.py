@@ -25,6 +25,7 @@ TP2, PP2, BF16, FP16 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2
 ONE, OTHER = {"devices": "0"}, {"devices": "1"}
 LOGPROBS = {"logprobs": True, "kill": 0}
 CACHING = {"enable_prefix_caching": True}
+DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 STATES = {"states": "Qwen3-Next", "layerwise": 0, "kill": 0}
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "TP1 to TP1": (ONE, OTHER, {}),
@@ -53,6 +54,12 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "states": (ONE, OTHER, STATES),
     "states, prefix caching": (ONE | {"engine": CACHING}, OTHER | {"engine": CACHING}, STATES),
     "states, TP2": ({"devices": "0,1", "engine": TP2}, {"devices": "2,3", "engine": TP2}, STATES),
+    "states, PP2 to TP1": (
+        {"devices": "0,1", "engine": PP2},
+        {"devices": "2"},
+        STATES | {"states": "Qwen3-Next, attention in both halves"},
+    ),
+    "states, MTP": (ONE | {"engine": DRAFTS}, OTHER | {"engine": DRAFTS}, STATES | {"drafts": True}),
     "states, bfloat16, HCCL": (
         ONE | {"engine": BF16},
         OTHER | {"engine": BF16},
@@ -93,7 +100,7 @@ def engines(chosen: list[str], requests: int) -> list[str]:
                 if not Path(directory, kind).exists():
                     kind_models.decoder(Path(directory, kind), kind)
             if states := more.get("states"):
-                case["model"] = str(hybrid.make(states, Path(directory)))
+                case["model"] = str(hybrid.make(states, Path(directory), drafts=more.get("drafts", False)))
             if more.get("int8"):
                 case["model"] = str(quantized.make("dense", "ascend", "float16", Path(directory), cache=True, only=-1).path)
             program = [sys.executable, str(checkout.PROGRAMS / "serve_kv_transfer.py"), json.dumps(case)]

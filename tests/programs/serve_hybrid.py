@@ -1,22 +1,26 @@
 """Run by `tools/check hybrid`: serve a model with states in several ways with one engine, and print the answers.
 
-    python tests/programs/serve_hybrid.py '[{"name": ..., "ranks": 1, "model": DIR, "prompts": [[1, 2]], "lengths": [3], ...}]'
+    python tests/programs/serve_hybrid.py CASES.json
 
-A case has the prompts served at once, then again, then with every third request aborted, and after a sleep if the engine can.
+The file has cases `{"name": ..., "ranks": 1, "model": DIR, "prompts": [[1, 2]], "lengths": [3], ...}`. The prompts are served at
+once, then again, then with every third request aborted, and after a sleep if the engine can.
 Prints one line `RESULT {json}` a case: for each of these the tokens with their log-probabilities by prompt, vLLM's counters of
-preemptions, cached and accepted tokens, the attentions, and the line in which ascend-platform says what computes the states.
+preemptions, cached and accepted tokens, the attentions, the dtype of the states, and the line in which ascend-platform says what
+computes them.
 """
 
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 from ascend_platform.attention import gated_delta
-from vllm import LLM, SamplingParams, TokensPrompt
+from harness import torchvision_names
+from vllm import LLM, ModelRegistry, SamplingParams, TokensPrompt
 
 COUNTERS = {
     "preemptions": "vllm:num_preemptions",
@@ -69,19 +73,30 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
         "answers": found,
         "counters": {name: int(counted.get(metric, 0)) for name, metric in COUNTERS.items()},
         "rule": str(gated_delta.select(config) or ""),
+        "states": config.cache_config.mamba_ssm_cache_dtype.replace(
+            "auto", str(config.model_config.dtype).removeprefix("torch.")
+        ),
         "kinds": serve_layout.attention_and_experts(engine),
         "graphs": config.compilation_config.cudagraph_mode.name,
         "block_size": config.cache_config.block_size,
     }
 
 
+def import_model(path: Path) -> None:
+    """Import the model's class, which vLLM would look at in a process of its own, without torchvision."""
+    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
 if __name__ == "__main__":
     failed = False
-    for each in json.loads(sys.argv[1]):
+    torchvision_names.stand_in()
+    for each in json.loads(Path(sys.argv[1]).read_text()):
         started = time.monotonic()
         try:
+            import_model(Path(each["model"]))
             ranks = serve_layout.play(each, each["ranks"], lambda each=each: serve(each))
-        except SystemExit as error:
+        except (Exception, SystemExit) as error:
             failed = True
             print(error, file=sys.stderr)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from harness.models import registry
 
 LINEAR = ["linear_attention"] * 3 + ["full_attention"]
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+FLOAT32_STATES = {"mamba_ssm_dtype": "float32"}
+"""As published checkpoints of Qwen3.5 have it."""
+HEADS_OF_64 = {"head_dim": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
@@ -32,12 +36,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         DELTA | EXPERTS | {"layer_types": ["linear_attention", "full_attention"] * 2},
     ),
     "OLMo-hybrid": ("OlmoHybrid", DELTA | {"layer_types": LINEAR, "linear_num_value_heads": 2, "head_dim": 32}),
-    "Falcon-H1": (
-        "FalconH1",
-        {"num_hidden_layers": 2, "head_dim": 64, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_d_ssm": 256},
-    ),
+    "Falcon-H1": ("FalconH1", {"num_hidden_layers": 2, "mamba_d_ssm": 256} | HEADS_OF_64),
+    "Qwen3.5": ("Qwen3_5", DELTA | FLOAT32_STATES | {"layer_types": LINEAR}),
+    "Qwen3.5-MoE": ("Qwen3_5Moe", DELTA | EXPERTS | FLOAT32_STATES | {"layer_types": LINEAR}),
+    "Nemotron-H": ("NemotronH", HEADS_OF_64 | {"layer_types": ["linear_attention", "moe", "full_attention", "mlp"]}),
+    "Granite 4": ("GraniteMoeHybrid", HEADS_OF_64),
+    "Jamba": ("Jamba", {}),
+    "LFM2": ("Lfm2", {}),
+    "LFM2-MoE": ("Lfm2Moe", {}),
+    "Mamba": ("Mamba", {}),
+    "Falcon-Mamba": ("FalconMamba", {}),
+    "Mamba 2": ("Mamba2", {}),
 }
-"""The family in Hugging Face, and its configuration besides COMMON."""
+"""The family in Hugging Face, and its configuration besides COMMON and what registry.py has for it."""
 
 
 def make(name: str, directory: Path, *, drafts: bool = False) -> Path:
@@ -53,12 +64,19 @@ def make(name: str, directory: Path, *, drafts: bool = False) -> Path:
     if path.exists():
         return path
     family, special = MODELS[name]
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    default = model_class.config_class()
+    known = {key: value for key, value in (registry.SIZES | COMMON).items() if key in default.to_dict()}
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**(COMMON | special)))
-    for key, weight in model.named_parameters():
+    model = model_class(model_class.config_class(**(known | registry.SPECIAL.get(default.model_type, {}) | special)))
+    for key, weight in (*model.named_parameters(), *model.named_buffers()):
         if key.endswith("A_log") and ".0." not in key:
             torch.nn.init.uniform_(weight, -4, -2)
+        elif key.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(weight, std=0.05)
     model.save_pretrained(path)
+    stored = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(stored | registry.STORED.get(default.model_type, {})))
     if names := registry.RENAMED.get(model.config.model_type):
         registry._rename(path / "model.safetensors", names)
     if drafts:
