@@ -13,6 +13,8 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
 FLOAT32_STATES = {"mamba_ssm_dtype": "float32"}
 """As published checkpoints of Qwen3.5 have it."""
 HEADS_OF_64 = {"head_dim": 64}
+TIED = {"tie_word_embeddings": True}
+"""vLLM has LFM2 so whatever the configuration says."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
@@ -40,10 +42,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5": ("Qwen3_5", DELTA | FLOAT32_STATES | {"layer_types": LINEAR}),
     "Qwen3.5-MoE": ("Qwen3_5Moe", DELTA | EXPERTS | FLOAT32_STATES | {"layer_types": LINEAR}),
     "Nemotron-H": ("NemotronH", HEADS_OF_64 | {"layer_types": ["linear_attention", "moe", "full_attention", "mlp"]}),
-    "Granite 4": ("GraniteMoeHybrid", HEADS_OF_64),
+    "Granite 4": ("GraniteMoeHybrid", {}),
     "Jamba": ("Jamba", {}),
-    "LFM2": ("Lfm2", {}),
-    "LFM2-MoE": ("Lfm2Moe", {}),
+    "LFM2": ("Lfm2", TIED),
+    "LFM2-MoE": ("Lfm2Moe", TIED),
     "Mamba": ("Mamba", {}),
     "Falcon-Mamba": ("FalconMamba", {}),
     "Mamba 2": ("Mamba2", {}),
