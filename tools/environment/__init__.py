@@ -187,11 +187,12 @@ def install(venv: Path, requirements: Path, what: str, only: tuple[str, ...] = (
     # PyPI's default on Linux. A configured find-links location that has torch comes first; else PyTorch's own CPU index.
     pins = {name: pin for pin, name in re.findall(r"^(([\w.-]+)==[\w.]+)", requirements.read_text(), re.MULTILINE)}
     # --no-deps, because the dependencies of some packages name what tools/environment/excluded.txt leaves out.
-    command = [uv, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python"), "--no-deps"]
+    # Bytecode is compiled here, once: with PYTHONDONTWRITEBYTECODE every process would compile torch and vLLM again.
+    options = ["--quiet", "--python", str(venv / "bin" / "python"), "--no-deps", "--compile-bytecode"]
+    command = [uv, "pip", "install", *options]
     probe = [*command, "--dry-run", "--no-index", pins.get("torch", "torch")]
     local = subprocess.run(probe, env=settings, cwd=ROOT, capture_output=True, check=False).returncode == 0
-    # Bytecode is compiled here, once: with PYTHONDONTWRITEBYTECODE every process would compile torch and vLLM again.
-    wanted = [pins[name] for name in only] or ["--compile-bytecode", "--requirement", requirements]
+    wanted = [pins[name] for name in only] or ["--requirement", requirements]
     _run(
         what,
         [*command, *([] if local else ["--torch-backend", "cpu"]), *wanted],
