@@ -6,17 +6,16 @@ experts, and two with MTP or n-grams, fused attention and graphs.
 """
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import features, references
+from harness import features, references, vllm_runner
 from harness.models import small as small_models
 
 ANSWERS = 150
-V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+V2 = vllm_runner.IS_V2
 """Whether the cases are served with vLLM's V2 model runner, as tools/compat does too."""
 PLAIN = {"sampling": {"temperature": 0, "max_tokens": 12, "ignore_eos": True}}
 DRAWN = {"sampling": {"temperature": 1, "top_k": 5, "top_p": 0.9, "max_tokens": 12, "ignore_eos": True}}

@@ -33,7 +33,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "mistral-bf16-one": ("mistral", "bfloat16", 1, {}),
     "llama-fp32": ("llama", "float32", 8, SMALL_CHUNKS),
 }
-V2 = {"additional_config": {"ascend": {"platform": {"model_runner": "v2"}}}}
+V1, V2 = ({"additional_config": {"ascend": {"platform": {"model_runner": runner}}}} for runner in ("v1", "v2"))
 FEW_BLOCKS = {"num_gpu_blocks_override": 28, "async_scheduling": False, "disable_log_stats": False, "max_num_seqs": 24}
 RUNNER_CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "chunks and prefix cache": ("qwen3", "bfloat16", 32, SMALL_CHUNKS),
@@ -180,7 +180,7 @@ def served_by_runners(random_model: Callable[[str], str]) -> dict[str, Any]:
     eager = {"enforce_eager": True}
     every = [*cases, adder()]
     # all requests do not fit one command line, nor the graphs of more engines the address space of a small emulated NPU
-    groups = [(every, {"V1": eager, "V2": eager | V2}), *(([served], graphs) for served in every)]
+    groups = [(every, {"V1": eager | V1, "V2": eager | V2}), *(([served], graphs) for served in every)]
     for together, runners in groups:
         asked = [
             served | {"name": f"{runner}, {served['name']}", "engine": served["engine"] | options}

@@ -5,16 +5,15 @@ multiprocessing executor, as `vllm serve` does.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import checkout, layouts, npus
+from harness import checkout, layouts, npus, vllm_runner
 
 LAYOUTS = layouts.OF_EXPERTS | layouts.OF_ONE_KEY_HEAD | layouts.OF_OPTIONS
-V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+V2 = vllm_runner.IS_V2
 """Which vLLM has under its external launcher without pipelines alone."""
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 # name: (model, dtype, layout, what it is served by). float32 shows any error of routing; MC2 takes half types alone.

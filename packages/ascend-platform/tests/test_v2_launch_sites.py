@@ -2,16 +2,19 @@
 
 import ast
 import importlib
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ascend_platform import extension, fingerprint
 from ascend_platform.config import model_runner
+from ascend_platform.config.unsupported import Feature
 from ascend_platform.worker.v2 import launch_sites, overrides
 from harness import vllm_copy
 from packaging.version import Version
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm import __version__ as vllm_version
 
 SITES = launch_sites.sites()
@@ -95,7 +98,8 @@ def test_overrides_are_of_this_vllm() -> None:
 
 def test_sampling_parameter_is_refused_with_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = SamplingParams(temperature=0, thinking_token_budget=4)
-    model_runner.check_request(asked)  # V1
+    monkeypatch.setenv(model_runner.VARIABLE, "0")
+    model_runner.check_request(asked)
     monkeypatch.setenv(model_runner.VARIABLE, "1")
     with pytest.raises(
         extension.RefusedError, match=r"thinking budgets \(kernel _update_committed_marker_cache_kernel\)"
@@ -109,11 +113,44 @@ def config(runner: object, **given: object) -> SimpleNamespace:
     return SimpleNamespace(additional_config={"ascend": {"platform": {"model_runner": runner}}}, **given)
 
 
-def test_option_has_two_values() -> None:
-    assert model_runner.reason(config("v2")) == "additional_config"
-    assert model_runner.reason(config("v1")) == ""
-    with pytest.raises(extension.RefusedError, match=r'"ascend.platform.model_runner" is \'v3\'; supported: v1, v2$'):
-        model_runner.reason(config("v3"))
+def test_option_has_three_values() -> None:
+    assert model_runner.choice(config("v2")) == (True, "additional_config")
+    assert model_runner.choice(config("v1")) == (False, "additional_config")
+    with pytest.raises(extension.RefusedError, match=r'"ascend.platform.model_runner" is \'v3\'; supported: auto, v1, v2$'):
+        model_runner.choice(config("v3"))
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, features: list[str], asked: bool | None = None, version: str = "0.33.0") -> Any:
+    """The choice where these features are asked for, with the environment variable as it is `asked`, if it is."""
+    monkeypatch.setenv("VLLM_VERSION", version)
+    monkeypatch.setattr("ascend_platform.runner_is_given", asked is not None)
+    monkeypatch.setattr(model_runner, "_IN_ENVIRONMENT", bool(asked))
+    monkeypatch.setattr(model_runner, "FEATURES", [Feature(name, lambda _: True) for name in features])
+    return model_runner.choice(config("auto", _get_v2_model_runner_unsupported_features=list))
+
+
+def test_v2_is_the_default_but_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, []) == (True, "the default from vLLM 0.33 on")
+    assert chosen(monkeypatch, ["prompt embeddings", "dflash"]) == (False, "V2 lacks prompt embeddings, dflash")
+    assert chosen(monkeypatch, ["watermarking"]).is_v2  # which V1 would ignore: refused by name
+    assert chosen(monkeypatch, [], asked=False) == (False, "VLLM_USE_V2_MODEL_RUNNER=0")
+    assert chosen(monkeypatch, ["prompt embeddings"], asked=True).is_v2
+    assert chosen(monkeypatch, [], version="0.32.0") == (False, "V2 is supported from vLLM 0.33 on")
+
+
+def test_processes_and_drafters_of_an_engine_have_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(model_runner.VARIABLE, "1")
+    one = SimpleNamespace(pipeline_parallel_size=1)
+    engine = config("v1", model_config=object(), speculative_config=None, parallel_config=one)
+    envs.enable_envs_cache()  # as an engine of this process has done
+    try:
+        model_runner.choose(engine)
+        assert envs.VLLM_USE_V2_MODEL_RUNNER is False
+    finally:
+        envs.disable_envs_cache()
+    assert model_runner.choice(pickle.loads(pickle.dumps(engine))) == (False, "additional_config")
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
+    assert model_runner.choice(config("v2")) == (False, "additional_config")
 
 
 def test_v2_below_its_first_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,8 @@
 """The Ascend NPU as a platform of vLLM: device, worker, model runner and operators."""
 
+runner_is_given = True
+"""Whether VLLM_USE_V2_MODEL_RUNNER was set before this process's plugins; in a process of an engine it is the engine's choice."""
+
 
 def register() -> str | None:
     """Entry point of group ``vllm.platform_plugins``; never raises.
@@ -41,9 +44,12 @@ def _activate() -> None:
     from ascend_platform.config import ray, sockets
     from ascend_platform.worker import watchdog
 
+    global runner_is_given
     if requirements.version("vllm").startswith(("0.31.", "0.32.")):
         _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # otherwise vLLM chooses; see ascend_platform/config/model_runner.py
+    if "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:  # vLLM would choose V1, which has no Triton
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # until the engine is configured: see ascend_platform/config/model_runner.py
+        runner_is_given = False
     _pin("VLLM_USE_BREAKABLE_CUDAGRAPH", "0", "it captures by torch.cuda; cudagraph_mode PIECEWISE splits compiled models")
     _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
     watchdog.exit_when_parent_exits()

@@ -149,8 +149,7 @@ def with_state(distribution: str) -> str:
 def summary(attention: str, runner: str = "", delta_rule: str = "") -> str:
     """One line with every component's version and state, the attention backend, and the versions of vLLM, torch and torch-npu.
 
-    ``runner`` is the model runner and what asks for it, if it is not the default; ``delta_rule`` is the gated delta rule of a
-    model that has it.
+    ``runner`` is the model runner and what asks for it; ``delta_rule`` is the gated delta rule of a model that has it.
     """
     version = requirements.version
     parts = [" ".join(filter(None, (name.removeprefix("ascend-"), version(name), state(name)))) for name in COMPONENTS]

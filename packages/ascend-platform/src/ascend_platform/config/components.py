@@ -20,11 +20,11 @@ def announce(vllm_config: "VllmConfig") -> None:
     registry.join("ascend-platform", "ascend", api=registry.API_VERSION)
     options.configure(vllm_config.additional_config)
     if vllm_config.model_config is not None:
-        asked = model_runner.reason(vllm_config)
+        is_v2, why = model_runner.choice(vllm_config)
         _log_once(
             registry.summary(
                 selector.describe_backend(vllm_config),
-                runner=f"V2 ({asked})" if asked else "",
+                runner=f"V{1 + is_v2} ({why})",
                 delta_rule=str(gated_delta.select(vllm_config) or ""),
             )
         )

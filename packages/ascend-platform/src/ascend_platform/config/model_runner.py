@@ -1,18 +1,19 @@
-"""The model runner: vLLM's V1, or on request V2, which NPUs serve without Triton from vLLM 0.33 on.
+"""The model runner: vLLM's V2, which NPUs serve without Triton from vLLM 0.33 on, or V1 for what V2 lacks and for earlier vLLMs.
 
 The scheduler works differently for each, so that all processes must agree. The choice is made where an engine is configured, and
-handed to its processes by vLLM's own environment variable.
+handed to its processes in its configuration, and by vLLM's own environment variable.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.version import Version
 from vllm import envs
 
+import ascend_platform
 from ascend_platform import extension, vllm_overrides
 from ascend_platform.components import options
 from ascend_platform.config import state_layers
@@ -23,11 +24,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-_RUNNERS = ("v1", "v2")
+_RUNNERS = ("auto", "v1", "v2")
 _IN_ENVIRONMENT = os.environ.get(VARIABLE) == "1"
-"""What the user has set, or, in a process of an engine, the engine's choice."""
+"""What the user has set, or, in a process of an engine, the engine's choice; of no meaning where neither is given."""
 
-options.register("platform", {"model_runner": "v1"})
+options.register("platform", {"model_runner": "auto"})
+
+
+class Choice(NamedTuple):
+    is_v2: bool
+    why: str
+    """What asks for this runner, in words."""
 
 
 _OTHER_METHODS = ("block", "fly")
@@ -66,44 +73,80 @@ REQUEST_FEATURES: dict[str, Any] = {
 }
 """The same of a request's sampling parameters."""
 
+_V2_ONLY = ("watermarking", "sampling masks", "trace replay")
+"""Features that V1 would ignore."""
 
-def reason(vllm_config: VllmConfig) -> str:
-    """What asks for the V2 runner: the option, the environment variable, a vLLM without V1, or "" for V1.
+
+_CHOICE = "_ascend_model_runner"
+"""Attribute of a VllmConfig, which is sent to an engine's processes: its Choice."""
+
+
+def choice(vllm_config: VllmConfig) -> Choice:
+    """The runner of an engine: that of the option or the environment variable; else V2, but V1 for what V2 lacks.
+
+    A configuration that is made while an engine's is current, for a drafter, has the engine's.
 
     Raises:
         RefusedError: another value of the option.
     """
-    given = options.given(vllm_config, "platform").get("model_runner", "v1")
+    from vllm.config import get_current_vllm_config_or_none
+
+    engine = get_current_vllm_config_or_none()
+    for config in (vllm_config, engine):
+        if chosen := vars(config).get(_CHOICE) if config is not None else None:
+            return chosen
+    given = options.given(vllm_config, "platform").get("model_runner", "auto")
     if given not in _RUNNERS:
         raise extension.RefusedError(
             f'additional_config "ascend.platform.model_runner" is {given!r}; supported: {", ".join(_RUNNERS)}'
         )
-    if given == "v2":
-        return "additional_config"
-    return f"{VARIABLE}=1" if _IN_ENVIRONMENT else "" if vllm_overrides.has_v1_runner() else "vLLM has no V1 runner"
+    if given != "auto":
+        return Choice(given == "v2", "additional_config")
+    if Version(extension.version("vllm")) < Version(overrides.SINCE):
+        return Choice(False, f"V2 is supported from vLLM {overrides.SINCE} on")
+    if ascend_platform.runner_is_given and (_IN_ENVIRONMENT or vllm_overrides.has_v1_runner()):
+        return Choice(_IN_ENVIRONMENT, f"{VARIABLE}={int(_IN_ENVIRONMENT)}")
+    if not vllm_overrides.has_v1_runner():
+        return Choice(True, "vLLM has no V1 runner")
+    lacking = [*_lacking(vllm_config), *vllm_config._get_v2_model_runner_unsupported_features()]
+    if lacking and not set(lacking) & set(_V2_ONLY):
+        return Choice(False, f"V2 lacks {', '.join(lacking)}")
+    return Choice(True, f"the default from vLLM {overrides.SINCE} on")
 
 
 def choose(vllm_config: VllmConfig) -> None:
-    """Choose the runner of an engine, and refuse what V2 does not serve.
+    """Choose the runner of an engine, and refuse what V2 does not serve where it is asked for.
 
     Raises:
         RefusedError: this vLLM's V2 runner is not supported, or a feature of the configuration is not, in one line.
     """
     if vllm_config.model_config is None:  # made somewhere in an engine's processes, for defaults
         return
-    asked = reason(vllm_config)
-    if asked:
+    is_v2, why = choice(vllm_config)
+    if is_v2:
         if Version(version := extension.version("vllm")) < Version(overrides.SINCE):
             raise extension.RefusedError(
-                f"vLLM's V2 model runner, which {asked} asks for, is supported from vLLM {overrides.SINCE} on, and this is "
+                f"vLLM's V2 model runner, which {why} asks for, is supported from vLLM {overrides.SINCE} on, and this is "
                 f"{version}; fix: do not ask for it"
             )
         vllm_overrides.check(overrides.OVERRIDES)
         if difference := launch_sites.difference():
             raise extension.RefusedError(f"vLLM {version}'s V2 model runner is not as ascend-platform supports it: {difference}")
-        _refuse([feature.name for feature in FEATURES if feature.asked(vllm_config)], asked)
+        _refuse(_lacking(vllm_config), why)
         os.environ["VLLM_MOE_SKIP_PADDING"] = "0"  # routers on the NPU do not read the mask, which costs a step two launches
-    os.environ[VARIABLE] = "1" if asked else "0"
+    elif envs.VLLM_USE_V2_MODEL_RUNNER and (vllm_config.speculative_config or _has_stages(vllm_config)):
+        # vLLM has chosen asynchronous scheduling for V2; V1 has it for some drafters only, and not for pipelines
+        if vllm_config.scheduler_config.async_scheduling:
+            extension.logger.info("asynchronous scheduling is off: the V1 model runner (%s)", why)
+        vllm_config.scheduler_config.async_scheduling = False
+    vars(vllm_config)[_CHOICE] = Choice(is_v2, why)
+    if os.environ.get(VARIABLE) != (value := str(int(is_v2))):
+        os.environ[VARIABLE] = value
+        envs.disable_envs_cache()  # of an engine in this process
+
+
+def _lacking(vllm_config: VllmConfig) -> list[str]:
+    return [feature.name for feature in FEATURES if feature.asked(vllm_config)]
 
 
 def check_request(params: Any) -> None:
