@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harness import checkout, layouts, npus, quantized
-from harness.models import fp8, gpt_oss
+from harness.models import fp8, gpt_oss, hybrid
 
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}  # with torch.compile's fusions
@@ -29,6 +29,7 @@ INT8 = {"additional_config": {"ascend": {"platform": {"fp8": "W8A8_DYNAMIC"}}}}
 # name: (format, dtype, engine, what it is served by)
 FP8_CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "FP8 blocks, TP2": ("fp8", "float32", EAGER, "DequantizedExperts"),
+    "FP8 blocks of a gated delta net, TP2": ("fp8, gated delta net", "float32", EAGER, "DequantizedExperts"),
     "FP8 blocks to W8A8_DYNAMIC, TP2": ("fp8, all experts", "bfloat16", EAGER | INT8, "RequantizedExperts"),
     "FP8 by block, channel and matrix, compressed-tensors": ("compressed-tensors", "bfloat16", TP1, "DequantizedExperts"),
     "gpt-oss, MXFP4, TP2": ("mxfp4", "float32", EAGER, "ExpandedExperts"),
@@ -62,6 +63,8 @@ def fp8_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
     directory = tmp_path_factory.mktemp("fp8")
     made = {form: fp8.make(directory, form) for form in ("fp8", "compressed-tensors")} | {"mxfp4": gpt_oss.make(directory)}
     # every token to every expert: int8 inputs of a router change which experts are chosen, and with them all that follows
+    delta = hybrid.DELTA | {"shared_expert_intermediate_size": 192, "layer_types": hybrid.LINEAR, "num_hidden_layers": 4}
+    made["fp8, gated delta net"] = fp8.make(directory / "delta", "fp8", "Qwen3Next", **delta)
     return made | {"fp8, all experts": fp8.make(directory / "all", "fp8", num_experts_per_tok=fp8.COMMON["num_experts"])}
 
 

@@ -33,6 +33,11 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+LEFT_OUT = {
+    "Qwen3Moe": ("mlp.gate",),
+    "Qwen3Next": ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.conv1d", "linear_attn.in_proj_ba"),
+}
+"""Modules that published checkpoints of a family leave in bfloat16."""
 STRATEGIES = ("block", "channel", "tensor")
 """Of compressed-tensors; each layer of the model has one."""
 
@@ -55,18 +60,22 @@ def size_of(strategy: str, weight: torch.Tensor) -> tuple[int, int]:
     return {"block": (BLOCK, BLOCK), "channel": (1, weight.shape[1]), "tensor": (weight.shape[0], weight.shape[1])}[strategy]
 
 
-def make(directory: Path, form: str, **special: Any) -> tuple[Path, Path]:
-    """Write a Qwen3-MoE, whose first layer is dense, and its dequantized form; ``form``: ``fp8`` or ``compressed-tensors``."""
+def make(directory: Path, form: str, family: str = "Qwen3Moe", **special: Any) -> tuple[Path, Path]:
+    """Write a Qwen3-MoE, whose first layer is dense, and its dequantized form; ``form``: ``fp8`` or ``compressed-tensors``.
+
+    With ``Qwen3Next`` as the family, the projections of linear attention are in FP8 but for those of decays and strengths.
+    """
     import transformers
 
     plain, path = directory / f"{form}-plain", directory / form
     torch.manual_seed(0)
-    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**(COMMON | special))).save_pretrained(plain)
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    model_class(model_class.config_class(**(COMMON | special))).save_pretrained(plain)
     shutil.copytree(plain, path, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(plain / "model.safetensors")
     stored: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
-        if weight.dim() != 2 or not re.search(r"_proj\.weight$", name):
+        if weight.dim() != 2 or not re.search(r"(_proj|in_proj_qkvz)\.weight$", name):
             stored[name] = weight
             continue
         strategy = "block" if form == "fp8" else STRATEGIES[int(name.split(".")[2])]
@@ -81,7 +90,8 @@ def make(directory: Path, form: str, **special: Any) -> tuple[Path, Path]:
     if form == "fp8":
         about: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         about["weight_block_size"] = [BLOCK, BLOCK]
-        about["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"]))]
+        layers = range(config["num_hidden_layers"])
+        about["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{i}.{name}" for i in layers for name in LEFT_OUT[family])]
     else:
         about = {"quant_method": form, "format": "float-quantized", "quantization_status": "compressed"}
         about |= {"ignore": ["lm_head", r"re:.*mlp\.gate$"]}
