@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import layouts, npus
-from harness.models import latent, quantize
+from harness.models import hybrid, latent, quantize
 from harness.models.quantize import Matrix, Spec
 
 COMMON: dict[str, Any] = {
@@ -85,7 +85,10 @@ EXPERTS = {
 
 
 LATENT = {"ascend": [DYNAMIC, DYNAMIC]}
-MODELS = {"dense": DENSE, "experts": EXPERTS, "latent": LATENT}
+DELTA = {"ascend": [DYNAMIC] * 4}
+MODELS = {"dense": DENSE, "experts": EXPERTS, "latent": LATENT, "delta": DELTA}
+LEFT = ("gate", "kv_b_proj", "shared_expert_gate", "conv1d", "in_proj_ba")
+"""Matrices that ModelSlim leaves as they are."""
 
 
 def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
@@ -96,7 +99,7 @@ def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
 
     def find(name: str) -> Spec | None:
         parts = name.split(".")
-        if "layers" not in parts or parts[-1] in ("gate", "kv_b_proj"):  # ModelSlim leaves these as they are
+        if "layers" not in parts or parts[-1] in LEFT:
             return None
         layer = int(parts[parts.index("layers") + 1])
         if only not in (None, layer):
@@ -109,7 +112,8 @@ def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
 
 @functools.cache
 def float_model(kind: str, layers: int, directory: Path) -> Path:
-    """A model with random weights: dense with biases (Qwen2), of experts (Qwen3-MoE), or with latent attention (DeepSeek-V3)."""
+    """A model with random weights: dense with biases (Qwen2), of experts (Qwen3-MoE), with latent attention (DeepSeek-V3), or a
+    gated delta net (Qwen3-Next), in which every token goes to every expert."""
     import torch
     import transformers
 
@@ -127,6 +131,11 @@ def float_model(kind: str, layers: int, directory: Path) -> Path:
         model = transformers.DeepseekV3ForCausalLM(config)
         for layer in model.model.layers[config.first_k_dense_replace :]:
             torch.nn.init.normal_(layer.mlp.gate.e_score_correction_bias, std=0.05)
+    elif kind == "delta":
+        own = hybrid.DELTA | {"shared_expert_intermediate_size": 128, "layer_types": hybrid.LINEAR, "num_hidden_layers": layers}
+        own |= {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+        config = transformers.Qwen3NextConfig(**COMMON | own)
+        model = transformers.Qwen3NextForCausalLM(config)
     else:
         config = transformers.Qwen3MoeConfig(
             **COMMON,
@@ -163,6 +172,8 @@ def calibrated(path: Path) -> tuple[dict[str, quantize.Range], dict[str, quantiz
         for prompt in layouts.prompts(COMMON["vocab_size"])[0]:
             found = model(torch.tensor([prompt]), use_cache=True).past_key_values
             for index, layer in enumerate(found.layers):
+                if not hasattr(layer, "keys"):  # of linear attention
+                    continue
                 for part, values in (("k", layer.keys), ("v", layer.values)):
                     rows = values[0].transpose(0, 1).flatten(1)  # [tokens, kv_heads * head_size]
                     widen(cache, f"model.layers.{index}.self_attn.{part}_proj", rows.amin(0), rows.amax(0))
@@ -289,8 +300,9 @@ class Reference:
             factor, less = read[part]
             return ((x / scale + offset).round().clamp(-128, 127) - offset * less) * scale * factor
 
+        cached = {"past_key_values": Cache(), "use_cache": True} if made else {"use_cache": False}
         with torch.no_grad():
-            return self.model(torch.tensor([tokens]), past_key_values=Cache(), use_cache=True).logits[0].float().log_softmax(-1)
+            return self.model(torch.tensor([tokens]), **cached).logits[0].float().log_softmax(-1)
 
     def compare(self, served: list[list[dict[str, Any]]]) -> tuple[int, float, float]:
         """Number of tokens, and the largest and average log-probability difference from the reference."""

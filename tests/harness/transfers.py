@@ -25,7 +25,7 @@ TP2, PP2, BF16, FP16 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2
 ONE, OTHER = {"devices": "0"}, {"devices": "1"}
 LOGPROBS = {"logprobs": True, "kill": 0}
 CACHING = {"enable_prefix_caching": True}
-DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "enable_prefix_caching": False}
 STATES = {"states": "Qwen3-Next", "layerwise": 0, "kill": 0}
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "TP1 to TP1": (ONE, OTHER, {}),
