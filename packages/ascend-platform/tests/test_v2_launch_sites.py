@@ -2,7 +2,7 @@
 
 import ast
 import importlib
-import pickle
+import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,8 @@ from harness import vllm_copy
 from packaging.version import Version
 from vllm import SamplingParams, envs
 from vllm import __version__ as vllm_version
+from vllm.config import VllmConfig
+from vllm.config.utils import replace
 
 SITES = launch_sites.sites()
 supported = pytest.mark.skipif(
@@ -110,7 +112,8 @@ def test_sampling_parameter_is_refused_with_its_kernel(monkeypatch: pytest.Monke
 
 
 def config(runner: object, **given: object) -> SimpleNamespace:
-    return SimpleNamespace(additional_config={"ascend": {"platform": {"model_runner": runner}}}, **given)
+    options = {"ascend": {"platform": {"model_runner": runner}}}
+    return SimpleNamespace(additional_config=options, instance_id=uuid.uuid4().hex, **given)
 
 
 def test_option_has_three_values() -> None:
@@ -138,7 +141,7 @@ def test_v2_is_the_default_but_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch
     assert chosen(monkeypatch, [], version="0.32.0") == (False, "V2 is supported from vLLM 0.33 on")
 
 
-def test_processes_and_drafters_of_an_engine_have_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_of_an_engine_have_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(model_runner.VARIABLE, "1")
     one = SimpleNamespace(pipeline_parallel_size=1)
     engine = config("v1", model_config=object(), speculative_config=None, parallel_config=one)
@@ -148,9 +151,18 @@ def test_processes_and_drafters_of_an_engine_have_its_runner(monkeypatch: pytest
         assert envs.VLLM_USE_V2_MODEL_RUNNER is False
     finally:
         envs.disable_envs_cache()
-    assert model_runner.choice(pickle.loads(pickle.dumps(engine))) == (False, "additional_config")
+    assert model_runner.choice(engine) == (False, "additional_config")
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
     assert model_runner.choice(config("v2")) == (False, "additional_config")
+
+
+def test_configuration_can_be_replaced() -> None:
+    """As vLLM does for a drafter; it refuses attributes that are no fields (``vllm/config/utils.py``)."""
+    engine = VllmConfig()
+    engine.model_config = object()  # type: ignore[assignment]
+    model_runner.choose(engine)
+    del engine.model_config
+    assert replace(engine).additional_config == engine.additional_config
 
 
 def test_v2_below_its_first_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,14 +77,15 @@ _V2_ONLY = ("watermarking", "sampling masks", "trace replay")
 """Features that V1 would ignore."""
 
 
-_CHOICE = "_ascend_model_runner"
-"""Attribute of a VllmConfig, which is sent to an engine's processes: its Choice."""
+_chosen: dict[str, Choice] = {}
+"""The choices for the engines of this process, by the ``instance_id`` of their VllmConfig."""
 
 
 def choice(vllm_config: VllmConfig) -> Choice:
     """The runner of an engine: that of the option or the environment variable; else V2, but V1 for what V2 lacks.
 
-    A configuration that is made while an engine's is current, for a drafter, has the engine's.
+    A configuration that is made while an engine's is current, for a drafter, has the engine's. In the processes of an engine
+    the environment variable has what was chosen.
 
     Raises:
         RefusedError: another value of the option.
@@ -93,8 +94,8 @@ def choice(vllm_config: VllmConfig) -> Choice:
 
     engine = get_current_vllm_config_or_none()
     for config in (vllm_config, engine):
-        if chosen := vars(config).get(_CHOICE) if config is not None else None:
-            return chosen
+        if config is not None and config.instance_id in _chosen:
+            return _chosen[config.instance_id]
     given = options.given(vllm_config, "platform").get("model_runner", "auto")
     if given not in _RUNNERS:
         raise extension.RefusedError(
@@ -139,7 +140,7 @@ def choose(vllm_config: VllmConfig) -> None:
         if vllm_config.scheduler_config.async_scheduling:
             extension.logger.info("asynchronous scheduling is off: the V1 model runner (%s)", why)
         vllm_config.scheduler_config.async_scheduling = False
-    vars(vllm_config)[_CHOICE] = Choice(is_v2, why)
+    _chosen[vllm_config.instance_id] = Choice(is_v2, why)
     if os.environ.get(VARIABLE) != (value := str(int(is_v2))):
         os.environ[VARIABLE] = value
         envs.disable_envs_cache()  # of an engine in this process
