@@ -29,6 +29,11 @@ CASES = {
 }
 
 
+OF_PROCESSES = {"a stage without attention, PP2"}
+"""Served by an executor of processes: under vLLM's external launcher each rank has a scheduler, and stages whose caches differ
+schedule other steps."""
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
@@ -39,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def served(models: dict[str, Path]) -> dict[str, Any]:
     cases = [
-        layouts.case(name, models[model], LAYOUTS[layout], dtype=dtype, mp=V2 and "PP" in layout)
+        layouts.case(name, models[model], LAYOUTS[layout], dtype=dtype, mp=name in OF_PROCESSES or (V2 and "PP" in layout))
         for name, (model, dtype, layout, _) in CASES.items()
     ]
     done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
