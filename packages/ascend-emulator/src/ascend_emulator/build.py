@@ -57,7 +57,8 @@ FLAGS = (
 # Translation units: folders of csrc. They are few, because parsing ATen's headers takes most of the time. Operators that call
 # ATen need no more than -O1; `loops` are those with loops of their own.
 UNITS = {
-    "core": ("core", "runtime"),
+    "core": ("core",),
+    "runtime": ("runtime",),
     "hccl": ("hccl",),
     "pointwise": ("operator", "ops/math", "ops/tensor"),
     "nn": ("ops/nn", "ops/moe", "ops/quantization"),
