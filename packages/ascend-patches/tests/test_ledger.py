@@ -11,7 +11,7 @@ from harness import vllm_copy
 START = """
 import sys
 from ascend_patches import enter
-for scope in ("platform", "engine"):
+for scope in ("platform", "engine", "worker"):
     enter(scope)
 for module in sys.argv[1:]:
     __import__(module)
