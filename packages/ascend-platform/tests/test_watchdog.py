@@ -22,12 +22,12 @@ time.sleep(120)
 """
 
 PARENT = """
-import multiprocessing, time
+import multiprocessing, os, time
 from multiprocessing import connection
 from ascend_platform.worker import watchdog
 
 def child(late):
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")  # one write: lines of several processes stay apart
     while late and not connection.wait([multiprocessing.parent_process().sentinel]):
         pass
     watchdog.exit_when_parent_exits()
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     processes = [spawn.Process(target=child, name=name, args=(name == "VllmWorker-0",)) for name in names]
     for process in processes:
         process.start()
-    print(*(process.pid for process in processes), flush=True)
+    os.write(1, (" ".join(str(process.pid) for process in processes) + "\\n").encode())
     time.sleep(120)
 """
 
