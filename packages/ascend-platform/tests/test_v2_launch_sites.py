@@ -158,7 +158,7 @@ def test_drafters_of_an_engine_have_its_runner(monkeypatch: pytest.MonkeyPatch) 
 
 def test_configuration_can_be_replaced() -> None:
     """As vLLM does for a drafter; it refuses attributes that are no fields (``vllm/config/utils.py``)."""
-    engine = VllmConfig()
+    engine = VllmConfig(additional_config=config("v1").additional_config)
     engine.model_config = object()  # type: ignore[assignment]
     model_runner.choose(engine)
     del engine.model_config
