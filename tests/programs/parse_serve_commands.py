@@ -11,20 +11,11 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
+from harness import model_classes
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.model_executor.models import ModelRegistry
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-
-def load_classes(architectures: list[str]) -> None:
-    """Import models' classes here. vLLM would start a process for each, to ask the class what the model needs."""
-    for architecture in architectures:
-        registered: Any = ModelRegistry.models.get(architecture)
-        if hasattr(registered, "load_model_cls"):
-            ModelRegistry.register_model(architecture, registered.load_model_cls())
 
 
 def main() -> None:
@@ -32,7 +23,7 @@ def main() -> None:
     parser = FlexibleArgumentParser()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
     for each in json.loads(Path(sys.argv[1]).read_text()):
-        load_classes(each["config"]["architectures"])
+        model_classes.load(each["config"]["architectures"])
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(each["config"]))
             try:

@@ -21,9 +21,8 @@ import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 import transformers
-from harness import launcher, layouts, torchvision_names
+from harness import launcher, layouts, model_classes, torchvision_names
 from harness.models import registry
-from vllm import ModelRegistry
 from vllm.platforms import current_platform
 
 BOUND = 1e-4
@@ -43,8 +42,7 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
         return {"result": "not built", "message": line_of(error)}
     try:
         current_platform.verify_model_arch(architecture)
-        # imported here: vLLM would look at the class in a process of its own
-        ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+        model_classes.load([architecture])
         case = layouts.case(kind, path, registry.ENGINES.get(kind, {}), dtype="float32")
         os.environ.update(launcher.torchrun_variables(0, 1, launcher.free_port()))
         engine = serve_layout.engine_of_external_launcher(case)

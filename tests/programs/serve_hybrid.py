@@ -19,8 +19,8 @@ import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 from ascend_platform.attention import gated_delta
-from harness import torchvision_names
-from vllm import LLM, ModelRegistry, SamplingParams, TokensPrompt
+from harness import model_classes, torchvision_names
+from vllm import LLM, SamplingParams, TokensPrompt
 
 COUNTERS = {
     "preemptions": "vllm:num_preemptions",
@@ -82,19 +82,13 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def import_model(path: Path) -> None:
-    """Import the model's class, which vLLM would look at in a process of its own, without torchvision."""
-    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
-    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
-
-
 if __name__ == "__main__":
     failed = False
     torchvision_names.stand_in()
     for each in json.loads(Path(sys.argv[1]).read_text()):
         started = time.monotonic()
         try:
-            import_model(Path(each["model"]))
+            model_classes.load(json.loads((Path(each["model"]) / "config.json").read_text())["architectures"])
             ranks = serve_layout.play(each, each["ranks"], lambda each=each: serve(each))
         except (Exception, SystemExit) as error:
             failed = True

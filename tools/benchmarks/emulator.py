@@ -88,11 +88,7 @@ def measure(arguments: argparse.Namespace) -> None:
         k, v = torch.randn(2, requests, key_heads, length, size, dtype=torch.bfloat16)
         pages = [each.transpose(1, 2).reshape(-1, page, key_heads * size).npu() for each in (k, v)]
         table = torch.arange(requests * length // page, dtype=torch.int32).view(requests, -1).npu()
-        query, lengths, ends = (
-            q.flatten(0, 2).view(requests, heads, size).npu(),
-            [length] * requests,
-            list(range(1, requests + 1)),
-        )
+        query, lengths, ends = q.view(requests, heads, size).npu(), [length] * requests, list(range(1, requests + 1))
 
         def on_npu() -> torch.Tensor:
             attended = torch_npu.npu_fused_infer_attention_score(

@@ -179,7 +179,7 @@ def test_unrouted_rows_are_not_read(monkeypatch):
         out[: int(counts.sum())] = rows[: int(counts.sum())]
         return out
 
-    monkeypatch.setattr(moe, "swiglu_experts", experts)
+    monkeypatch.setattr(moe, "apply_experts", experts)
     layer = SimpleNamespace(w13_weight=None, w2_weight=None, activation=MoEActivation.SILU)
     x, ids = drawn(2, HIDDEN), torch.tensor([[1, 9], [2, 3]], dtype=torch.int32)
     weights = torch.tensor([[0.25, 0.5], [0.5, 0.5]])

@@ -47,7 +47,7 @@ def _activate() -> None:
     global runner_is_given
     if requirements.version("vllm").startswith(("0.31.", "0.32.")):
         _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
-    if "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:  # vLLM would choose V1, which has no Triton
+    if "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:  # vLLM would choose V1 where there is no Triton
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # until the engine is configured: see ascend_platform/config/model_runner.py
         runner_is_given = False
     _pin("VLLM_USE_BREAKABLE_CUDAGRAPH", "0", "it captures by torch.cuda; cudagraph_mode PIECEWISE splits compiled models")

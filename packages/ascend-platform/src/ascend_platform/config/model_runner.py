@@ -1,7 +1,7 @@
 """The model runner: vLLM's V2, which NPUs serve without Triton from vLLM 0.33 on, or V1 for what V2 lacks and for earlier vLLMs.
 
 The scheduler works differently for each, so that all processes must agree. The choice is made where an engine is configured, and
-handed to its processes in its configuration, and by vLLM's own environment variable.
+handed to its processes by vLLM's own environment variable.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ override(
 
 
 Experts = Callable[..., torch.Tensor]
-"""Applies this rank's experts to rows sorted by expert, with rows per expert; see :func:`swiglu_experts`. With an attribute
+"""Applies this rank's experts to rows sorted by expert, with rows per expert; see :func:`apply_experts`. With an attribute
 ``takes_int8`` that is true it takes int8 rows and, as a third argument, their scales float32 ``[rows]``."""
 
 
@@ -365,13 +365,13 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        experts = functools.partial(swiglu_experts, layer.w13_weight, layer.w2_weight, activation=ACTIVATIONS[layer.activation])
+        experts = functools.partial(apply_experts, layer.w13_weight, layer.w2_weight, activation=ACTIVATIONS[layer.activation])
         if self.moe.has_bias:
             experts = functools.partial(experts, biases=(layer.w13_bias, layer.w2_bias))
         return self.apply_routed(experts, x, topk_weights, topk_ids)
 
 
-def swiglu_experts(
+def apply_experts(
     w13: torch.Tensor,
     w2: torch.Tensor,
     rows: torch.Tensor,

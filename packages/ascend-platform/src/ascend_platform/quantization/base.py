@@ -189,7 +189,7 @@ class Scheme:
         scale: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Apply each expert to its rows; see ``ascend_platform.ops.fused_moe.swiglu_experts``.
+        """Apply each expert to its rows; see ``ascend_platform.ops.fused_moe.apply_experts``.
 
         Args:
             scale: of int8 rows; None for others.
