@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_emulator import chips, cli
-from ascend_emulator.verify import command, diff, errors, inputs, markdown, report, tables
+from ascend_emulator.verify import collectives, command, diff, errors, inputs, markdown, report, tables, timings
 from sanitizers import without_sanitizers
 
 REPORTS = Path(__file__).parents[3] / "reports"
@@ -221,7 +222,7 @@ def test_reports_of_the_repository_have_the_right_form():
 
 
 WORKER = """
-import json, os, signal, sys, time
+import json, os, signal, subprocess, sys, time
 task = json.load(sys.stdin)
 pipe = os.fdopen(task["pipe"], "w", buffering=1)
 for case in task["cases"]:
@@ -230,6 +231,8 @@ for case in task["cases"]:
         print("x.cpp: bad address 0x7f0011223344", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGSEGV)
     if case[1] == "dot/float16":
+        rank = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+        open(os.environ["RANK_FILE"], "w").write(str(rank.pid))
         time.sleep(600)
     record = {"outcome": "observed", "facts": {"npus": 1, "memory_used_percent": 0}}
     pipe.write(json.dumps({"end": case, "record": record}) + "\\n")
@@ -241,6 +244,7 @@ def test_cases_that_crash_or_hang_do_not_end_the_run(monkeypatch, tmp_path):
     """With a process in place of the one that uses the NPU, since no case is known to do this."""
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RANK_FILE", str(tmp_path / "rank"))
     monkeypatch.setattr(command, "child", SimpleNamespace(__name__="worker"))
     monkeypatch.setattr(command, "CASE_SECONDS", 5.0)
     options = SimpleNamespace(only="operators,limits,collectives", select="[dlt]*o*", quick=False, minutes=30.0, device=0)
@@ -254,6 +258,25 @@ def test_cases_that_crash_or_hang_do_not_end_the_run(monkeypatch, tmp_path):
     others = [record["outcome"] for name, record in found.items() if name not in ("dot/float32", "dot/float16", "two-npus")]
     assert set(others) == {"observed"}
     assert len(others) > 5
+    state = Path("/proc", (tmp_path / "rank").read_text(), "stat")  # a killed process may stay a zombie for a while
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_ranks_without_a_result_in_time_are_named(monkeypatch):
+    """The case says so itself: the run's own limit, of which it knows nothing, comes later."""
+    monkeypatch.setattr(collectives, "SECONDS", 0.5)
+    record = collectives.run("two-npus", {})
+    message = "rank 0: no result in 0.5 s; rank 1: no result in 0.5 s"
+    assert record == {"outcome": "failed", "error": {"type": "timeout", "codes": [], "message": message}}
+    assert command._seconds(("collectives", "two-npus")) > collectives.SECONDS
+
+
+@pytest.mark.parametrize(("always", "times"), [(True, 6), (False, 2)])
+def test_ranks_time_a_collective_equally_often(always, times):
+    """A rank that took it for slow left the loop by itself: the other then waited for it."""
+    calls = []
+    timings._seconds(lambda: calls.append(time.sleep(11 * timings.ENOUGH)), always=always)
+    assert len(calls) == times
 
 
 def test_ctrl_c_leaves_a_partial_report(own, monkeypatch, tmp_path, capsys):

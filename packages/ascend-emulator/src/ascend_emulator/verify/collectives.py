@@ -7,43 +7,57 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 Facts = dict[str, Any]
 NAMES = ("two-npus",)
-SECONDS = 180
+SECONDS = 180  # for both ranks, from their start; each imports torch_npu first
 SIZES = (1 << 12, 1 << 20, 1 << 24, 1 << 27)
 
 
 def run(name: str, options: Facts) -> Facts:
-    """Start both ranks and return what rank 0 found."""
+    """Start both ranks and return what rank 0 found, or which rank failed and its last words."""
+    from ascend_emulator.verify.errors import scrubbed
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "ascend_emulator.verify.collectives"],
-            env={**environ, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
-    except subprocess.TimeoutExpired:
-        return {"outcome": "failed", "error": {"type": "timeout", "codes": [], "message": f"no result in {SECONDS} s"}}
-    finally:
-        for rank in ranks:
-            rank.kill()
-    lines = [line for line in outputs[0].splitlines() if line.startswith('{"facts"')]
-    if not lines:
-        codes = [rank.returncode for rank in ranks]
-        return {"outcome": "failed", "error": {"type": "exit", "codes": [], "message": f"the ranks ended with {codes}"}}
-    return {"outcome": "observed", **json.loads(lines[0])}
+    with ExitStack() as stack:
+        outputs, errors = ([stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(2))
+        ranks = []
+        for rank in range(2):
+            command, own = [sys.executable, "-m", "ascend_emulator.verify.collectives"], {**environ, "RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=own, stdout=outputs[rank], stderr=errors[rank]))
+            stack.callback(ranks[rank].wait)
+            stack.callback(ranks[rank].kill)
+        codes = _exits(ranks)
+        for stream in (*outputs, *errors):
+            stream.seek(0)
+        lines = [line for line in outputs[0] if line.startswith('{"facts"')]
+        if lines and codes == [0, 0]:
+            return {"outcome": "observed", **json.loads(lines[0])}
+        last = [(stream.read().strip().splitlines() or [""])[-1] for stream in errors]
+    ends = [f"no result in {SECONDS} s" if code is None else f"exit {code}" for code in codes]
+    message = "; ".join(f"rank {rank}: {end} {said}".strip() for rank, (end, said) in enumerate(zip(ends, last, strict=True)))
+    kind = "timeout" if None in codes else "exit"
+    return {"outcome": "failed", "error": {"type": kind, "codes": [], "message": scrubbed(message)[:300]}}
+
+
+def _exits(ranks: list[subprocess.Popen[bytes]]) -> list[int | None]:
+    """The ranks' exit statuses; None: none within the time."""
+    deadline = time.monotonic() + SECONDS
+    codes: list[int | None] = []
+    for rank in ranks:
+        try:
+            codes.append(rank.wait(timeout=max(deadline - time.monotonic(), 0)))
+        except subprocess.TimeoutExpired:
+            codes.append(None)
+    return codes
 
 
 def _results(rank: int) -> Facts:
@@ -93,7 +107,7 @@ def _times() -> Facts:
     facts: Facts = {}
     for size in SIZES:
         x = torch.ones(size // 2, device="npu").half()
-        seconds = torch.tensor([_seconds(partial(dist.all_reduce, x))]).npu()
+        seconds = torch.tensor([_seconds(partial(dist.all_reduce, x), always=True)]).npu()
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # both ranks end the loop at the same size
         slowest = seconds.item()
         facts[str(size)] = {"microseconds": _rounded(slowest * 1e6), "gb_per_second": _rounded(size / slowest / 1e9)}

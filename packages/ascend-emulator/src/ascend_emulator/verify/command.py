@@ -7,6 +7,7 @@ import fnmatch
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from ascend_emulator.verify import child, collectives, diff, markdown, report, r
 Name = tuple[str, str]
 FIRST_SECONDS = 300.0  # until the first case: torch_npu's import, and the first operator's kernels
 CASE_SECONDS = 90.0
+SPARE_SECONDS = 60.0  # beside what collectives take: whether the NPU still computes is asked after a failure
 BUSY_PERCENT = 20
 QUICK_RUNTIME = ("streams-run-in-order-of-events", "events-measure-time", "graphs-replay-with-new-inputs", "memory-granularity")
 
@@ -69,6 +71,11 @@ def _isolated(case: Name) -> bool:
     if section in ("operators", "refusals"):
         return tables.cases(section)[name].isolated
     return section == "collectives" or name in runtime.ISOLATED
+
+
+def _seconds(case: Name) -> float:
+    """How long a case may take."""
+    return collectives.SECONDS + SPARE_SECONDS if case[0] == "collectives" else CASE_SECONDS
 
 
 def _batches(cases: list[Name]) -> Iterator[list[Name]]:
@@ -142,6 +149,7 @@ class Run:
             stderr=subprocess.PIPE,
             pass_fds=[write],
             text=True,
+            start_new_session=True,  # with the processes that a case starts
         )
         os.close(write)
         task = {"pipe": write, "device": self.options.device, "options": {}, "cases": cases}
@@ -151,7 +159,8 @@ class Run:
         try:
             self._follow(worker, read, cases)
         finally:
-            worker.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
             os.close(read)
 
@@ -161,14 +170,15 @@ class Run:
         selector.register(read, selectors.EVENT_READ, "records")
         selector.register(worker.stderr, selectors.EVENT_READ, "errors")  # type: ignore[arg-type]
         current, buffer, said = None, b"", b""
-        deadline = time.monotonic() + FIRST_SECONDS
+        limit = FIRST_SECONDS
+        deadline = time.monotonic() + limit
         while selector.get_map():
             timeout = min(deadline - time.monotonic(), max(self.remaining(), 0) + 1)
             ready = selector.select(max(timeout, 0.0))
             if not ready:
                 hung = time.monotonic() >= deadline
                 self.records[current or cases[0]] = (
-                    {"outcome": "hung", "why": f"no result in {CASE_SECONDS:.0f} s"} if hung else self._over()
+                    {"outcome": "hung", "why": f"no result in {limit:.0f} s"} if hung else self._over()
                 )
                 return
             for key, _ in ready:
@@ -180,13 +190,14 @@ class Run:
                 else:
                     *lines, buffer = (buffer + chunk).split(b"\n")
                     for line in map(json.loads, lines):
-                        deadline = time.monotonic() + CASE_SECONDS
                         if "begin" in line:
                             current = tuple(line["begin"])
+                            limit = _seconds(current)
                             self.progress(current)
                         else:
                             self.records[tuple(line["end"])] = line["record"]
-                            current = None
+                            current, limit = None, CASE_SECONDS
+                        deadline = time.monotonic() + limit
         status = worker.wait()
         if current or not any(case in self.records for case in cases):
             from ascend_emulator.verify.errors import scrubbed
