@@ -47,6 +47,19 @@ def test_an_event_of_an_idle_stream_is_complete_when_the_call_returns():
         assert event.query()
 
 
+def test_a_small_operator_of_an_idle_stream_is_computed_when_the_call_returns():
+    stream = torch.npu.SyncLaunchStream()
+    with torch.npu.stream(stream), torch.inference_mode():
+        total = torch.zeros(8, device="npu")
+        stream.synchronize()
+        for _ in range(200):
+            total += 1
+            assert stream.query()
+        total = total.clone()
+    assert total.tolist() == [200] * 8
+    assert total.is_inference()
+
+
 def test_threads_record_events_on_a_stream_that_computes():
     stream = torch.npu.SyncLaunchStream()
     events = [torch.npu.Event() for _ in range(600)]

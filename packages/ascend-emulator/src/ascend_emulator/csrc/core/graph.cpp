@@ -409,21 +409,17 @@ ACL_API(computed, aclmdlRICaptureTaskUpdateEnd, (void* stream), {
   const auto count = update.tasks.size();
   check(count == update.group->nodes.size(), kInvalidParam, "the task group has ", update.group->nodes.size(),
       " operators, its update ", count);
-  Task task{"aclmdlRICaptureTaskUpdate",
-      [update = std::move(update)] {
-        const auto graph = update.group->graph.lock();
-        check(graph != nullptr, kInvalidParam, "the graph was destroyed before its update");
-        std::lock_guard lock(graph->mutex);
-        for (size_t i = 0; i < update.tasks.size(); ++i) {
-          auto& old = graph->nodes[update.group->nodes[i]].task;
-          check(std::string_view(old->name) == update.tasks[i].name, kInvalidParam, "node ", update.group->nodes[i], " is ",
-              old->name, ", its update ", update.tasks[i].name);
-          old = std::make_shared<const Task>(update.tasks[i]);
-        }
-      },
-      Kind::host};
-  task.trivial = true;
-  on.submit(std::move(task));
+  on.submit_brief("aclmdlRICaptureTaskUpdate", Kind::host, [update = std::move(update)] {
+    const auto graph = update.group->graph.lock();
+    check(graph != nullptr, kInvalidParam, "the graph was destroyed before its update");
+    std::lock_guard lock(graph->mutex);
+    for (size_t i = 0; i < update.tasks.size(); ++i) {
+      auto& old = graph->nodes[update.group->nodes[i]].task;
+      check(std::string_view(old->name) == update.tasks[i].name, kInvalidParam, "node ", update.group->nodes[i], " is ",
+          old->name, ", its update ", update.tasks[i].name);
+      old = std::make_shared<const Task>(update.tasks[i]);
+    }
+  });
 })
 
 namespace emu {

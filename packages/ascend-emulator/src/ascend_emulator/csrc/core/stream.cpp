@@ -61,12 +61,12 @@ uint64_t Stream::submit(Task task) {
   if (fault::armed() && fault::hangs()) {
     task.run = fault::hang;
     task.blocks = true;
-    task.trivial = false;
+    task.brief = false;
   }
   if (trace_enabled()) task.work.called = Clock::now();
   if (capture_task(*this, task)) return 0;
   if (add_to_update(*this, task)) return submitted_;
-  const bool trivial = task.trivial && !Adversary::on();
+  const bool brief = task.brief && !Adversary::on();
   uint64_t ticket;
   {
     std::unique_lock lock(mutex_);
@@ -75,14 +75,13 @@ uint64_t Stream::submit(Task task) {
       std::thread([self = shared_from_this()] { self->work(); }).detach();  // at the first task: most streams are never used
     tasks_.push_back(std::move(task));
     ticket = ++submitted_;
-    if (tasks_.size() == 1 && trivial) {
+    const bool idle = tasks_.size() == 1;
+    if (idle && brief) {
       auto* const outer = std::exchange(worker_of, this);
       run_head(lock);
       worker_of = outer;
-      if (!tasks_.empty() || retired_) arrived_.notify_one();
-    } else if (tasks_.size() == 1) {
-      arrived_.notify_one();
     }
+    if (idle && (!tasks_.empty() || retired_)) arrived_.notify_one();
   }
   Adversary::submitted();
   return ticket;

@@ -1,5 +1,5 @@
 // Streams and events. A stream is a queue with a worker thread that runs the tasks in order; submitting returns immediately. A
-// trivial task of an idle stream is run by the thread that submits it, because waking the worker takes longer.
+// brief task of an idle stream is run by the thread that submits it, because waking the worker takes longer.
 //
 // A task that throws fails its stream: later tasks do not run, and synchronizing throws the error, as does waiting for an event
 // that was recorded after it.
@@ -52,7 +52,7 @@ struct Task {
   std::function<void()> run;
   Kind kind = Kind::op;
   bool blocks = false;                // may wait for something other than this process's streams
-  bool trivial = false;               // does not wait or compute: an idle stream runs it in the caller's thread
+  bool brief = false;                 // does not wait and computes little: an idle stream runs it in the caller's thread
   std::shared_ptr<Mark> waits_for{};  // of Kind::wait
   Work work{};
 };
@@ -64,8 +64,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
   // Appends the task, or captures it. Returns its ticket, 0 if captured.
   uint64_t submit(Task task);
   template <class Run>
-  uint64_t submit(const char* name, Kind kind, Run&& run) {
-    return submit(Task{name, std::forward<Run>(run), kind});
+  uint64_t submit_brief(const char* name, Kind kind, Run&& run) {
+    Task task{name, std::forward<Run>(run), kind};
+    task.brief = true;
+    return submit(std::move(task));
   }
 
   uint64_t submitted() const { return submitted_; }

@@ -1,5 +1,7 @@
 #include "op.h"
 
+#include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <set>
@@ -47,13 +49,35 @@ Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
   return work;
 }
 
+// ATen's state of a thread that computes: kernels alone, without what the caller of the operator has set (inference mode, a
+// profiler, dispatch modes of Python).
+class KernelState {
+  static c10::impl::LocalDispatchKeySet kernels() {
+    c10::impl::LocalDispatchKeySet keys{c10::impl::PODLocalDispatchKeySet{}};
+    keys.excluded_ = keys.excluded_ | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+    return keys;
+  }
+  c10::InferenceMode normal_{false};
+  at::DisableRecordFunctionGuard unobserved_;
+  c10::impl::ForceDispatchKeyGuard kernels_only_{kernels()};
+  NoResize no_resize_;
+  c10::WarningUtils::WarningHandlerGuard handler_{&no_resize_};
+};
+
+// Whether the operator takes less time than waking another thread.
+bool is_brief(const std::vector<Tensor>& tensors) {
+  constexpr size_t kMostBytes = 32 << 10;
+  size_t bytes = 0;
+  for (const auto& tensor : tensors)
+    if (tensor.defined()) bytes += tensor.nbytes();
+  return bytes <= kMostBytes;
+}
+
 }  // namespace
 
 void prepare_worker() {
-  static thread_local std::optional<at::AutoDispatchBelowADInplaceOrView> kernels_only;
-  static thread_local NoResize no_resize;
-  kernels_only.emplace();
-  c10::WarningUtils::set_warning_handler(&no_resize);
+  static thread_local std::optional<KernelState> state;
+  state.emplace();
 }
 
 bool communicates(const char* name, bool register_it) {
@@ -101,10 +125,13 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
               }};
     if (owned->hangs) task.run = fault::hang;
     task.blocks = communicates(name, false);
+    task.brief = !task.blocks && !owned->hangs && on->device == current_device() && is_brief(owned->tensors);
     if (trace_enabled()) task.work = work_of(name, owned->tensors);
     const bool at_once = owned->reports_shape;
     if (at_once) check(!on->captured(), kStreamCaptured, "its result's shape depends on values, so that it cannot be captured");
     owned.reset();
+    std::optional<KernelState> state;
+    if (task.brief) state.emplace();
     const auto ticket = on->submit(std::move(task));
     if (at_once) on->wait(ticket);
   }));

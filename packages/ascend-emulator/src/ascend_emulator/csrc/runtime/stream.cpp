@@ -65,15 +65,11 @@ void record(Event& event, const std::shared_ptr<Stream>& stream) {
     mark->time = Clock::now();
     mark->stamped = true;
   } else {
-    Task task{"aclrtRecordEvent",
-        [mark, on = stream.get()] {
-          mark->time = Clock::now();
-          mark->modelled = on->modelled;
-          mark->stamped = true;
-        },
-        Kind::record};
-    task.trivial = true;
-    mark->ticket = stream->submit(std::move(task));
+    mark->ticket = stream->submit_brief("aclrtRecordEvent", Kind::record, [mark, on = stream.get()] {
+      mark->time = Clock::now();
+      mark->modelled = on->modelled;
+      mark->stamped = true;
+    });
   }
   event.mark = mark;
 }
@@ -99,7 +95,7 @@ void wait(const std::shared_ptr<Stream>& stream, Event& event) {
         on->modelled = std::max(on->modelled, mark->modelled);
       },
       Kind::wait};
-  task.trivial = mark->stream->reached(mark->ticket);
+  task.brief = mark->stream->reached(mark->ticket);
   task.waits_for = mark;
   stream->submit(std::move(task));
 }
@@ -274,14 +270,10 @@ ACL_API(computed, aclrtValueWrite, (void* address, uint64_t value, uint32_t flag
   check(flag == 0, kInvalidParam, "flag ", flag, "; supported: 0");
   const Recheck memory;
   std::atomic_ref at(*static_cast<uint64_t*>(to_kernel(address, sizeof(uint64_t))));
-  Task task{"aclrtValueWrite",
-      [at, value, memory, address] {
-        memory.verify([&] { memory.check("the value", address, sizeof(uint64_t)); });
-        at.store(value);
-      },
-      Kind::host};
-  task.trivial = true;
-  stream_of(stream).submit(std::move(task));
+  stream_of(stream).submit_brief("aclrtValueWrite", Kind::host, [at, value, memory, address] {
+    memory.verify([&] { memory.check("the value", address, sizeof(uint64_t)); });
+    at.store(value);
+  });
 })
 ACL_API(computed, aclrtValueWait, (void* address, uint64_t value, uint32_t flag, void* stream), {
   check(flag <= 3, kInvalidParam, "flag ", flag, "; supported: 0 (not less), 1 (equal), 2 (and) and 3 (nor)");

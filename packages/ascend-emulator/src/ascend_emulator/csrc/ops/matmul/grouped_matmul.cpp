@@ -2,6 +2,7 @@
 // npu_grouped_matmul_finalize_routing (torch_npu/_op_plugin_docs.py, BSD), their shape functions, op-plugin's call sites and
 // tests.
 #include "core/cost.h"
+#include "ops/matmul/skinny_matmul.h"
 #include "ops/quantization/quantized.h"
 
 using namespace emu;
@@ -59,16 +60,33 @@ struct Grouped {
     if (kind == 0) rank("x", x[0], 2);
   }
 
-  // x @ weight [k, n] of a group, before per-row scales.
-  Tensor product(const Tensor& rows, int64_t group, const Tensor& row_scale) const {
-    const int64_t count = groups();
+  // The matrix [k, n] of a group.
+  Tensor matrix_of_group(const Tensor& rows, int64_t group) const {
     const auto mine = stacked() ? weight[0][group] : weight[group];
     const auto matrix = words() ? unpack_matrix(mine) : mine;
     cost::partial_access(stacked() ? weight[0] : weight[group], mine);
-    const auto add = group_slice(bias, group, count), factor = group_slice(scale, group, count);
     const auto k = rows.size(-1);
     cost::add_flops(2.0 * static_cast<double>(rows.size(0) * k * matrix.size(1)), static_cast<int>(rows.element_size()));
     check(k == matrix.size(0), kOpParam, "x has ", k, " columns and weight ", group, " ", matrix.size(0), " rows");
+    return matrix;
+  }
+
+  // out = x @ weight [k, n] of a group, times per-row scales.
+  void product(const Tensor& rows, int64_t group, const Tensor& row_scale, const Tensor& into) const {
+    const auto matrix = matrix_of_group(rows, group);
+    const bool in_bfloat16 = rows.scalar_type() == at::kBFloat16 && matrix.scalar_type() == at::kBFloat16;
+    if (in_bfloat16 && into.scalar_type() == at::kBFloat16 && empty(bias)) {  // with sums in float32, rounded once
+      if (is_skinny(rows, matrix, into)) return skinny_matmul(rows, matrix, {}, into);
+      Tensor result = into;
+      at::mm_out(result, rows, matrix);
+      return;
+    }
+    store(values_of(rows, group, matrix, row_scale), into);
+  }
+
+  Tensor values_of(const Tensor& rows, int64_t group, const Tensor& matrix, const Tensor& row_scale) const {
+    const int64_t count = groups();
+    const auto add = group_slice(bias, group, count), factor = group_slice(scale, group, count);
     if (rows.scalar_type() != at::kChar) {
       const auto anti = group_slice(antiquant_scale, group, count), offset = group_slice(antiquant_offset, group, count);
       const auto fp32 = anti.defined() ? dequantized(matrix, anti, offset.defined() ? Opt<Tensor>(offset) : std::nullopt)
@@ -106,12 +124,12 @@ struct Grouped {
       const auto row_scale = whole.defined()   ? whole.narrow(0, first, rows.size(0))
                              : empty(pertoken) ? Tensor()
                                                : (*pertoken)[index].reshape({-1, 1});
-      store(product(rows, group, row_scale), out.size() > 1 ? out[index] : out[0].narrow(0, first, rows.size(0)));
+      product(rows, group, row_scale, out.size() > 1 ? out[index] : out[0].narrow(0, first, rows.size(0)));
     };
     if (x.size() > 1 || kind == -1) {
       for (size_t i = 0; i < x.size(); ++i) {
         if (out.size() == x.size())
-          store(product(x[i].flatten(0, -2), i, empty(pertoken) ? Tensor() : group_slice(pertoken, i, groups()).reshape({-1, 1})),
+          product(x[i].flatten(0, -2), i, empty(pertoken) ? Tensor() : group_slice(pertoken, i, groups()).reshape({-1, 1}),
               out[i].flatten(0, -2));
         else
           part(x[i], i, i, place);
