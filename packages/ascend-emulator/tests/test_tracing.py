@@ -170,6 +170,9 @@ torch_npu.npu_sparse_flash_attention(
     torch.randn(3, 8, 512, **half), latents.unsqueeze(2), latents.unsqueeze(2), named, 0.1, block_table=table,
     actual_seq_lengths_query=lengths[0], actual_seq_lengths_kv=lengths[1], query_rope=torch.randn(3, 8, 64, **half),
     key_rope=ropes.unsqueeze(2), sparse_block_size=1, layout_query="TND", layout_kv="PA_BSND", sparse_mode=3, attention_mode=2)
+torch_npu.npu_kv_rmsnorm_rope_cache(
+    torch.randn(3, 1, 1, 576, **half), torch.ones(512, **half), *torch.rand(2, 3, 1, 1, 64, **half),
+    torch.tensor([5, -1, 4000], device="npu"), ropes.unsqueeze(2), latents.unsqueeze(2), cache_mode="PA")
 torch.nn.functional.embedding(torch.tensor([4, 9], device="npu"), torch.randn(1000, 64, **half))
 counts = torch.tensor([2, 0, 3, 0], device="npu")
 x, weights = torch.randn(5, 64, **half), torch.randn(4, 64, 32, **half)
@@ -195,6 +198,8 @@ torch.npu.synchronize()
     assert keys + queries <= latent["bytes"] < keys + queries + 1000
     keys, queries = (512 + 64 + 512) * (3 + 2) * 2, (512 + 64 + 512) * 3 * 8 * 2  # the named tokens
     assert keys + queries <= told["aclnnSparseFlashAttention"]["bytes"] < keys + queries + 1000
+    read, written = 3 * 576 + 512 + 2 * 3 * 64, 2 * 576  # one of three tokens has no slot
+    assert 2 * (read + written) <= told["aclnnKvRmsNormRopeCache"]["bytes"] < 2 * (read + written) + 100
     state = 4 * 64 * 64 * 2
     assert 5 * state <= told["aclnnRecurrentGatedDeltaRule"]["bytes"] < 5 * state + 5000  # two are read and three written
     assert told["aclnnEmbedding"]["bytes"] == 2 * 2 * 64 * 2 + 2 * 8

@@ -38,6 +38,7 @@ void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, C
         cache.size(2), " places");
     cache.transpose(1, 2).index_put_({request.index_select(0, used), where.index_select(0, used)},
         rows.reshape({-1, rows.size(2), rows.size(3)}).index_select(0, used));
+    cost::partial_access(cache, static_cast<double>(used.numel() * values * cache.element_size()));
     return;
   }
   // Of [blocks, block_size, heads, D], or [blocks, heads * D / c, block_size, c].
@@ -53,6 +54,7 @@ void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, C
   check(where.numel() == 0 || where.max().item<int64_t>() < blocks * block_size, kOpParam, "an index is outside the cache of ",
       blocks * block_size, " places");
   const auto used = (where >= 0).nonzero().squeeze(-1);
+  cost::partial_access(cache, static_cast<double>(used.numel() * values * cache.element_size()));
   const auto block = at::floor_divide(where, block_size).index_select(0, used),
              place = where.remainder(block_size).index_select(0, used);
   const int64_t unit = mode.fractal ? 32 / cache.element_size() : values;
@@ -128,9 +130,13 @@ Computation kv_rms_norm_rope(const Tensor& kv, const Tensor& gamma, const Tensor
     }
     write_cache(k_cache, stored(key, k_cache, k_scale, k_offset, false).transpose(1, 2), index, mode);
     write_cache(ckv_cache, stored(value, ckv_cache, ckv_scale, ckv_offset, false).transpose(1, 2), index, mode);
-    if (!outputs) return;
-    k_out.copy_(key);
-    ckv_out.copy_(value);
+    if (outputs) {
+      k_out.copy_(key);
+      ckv_out.copy_(value);
+    } else {
+      cost::partial_access(k_out, 0.0);
+      cost::partial_access(ckv_out, 0.0);
+    }
   };
 }
 
