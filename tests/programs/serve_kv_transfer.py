@@ -3,7 +3,8 @@
     python tests/programs/serve_kv_transfer.py '{"model": DIR, "prefill": {…}, "decode": {…}, "pull": 20, "kill": 16, …}'
 
 Each instance is an engine in processes of its own. Prints a line `RESULT {json}`: by phase how many requests ended in which way,
-those whose tokens differ from what the decode instance computes alone, and those whose KV cache was not transferred.
+those whose tokens differ from what the prefill instance computes alone, and those whose KV cache was not transferred. If the two
+instances do not have the same shape, `alone` counts the prompts that they answer differently without any transfer.
 """
 
 import collections
@@ -27,6 +28,9 @@ if __name__ == "__mp_main__":  # in an instance, and in its engine core
 VOCABULARY = 512
 TIMEOUT = 20.0
 """Seconds that a transfer may take; one that has not ended a little later is a defect."""
+
+AT_ONCE = 50
+"""Requests whose prompts are read layer by layer at the same time."""
 
 OPTIONS = {"transfer_timeout": TIMEOUT, "answer_timeout": 5, "lease": 60}
 
@@ -176,7 +180,11 @@ class LogprobDifferences:
 
 
 class Pair:
-    """The two instances, and the answers that the second computes alone."""
+    """The two instances.
+
+    there, alone: the answers that the prefill and the decode instance compute alone. The first are the reference of transfers: a
+    KV cache continues what the instance that computed it began, which with another number of NPUs rounds differently.
+    """
 
     def __init__(self, case: dict[str, Any], port: int) -> None:
         self.metaserver = f"http://127.0.0.1:{port}/v1/metaserver"
@@ -193,6 +201,7 @@ class Pair:
             theirs.close()
             self.pipes.append(ours)
         self.prefill, self.decode = self.pipes
+        self.there: dict[str, Any] = {}
         self.alone: dict[str, Any] = {}
         self.has_states = bool(case.get("states"))
 
@@ -202,15 +211,25 @@ class Pair:
         return pipe.recv()
 
     def compute_alone(self, items: list[dict[str, Any]]) -> None:
-        self.alone = self.ask(self.decode, [item | {"params": None, "abort after": None} for item in items])
+        given = [item | {"params": None, "abort after": None} for item in items]
+        self.there, self.alone = self.ask(self.prefill, given), self.ask(self.decode, given)
+        assert self.free(self.prefill)
         assert self.free(self.decode)
+
+    def alone_differently(self) -> dict[str, Any]:
+        """What the two instances answer differently without any transfer."""
+        others = [name for name, each in self.alone.items() if each[0] != self.there[name][0]]
+        said = [f"{name}: {self.alone[name][0]} and not {self.there[name][0]}" for name in others]
+        ended = {"length": len(self.alone)}
+        return {"ended": ended, "different": said, "not transferred": [], "seconds": "", "blocks are free": []}
 
     def compute_alone_again(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The same engine with other batches, which shows the effect of rounding alone."""
         began = time.monotonic()
         given = [item | {"params": None, "abort after": None} for item in reversed(items)]
         again = self.ask(self.decode, given)
-        result = self.judge(given, {}, {name: (each[0], each[1], None, 1 << 20, each[4]) for name, each in again.items()}, began)
+        answers = {name: (each[0], each[1], None, 1 << 20, each[4]) for name, each in again.items()}
+        result = self.judge(given, {}, answers, began, self.alone)
         return result | {"blocks are free": [self.free(self.decode)]}
 
     def free(self, pipe: Connection, seconds: float = 90.0) -> bool:
@@ -239,11 +258,21 @@ class Pair:
         return self.judge(items, first, self.ask(self.decode, there), began)
 
     def layerwise(self, items: list[dict[str, Any]], finished: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The decode instance has blocks first; the prompts are read while they are computed, but for those that are finished."""
+        """The decode instance has blocks first; the prompts are read while they are computed, but for those that are finished.
+
+        At most AT_ONCE at a time, because a transfer's time begins when it has blocks, and includes waiting for the prefill.
+        """
+        began, first = time.monotonic(), dict(finished or {})
+        second: dict[str, Any] = {}
         by_name = {item["name"]: item for item in items}
+        for start in range(0, len(items), AT_ONCE):
+            second |= self._layerwise(items[start : start + AT_ONCE], by_name, first)
+        return self.judge(items, first, second, began)
+
+    def _layerwise(self, items: list[dict[str, Any]], by_name: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+        """The decode instance's answers; the prefill instance's are added to `first`. Aborted requests may be posted later."""
         params = {"do_remote_prefill": True, "metaserver": self.metaserver}
         began = time.monotonic()
-        first = dict(finished or {})
         self.decode.send([item | {"params": first[item["name"]][2] if item["name"] in first else params} for item in items])
         while not self.decode.poll(0.02):
             assert time.monotonic() - began < 240
@@ -263,7 +292,8 @@ class Pair:
                 status = 502
             for _, answer in posted:
                 answer.put(status)
-        return self.judge(items, first, self.decode.recv(), began)
+        answers: dict[str, Any] = self.decode.recv()
+        return answers
 
     def offload(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The decode instance loads from host memory what it computed before and no longer has on the NPU."""
@@ -278,9 +308,18 @@ class Pair:
             "blocks are free": [self.free(self.decode)],
         }
 
-    def judge(self, items: list[dict[str, Any]], first: dict[str, Any], second: dict[str, Any], began: float) -> dict[str, Any]:
+    def judge(
+        self,
+        items: list[dict[str, Any]],
+        first: dict[str, Any],
+        second: dict[str, Any],
+        began: float,
+        expected: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Compare answers with those expected, or the prefill instance's own."""
+        expected = expected or self.there
         ended: collections.Counter[str] = collections.Counter()
-        different, recomputed, differences = [], [], LogprobDifferences()
+        different, recomputed, failed, differences = [], [], [], LogprobDifferences()
         aborted: tuple[Any, ...]
         for item in items:
             name = item["name"]
@@ -288,18 +327,21 @@ class Pair:
             tokens, reason, _, cached, weights = second.get(name, aborted)
             ended[str(reason)] += 1
             if reason == "length":
-                differences.add(name, tokens, weights, *(self.alone[name][place] for place in (0, 4)))
-                if tokens != self.alone[name][0]:
-                    different.append(f"{name}: {tokens} and not {self.alone[name][0]}")
+                differences.add(name, tokens, weights, *(expected[name][place] for place in (0, 4)))
+                if tokens != expected[name][0]:
+                    different.append(f"{name}: {tokens} and not {expected[name][0]}")
+            if reason == "error" and not item.get("abort prefill"):
+                failed.append(name)
             if reason == "length" and cached < len(item["prompt"]) - 1:
                 recomputed.append(f"{name}: {cached} of {len(item['prompt'])}")
             # with states a prefill instance leaves out the prompt's last token, and its own choice is of the one before
-            if name in first and not self.has_states and first[name][0] != self.alone[name][0][:1]:
+            if name in first and not self.has_states and first[name][0] != expected[name][0][:1]:
                 different.append(f"{name}, first token")
         return {
             "ended": dict(ended),
             "different": different,
             "not transferred": recomputed,
+            "failed": failed,
             "seconds": round(time.monotonic() - began, 2),
         } | differences.result()
 
@@ -354,6 +396,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         phases = {name: [item for item in every if item["name"].startswith(name)] for name in phases}
         pair.compute_alone(every)
         result: dict[str, Any] = {}
+        if case["prefill"].get("engine") != case["decode"].get("engine"):
+            result["alone"] = pair.alone_differently()
         if case.get("logprobs"):
             result["alone, again"] = pair.compute_alone_again(every)
         for name in ("pull", "layerwise"):
