@@ -85,6 +85,7 @@ class NPUWorker(Worker):
         self.device = torch.device("npu", index)
         torch.npu.set_device(self.device)
         self._set_expandable_segments()
+        self._set_task_queue()
         init_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
         )
@@ -109,6 +110,15 @@ class NPUWorker(Worker):
         if not {"PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
             expands = not self.model_config.enable_sleep_mode and self.vllm_config.kv_transfer_config is None
             torch.npu.memory._set_allocator_settings(f"expandable_segments:{expands}")
+
+    def _set_task_queue(self) -> None:
+        """Move the preparation of operators to torch_npu's launching thread too, unless the user has set ``TASK_QUEUE_ENABLE``.
+
+        Level 2 is for inference (``torch_npu/npu/utils.py``, set_task_queue_enable), and torch_npu captures no graphs with it.
+        """
+        if "TASK_QUEUE_ENABLE" not in os.environ:
+            is_eager = self.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+            torch.npu.set_task_queue_enable(2 if is_eager else 1)
 
     def load_model(self, **options: Any) -> None:
         """Load the model as vLLM does, after registering the load formats and weight transfer engines offered by components."""
