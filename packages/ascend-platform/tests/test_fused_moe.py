@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import ascend_platform.ops.fused_moe as moe
 import pytest
 import torch
+from ascend_platform.ops.lora_experts import FusedMoEWithLoRA
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router import fused_topk_router, grouped_topk_router, zero_expert_router
 
@@ -225,3 +226,11 @@ def test_eplb_map_to_physical(recorded, unpadded):
     assert (found.dtype, found.tolist()) == (ids.dtype, expected)
     assert on_npu.tolist() == counts
     assert [expected[0], expected[5]] == [[0, 2], [5, 4]]  # the same experts, other replicas
+
+
+def test_lora_on_experts_without_a_gate_is_refused():
+    """As Nemotron-H has them."""
+    config = SimpleNamespace(is_act_and_mul=False, tp_size=1, tp_rank=0, num_local_experts=2)
+    layer = SimpleNamespace(moe_config=config, _shared_experts=None, weight=torch.zeros(1), local_num_experts=2)
+    with pytest.raises(ValueError, match="LoRA on experts without a gate is not supported; fix: "):
+        FusedMoEWithLoRA(layer)

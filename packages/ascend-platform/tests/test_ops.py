@@ -9,7 +9,7 @@ from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.model_executor.layers.activation import FastGELU, GeluAndMul, NewGELU, QuickGELU, SiluAndMul
-from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm, RMSNormGated
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, MRotaryEmbedding, RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
@@ -54,6 +54,18 @@ def test_fused_add_rms_norm(dtype):
     normed, left = layer.to("npu")(x.npu(), residual.npu())
     close(normed, rms(total, layer.weight.cpu().double(), 1e-6))
     close(left, total, ulps=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [{}, {"activation": "sigmoid"}, {"norm_before_gate": False}, {"group_size": 64}])
+def test_gated_rms_norm(dtype, form):
+    layer = RMSNormGated(128, eps=1e-6, dtype=dtype, **({"norm_before_gate": True} | form))
+    layer.weight.data.normal_()
+    x, z = torch.randn(2, 9, 4, 128, dtype=dtype)
+    weight, gate = layer.weight.double(), torch.sigmoid(z.double()) * (1 if form.get("activation") else z.double())
+    groups = (-1, form.get("group_size", 128))
+    normed = rms((x * gate if "norm_before_gate" in form else x).double().unflatten(-1, groups), 1, 1e-6).flatten(-2) * weight
+    close(layer.to("npu")(x.npu(), z.npu()), normed if "norm_before_gate" in form else normed * gate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,9 +1,15 @@
-"""A rank that exits while another one hangs: its exit is bounded."""
+"""A rank that exits while another one hangs: its exit is bounded. Pipeline stages that schedule by their own caches."""
 
 import socket
 import sys
+from types import SimpleNamespace
 
+import pytest
+import torch
+from ascend_platform import extension
+from ascend_platform.worker import process_groups
 from harness import npus
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 SCRIPT = """
 import atexit, ctypes, os, signal, sys
@@ -37,3 +43,23 @@ def test_exit_beside_a_rank_that_hangs_has_a_deadline() -> None:
     assert "exits" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     assert "the process groups could not be destroyed in 2 s" in done.stderr
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("executor", ["external_launcher", "mp"])
+@pytest.mark.parametrize("other", ["attention and states", "states"])
+def test_stages_of_which_one_has_no_attention_are_refused_under_the_external_launcher(executor, other, monkeypatch):
+    def gather(stages, own, group):
+        stages[:] = [other, own]
+
+    monkeypatch.setattr(process_groups, "get_pp_group", lambda: SimpleNamespace(world_size=2, cpu_group=None))
+    monkeypatch.setattr(process_groups.dist, "all_gather_object", gather)
+    specs = [
+        FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16),
+        MambaSpec(block_size=128, shapes=((3, 40),), dtypes=(torch.float32,)),
+    ]
+    config = SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=executor))
+    if executor == "mp" or other != "states":
+        process_groups.check_stages(config, specs)
+        return
+    with pytest.raises(extension.RefusedError, match="have states, attention and states: .*; fix: --distributed-executor-backend mp"):
+        process_groups.check_stages(config, specs)

@@ -99,6 +99,22 @@ def test_decodes_compute_the_delta_rule_in_their_blocks():
     assert torch.equal(states[[0, 1, 3, 5]].cpu(), pool[[0, 1, 3, 5]])
 
 
+def test_packed_decodes_normalize_queries_and_keys():
+    q, k, v, *_ = tensors(3)
+    q, k, a, b, a_log, bias = q * 3, k / 2, torch.randn(3, 4), torch.randn(3, 4), torch.randn(4), torch.randn(4)
+    pool, blocks = torch.randn(6, 4, 24, 16), torch.tensor([4, 5, 2], dtype=torch.int32)
+    mixed, states, out = torch.cat([each.flatten(1) for each in (q, k, v)], 1), pool.npu(), torch.empty(3, 1, 4, 24).npu()
+    arguments = [x.npu() for x in (mixed, a, b, a_log, bias)]
+    gated_delta.fused_recurrent_gated_delta_rule_packed_decode(*arguments, 0.25, states, out, blocks.npu(), True)
+    g, beta = -a_log.double().exp() * F.softplus((a + bias).double()), b.double().sigmoid()
+    unit = [F.normalize(each.double(), dim=-1) for each in (q, k)]
+    for row, block in enumerate(blocks.tolist()):
+        part = slice(row, row + 1)
+        outputs, after = delta_rule(*(x[part] for x in (*unit, v.double(), g, beta)), pool[block].double())
+        assert error(out[row], outputs * 0.25) < FLOAT32
+        assert error(states[block], after[-1]) < FLOAT32
+
+
 def test_draft_tokens_keep_the_state_after_each():
     lengths, accepted = [3, 1, 2], [2, 1, 3]
     blocks = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.int32)

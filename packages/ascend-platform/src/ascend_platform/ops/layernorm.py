@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch_npu
 from vllm import ir
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
 
 
 def _is_supported(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
@@ -59,3 +59,18 @@ class NPURMSNorm(RMSNorm):
             return torch_npu.npu_rms_norm(x, weight, self.variance_epsilon)[0]
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, self.variance_epsilon)
         return normed, total
+
+
+@RMSNormGated.register_oot
+class NPURMSNormGated(RMSNormGated):
+    """``rms_norm(x) * silu(z)``, the norm of linear attention, by npu_rms_norm and npu_swiglu.
+
+    The norm is rounded to x's dtype before it is multiplied, as in transformers. Other forms are vLLM's in PyTorch.
+    """
+
+    def forward_oot(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        """x and z ``[..., hidden]`` of one dtype."""
+        is_silu = self.norm_before_gate and self.group_size is None and self.activation in ("silu", "swish")
+        if z is None or not is_silu or not x.dtype == z.dtype == self.weight.dtype:
+            return self.forward_native(x, z)
+        return torch_npu.npu_swiglu(torch.cat((z, torch_npu.npu_rms_norm(x, self.weight, self.eps)[0]), -1))

@@ -84,7 +84,8 @@ def causal_conv1d_update(
     index = conv_state_indices if conv_state_indices.dim() == 1 else conv_state_indices[:, 0]
     kept, requests, dtype = weight.shape[1] - 1, len(index), x.dtype
     tokens = x.to(conv_state.dtype)
-    state = conv_state[index].transpose(1, 2)
+    states = conv_state.transpose(1, 2)
+    state = states[index]
     if query_start_loc is None:
         steps, history, new = 1, state[:, :kept], tokens.view(requests, 1, -1)
     else:
@@ -99,8 +100,7 @@ def causal_conv1d_update(
     window = torch.cat((history, new), 1)
     output = _convolve(window, weight, bias, activation)
     length = kept + steps - 1
-    update = torch.where((index > 0).view(-1, 1, 1), window[:, 1 : 1 + length], state[:, :length])
-    conv_state[index, :, :length] = update.transpose(1, 2)
+    states[index, :length] = torch.where((index > 0).view(-1, 1, 1), window[:, 1 : 1 + length], state[:, :length])
     if query_start_loc is None:
         output = output[:, 0]
     else:
@@ -115,8 +115,13 @@ def _convolve(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     """The rows ``[requests, rows, channels]``, each with the ``width - 1`` before it; in float32, without the first."""
     width = weight.shape[1]
     length = rows.shape[1] - width + 1
-    parts = [rows[:, each : each + length].float() * weight[:, each].float() for each in range(width)]
-    output = sum(parts[1:], parts[0])
+    rows, weights = rows.float(), weight.t().float()
+    if length == 1:
+        output = (rows * weights).sum(1, keepdim=True)
+    else:
+        output = rows[:, :length] * weights[0]
+        for each in range(1, width):
+            output = torch.addcmul(output, rows[:, each : each + length], weights[each])
     if bias is not None:
         output = output + bias.float()
     return F.silu(output) if activation in (True, "silu", "swish") else output

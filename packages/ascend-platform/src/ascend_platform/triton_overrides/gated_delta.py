@@ -237,9 +237,9 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode of one token each, into ``out`` ``[tokens, 1, heads, values]``."""
     heads, values, keys = initial_state.shape[-3:]
-    q, k, v = _heads(mixed_qkv, (mixed_qkv.shape[1] - heads * values) // (2 * keys), keys, values)
-    if use_qk_l2norm_in_kernel:
-        q, k = normalize(q.float()), normalize(k.float())
+    of_keys, of_values = mixed_qkv.split([mixed_qkv.shape[1] - heads * values, heads * values], -1)
+    of_keys, v = of_keys.unflatten(-1, (-1, keys)), of_values.unflatten(-1, (-1, values))
+    q, k = (normalize(of_keys.float()) if use_qk_l2norm_in_kernel else of_keys).chunk(2, 1)
     g, beta = gates(A_log, a, b, dt_bias)
     out.copy_(rules.decode(q, k, v, g, beta, scale, initial_state, ssm_state_indices, None, None)[:, None])
     return out, initial_state

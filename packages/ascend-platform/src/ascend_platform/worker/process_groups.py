@@ -4,12 +4,16 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from vllm.config import VllmConfig
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_dcp_group, get_pp_group
 
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+
+from ascend_platform import extension
 from ascend_platform.components import logger
 
 DESTROY_SECONDS = 30.0
@@ -35,6 +39,27 @@ def create_communicators(vllm_config: VllmConfig, device: torch.device) -> None:
     if dcp.world_size > 1:
         dist.all_reduce(token, group=dcp.device_group)
     torch.npu.synchronize()
+
+
+def check_stages(vllm_config: VllmConfig, specs: Iterable[KVCacheSpec]) -> None:
+    """Refuse pipeline stages of which some have no attention, or no states, where each rank has a scheduler of its own.
+
+    Under vLLM's external launcher a rank schedules by its own cache, and such stages would schedule other tokens.
+
+    Raises:
+        RefusedError: on all ranks.
+    """
+    pp = get_pp_group()
+    if vllm_config.parallel_config.distributed_executor_backend != "external_launcher" or pp.world_size == 1:
+        return
+    own = " and ".join(sorted({"states" if isinstance(spec, MambaSpec) else "attention" for spec in specs}))
+    stages: list[str] = [""] * pp.world_size
+    dist.all_gather_object(stages, own, group=pp.cpu_group)
+    if len(set(stages)) > 1:
+        raise extension.RefusedError(
+            f"the pipeline stages' layers have {', '.join(stages)}: the external launcher, which schedules for each rank by its own "
+            "cache, supports stages of the same kinds; fix: --distributed-executor-backend mp, or VLLM_PP_LAYER_PARTITION"
+        )
 
 
 def destroy() -> None:

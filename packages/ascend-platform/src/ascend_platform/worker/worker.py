@@ -144,6 +144,7 @@ class NPUWorker(Worker):
         if self._estimates_graph_memory():
             available -= self.model_runner.profile_cudagraph_memory()
         specs = self.get_kv_cache_spec().values()
+        process_groups.check_stages(self.vllm_config, specs)
         paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]
         if not paged:
             return available
