@@ -60,11 +60,8 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         STATES | {"states": "Qwen3-Next, attention in both halves"},
     ),
     "states, MTP": (ONE | {"engine": DRAFTS}, OTHER | {"engine": DRAFTS}, STATES | {"drafts": True}),
-    "states, bfloat16, HCCL": (
-        ONE | {"engine": BF16},
-        OTHER | {"engine": BF16},
-        LOGPROBS | STATES | {"transfer": {"transport": "hccl"}},
-    ),
+    "states, HCCL": (ONE, OTHER, STATES | {"transfer": {"transport": "hccl"}}),
+    "states, bfloat16": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, LOGPROBS | STATES),
     "bfloat16": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, LOGPROBS),
     "bfloat16, adder": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, LOGPROBS | {"adder": True}),
     "bfloat16, adder, HCCL": (
@@ -100,6 +97,7 @@ def engines(chosen: list[str], requests: int) -> list[str]:
                 if not Path(directory, kind).exists():
                     kind_models.decoder(Path(directory, kind), kind)
             if states := more.get("states"):
+                case["transfer"]["lease"] = 300  # seconds: all prompts are computed before the first is read
                 case["model"] = str(hybrid.make(states, Path(directory), drafts=more.get("drafts", False)))
             if more.get("int8"):
                 case["model"] = str(quantized.make("dense", "ascend", "float16", Path(directory), cache=True, only=-1).path)

@@ -218,6 +218,6 @@ def test_architectures_that_cann_cannot_compute_are_refused_by_name():
     for name in ("KimiK3ForConditionalGeneration", "MiniMaxM3SparseForCausalLM", "Glm5NextForCausalLM"):
         with pytest.raises(ValueError, match=f"{name} is not supported by ascend-platform .*; fix: "):
             NPUPlatform.verify_model_arch(name)
-    with pytest.raises(ValueError, match="KimiLinearForCausalLM .* lack prefill of Kimi delta attention; fix: "):
+    with pytest.raises(ValueError, match=r"KimiLinearForCausalLM .* lack prefill of Kimi delta attention; fix: "):
         NPUPlatform.verify_model_arch("KimiLinearForCausalLM")
     NPUPlatform.verify_model_arch("LlamaForCausalLM")

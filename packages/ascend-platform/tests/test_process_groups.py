@@ -61,5 +61,6 @@ def test_stages_of_which_one_has_no_attention_are_refused_under_the_external_lau
     if executor == "mp" or other != "states":
         process_groups.check_stages(config, specs)
         return
-    with pytest.raises(extension.RefusedError, match="have states, attention and states: .*; fix: --distributed-executor-backend mp"):
+    refused = r"have states, attention and states: .*; fix: --distributed-executor-backend mp"
+    with pytest.raises(extension.RefusedError, match=refused):
         process_groups.check_stages(config, specs)

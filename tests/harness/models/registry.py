@@ -88,8 +88,10 @@ STORED: dict[str, dict[str, Any]] = {
     | {"layernorm_epsilon": 1e-6, "swa_head_dim": 64, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
     | {"sliding_window_size": 24, "swa_v_head_dim": 128, "attention_bias": False},
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
+    # the least step: transformers has this in place of the configuration's time_step_limit, of 0 and more, and vLLM has no limit
+    "nemotron_h": {"time_step_min": 1e-30},
 }
-"""Values that published checkpoints have in config.json, that vLLM reads, and that transformers' class leaves out."""
+"""Values that published checkpoints have in config.json, that vLLM reads, and transformers' class does not, or otherwise."""
 
 ENGINES: dict[str, dict[str, Any]] = {
     "hrm_text": {"max_num_batched_tokens": 256},  # vLLM does not cut its prompts, and waits for ever with one of more tokens

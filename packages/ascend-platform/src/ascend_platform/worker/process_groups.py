@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from vllm.config import VllmConfig
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_dcp_group, get_pp_group
-
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from ascend_platform import extension
@@ -57,8 +56,8 @@ def check_stages(vllm_config: VllmConfig, specs: Iterable[KVCacheSpec]) -> None:
     dist.all_gather_object(stages, own, group=pp.cpu_group)
     if len(set(stages)) > 1:
         raise extension.RefusedError(
-            f"the pipeline stages' layers have {', '.join(stages)}: the external launcher, which schedules for each rank by its own "
-            "cache, supports stages of the same kinds; fix: --distributed-executor-backend mp, or VLLM_PP_LAYER_PARTITION"
+            f"the pipeline stages' layers have {', '.join(stages)}: the external launcher, which schedules for each rank by its "
+            "own cache, supports stages of the same kinds; fix: --distributed-executor-backend mp, or VLLM_PP_LAYER_PARTITION"
         )
 
 
