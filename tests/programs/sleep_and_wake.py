@@ -32,7 +32,8 @@ def measure(worker: Any) -> dict:
     entries = [entry for each in CUDAGraphWrapper._all_instances for entry in each.concrete_cudagraph_entries.values()]
     segments = worker.sleep_mode_backend._memory._segments.values()
     bytes_of = {tag: sum(each.size for each in segments if each.tag == tag and each.handle) for tag in ("weights", "kv_cache")}
-    graphs = sorted(id(entry.cudagraph) for entry in entries)
+    of_v2 = getattr(getattr(runner, "cudagraph_manager", None), "graphs", {})  # its full graphs
+    graphs = sorted(map(id, [*(entry.cudagraph for entry in entries), *of_v2.values()]))
     return {"used": total - free, "addresses": [tensor.data_ptr() for tensor in tensors], "graphs": graphs} | bytes_of
 
 

@@ -157,6 +157,9 @@ def test_with_the_cuda_build_of_torch_nothing_is_activated(cuda_torch):
     out, said = run(PYTHONPATH=str(cuda_torch), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert out[:2] == ["None", "None"]
     assert said[0].endswith(CUDA)
+    (cuda_torch / "torch" / "lib" / "libc10_cuda.so").write_bytes(b"a stub without the allocator")
+    _, said = run(PYTHONPATH=str(cuda_torch), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert not any(CUDA in line for line in said)
 
 
 def test_vllm_command_with_the_cuda_build_of_torch_ends_in_one_line(cuda_torch, tmp_path):

@@ -185,12 +185,14 @@ def test_convolutions_of_draft_tokens_begin_after_the_accepted_ones():
         assert error(states[blocks[row, 0]].T[: len(rows)], rows) < FLOAT32
 
 
-def test_scans_of_mamba_2():
+@pytest.mark.parametrize("into_cache", [False, True], ids=["returned", "into the cache"])  # as vLLM 0.33 has them
+def test_scans_of_mamba_2(into_cache):
     torch.manual_seed(0)
     tokens, heads, size, width = sum(LENGTHS), 4, 8, 6
     x, dt, a = torch.randn(tokens, heads, size), torch.randn(tokens, heads), -torch.rand(heads) * 3
     b, c, d, bias = torch.randn(tokens, 2, width), torch.randn(tokens, 2, width), torch.randn(heads), torch.randn(heads)
     before, out = torch.randn(len(LENGTHS), heads, size, width), torch.empty(tokens, heads, size).npu()
+    cache, blocks = torch.zeros(len(LENGTHS) + 1, heads, size, width).npu(), torch.arange(len(LENGTHS), 0, -1).npu()
     after = selective_scan.mamba_chunk_scan_combined_varlen(
         *(each.npu() for each in (x, dt, a, b, c)),
         64,
@@ -200,7 +202,12 @@ def test_scans_of_mamba_2():
         dt_bias=bias.npu(),
         initial_states=before.npu(),
         dt_softplus=True,
+        **({"final_states_out": cache, "final_state_indices": blocks} if into_cache else {}),
     )
+    if into_cache:
+        assert after is None
+        assert not cache[0].any()
+        after = cache[blocks]
     pool = torch.cat((before, torch.zeros(1, heads, size, width))).npu()
     for row, part in enumerate(requests(LENGTHS)):
         expected, state = scan(x[part], dt[part] + bias, a[:, None, None], b[part], c[part], before[row])

@@ -141,6 +141,43 @@ def test_v2_is_the_default_but_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch
     assert chosen(monkeypatch, [], version="0.32.0") == (False, "V2 is supported from vLLM 0.33 on")
 
 
+class OfV1:
+    """A logits processor that is none of V2's."""
+
+
+def of_model(**given: object) -> SimpleNamespace:
+    kept = {"runner_type": "generate", "logits_processors": None, "pooler_config": None, "architecture": "Qwen3ForCausalLM"}
+    return SimpleNamespace(model_config=SimpleNamespace(**kept | given))
+
+
+def lacking(config: SimpleNamespace) -> list[str]:
+    names = ("logits processors with V1's interface", "the pooling task plugin")
+    return [feature.name for feature in model_runner.FEATURES if feature.name in names and feature.asked(config)]
+
+
+@supported
+def test_v1_has_the_logits_processors_of_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = ["logits processors with V1's interface"]
+    assert lacking(of_model(logits_processors=["harness.logits_processor:OnlyToken"])) == []
+    assert lacking(of_model(logits_processors=["harness.logits_processor:OnlyToken", "types:SimpleNamespace"])) == named
+    assert lacking(of_model(logits_processors=[OfV1])) == named
+    assert lacking(of_model(logits_processors=["no.such:Module", "malformed"])) == []  # for vLLM to report
+    point = SimpleNamespace(load=lambda: OfV1)
+    monkeypatch.setattr(model_runner.importlib.metadata, "entry_points", lambda group: [point])
+    assert lacking(of_model()) == named
+    assert lacking(of_model(runner_type="pooling")) == []
+
+
+@supported
+@pytest.mark.parametrize(
+    ("task", "architecture", "found"), [("plugin", "A", True), (None, "Terratorch", True), ("embed", "A", False)]
+)
+def test_v1_pools_by_plugins(task: str | None, architecture: str, found: bool) -> None:
+    model = of_model(runner_type="pooling", architecture=architecture, pooler_config=SimpleNamespace(task=task))
+    assert lacking(model) == ["the pooling task plugin"] * found
+    assert lacking(of_model()) == []
+
+
 def test_drafters_of_an_engine_have_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(model_runner.VARIABLE, "1")
     one = SimpleNamespace(pipeline_parallel_size=1)

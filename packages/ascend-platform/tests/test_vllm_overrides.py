@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 from ascend_platform import extension, vllm_overrides
 from ascend_platform.vllm_overrides import OVERRIDES, Override
+from ascend_platform.worker import state_layers
 from ascend_platform.worker.v2 import overrides as v2
 from harness import vllm_copy
 from packaging.version import Version
@@ -23,6 +24,8 @@ ADDER = Path(__file__).parents[3] / "tools" / "models" / "adder"
 TABLE = OVERRIDES
 if Version(vllm_version).release >= Version(v2.SINCE).release:
     TABLE += tuple(each for each in v2.OVERRIDES if each.qualname != "HAS_TRITON")  # a bool, which is no module's own
+if Version(vllm_version).release >= Version(state_layers.SINCE).release:
+    TABLE += state_layers.OVERRIDES
 FUNCTIONS = [each for each in TABLE if each.action == "replaced" and each.qualname.isidentifier() and each.qualname != "torch"]
 GROUPED = "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk"
 
@@ -62,6 +65,10 @@ def walk(tree: Path, cases: list[tuple[str, str]]) -> list[str]:
     done = subprocess.run(command, input=json.dumps(cases), env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_table_is_of_this_vllm() -> None:
+    assert [each.problem() for each in TABLE if each.problem()] == []
 
 
 def test_renamed_target_is_refused_by_name(vllm_tree: Path) -> None:

@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 
 from ascend_platform.components import COMPONENTS, Problem
 
+_OPTION = b"pinned_reserve_segment_size_mb"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -88,14 +89,16 @@ def install_command(requirement: Requirement) -> str:
 def cuda_torch() -> Problem | None:
     """torch's CUDA build beside torch_npu: both register one option of the allocator, and the process aborts at import.
 
-    The first error is ``Duplicated key 'pinned_reserve_segment_size_mb'``, of C++, so that nothing can catch it.
+    The first error is ``Duplicated key 'pinned_reserve_segment_size_mb'``, of C++, so that nothing can catch it. A library of
+    that name without the option, which some CPU builds have in place of CUDA's, does no harm.
     """
     torch, torch_npu = map(importlib.util.find_spec, ("torch", "torch_npu"))
     places = torch and torch_npu and torch.submodule_search_locations
-    if not places or not any(Path(place, "lib", "libc10_cuda.so").exists() for place in places):
+    found = [library for place in places or () if (library := Path(place, "lib", "libc10_cuda.so")).exists()]
+    if not any(_OPTION in library.read_bytes() for library in found):
         return None
-    found = f"torch {version('torch')} is the CUDA build, beside which importing torch_npu aborts the process"
-    return Problem(found, f"pip install --force-reinstall 'torch=={version('torch').partition('+')[0]}' --index-url {CPU_INDEX}")
+    said = f"torch {version('torch')} is the CUDA build, beside which importing torch_npu aborts the process"
+    return Problem(said, f"pip install --force-reinstall 'torch=={version('torch').partition('+')[0]}' --index-url {CPU_INDEX}")
 
 
 @functools.cache

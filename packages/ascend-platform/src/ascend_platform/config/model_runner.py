@@ -6,8 +6,11 @@ handed to its processes by vLLM's own environment variable.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.version import Version
@@ -48,6 +51,31 @@ def _has_stages(config: VllmConfig) -> bool:
     return config.parallel_config.pipeline_parallel_size > 1
 
 
+def _logits_processors(config: VllmConfig) -> Iterator[Any]:
+    """Those of the configuration and of installed plugins; vLLM reports what cannot be loaded."""
+    for given in config.model_config.logits_processors or ():
+        with contextlib.suppress(Exception):
+            yield pkgutil.resolve_name(given) if isinstance(given, str) else given
+    for point in importlib.metadata.entry_points(group="vllm.logits_processors"):
+        with contextlib.suppress(Exception):
+            yield point.load()
+
+
+def _has_v1_logits_processors(config: VllmConfig) -> bool:
+    if config.model_config.runner_type == "pooling":  # which vLLM refuses with any
+        return False
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+
+    return any(isinstance(each, type) and not issubclass(each, LogitsProcessor) for each in _logits_processors(config))
+
+
+def _pools_by_plugin(config: VllmConfig) -> bool:
+    """Whether the pooling task is a plugin's, which V2 has not (``vllm/v1/worker/gpu/pool/pooling_runner.py``)."""
+    pooler = config.model_config.pooler_config
+    task = pooler and (pooler.task or ("plugin" if config.model_config.architecture == "Terratorch" else None))
+    return task == "plugin"
+
+
 FEATURES = (
     Feature("dflash and dspark drafters", lambda config: _drafts(config, lambda it: it.use_dflash() or it.use_dspark())),
     Feature("MTP with several modules", lambda config: _drafts(config, lambda it: it.use_multi_module_mtp())),
@@ -65,6 +93,8 @@ FEATURES = (
     Feature("prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True),
     Feature("sampling masks", lambda config: config.model_config.return_sampling_mask, of_model=True),
     Feature("trace replay", lambda config: config.model_config.enable_trace_replay, of_model=True),
+    Feature("logits processors with V1's interface", _has_v1_logits_processors, of_model=True),
+    Feature("the pooling task plugin", _pools_by_plugin, of_model=True),
 )
 """What the V2 runner does not serve yet on NPUs."""
 

@@ -31,8 +31,10 @@ def mamba_chunk_scan_combined_varlen(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_intermediate_states: bool = False,
     state_dtype: torch.dtype | None = None,
+    final_states_out: torch.Tensor | None = None,
+    final_state_indices: torch.Tensor | None = None,
     **__: Any,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Mamba 2: compute sequences, or chunks of them, into ``out``.
 
     Args:
@@ -40,9 +42,11 @@ def mamba_chunk_scan_combined_varlen(
         dt: ``[tokens, heads]``.
         A: ``[heads]``.
         B, C: ``[tokens, groups, state]``.
+        final_states_out: the cache ``[blocks, heads, size, state]`` whose blocks `final_state_indices`, ``[requests]``, get the
+            states; since vLLM 0.33.
 
     Returns:
-        The states ``[requests, heads, size, state]``.
+        The states ``[requests, heads, size, state]``; None if they are in the cache.
     """
     assert not return_intermediate_states  # which NPUMambaMixer2 does not ask for
     heads, steps = x.shape[1], _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
@@ -72,7 +76,10 @@ def mamba_chunk_scan_combined_varlen(
     if z is not None:
         output = output * F.silu(z.float())
     out.copy_(output)
-    return states.to(state_dtype or x.dtype)
+    if final_states_out is None:
+        return states.to(state_dtype or x.dtype)
+    final_states_out[final_state_indices] = states.to(final_states_out.dtype)
+    return None
 
 
 def selective_scan_fn(
