@@ -271,6 +271,22 @@ def test_ranks_without_a_result_in_time_are_named(monkeypatch):
     assert record == {"outcome": "failed", "error": {"type": "timeout", "codes": [], "message": message}}
 
 
+@pytest.mark.slow
+def test_a_chip_without_bfloat16_refuses_parts_and_runs_the_others(run, tmp_path):
+    command = [sys.executable, "-m", "ascend_emulator.cli", "verify", "--only", "timings,collectives", "--select", "[tm]*[s6]"]
+    machine = ("--npus", "2", "--soc", "Ascend310P3", "--memory", "1GiB")
+    done = run("run", *machine, "--", *command, "--output", str(tmp_path / "own"))
+    assert done.returncode == 0, done.stderr
+    cases = report.read(tmp_path / "own.json")["cases"]
+    codes = ["161002", "ERR00100"]
+    assert cases["timings"]["matmul-bfloat16"]["outcome"] == "refused"
+    assert cases["timings"]["matmul-bfloat16"]["error"]["codes"] == codes
+    assert cases["timings"]["matmul-float16"]["outcome"] == "observed"
+    results = cases["collectives"]["two-npus"]["facts"]["results"]
+    assert {name: each["codes"] for name, each in results.items() if "codes" in each} == {"refused-bfloat16": codes}
+    assert [each["right"] for name, each in results.items() if name.startswith("all_reduce-")] == [True] * 3
+
+
 @pytest.mark.parametrize(("always", "times"), [(True, 6), (False, 2)])
 def test_ranks_time_a_collective_equally_often(always, times):
     """A rank that took it for slow left the loop by itself: the other then waited for it."""
