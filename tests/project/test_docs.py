@@ -18,7 +18,9 @@ TOOL = checkout.TOOLS / "docs-tables"
 
 def test_tables_are_those_of_the_code() -> None:
     done = subprocess.run([sys.executable, str(TOOL), "--check"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    # the set-up says what it does where sources have changed since the last one
+    said = [line for line in done.stderr.splitlines() if not line.startswith("set-up [")]
+    assert (done.returncode, done.stdout, said) == (0, "", [])
 
 
 def test_page_that_is_out_of_date_is_named_in_one_line(tmp_path: Path) -> None:
