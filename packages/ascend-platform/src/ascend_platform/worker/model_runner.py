@@ -1,5 +1,6 @@
 """vLLM's V1 model runner on the NPU: torch.npu streams, split KV caches and limited capture sizes."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ from ascend_platform.vllm_overrides import has_v1_runner, override, require
 from ascend_platform.worker import adapters, state_layers
 from ascend_platform.worker.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.host_inputs import HostInputsMixin
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 if TYPE_CHECKING or has_v1_runner():
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -117,6 +121,9 @@ class ModelMixin:
 class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUModelRunner):
     """GPUModelRunner with limited capture sizes, exact lengths on the host, and keys and values in separate tensors."""
 
+    _states: Sequence[tuple[int, torch.Tensor]] = ()
+    """KV cache group and tensor ``[blocks, …]`` of each state of linear attention and state-space layers."""
+
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.speculative_config:
             drafter.install()
@@ -146,6 +153,12 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
             layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a tensor alone
         # KV cache groups share memory: of a state and the pages in its place, the pages, which are whole blocks, are listed
         self.kv_caches[:] = {tensor.data_ptr(): tensor for split in parts.values() for tensor in split}.values()
+        self._states = [
+            (group, state)
+            for group, spec in enumerate(kv_cache_config.kv_cache_groups)
+            for name in spec.layer_names
+            for state in states.get(name, ())
+        ]
         to_zero = {tensor.data_ptr(): tensor for split in pages.values() for tensor in split} if states else {}
         self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in to_zero.values()]
         return parts
@@ -158,6 +171,20 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
         blocks = torch.tensor(block_ids).pin_memory().to(self.device, non_blocking=True)
         for pages in self._pages_to_zero:
             pages[blocks] = 0
+
+    def _update_states(self, scheduler_output: "SchedulerOutput") -> Any:
+        """Also zero the states of prompts of one token that come with places for draft tokens.
+
+        vLLM's scheduler adds the places so that the step stays uniform (``vllm/v1/core/sched/scheduler.py``, pad_spec_decode).
+        The layers then take the prompt for a decode, which begins with what its block holds, of whichever request had it before.
+        """
+        deferred = super()._update_states(scheduler_output)
+        if self._states:
+            for request in map(self.requests.__getitem__, scheduler_output.scheduled_spec_decode_tokens):
+                if request.num_computed_tokens == 0:
+                    for group, state in self._states:
+                        state[request.block_ids[group][0]] = 0
+        return deferred
 
     def _build_attention_metadata(self, num_tokens: int, *args: Any, slot_mappings: Any = None, **kwargs: Any) -> Any:
         """Map padding slots to the null block; npu_scatter_pa_kv_cache rejects slot -1.
