@@ -1,10 +1,12 @@
 """What the tests of several files use."""
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 from ascend_platform import extension
+from harness.models import small as small_models
 
 
 @pytest.fixture
@@ -17,6 +19,17 @@ def lines():
     extension.logger.setLevel("INFO")
     yield records
     extension.logger.removeHandler(handler)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Writes the configuration of a tiny model with these changes; returns its directory."""
+
+    def write(**changes):
+        tmp_path.joinpath("config.json").write_text(json.dumps(small_models.TINY | changes))
+        return str(tmp_path)
+
+    return write
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """NPUPlatform through vLLM's own configuration: what it sets, what it refuses, what it says."""
 
-import json
 import multiprocessing
 import os
 import subprocess
@@ -19,10 +18,9 @@ from ascend_platform.attention.selector import (
     BUILT_IN_SPARSE_LATENT,
     select_backend,
 )
-from ascend_platform.components import VARIABLES, registry, slots
+from ascend_platform.components import VARIABLES, slots
 from ascend_platform.config import state_layers, unsupported
 from ascend_platform.platform import NPUPlatform
-from harness.models import small as small_models
 from vllm import envs
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
@@ -32,15 +30,6 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.executor.ray_env_utils import get_driver_env_vars
 
 DENSE = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
-
-
-@pytest.fixture
-def model(tmp_path):
-    def write(**changes):
-        tmp_path.joinpath("config.json").write_text(json.dumps(small_models.TINY | changes))
-        return str(tmp_path)
-
-    return write
 
 
 def engine_config(path, **arguments):
@@ -124,72 +113,6 @@ def test_unsupported_features_of_the_environment_are_refused_in_one_line(model, 
         engine_config(model())
 
 
-@pytest.fixture
-def connectors(monkeypatch):
-    """Registers the connectors of ascend-kv-connector; undone after the test."""
-    import ascend_kv_connector
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()  # once per process: not while nothing is registered
-    monkeypatch.setattr(registry, "_statuses", {})
-    monkeypatch.setattr(slots, "_offers", {})
-    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
-    return ascend_kv_connector.register
-
-
-def transfer(connector, **more):
-    return {"kv_transfer_config": {"kv_connector": connector, "kv_role": "kv_both"} | more}
-
-
-def test_connectors_of_other_devices_are_refused_with_the_supported_ones(model, connectors):
-    with pytest.raises(ValueError, match=r"ExampleConnector is not supported .* need .* is not loaded; fix: pip"):
-        engine_config(model(), **transfer("ExampleConnector"))
-    connectors()
-    with pytest.raises(ValueError, match="ExampleConnector is not supported on Ascend NPUs; supported: AscendP2P"):
-        engine_config(model(), **transfer("ExampleConnector"))
-
-
-def test_connector_checks_its_options_before_the_engine_starts(model, connectors):
-    connectors()
-    with pytest.raises(ValueError, match=r"kv_connector_extra_config has no key 'leese'; did you mean 'lease'?"):
-        engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"leese": 1}))
-    with pytest.raises(ValueError, match="transport is 'carrier pigeon'; supported: mooncake"):
-        engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"transport": "carrier pigeon"}))
-
-
-def test_kv_offloading_and_multi_connector_use_the_connectors_for_npus(model, connectors):
-    ours = "ascend_kv_connector.offloading"
-    with pytest.raises(ValueError, match=r"OffloadingConnector is not supported on Ascend NPUs; .* is not loaded"):
-        engine_config(model(), kv_offloading_size=1)
-    connectors()
-    config = engine_config(model(), kv_offloading_size=1).kv_transfer_config
-    assert (config.kv_connector, config.kv_connector_module_path) == ("OffloadingConnector", ours)
-    with pytest.raises(ValueError, match="set cpu_bytes_to_use"):
-        engine_config(model(), **transfer("OffloadingConnector"))
-    host = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
-    }
-    several = transfer("MultiConnector", kv_connector_extra_config={"connectors": [host]})
-    config = engine_config(model(), **several).kv_transfer_config
-    assert config.kv_connector_extra_config["connectors"][0]["kv_connector_module_path"] == ours
-    host |= {"kv_connector": "NixlConnector", "kv_connector_module_path": None}
-    with pytest.raises(ValueError, match="NixlConnector is not supported on Ascend NPUs"):
-        engine_config(model(), **several)
-    with pytest.raises(ValueError, match=r"MultiConnector: kv_connector_extra_config.connectors is None"):
-        engine_config(model(), **transfer("MultiConnector"))
-
-
-def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connectors, lines):
-    connectors()
-    there = {"kv_connector_module_path": "vllm_ascend.distributed.mooncake_connector", "kv_connector_extra_config": {"leese": 1}}
-    with pytest.raises(ValueError, match="no key 'leese'"):  # the counterpart has been asked
-        engine_config(model(), **transfer("MooncakeConnectorV1", **there))
-    assert any("ignoring kv_connector_module_path vllm_ascend.distributed.mooncake_connector" in line for _, line in lines)
-
-
 def test_unsupported_models_with_states_are_refused_by_name():
     model_config = SimpleNamespace(is_hybrid=True, is_attention_free=False, architecture="BailingMoeV2_5ForCausalLM")
     cache = SimpleNamespace(mamba_cache_mode="align", use_replayssm=False, kv_offloading_size=None)
@@ -203,18 +126,6 @@ def test_unsupported_models_with_states_are_refused_by_name():
     assert state_layers.other_options(config).startswith(
         "--kv-offloading-size, prefix caching and draft tokens; fix: --no-enable-prefix"
     )
-
-
-def test_connectors_that_do_not_transfer_states_are_refused_with_such_models(model, connectors):
-    connectors()
-    mamba = {"model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 64, "mamba_n_heads": 4}
-    directory = model(**mamba, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, mamba_expand=1)
-    for name in ("OffloadingConnector", "AscendStoreConnector"):
-        line = f"KV connector {name} does not support models with state-space or linear attention layers; AscendP2PConnector does"
-        with pytest.raises(ValueError, match=line):
-            engine_config(directory, **transfer(name))
-    local = {"kv_connector_extra_config": {"host": "127.0.0.1"}}
-    assert engine_config(directory, **transfer("AscendP2PConnector", **local)).kv_transfer_config is not None
 
 
 def test_values_of_another_head_size_are_refused_by_name():

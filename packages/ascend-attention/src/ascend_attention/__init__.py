@@ -15,6 +15,7 @@ def _offer() -> None:
     extension.offer("attention.dense", "ascend_attention.dense.FusedAttentionBackend")
     extension.offer("attention.gated_delta", "ascend_attention.gated_delta.FusedGatedDeltaRule")
     extension.offer("attention.latent", "ascend_attention.latent.FusedLatentAttentionBackend")
+    extension.offer("attention.latent_layer", "ascend_attention.prolog.FusedLatentLayer")
     extension.offer("attention.latent_sparse", "ascend_attention.sparse_latent.FusedSparseLatentAttentionBackend")
     extension.offer("attention.sinks", "ascend_attention.sinks.SinkAttentionBackend")
     extension.offer("attention.encoder", "ascend_attention.encoder.FusedEncoderAttentionBackend")

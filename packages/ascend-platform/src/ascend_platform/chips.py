@@ -96,6 +96,7 @@ ALL_OPERATORS = frozenset(
         "npu_fusion_attention",
         "npu_gemma_rms_norm",
         "npu_lightning_indexer",
+        "npu_mla_prolog_v3",
         "npu_moe_gating_top_k",
         "npu_moe_init_routing_v2",
         "npu_mrope",

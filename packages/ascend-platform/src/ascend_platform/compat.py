@@ -9,8 +9,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from vllm.platforms import Platform, current_platform
 from vllm.utils import torch_utils
 from vllm.v1.worker import block_table, gpu_worker
+
+from ascend_platform.vllm_overrides import override
 
 
 class Shim(NamedTuple):
@@ -73,3 +76,15 @@ def slot_mapping_kernel(compute: Callable[..., None]) -> Callable[..., None]:
 def set_random_seed(seed: int | None, data_parallel_index: int = 0) -> None:
     """Give all engines the same seed, as 0.31 does."""
     torch_utils.set_random_seed(seed)
+
+
+@shim(
+    until="0.32",
+    lacks="``Platform.get_mla_prefill_backend_cls``, by which a platform gives the backend of latent attention's prefills",
+    needed=not hasattr(Platform, "get_mla_prefill_backend_cls"),
+    otherwise=lambda: None,
+)
+def ask_platform_for_mla_prefill_backend() -> None:
+    """Replace 0.31's selection, whose default needs vLLM's FlashAttention, by the question to the platform."""
+    choose = current_platform.get_mla_prefill_backend_cls
+    override("vllm.v1.attention.backends.mla.prefill.selector:get_mla_prefill_backend", choose)

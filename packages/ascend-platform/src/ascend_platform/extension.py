@@ -61,9 +61,11 @@ __all__ = [
     "offer",
     "offered",
     "overrides",
+    "rope_order",
     "state",
     "tree_version",
     "unmet",
+    "uses_mla_prolog",
     "version",
 ]
 
@@ -125,6 +127,23 @@ def allowed(entry_point: str) -> bool:
 def unmet(distribution: str) -> str:
     """The first declared requirement of an installed wheel that is not met, with the command that fixes it; "" if all are met."""
     return str(requirements.unmet(distribution) or "")
+
+
+def rope_order(vllm_config: Any) -> str:
+    """Order of the elements of latent attention's rotated keys in the KV cache: ``pairs``, as in the model, or ``halves``.
+
+    KV caches of different orders have the same shape; with ``halves`` the even elements come first.
+    """
+    from ascend_platform.config import performance
+
+    return "halves" if performance.enabled(vllm_config, performance.MLA_PROLOG) else "pairs"
+
+
+def uses_mla_prolog(vllm_config: Any) -> bool:
+    """Whether layers with latent attention compute what precedes the attention of a decode by npu_mla_prolog_v3."""
+    from ascend_platform.config import mla_prolog
+
+    return rope_order(vllm_config) == "halves" and not mla_prolog.reason_against(vllm_config)
 
 
 def overrides(tree: Path | None = None) -> list[dict[str, str]]:

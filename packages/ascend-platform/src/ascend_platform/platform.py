@@ -21,6 +21,7 @@ from ascend_platform.config import (
     devices,
     kv_connectors,
     load_format,
+    mla_prolog,
     model_runner,
     performance,
     ray,
@@ -265,6 +266,7 @@ class NPUPlatform(Platform):
         compilation.check(vllm_config)
         compilation.split_at_indexers(vllm_config)
         performance.check(vllm_config)
+        mla_prolog.check(vllm_config)
         if parallel.distributed_executor_backend != "external_launcher":
             sockets.use_own_directory()
         if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):

@@ -307,6 +307,15 @@ OVERRIDES: tuple[Override, ...] = (
         ),
     ),
     Override(
+        "vllm.v1.attention.backends.mla.prefill.selector:get_mla_prefill_backend",
+        "replaced",
+        "0.31's own choice needs vLLM's FlashAttention; nothing is replaced from 0.32 on, which asks the platform",
+        "vLLM 0.31 is no longer supported",
+        {"0.31": "6f85060308a7", "0.32": "9fb90850b67e"},
+        replaced_in=("vllm.model_executor.layers.attention.mla_attention",),
+        kept_in=("vllm.v1.attention.backends.mla", "vllm.models"),
+    ),
+    Override(
         "vllm.utils.torch_utils:weak_ref_tensor",
         "replaced",
         "it calls an operator of vLLM's CUDA extension",

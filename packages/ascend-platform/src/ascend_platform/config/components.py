@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ascend_platform.attention import gated_delta, selector
 from ascend_platform.components import logger, options, registry
-from ascend_platform.config import model_runner
+from ascend_platform.config import mla_prolog, model_runner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,7 +23,7 @@ def announce(vllm_config: "VllmConfig") -> None:
         is_v2, why = model_runner.choice(vllm_config)
         _log_once(
             registry.summary(
-                selector.describe_backend(vllm_config),
+                selector.describe_backend(vllm_config) + mla_prolog.describe(vllm_config),
                 runner=f"V{1 + is_v2} ({why})",
                 delta_rule=str(gated_delta.select(vllm_config) or ""),
             )

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from ascend_platform import extension, host
-from ascend_platform.components import options
+from ascend_platform import host
+from ascend_platform.components import RefusedError, options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 MATMUL_ALL_REDUCE = "matmul_all_reduce"
 SHARED_EXPERTS_STREAM = "shared_experts_stream"
 NUMA_BIND = "numa_bind"
-DEFAULTS: dict[str, object] = {MATMUL_ALL_REDUCE: False, SHARED_EXPERTS_STREAM: False, NUMA_BIND: True}
+MLA_PROLOG = "mla_prolog"
+DEFAULTS: dict[str, object] = {MATMUL_ALL_REDUCE: False, SHARED_EXPERTS_STREAM: False, NUMA_BIND: True, MLA_PROLOG: False}
 
 options.register("platform", DEFAULTS)
 
@@ -37,16 +38,16 @@ def check(vllm_config: "VllmConfig") -> None:
     found = DEFAULTS | options.given(vllm_config, "platform")
     for name in DEFAULTS:
         if not isinstance(found[name], bool):
-            raise extension.RefusedError(f'additional_config "ascend.platform.{name}" is {found[name]!r}; supported: true, false')
+            raise RefusedError(f'additional_config "ascend.platform.{name}" is {found[name]!r}; supported: true, false')
     if found[MATMUL_ALL_REDUCE] and vllm_config.compilation_config.mode not in (None, CompilationMode.NONE):
-        raise extension.RefusedError(
+        raise RefusedError(
             f'ascend.platform.{MATMUL_ALL_REDUCE} is not supported with torch.compile; fix: remove it, or "cudagraph_mode": '
             '"FULL_DECODE_ONLY" in --compilation-config'
         )
     ranks, family = vllm_config.parallel_config.tensor_parallel_size, host.chip_family()
     if found[MATMUL_ALL_REDUCE] and ranks not in family.matmul_all_reduce:
         supported = ", ".join(map(str, sorted(family.matmul_all_reduce))) or "none"
-        raise extension.RefusedError(
+        raise RefusedError(
             f"ascend.platform.{MATMUL_ALL_REDUCE} is not supported with --tensor-parallel-size {ranks} on {host.chip()}; "
             f"supported: {supported}; fix: remove it"
         )

@@ -18,8 +18,9 @@ import ascend_platform.ops.fused_moe
 import ascend_platform.ops.row_parallel_linear
 import ascend_platform.ops.shared_experts
 import ascend_platform.ops.vocab_embedding  # noqa: F401
-from ascend_platform import extension, host
+from ascend_platform import compat, extension, host
 from ascend_platform.attention import kv_cache, selector, state_cache
+from ascend_platform.config import mla_prolog
 from ascend_platform.config.state_layers import has_states
 from ascend_platform.graph import acl_graph
 from ascend_platform.graph.acl_graph import module_with_overrides
@@ -77,6 +78,14 @@ def register_vision_attention() -> None:
             MMEncoderAttention.register_oot(attention)
 
 
+def register_latent_layer() -> None:
+    """Register the offered MultiHeadLatentAttentionWrapper, once."""
+    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper as Layer
+
+    if (path := extension.offered(mla_prolog.SLOT)) and Layer.__name__ not in op_registry_oot:
+        Layer.register_oot(resolve_obj_by_qualname(path))
+
+
 class ModelMixin:
     """Mixin for vLLM's model runners that loads a model for the NPU."""
 
@@ -84,6 +93,10 @@ class ModelMixin:
         """Load the model as vLLM does, with rotary tables of its own, because sleep mode frees them."""
         if self.model_config.is_multimodal_model:
             register_vision_attention()
+        if self.model_config.use_mla:
+            compat.ask_platform_for_mla_prefill_backend()
+        if extension.rope_order(self.vllm_config) == "halves":
+            register_latent_layer()
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)  # type: ignore[misc]
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):

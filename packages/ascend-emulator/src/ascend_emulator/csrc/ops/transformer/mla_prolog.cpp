@@ -115,6 +115,8 @@ struct Prolog {
     query.copy_(absorbed.reshape(query.sizes()));
     query_rope.copy_(rope.reshape(query_rope.sizes()));
     if (kv_cache.numel() == 0) return;
+    const int64_t least = index.min().item<int64_t>();
+    check(least >= 0, kOpParam, "cache_index has ", least, "; it must be in [0, blocks * block_size)");
     const auto keys = product(flat, down_key, x_scale, down_key_scale);
     const auto key = rms_normed(keys.narrow(-1, 0, latent), key_gamma, key_epsilon) * key_correction;
     const auto key_rope = rotate(halves_of_pairs(keys.narrow(-1, latent, rotary).view({count, 1, rotary})), c, s, false);

@@ -1,0 +1,77 @@
+"""The option ``ascend.platform.mla_prolog``: npu_mla_prolog_v3 before the attention of latent attention's decodes.
+
+The operator stores the rotated part of a key with its even elements first, as halves; vLLM's layers leave them in pairs. With the
+option all steps of an engine store halves, so that the option alone decides what the KV cache has. The operator's limits are
+those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+"""
+
+from typing import TYPE_CHECKING
+
+from ascend_platform import host
+from ascend_platform.components import RefusedError, registry, slots
+from ascend_platform.config import performance
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SLOT = "attention.latent_layer"
+OPERATOR = "npu_mla_prolog_v3"
+SIZES = {
+    "hidden_size": (6144, 7168, 7680),
+    "q_lora_rank": (1536,),
+    "kv_lora_rank": (512,),
+    "qk_nope_head_dim": (128,),
+    "qk_rope_head_dim": (64,),
+    "num_attention_heads": tuple(2**power for power in range(8)),
+}
+"""What the operator takes, by the name in the model's configuration."""
+
+
+def check(vllm_config: "VllmConfig") -> None:
+    """Refuse the option for models that the operator does not take, and without ascend-attention.
+
+    Raises:
+        RefusedError: what was found and what is supported, in one line.
+    """
+    if not performance.enabled(vllm_config, performance.MLA_PROLOG):
+        return
+    import torch
+
+    model = vllm_config.model_config
+    found = ""
+    if model is None or not model.use_mla or hasattr(model.hf_text_config, "index_topk"):
+        found = "a model without latent attention, or with sparse latent attention"
+    elif model.dtype != torch.bfloat16:
+        found = f"--dtype {str(model.dtype).removeprefix('torch.')}; supported: bfloat16"
+    else:
+        sizes = {name: getattr(model.hf_text_config, name, None) for name in SIZES}
+        wrong = next((name for name, size in sizes.items() if size not in SIZES[name]), "")
+        if wrong:
+            found = f"{wrong} {sizes[wrong]}; supported: {', '.join(map(str, SIZES[wrong]))}"
+        elif not slots.offered(SLOT):
+            found = f"ascend-attention {registry.state('ascend-attention')}"
+    if found:
+        raise RefusedError(f"ascend.platform.{performance.MLA_PROLOG} is not supported with {found}; fix: remove it")
+
+
+def describe(vllm_config: "VllmConfig") -> str:
+    """What the summary line adds about the operator; "" without the option."""
+    if not performance.enabled(vllm_config, performance.MLA_PROLOG):
+        return ""
+    reason = reason_against(vllm_config)
+    return f", {OPERATOR} disabled: {reason}" if reason else f", decodes with {OPERATOR}"
+
+
+def reason_against(vllm_config: "VllmConfig") -> str:
+    """Why an engine with the option does not use the operator; "" if it does, unless its layers are quantized."""
+    from vllm.config import CompilationMode
+
+    transfer = vllm_config.kv_transfer_config
+    reasons = {
+        f"{host.chip()} has no {OPERATOR}": bool(host.chip_family().lacks(OPERATOR)),
+        "torch.compile": vllm_config.compilation_config.mode not in (None, CompilationMode.NONE),
+        "decode context parallelism": vllm_config.parallel_config.decode_context_parallel_size > 1,
+        "LoRA": vllm_config.lora_config is not None,
+        "a prefill instance": transfer is not None and transfer.kv_role == "kv_producer",
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
