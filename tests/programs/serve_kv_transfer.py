@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 if __name__ == "__mp_main__":  # in an instance, and in its engine core
@@ -28,6 +29,9 @@ if __name__ == "__mp_main__":  # in an instance, and in its engine core
 VOCABULARY = 512
 TIMEOUT = 20.0
 """Seconds that a transfer may take; one that has not ended a little later is a defect."""
+
+ANSWER_TIMEOUT = 5
+"""Seconds for each of many prompts; a prompt with drafts and states takes one, on two busy cores."""
 
 AT_ONCE = 50
 """Requests whose prompts are read layer by layer at the same time."""
@@ -182,8 +186,9 @@ class LogprobDifferences:
 class Pair:
     """The two instances.
 
-    there, alone: the answers that the prefill and the decode instance compute alone. The first are the reference of transfers: a
-    KV cache continues what the instance that computed it began, which with another number of NPUs rounds differently.
+    prefill_alone, alone: the answers that the prefill and the decode instance compute alone.
+    The first are the reference of transfers: a KV cache continues what the instance that computed it began, which with another
+    number of NPUs rounds differently.
     """
 
     def __init__(self, case: dict[str, Any], port: int) -> None:
@@ -201,25 +206,26 @@ class Pair:
             theirs.close()
             self.pipes.append(ours)
         self.prefill, self.decode = self.pipes
-        self.there: dict[str, Any] = {}
+        self.prefill_alone: dict[str, Any] = {}
         self.alone: dict[str, Any] = {}
         self.has_states = bool(case.get("states"))
 
-    def ask(self, pipe: Connection, what: Any, seconds: float = 240) -> Any:
+    def ask(self, pipe: Connection, what: Any) -> Any:
         pipe.send(what)
+        seconds = max(240, ANSWER_TIMEOUT * len(what))
         assert pipe.poll(seconds), f"no answer in {seconds} s"
         return pipe.recv()
 
     def compute_alone(self, items: list[dict[str, Any]]) -> None:
         given = [item | {"params": None, "abort after": None} for item in items]
-        self.there, self.alone = self.ask(self.prefill, given), self.ask(self.decode, given)
+        self.prefill_alone, self.alone = self.ask(self.prefill, given), self.ask(self.decode, given)
         assert self.free(self.prefill)
         assert self.free(self.decode)
 
     def alone_differently(self) -> dict[str, Any]:
         """What the two instances answer differently without any transfer."""
-        others = [name for name, each in self.alone.items() if each[0] != self.there[name][0]]
-        said = [f"{name}: {self.alone[name][0]} and not {self.there[name][0]}" for name in others]
+        others = [name for name, each in self.alone.items() if each[0] != self.prefill_alone[name][0]]
+        said = [f"{name}: {self.alone[name][0]} and not {self.prefill_alone[name][0]}" for name in others]
         ended = {"length": len(self.alone)}
         return {"ended": ended, "different": said, "not transferred": [], "seconds": "", "blocks are free": []}
 
@@ -317,7 +323,7 @@ class Pair:
         expected: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Compare answers with those expected, or the prefill instance's own."""
-        expected = expected or self.there
+        expected = expected or self.prefill_alone
         ended: collections.Counter[str] = collections.Counter()
         different, recomputed, failed, differences = [], [], [], LogprobDifferences()
         aborted: tuple[Any, ...]
@@ -346,12 +352,8 @@ class Pair:
         } | differences.result()
 
     def kill_prefill(self) -> None:
-        import psutil
-
         Router.closed = True
-        process = psutil.Process(self.processes[0].pid)
-        for each in [*process.children(recursive=True), process]:
-            each.kill()
+        kill(self.processes[0])
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -360,7 +362,17 @@ class Pair:
         for process in self.processes:
             process.join(20)
             if process.is_alive():
-                process.kill()
+                kill(process)
+
+
+def kill(instance: BaseProcess) -> None:
+    """Kill a process and its children: an engine core outlives its parent, and holds the pipe that is read to its end."""
+    import psutil
+
+    assert instance.pid
+    process = psutil.Process(instance.pid)
+    for each in [*process.children(recursive=True), process]:
+        each.kill()
 
 
 def requests(phase: str, count: int, seed: int, aborting: bool, adder: bool = False) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from ascend_kv_connector.store.disk import DiskPool
 from ascend_kv_connector.store.options import StoreOptions
 from ascend_kv_connector.store.pool import PoolError
 from ascend_kv_connector.testing import BLOCK, Engine, one_rank, prompts  # noqa: F401
+from ascend_platform.config import mla_prolog
 from ascend_platform.extension import RefusedError
 from harness.kv import store_faults
 from harness.kv.store_engines import Suite
@@ -86,6 +87,10 @@ def test_different_layouts_and_hashes_do_not_share(engine: Callable[..., Engine]
     assert not any(serve(engine(extra={"blocks_per_chunk": 2}), dict(list(LONG.items())[:1]), "chunks").values())
     assert not any(serve(engine(extra={"namespace": "other"}), dict(list(LONG.items())[:1]), "namespace").values())
     assert not any(serve(engine(hf_overrides={"rope_theta": 7.0}), dict(list(LONG.items())[:1]), "model").values())
+    monkeypatch.setattr(mla_prolog, "check", lambda config: None)  # of latent attention, which this model has not
+    halves = {"additional_config": {"ascend": {"platform": {"mla_prolog": True}}}}
+    assert not any(serve(engine(**halves), dict(list(LONG.items())[:1]), "order").values())
+    assert all(serve(engine(), dict(list(LONG.items())[:1]), "the same").values())
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert not any(serve(engine(), dict(list(LONG.items())[:1]), "seed").values())
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from ascend_kv_connector.paged_cache import Heads, plan_fetches
 from ascend_kv_connector.protocol import CODEC, VERSION, Fetch, Handshake, Refused
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed, Source
-from ascend_kv_connector.worker import P2PWorker
+from ascend_kv_connector.worker import P2PWorker, model_fingerprint
 from ascend_platform.transfer.memory import allocate_buffer
+from transformers import PretrainedConfig
 
 LATENT = {"sizes": {"latent": 512, "rope": 64}, "total_heads": 1, "chunk_bytes": 9000}
 """Multi-head latent attention: all tensor-parallel ranks have the same cache."""
@@ -428,6 +430,20 @@ def test_mismatched_model_and_engine_are_refused(instances: Callable) -> None:
     ((failed,),) = consumer.wait()
     assert failed.kind == "peer"
     assert "engine p listens at this address instead of engine q" in failed.cause
+
+
+def test_rotated_keys_in_another_order_are_refused(instances: Callable) -> None:
+    """Their KV caches have the same shapes; the model's own order is not named, so that older instances are compatible."""
+    model = SimpleNamespace(hf_config=PretrainedConfig(architectures=["M"]))
+    on = {"ascend": {"platform": {"mla_prolog": True}}}
+    configs = [SimpleNamespace(model_config=model, additional_config=given) for given in ({}, on)]
+    pairs, halves = map(model_fingerprint, configs)
+    assert halves == f"{pairs}/rope in halves"
+    producer, consumer = instances("p").produce(model=pairs), instances("d").consume(model=halves)
+    source, _ = producer.fill("r", 8)
+    consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+    ((failed,),) = consumer.wait()
+    assert (failed.kind, failed.cause) == ("mismatch", f"the peer serves {pairs} by memory, this instance {halves} by memory")
 
 
 def test_other_weights_of_the_same_model_are_refused(instances: Callable) -> None:

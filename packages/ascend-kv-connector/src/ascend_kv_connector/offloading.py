@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         sliding_windows(type(self).__name__, kv_cache_config.kv_cache_groups)
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         spec = given.get("spec_name", "CPUOffloadingSpec")
-        given.update(spec_name=SPECS.get(spec, spec), spec_module_path=__name__)
+        given.update(spec_name=SPECS.get(spec, spec), spec_module_path=__name__, rope_order=extension.rope_order(vllm_config))
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -115,6 +115,8 @@ class TieredSpec(TieringOffloadingSpec):
     _worker: Any  # vLLM declares a worker for CUDA
 
     def __init__(self, config: Any) -> None:
+        if (order := config.extra_config.get("rope_order", "pairs")) != "pairs":  # tiers name a KV cache by its model
+            config = replace(config, model=replace(config.model, name=f"{config.model.name}-{order}"))
         super().__init__(config)
         if self.num_chunks < 1 and self.kv_bytes_per_chunk:
             raise extension.RefusedError(

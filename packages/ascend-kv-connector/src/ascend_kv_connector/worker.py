@@ -101,7 +101,7 @@ class P2PWorker:
             extension.logger.info("KV connector: --enable-sleep-mode frees the KV cache, which is therefore not exposed to peers")
             self._options = replace(self._options, expose_cache=False)
         common = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id, "keys": keys}
-        common |= {"model": model_fingerprint(model := self._config.model_config), "weights": weights_fingerprint(model)}
+        common |= {"model": model_fingerprint(self._config), "weights": weights_fingerprint(self._config.model_config)}
         port: int | range = int(transfer.kv_port)
         free = self._options.port_range or 0
         port = free if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
@@ -288,8 +288,10 @@ def total_kv_heads(model: Any) -> int:
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
-def model_fingerprint(model: Any) -> str:
-    """Architecture and a digest of the model's configuration, which must be equal in both instances, without the weights."""
-    values = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith(("_", "transformers"))}
+def model_fingerprint(vllm_config: Any) -> str:
+    """What must be equal in both instances, without the weights: architecture, a digest of the model's configuration, and the
+    order of rotated keys where it is not the model's."""
+    config, order = vllm_config.model_config.hf_config, extension.rope_order(vllm_config)
+    values = {key: value for key, value in config.to_dict().items() if not key.startswith(("_", "transformers"))}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    return f"{'+'.join(model.hf_config.architectures or ['?'])}/{digest}"
+    return f"{'+'.join(config.architectures or ['?'])}/{digest}{'' if order == 'pairs' else f'/rope in {order}'}"
