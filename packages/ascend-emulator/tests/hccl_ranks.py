@@ -46,9 +46,15 @@ def plain(value: Any) -> Any:
 
 
 def failure(function: Callable[[], Any]) -> str:
-    """The error that it ends with, its first lines. A stream that failed stays so: the process ends after this."""
+    """The error that it ends with, its first lines. A stream that failed stays so: the process ends after this.
+
+    torch_npu empties its task queue before it marks it as failed (Repository::ReadQueue in NPUQueue.cpp), so that one
+    synchronization can miss the error; the next one reports it.
+    """
     try:
         function()
+        torch.npu.synchronize()
+        time.sleep(0.5)
         torch.npu.synchronize()
     except Exception as error:
         os.environ["SCENARIO_FAILED"] = "1"

@@ -280,8 +280,13 @@ def test_an_error_reaches_whoever_waits_for_its_stream_and_nothing_hangs(run):
 
 
 def test_an_operator_refused_on_one_npu_s_queue_leaves_the_others(run):
-    """With TASK_QUEUE_ENABLE=2, torch_npu calls both functions of an operator on its queue's thread."""
+    """With TASK_QUEUE_ENABLE=2, torch_npu calls both functions of an operator on its queue's thread.
+
+    After the error is known, that thread forgets the events recorded on all NPUs (NPUEventManager::ClearUnrecordedCount), and one
+    recorded on another NPU just then ends the process: the script waits before it goes on.
+    """
     script = """
+import time
 import torch, torch_npu
 x, y = torch.ones(4, device="npu:0"), torch.ones(4, device="npu:1")
 torch.npu.synchronize(0)
@@ -292,6 +297,7 @@ try:
     torch.npu.synchronize(0)
 except RuntimeError as error:
     print("aclnnMuls" in str(error))
+time.sleep(1)
 torch.npu.set_device(1)
 z = y + 1
 torch.npu.synchronize(1)

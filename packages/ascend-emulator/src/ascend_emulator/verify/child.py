@@ -63,9 +63,9 @@ def main() -> int:
         except AttributeError as error:  # this torch_npu is older than the name
             record = {"outcome": "absent", "error": described(error)}
         except Exception as error:
-            told = described(error)
-            refused = section == "timings" and told["codes"]  # a dtype that the chip lacks, for one
-            record = {"outcome": "refused" if refused else "failed", "error": told}
+            description = described(error)
+            refused = section == "timings" and description["codes"]  # a dtype that the chip lacks, for one
+            record = {"outcome": "refused" if refused else "failed", "error": description}
         failed = record.get("outcome") not in ("computed", "accepted", "observed", "absent")
         lost = failed and not _alive()
         if lost:
