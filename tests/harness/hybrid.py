@@ -39,6 +39,13 @@ class Way(NamedTuple):
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
 
+OTHERS = (
+    *("Qwen3.5", "Qwen3.5-MoE", "OLMo-hybrid", "Falcon-H1", "Nemotron-H", "Granite 4", "Jamba"),
+    *("LFM2", "LFM2-MoE", "Mamba", "Falcon-Mamba", "Mamba 2"),
+)
+"""Models besides Qwen3-Next."""
+WITHOUT_PIPELINE = {"Granite 4", "Mamba 2"}
+"""vLLM 0.32 loads all layers' weights of the one in each stage (`KeyError`), and does not support the other."""
 WAYS: dict[str, Way] = {
     "eager": Way(EAGER),
     "graphs, sleep": Way(CHUNKED | {"enable_sleep_mode": True}),
@@ -50,20 +57,21 @@ WAYS: dict[str, Way] = {
     "MTP, 2 draft tokens": Way(CHUNKED | {"speculative_config": DRAFTS}, drafts=True),
     "MTP, drafts accepted as they are": Way(CHUNKED | {"speculative_config": DRAFTS | ACCEPTED}, drafts=True),
     "TP2": Way(CHUNKED | {layouts.TP: 2}),
-    "PP2": Way(CHUNKED | {layouts.PP: 2}, model="Qwen3-Next, attention in both halves"),
-    "PP2, a stage without attention": Way(CHUNKED | {layouts.PP: 2}),
+    "PP2": Way(CHUNKED | {layouts.PP: 2}, model=f"Qwen3-Next{hybrid.HALVES}"),
     "DP2 EP2": Way(CHUNKED | {layouts.DP: 2} | layouts.EP),
-    "OLMo-hybrid": Way(CHUNKED, model="OLMo-hybrid"),
-    "OLMo-hybrid, TP2": Way(CHUNKED | {layouts.TP: 2}, model="OLMo-hybrid"),
     "Qwen3.5, bfloat16 states": Way(CHUNKED | BFLOAT16, model="Qwen3.5", dtypes=("bfloat16",)),
     "Nemotron-H, bfloat16 states": Way(CHUNKED | BFLOAT16, model="Nemotron-H", dtypes=("bfloat16",)),
-    "Nemotron-H, TP2": Way(CHUNKED | {layouts.TP: 2}, model="Nemotron-H"),
-} | {
-    model: Way(CHUNKED, model=model)
-    for model in (
-        *("Qwen3.5", "Qwen3.5-MoE", "Falcon-H1", "Nemotron-H", "Granite 4", "Jamba"),
-        *("LFM2", "LFM2-MoE", "Mamba", "Falcon-Mamba", "Mamba 2"),
-    )
+    **{model: Way(CHUNKED, model=model) for model in OTHERS},
+    **{f"{model}, TP2": Way(CHUNKED | {layouts.TP: 2}, model=model, dtypes=("float32",)) for model in OTHERS},
+    **{
+        f"{model}, PP2": Way(
+            CHUNKED | {layouts.PP: 2},
+            model=in_both if (in_both := f"{model}{hybrid.HALVES}") in hybrid.MODELS else model,
+            dtypes=("float32",),
+        )
+        for model in OTHERS
+        if model not in WITHOUT_PIPELINE
+    },
 }
 
 

@@ -52,6 +52,10 @@ for _name in ("granite, sinks and windows", "gpt-oss, experts with biases"):
     KINDS[_name] = KINDS[_name]._replace(served_by=(SINKS, BUILT_IN))
 for _name in latent.MODELS:
     KINDS[_name] = KINDS[_name]._replace(engine=LONGER, served_by=(LATENT, BUILT_IN_LATENT))
+MLA_PROLOG = {"additional_config": {"ascend": {"platform": {"mla_prolog": True}}}}
+KINDS["deepseek-v3, mla_prolog"] = KINDS["deepseek-v3, mla_prolog"]._replace(
+    engine=LONGER | MLA_PROLOG, served_by=([*LATENT, "PrologAttention"], [])
+)
 PANGU = "openpangu, sandwich norms"
 KINDS[PANGU] = KINDS[PANGU]._replace(engine=LONGER | {"trust_remote_code": True})
 KINDS["deepseek-v3, other widths"] = KINDS["deepseek-v3, other widths"]._replace(served_by=(BUILT_IN_LATENT, BUILT_IN_LATENT))
@@ -299,7 +303,7 @@ def main() -> None:
                 cases = {
                     name: case(name, directory, ranks, options.dtype, options.engine, options.batch)
                     for name in names
-                    if ranks <= KINDS[name].most
+                    if ranks <= KINDS[name].most and KINDS[name].served_by[attention == "built-in"]
                 }
                 if attention == "transformers":
                     for name in (name for name in cases if KINDS[name].task == "generate" and not KINDS[name].media):

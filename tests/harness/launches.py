@@ -126,6 +126,11 @@ CASES: dict[str, dict[str, Any]] = {
     "dense, W8A8": {"config": DENSE | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "experts, W8A8": {"config": EXPERTS | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "latent attention": {"config": LATENT, "ranks": 1, "engine": {}},
+    "latent attention, mla_prolog": {
+        "config": LATENT,
+        "ranks": 1,
+        "engine": {"additional_config": {"ascend": {"platform": {"mla_prolog": True}}}, "gpu_memory_utilization": 0.5},
+    },
     "sparse latent attention": {"config": SPARSE, "ranks": 1, "engine": {"gpu_memory_utilization": 0.5}},
     "gated delta net, experts": {"config": DELTA, "ranks": 1, "engine": {"gpu_memory_utilization": 0.8}},
     "embedding (BERT)": {"config": BERT, "ranks": 1, "engine": {"runner": "pooling"}},

@@ -9,6 +9,9 @@ from typing import Any
 from harness.models import registry
 
 LINEAR = ["linear_attention"] * 3 + ["full_attention"]
+HALVES = ", attention in both halves"
+IN_BOTH_HALVES = {"layer_types": ["linear_attention", "full_attention"] * 2}
+"""Each of two pipeline stages has states and attention."""
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 FLOAT32_STATES = {"mamba_ssm_dtype": "float32"}
 """As published checkpoints of Qwen3.5 have it."""
@@ -33,10 +36,6 @@ COMMON: dict[str, Any] = {
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-Next": ("Qwen3Next", DELTA | EXPERTS | {"layer_types": LINEAR}),
-    "Qwen3-Next, attention in both halves": (
-        "Qwen3Next",
-        DELTA | EXPERTS | {"layer_types": ["linear_attention", "full_attention"] * 2},
-    ),
     "OLMo-hybrid": ("OlmoHybrid", DELTA | {"layer_types": LINEAR, "linear_num_value_heads": 2, "head_dim": 32}),
     "Falcon-H1": ("FalconH1", {"num_hidden_layers": 2, "mamba_d_ssm": 256} | HEADS_OF_64),
     "Qwen3.5": ("Qwen3_5", DELTA | FLOAT32_STATES | {"layer_types": LINEAR}),
@@ -51,6 +50,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mamba 2": ("Mamba2", {}),
 }
 """The family in Hugging Face, and its configuration besides COMMON and what registry.py has for it."""
+MODELS |= {
+    f"{name}{HALVES}": (family, special | IN_BOTH_HALVES)
+    for name, (family, special) in MODELS.items()
+    if special.get("layer_types") == LINEAR
+} | {
+    f"Nemotron-H{HALVES}": (
+        "NemotronH",
+        HEADS_OF_64 | {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention", "moe"] * 2},
+    ),
+    f"LFM2-MoE{HALVES}": ("Lfm2Moe", TIED | {"num_dense_layers": 1}),  # and experts, without which vLLM fails
+}
 
 
 def make(name: str, directory: Path, *, drafts: bool = False) -> Path:

@@ -36,6 +36,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         ALL | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
     "deepseek-v3, yarn": ("DeepseekV3", ALL | GROUPS | {"q_lora_rank": 96, "rope_parameters": YARN}),
+    "deepseek-v3, mla_prolog": (  # sizes that the operator takes
+        "DeepseekV3",
+        ALL
+        | GROUPS
+        | {"num_hidden_layers": 2, "first_k_dense_replace": 2, "hidden_size": 6144, "q_lora_rank": 1536, "rope_parameters": YARN}
+        | {"initializer_range": 0.02},
+    ),
     "kimi-k2, one group": (
         "DeepseekV3",
         ALL | BIASED | {"q_lora_rank": 96, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8},

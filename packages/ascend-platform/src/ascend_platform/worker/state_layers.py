@@ -28,17 +28,18 @@ _REFUSED = ("vllm.models", "vllm.model_executor.models.bailing_moe_v3")
 """Models that are refused."""
 
 
-def _function(module: str, name: str, why: str, fingerprint: str, *importers: str, **later: str) -> Override:
-    """A function, with the fingerprints of later sources by version (``v0_33``)."""
+def _function(
+    module: str, name: str, why: str, fingerprint: str, *importers: str, later: Mapping[str, str] | None = None
+) -> Override:
+    """A function, with its fingerprint in SINCE and those of later sources by version."""
     remove_when = "Triton runs on the NPU, or vLLM has a PyTorch form of the function"
-    found = {SINCE: fingerprint} | {version[1:].replace("_", "."): source for version, source in later.items()}
-    named = (module, *importers)
-    return Override(f"{module}:{name}", "replaced", why, remove_when, found, replaced_in=named, kept_in=_REFUSED)
+    fingerprints, named = {SINCE: fingerprint, **(later or {})}, (module, *importers)
+    return Override(f"{module}:{name}", "replaced", why, remove_when, fingerprints, replaced_in=named, kept_in=_REFUSED)
 
 
 OVERRIDES: tuple[Override, ...] = (
     *(
-        _function(f"{_OPS}causal_conv1d", name, why, fingerprint, *_LAYERS_WITH_CONVOLUTION, v0_33=later)
+        _function(f"{_OPS}causal_conv1d", name, why, fingerprint, *_LAYERS_WITH_CONVOLUTION, later={"0.33": later})
         for name, why, fingerprint, later in (
             ("causal_conv1d_fn", "convolution of a prefill", "669e4b2faa90", "e3c4969dcf20"),
             ("causal_conv1d_update", "convolution of a decode", "eb5fd29588eb", "c2db71c01fd2"),
@@ -49,10 +50,10 @@ OVERRIDES: tuple[Override, ...] = (
     ),
     _function(f"{_FLA}.chunk", "chunk_gated_delta_rule", "gated delta rule of a prefill", "cce090c99e33", _FLA, *_GDN_LAYERS),
     *(
-        _function(f"{_FLA}.{module}", name, "gated delta rule of a decode", fingerprint, _FLA, *_GDN_LAYERS, **later)
+        _function(f"{_FLA}.{module}", name, "gated delta rule of a decode", fingerprint, _FLA, *_GDN_LAYERS, later=later)
         for module, name, fingerprint, later in (
             ("fused_recurrent", "fused_recurrent_gated_delta_rule", "68870d7098f6", {}),
-            ("fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode", "3a1b709eb8c8", {"v0_33": "83bf0b2fe397"}),
+            ("fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode", "3a1b709eb8c8", {"0.33": "83bf0b2fe397"}),
             ("fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update", "b1b09df76281", {}),
         )
     ),
@@ -62,7 +63,7 @@ OVERRIDES: tuple[Override, ...] = (
         "scan of a prefill",
         "f827176ce553",
         f"{_LAYERS}mamba_mixer2",
-        v0_33="43f2271198f2",
+        later={"0.33": "43f2271198f2"},
     ),
     _function(f"{_OPS}mamba_ssm", "selective_scan_fn", "scan of a prefill", "77024ade9239", f"{_LAYERS}mamba_mixer"),
     _function(f"{_OPS}mamba_ssm", "selective_state_update", "step of a decode", "b44b6b89e491"),
