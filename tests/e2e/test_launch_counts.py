@@ -41,7 +41,7 @@ def test_host_does_not_wait_before_the_sampled_tokens(counted: dict[str, Any], n
 
 
 def test_fused_operators_before_latent_attention(tmp_path: Path) -> None:
-    """They launch less, and keep the rotated elements in another order: docs/attention.md says why they are not used."""
+    """They launch less, and keep the rotated elements in another order; the largest is an option."""
     found = table.preprocessing(tmp_path)
     counts = {name: len(way["operators"]) for name, way in found.items()}
     assert counts == {"single_operators": 8, "norm_and_cache": 6, "prolog": 1}

@@ -23,7 +23,7 @@ from harness import launcher
 from harness.models import kinds as kind_models
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 
-VISION = {"FusedMMEncoderAttention", "MMEncoderAttention"}
+SHOWN = {"FusedMMEncoderAttention", "MMEncoderAttention", "PrologAttention"}
 
 
 def request(case: dict[str, Any], number: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     rules = {module.rule.__qualname__ for module in runner.get_model().modules() if hasattr(module, "rule")}
     return {
         "results": answers(engine, case),
-        "kinds": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")} | (modules & VISION) | rules),
+        "kinds": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")} | (modules & SHOWN) | rules),
         "groups": len(runner.kv_cache_config.kv_cache_groups),
         "dtype": str(config.model_config.dtype),
         "graphs": config.compilation_config.cudagraph_mode.name,
