@@ -6,6 +6,7 @@ OTHER_WEIGHTS is a model of the same shapes, whose weights are given to the engi
 learning do. Prints `RESULT {json}`; bytes are the device's own account (`mem_get_info`), not the allocator's.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -90,4 +91,5 @@ def main(directory: str, other: str, cycles: int, tensor: int) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(590, exit=True)  # says where it hangs; the test waits 600 s
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
