@@ -5,6 +5,7 @@ The machines are processes of this one, each with an address of its own (127.0.0
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -82,7 +83,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "machines": [{"command": [*SERVE, *TP2, *RAY], "environ": {"RAY_AUTH_MODE": "disabled"}}],
         "kill": "ray::RayWorkerProc",
     },
-    "one machine, the main process dies": CASES["one machine"] | {"kill": "bin/vllm serve"},
+    "one machine, the API server dies": {"machines": [{"command": [*SERVE, "--enforce-eager"]}], "kill": "bin/vllm serve"},
 }
 OTHERS["two nodes of Ray, TP2 PP2"] = {
     "machines": two_nodes(("0,1", "2,3"), *TP2, "--pipeline-parallel-size", "2", hidden=True),
@@ -135,6 +136,13 @@ def test_tokens_match_transformers_and_a_killed_part_is_a_clean_error(name: str)
         assert found["codes"][-1] == 1
         assert 0 not in found["codes"]
         assert [found["left"], found["shared"], found["files"]] == [[], [], []]
+
+
+def test_engine_exits_with_a_killed_api_server() -> None:
+    found = play("one machine, the API server dies")
+    assert "failed" not in found, found["failed"]
+    assert found["gone"] < 30
+    assert [found["codes"], found["left"]] == [[-signal.SIGKILL], []]
 
 
 if __name__ == "__main__":

@@ -26,17 +26,23 @@ import multiprocessing, os, time
 from multiprocessing import connection
 from ascend_platform.worker import watchdog
 
-def child(late):
+class WatchesWhenUnpickled:  # as an argument whose module activates the platform
+    def __reduce__(self):
+        return watchdog.exit_when_parent_exits, ()
+
+def child(late, early):
     os.write(1, b"ready\\n")  # one write: lines of several processes stay apart
     while late and not connection.wait([multiprocessing.parent_process().sentinel]):
         pass
-    watchdog.exit_when_parent_exits()
+    if multiprocessing.current_process().name != "EngineCore_DP1":
+        watchdog.exit_when_parent_exits()
     time.sleep(120)
 
 if __name__ == "__main__":
-    names = ("EngineCore_DP0", "VllmWorker-0", "other")
+    names = ("EngineCore_DP0", "EngineCore_DP1", "VllmWorker-0", "other")
+    early = {"EngineCore_DP1": WatchesWhenUnpickled()}
     spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=child, name=name, args=(name == "VllmWorker-0",)) for name in names]
+    processes = [spawn.Process(target=child, name=name, args=(name == "VllmWorker-0", early.get(name))) for name in names]
     for process in processes:
         process.start()
     os.write(1, (" ".join(str(process.pid) for process in processes) + "\\n").encode())
@@ -49,13 +55,13 @@ def test_engine_core_and_worker_exit_with_their_parent(tmp_path: Path) -> None:
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert parent.stdout is not None
-    lines = [line.strip() for line in itertools.islice(filter(None, map(said, parent.stdout)), 4)]
-    assert sorted(lines)[1:] == ["ready"] * 3
-    engine, late, other = map(psutil.Process, map(int, sorted(lines)[0].split()))
+    lines = [line.strip() for line in itertools.islice(filter(None, map(said, parent.stdout)), 5)]
+    assert sorted(lines)[1:] == ["ready"] * 4
+    engine, early, late, other = map(psutil.Process, map(int, sorted(lines)[0].split()))
     parent.kill()
     try:
         assert f"the parent process {parent.pid} has exited" in parent.stdout.readline()
-        assert psutil.wait_procs([engine, late], timeout=10)[1] == []  # late: it began to watch after its parent's end
+        assert psutil.wait_procs([engine, early, late], timeout=10)[1] == []  # early, late: before its parent is known, after its end
         assert other.is_running()  # not one of vLLM's
     finally:
         other.kill()

@@ -23,18 +23,21 @@ VLLM_PROCESS_NAMES = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordina
 def exit_when_parent_exits() -> None:
     """End this process when its parent exits, if it is a multiprocessing child of vLLM. Called when the platform is activated.
 
-    The parent may have exited before this call. Garbage collections in such a process leave out the modules imported so far, and
+    The parent may have exited before this call, and it is not known yet if the platform is activated while the process's object is
+    unpickled, as in an engine core of ``vllm serve``. Garbage collections in such a process leave out the modules imported so far, and
     the last one, at exit, leaves out all objects: vLLM collects explicitly while it starts, 0.4 s each time, and the parent waits
     for the last one, which takes 1 to 2 s.
     """
-    parent = multiprocessing.parent_process()
-    if parent is not None and multiprocessing.current_process().name.startswith(VLLM_PROCESS_NAMES):
-        threading.Thread(target=_watch_parent, args=(parent,), name="ascend-parent", daemon=True).start()
+    if multiprocessing.current_process().name.startswith(VLLM_PROCESS_NAMES):
+        threading.Thread(target=_watch_parent, name="ascend-parent", daemon=True).start()
         gc.freeze()
         atexit.register(gc.freeze)
 
 
-def _watch_parent(parent: Any) -> None:
+def _watch_parent() -> None:
+    parent: Any
+    while (parent := multiprocessing.parent_process()) is None:  # until multiprocessing has unpickled this process's object
+        time.sleep(0.1)
     # the sentinel is a pipe, which a process that the parent has forked keeps open
     while not multiprocessing.connection.wait([parent.sentinel], timeout=1) and os.getppid() == parent.pid:
         pass
