@@ -85,7 +85,7 @@ def rotate(x, cos, sin):
 @pytest.mark.parametrize("mode", ["PA_BSND", "PA_NZ"])
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
 def test_mla_prolog(small, mode, version, weights):
-    tokens, hidden, low, heads, size, latent, rotary = 5, 96, 64, 4, 32, 128, 64
+    tokens, hidden, low, heads, size, latent, rotary = 5, 7168 if version == 2 else 6144, 1536, 2, 128, 512, 64
     dtype = torch.int8 if small else torch.bfloat16
 
     def weight(*shape):
@@ -158,6 +158,75 @@ def test_mla_prolog(small, mode, version, weights):
             expected.view(3, -1, 16, unit)[slot // 16, :, slot % 16] = row.view(-1, unit) if mode == "PA_NZ" else row
         whole = cache.dtype == torch.int8
         torch.testing.assert_close(result.cpu().double(), expected, atol=1 if whole else 3e-2, rtol=0 if whole else 3e-2)
+
+
+NAMES = ["token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv"]
+NAMES += ["rope_sin", "rope_cos", "kv_cache", "kr_cache", "cache_index"]
+FLOAT, INT8 = {"dtype": torch.float32}, {"dtype": torch.int8}
+SMALL_UP = {"weight_uq_qr": INT8, "dequant_scale_w_uq_qr": {"size": (1, 384)} | FLOAT, "weight_quant_mode": 1}
+
+
+def prolog(version=3, hidden=7168, low=1536, heads=2, size=128, latent=512, rotary=64, block=16, rows=(2,), **changes):
+    """Call the operator with zeros; changes are options, or a tensor's dtype and shape."""
+    shapes = [(*rows, hidden), (hidden, low), (low, heads * (size + rotary)), (heads, size, latent), (hidden, latent + rotary)]
+    shapes += [(low,), (latent,), (*rows, rotary), (*rows, rotary), (3, block, 1, latent), (3, block, 1, rotary), rows]
+    dtypes = [torch.bfloat16] * 11 + [torch.int64]
+    standard = {name: {"size": shape, "dtype": dtype} for name, shape, dtype in zip(NAMES, shapes, dtypes, strict=True)}
+    given = standard | {
+        name: standard.get(name, {}) | change if isinstance(change, dict) else change for name, change in changes.items()
+    }
+    given = {name: torch.zeros(**each, device="npu") if isinstance(each, dict) else each for name, each in given.items()}
+    getattr(torch_npu, f"npu_mla_prolog_v{version}")(**given)
+    torch.npu.synchronize()
+
+
+def test_sizes_that_mla_prolog_takes():
+    prolog()
+    prolog(rows=(3, 2), hidden=7680, block=128, heads=1)
+    prolog(**SMALL_UP)
+    prolog(
+        kv_cache=INT8,
+        kr_cache=INT8,
+        quant_scale_ckv={"size": (1, 512)} | FLOAT,
+        quant_scale_ckr={"size": (1, 64)} | FLOAT,
+        kv_cache_quant_mode=2,
+        **SMALL_UP,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 5120}, "the hidden size of token_x is 5120; allowed: 6144, 7168, 7680"),
+        ({"hidden": 6144, "version": 2}, "the hidden size of token_x is 6144; allowed: 7168"),
+        ({"low": 1024}, "the latent size of a query is 1024; allowed: 1536"),
+        ({"latent": 256}, "the latent size of a key is 256; allowed: 512"),
+        ({"size": 192}, "the head size without rotary embedding is 192; allowed: 128"),
+        ({"rotary": 32}, "the head size with rotary embedding is 32; allowed: 64"),
+        ({"heads": 3}, "the number of heads is 3; allowed: 1, 2, 4, 8, 16, 32, 64, 128"),
+        ({"block": 64}, "the block size is 64; allowed: 16, 128"),
+        ({"rows": (1, 17)}, "the sequence length of token_x is 17; allowed: 0 to 16"),
+        ({"kr_cache": {"size": (4, 16, 1, 64)}}, "kr_cache has shape [4, 16, 1, 64]; it must be [3, 16, 1, 64]"),
+        ({"cache_index": {"size": (1, 2)}}, "cache_index has shape [1, 2]; it must be [2]"),
+        ({"cache_index": {"dtype": torch.int32}}, "cache_index"),
+        ({"rmsnorm_gamma_cq": FLOAT}, "rmsnorm_gamma_cq"),
+        ({"rope_cos": FLOAT}, "rope_cos"),
+        ({"kv_cache": {"dtype": torch.float16}}, "kv_cache"),
+        ({"token_x": {"dtype": torch.float16}}, "token_x"),
+        ({"weight_quant_mode": 1}, "weight_quant_mode is 1; it must be 0 for bfloat16 weights"),
+        (SMALL_UP | {"weight_quant_mode": 0}, "weight_quant_mode is 0"),
+        (SMALL_UP | {"dequant_scale_w_uq_qr": {"size": (1, 192)} | FLOAT}, "dequant_scale_w_uq_qr's number of elements is 192"),
+        ({"kv_cache_quant_mode": 1}, "kv_cache_quant_mode is 1"),
+        ({"query_quant_mode": 1}, "query_quant_mode is 1; allowed: 0"),
+        (
+            {"kv_cache": INT8, "quant_scale_ckv": {"size": (1, 512)} | FLOAT, "kv_cache_quant_mode": 2},
+            "kv_cache is int8 and weight",
+        ),
+    ],
+)
+def test_sizes_and_dtypes_that_mla_prolog_does_not_take(changes, message):
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        prolog(**changes)
 
 
 PAGES = torch.tensor([[3, 0, 5], [1, 4, 2]], dtype=torch.int32)

@@ -52,8 +52,8 @@ attempt("position", lambda: (torch_npu.npu_mrope(torch.tensor([0, 7]).npu(), row
         "aclnnRopeWithSinCosCacheV2: position 7 is outside the cos/sin cache of 4 rows",
     ),
     "prolog": (
-        """shapes = [(2, 96), (96, 64), (64, 192), (2, 32, 128), (96, 192), (64,), (128,), (2, 64), (2, 64)]
-shapes += [(3, 16, 1, 128), (3, 16, 1, 64)]
+        """shapes = [(2, 6144), (6144, 1536), (1536, 192), (1, 128, 512), (6144, 576), (1536,), (512,), (2, 64), (2, 64)]
+shapes += [(3, 16, 1, 512), (3, 16, 1, 64)]
 given = [torch.zeros(shape).bfloat16().npu() for shape in shapes]
 store = lambda: torch_npu.npu_mla_prolog_v3(*given, cache_index=torch.tensor([5, -1]).npu())
 attempt("prolog", lambda: (store(), torch.npu.synchronize()))""",
