@@ -16,7 +16,7 @@ CASES = {
     "granite, sinks and windows": (1, 82, 0.03),
     "deepseek-v3, yarn": (1, 82, 0.04),
     "openpangu, sandwich norms": (1, 82, 0.08),
-    "deepseek-v3, mla_prolog": (2, 82, 0.03),
+    "deepseek-v3, mla_prolog": (2, 82, 0.02),  # transformers in bfloat16 is 0.014 from float32
     "glm-5, shared selections": (1, 82, 0.15),
     "qwen3-next, gated delta net": (1, 82, 0.1),  # transformers in bfloat16 is 0.06 from float32
     "bert cross-encoder": (1, 2, 5e-3),

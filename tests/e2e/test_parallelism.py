@@ -24,6 +24,8 @@ CASES = {
     "shared experts, groups, TP2": ("glm4-moe", "float32", "TP2 shared_experts_stream", "shared experts' stream"),
     "dense TP2 DCP2": ("one-key-head", "bfloat16", "TP2 DCP2", "FusedAttentionImpl"),
     "latents TP2 DCP2": ("deepseek-v3", "bfloat16", "TP2 DCP2", "FusedLatentAttentionImpl"),
+    "latents by mla_prolog, PP2": ("deepseek-v3, mla_prolog", "bfloat16", "PP2 mla_prolog", "npu_mla_prolog_v3"),
+    "latents by mla_prolog, DP2 EP2": ("deepseek-v3, mla_prolog", "bfloat16", "DP2 EP2 mla_prolog", "npu_mla_prolog_v3"),
     "DP2 EP2 by alltoall": ("qwen3-moe", "float32", "DP2 EP2 alltoall", "alltoall"),
     "DP2 EP2 by mc2": ("mixtral", "bfloat16", "DP2 EP2", "mc2"),
 }

@@ -1,5 +1,6 @@
 """Sleep mode through vLLM's API: memory as the device reports it, and the same tokens afterwards."""
 
+import json
 import os
 import subprocess
 import sys
@@ -31,12 +32,18 @@ FAMILIES = {
     | SELECTED
     | {"n_routed_experts": 32, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
     | {"num_key_value_heads": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": True},
+    "DeepseekV3": SHAPE  # sizes of npu_mla_prolog_v3, which has copies of weights
+    | LATENT
+    | {"num_key_value_heads": 4, "hidden_size": 6144, "q_lora_rank": 1536, "first_k_dense_replace": 2, "initializer_range": 0.02},
 }
+PROLOG = {"additional_config": {"ascend": {"platform": {"mla_prolog": True}}}, "gpu_memory_utilization": 0.5}
+ENGINES = {"DeepseekV3": PROLOG}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def models(request, tmp_path_factory):
-    """Two models of the same shapes with 54 MB of weights and more, most of them experts', whose first matrices are square.
+    """Two models of the same shapes with 54 MB of weights and more; of the first two families most of them are experts', whose
+    first matrices are square.
 
     A square matrix that is transposed once too often has the right shape.
     """
@@ -55,7 +62,8 @@ def models(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def result(models):
-    command = [sys.executable, str(checkout.PROGRAMS / "sleep_and_wake.py"), *map(str, models), str(CYCLES), "1"]
+    engine = ENGINES.get(models[0].name.removesuffix("0"), {})
+    command = [sys.executable, str(checkout.PROGRAMS / "sleep_and_wake.py"), *map(str, models), str(CYCLES), json.dumps(engine)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": npus.path()}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (found,) = npus.results(done.stdout)

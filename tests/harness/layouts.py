@@ -47,8 +47,13 @@ OF_ONE_KEY_HEAD: dict[str, dict[str, Any]] = LAYOUTS | {
     "TP2 DCP2 PP2": {TP: 2, PP: 2} | DCP,
 }
 OF_OPTIONS: dict[str, dict[str, Any]] = {
-    f"TP2 {name}": {TP: 2, "additional_config": {"ascend": {"platform": {name: True}}}}
-    for name in ("matmul_all_reduce", "shared_experts_stream")
+    f"{layout} {name}": OF_EXPERTS[layout] | {"additional_config": {"ascend": {"platform": {name: True}}}} | more
+    for layout, name, more in (
+        ("TP2", "matmul_all_reduce", {}),
+        ("TP2", "shared_experts_stream", {}),
+        ("PP2", "mla_prolog", {"gpu_memory_utilization": 0.5}),
+        ("DP2 EP2", "mla_prolog", {"gpu_memory_utilization": 0.5}),
+    )
 }
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2, "hidden_size": 128}
 COMMON = ATTENTION | {
@@ -74,6 +79,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v3": latent.MODELS["deepseek-v3, yarn"],
+    "deepseek-v3, mla_prolog": (
+        "DeepseekV3",
+        latent.MODELS["deepseek-v3, mla_prolog"][1] | {"intermediate_size": 256, "first_k_dense_replace": 1},
+    ),
     "deepseek-v3.2": latent.MODELS["deepseek-v3.2, selected tokens"],
     "glm-5": latent.MODELS["glm-5, shared selections"],
     "kimi-k2": latent.MODELS["kimi-k2, one group"],
@@ -219,7 +228,8 @@ def main() -> None:
             known = {"adder": LAYOUTS, "one-key-head": OF_ONE_KEY_HEAD}.get(name, OF_LATENTS if name in LATENT else OF_EXPERTS)
             known = known | OF_OPTIONS
             half = options.dtype != "float32"  # all that mc2 takes
-            taken = [layout for layout in known if half or "mc2" not in layout]
+            left_out = {"mc2": not half, "mla_prolog": "mla_prolog" not in name}
+            taken = [layout for layout in known if not any(left_out[option] for option in left_out if option in layout)]
             chosen = {layout: known[layout] for layout in options.layouts or taken}
             for launcher in options.launcher or ["mp", "external"]:
                 mp = launcher == "mp"

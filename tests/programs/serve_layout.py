@@ -45,6 +45,8 @@ def attention_and_experts(engine: LLM) -> list[str]:
     (modules,) = engine.apply_model(lambda model: list(model.modules()))
     if any(getattr(module, "fused_above", None) is not None for module in modules):
         kinds.add("npu_mm_all_reduce_base")
+    if any(getattr(layer, "prolog_weights", ()) for layer in layers):
+        kinds.add("npu_mla_prolog_v3")
     if any(getattr(module, "_output_ready_event", None) for module in modules):
         kinds.add("shared experts' stream")
     return sorted(kinds | getattr(manager, "used", set()))

@@ -1,9 +1,10 @@
 """Run by test_sleep.py: put an engine to sleep and wake it, at each level, and measure the memory it frees.
 
-    python tests/programs/sleep_and_wake.py MODEL OTHER_WEIGHTS CYCLES TENSOR_PARALLEL_SIZE
+    python tests/programs/sleep_and_wake.py MODEL OTHER_WEIGHTS CYCLES ENGINE
 
 OTHER_WEIGHTS is a model of the same shapes, whose weights are given to the engine after level 2, as frameworks of reinforcement
-learning do. Prints `RESULT {json}`; bytes are the device's own account (`mem_get_info`), not the allocator's.
+learning do. ENGINE has further options of the engine as JSON. Prints `RESULT {json}`; bytes are the device's own account
+(`mem_get_info`), not the allocator's.
 """
 
 import faulthandler
@@ -43,17 +44,16 @@ def load(worker: Any, directory: str) -> None:
     worker.model_runner.get_model().load_weights(load_file(f"{directory}/model.safetensors").items())
 
 
-def main(directory: str, other: str, cycles: int, tensor: int) -> None:
+def main(directory: str, other: str, cycles: int, options: dict[str, Any]) -> None:
     engine = LLM(
         directory,
         dtype="bfloat16",
         skip_tokenizer_init=True,
         max_model_len=512,
-        gpu_memory_utilization=0.2,
         compilation_config={"cudagraph_capture_sizes": [1, 4]},
         enable_sleep_mode=True,
-        tensor_parallel_size=tensor,
         seed=0,
+        **{"gpu_memory_utilization": 0.2} | options,
     )
     sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
 
@@ -92,4 +92,4 @@ def main(directory: str, other: str, cycles: int, tensor: int) -> None:
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(590, exit=True)  # says where it hangs; the test waits 600 s
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))

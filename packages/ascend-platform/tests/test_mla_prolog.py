@@ -69,6 +69,11 @@ def test_the_option_alone_decides_the_order_and_other_reasons_only_the_operator(
             patched.setattr(on, attribute, value)
             assert (extension.rope_order(on), extension.uses_mla_prolog(on)) == ("halves", False)
             assert mla_prolog.describe(on) == f", npu_mla_prolog_v3 disabled: {reason}"
+    blocks = configure(arguments=ON | {"block_size": 64})  # the fused attention has blocks of 128, which the operator takes
+    assert (extension.rope_order(blocks), extension.uses_mla_prolog(blocks)) == ("halves", False)
+    assert mla_prolog.describe(blocks) == ", npu_mla_prolog_v3 disabled: built-in attention"
+    monkeypatch.setattr(on, "quant_config", object())  # of some layers or all
+    assert mla_prolog.describe(on) == ", decodes with npu_mla_prolog_v3 in layers with unquantized projections"
     monkeypatch.setattr(on.parallel_config, "decode_context_parallel_size", 2)
     assert mla_prolog.reason_against(on) == "decode context parallelism"
     monkeypatch.setattr(host, "chip_family", lambda: chips.ChipFamily("none", ()))

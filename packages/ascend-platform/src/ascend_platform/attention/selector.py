@@ -83,3 +83,8 @@ def describe_backend(vllm_config: "VllmConfig") -> str:
         return select_backend(config, model)[1]
     except extension.RefusedError as error:
         return f"none ({error})"
+
+
+def is_fused(vllm_config: "VllmConfig") -> bool:
+    """Whether the model's attention backend is one that a component offers."""
+    return describe_backend(vllm_config).startswith("fused")

@@ -8,6 +8,7 @@ those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 from typing import TYPE_CHECKING
 
 from ascend_platform import host
+from ascend_platform.attention import selector
 from ascend_platform.components import RefusedError, registry, slots
 from ascend_platform.config import performance
 
@@ -58,8 +59,10 @@ def describe(vllm_config: "VllmConfig") -> str:
     """What the summary line adds about the operator; "" without the option."""
     if not performance.enabled(vllm_config, performance.MLA_PROLOG):
         return ""
-    reason = reason_against(vllm_config)
-    return f", {OPERATOR} disabled: {reason}" if reason else f", decodes with {OPERATOR}"
+    if reason := reason_against(vllm_config):
+        return f", {OPERATOR} disabled: {reason}"
+    where = " in layers with unquantized projections" if vllm_config.quant_config is not None else ""
+    return f", decodes with {OPERATOR}{where}"
 
 
 def reason_against(vllm_config: "VllmConfig") -> str:
@@ -73,5 +76,6 @@ def reason_against(vllm_config: "VllmConfig") -> str:
         "decode context parallelism": vllm_config.parallel_config.decode_context_parallel_size > 1,
         "LoRA": vllm_config.lora_config is not None,
         "a prefill instance": transfer is not None and transfer.kv_role == "kv_producer",
+        "built-in attention": not selector.is_fused(vllm_config),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")

@@ -86,6 +86,17 @@ def register_latent_layer() -> None:
         Layer.register_oot(resolve_obj_by_qualname(path))
 
 
+def renew_latent_weights(model: Any, dtype: torch.dtype) -> None:
+    """Compute again what latent attention keeps of the model's weights, such as the copies of npu_mla_prolog_v3.
+
+    vLLM's reload puts parameters on the meta device until their layer is loaded, and does the same when all are.
+    """
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        for layer in model.modules():
+            if isinstance(layer, MLAAttention):
+                layer.process_weights_after_loading(dtype)
+
+
 class ModelMixin:
     """Mixin for vLLM's model runners that loads a model for the NPU."""
 
@@ -99,8 +110,18 @@ class ModelMixin:
             register_latent_layer()
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)  # type: ignore[misc]
+        model = self.get_model()
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
-            check(self.get_model())
+            check(model)
+        if extension.uses_mla_prolog(self.vllm_config):
+            load, dtype = model.load_weights, self.model_config.dtype
+
+            def load_weights(weights: Any) -> Any:
+                loaded = load(weights)
+                renew_latent_weights(model, dtype)
+                return loaded
+
+            model.load_weights = load_weights  # trainers call it in an engine that serves
         compiled = self.compilation_config.mode != CompilationMode.NONE
         for layer in self.compilation_config.static_forward_context.values():
             if isinstance(layer, MLAAttention):  # of vLLM's own prefill, which the profile run would reserve
@@ -129,6 +150,8 @@ class ModelMixin:
                 "reload_weights is not supported with quantized weights; fix: sleep(level=1), which keeps the weights on the host"
             )
         super().reload_weights(*arguments, **named)  # type: ignore[misc]
+        if extension.uses_mla_prolog(self.vllm_config):
+            renew_latent_weights(self.get_model(), self.model_config.dtype)
 
 
 class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUModelRunner):
