@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import ascend_platform.ops.fused_moe as moe
 import pytest
 import torch
+import torch.nn.functional as F
 from ascend_platform.ops.lora_experts import FusedMoEWithLoRA
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router import fused_topk_router, grouped_topk_router, zero_expert_router
@@ -111,9 +112,9 @@ def method(first, count):
 @pytest.mark.parametrize(
     ("first", "count", "tokens"), [(0, EXPERTS, TOKENS), (4, 8, TOKENS), (15, 1, TOKENS), (0, 1, 1), (8, 8, 1)]
 )
-@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.RELU2_NO_MUL])
+@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.GELU_TANH, MoEActivation.RELU2_NO_MUL])
 def test_local_experts(activation, first, count, tokens, dtype):
-    x, gated = drawn(tokens, HIDDEN).to(dtype), activation == MoEActivation.SILU
+    x, gated = drawn(tokens, HIDDEN).to(dtype), activation.is_gated
     w13 = (drawn(EXPERTS, (1 + gated) * INNER, HIDDEN, seed=1) / 8).to(dtype)
     w2 = (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype)
     ids = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:3] for i in range(tokens)]).int()
@@ -127,7 +128,8 @@ def test_local_experts(activation, first, count, tokens, dtype):
                 inner = w13[number].double() @ x[token].double()
                 if gated:
                     gate, up = inner.chunk(2)
-                    inner = torch.nn.functional.silu(gate) * up
+                    tanh = activation == MoEActivation.GELU_TANH
+                    inner = up * (F.gelu(gate, approximate="tanh") if tanh else F.silu(gate))
                 else:
                     inner = inner.clamp(min=0) ** 2
                 expected[token] += factor * (w2[number].double() @ inner)

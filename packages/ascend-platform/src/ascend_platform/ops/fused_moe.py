@@ -229,8 +229,14 @@ def relu2(up: torch.Tensor) -> torch.Tensor:
     return torch.relu(up).square_()
 
 
+def gelu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
+    """Gemma 4's activation: ``gelu(gate) * up`` with GELU's tanh approximation."""
+    return torch_npu.npu_geglu(gate_up, approximate=1, activate_left=True)[0]
+
+
 ACTIVATIONS = {
     MoEActivation.SILU: torch_npu.npu_swiglu,
+    MoEActivation.GELU_TANH: gelu_tanh,
     MoEActivation.SWIGLUOAI: clipped_swiglu,
     MoEActivation.RELU2_NO_MUL: relu2,
 }
