@@ -38,16 +38,20 @@ class Batch:
                 self.lengths.append(0 if empty and rng.random() < 0.4 else rng.choice([left, rng.randint(1, left)]))
         self.starts = [sum(self.lengths[:number]) for number in range(len(self.rows) + 1)]
         self.num_tokens = self.starts[-1]
-        prefill = [self.computed[row] < self.prefill_len[row] for row in self.rows]
-        self.step = inputs.Step(np.array(self.lengths), any(prefill))
-        computed, prefill_len = (np.array(values)[self.rows] for values in (self.computed, self.prefill_len))
         self.last = [rng.randrange(VOCABULARY) for _ in range(ROWS)]
         for row in self.rows:
             if self.total[row] > self.prefill_len[row]:
                 self.tokens[row][self.total[row] - 1] = self.last[row]
-        self.host = HostInputs(np.array(self.rows), np.array(self.lengths), computed, prefill_len, device(self.tokens))
-        self.step_on_host = inputs.Step(np.array(self.lengths), any(prefill), host=self.host)
+        self.step, self.step_on_host = self.make_step(False), self.make_step(True)
+        assert self.step_on_host.host is not None
+        self.host = self.step_on_host.host
         self.seq_lens = [self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)]
+
+    def make_step(self, on_host: bool) -> inputs.Step:
+        computed, prefill_len = (np.array(values)[self.rows] for values in (self.computed, self.prefill_len))
+        rows, lengths = np.array(self.rows), np.array(self.lengths)
+        host = HostInputs(rows, lengths, computed, prefill_len, device(self.tokens)) if on_host else None
+        return inputs.Step(lengths, bool((computed < prefill_len).any()), host=host)
 
     def query_start_loc(self, padding: int = 2) -> torch.Tensor:
         return device(self.starts + [self.num_tokens] * padding)

@@ -189,16 +189,27 @@ def install(venv: Path, requirements: Path, what: str, only: tuple[str, ...] = (
     # --no-deps, because the dependencies of some packages name what tools/environment/excluded.txt leaves out.
     # Bytecode is compiled here, once: with PYTHONDONTWRITEBYTECODE every process would compile torch and vLLM again.
     options = ["--quiet", "--python", str(venv / "bin" / "python"), "--no-deps", "--compile-bytecode"]
-    command = [uv, "pip", "install", *options]
-    probe = [*command, "--dry-run", "--no-index", pins.get("torch", "torch")]
-    local = subprocess.run(probe, env=settings, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    is_local = _can_install(pins.get("torch", "torch"), venv / "bin" / "python", "--no-index")
     wanted = [pins[name] for name in only] or ["--requirement", requirements]
     _run(
         what,
-        [*command, *([] if local else ["--torch-backend", "cpu"]), *wanted],
+        [uv, "pip", "install", *options, *([] if is_local else ["--torch-backend", "cpu"]), *wanted],
         settings,
         "check the network and the package indexes that pip and uv are configured with, then start again",
     )
+
+
+def has_cpu_torch(version: str) -> bool:
+    """Whether a find-links location or PyTorch's index has the CPU build of this torch."""
+    torch = f"torch=={version}"
+    return _can_install(torch, PYTHON, "--no-index") or _can_install(torch, PYTHON, "--torch-backend", "cpu")
+
+
+def _can_install(requirement: str, python: Path, *options: str) -> bool:
+    uv, settings = find_uv()
+    command = [uv, "pip", "install", "--dry-run", "--no-deps", "--python", python, *options, requirement]
+    settings |= {"UV_HTTP_RETRIES": "0"}
+    return subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
 def _install_workspace() -> None:

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 from ascend_platform.worker.v2 import buffers, inputs, overrides
+from ascend_platform.worker.v2.host_inputs import HostInputs
 from harness.v2_batches import ROWS, VOCABULARY, WIDTH, Batch, device
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 
+SINCE_V2 = pytest.mark.skipif(
+    Version(vllm_version).release < Version(overrides.SINCE).release, reason="vLLM's V2 runner is another"
+)
 BATCHES = [(seed, decode, empty) for seed in range(8) for decode, empty in ((False, False), (False, True), (True, False))]
 
 
@@ -132,8 +136,7 @@ def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, emp
     given = lens, device(list(range(count + 1))), mapping, device(batch.prefill_len)
     found = []
     for step in (batch.step, batch.step_on_host):
-        sampled, table, counters = device([1] * count), device(batch.tokens), device([batch.computed, batch.total])
-        computed, total = batch.host.counters = counters
+        sampled, table, computed, total = map(device, ([1] * count, batch.tokens, batch.computed, batch.total))
         batch.host.table = table
         last, bins = device([[token] for token in batch.last], torch.int64), device([[0] * VOCABULARY] * ROWS)
         with inputs.preparing(step):
@@ -142,7 +145,13 @@ def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, emp
                 mapping, computed, last, bins if counts else None, VOCABULARY, tokens, 1, sampled, rejected,
                 batch.query_start_loc(), table, WIDTH, total, None, None, 0, num_warps=1,
             )  # fmt: skip
-        found.append([each.tolist() for each in (sampled, rejected, computed, total, table, bins)])
+        found.append([each.tolist() for each in (sampled, rejected, table, bins)])
+        if step is batch.step:  # what the host knows of the next step
+            after = HostInputs(batch.host.rows, np.ones(count), computed.cpu().numpy()[batch.rows], batch.host.prefill_len, table)
+            lengths = device([[0] * ROWS] * 4)
+            after.write_lengths(mapping, lengths)
+            assert lengths[:2, mapping].tolist() == torch.stack((computed, total))[:, mapping].tolist()
+            assert not lengths[2:].any()
     assert found[0] == found[1]
 
 
@@ -211,27 +220,32 @@ def test_staged_writes(seed: int, dtype: torch.dtype) -> None:
     tensor = SimpleNamespace(gpu=gpu, dtype=dtype, device=gpu.device, clear_staged_writes=staged.clear)
     for name, values in staged.items():
         setattr(tensor, f"_staged_write_{name}", values)
-    buffers.apply_write(tensor)
+    buffers.apply_writes(tensor)
     assert gpu.view(ROWS, -1).tolist() == expected
     assert not staged or not staged["indices"]
 
 
-def test_staged_writes_are_applied_together() -> None:
-    made = []
-    for dtype, contents in ((torch.int32, [5, 6, 7]), (torch.int64, [8])):
-        staged = SimpleNamespace(gpu=device([0] * 4, dtype), dtype=dtype, device="npu", clear_staged_writes=lambda: None)
-        staged._staged_write_indices, staged._staged_write_starts = [1], [0]
-        staged._staged_write_contents, staged._staged_write_cu_lens = contents, [len(contents)]
-        made.append(staged)
+@SINCE_V2
+def test_new_requests_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ascend_platform.worker.v2.request_states import NPURequestState
+    from vllm.v1.worker.gpu import buffer_utils
 
-    def write() -> None:
-        for each in made:
-            buffers.apply_write(each)
-        assert not any(each.gpu.any() for each in made)
-
-    buffers.applying_together(write)
-    assert [each.gpu.tolist() for each in made] == [[0, 5, 6, 7], [0, 8, 0, 0]]
-    buffers.apply_write(made[1])  # by itself again
+    monkeypatch.setattr(buffer_utils, "is_uva_available", buffers.is_uva_available)
+    monkeypatch.setattr(buffer_utils, "UvaBufferPool", buffers.PinnedBufferPool)
+    states = NPURequestState(ROWS, WIDTH, WIDTH, 0, VOCABULARY, torch.device("npu"))
+    tensors: tuple[Any, ...] = states.num_computed_tokens, states.total_len, states.prompt_len, states.prefill_len
+    expected, tokens = np.zeros((4, ROWS), int), np.zeros((ROWS, WIDTH), int)
+    for together in (3, 0, 1):
+        for number in range(together):
+            known = [random.Random(number + together).randrange(VOCABULARY) for _ in range(7 + number)]
+            states.add_request(f"{together} {number}", 5, known, 2 * number, 9)
+            row = states.req_id_to_index[f"{together} {number}"]
+            expected[:, row] = 2 * number, len(known), 5, len(known)
+            tokens[row, : len(known)] = known
+        states.apply_staged_writes()
+        assert [tensor.gpu.tolist() for tensor in tensors] == expected.tolist()
+        assert states.all_token_ids.gpu.tolist() == tokens.tolist()
+    assert not any(tensor._staged_write_indices for tensor in (*tensors[:2], states.all_token_ids))
 
 
 def test_what_has_not_changed_is_not_copied() -> None:
@@ -253,7 +267,7 @@ def test_pool_makes_a_tensor_of_each_copy() -> None:
     assert first.tolist() == [4, 5]
 
 
-@pytest.mark.skipif(Version(vllm_version).release < Version(overrides.SINCE).release, reason="vLLM's V2 runner is another")
+@SINCE_V2
 @pytest.mark.parametrize("reach", [0, 20])
 @pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
 def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int) -> None:
@@ -263,7 +277,7 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer_utils, "UvaBufferPool", buffers.PinnedBufferPool)
         patch.setattr(buffer_utils.UvaBackedTensor, "copy_to_uva", buffers.copy_changed)
-        patch.setattr(buffer_utils.StagedWriteTensor, "apply_write", buffers.apply_write)
+        patch.setattr(buffer_utils.StagedWriteTensor, "apply_write", buffers.apply_writes)
         batch, rng, size = Batch(seed, decode, empty), random.Random(seed), 16
         tables = NPUBlockTables(
             [size], ROWS, 512, [8], torch.device("npu"), dcp_sharded=[False], sliding_window_reach=[reach]
@@ -277,6 +291,10 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
         tables._num_dirty_rows = ROWS
         computed, mapping = device(batch.computed), device(batch.rows, torch.int64)
         (got,) = tables.gather_block_tables(mapping, padded, num_computed_tokens=computed)
+        on_device = got.tolist()
+        tables.input_block_tables[0][: len(batch.rows)].fill_(77)
+        (got,) = tables.gather_block_tables(mapping, padded, num_computed_tokens=computed, host=batch.host)
+        assert got.tolist() == on_device
     expected = []
     for row in batch.rows:
         gone = max(batch.computed[row] - reach, 0) // size if reach else 0

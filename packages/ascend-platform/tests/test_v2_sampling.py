@@ -14,7 +14,7 @@ from vllm import __version__ as vllm_version
 if Version(vllm_version).release < Version(overrides.SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
-from ascend_platform.worker.v2 import buffers, sampling
+from ascend_platform.worker.v2 import buffers, inputs, sampling
 from vllm import SamplingParams
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.states import RequestState
@@ -41,17 +41,19 @@ def test_logits_that_are_no_numbers_are_counted() -> None:
     assert sampling.get_num_nans(logits.bfloat16().npu()).tolist() == [0, 3, 1]
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize(("seed", "empty"), [(seed, empty) for seed in range(4) for empty in (False, True)])
-def test_tokens_of_prompts_to_score(seed: int, empty: bool) -> None:
+def test_tokens_of_prompts_to_score(seed: int, empty: bool, on_host: bool) -> None:
     batch = Batch(seed, empty=empty)
-    batch.computed[batch.rows[0]], batch.lengths[0] = WIDTH - batch.lengths[0], batch.lengths[0]  # the row's last token
-    got = sampling.get_prompt_logprobs_token_ids(
-        batch.num_tokens,
-        batch.query_start_loc(0),
-        device(batch.rows, torch.int64),
-        device(batch.computed),
-        device(batch.tokens),
-    ).tolist()
+    batch.computed[batch.rows[0]] = WIDTH - batch.lengths[0]  # the row's last token
+    with inputs.preparing(batch.make_step(on_host)):
+        got = sampling.get_prompt_logprobs_token_ids(
+            batch.num_tokens,
+            batch.query_start_loc(0),
+            device(batch.rows, torch.int64),
+            device(batch.computed),
+            device(batch.tokens),
+        ).tolist()
     for number, row in enumerate(batch.rows):
         for offset in range(batch.lengths[number]):
             following = batch.computed[row] + offset + 1
@@ -143,7 +145,7 @@ def test_states_are_copied_where_a_request_is_new(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(buffer_utils, "is_uva_available", buffers.is_uva_available)
     monkeypatch.setattr(buffer_utils, "UvaBufferPool", buffers.PinnedBufferPool)
     monkeypatch.setattr(buffer_utils.UvaBackedTensor, "copy_to_uva", buffers.copy_changed)
-    monkeypatch.setattr(buffer_utils.StagedWriteTensor, "apply_write", buffers.apply_write)
+    monkeypatch.setattr(buffer_utils.StagedWriteTensor, "apply_write", buffers.apply_writes)
     npu = torch.device("npu")
     requests = RequestState(2, WIDTH, WIDTH, 0, VOCABULARY, npu)
     config = SimpleNamespace(speculative_config=None, reasoning_config=None)

@@ -46,6 +46,7 @@ class NPUBlockTables(BlockTables):
         out: Any = None,
         out_ptrs: Any = None,
         num_computed_tokens: torch.Tensor | None = None,
+        host: HostInputs | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Copy the rows of the step's requests to the tables of the forward pass, followed by zeros for padding requests.
 
@@ -58,14 +59,26 @@ class NPUBlockTables(BlockTables):
         for group, (source, table) in enumerate(zip(self.block_tables, self.input_block_tables, strict=True)):
             rows = table[:num_reqs]
             torch.index_select(source.gpu, 0, idx_mapping, out=rows)
-            if (reach := self._sliding_window_reach[group]) and num_computed_tokens is not None:
-                first = num_computed_tokens.index_select(0, idx_mapping)
-                num_null = (first - reach).clamp(min=0) // self.block_sizes[group]
-                columns = torch.arange(rows.shape[1], dtype=torch.int32, device=self.device)
-                rows.masked_fill_(columns < num_null[:, None], 0)
+            if num_computed_tokens is not None:
+                num_null = self._num_null(group, idx_mapping, num_computed_tokens, host)
+                if num_null is not None:
+                    columns = torch.arange(rows.shape[1], dtype=torch.int32, device=self.device)
+                    rows.masked_fill_(columns < num_null[:, None], 0)
             if num_rows > num_reqs:
                 table[num_reqs:num_rows].zero_()
         return tuple(table[:num_reqs_padded] for table in self.input_block_tables)
+
+    def _num_null(
+        self, group: int, idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor, host: HostInputs | None
+    ) -> torch.Tensor | None:
+        """How many blocks of each request have left the sliding window, ``[requests]``; None if none have, as the host knows."""
+        reach, size = self._sliding_window_reach[group], self.block_sizes[group]
+        if not reach:
+            return None
+        if host is None:
+            return (num_computed_tokens.index_select(0, idx_mapping) - reach).clamp(min=0) // size
+        num_null = (host.computed - reach).clip(min=0) // size
+        return async_tensor_h2d(num_null, device=self.device) if num_null.any() else None
 
     def compute_slot_mappings(
         self,

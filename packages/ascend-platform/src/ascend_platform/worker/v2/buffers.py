@@ -1,6 +1,5 @@
 """Host-to-device copies of the V2 runner's states: from pinned memory, and only of what has changed."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -61,49 +60,28 @@ def copy_together(arrays: list[np.ndarray], device: Any) -> list[torch.Tensor]:
     ]
 
 
+def staged(tensor: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Elements of a StagedWriteTensor that are to be written, and their contents."""
+    ends = np.array(tensor._staged_write_cu_lens)
+    lengths = np.diff(ends, prepend=0)
+    starts = np.array(tensor._staged_write_indices) * tensor.gpu.stride(0) + np.array(tensor._staged_write_starts)
+    elements = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
+    return elements, torch.tensor(tensor._staged_write_contents, dtype=tensor.dtype).numpy()
+
+
 def apply_writes(*tensors: Any) -> None:
     """Scatter the staged pieces of rows of StagedWriteTensors into their device tensors, after one copy of them all."""
     written = [tensor for tensor in tensors if tensor._staged_write_indices]
     if not written:
         return
-    arrays = []
-    for tensor in written:
-        ends = np.array(tensor._staged_write_cu_lens)
-        lengths = np.diff(ends, prepend=0)
-        starts = np.array(tensor._staged_write_indices) * tensor.gpu.stride(0) + np.array(tensor._staged_write_starts)
-        arrays.append(np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1]))
-        arrays.append(torch.tensor(tensor._staged_write_contents, dtype=tensor.dtype).numpy())
-    sent = copy_together(arrays, written[0].device)
+    sent = copy_together([array for tensor in written for array in staged(tensor)], written[0].device)
     for tensor, elements, contents in zip(written, sent[::2], sent[1::2], strict=True):
         tensor.gpu.view(-1).index_put_((elements,), contents)
         tensor.clear_staged_writes()
-
-
-_together: list[Any] | None = None
-
-
-def apply_write(tensor: Any) -> None:
-    """Replaces ``StagedWriteTensor.apply_write``."""
-    if _together is None:
-        apply_writes(tensor)
-    else:
-        _together.append(tensor)
-
-
-def applying_together(function: Callable[[], None]) -> None:
-    """Call a function that applies the writes of several tensors, which then are copied at once."""
-    global _together
-    written: list[Any] = []
-    _together = written
-    try:
-        function()
-    finally:
-        _together = None
-    apply_writes(*written)
 
 
 def install() -> None:
     override("vllm.utils.platform_utils:is_uva_available", is_uva_available)
     override("vllm.v1.worker.gpu.buffer_utils:UvaBufferPool", PinnedBufferPool)
     override("vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva", copy_changed)
-    override("vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.apply_write", apply_write)
+    override("vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.apply_write", apply_writes)

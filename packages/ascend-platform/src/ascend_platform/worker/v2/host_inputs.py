@@ -24,6 +24,7 @@ class HostInputs:
         positions: of the tokens in their requests, int64 ``[tokens]``.
         seq_lens: tokens of each request with those of the step.
         samples: whether a request samples a token, which one whose prompt has further chunks does not.
+        in_prefill: whether a request's tokens in the step are of its prompt, or of its answer before a preemption.
         one_each: whether each request has one token in the step.
     """
 
@@ -34,7 +35,6 @@ class HostInputs:
         computed: np.ndarray,
         prefill_len: np.ndarray,
         table: torch.Tensor,
-        counters: torch.Tensor | None = None,
     ) -> None:
         """Compute the inputs from what the host knows of each request.
 
@@ -42,31 +42,37 @@ class HostInputs:
             computed: number of tokens that earlier steps have computed.
             prefill_len: tokens of the prompt, and of the answer before a preemption.
             table: the states' tokens on the device, int32 ``[states, max_model_len]``.
-            counters: the states' numbers of computed and of known tokens as one tensor on the device, ``[2, states]``.
         """
-        self.table, self.counters = table, counters
+        self.table, self.computed, self.prefill_len = table, computed.astype(np.int64), prefill_len
         self.rows, self.lengths = rows.astype(np.int64), lengths.astype(np.int64)
+        self.seq_lens = self.computed + self.lengths
+        self.samples, self.in_prefill = self.seq_lens >= prefill_len, self.computed < prefill_len
+        self.one_each = bool((self.lengths == 1).all())
+        if self.one_each:
+            self.requests, self.positions = np.arange(len(rows)), self.computed
+            return
         self.ends = self.lengths.cumsum()
         self.requests = np.repeat(np.arange(len(rows)), self.lengths)
-        starts = self.ends - self.lengths
-        self.positions = np.arange(len(self.requests)) + (computed - starts)[self.requests]
-        self.seq_lens = computed + self.lengths
-        self.samples = self.seq_lens >= prefill_len
-        self.one_each = bool((self.lengths == 1).all())
-        self._only_decodes = self.one_each and bool((self.seq_lens > prefill_len).all())
+        self.positions = np.arange(len(self.requests)) + (self.computed - self.ends + self.lengths)[self.requests]
 
     @functools.cached_property
     def _on_device(self) -> dict[str, torch.Tensor]:
         """Indices that the step's operators take, after one copy of them all."""
-        width, chosen = self.table.shape[1], self.samples.nonzero()[0]
+        width = self.table.shape[1]
+        if self.one_each and self.samples.all():
+            first = self.rows * width
+            both = np.stack((self.positions + first, np.minimum(self.seq_lens, width - 1) + first))
+            elements, places = async_tensor_h2d(both, device=self.table.device).unbind()
+            return {"elements": elements, "places": places}
+        chosen = self.samples.nonzero()[0]
         arrays = {
             "elements": self.positions + self.rows[self.requests] * width,
             "places": np.minimum(self.seq_lens[chosen], width - 1) + self.rows[chosen] * width,
         }
-        if not self._only_decodes:
+        if not self.one_each:
             arrays["last"] = self.ends - 1
+        if len(chosen) < len(self.rows):
             arrays["chosen"] = np.stack([self.rows[chosen], chosen])
-            arrays["counts"] = np.stack([self.lengths, self.samples]).astype(np.int32)
         return dict(zip(arrays, copy_together([*arrays.values()], self.table.device), strict=True))
 
     def write_positions(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> None:
@@ -85,6 +91,18 @@ class HostInputs:
     def device_requests(self) -> torch.Tensor:
         return async_tensor_h2d(self.requests, device="npu")
 
+    @functools.cached_property
+    def device_following(self) -> torch.Tensor:
+        """Element of ``table`` with the token after each of the step's, int64 ``[tokens]``; of a full row's last one itself."""
+        width = self.table.shape[1]
+        following = np.minimum(self.positions + 1, width - 1) + self.rows[self.requests] * width
+        return async_tensor_h2d(following, device=self.table.device)
+
+    @functools.cached_property
+    def device_in_prefill(self) -> torch.Tensor:
+        """``in_prefill`` by token."""
+        return async_tensor_h2d(self.in_prefill[self.requests], device="npu")
+
     def write_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Write the step's tokens, of prompts and sampled ones.
 
@@ -101,19 +119,25 @@ class HostInputs:
         if not self.samples.all():
             async_tensor_h2d(self.samples.astype(np.int32), out=num_sampled)
 
-    def write_states(
+    def write_lengths(self, idx_mapping: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Write the requests' numbers of computed and of known tokens before the step, ``lengths[:2]`` of ``[4, states]``.
+
+        Of vLLM's own code only a few logits processors read them where the host knows the inputs.
+        """
+        known = np.maximum(self.computed + 1, self.prefill_len)
+        before = np.stack((self.computed, known)).astype(np.int32)
+        lengths[:2].index_copy_(1, idx_mapping, async_tensor_h2d(before, device=lengths.device))
+
+    def write_sampled_tokens(
         self, idx_mapping: torch.Tensor, tokens: torch.Tensor, num_sampled: torch.Tensor, counts: torch.Tensor | None
     ) -> None:
-        """Update the requests' states by the sampled tokens, ``[requests]``; see ``inputs.post_update``.
+        """Add the sampled tokens, ``[requests]``, to the requests' states; see ``inputs.post_update``.
 
-        ``last_sampled_tokens``, which vLLM keeps too, is not read where the host knows the inputs.
+        ``last_sampled_tokens`` and the lengths, which vLLM keeps too, are not read where the host knows the inputs.
         """
-        assert self.counters is not None
-        sent = self._on_device
-        self.counters.index_add_(1, idx_mapping, sent["counts"] if "counts" in sent else num_sampled.expand(2, -1))
         if not self.samples.any():
             return
-        rows = idx_mapping
+        sent, rows = self._on_device, idx_mapping
         if not self.samples.all():
             rows, chosen = sent["chosen"].unbind()
             tokens, num_sampled = tokens.index_select(0, chosen), num_sampled.index_select(0, chosen)

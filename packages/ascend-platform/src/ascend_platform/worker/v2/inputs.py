@@ -91,8 +91,6 @@ class Step:
 
     def positions(self, computed: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
         """Positions of the tokens in their requests, int64 ``[tokens]``; ``computed`` is ``num_computed_tokens`` by request."""
-        if self.host is not None:
-            return self.host.device_positions
         if self.one_token_each:
             return computed.long()
         shift = computed - query_start_loc[: len(computed)]
@@ -103,7 +101,7 @@ _step: Step | None = None
 
 
 @contextlib.contextmanager
-def preparing(step: Step) -> Iterator[None]:
+def preparing(step: Step | None) -> Iterator[None]:
     """The context in which the runner prepares a step, or samples."""
     global _step
     _step = step
@@ -327,7 +325,7 @@ def post_update(
         output_bin_counts = None
     last, table, tokens = last_sampled_tokens.view(-1), all_token_ids.view(-1), sampled_tokens[:, 0]
     if _step is not None and _step.host is not None and query_start_loc is not None:
-        _step.host.write_states(idx_mapping, tokens, num_sampled, output_bin_counts)
+        _step.host.write_sampled_tokens(idx_mapping, tokens, num_sampled, output_bin_counts)
         return
     if _step is not None and _step.samples_one_each and query_start_loc is not None:
         end = total_len.index_select(0, idx_mapping).clamp_(max=all_token_ids_stride - 1)
@@ -417,14 +415,20 @@ def prepare_rope_positions(
     A prompt's come from ``prefill_positions``; those of generated tokens are the same in all dimensions.
     """
     step = _current()
-    computed = num_computed_tokens.index_select(0, idx_mapping)
-    places = step.positions(computed, query_start_loc)
+    if step.host is None:
+        computed = num_computed_tokens.index_select(0, idx_mapping)
+        places = step.positions(computed, query_start_loc)
+    else:
+        places = step.host.device_positions
     deltas = step.per_token(prefill_delta.index_select(0, idx_mapping), query_start_loc)
     written = (places + deltas).expand(NUM_DIMS, -1)
     if step.has_prefill:
         first = step.per_token(idx_mapping * stride_of_request, query_start_loc) + places.clamp(max=stride_of_dimension - 1)
         elements = first + _arange(NUM_DIMS, positions.device)[:, None] * stride_of_dimension
-        in_prefill = step.per_token(computed < prefill_lens.index_select(0, idx_mapping), query_start_loc)
+        if step.host is None:
+            in_prefill = step.per_token(computed < prefill_lens.index_select(0, idx_mapping), query_start_loc)
+        else:
+            in_prefill = step.host.device_in_prefill
         written = torch.where(in_prefill, prefill_positions.view(-1)[elements].long(), written)
     positions[:, : step.num_tokens] = written
 

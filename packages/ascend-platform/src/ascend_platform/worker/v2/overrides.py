@@ -76,6 +76,15 @@ OVERRIDES: tuple[Override, ...] = (
         {SINCE: "611ff262f6fc"},
     ),
     Override(
+        f"{_GPU}.states:RequestState",
+        "replaced",
+        "new requests' lengths and tokens are five tensors, each of which is copied and written by itself",
+        "vLLM keeps the lengths in one tensor",
+        {SINCE: "d78c35d4f575"},
+        replaced_in=(f"{_GPU}.model_runner",),
+        kept_in=(_GPU, "vllm.model_executor", "vllm.models"),  # in annotations
+    ),
+    Override(
         f"{_GPU}.block_table:BlockTables",
         "replaced",
         "its kernels take addresses, and give padding tokens slot -1, which npu_scatter_pa_kv_cache rejects",

@@ -1,6 +1,5 @@
 """vLLM's V2 model runner on the NPU: torch.npu streams, split KV caches, and PyTorch in place of Triton kernels."""
 
-import functools
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ascend_platform.graph import capture_sizes
 from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.vllm_overrides import override, without
 from ascend_platform.worker.model_runner import ModelMixin, torch_on_npu
-from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, sampling  # noqa: F401
+from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, request_states, sampling  # noqa: F401
 from ascend_platform.worker.v2.block_tables import NPUBlockTables
 from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.v2.host_inputs import HostInputs
@@ -44,6 +43,7 @@ override("vllm.v1.worker.gpu.block_table:BlockTables", NPUBlockTables)
 buffers.install()
 graphs.install()
 inputs.install()
+request_states.install()
 sampling.install()
 
 
@@ -56,6 +56,9 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     sampler: Any
     block_tables: Any
     speculator: Any
+    req_states: Any
+    _step: inputs.Step | None = None
+    """The last step's; None after a dummy run."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         if vllm_config.speculative_config:
@@ -67,10 +70,6 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             token = torch.zeros(1, device=device)
             torch.distributed.broadcast(token, src=self.pp_handler.last_rank, group=self.pp_handler.broadcast_group)
             torch.npu.synchronize()
-        states = self.req_states  # both advance by one in a step of decodes: one operator
-        self._counters = torch.stack((states.num_computed_tokens.gpu, states.total_len.gpu))
-        states.num_computed_tokens.gpu, states.total_len.gpu = self._counters.unbind()
-        vars(states).update(apply_staged_writes=functools.partial(buffers.applying_together, states.apply_staged_writes))
         self._make_lora_inputs = self.lora_state.make_lora_inputs
         vars(self.lora_state).update(make_lora_inputs=self._make_lora_inputs_of_logits)
         parallel = vllm_config.parallel_config
@@ -87,6 +86,7 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     def _make_lora_inputs_of_logits(self, *arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], set[Any]]:
         """As vLLM's, with the adapter of each logit first; vLLM has that of each request, also where it has draft tokens."""
         of_requests, of_tokens, requests = self._make_lora_inputs(*arguments)
+        assert self._step is not None
         return self._step.per_logit(of_requests), of_tokens, requests
 
     def load_model(self, *arguments: Any, **named: Any) -> None:
@@ -102,7 +102,8 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             return metadata
 
         def prepare_inputs(batch: InputBatch, *args: Any) -> Any:
-            with inputs.preparing(inputs.Step(batch.num_scheduled_tokens, batch.has_prefill)):
+            host = None if self._step is None else self._step.host
+            with inputs.preparing(inputs.Step(batch.num_scheduled_tokens, batch.has_prefill, host=host)):
                 return prepare_model_inputs(batch, *args)
 
         prepare_model_inputs = self.model_state.prepare_inputs
@@ -127,7 +128,7 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         if not self.num_speculative_steps:  # with draft tokens the scheduler's numbers are upper bounds
             computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
             known = batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np
-            host = HostInputs(*known, self.req_states.all_token_ids.gpu, self._counters)
+            host = HostInputs(*known, self.req_states.all_token_ids.gpu)
         self._step = inputs.Step(
             batch.num_scheduled_tokens,
             batch.has_prefill,
@@ -139,15 +140,20 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         self._step.are_constants_shared = not self._step.has_drafts
         try:
             with inputs.preparing(self._step):
-                return super().prepare_inputs(scheduler_output, batch, *arguments)
+                prepared = super().prepare_inputs(scheduler_output, batch, *arguments)
         finally:
             self._step.are_constants_shared = False
+        if host is not None and self.sampler is not None and self.sampler.reads_lengths(batch.idx_mapping_np):
+            host.write_lengths(prepared.idx_mapping, self.req_states.lengths)
+        return prepared
 
     def execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
         """As vLLM's; a step without tokens of one of several engines under the external launcher runs a dummy step, as with V1.
 
         The others wait for this engine's number of tokens.
         """
+        if named.get("dummy_run"):
+            self._step = None
         output = super().execute_model(scheduler_output, *arguments, **named)
         if self._has_lockstep and not (named.get("dummy_run") or scheduler_output.total_num_scheduled_tokens):
             self._dummy_run(1, uniform_decode=True)
@@ -159,16 +165,17 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
 
     def prepare_attn(self, batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """As vLLM's, with the number of tokens, which its kernel reads on the device."""
-        computed = self.req_states.num_computed_tokens.gpu
+        assert self._step is not None
+        computed, host = self.req_states.num_computed_tokens.gpu, self._step.host
         padded = batch.num_reqs_after_padding
-        tables = self.block_tables.gather_block_tables(batch.idx_mapping, padded, num_computed_tokens=computed)
+        tables = self.block_tables.gather_block_tables(batch.idx_mapping, padded, num_computed_tokens=computed, host=host)
         slots = self.block_tables.compute_slot_mappings(
             batch.idx_mapping,
             batch.query_start_loc,
             batch.positions,
             batch.num_tokens_after_padding,
             num_tokens=batch.num_tokens,
-            host=self._step.host,
+            host=host,
         )
         return tables, slots
 

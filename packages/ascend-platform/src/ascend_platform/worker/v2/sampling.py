@@ -4,6 +4,8 @@ Nothing here synchronizes with the device. ``rows`` are rows of logits, of which
 ``expanded_idx_mapping`` has the request's index for each.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +13,15 @@ import numpy as np
 import torch
 from vllm.utils.math_utils import next_power_of_2
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from ascend_platform import extension
 from ascend_platform.sampling.topk_topp import MAX_TOP_K, top_k_top_p_sample
 from ascend_platform.vllm_overrides import add, override
-from ascend_platform.worker.v2 import noise
+from ascend_platform.worker.v2 import inputs, noise
 
 NUM_PROCESSORS = 3
 """vLLM's own logits processors: biases, penalties and bad words; a user's follow."""
@@ -36,6 +41,22 @@ class NPUSampler(Sampler):
         if self._has_new_requests or len(self.logits_processors) > NUM_PROCESSORS:
             super().apply_staged_writes()
             self._has_new_requests = False
+
+    def reads_lengths(self, rows: np.ndarray) -> bool:
+        """Whether a logits processor of these requests reads how many tokens are known: bad words, or a user's own."""
+        return len(self.logits_processors) > NUM_PROCESSORS or bool(self._num_bad_words[rows].any())
+
+    @functools.cached_property
+    def _num_bad_words(self) -> np.ndarray:
+        return next(each.num_bad_words.np for each in self.logits_processors if isinstance(each, BadWordsState))
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
+        """As vLLM's, which first gathers each logit's position and token: only logits processors and seeds need them."""
+        rows, indices = input_batch.idx_mapping_np, input_batch.logits_indices
+        reads = self.needs_logits_processing[rows].any() or self.sampling_states.any_explicit_seed(rows)
+        if isinstance(indices, torch.Tensor) and not reads:
+            input_batch = dataclasses.replace(input_batch, logits_indices=slice(0, 0))
+        return super().__call__(logits, input_batch)
 
     def _sample_random(
         self,
@@ -187,6 +208,9 @@ def get_prompt_logprobs_token_ids(
 ) -> torch.Tensor:
     """The token that follows each of the step's tokens in its request, int64 ``[num_tokens]``."""
     num_reqs, width = len(idx_mapping), all_token_ids.shape[1]
+    step = inputs.current()
+    if step is not None and step.host is not None:
+        return all_token_ids.view(-1).index_select(0, step.host.device_following).long()
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=idx_mapping.device)
     rows = torch.bucketize(tokens, query_start_loc[1 : num_reqs + 1], right=True)
     shift = num_computed_tokens.index_select(0, idx_mapping) - query_start_loc[:num_reqs] + 1
