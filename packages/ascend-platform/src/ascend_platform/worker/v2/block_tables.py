@@ -100,8 +100,8 @@ class NPUBlockTables(BlockTables):
             num_tokens = len(positions)
         mappings = self.slot_mappings if out is None else out
         if host is not None:
-            for group, slots in enumerate(mappings):
-                async_tensor_h2d(self._slots_on_host(group, host, num_tokens_padded), out=slots[:num_tokens_padded])
+            on_host = (self._slots_on_host(group, host, num_tokens_padded) for group in range(len(mappings)))
+            buffers.copy_each(*((array, slots[:num_tokens_padded]) for array, slots in zip(on_host, mappings, strict=True)))
             return mappings[:, :num_tokens_padded]
         for group, slots in enumerate(mappings):
             table, size = self.input_block_tables[group], self.block_sizes[group]

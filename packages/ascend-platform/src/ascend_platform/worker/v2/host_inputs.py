@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from ascend_platform.worker.v2.buffers import copy_together
+from ascend_platform.worker.v2.buffers import copy_each, copy_together
 
 
 class HostInputs:
@@ -47,6 +47,7 @@ class HostInputs:
         self.rows, self.lengths = rows.astype(np.int64), lengths.astype(np.int64)
         self.seq_lens = self.computed + self.lengths
         self.samples, self.in_prefill = self.seq_lens >= prefill_len, self.computed < prefill_len
+        self._all_sample = bool(self.samples.all())
         self.one_each = bool((self.lengths == 1).all())
         if self.one_each:
             self.requests, self.positions = np.arange(len(rows)), self.computed
@@ -59,7 +60,7 @@ class HostInputs:
     def _on_device(self) -> dict[str, torch.Tensor]:
         """Indices that the step's operators take, after one copy of them all."""
         width = self.table.shape[1]
-        if self.one_each and self.samples.all():
+        if self.one_each and self._all_sample:
             first = self.rows * width
             both = np.stack((self.positions + first, np.minimum(self.seq_lens, width - 1) + first))
             elements, places = async_tensor_h2d(both, device=self.table.device).unbind()
@@ -77,10 +78,9 @@ class HostInputs:
 
     def write_positions(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Write positions, and sequence lengths with 0 for padding requests."""
-        async_tensor_h2d(self.positions, out=positions[: len(self.positions)])
         padded = np.zeros(len(seq_lens), np.int32)
         padded[: len(self.rows)] = self.seq_lens
-        async_tensor_h2d(padded, out=seq_lens)
+        copy_each((self.positions, positions[: len(self.positions)]), (padded, seq_lens))
 
     @functools.cached_property
     def device_positions(self) -> torch.Tensor:
@@ -116,7 +116,7 @@ class HostInputs:
 
     def write_sampled_counts(self, num_sampled: torch.Tensor) -> None:
         """Write how many tokens each request has sampled, in place of the ones that are there."""
-        if not self.samples.all():
+        if not self._all_sample:
             async_tensor_h2d(self.samples.astype(np.int32), out=num_sampled)
 
     def write_lengths(self, idx_mapping: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -135,10 +135,10 @@ class HostInputs:
 
         ``last_sampled_tokens`` and the lengths, which vLLM keeps too, are not read where the host knows the inputs.
         """
-        if not self.samples.any():
-            return
         sent, rows = self._on_device, idx_mapping
-        if not self.samples.all():
+        if not self._all_sample:
+            if not self.samples.any():
+                return
             rows, chosen = sent["chosen"].unbind()
             tokens, num_sampled = tokens.index_select(0, chosen), num_sampled.index_select(0, chosen)
         self.table.view(-1).index_copy_(0, sent["places"], tokens.to(self.table.dtype))

@@ -102,8 +102,7 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             return metadata
 
         def prepare_inputs(batch: InputBatch, *args: Any) -> Any:
-            host = None if self._step is None else self._step.host
-            with inputs.preparing(inputs.Step(batch.num_scheduled_tokens, batch.has_prefill, host=host)):
+            with inputs.preparing(self._step or inputs.Step(batch.num_scheduled_tokens, batch.has_prefill)):
                 return prepare_model_inputs(batch, *args)
 
         prepare_model_inputs = self.model_state.prepare_inputs
@@ -119,11 +118,10 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         of_sampler = {}
         if self.sampler is not None:
             states, rows = self.sampler.sampling_states, batch.idx_mapping_np
-            of_sampler = {
-                "counts_output": bool(self.sampler.penalties_state.use_penalty[rows].any()),
-                "is_greedy": bool((states.temperature.np[rows] == 0).all()),
-                "has_seeds": states.any_explicit_seed(rows),
-            }
+            of_sampler = {"counts_output": bool(self.sampler.penalties_state.use_penalty[rows].any())}
+            if self.num_speculative_steps:  # for the rejection sampler
+                of_sampler["is_greedy"] = bool((states.temperature.np[rows] == 0).all())
+                of_sampler["has_seeds"] = states.any_explicit_seed(rows)
         host = None
         if not self.num_speculative_steps:  # with draft tokens the scheduler's numbers are upper bounds
             computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
