@@ -169,11 +169,13 @@ def test_arguments_are_made_and_destroyed(acl):
 def test_what_does_nothing_says_so_and_succeeds(acl, stream):
     """Those of a communicator are called in hccl_c_scenarios.py."""
     names = {point.name for point in coverage.entry_points() if point.effect == "nothing" and not point.name.startswith("Hccl")}
+    x = torch.ones(64, dtype=torch.uint8, device="npu")
     arguments = {
         "aclrtSetStreamFailureMode": (stream, c_uint64(1)),
         "aclrtSetStreamAttribute": (stream, 1, byref(c_int64(1))),
         "aclrtSetStreamOverflowSwitch": (stream, 0),
         "aclrtSetDeviceSatMode": (1,),
+        "aclrtCmoAsync": (at(x), c_size_t(64), 0, stream),
     }
     for name in sorted(names - {"aclFinalize", "aclAppLog"}):
         assert getattr(acl, name)(*arguments.get(name, (0, 0))) == 0, name

@@ -24,8 +24,7 @@ REFUSED = (
     + """
 attempt("removed", lambda: torch.nn.functional.silu(x))
 attempt("never there", lambda: torch_npu.npu_cross_entropy_loss(x, torch.zeros(4, dtype=torch.long).npu()))
-attempt("legacy", lambda: torch_npu.npu_transpose(x, (1, 0)))
-attempt("compiled", lambda: torch_npu.npu_confusion_transpose(x, (1, 0), (6, 4), True))
+attempt("legacy", lambda: torch_npu.npu_nms_with_mask(x[:, :5], 0.5))
 attempt("dtype", lambda: torch.zeros(3, dtype=torch.float8_e8m0fnu, device="npu"))
 attempt("argument", lambda: torch_npu.npu_rms_norm(x, x[0, :3], 1e-6))
 attempt("mixed", lambda: torch_npu.npu_rms_norm(x, x[0].half(), 1e-6))
@@ -95,8 +94,7 @@ def refused(run):
     [
         ("removed", "aclnnSilu", "is not emulated"),
         ("never there", "aclnnCrossEntropyLoss", "is not emulated"),
-        ("legacy", "the legacy graph operator 'Transpose'", ""),
-        ("compiled", "the legacy graph operator 'ConfusionTransposeD'", ""),
+        ("legacy", "the legacy graph operator 'NMSWithMask'", ""),
         ("jit", "the legacy graph operator 'Relu'", ""),
         ("dtype", "aclnnInplaceZero", "aclDataType 37 is not emulated"),
         ("argument", "aclnnRmsNorm", "gamma has shape [3], which is not the end of x's [4, 6]"),

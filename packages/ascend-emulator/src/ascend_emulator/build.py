@@ -63,7 +63,7 @@ UNITS = {
     "pointwise": ("operator", "ops/math", "ops/tensor"),
     "nn": ("ops/nn", "ops/moe", "ops/quantization"),
     "attention": ("ops/attention",),
-    "composed": ("ops/mc2", "ops/atb"),
+    "composed": ("ops/mc2", "ops/atb", "ops/legacy"),
     "loops": ("ops/matmul", "ops/normalization", "ops/transformer"),
 }
 # Versions of torch_npu for whose ATB parameters csrc/ops/atb has the layout: op-plugin's declarations of them are the same, up to

@@ -22,7 +22,8 @@ class EntryPoint:
             ``nothing``; or ``refuses``.
         why: reason why ``nothing`` is correct; empty for other effects.
         family: source file below csrc, without suffix; empty if it refuses.
-        asked: whether the installed torch_npu can look it up.
+        asked: whether the installed torch_npu can look it up. Legacy graph operators (``aclop::Fill``) are the names of a table
+            that one function reads, which nothing looks up.
     """
 
     name: str
@@ -86,8 +87,8 @@ def report(markdown: bool = False) -> str:
     rows.append(["all", *(str(sum(counts[group, state] for group in {g for g, _ in counts})) for state in states)])
     lines = _table(["", *states], rows, markdown)
     families: dict[str, list[str]] = {}
-    for point in points:
-        if point.state != "refuses":
+    for point in entry_points():
+        if point.state != "refuses" and (point.asked or point.name.startswith("aclop::")):
             families.setdefault(point.family, []).append(point.name)
     lines.append("")
     for family, names in sorted(families.items()):

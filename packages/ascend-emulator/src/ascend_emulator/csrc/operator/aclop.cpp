@@ -1,24 +1,28 @@
-// Legacy graph operators (aclop). torch_npu uses them if jit-compilation is on or an aclnn symbol is missing; the emulator
-// reports jit-compilation as off and defines all aclnn symbols, and executing a graph operator fails with its name. Exception: an
-// Identity from a format to itself, which npu_format_cast(x, 3) executes when internal formats are off, the default (torch_npu's
-// FormatCastKernelNpu.cpp). Descriptions, attributes and buffers are bookkeeping. Call sites:
+// Legacy graph operators (aclop). torch_npu uses them where op-plugin has no aclnn operator for a call, where jit-compilation is on,
+// and where an aclnn symbol is missing; the emulator reports jit-compilation as off and defines all aclnn symbols. Those of
+// GRAPH_OP are computed, others refuse with their type. An Identity from a format to itself, which npu_format_cast(x, 3) executes
+// when internal formats are off, the default (torch_npu's FormatCastKernelNpu.cpp), copies bytes. Call sites:
 // torch_npu/csrc/framework/OpParamMaker.cpp (BSD).
+#include <c10/core/InferenceMode.h>
+
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <vector>
 
 #include "core/device.h"
-#include "op.h"
+#include "graph_op.h"
 
 using namespace emu;
 
 namespace {
-struct Opaque {};
+using Values = std::map<std::string, Attribute>;
 struct TensorDesc {
   int32_t type, format;
   std::vector<int64_t> dims;
   int32_t storage_format = format;
+  std::vector<int64_t> storage_dims = dims;
+  int32_t placement = 0;  // aclMemType: 0 is device memory
 };
 struct DataBuffer {
   void* data;
@@ -27,11 +31,15 @@ struct DataBuffer {
 const TensorDesc& desc_of(const void* desc) { return *static_cast<const TensorDesc*>(desc); }
 const DataBuffer& buffer_of(const void* buffer) { return *static_cast<const DataBuffer*>(buffer); }
 
+std::map<std::string_view, GraphOperator>& table() {
+  static auto* operators = new std::map<std::string_view, GraphOperator>;  // filled before main()
+  return *operators;
+}
+
 int refuse_aclop(const char* op_type) {
   if (!op_type) op_type = "(null)";
   return operator_done(
-      op_type, fail(kUnsupported, text("the legacy graph operator '", op_type,
-                                      "' (aclopCompileAndExecute) is never emulated; "
+      op_type, fail(kUnsupported, text("the legacy graph operator '", op_type, "' (aclopCompileAndExecute) is not emulated; "
                                       "torch_npu reaches it only where it has no aclnn operator for this call")));
 }
 
@@ -53,7 +61,109 @@ int copy_bytes(const DataBuffer& from, const DataBuffer& to, void* stream) {
     check(launch("Identity", task.release(), stream) == kOk, kOpFailed, "the copy failed");
   });
 }
+
+// Formats whose memory is in the order of the dimensions: NCHW, NHWC, ND, NCDHW (aclFormat, CANN's API reference).
+bool is_plain(int32_t format) { return format == 0 || format == 1 || format == 2 || format == 30; }
+
+// Undefined for an input that is not given (ACL_DT_UNDEFINED). One in FRACTAL_NZ is a copy in row-major order: each execution
+// reads inputs into it, and writes outputs from it.
+Tensor tensor_of(const void* given_desc, const void* given_buffer, const std::string& what, std::vector<Fractal>& fractals) {
+  const auto& desc = desc_of(given_desc);
+  const auto& buffer = buffer_of(given_buffer);
+  if (desc.type < 0) return {};
+  const auto dtype = to_scalar_type(desc.type);
+  const bool fractal = desc.storage_format == kFractalNZ && desc.dims.size() >= 2 && desc.storage_dims.size() == desc.dims.size() + 2;
+  check(fractal || is_plain(desc.storage_format), kOpParam, what, " is in format ", desc.storage_format,
+      "; computed: ND and FRACTAL_NZ, npu_format_cast(tensor, 2)");
+  check(desc.dims.size() <= 8, kOpParam, what, " has ", desc.dims.size(), " dimensions; allowed: up to 8");
+  const auto& stored = fractal ? desc.storage_dims : desc.dims;
+  const auto bytes = static_cast<size_t>(c10::multiply_integers(stored)) * c10::elementSize(dtype);
+  check(bytes <= buffer.bytes, kOpParam, what, " of shape ", at::IntArrayRef(desc.dims), " needs ", bytes, " bytes; its buffer has ",
+      buffer.bytes);
+  if (!bytes) return at::empty(desc.dims, dtype);
+  if (desc.placement) return at::from_blob(buffer.data, desc.dims, dtype).clone();
+  check(is_device(buffer.data), kOpParam, what, " is not in device memory");
+  const auto held = at::from_blob(to_kernel(buffer.data, bytes), stored, dtype);
+  if (!fractal) return held;
+  fractals.push_back({held, at::empty(desc.dims, dtype)});
+  return fractals.back().matrix;
+}
+
+int execute(const char* op_type, int inputs, const void* const input[], const void* const from[], int outputs,
+    const void* const output[], void* const to[], const void* attributes, void* stream) {
+  const auto found = op_type ? table().find(op_type) : table().end();
+  if (found == table().end()) return refuse_aclop(op_type);
+  const auto& op = found->second;
+  auto task = std::make_unique<aclOpExecutor>();
+  const int status = intercepted(op.type, [&] {
+    c10::InferenceMode off(false);  // as in aclCreateTensor
+    GraphCall call;
+    std::vector<Fractal> packed;
+    for (int i = 0; i < inputs; ++i) {
+      call.inputs.push_back(tensor_of(input[i], from[i], text("input ", i), task->fractals));
+      call.on_host.push_back(desc_of(input[i]).placement != 0);
+      if (!call.on_host.back()) task->tensors.push_back(call.inputs.back());
+    }
+    for (int i = 0; i < outputs; ++i) {
+      call.outputs.push_back(tensor_of(output[i], to[i], text("output ", i), packed));
+      task->tensors.push_back(call.outputs.back());
+    }
+    if (attributes) call.attributes = Attributes(*static_cast<const Values*>(attributes));
+    for (size_t i = 0; i < task->tensors.size(); ++i)
+      check_dtypes(task->tensors, i, i + 1, 0, op.parameters, static_cast<int>(i));
+    task->compute = [compute = std::make_shared<Computation>(op.prepare(call)), packed, entry = op.entry] {
+      (*compute)();
+      for (const auto& each : packed) each.pack();
+      note(entry);
+    };
+  });
+  return status ? operator_done(op.type, status) : launch(op.type, task.release(), stream);
+}
 }  // namespace
+
+namespace emu {
+
+GraphRegistration::GraphRegistration(const GraphOperator& made, const char* file) {
+  const Registration registration(made.entry, computed, file);
+  table().emplace(made.type, made);
+}
+
+const Attribute* Attributes::find(const char* name) const {
+  read_->insert(name);
+  if (!values_) return nullptr;
+  const auto found = values_->find(name);
+  return found == values_->end() ? nullptr : &found->second;
+}
+
+// Those of torch_npu's own begin with an underscore: the engine that runs the operator (OpCommandImpl::SetEnginePriority).
+void Attributes::all_read() const {
+  if (!values_) return;
+  for (const auto& [name, value] : *values_)
+    check(name[0] == '_' || read_->count(name), kOpParam, "attribute ", name, " is not computed");
+}
+
+Tensor GraphReader::input(const std::string& name) {
+  check(input_ < call_.inputs.size() && call_.inputs[input_].defined(), kOpParam, "input ", name, " is missing");
+  return call_.inputs[input_++];
+}
+
+Tensor GraphReader::on_host(const std::string& name) {
+  const auto value = input(name);
+  check(call_.on_host[input_ - 1], kOpParam, "input ", name, " is in device memory; computed: in host memory");
+  return value;
+}
+
+Tensor GraphReader::output(const std::string& name) {
+  check(output_ < call_.outputs.size() && call_.outputs[output_].defined(), kOpParam, "output ", name, " is missing");
+  return call_.outputs[output_++];
+}
+
+void GraphReader::finish() const {
+  check(input_ >= call_.inputs.size() && output_ == call_.outputs.size(), kOpParam, "the call has ", call_.inputs.size(),
+      " inputs and ", call_.outputs.size(), " outputs; the operator is ", parameters_);
+}
+
+}  // namespace emu
 
 // Compile options of graph operators are kept; unset ones, such as jit-compile (ACL_OP_JIT_COMPILE), read "disable".
 namespace {
@@ -77,19 +187,27 @@ ACL_API(answers, aclGetCompileopt, (int32_t option, char* value, size_t length),
   std::strcpy(value, found.c_str());
 })
 
-EXPORT int aclopCompileAndExecute(const char* op_type, int, const void* const input[], const void* const from[], int,
-    const void* const output[], void* const to[], const void*, int, int, const char*, void* stream) {
+REGISTER(computed, aclopCompileAndExecute, "the table of GRAPH_OP")
+EXPORT int aclopCompileAndExecute(const char* op_type, int inputs, const void* const input[], const void* const from[], int outputs,
+    const void* const output[], void* const to[], const void* attributes, int, int, const char*, void* stream) {
+  note("aclopCompileAndExecute");
   if (op_type && std::strcmp(op_type, "Identity") == 0 && changes_nothing(*input, *output, *from, *to)) {
     return copy_bytes(buffer_of(*from), buffer_of(*to), stream);
   }
-  return refuse_aclop(op_type);
+  return execute(op_type, inputs, input, from, outputs, output, to, attributes, stream);
 }
-EXPORT int aclopCompileAndExecuteV2(const char* op_type, ...) { return refuse_aclop(op_type); }
+// Also tells the outputs' shapes, which are those of the descriptions for the computed operators.
+REGISTER(computed, aclopCompileAndExecuteV2, "the table of GRAPH_OP")
+EXPORT int aclopCompileAndExecuteV2(const char* op_type, int inputs, const void* const input[], const void* const from[], int outputs,
+    const void* const output[], void* const to[], const void* attributes, int, int, const char*, void* stream) {
+  note("aclopCompileAndExecuteV2");
+  return execute(op_type, inputs, input, from, outputs, output, to, attributes, stream);
+}
 
-#define IGNORE(NAME) ACL_API(nothing("a graph operator's, which is never emulated"), NAME, (), {})
+#define IGNORE(NAME, WHY) ACL_API(nothing(WHY), NAME, (), {})
 
-ACL_VALUE(void*, keeps, aclopCreateAttr, (), { return new Opaque; })
-ACL_VALUE(void, keeps, aclopDestroyAttr, (const void* object), { delete static_cast<const Opaque*>(object); })
+ACL_VALUE(void*, keeps, aclopCreateAttr, (), { return new Values; })
+ACL_VALUE(void, keeps, aclopDestroyAttr, (const void* object), { delete static_cast<const Values*>(object); })
 ACL_API(keeps, aclDestroyDataBuffer, (const void* buffer), { delete &buffer_of(buffer); })
 ACL_VALUE(void*, keeps, aclCreateDataBuffer, (void* data, size_t bytes), { return new DataBuffer{data, bytes}; })
 ACL_VALUE(void*, keeps, aclCreateTensorDesc, (int32_t type, int32_t rank, const int64_t* dims, int32_t format),
@@ -109,15 +227,33 @@ ACL_API(keeps, aclSetTensorFormat, (void* desc, int32_t format), {
   check(desc != nullptr, kInvalidParam, "desc is null");
   static_cast<TensorDesc*>(desc)->storage_format = format;
 })
-IGNORE(aclSetTensorDescName)
-IGNORE(aclSetTensorPlaceMent)
-IGNORE(aclSetTensorShape)
-IGNORE(aclopSetAttrBool)
-IGNORE(aclopSetAttrDataType)
-IGNORE(aclopSetAttrFloat)
-IGNORE(aclopSetAttrInt)
-IGNORE(aclopSetAttrListBool)
-IGNORE(aclopSetAttrListFloat)
-IGNORE(aclopSetAttrListInt)
-IGNORE(aclopSetAttrListListInt)
-IGNORE(aclopSetAttrString)
+ACL_API(keeps, aclSetTensorPlaceMent, (void* desc, int32_t memory), {
+  check(desc != nullptr, kInvalidParam, "desc is null");
+  static_cast<TensorDesc*>(desc)->placement = memory;
+})
+IGNORE(aclSetTensorDescName, "names are for the graph's dump")
+ACL_API(keeps, aclSetTensorShape, (void* desc, int rank, const int64_t* dims), {
+  check(desc != nullptr, kInvalidParam, "desc is null");
+  static_cast<TensorDesc*>(desc)->storage_dims.assign(dims, dims + (dims ? rank : 0));
+})
+
+#define SET_ATTR(NAME, PARAMS, ...)                                                        \
+  ACL_API(keeps, aclopSetAttr##NAME, PARAMS, {                                             \
+    check(attributes != nullptr && name != nullptr, kInvalidParam, "attr or name is null"); \
+    (*static_cast<Values*>(attributes))[name] = Attribute(__VA_ARGS__);                    \
+  })
+SET_ATTR(Bool, (void* attributes, const char* name, uint8_t value), value != 0)
+SET_ATTR(Int, (void* attributes, const char* name, int64_t value), value)
+SET_ATTR(Float, (void* attributes, const char* name, float value), value)
+SET_ATTR(String, (void* attributes, const char* name, const char* value), Text(value ? value : ""))
+SET_ATTR(DataType, (void* attributes, const char* name, int32_t value), int64_t{value})
+SET_ATTR(ListBool, (void* attributes, const char* name, int count, const uint8_t* values), Bools(values, values + count))
+SET_ATTR(ListInt, (void* attributes, const char* name, int count, const int64_t* values), Ints(values, values + count))
+SET_ATTR(ListFloat, (void* attributes, const char* name, int count, const float* values), Floats(values, values + count))
+ACL_API(keeps, aclopSetAttrListListInt,
+    (void* attributes, const char* name, int count, const int* counts, const int64_t* const values[]), {
+      check(attributes != nullptr && name != nullptr, kInvalidParam, "attr or name is null");
+      std::vector<Ints> lists;
+      for (int i = 0; i < count; ++i) lists.emplace_back(values[i], values[i] + counts[i]);
+      (*static_cast<Values*>(attributes))[name] = std::move(lists);
+    })

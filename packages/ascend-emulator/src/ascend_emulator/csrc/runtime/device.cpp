@@ -181,6 +181,12 @@ ACL_VALUE(const char*, answers, aclrtGetSocName, (), { return chip().name.c_str(
 
 // torch_npu queries ACL_CANN_ATTR_INF_NAN only: infinities and NaNs are kept.
 ACL_API(answers, aclGetCannAttribute, (int32_t, int32_t* value), { *value = 1; })
+// aclCannAttr: ACL_CANN_ATTR_INF_NAN and ACL_CANN_ATTR_JIT_COMPILE, which is whether compiling at run time can be off.
+ACL_API(answers, aclGetCannAttributeList, (const int32_t** attributes, size_t* count), {
+  static constexpr int32_t available[] = {0, 1};
+  *attributes = available;
+  *count = std::size(available);
+})
 
 // Versions. The structure is in CANN's public API reference ("aclCANNPackageVersion"), as is the numbering of packages; the last
 // one, the driver, does not exist.

@@ -209,3 +209,15 @@ ACL_API(computed, aclrtMemsetAsync, (void* at, size_t room, int32_t value, size_
   task.work.bytes = bytes;
   stream_of(stream).submit(std::move(task));
 })
+
+// "aclrtCmoAsync" of CANN's API reference: only prefetching (0), on Atlas A2, A3 and Ascend950, of this NPU's memory.
+ACL_API(nothing("a prefetch changes no values"), aclrtCmoAsync, (void* at, size_t bytes, int32_t type, void* stream), {
+  check(type == 0, kUnsupported, "cmoType is ", type, "; allowed: 0, a prefetch");
+  check(is_chip("Ascend910B") || is_chip("Ascend910_93") || is_chip("Ascend950"), kUnsupported, chip().name, " has no prefetch");
+  check(bytes > 0, kInvalidParam, "size is 0");
+  auto& on = stream_of(stream);
+  const auto npu = locate(at, bytes).npu;
+  check(npu == on.device, kInvalidParam, "the memory is of NPU ", npu, " and the stream of NPU ", on.device);
+  const Recheck memory;
+  on.submit({"aclrtCmoAsync", [=] { memory.verify([&] { memory.check("the memory", at, bytes); }); }, Kind::copy});
+})

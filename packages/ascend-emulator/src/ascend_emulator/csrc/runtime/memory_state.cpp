@@ -26,3 +26,31 @@ ACL_API(answers, aclrtGetMemUceInfo, (int32_t id, Nullable<FaultyRange> ranges, 
   if (*count) *ranges = {faulty, 64, {}};
 })
 ACL_API(keeps, aclrtMemUceRepair, (int32_t id, const FaultyRange*, size_t), { device(id).clear_memory_error(); })
+
+// What happened to the device, after a failure. An operator's refusal is none of it: errorType 0 (ACL_RT_NO_ERROR). torch_npu asks
+// after each error on Ascend950 and later (NPUException.cpp). Structure: CANN's public API reference, "aclrtGetErrorVerbose".
+namespace {
+struct ErrorInfo {
+  uint8_t repairable, detailed, reserved[2];
+  int32_t type;  // aclrtErrorType
+  struct {
+    size_t count;
+    FaultyRange ranges[20];
+  } memory;
+};
+constexpr int32_t kNoError = 0, kMemory = 1;
+}  // namespace
+ACL_API(answers, aclrtGetErrorVerbose, (int32_t id, ErrorInfo* info), {
+  void* const faulty = device(id).memory_error_address();
+  *info = {};
+  info->type = faulty ? kMemory : kNoError;
+  if (!faulty) return;
+  info->repairable = info->detailed = 1;
+  info->memory.count = 1;
+  info->memory.ranges[0] = {faulty, 64, {}};
+})
+ACL_API(keeps, aclrtRepairError, (int32_t id, const ErrorInfo* info), {
+  check(info != nullptr, kInvalidParam, "errorInfo is null");
+  check(info->type == kMemory, kUnsupported, "errorType is ", info->type, "; repaired are memory errors, 1");
+  device(id).clear_memory_error();
+})

@@ -1,0 +1,181 @@
+// Legacy graph operators of an LSTM (op_plugin/ops/aclops/LstmKernelNpu.cpp, LstmCellKernelNpu.cpp): x is [steps, batch, input],
+// states are [batch, hidden], weights [input, 4 * hidden] and [hidden, 4 * hidden], the gates in PyTorch's order: i, f, j, o, where
+// j is the cell's candidate, also called c.
+#include "operator/graph_op.h"
+#include "ops/upcast.h"
+
+namespace {
+using namespace emu;
+
+struct Gates {
+  Tensor i, j, f, o, tanhc;
+};
+
+// Attributes of a plain LSTM; others are refused.
+void plain(const Attributes& attributes) {
+  attributes.only("direction", Text("UNIDIRECTIONAL"));
+  attributes.only("use_peephole", false);
+  attributes.only("num_proj", int64_t{0});
+  attributes.only("time_major", true);
+  attributes.only("activation", Text("tanh"));
+  attributes.only("recurrent_activation", Text("sigmoid"));
+  attributes.only("forget_bias", 0.0f);
+  attributes.only("cell_clip", -1.0f);
+  attributes.only("stateful", false);
+  attributes.only("merge_mode", Text("concat"));
+  const auto keep = attributes.get("keep_prob", 1.0f);
+  check(keep == 1.0f || keep == -1.0f, kOpParam, "attribute keep_prob is ", keep, "; computed: 1");
+  const auto depth = attributes.get("cell_depth", int64_t{1});
+  check(depth == 0 || depth == 1, kOpParam, "attribute cell_depth is ", depth, "; computed: 1");
+  one_of("attribute gate_order", attributes.get("gate_order", Text("ifjo")), {Text("ifjo"), Text("ifco")});
+  attributes.get("is_training", true);  // the gates are written either way
+}
+
+Computation forward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, const Opt<Tensor>& bias, const Tensor& init_h,
+    const Tensor& init_c, const std::array<Tensor, 3>& states, const Gates& gates) {
+  rank("x", x, 3);
+  rank("w", w_h, 2);
+  const auto steps = x.size(0);
+  const auto batch = x.size(1);
+  const auto hidden = w_h.size(0);
+  one_of("x", x, kFloating);
+  SHAPE(w_x, {x.size(2), 4 * hidden});
+  SHAPE(w_h, {hidden, 4 * hidden});
+  if (bias) shape("b", *bias, {4 * hidden});
+  check(init_h.numel() == batch * hidden && init_c.numel() == batch * hidden, kOpParam, "init_h has shape ", init_h.sizes(),
+      " and init_c ", init_c.sizes(), " for a batch of ", batch, " and ", hidden, " hidden values");
+  for (const auto& each : {states[0], states[1], states[2], gates.i, gates.j, gates.f, gates.o, gates.tanhc})
+    shape("an output", each, {steps, batch, hidden});
+  COMPUTE {
+    Tensor h = upcast(init_h).view({batch, hidden});
+    Tensor c = upcast(init_c).view({batch, hidden});
+    const auto weight = upcast(w_h);
+    auto projected = at::matmul(upcast(x), upcast(w_x));
+    if (bias) projected = projected + upcast(*bias);
+    for (int64_t t = 0; t < steps; ++t) {
+      const auto parts = (projected[t] + at::matmul(h, weight)).chunk(4, -1);
+      const auto i = parts[0].sigmoid();
+      const auto f = parts[1].sigmoid();
+      const auto j = parts[2].tanh();
+      const auto o = parts[3].sigmoid();
+      c = f * c + i * j;
+      const auto tanhc = c.tanh();
+      h = o * tanhc;
+      const Tensor* outputs[] = {&states[0], &states[1], &states[2], &gates.i, &gates.j, &gates.f, &gates.o, &gates.tanhc};
+      const Tensor values[] = {h, h, c, i, j, f, o, tanhc};
+      for (int k = 0; k < 8; ++k) (*outputs[k])[t].copy_(values[k]);
+    }
+  };
+}
+
+struct Gradients {
+  Tensor w_x, w_h, bias, x, h, c;
+};
+
+// dh and dc are the gradients of the last step's states. Of one step, h and c may have no dimension for it.
+Computation backward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, const Tensor& y, const Tensor& init_h,
+    const Tensor& init_c, const Tensor& all_h, const Tensor& all_c, const Tensor& dy, const Tensor& dh, const Tensor& dc, const Gates& gates,
+    const Gradients& out) {
+  rank("y", y, 3);
+  const auto steps = y.size(0);
+  const auto batch = y.size(1);
+  const auto hidden = y.size(2);
+  check(x.numel() == steps * batch * w_x.size(0), kOpParam, "x has shape ", x.sizes(), " for ", steps, " steps, a batch of ", batch,
+      " and ", w_x.size(0), " inputs");
+  for (const auto& each : {dy, gates.i, gates.j, gates.f, gates.o, gates.tanhc})
+    shape("dy or a gate", each, {steps, batch, hidden});
+  for (const auto& each : {all_h, all_c})
+    check(each.numel() == y.numel(), kOpParam, "h or c has shape ", each.sizes(), " for y of shape ", y.sizes());
+  for (const auto& each : {init_h, init_c, dh, dc, out.h, out.c})
+    check(each.numel() == batch * hidden, kOpParam, "a state has shape ", each.sizes(), " for ", batch, " x ", hidden);
+  COMPUTE {
+    const auto all = upcast(x).view({steps, batch, -1});
+    const auto h = all_h.view(y.sizes());
+    const auto c = all_c.view(y.sizes());
+    const auto input_weight = upcast(w_x).t();
+    const auto weight = upcast(w_h).t();
+    Tensor carried_h = upcast(dh).view({batch, hidden});
+    Tensor carried_c = upcast(dc).view({batch, hidden});
+    std::vector<Tensor> of_gates(steps), before(steps);
+    for (int64_t t = steps; t-- > 0;) {
+      const auto i = upcast(gates.i[t]);
+      const auto j = upcast(gates.j[t]);
+      const auto f = upcast(gates.f[t]);
+      const auto o = upcast(gates.o[t]);
+      const auto tanhc = upcast(gates.tanhc[t]);
+      const auto last = (t ? upcast(c[t - 1]) : upcast(init_c)).view({batch, hidden});
+      before[t] = (t ? upcast(h[t - 1]) : upcast(init_h)).view({batch, hidden});
+      const auto of_h = upcast(dy[t]) + carried_h;
+      const auto of_c = carried_c + of_h * o * (1 - tanhc * tanhc);
+      of_gates[t] = at::cat({of_c * j * i * (1 - i), of_c * last * f * (1 - f), of_c * i * (1 - j * j), of_h * tanhc * o * (1 - o)}, -1);
+      carried_h = at::matmul(of_gates[t], weight);
+      carried_c = of_c * f;
+    }
+    const auto flat = at::stack(of_gates).view({steps * batch, 4 * hidden});
+    out.x.copy_(at::matmul(flat, input_weight).view(out.x.sizes()));
+    out.w_x.copy_(at::matmul(all.view({steps * batch, -1}).t(), flat));
+    out.w_h.copy_(at::matmul(at::stack(before).view({steps * batch, hidden}).t(), flat));
+    out.bias.copy_(flat.sum(0));
+    out.h.copy_(carried_h.view(out.h.sizes()));
+    out.c.copy_(carried_c.view(out.c.sizes()));
+  };
+}
+
+// The weight of both inputs, [input + hidden, 4 * hidden].
+std::pair<Tensor, Tensor> halves(const Tensor& weight) {
+  rank("w", weight, 2);
+  const auto hidden = weight.size(1) / 4;
+  check(hidden * 4 == weight.size(1) && weight.size(0) > hidden, kOpParam, "w has shape ", weight.sizes());
+  return {weight.narrow(0, 0, weight.size(0) - hidden), weight.narrow(0, weight.size(0) - hidden, hidden)};
+}
+
+void whole(const Opt<Tensor>& seq_length) {
+  check(!seq_length, kOpParam, "seq_length is given, of packed sequences; computed: without it");
+}
+}  // namespace
+
+GRAPH_OP(DynamicRNN,
+    (Tensor x, Tensor w, Tensor b, Opt<Tensor> seq_length, Tensor init_h, Tensor init_c, Out y, Out h, Out c, Out i, Out j, Out f,
+        Out o, Out tanhc, Attributes attributes),
+    {
+      attributes.only("cell_type", Text("LSTM"));
+      plain(attributes);
+      whole(seq_length);
+      const auto [w_x, w_h] = halves(w);
+      return forward(x, w_x, w_h, b, init_h, init_c, {y, h, c}, {i, j, f, o, tanhc});
+    })
+GRAPH_OP(DynamicRNNV2,
+    (Tensor x, Tensor w_x, Tensor w_h, Opt<Tensor> b, Opt<Tensor> seq_length, Tensor init_h, Tensor init_c, Out y, Out h, Out c,
+        Out i, Out j, Out f, Out o, Out tanhc, Attributes attributes),
+    {
+      attributes.only("cell_type", Text("LSTM"));
+      plain(attributes);
+      whole(seq_length);
+      return forward(x, w_x, w_h, b, init_h, init_c, {y, h, c}, {i, j, f, o, tanhc});
+    })
+
+// The tensors without a name are placeholders: op-plugin passes zeros of no dimension for those of peepholes.
+GRAPH_OP(DynamicRNNGrad,
+    (Tensor x, Tensor w, Tensor, Tensor y, Tensor init_h, Tensor init_c, Tensor h, Tensor c, Tensor dy, Tensor dh, Tensor dc, Tensor i,
+        Tensor j, Tensor f, Tensor o, Tensor tanhc, Tensor seq_length, Tensor, Tensor, Tensor, Tensor, Out dw, Out db, Out dx,
+        Out dh_prev, Out dc_prev, Attributes attributes),
+    {
+      attributes.get("cell_type", true);  // op-plugin's "LSTM", which its overloads convert to bool
+      plain(attributes);
+      whole(seq_length.dim() ? Opt<Tensor>(seq_length) : std::nullopt);
+      const auto [w_x, w_h] = halves(w);
+      const auto [dw_x, dw_h] = halves(dw);
+      return backward(
+          x, w_x, w_h, y, init_h, init_c, h, c, dy, dh, dc, {i, j, f, o, tanhc}, {dw_x, dw_h, db, dx, dh_prev, dc_prev});
+    })
+GRAPH_OP(DynamicRNNV2Grad,
+    (Tensor x, Tensor w_x, Tensor w_h, Tensor y, Tensor init_h, Tensor init_c, Tensor h, Tensor c, Tensor dy, Tensor dh, Tensor dc,
+        Tensor i, Tensor j, Tensor f, Tensor o, Tensor tanhc, Tensor seq_length, Tensor, Tensor, Tensor, Tensor, Out dw_x, Out dw_h,
+        Out db, Out dx, Out dh_prev, Out dc_prev, Attributes attributes),
+    {
+      attributes.only("cell_type", Text("LSTM"));
+      plain(attributes);
+      whole(seq_length.dim() ? Opt<Tensor>(seq_length) : std::nullopt);
+      return backward(
+          x, w_x, w_h, y, init_h, init_c, h, c, dy, dh, dc, {i, j, f, o, tanhc}, {dw_x, dw_h, db, dx, dh_prev, dc_prev});
+    })
