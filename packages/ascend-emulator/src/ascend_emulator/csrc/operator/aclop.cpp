@@ -169,20 +169,20 @@ void GraphReader::finish() const {
 namespace {
 std::mutex options_mutex;
 std::map<int32_t, std::string> options;
-std::string option_of(int32_t option) {
+}  // namespace
+std::string emu::compile_option(int32_t option) {
   std::lock_guard lock(options_mutex);
   const auto found = options.find(option);
   return found == options.end() ? "disable" : found->second;
 }
-}  // namespace
 ACL_API(keeps, aclSetCompileopt, (int32_t option, const char* value), {
   check(value != nullptr, kInvalidParam, "value is null");
   std::lock_guard lock(options_mutex);
   options[option] = value;
 })
-ACL_VALUE(size_t, answers, aclGetCompileoptSize, (int32_t option), { return option_of(option).size() + 1; })
+ACL_VALUE(size_t, answers, aclGetCompileoptSize, (int32_t option), { return compile_option(option).size() + 1; })
 ACL_API(answers, aclGetCompileopt, (int32_t option, char* value, size_t length), {
-  const auto found = option_of(option);
+  const auto found = compile_option(option);
   check(length > found.size(), kInvalidParam, "no room for the value, '", found, "'");
   std::strcpy(value, found.c_str());
 })

@@ -49,6 +49,9 @@ class Attributes {
   std::shared_ptr<std::set<std::string>> read_ = std::make_shared<std::set<std::string>>();
 };
 
+// Option of graph operators that aclSetCompileopt has set (aclCompileOpt); "disable" without.
+std::string compile_option(int32_t option);
+
 struct Out : Tensor {};
 
 struct GraphCall {

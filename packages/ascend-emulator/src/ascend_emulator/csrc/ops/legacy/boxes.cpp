@@ -39,6 +39,57 @@ struct Pair {
   }
 };
 
+// Derivatives of min(a, b) and max(a, b) by a: one half where they are the same, as in PyTorch.
+Tensor takes_smaller(const Tensor& a, const Tensor& b) { return a.lt(b).to(a.scalar_type()) + 0.5 * a.eq(b).to(a.scalar_type()); }
+
+// Derivatives by the corners of both boxes.
+struct Slopes {
+  Corners a, b;
+  explicit Slopes(const Pair& of) : a{zero(of), zero(of), zero(of), zero(of)}, b(a) {}
+  // That by the intersection, times `by`.
+  void intersection(const Pair& of, const Tensor& by) {
+    const auto width = at::minimum(of.a.x2, of.b.x2) - at::maximum(of.a.x1, of.b.x1);
+    const auto height = at::minimum(of.a.y2, of.b.y2) - at::maximum(of.a.y1, of.b.y1);
+    const auto there = at::logical_and(width.gt(0), height.gt(0));
+    inner(of.a.x1, of.b.x1, of.a.x2, of.b.x2, by * height * there, a.x1, b.x1, a.x2, b.x2);
+    inner(of.a.y1, of.b.y1, of.a.y2, of.b.y2, by * width * there, a.y1, b.y1, a.y2, b.y2);
+  }
+  // By width and height of what encloses both.
+  void enclosing(const Pair& of, const Tensor& by_width, const Tensor& by_height) {
+    inner(of.a.x2, of.b.x2, of.a.x1, of.b.x1, -by_width, a.x2, b.x2, a.x1, b.x1);
+    inner(of.a.y2, of.b.y2, of.a.y1, of.b.y1, -by_height, a.y2, b.y2, a.y1, b.y1);
+  }
+  // By the sum of the areas.
+  void areas(const Pair& of, const Tensor& by) {
+    for (const auto& [box, slopes] : {std::pair{&of.a, &a}, std::pair{&of.b, &b}}) {
+      const auto by_width = by * (box->y2 - box->y1 + of.epsilon);
+      const auto by_height = by * (box->x2 - box->x1);
+      *slopes = {slopes->x1 - by_width, slopes->y1 - by_height, slopes->x2 + by_width, slopes->y2 + by_height};
+    }
+  }
+  // By the differences of the sums of the corners.
+  void distance(const Tensor& by_x, const Tensor& by_y) {
+    a = {a.x1 - by_x, a.y1 - by_y, a.x2 - by_x, a.y2 - by_y};
+    b = {b.x1 + by_x, b.y1 + by_y, b.x2 + by_x, b.y2 + by_y};
+  }
+
+ private:
+  static Tensor zero(const Pair& of) { return at::zeros_like(of.a.x1); }
+  // By min(high, high of the other) - max(low, low of the other).
+  static void inner(const Tensor& low, const Tensor& other_low, const Tensor& high, const Tensor& other_high, const Tensor& by,
+      Tensor& of_low, Tensor& of_other_low, Tensor& of_high, Tensor& of_other_high) {
+    of_high = of_high + by * takes_smaller(high, other_high);
+    of_other_high = of_other_high + by * takes_smaller(other_high, high);
+    of_low = of_low - by * takes_smaller(other_low, low);
+    of_other_low = of_other_low - by * takes_smaller(low, other_low);
+  }
+};
+
+void write(const Corners& slopes, bool is_centered, const Tensor& out) {
+  out.copy_(is_centered ? at::stack({slopes.x1 + slopes.x2, slopes.y1 + slopes.y2, (slopes.x2 - slopes.x1) / 2, (slopes.y2 - slopes.y1) / 2})
+                        : at::stack({slopes.x1, slopes.y1, slopes.x2, slopes.y2}));
+}
+
 struct Request {
   Tensor first, second;
   bool centered, cross, foreground;
@@ -69,6 +120,17 @@ Request request(const Tensor& first, const Tensor& second, const Tensor& out, co
       " gtboxes, which is_cross = False compares one by one");
   shape("overlap", out, {cross ? second.size(1) : 1, first.size(1)});
   return {first, second, centered, cross, is_foreground(attributes)};
+}
+
+// Boxes one by one, the only ones whose gradients op-plugin asks for.
+Request backward_request(
+    const Tensor& grad, const Tensor& first, const Tensor& second, const Tensor& dfirst, const Tensor& dsecond, const Attributes& attributes) {
+  check(!attributes.get("is_cross", true) && !is_foreground(attributes), kOpParam,
+      "computed: is_cross = False with mode 'iou'");
+  check(grad.numel() == first.size(-1), kOpParam, "grad has ", grad.numel(), " values for ", first.size(-1), " boxes");
+  SAME(dfirst, first);
+  SAME(dsecond, second);
+  return request(first, second, grad.view({1, -1}), attributes);
 }
 
 // [n, 4] boxes as centers and sizes, which count the last pixel too.
@@ -112,6 +174,46 @@ GRAPH_OP(DIoU, (Tensor first, Tensor second, Out out, Attributes attributes), {
   COMPUTE {
     const auto pair = given.pair(1e-9);
     out.copy_((pair.overlap(given.foreground) - pair.distance()).view(out.sizes()));
+  };
+})
+GRAPH_OP(GIoUGrad, (Tensor grad, Tensor first, Tensor second, Out dfirst, Out dsecond, Attributes attributes), {
+  const auto given = backward_request(grad, first, second, dfirst, dsecond, attributes);
+  COMPUTE {
+    const auto pair = given.pair(0);
+    const auto by = upcast(grad).view(-1);
+    const auto common = pair.intersection();
+    const auto outer = pair.width() * pair.height();
+    const auto areas = (pair.a.x2 - pair.a.x1) * (pair.a.y2 - pair.a.y1) + (pair.b.x2 - pair.b.x1) * (pair.b.y2 - pair.b.y1);
+    const auto both = areas - common + 1e-16;
+    const auto by_union = by * (1 / outer - common / both.square());
+    Slopes slopes(pair);
+    slopes.intersection(pair, by / both - by_union);
+    slopes.areas(pair, by_union);
+    const auto by_outer = -by * both / outer.square();
+    slopes.enclosing(pair, by_outer * pair.height(), by_outer * pair.width());
+    write(slopes.a, given.centered, dfirst);
+    write(slopes.b, given.centered, dsecond);
+  };
+})
+GRAPH_OP(DIoUGrad, (Tensor grad, Tensor first, Tensor second, Out dfirst, Out dsecond, Attributes attributes), {
+  const auto given = backward_request(grad, first, second, dfirst, dsecond, attributes);
+  COMPUTE {
+    const auto pair = given.pair(1e-9);
+    const auto by = upcast(grad).view(-1);
+    const auto common = pair.intersection();
+    const auto first_area = (pair.a.x2 - pair.a.x1) * (pair.a.y2 - pair.a.y1 + pair.epsilon);
+    const auto both = first_area + (pair.b.x2 - pair.b.x1) * (pair.b.y2 - pair.b.y1 + pair.epsilon) - common + pair.epsilon;
+    const auto by_union = -by * common / both.square();
+    const auto diagonal = pair.width().square() + pair.height().square() + pair.epsilon;
+    Slopes slopes(pair);
+    slopes.intersection(pair, by / both - by_union);
+    slopes.areas(pair, by_union);
+    const auto by_diagonal = by * pair.distance() / diagonal;
+    slopes.enclosing(pair, by_diagonal * 2 * pair.width(), by_diagonal * 2 * pair.height());
+    slopes.distance(-by * (pair.b.x1 + pair.b.x2 - pair.a.x1 - pair.a.x2) / 2 / diagonal,
+        -by * (pair.b.y1 + pair.b.y2 - pair.a.y1 - pair.a.y2) / 2 / diagonal);
+    write(slopes.a, given.centered, dfirst);
+    write(slopes.b, given.centered, dsecond);
   };
 })
 // The second output is the difference of the angles of both diagonals, which the gradient needs.

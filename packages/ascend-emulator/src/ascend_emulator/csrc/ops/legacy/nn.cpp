@@ -2,12 +2,19 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include "operator/graph_op.h"
+#include "ops/cube_math.h"
 #include "ops/upcast.h"
 
 namespace {
 using namespace emu;
 
-Tensor matrix(const Tensor& x, bool transposed) { return transposed ? upcast(x).transpose(-1, -2) : upcast(x); }
+// ACL_ALLOW_HF32: a digit each for convolutions and matrix products (torch_npu's LazyInitAclops.cpp).
+CubeMath cube_math(bool convolution) {
+  constexpr int32_t kAllowHf32 = 14;
+  const auto allowed = compile_option(kAllowHf32);
+  const bool lower = allowed.size() == 2 && allowed[convolution ? 0 : 1] == '1';
+  return {lower || is_chip("Ascend310P") ? CubeMath::kAllowDownPrecision : CubeMath::kKeep};
+}
 
 Computation matrix_product(const Tensor& x1, const Tensor& x2, const Opt<Tensor>& bias, const Tensor& y, bool first, bool second) {
   one_of("x1", x1, kFloating);
@@ -15,11 +22,50 @@ Computation matrix_product(const Tensor& x1, const Tensor& x2, const Opt<Tensor>
   check(x1.dim() >= 2 && x2.dim() >= 2, kOpParam, "x1 has shape ", x1.sizes(), " and x2 ", x2.sizes(), "; allowed: matrices");
   const auto left = first ? x1.transpose(-1, -2) : x1;
   const auto right = second ? x2.transpose(-1, -2) : x2;
+  const auto cube = cube_math(false);
   SHAPE(y, PRODUCT(left, right, 2, 8));
   COMPUTE {
-    const auto value = at::matmul(matrix(x1, first), matrix(x2, second));
+    const auto value = at::matmul(upcast(cube(left)), upcast(cube(right)));
     y.copy_(bias ? value + upcast(*bias) : value);
   };
+}
+
+struct Convolution {
+  Ints stride, padding, dilation;
+  int64_t groups;
+};
+// Strides and dilations are of N, C, H and W, pads before and after H and W.
+Convolution convolution(const Attributes& attributes) {
+  attributes.only("data_format", Text("NCHW"));
+  const auto strides = attributes.get("strides", Ints{1, 1, 1, 1});
+  const auto pads = attributes.get("pads", Ints{0, 0, 0, 0});
+  const auto dilations = attributes.get("dilations", Ints{1, 1, 1, 1});
+  check(strides.size() == 4 && pads.size() == 4 && dilations.size() == 4, kOpParam, "strides is ", at::IntArrayRef(strides),
+      ", pads ", at::IntArrayRef(pads), " and dilations ", at::IntArrayRef(dilations), "; each must have 4 values");
+  check(pads[0] == pads[1] && pads[2] == pads[3], kOpParam, "pads is ", at::IntArrayRef(pads), "; computed: the same on both sides");
+  return {{strides[2], strides[3]}, {pads[0], pads[2]}, {dilations[2], dilations[3]}, attributes.get("groups", int64_t{1})};
+}
+// The output's shape of a convolution that is possible.
+Shape convolved(const Tensor& x, const Tensor& filter, const Convolution& how) {
+  rank("x", x, 4);
+  rank("filter", filter, 4);
+  check(how.groups > 0 && x.size(1) == filter.size(1) * how.groups && filter.size(0) % how.groups == 0, kOpParam, "x has ",
+      x.size(1), " channels for filter of shape ", filter.sizes(), " in ", how.groups, " groups");
+  Shape out{x.size(0), filter.size(0)};
+  for (int i = 0; i < 2; ++i) {
+    check(how.stride[i] > 0 && how.dilation[i] > 0 && how.padding[i] >= 0, kOpParam, "a stride is ", how.stride[i], ", a dilation ",
+        how.dilation[i], " and a pad ", how.padding[i]);
+    const auto free = x.size(i + 2) + 2 * how.padding[i] - how.dilation[i] * (filter.size(i + 2) - 1) - 1;
+    check(free >= 0, kOpParam, "filter of shape ", filter.sizes(), " is larger than x of shape ", x.sizes());
+    out.push_back(free / how.stride[i] + 1);
+  }
+  return out;
+}
+// The gradient of the input (0) or of the filter (1).
+Tensor slope(int of, const Tensor& grad, const Tensor& x, const Tensor& filter, const Convolution& how) {
+  const auto both = at::convolution_backward(
+      grad, x, filter, std::nullopt, how.stride, how.padding, how.dilation, false, {0, 0}, how.groups, {of == 0, of == 1, false});
+  return of ? std::get<1>(both) : std::get<0>(both);
 }
 
 void kept_of(const Tensor& mask, const Tensor& x) {
@@ -71,6 +117,40 @@ GRAPH_OP(MatMul, (Tensor x1, Tensor x2, Opt<Tensor> bias, Out y, Attributes attr
     { return matrix_product(x1, x2, bias, y, attributes.get("transpose_x1", false), attributes.get("transpose_x2", false)); })
 GRAPH_OP(BatchMatMul, (Tensor x1, Tensor x2, Out y, Attributes attributes),
     { return matrix_product(x1, x2, std::nullopt, y, attributes.get("adj_x1", false), attributes.get("adj_x2", false)); })
+
+GRAPH_OP(Conv2D, (Tensor x, Tensor filter, Opt<Tensor> bias, Out y, Attributes attributes), {
+  const auto how = convolution(attributes);
+  const auto cube = cube_math(true);
+  one_of("x", x, kFloating);
+  same_dtype("filter", filter, "x", x);
+  if (bias) shape("bias", *bias, {filter.size(0)});
+  SHAPE(y, convolved(x, filter, how));
+  COMPUTE {
+    y.copy_(at::conv2d(
+        upcast(cube(x)), upcast(cube(filter)), upcast(bias), how.stride, how.padding, how.dilation, how.groups));
+  };
+})
+GRAPH_OP(Conv2DBackpropInput, (Ints size, Tensor filter, Tensor grad, Out dx, Attributes attributes), {
+  const auto how = convolution(attributes);
+  const auto cube = cube_math(true);
+  same_dtype("filter", filter, "grad", grad);
+  SHAPE(dx, size);
+  SHAPE(grad, convolved(dx, filter, how));
+  COMPUTE { dx.copy_(slope(0, upcast(cube(grad)), upcast(dx), upcast(cube(filter)), how)); };
+})
+GRAPH_OP(Conv2DBackpropFilter, (Tensor x, Ints size, Tensor grad, Out dfilter, Attributes attributes), {
+  const auto how = convolution(attributes);
+  const auto cube = cube_math(true);
+  same_dtype("grad", grad, "x", x);
+  SHAPE(dfilter, size);
+  SHAPE(grad, convolved(x, dfilter, how));
+  COMPUTE { dfilter.copy_(slope(1, upcast(cube(grad)), upcast(cube(x)), upcast(dfilter), how)); };
+})
+GRAPH_OP(ReduceSum, (Tensor x, Ints axes, Out y, Attributes attributes), {
+  const bool keep = attributes.get("keep_dims", false);
+  REDUCED(y, x, axes, keep);
+  COMPUTE { y.copy_(at::sum(upcast(x), axes, keep)); };
+})
 
 // A byte for each value, 1 where it is kept; what rounds the mask up stays 0. The seed alone decides: two calls with the same one
 // draw the same mask (DropoutWithByteMaskKernelNpu.cpp).
