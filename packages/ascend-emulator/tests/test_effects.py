@@ -71,9 +71,7 @@ REFUSE = """
 
 def test_what_is_not_emulated_fails_by_its_name(points):
     """One with a pointer for its result gives none."""
-    names = [
-        name for name, point in points.items() if point.effect == "refuses"
-    ]
+    names = [name for name, point in points.items() if point.effect == "refuses"]
     names += [
         f"{name}GetWorkspaceSize" for name in names if build.has_two_functions(name) and not name.endswith("GetMaxWorkspaceSize")
     ]

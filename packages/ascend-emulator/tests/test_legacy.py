@@ -81,14 +81,23 @@ def test_batched_matrix_products_of_transposed_matrices(agree, dtype):
     agree(lambda a, b: either("npu_bmmV2", lambda a, b, _: a @ b)(a.transpose(1, 2), b, []), a, b, ulps=16)
 
 
-def test_matrix_products_when_compiling_is_on(run):
+def test_operators_that_torch_npu_reaches_when_compiling_is_on(run):
     script = """
         import torch, torch_npu
         torch.npu.set_compile_mode(jit_compile=True)
         a, b, bias = torch.randn(5, 7), torch.randn(7, 3), torch.randn(3)
-        products = torch.mm(a.npu(), b.npu()), torch.addmm(bias.npu(), a.npu(), b.npu())
-        for found, exact in zip(products, (a.double() @ b.double(), bias.double() + a.double() @ b.double())):
-            torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-5, atol=1e-5)
+        A, B, C = a.npu(), b.npu(), bias.npu()
+        exact = a.double() @ b.double()
+        pairs = [
+            (torch.mm(A, B), exact),
+            (torch.addmm(C, A, B), bias.double() + exact),
+            (torch_npu.npu_linear(A, B.t().contiguous(), C), bias.double() + exact),
+            (torch.abs(A), a.double().abs()),
+            (A - C[0], a.double() - bias[0].double()),
+            (A.to(torch.float16), a.half().double()),
+        ]
+        for found, expected in pairs:
+            torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
         print("equal")
     """
     done = run("run", "--", sys.executable, "-c", textwrap.dedent(script))
@@ -247,9 +256,7 @@ def test_adam(nesterov):
 def test_adam_with_decay_of_weights(maximize):
     var, m, v, gradient = optimizer_state()
     held = [each.npu() for each in (var, m, v)]
-    torch_npu.npu_apply_adam_w(
-        0.6, 0.8, 0.01, 0.1, 0.9, 0.99, 1e-6, gradient.npu(), None, False, maximize, out=tuple(held)
-    )
+    torch_npu.npu_apply_adam_w(0.6, 0.8, 0.01, 0.1, 0.9, 0.99, 1e-6, gradient.npu(), None, False, maximize, out=tuple(held))
     first, second = moments(m.double(), v.double(), gradient.double() * (-1 if maximize else 1), 0.9, 0.99)
     root = (second / (1 - 0.8 * 0.99)).sqrt() + 1e-6
     exact = var.double() * (1 - 0.01 * 0.1) - 0.01 / (1 - 0.6 * 0.9) * first / root

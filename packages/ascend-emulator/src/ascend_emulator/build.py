@@ -139,7 +139,7 @@ def atb_operators() -> list[str]:
 
 def has_two_functions(name: str) -> bool:
     """Whether a name is an operator's: GetWorkspaceSize and the launch."""
-    return name.startswith(OPERATORS) and name not in ("aclnnInit", "aclnnFinalize")
+    return name.startswith(OPERATORS) and name not in ("aclnnInit", "aclnnFinalize", "aclnnSetPytorchRandom")
 
 
 def atb_without_layout() -> list[str]:

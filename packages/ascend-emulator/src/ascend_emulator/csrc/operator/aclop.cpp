@@ -1,5 +1,5 @@
-// Legacy graph operators (aclop). torch_npu uses them where op-plugin has no aclnn operator for a call, where jit-compilation is on,
-// and where an aclnn symbol is missing; the emulator reports jit-compilation as off and defines all aclnn symbols. Those of
+// Legacy graph operators (aclop). torch_npu uses them where op-plugin has no aclnn operator for a call, where jit-compilation is
+// on, and where an aclnn symbol is missing; the emulator reports jit-compilation as off and defines all aclnn symbols. Those of
 // GRAPH_OP are computed, others refuse with their type. An Identity from a format to itself, which npu_format_cast(x, 3) executes
 // when internal formats are off, the default (torch_npu's FormatCastKernelNpu.cpp), copies bytes. Call sites:
 // torch_npu/csrc/framework/OpParamMaker.cpp (BSD).
@@ -39,7 +39,8 @@ std::map<std::string_view, GraphOperator>& table() {
 int refuse_aclop(const char* op_type) {
   if (!op_type) op_type = "(null)";
   return operator_done(
-      op_type, fail(kUnsupported, text("the legacy graph operator '", op_type, "' (aclopCompileAndExecute) is not emulated; "
+      op_type, fail(kUnsupported, text("the legacy graph operator '", op_type,
+                                      "' (aclopCompileAndExecute) is not emulated; "
                                       "torch_npu reaches it only where it has no aclnn operator for this call")));
 }
 
@@ -72,14 +73,15 @@ Tensor tensor_of(const void* given_desc, const void* given_buffer, const std::st
   const auto& buffer = buffer_of(given_buffer);
   if (desc.type < 0) return {};
   const auto dtype = to_scalar_type(desc.type);
-  const bool fractal = desc.storage_format == kFractalNZ && desc.dims.size() >= 2 && desc.storage_dims.size() == desc.dims.size() + 2;
+  const bool fractal =
+      desc.storage_format == kFractalNZ && desc.dims.size() >= 2 && desc.storage_dims.size() == desc.dims.size() + 2;
   check(fractal || is_plain(desc.storage_format), kOpParam, what, " is in format ", desc.storage_format,
       "; computed: ND and FRACTAL_NZ, npu_format_cast(tensor, 2)");
   check(desc.dims.size() <= 8, kOpParam, what, " has ", desc.dims.size(), " dimensions; allowed: up to 8");
   const auto& stored = fractal ? desc.storage_dims : desc.dims;
   const auto bytes = static_cast<size_t>(c10::multiply_integers(stored)) * c10::elementSize(dtype);
-  check(bytes <= buffer.bytes, kOpParam, what, " of shape ", at::IntArrayRef(desc.dims), " needs ", bytes, " bytes; its buffer has ",
-      buffer.bytes);
+  check(bytes <= buffer.bytes, kOpParam, what, " of shape ", at::IntArrayRef(desc.dims), " needs ", bytes,
+      " bytes; its buffer has ", buffer.bytes);
   if (!bytes) return at::empty(desc.dims, dtype);
   if (desc.placement) return at::from_blob(buffer.data, desc.dims, dtype).clone();
   check(is_device(buffer.data), kOpParam, what, " is not in device memory");
@@ -188,8 +190,8 @@ ACL_API(answers, aclGetCompileopt, (int32_t option, char* value, size_t length),
 })
 
 REGISTER(computed, aclopCompileAndExecute, "the table of GRAPH_OP")
-EXPORT int aclopCompileAndExecute(const char* op_type, int inputs, const void* const input[], const void* const from[], int outputs,
-    const void* const output[], void* const to[], const void* attributes, int, int, const char*, void* stream) {
+EXPORT int aclopCompileAndExecute(const char* op_type, int inputs, const void* const input[], const void* const from[],
+    int outputs, const void* const output[], void* const to[], const void* attributes, int, int, const char*, void* stream) {
   note("aclopCompileAndExecute");
   if (op_type && std::strcmp(op_type, "Identity") == 0 && changes_nothing(*input, *output, *from, *to)) {
     return copy_bytes(buffer_of(*from), buffer_of(*to), stream);
@@ -198,8 +200,8 @@ EXPORT int aclopCompileAndExecute(const char* op_type, int inputs, const void* c
 }
 // Also tells the outputs' shapes, which are those of the descriptions for the computed operators.
 REGISTER(computed, aclopCompileAndExecuteV2, "the table of GRAPH_OP")
-EXPORT int aclopCompileAndExecuteV2(const char* op_type, int inputs, const void* const input[], const void* const from[], int outputs,
-    const void* const output[], void* const to[], const void* attributes, int, int, const char*, void* stream) {
+EXPORT int aclopCompileAndExecuteV2(const char* op_type, int inputs, const void* const input[], const void* const from[],
+    int outputs, const void* const output[], void* const to[], const void* attributes, int, int, const char*, void* stream) {
   note("aclopCompileAndExecuteV2");
   return execute(op_type, inputs, input, from, outputs, output, to, attributes, stream);
 }
@@ -237,10 +239,10 @@ ACL_API(keeps, aclSetTensorShape, (void* desc, int rank, const int64_t* dims), {
   static_cast<TensorDesc*>(desc)->storage_dims.assign(dims, dims + (dims ? rank : 0));
 })
 
-#define SET_ATTR(NAME, PARAMS, ...)                                                        \
-  ACL_API(keeps, aclopSetAttr##NAME, PARAMS, {                                             \
+#define SET_ATTR(NAME, PARAMS, ...)                                                         \
+  ACL_API(keeps, aclopSetAttr##NAME, PARAMS, {                                              \
     check(attributes != nullptr && name != nullptr, kInvalidParam, "attr or name is null"); \
-    (*static_cast<Values*>(attributes))[name] = Attribute(__VA_ARGS__);                    \
+    (*static_cast<Values*>(attributes))[name] = Attribute(__VA_ARGS__);                     \
   })
 SET_ATTR(Bool, (void* attributes, const char* name, uint8_t value), value != 0)
 SET_ATTR(Int, (void* attributes, const char* name, int64_t value), value)

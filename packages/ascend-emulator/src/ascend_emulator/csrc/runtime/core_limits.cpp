@@ -12,7 +12,7 @@ using namespace emu;
 
 namespace {
 
-constexpr int kTypes = 2;  // aclrtDevResLimitType: cube cores, vector cores
+constexpr int kTypes = 2;                     // aclrtDevResLimitType: cube cores, vector cores
 using Limits = std::array<uint32_t, kTypes>;  // 0: none
 
 struct State {

@@ -181,6 +181,9 @@ ACL_VALUE(const char*, answers, aclrtGetSocName, (), { return chip().name.c_str(
 
 // torch_npu queries ACL_CANN_ATTR_INF_NAN only: infinities and NaNs are kept.
 ACL_API(answers, aclGetCannAttribute, (int32_t, int32_t* value), { *value = 1; })
+// Which of its sequences of random numbers an NPU draws, 0 or 1 (op-plugin's RandomUtil.h). Not an operator: one function.
+ACL_API(nothing("the emulator's random numbers are its own"), aclnnSetPytorchRandom, (int32_t mode),
+    { check(mode == 0 || mode == 1, kInvalidParam, "mode is ", mode, "; allowed: 0 and 1"); })
 // aclCannAttr: ACL_CANN_ATTR_INF_NAN and ACL_CANN_ATTR_JIT_COMPILE, which is whether compiling at run time can be off.
 ACL_API(answers, aclGetCannAttributeList, (const int32_t** attributes, size_t* count), {
   static constexpr int32_t available[] = {0, 1};

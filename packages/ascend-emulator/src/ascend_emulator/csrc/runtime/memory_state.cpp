@@ -27,8 +27,9 @@ ACL_API(answers, aclrtGetMemUceInfo, (int32_t id, Nullable<FaultyRange> ranges, 
 })
 ACL_API(keeps, aclrtMemUceRepair, (int32_t id, const FaultyRange*, size_t), { device(id).clear_memory_error(); })
 
-// What happened to the device, after a failure. An operator's refusal is none of it: errorType 0 (ACL_RT_NO_ERROR). torch_npu asks
-// after each error on Ascend950 and later (NPUException.cpp). Structure: CANN's public API reference, "aclrtGetErrorVerbose".
+// What happened to the device, after a failure. An operator's refusal is none of it: errorType 0 (ACL_RT_NO_ERROR). torch_npu
+// asks after each error on Ascend950 and later (NPUException.cpp). Structure: CANN's public API reference,
+// "aclrtGetErrorVerbose".
 namespace {
 struct ErrorInfo {
   uint8_t repairable, detailed, reserved[2];

@@ -86,7 +86,8 @@ struct Slopes {
 };
 
 void write(const Corners& slopes, bool is_centered, const Tensor& out) {
-  out.copy_(is_centered ? at::stack({slopes.x1 + slopes.x2, slopes.y1 + slopes.y2, (slopes.x2 - slopes.x1) / 2, (slopes.y2 - slopes.y1) / 2})
+  out.copy_(is_centered ? at::stack({slopes.x1 + slopes.x2, slopes.y1 + slopes.y2, (slopes.x2 - slopes.x1) / 2,
+                              (slopes.y2 - slopes.y1) / 2})
                         : at::stack({slopes.x1, slopes.y1, slopes.x2, slopes.y2}));
 }
 
@@ -123,10 +124,9 @@ Request request(const Tensor& first, const Tensor& second, const Tensor& out, co
 }
 
 // Boxes one by one, the only ones whose gradients op-plugin asks for.
-Request backward_request(
-    const Tensor& grad, const Tensor& first, const Tensor& second, const Tensor& dfirst, const Tensor& dsecond, const Attributes& attributes) {
-  check(!attributes.get("is_cross", true) && !is_foreground(attributes), kOpParam,
-      "computed: is_cross = False with mode 'iou'");
+Request backward_request(const Tensor& grad, const Tensor& first, const Tensor& second, const Tensor& dfirst,
+    const Tensor& dsecond, const Attributes& attributes) {
+  check(!attributes.get("is_cross", true) && !is_foreground(attributes), kOpParam, "computed: is_cross = False with mode 'iou'");
   check(grad.numel() == first.size(-1), kOpParam, "grad has ", grad.numel(), " values for ", first.size(-1), " boxes");
   SAME(dfirst, first);
   SAME(dsecond, second);

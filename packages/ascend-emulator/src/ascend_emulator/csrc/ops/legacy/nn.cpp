@@ -16,7 +16,8 @@ CubeMath cube_math(bool convolution) {
   return {lower || is_chip("Ascend310P") ? CubeMath::kAllowDownPrecision : CubeMath::kKeep};
 }
 
-Computation matrix_product(const Tensor& x1, const Tensor& x2, const Opt<Tensor>& bias, const Tensor& y, bool first, bool second) {
+Computation matrix_product(
+    const Tensor& x1, const Tensor& x2, const Opt<Tensor>& bias, const Tensor& y, bool first, bool second) {
   one_of("x1", x1, kFloating);
   same_dtype("x2", x2, "x1", x1);
   check(x1.dim() >= 2 && x2.dim() >= 2, kOpParam, "x1 has shape ", x1.sizes(), " and x2 ", x2.sizes(), "; allowed: matrices");
@@ -42,7 +43,8 @@ Convolution convolution(const Attributes& attributes) {
   const auto dilations = attributes.get("dilations", Ints{1, 1, 1, 1});
   check(strides.size() == 4 && pads.size() == 4 && dilations.size() == 4, kOpParam, "strides is ", at::IntArrayRef(strides),
       ", pads ", at::IntArrayRef(pads), " and dilations ", at::IntArrayRef(dilations), "; each must have 4 values");
-  check(pads[0] == pads[1] && pads[2] == pads[3], kOpParam, "pads is ", at::IntArrayRef(pads), "; computed: the same on both sides");
+  check(pads[0] == pads[1] && pads[2] == pads[3], kOpParam, "pads is ", at::IntArrayRef(pads),
+      "; computed: the same on both sides");
   return {{strides[2], strides[3]}, {pads[0], pads[2]}, {dilations[2], dilations[3]}, attributes.get("groups", int64_t{1})};
 }
 // The output's shape of a convolution that is possible.
@@ -53,8 +55,8 @@ Shape convolved(const Tensor& x, const Tensor& filter, const Convolution& how) {
       x.size(1), " channels for filter of shape ", filter.sizes(), " in ", how.groups, " groups");
   Shape out{x.size(0), filter.size(0)};
   for (int i = 0; i < 2; ++i) {
-    check(how.stride[i] > 0 && how.dilation[i] > 0 && how.padding[i] >= 0, kOpParam, "a stride is ", how.stride[i], ", a dilation ",
-        how.dilation[i], " and a pad ", how.padding[i]);
+    check(how.stride[i] > 0 && how.dilation[i] > 0 && how.padding[i] >= 0, kOpParam, "a stride is ", how.stride[i],
+        ", a dilation ", how.dilation[i], " and a pad ", how.padding[i]);
     const auto free = x.size(i + 2) + 2 * how.padding[i] - how.dilation[i] * (filter.size(i + 2) - 1) - 1;
     check(free >= 0, kOpParam, "filter of shape ", filter.sizes(), " is larger than x of shape ", x.sizes());
     out.push_back(free / how.stride[i] + 1);
@@ -115,6 +117,10 @@ GRAPH_OP(MishGrad, (Tensor grad, Tensor x, Out dx), {
 
 GRAPH_OP(MatMul, (Tensor x1, Tensor x2, Opt<Tensor> bias, Out y, Attributes attributes),
     { return matrix_product(x1, x2, bias, y, attributes.get("transpose_x1", false), attributes.get("transpose_x2", false)); })
+GRAPH_OP(MatMulV2, (Tensor x1, Tensor x2, Opt<Tensor> bias, Out y, Attributes attributes), {
+  attributes.only("offset_x", int64_t{0});
+  return matrix_product(x1, x2, bias, y, attributes.get("transpose_x1", false), attributes.get("transpose_x2", false));
+})
 GRAPH_OP(BatchMatMul, (Tensor x1, Tensor x2, Out y, Attributes attributes),
     { return matrix_product(x1, x2, std::nullopt, y, attributes.get("adj_x1", false), attributes.get("adj_x2", false)); })
 
@@ -126,8 +132,7 @@ GRAPH_OP(Conv2D, (Tensor x, Tensor filter, Opt<Tensor> bias, Out y, Attributes a
   if (bias) shape("bias", *bias, {filter.size(0)});
   SHAPE(y, convolved(x, filter, how));
   COMPUTE {
-    y.copy_(at::conv2d(
-        upcast(cube(x)), upcast(cube(filter)), upcast(bias), how.stride, how.padding, how.dilation, how.groups));
+    y.copy_(at::conv2d(upcast(cube(x)), upcast(cube(filter)), upcast(bias), how.stride, how.padding, how.dilation, how.groups));
   };
 })
 GRAPH_OP(Conv2DBackpropInput, (Ints size, Tensor filter, Tensor grad, Out dx, Attributes attributes), {

@@ -21,8 +21,8 @@ std::pair<Tensor, Tensor> moments(const Tensor& m, const Tensor& v, const Tensor
 
 // The formula is that of op-plugin's test_apply_adam.py.
 GRAPH_OP(ApplyAdamD,
-    (Tensor var, Tensor m, Tensor v, Scalar beta1_power, Scalar beta2_power, Scalar lr, Scalar beta1, Scalar beta2, Scalar epsilon,
-        Tensor grad, Out var_out, Out m_out, Out v_out, Attributes attributes),
+    (Tensor var, Tensor m, Tensor v, Scalar beta1_power, Scalar beta2_power, Scalar lr, Scalar beta1, Scalar beta2,
+        Scalar epsilon, Tensor grad, Out var_out, Out m_out, Out v_out, Attributes attributes),
     {
       attributes.get("use_locking", false);  // of concurrent updates, which a stream has not
       const bool nesterov = attributes.get("use_nesterov", false);

@@ -1,6 +1,6 @@
 // Legacy graph operators of an LSTM (op_plugin/ops/aclops/LstmKernelNpu.cpp, LstmCellKernelNpu.cpp): x is [steps, batch, input],
-// states are [batch, hidden], weights [input, 4 * hidden] and [hidden, 4 * hidden], the gates in PyTorch's order: i, f, j, o, where
-// j is the cell's candidate, also called c.
+// states are [batch, hidden], weights [input, 4 * hidden] and [hidden, 4 * hidden], the gates in PyTorch's order: i, f, j, o,
+// where j is the cell's candidate, also called c.
 #include "operator/graph_op.h"
 #include "ops/upcast.h"
 
@@ -74,14 +74,14 @@ struct Gradients {
 
 // dh and dc are the gradients of the last step's states. Of one step, h and c may have no dimension for it.
 Computation backward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, const Tensor& y, const Tensor& init_h,
-    const Tensor& init_c, const Tensor& all_h, const Tensor& all_c, const Tensor& dy, const Tensor& dh, const Tensor& dc, const Gates& gates,
-    const Gradients& out) {
+    const Tensor& init_c, const Tensor& all_h, const Tensor& all_c, const Tensor& dy, const Tensor& dh, const Tensor& dc,
+    const Gates& gates, const Gradients& out) {
   rank("y", y, 3);
   const auto steps = y.size(0);
   const auto batch = y.size(1);
   const auto hidden = y.size(2);
-  check(x.numel() == steps * batch * w_x.size(0), kOpParam, "x has shape ", x.sizes(), " for ", steps, " steps, a batch of ", batch,
-      " and ", w_x.size(0), " inputs");
+  check(x.numel() == steps * batch * w_x.size(0), kOpParam, "x has shape ", x.sizes(), " for ", steps, " steps, a batch of ",
+      batch, " and ", w_x.size(0), " inputs");
   for (const auto& each : {dy, gates.i, gates.j, gates.f, gates.o, gates.tanhc})
     shape("dy or a gate", each, {steps, batch, hidden});
   for (const auto& each : {all_h, all_c})
@@ -107,7 +107,8 @@ Computation backward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, cons
       before[t] = (t ? upcast(h[t - 1]) : upcast(init_h)).view({batch, hidden});
       const auto of_h = upcast(dy[t]) + carried_h;
       const auto of_c = carried_c + of_h * o * (1 - tanhc * tanhc);
-      of_gates[t] = at::cat({of_c * j * i * (1 - i), of_c * last * f * (1 - f), of_c * i * (1 - j * j), of_h * tanhc * o * (1 - o)}, -1);
+      of_gates[t] =
+          at::cat({of_c * j * i * (1 - i), of_c * last * f * (1 - f), of_c * i * (1 - j * j), of_h * tanhc * o * (1 - o)}, -1);
       carried_h = at::matmul(of_gates[t], weight);
       carried_c = of_c * f;
     }
@@ -156,9 +157,9 @@ GRAPH_OP(DynamicRNNV2,
 
 // The tensors without a name are placeholders: op-plugin passes zeros of no dimension for those of peepholes.
 GRAPH_OP(DynamicRNNGrad,
-    (Tensor x, Tensor w, Tensor, Tensor y, Tensor init_h, Tensor init_c, Tensor h, Tensor c, Tensor dy, Tensor dh, Tensor dc, Tensor i,
-        Tensor j, Tensor f, Tensor o, Tensor tanhc, Tensor seq_length, Tensor, Tensor, Tensor, Tensor, Out dw, Out db, Out dx,
-        Out dh_prev, Out dc_prev, Attributes attributes),
+    (Tensor x, Tensor w, Tensor, Tensor y, Tensor init_h, Tensor init_c, Tensor h, Tensor c, Tensor dy, Tensor dh, Tensor dc,
+        Tensor i, Tensor j, Tensor f, Tensor o, Tensor tanhc, Tensor seq_length, Tensor, Tensor, Tensor, Tensor, Out dw, Out db,
+        Out dx, Out dh_prev, Out dc_prev, Attributes attributes),
     {
       attributes.get("cell_type", true);  // op-plugin's "LSTM", which its overloads convert to bool
       plain(attributes);
@@ -169,9 +170,9 @@ GRAPH_OP(DynamicRNNGrad,
           x, w_x, w_h, y, init_h, init_c, h, c, dy, dh, dc, {i, j, f, o, tanhc}, {dw_x, dw_h, db, dx, dh_prev, dc_prev});
     })
 GRAPH_OP(DynamicRNNV2Grad,
-    (Tensor x, Tensor w_x, Tensor w_h, Tensor y, Tensor init_h, Tensor init_c, Tensor h, Tensor c, Tensor dy, Tensor dh, Tensor dc,
-        Tensor i, Tensor j, Tensor f, Tensor o, Tensor tanhc, Tensor seq_length, Tensor, Tensor, Tensor, Tensor, Out dw_x, Out dw_h,
-        Out db, Out dx, Out dh_prev, Out dc_prev, Attributes attributes),
+    (Tensor x, Tensor w_x, Tensor w_h, Tensor y, Tensor init_h, Tensor init_c, Tensor h, Tensor c, Tensor dy, Tensor dh,
+        Tensor dc, Tensor i, Tensor j, Tensor f, Tensor o, Tensor tanhc, Tensor seq_length, Tensor, Tensor, Tensor, Tensor,
+        Out dw_x, Out dw_h, Out db, Out dx, Out dh_prev, Out dc_prev, Attributes attributes),
     {
       attributes.only("cell_type", Text("LSTM"));
       plain(attributes);

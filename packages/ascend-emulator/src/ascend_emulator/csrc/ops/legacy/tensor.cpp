@@ -33,8 +33,8 @@ Computation extreme(bool largest, const Tensor& x, const Tensor& indices, const 
   COMPUTE { copy_both(largest ? at::max(x, dim, keep) : at::min(x, dim, keep), values, indices); };
 }
 
-// Rows of `count` indices of true values, and which rows are there. All of them in order if they fit: op-plugin's test has that of
-// an NPU. Otherwise a sample without repetition.
+// Rows of `count` indices of true values, and which rows are there. All of them in order if they fit: op-plugin's test has that
+// of an NPU. Otherwise a sample without repetition.
 void choose(const Tensor& x, const Tensor& indices, const Tensor& mask, int64_t seed) {
   auto found = at::nonzero(x);
   const auto count = indices.size(0);
@@ -55,13 +55,31 @@ GRAPH_OP(Fill, (Ints dims, Tensor value, Out y), {
   COMPUTE { y.fill_(value.reshape({})); };
 })
 
+GRAPH_OP(Cast, (Tensor x, Out y, Attributes attributes), {
+  const auto to = to_scalar_type(static_cast<int32_t>(attributes.get("dst_type", int64_t{0})));
+  check(y.scalar_type() == to, kOpParam, "y is ", y.scalar_type(), " and dst_type ", to);
+  SAME(y, x);
+  COMPUTE { y.copy_(x); };
+})
+GRAPH_OP(Abs, (Tensor x, Out y), {
+  SAME(y, x);
+  same_dtype("y", y, "x", x);
+  COMPUTE { y.copy_(x.abs()); };
+})
+GRAPH_OP(Sub, (Tensor x1, Tensor x2, Out y), {
+  BROADCAST(y, x1, x2);
+  same_dtype("x2", x2, "x1", x1);
+  same_dtype("y", y, "x1", x1);
+  COMPUTE { y.copy_(upcast(x1) - upcast(x2)); };
+})
+
 GRAPH_OP(Slice, (Tensor x, Ints offsets, Ints size, Out y), {
   const auto rank = static_cast<size_t>(x.dim());
-  check(offsets.size() == rank && size.size() == rank, kOpParam, "offsets is ", at::IntArrayRef(offsets), " and size is ", at::IntArrayRef(size), " for ", rank,
-      " dimensions");
+  check(offsets.size() == rank && size.size() == rank, kOpParam, "offsets is ", at::IntArrayRef(offsets), " and size is ",
+      at::IntArrayRef(size), " for ", rank, " dimensions");
   for (size_t i = 0; i < rank; ++i)
-    check(offsets[i] >= 0 && size[i] >= 0 && offsets[i] + size[i] <= x.size(i), kOpParam, "offsets ", at::IntArrayRef(offsets), " and size ", at::IntArrayRef(size),
-        " reach beyond x of shape ", x.sizes());
+    check(offsets[i] >= 0 && size[i] >= 0 && offsets[i] + size[i] <= x.size(i), kOpParam, "offsets ", at::IntArrayRef(offsets),
+        " and size ", at::IntArrayRef(size), " reach beyond x of shape ", x.sizes());
   SHAPE(y, size);
   COMPUTE {
     Tensor part = x;
@@ -73,8 +91,8 @@ GRAPH_OP(Slice, (Tensor x, Ints offsets, Ints size, Out y), {
 // A set bit of a mask ignores that dimension's begin or end.
 GRAPH_OP(StridedSlice, (Tensor x, Ints begin, Ints end, Ints strides, Out y, Attributes attributes), {
   const auto rank = static_cast<size_t>(x.dim());
-  check(begin.size() == rank && end.size() == rank && strides.size() == rank, kOpParam, "begin is ", at::IntArrayRef(begin), ", end is ",
-      at::IntArrayRef(end), " and strides is ", at::IntArrayRef(strides), " for ", rank, " dimensions");
+  check(begin.size() == rank && end.size() == rank && strides.size() == rank, kOpParam, "begin is ", at::IntArrayRef(begin),
+      ", end is ", at::IntArrayRef(end), " and strides is ", at::IntArrayRef(strides), " for ", rank, " dimensions");
   const auto begin_mask = attributes.get("begin_mask", int64_t{0});
   const auto end_mask = attributes.get("end_mask", int64_t{0});
   for (const char* name : {"ellipsis_mask", "new_axis_mask", "shrink_axis_mask"}) attributes.only(name, int64_t{0});
@@ -171,7 +189,8 @@ GRAPH_OP(MaskedFillRange, (Tensor x, Tensor start, Tensor end, Tensor value, Out
   one_of("start", start, {at::kInt});
   one_of("end", end, {at::kInt});
   check(value.numel() == start.size(0), kOpParam, "value has ", value.numel(), " elements for ", start.size(0), " rows of start");
-  check(!by_entry || start.size(1) == x.size(0), kOpParam, "start has ", start.size(1), " columns for ", x.size(0), " entries of x");
+  check(!by_entry || start.size(1) == x.size(0), kOpParam, "start has ", start.size(1), " columns for ", x.size(0),
+      " entries of x");
   COMPUTE {
     const auto from = start.accessor<int32_t, 2>();
     const auto to = end.accessor<int32_t, 2>();
@@ -179,8 +198,8 @@ GRAPH_OP(MaskedFillRange, (Tensor x, Tensor start, Tensor end, Tensor value, Out
     for (int64_t i = 0; i < start.size(0); ++i) {
       for (int64_t j = 0; j < start.size(1); ++j) {
         if (from[i][j] >= to[i][j]) continue;
-        check(from[i][j] >= 0 && to[i][j] <= x.size(axis), kOpFailed, "the range ", from[i][j], " to ", to[i][j], " is outside of ",
-            x.size(axis));
+        check(from[i][j] >= 0 && to[i][j] <= x.size(axis), kOpFailed, "the range ", from[i][j], " to ", to[i][j],
+            " is outside of ", x.size(axis));
         const auto entry = by_entry ? y.select(0, j) : Tensor(y);
         entry.narrow(by_entry ? axis - 1 : axis, from[i][j], to[i][j] - from[i][j]).fill_(value.select(0, i));
       }
@@ -215,8 +234,8 @@ GRAPH_OP(SignBitsPack, (Tensor x, Out y, Attributes attributes), {
 })
 GRAPH_OP(SignBitsUnpack, (Tensor x, Out y, Attributes attributes), {
   const auto size = attributes.get("size", int64_t{0});
-  check(to_scalar_type(static_cast<int32_t>(attributes.get("dtype", int64_t{0}))) == y.scalar_type(), kOpParam,
-      "y is ", y.scalar_type(), "; attribute dtype says otherwise");
+  check(to_scalar_type(static_cast<int32_t>(attributes.get("dtype", int64_t{0}))) == y.scalar_type(), kOpParam, "y is ",
+      y.scalar_type(), "; attribute dtype says otherwise");
   one_of("x", x, {at::kByte});
   rank("x", x, 1);
   check(size > 0 && x.numel() * 8 % size == 0, kOpParam, "size is ", size, " for ", x.numel() * 8, " bits");
