@@ -46,7 +46,7 @@ def test_operators_are_computed_or_refuse(points):
         and not point.name.endswith("CalculateSizeAndFormat")
     ]
     assert {point.state for point in operators} == {"computed", "refuses"}
-    assert {point.state for point in points if point.name.startswith(("aclopCompile", "aclop::"))} == {"computed"}
+    assert {point.state for point in points if point.name.startswith(("aclopCompileAndExecute", "aclop::"))} == {"computed"}
 
 
 def test_libraries_answer_to_every_name_that_is_asked_for():
