@@ -207,7 +207,7 @@ def has_cpu_torch(version: str) -> bool:
 
 def _can_install(requirement: str, python: Path, *options: str) -> bool:
     uv, settings = find_uv()
-    command = [uv, "pip", "install", "--dry-run", "--no-deps", "--python", python, *options, requirement]
+    command = [uv, "pip", "install", "--dry-run", "--no-deps", "--python", str(python), *options, requirement]
     settings |= {"UV_HTTP_RETRIES": "0"}
     return subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, check=False).returncode == 0
 

@@ -55,7 +55,8 @@ class NPUSampler(Sampler):
         rows, indices = input_batch.idx_mapping_np, input_batch.logits_indices
         reads = self.needs_logits_processing[rows].any() or self.sampling_states.any_explicit_seed(rows)
         if isinstance(indices, torch.Tensor) and not reads:
-            input_batch = dataclasses.replace(input_batch, logits_indices=slice(0, 0))
+            none: Any = slice(0, 0)
+            input_batch = dataclasses.replace(input_batch, logits_indices=none)
         return super().__call__(logits, input_batch)
 
     def _sample_random(
