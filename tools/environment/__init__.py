@@ -98,7 +98,7 @@ def _wanted() -> dict[str, str]:
     sources = (ROOT / "packages" / "ascend-emulator" / "src").rglob("*")
     return {
         "requirements": _hash([REQUIREMENTS], str(ROOT)),
-        "workspace": _hash(sorted(ROOT.glob("packages/*/pyproject.toml"))),
+        "workspace": _hash(sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("packages/*/*.pth")])),
         "emulator": _hash(sorted(path for path in sources if path.is_file() and "__pycache__" not in path.parts)),
     }
 

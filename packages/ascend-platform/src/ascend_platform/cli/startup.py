@@ -1,11 +1,18 @@
-"""Start-up of vLLM's own commands, called by ``ascend_platform.pth`` as Python starts."""
+"""Start-up of vLLM's own commands and of the processes that vLLM spawns, called by ``ascend_platform.pth`` as Python starts."""
 
+import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 SWITCH = "VLLM_ASCEND_STARTUP_CHECKS"
-"""Environment variable; with "0" nothing is checked and no excepthook is installed."""
+"""Environment variable; with "0" nothing is checked, no excepthook is installed, and garbage is collected as Python does."""
+
+IMPORTING = 100_000, 20, 100
+"""Thresholds of the garbage collector while vLLM is imported, which makes a million objects that stay."""
+
+_thresholds: tuple[int, int, int] | None = None  # to be restored
 
 
 def run() -> None:
@@ -14,6 +21,32 @@ def run() -> None:
         from ascend_platform.cli import excepthook
 
         excepthook.install()
+        if "bench" not in sys.orig_argv:  # it measures, and configures no engine for collect_garbage_as_before()
+            collect_garbage_rarely()
+
+
+def run_child() -> None:
+    """Prepare a process that multiprocessing spawns below a process of vLLM, which handles ctrl-C for it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.environ.get(SWITCH) != "0":
+        collect_garbage_rarely()
+
+
+def collect_garbage_rarely() -> None:
+    """Raise the collector's thresholds: by Python's own a quarter of the CPU time of vLLM's imports is garbage collection."""
+    global _thresholds
+    if _thresholds is None and gc.get_threshold()[0]:
+        _thresholds = gc.get_threshold()
+        gc.set_threshold(*IMPORTING)
+
+
+def collect_garbage_as_before() -> None:
+    """Restore the thresholds, and leave what was imported out of all later collections; vLLM asks for many while it starts."""
+    global _thresholds
+    if _thresholds is not None:
+        gc.freeze()
+        gc.set_threshold(*_thresholds)
+        _thresholds = None
 
 
 def runs_vllm(command: Sequence[str]) -> bool:

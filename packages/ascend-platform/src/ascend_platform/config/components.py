@@ -4,6 +4,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from ascend_platform.attention import gated_delta, selector
+from ascend_platform.cli import startup
 from ascend_platform.components import logger, options, registry
 from ascend_platform.config import mla_prolog, model_runner
 
@@ -12,11 +13,12 @@ if TYPE_CHECKING:
 
 
 def announce(vllm_config: "VllmConfig") -> None:
-    """Hand the components their options and log the summary line, once per process.
+    """Hand the components their options and log the summary line, once per process, whose imports are over by then.
 
     Called where each process first has the configuration and all plugins are loaded: ``check_and_update_config`` in the
     API server, ``register_custom_kv_cache_specs`` in the engine core, ``NPUWorker`` in a worker.
     """
+    startup.collect_garbage_as_before()
     registry.join("ascend-platform", "ascend", api=registry.API_VERSION)
     options.configure(vllm_config.additional_config)
     if vllm_config.model_config is not None:

@@ -5,12 +5,14 @@ attention layers is a graph, so that sizes times layers reaches the limit.
 """
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 from vllm.distributed import get_dp_group, get_ep_group, get_pp_group, get_tp_group
@@ -90,6 +92,24 @@ class GraphSizeMixin(Runner):
         others = set(CUDAGraphWrapper._all_instances).difference(wrappers_of(self.compilation_config))
         with without("vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances", others):
             return super().profile_cudagraph_memory()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _freeze_gc() -> Iterator[None]:
+        """Collect no garbage during captures, as vLLM, whose context also ends what is frozen.
+
+        Each of its later collections, four of them while an engine starts, would walk through all that is imported: 0.4 s.
+        """
+        was_enabled = gc.isenabled()
+        gc.collect()
+        if not envs.VLLM_ENABLE_CUDAGRAPH_GC:
+            gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+            gc.collect()
 
     def _warmup_and_capture(self: Any, *args: Any, **kwargs: Any) -> None:
         """Capture one size. If one rank runs out of streams, fail on all; the others would hang in a collective."""

@@ -24,13 +24,11 @@ def exit_when_parent_exits() -> None:
     """End this process when its parent exits, if it is a multiprocessing child of vLLM. Called when the platform is activated.
 
     The parent may have exited before this call, and it is not known yet if the platform is activated while the process's object is
-    unpickled, as in an engine core of ``vllm serve``. Garbage collections in such a process leave out the modules imported so far, and
-    the last one, at exit, leaves out all objects: vLLM collects explicitly while it starts, 0.4 s each time, and the parent waits
-    for the last one, which takes 1 to 2 s.
+    unpickled, as in an engine core of ``vllm serve``. The last garbage collection of such a process, at exit, leaves out all
+    objects: it takes 1 to 2 s, for which the parent waits.
     """
     if multiprocessing.current_process().name.startswith(VLLM_PROCESS_NAMES):
         threading.Thread(target=_watch_parent, name="ascend-parent", daemon=True).start()
-        gc.freeze()
         atexit.register(gc.freeze)
 
 
