@@ -1,5 +1,7 @@
 """Number of capture sizes within the limit of streams."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,3 +66,30 @@ def test_a_pipeline_stage_supports_what_the_others_do(
     found = capture_sizes.support_of_other_stages(None, backends, groups)
     assert asked == [AttentionCGSupport.UNIFORM_BATCH.value] * (stages - 1)
     assert (found and found.get_builder_cls().get_cudagraph_support(None, None).name) == taken
+
+
+def test_a_capture_disables_the_collector_and_leaves_frozen_what_is() -> None:
+    script = """
+import gc
+from ascend_platform.worker.model_runner import NPUModelRunner
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+gc.collect()
+gc.freeze()
+frozen = gc.get_freeze_count()
+with NPUModelRunner._freeze_gc():
+    assert not gc.isenabled()
+    Cycle()
+assert gc.isenabled()
+assert not any(isinstance(each, Cycle) for each in gc.get_objects())
+assert gc.get_freeze_count() > 0.99 * frozen > 100_000
+gc.disable()
+with NPUModelRunner._freeze_gc():
+    pass
+assert not gc.isenabled()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,5 +1,6 @@
 """register() in separate processes, as torch_npu finds its devices once per process."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -188,6 +189,36 @@ def test_start_up_is_checked_where_vllm_is_the_program(vllm_ascend, tmp_path, wo
     env = {**os.environ, "PYTHONPATH": str(vllm_ascend)} | variables
     done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == ((1, "") if stopped else (0, "started\n"))
+
+
+RARELY = "(100000, 20, 100)"
+USUAL = str(gc.get_threshold())
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "thresholds"),
+    [
+        (["vllm", "serve"], {}, RARELY),
+        (["vllm", "bench"], {}, USUAL),
+        (["vllm", "serve"], {"VLLM_ASCEND_STARTUP_CHECKS": "0"}, USUAL),
+        (["pytest", "vllm"], {}, USUAL),
+        (["pytest", "--multiprocessing-fork"], {"VLLM_RPC_BASE_PATH": "directory"}, RARELY),
+        (["pytest", "--multiprocessing-fork"], {}, USUAL),
+    ],
+)
+def test_garbage_is_collected_rarely_while_vllm_is_imported(tmp_path, words, variables, thresholds):
+    for name in ("vllm", "pytest"):
+        (tmp_path / name).write_text("import gc; print(gc.get_threshold())")
+    env = {name: value for name, value in os.environ.items() if name != "VLLM_RPC_BASE_PATH"} | variables
+    command = [sys.executable, str(tmp_path / words[0]), *words[1:]]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, thresholds), done.stderr
+
+
+def test_garbage_is_collected_as_before_when_it_was_never_rare():
+    script = "import gc; from ascend_platform.cli import startup; gc.set_threshold(9); startup.collect_garbage_as_before(); "
+    done = subprocess.run([sys.executable, "-c", script + "print(gc.get_threshold()[0], gc.get_freeze_count())"], capture_output=True)
+    assert done.stdout.split() == [b"9", b"0"]
 
 
 def test_vllm_as_a_module_is_the_program():
