@@ -217,7 +217,9 @@ def test_garbage_is_collected_rarely_while_vllm_is_imported(tmp_path, words, var
 
 def test_garbage_is_collected_as_before_when_it_was_never_rare():
     script = "import gc; from ascend_platform.cli import startup; gc.set_threshold(9); startup.collect_garbage_as_before(); "
-    done = subprocess.run([sys.executable, "-c", script + "print(gc.get_threshold()[0], gc.get_freeze_count())"], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script + "print(gc.get_threshold()[0], gc.get_freeze_count())"], capture_output=True
+    )
     assert done.stdout.split() == [b"9", b"0"]
 
 

@@ -22,7 +22,8 @@ VARIABLES = {
     "VLLM_VERSION": "the version of vLLM that requirements and patches are compared with, in place of the installed one",
     "VLLM_ASCEND_DISABLE_PATCHES": "names of patches to leave out, separated by commas",
     "VLLM_ASCEND_ACCEPT_OVERRIDES": "names of overrides to apply to a vLLM whose source differs, separated by commas",
-    "VLLM_ASCEND_STARTUP_CHECKS": "`0` keeps `ascend_platform.pth` from checking the environment of vLLM's commands at start-up",
+    "VLLM_ASCEND_STARTUP_CHECKS": "`0` keeps `ascend_platform.pth` from checking the environment of vLLM's commands at start-up, "
+    "and from collecting garbage rarely while vLLM is imported",
     "VLLM_ASCEND_WEIGHTS_SECRET": "the secret of engines that load weights from each other, where no file is named for it",
     "VLLM_ASCEND_KV_SECRET": "the secret of instances that transfer KV cache, where no file is named for it",
 }

@@ -11,7 +11,6 @@ import signal
 import socket
 import threading
 import time
-from typing import Any
 
 from ascend_platform.components import logger
 
