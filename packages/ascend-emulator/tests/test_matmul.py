@@ -150,3 +150,31 @@ def test_on_310p_float32_is_multiplied_in_float16(run):
     done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", textwrap.dedent(ON_310P))
     assert "AssertionError" not in done.stderr
     assert "aclnnMatmul: cubeMathType is 0 for float32; Ascend310P3 has no float32 products, so it must be 1 or 2" in done.stderr
+
+
+# Rows in place up to 8 and 64, packed above, six in a tile; 96 or 64 columns in a block, 32 values in a step.
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 64, 65, 71, 130])
+@pytest.mark.parametrize(("width", "columns"), [(1, 1), (31, 63), (32, 64), (33, 97), (256, 200), (2305, 129)])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("biased", [False, True])
+def test_edges_of_bfloat16_blocks(agree, rows, width, columns, transposed, biased):
+    a, b, bias = (torch.randn(size).bfloat16() / width**0.25 for size in ((rows, width), (columns, width), (columns,)))
+    b = b if transposed else b.t().contiguous()
+    agree(
+        lambda a, b, c: torch.addmm(c, a, b.t() if transposed else b) if biased else a @ (b.t() if transposed else b),
+        a,
+        b,
+        bias,
+        ulps=2,
+    )
+
+
+def test_bfloat16_products_in_parts_of_larger_tensors(agree):
+    a, b, out = torch.randn(70, 200).bfloat16(), torch.randn(150, 300).bfloat16(), torch.ones(70, 400).bfloat16()
+
+    def call(a, b, out):
+        torch.mm(a[:, 7:104], b[10:110, 50:147].t(), out=out[:, 200:300])
+        torch.mm(a[:5, 7:104], b[10:110, 50:147].t(), out=out[:5, :100])
+        return out
+
+    agree(lambda a, b, out: call(a / 8, b, out), a, b, out, ulps=2)

@@ -2,7 +2,7 @@
 // npu_grouped_matmul_finalize_routing (torch_npu/_op_plugin_docs.py, BSD), their shape functions, op-plugin's call sites and
 // tests.
 #include "core/cost.h"
-#include "ops/matmul/skinny_matmul.h"
+#include "ops/matmul/bf16_matmul.h"
 #include "ops/quantization/quantized.h"
 
 using namespace emu;
@@ -76,7 +76,7 @@ struct Grouped {
     const auto matrix = matrix_of_group(rows, group);
     const bool in_bfloat16 = rows.scalar_type() == at::kBFloat16 && matrix.scalar_type() == at::kBFloat16;
     if (in_bfloat16 && into.scalar_type() == at::kBFloat16 && empty(bias)) {  // with sums in float32, rounded once
-      if (is_skinny(rows, matrix, into)) return skinny_matmul(rows, matrix, {}, into);
+      if (has_bf16_matmul(rows, matrix, into)) return bf16_matmul(rows, matrix, {}, into);
       Tensor result = into;
       at::mm_out(result, rows, matrix);
       return;

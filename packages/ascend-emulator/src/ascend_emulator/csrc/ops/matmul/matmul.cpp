@@ -2,16 +2,16 @@
 #include "ops/cube_math.h"
 
 #include "operator/shapes.h"
-#include "skinny_matmul.h"
+#include "bf16_matmul.h"
 
 SHAPED(aclnnMm, (Tensor self, Tensor other, Tensor out, CubeMath cube),
     (SHAPE(out, PRODUCT(self, other, 2, 2)), cube.check(self, other)), {
-      if (is_skinny(self, other, out)) return skinny_matmul(self, other, {}, out);
+      if (has_bf16_matmul(self, other, out)) return bf16_matmul(self, other, {}, out);
       at::mm_out(out, cube(self), cube(other));
     })
 SHAPED(aclnnMatmul, (Tensor self, Tensor other, Tensor out, CubeMath cube),
     (SHAPE(out, PRODUCT(self, other, 1, 8)), cube.check(self, other)), {
-      if (is_skinny(self, other, out)) return skinny_matmul(self, other, {}, out);
+      if (has_bf16_matmul(self, other, out)) return bf16_matmul(self, other, {}, out);
       // The output of a product with a vector may have an additional dimension of 1 (op-plugin's
       // MatmulBackwardKernelNpuOpApi.cpp).
       if (self.dim() == 1 || other.dim() == 1) return void(out.copy_(at::matmul(cube(self), cube(other)).view(out.sizes())));
@@ -30,7 +30,7 @@ SHAPED(
 SHAPED(aclnnAddmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, CubeMath cube),
     (SHAPE(out, PRODUCT(a, b, 2, 2)), EXPANDS(out, self), cube.check(a, b)), {
       const bool plain = beta.toDouble() == 1 && alpha.toDouble() == 1 && self.dim() == 1 && self.size(0) == b.size(1);
-      if (plain && self.scalar_type() == at::kBFloat16 && is_skinny(a, b, out)) return skinny_matmul(a, b, self, out);
+      if (plain && self.scalar_type() == at::kBFloat16 && has_bf16_matmul(a, b, out)) return bf16_matmul(a, b, self, out);
       at::addmm_out(out, self, cube(a), cube(b), beta, alpha);
     })
 SHAPED(aclnnInplaceAddmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, CubeMath cube),

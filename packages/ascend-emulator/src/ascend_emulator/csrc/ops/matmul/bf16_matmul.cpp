@@ -1,0 +1,89 @@
+#include "bf16_matmul.h"
+
+#include <ATen/Parallel.h>
+
+#include <atomic>
+
+#include "bf16_tile.h"
+
+namespace emu {
+
+#if defined(__x86_64__)
+namespace {
+
+using bf16::Product;
+
+constexpr int64_t kMostRows = 64;          // in place; packed weights are faster for more
+constexpr int64_t kMostBytes = 512 << 10;  // of more rows than one tile has: they stay in the second-level cache
+constexpr int64_t kRowsOfOneTile = 8, kRowsOfTiles = 6, kFirstLevel = 36 << 10;
+
+template <int rows, int columns>
+void store_tile(const Product& p, int64_t n, bool from_memory) {
+  float sums[(rows * columns + 3) / 4 * 4];
+  bf16::tile<rows, columns>(p.x, p.x_stride, p.weights + n * p.stride, p.stride, p.width, from_memory, sums);
+  for (int i = 0; i < columns; ++i) {
+    const float added = p.bias ? static_cast<float>(p.bias[n + i]) : 0.0f;
+    for (int m = 0; m < rows; ++m) p.out[m * p.out_stride + n + i] = sums[m * columns + i] + added;
+  }
+}
+
+template <int rows>
+void band(const Product& p, int64_t columns, bool from_memory) {
+  constexpr int most = rows <= 1 ? 1 : rows <= 4 ? 6 : rows <= 6 ? 4 : 3;
+  int64_t n = 0;
+  for (; n + most <= columns; n += most) store_tile<rows, most>(p, n, from_memory);
+  for (; n < columns; ++n) store_tile<rows, 1>(p, n, from_memory);
+}
+
+using Band = decltype(&band<1>);
+constexpr Band kBands[] = {band<1>, band<2>, band<3>, band<4>, band<5>, band<6>, band<7>, band<8>};
+
+// Rows in bands of about the same height: the first one reads the weights from memory, the others from the cache.
+void bands(Product p, int64_t rows, int64_t columns) {
+  bool from_memory = true;
+  const bool one = rows <= kRowsOfOneTile && rows * p.width * 2 <= kFirstLevel;
+  for (int64_t left = one ? 1 : (rows + kRowsOfTiles - 1) / kRowsOfTiles; left; --left) {
+    const int64_t height = (rows + left - 1) / left;
+    kBands[height - 1](p, columns, from_memory);
+    p = p.from_row(height);
+    rows -= height;
+    from_memory = false;
+  }
+}
+
+}  // namespace
+
+bool has_bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::Tensor& out) {
+  return bf16::has_vectors() && self.dim() == 2 && other.dim() == 2 && out.dim() == 2 && self.numel() > 0 &&
+         self.scalar_type() == at::kBFloat16 && other.scalar_type() == at::kBFloat16 && out.scalar_type() == at::kBFloat16 &&
+         self.size(1) == other.size(0) && out.size(0) == self.size(0) && out.size(1) == other.size(1) && self.stride(1) == 1 &&
+         (other.stride(0) == 1 || (other.stride(1) == 1 && self.size(0) > kMostRows)) && out.stride(1) == 1;
+}
+
+void bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::Tensor& bias, const at::Tensor& out) {
+  const bool transposed = other.stride(0) == 1;
+  const auto added = bias.defined() ? bias.contiguous() : at::Tensor();
+  const Product whole{self.const_data_ptr<at::BFloat16>(), other.const_data_ptr<at::BFloat16>(),
+      added.defined() ? added.const_data_ptr<at::BFloat16>() : nullptr, out.mutable_data_ptr<at::BFloat16>(), self.stride(0),
+      other.stride(transposed ? 1 : 0), out.stride(0), self.size(1), transposed};
+  const int64_t rows = self.size(0), columns = other.size(1);
+  if (rows > kMostRows || (rows > kRowsOfOneTile && rows * whole.width * 2 > kMostBytes))
+    return bf16::packed_matmul(whole, rows, columns);
+  constexpr int64_t kBlock = 96;  // columns per task
+  const int64_t workers = columns * whole.width < 1 << 16 ? 1 : at::get_num_threads();
+  // Dynamic scheduling of blocks: the host's other threads may delay a worker.
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    for (int64_t n = next.fetch_add(kBlock); n < columns; n = next.fetch_add(kBlock))
+      bands(whole.from_column(n), rows, std::min(kBlock, columns - n));
+  });
+}
+
+#else
+
+bool has_bf16_matmul(const at::Tensor&, const at::Tensor&, const at::Tensor&) { return false; }
+void bf16_matmul(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {}
+
+#endif
+
+}  // namespace emu
