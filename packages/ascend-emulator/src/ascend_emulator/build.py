@@ -64,7 +64,7 @@ UNITS = {
     "nn": ("ops/nn", "ops/moe", "ops/quantization"),
     "attention": ("ops/attention",),
     "composed": ("ops/mc2", "ops/atb", "ops/legacy"),
-    "loops": ("ops/matmul", "ops/normalization", "ops/transformer"),
+    "loops": ("ops/matmul", "ops/normalization", "ops/transformer", "ops/attention/kernels"),
 }
 # Versions of torch_npu for whose ATB parameters csrc/ops/atb has the layout: op-plugin's declarations of them are the same, up to
 # new enumerators, in its releases 7.1.0 to 26.1.0.
@@ -217,7 +217,7 @@ def units(directory: Path = SOURCES) -> dict[str, list[Path]]:
 
 
 def _optimization(unit: str) -> list[str]:
-    return ["-O2", "-ftree-vectorize"] if unit == "loops" else ["-O1"]
+    return ["-O3"] if unit == "loops" else ["-O1"]
 
 
 def _with_headers(sources: list[Path]) -> list[Path]:

@@ -48,29 +48,31 @@ Tensor masked_out(const Sparse& sparse, int64_t request, int64_t queries, int64_
   throw Error(kOpParam, text("sparse_mode ", sparse.mode, "; supported: 0 to 6"));
 }
 
-void apply_sparse_mode(Request& r, const Sparse& sparse, int64_t index) {
+void count_mask(const Sparse& sparse, int64_t queries, int64_t keys) {
   // Kernels read a compressed mask up to a request's keys only.
   if (sparse.mode >= 2 && sparse.mask.defined())
-    cost::partial_access(
-        sparse.mask, static_cast<double>(r.query.size(1) * std::min(r.key.size(1), kMaskSide) * (r.query.size(1) > 1)));
+    cost::partial_access(sparse.mask, static_cast<double>(queries * std::min(keys, kMaskSide) * (queries > 1)));
+}
+
+void apply_sparse_mode(Request& r, const Sparse& sparse, int64_t index) {
+  count_mask(sparse, r.query.size(1), r.key.size(1));
   r.causal = sparse.mode == 2 || (sparse.mode == 3 && r.query.size(1) == r.key.size(1));
   if (!r.causal) r.masked_out = masked_out(sparse, index, r.query.size(1), r.key.size(1));
 }
 
 Tensor Request::mask() const { return causal ? attention::masked_out({2}, 0, query.size(1), key.size(1)) : masked_out; }
 
-// FLOPs of q k^T and the weighted sum of values, for unmasked pairs.
-void count_flops(const Request& r) {
-  const auto queries = static_cast<double>(r.query.size(1)), keys = static_cast<double>(r.key.size(1)),
-             both = std::min(queries, keys);
-  const double pairs = r.causal ? both * (both + 1) / 2 + (queries - both) * keys : queries * keys;
-  cost::add_flops(2 * static_cast<double>(r.query.size(0)) * pairs * static_cast<double>(r.key.size(2) + r.value.size(2)),
-      static_cast<int>(r.query.element_size()));
+void count_products(const Tensor& query, int64_t keys, int64_t value_width, bool causal) {
+  const auto queries = static_cast<double>(query.size(1)), both = std::min(queries, static_cast<double>(keys));
+  const double pairs =
+      causal ? both * (both + 1) / 2 + (queries - both) * static_cast<double>(keys) : queries * static_cast<double>(keys);
+  cost::add_flops(2 * static_cast<double>(query.size(0)) * pairs * static_cast<double>(query.size(2) + value_width),
+      static_cast<int>(query.element_size()));
 }
 
 // Needed for a bias, a sink, or different key and value sizes.
 AttentionResult attend_fp32(const Request& r) {
-  count_flops(r);
+  count_products(r.query, r.key.size(1), r.value.size(2), r.causal);
   constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
   const int64_t heads = r.query.size(0), queries = r.query.size(1), groups = r.key.size(0), share = heads / groups,
                 keys = r.key.size(1);
@@ -116,7 +118,7 @@ AttentionResult attend(const Request& r) {
   if (r.bias.defined() || r.sink.defined() || r.drop.defined() || (r.masked_out.defined() && r.masked_out.dim() == 3) ||
       r.value.size(2) != r.key.size(2) || r.query.scalar_type() != r.key.scalar_type())
     return attend_fp32(r);
-  count_flops(r);
+  count_products(r.query, r.key.size(1), r.value.size(2), r.causal);
   auto q = r.query.unsqueeze(0), k = r.key.unsqueeze(0), v = r.value.unsqueeze(0);
   if (queries == 1 && !r.masked_out.defined() && !r.causal) {
     q = r.query.reshape({1, groups, share, r.query.size(2)});  // the heads of a group share keys
@@ -162,13 +164,17 @@ int64_t length_of(const Tensor& x, const std::string& layout) {
   return x.size(layout == "BNSD" || layout == "NBSD" ? 2 : layout == "TND" || layout == "SBH" ? 0 : 1);
 }
 
+void check_block(const Tensor& cache, int64_t block) {
+  check(block >= 0 && block < cache.size(0), kOpParam, "block_table names block ", block, " of ", cache.size(0));
+}
+
 Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t length, int64_t groups, int64_t block_size) {
   const auto* row = table.const_data_ptr<int32_t>() + request * table.size(1);
   const int64_t count =
       std::max<int64_t>(1, (length + block_size - 1) / block_size);  // without tokens: an empty part of one page
   std::vector<Tensor> parts;
   for (int64_t i = 0; i < count; ++i) {
-    check(row[i] >= 0 && row[i] < cache.size(0), kOpParam, "block_table names block ", row[i], " of ", cache.size(0));
+    check_block(cache, row[i]);
     const auto page = cache[row[i]];
     const int64_t used = std::min(block_size, length - i * block_size);
     if (page.dim() == 2)

@@ -30,6 +30,9 @@ struct Request {
   Tensor mask() const;  // masked_out, or the causal mask
 };
 void apply_sparse_mode(Request& request, const Sparse& sparse, int64_t index);  // sets masked_out or causal
+// Bytes and FLOPs of a request, for the trace: of the mask, and of q k^T and the weighted sum of values for unmasked pairs.
+void count_mask(const Sparse& sparse, int64_t queries, int64_t keys);
+void count_products(const Tensor& query, int64_t keys, int64_t value_width, bool causal);  // query [heads, queries, D]
 struct AttentionResult {
   Tensor out, lse;   // [heads, queries, DV], in float32 or the query's dtype; [heads, queries] float32
   Tensor most = {};  // attend_fp32: the largest score, [heads, queries]; lowest float32 value without visible keys
@@ -46,6 +49,7 @@ inline bool packed(const std::string& layout) { return layout == "TND" || layout
 
 // The first `length` tokens of a request's pages as [groups, length, D]. A page is [block_size, H], [groups, block_size, D] or,
 // in fractal order, [groups, D / c, block_size, c].
+void check_block(const Tensor& cache, int64_t block);  // of a block_table
 Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t length, int64_t groups, int64_t block_size);
 
 // Length of a request from a list with one entry for all, or one per request (documentation of actual_seq_lengths).

@@ -7,6 +7,7 @@
 #include <map>
 
 #include "attention.h"
+#include "kernels/bf16_attention.h"
 
 namespace emu::attention {
 
@@ -333,6 +334,62 @@ struct FusedInfer {
     return tokens(cache, in, packed(in) || cache.size(0) != 1 || in == "NSD" ? request : 0, start, span.kv_count, groups);
   }
 
+  Sparse sparse_of_request() const {
+    if (longest == 1 && !latent() && !packed(in) && sparse_mode >= 2) return {};
+    Sparse sparse{sparse_mode, before, after, mask.value_or(Tensor()), {}, longest == 1};
+    if (sparse_mode != 0 && sparse_mode != 4) sparse.before = sparse.after = INT64_MAX;
+    return sparse;
+  }
+
+  // Whether kernels::attend() computes it: bfloat16 without anything that is added to or multiplied with scores and results.
+  bool is_plain() const {
+    const bool masked = mask && sparse_mode < 2;
+    return query.scalar_type() == at::kBFloat16 && key[0].scalar_type() == at::kBFloat16 && out.scalar_type() == at::kBFloat16 &&
+           !latent() && !pse && !masked && !query_padding && !kv_padding && !key_prefix && !sink && !out_scale && scale > 0 &&
+           key[0].dim() != 5 && kernels::has_attention(width, value_width());
+  }
+
+  kernels::Rows rows_in_place(const Tensor& cache, const Span& span, int64_t request, int64_t head_size) const {
+    const auto* base = cache.const_data_ptr<at::BFloat16>();
+    if (!paged()) {
+      const auto view = rows(cache, span, request, span.kv_start);
+      return {view.const_data_ptr<at::BFloat16>(), nullptr, 0, 0, view.stride(1), view.stride(0)};
+    }
+    const auto* blocks = table.const_data_ptr<int32_t>() + request * table.size(1);
+    for (int64_t i = 0; i * block_size < std::max<int64_t>(1, span.kv_count); ++i) check_block(cache, blocks[i]);
+    cost::partial_access(cache, static_cast<double>(span.kv_count * groups * head_size * cache.element_size()));
+    const bool by_group = cache.dim() == 4;
+    return {base, blocks, block_size, cache.stride(0), cache.stride(by_group ? 2 : 1), by_group ? cache.stride(1) : head_size};
+  }
+
+  void run_plain() {
+    const auto sparse = sparse_of_request();
+    std::vector<kernels::Request> requests;
+    for (int64_t i = 0; i < batch; ++i) {
+      const auto& span = spans[i];
+      if (!span.count) continue;
+      const int64_t request = key.size() == 1 ? i : 0, last = span.kv_count - span.count;  // last: the difference of positions
+      const auto view = [&](const Tensor& x, const std::string& layout) {
+        return tokens(x, layout, i, span.start, span.count, heads);
+      };
+      kernels::Request each{view(query, in), view(out, to), lse.defined() ? view(lse, lse_layout()).select(2, 0) : Tensor(),
+          rows_in_place(key.size() == 1 ? key[0] : key[i], span, request, width),
+          rows_in_place(value.size() == 1 ? value[0] : value[i], span, request, value_width()), span.kv_count};
+      if (sparse.mode == 2) each.after = 0;
+      if (sparse.mode == 3) each.after = last;
+      if (sparse.mode == 4) {
+        each.before = std::min<int64_t>(sparse.before, INT32_MAX) - last;
+        each.after = std::min<int64_t>(sparse.after, INT32_MAX) + last;
+      }
+      count_mask(sparse, span.count, span.kv_count);
+      count_products(each.query, span.kv_count, value_width(), sparse.mode == 2 || (sparse.mode == 3 && last == 0));
+      requests.push_back(std::move(each));
+    }
+    kernels::attend(requests, heads, groups, scale);
+  }
+
+  std::string lse_layout() const { return packed(in) ? "TND" : "BNSD"; }
+
   void attend_to(int64_t i) {
     auto span = spans[i];
     int64_t kv_start = span.kv_start;
@@ -365,9 +422,7 @@ struct FusedInfer {
       k = at::cat({tokens(*key_prefix, in, 0, 0, length, groups).to(k.scalar_type()), k}, 1);
       v = at::cat({tokens(*value_prefix, in, 0, 0, length, groups).to(v.scalar_type()), v}, 1);
     }
-    Sparse sparse{sparse_mode, before, after, mask.value_or(Tensor()), {}, longest == 1};
-    if (longest == 1 && !latent() && !packed(in) && sparse_mode >= 2) sparse = {};
-    if (sparse_mode != 0 && sparse_mode != 4) sparse.before = sparse.after = INT64_MAX;
+    const auto sparse = sparse_of_request();
     Request request{q, k, v, {}, {}, sink.value_or(Tensor()), scale};
     apply_sparse_mode(request, sparse, i);
     if (pse) request.bias = (*pse)[pse->size(0) == 1 ? 0 : i].narrow(1, 0, span.count).narrow(2, 0, k.size(1)).to(at::kFloat);
@@ -381,13 +436,7 @@ struct FusedInfer {
       result.out = whole_numbers.round_().clamp_(-128, 127);
     }
     tokens(out, to, i, span.start, span.count, heads).copy_(result.out);
-    if (lse.defined())
-      tokens(lse,
-          packed(in)    ? "TND"
-          : in == "NSD" ? "BNSD"
-                        : "BNSD",
-          i, span.start, span.count, heads)
-          .copy_(result.lse.unsqueeze(-1));
+    if (lse.defined()) tokens(lse, lse_layout(), i, span.start, span.count, heads).copy_(result.lse.unsqueeze(-1));
   }
 
   void run() {
@@ -398,6 +447,7 @@ struct FusedInfer {
       if (!full) out.zero_();
       if (!full && lse.defined()) lse.fill_(std::numeric_limits<float>::infinity());
     }
+    if (is_plain()) return run_plain();
     // Latents are key and value: two arguments in the count of bytes, of which parts are read.
     if (paged() && value[0].const_data_ptr() == key[0].const_data_ptr()) cost::partial_access(&value, value[0].nbytes(), 0);
     // Parallel over requests, because single requests of a batch are small.
