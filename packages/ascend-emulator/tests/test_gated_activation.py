@@ -35,6 +35,16 @@ def test_swiglu_of_strided_rows():
     close(torch_npu.npu_swiglu(x.npu()[:, 1]), F.silu(gate) * up, 3 * torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_swiglu_of_the_ends_of_the_exponential(dtype):
+    ends = [-torch.inf, -300, -104, -89, -88.5, -87, -17, 0, 17, 87, 88.5, 104, 300, torch.inf, torch.nan]
+    x = torch.tensor([*ends, *[1.0] * len(ends)]).to(dtype)
+    gate, up = x.double().chunk(2)
+    actual = torch_npu.npu_swiglu(x.npu()[None])[0].cpu().double()
+    bound = 3 * torch.finfo(dtype).eps
+    torch.testing.assert_close(actual, (F.silu(gate) * up).to(dtype).double(), atol=1e-36, rtol=bound, equal_nan=True)
+
+
 def swiglu(x, left):
     first, second = x.double().chunk(2, -1)
     return F.silu(first) * second if left else F.silu(second) * first

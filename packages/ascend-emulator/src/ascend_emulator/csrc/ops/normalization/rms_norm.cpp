@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "normalization.h"
+#include "ops/vectorized.h"
 
 namespace {
 
@@ -16,25 +17,45 @@ float sum_of_squares(const T* x, int64_t width) {
   float lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += float(x[i + lane]) * float(x[i + lane]);
-  for (int lane = 0; i < width; ++i, ++lane) lanes[lane] += float(x[i]) * float(x[i]);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float value = emu::widened(x[i + lane]);
+      lanes[lane] += value * value;
+    }
+  for (int lane = 0; i < width; ++i, ++lane) lanes[lane] += emu::widened(x[i]) * emu::widened(x[i]);
   for (int half = kLanes / 2; half; half /= 2)
     for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   return lanes[0];
 }
 
 template <class T>
-void rms_norm_rows(const T* x, const T* gamma, T* y, float* rstd, int64_t rows, int64_t width, float epsilon) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / width), [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row) {
-      const T* in = x + row * width;
-      T* out = y + row * width;
-      const float scale = 1.0f / std::sqrt(sum_of_squares(in, width) / width + epsilon);
-      for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(float(in[i]) * scale * float(gamma[i]));
-      if (rstd) rstd[row] = scale;
+struct RmsNorm {
+  const T *x, *added, *gamma;  // added may be null
+  T *sum, *y;                  // sum: of x and added
+  float* rstd;                 // may be null
+  int64_t width;
+  float epsilon;
+
+  void row(int64_t row) const {
+    const T* in = x + row * width;
+    T* out = y + row * width;
+    if (added) {
+      const T* other = added + row * width;
+      T* total = sum + row * width;
+      for (int64_t i = 0; i < width; ++i) total[i] = emu::rounded<T>(emu::widened(in[i]) + emu::widened(other[i]));
+      in = total;
     }
-  });
-}
+    const float scale = 1.0f / std::sqrt(sum_of_squares(in, width) / width + epsilon);
+    for (int64_t i = 0; i < width; ++i) out[i] = emu::rounded<T>(emu::widened(in[i]) * scale * emu::widened(gamma[i]));
+    if (rstd) rstd[row] = scale;
+  }
+  void rows(int64_t count) const {
+    at::parallel_for(0, count, std::max<int64_t>(1, 16384 / width), [&](int64_t first, int64_t last) {
+      emu::vectorized([&, self = *this] {
+        for (int64_t each = first; each < last; ++each) self.row(each);
+      });
+    });
+  }
+};
 
 void check_rms_norm(const Tensor& x, const Tensor& gamma) {
   emu::one_of("x", x, emu::kFloating);
@@ -45,8 +66,10 @@ void check_rms_norm(const Tensor& x, const Tensor& gamma) {
   if (gamma.scalar_type() != at::kFloat) emu::same_dtype("gamma", gamma, "x", x);
 }
 
-// y = x / rms(x) * gamma over gamma's dimensions, the last ones of x; rstd may be undefined.
-void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, const Tensor& rstd) {
+// y = x / rms(x) * gamma over gamma's dimensions, the last ones of x; rstd may be undefined. With `added` the norm is of sum = x
+// + added.
+void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, const Tensor& rstd, const Tensor& added = {},
+    const Tensor& sum = {}) {
   const int64_t width = gamma.numel();
   if (gamma.scalar_type() != x.scalar_type()) {
     auto fp32 = at::empty_like(x, at::kFloat);
@@ -54,14 +77,18 @@ void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, c
     y.copy_(fp32);
     return;
   }
-  const auto input = x.contiguous(), weight = gamma.contiguous();
+  const auto input = x.contiguous(), weight = gamma.contiguous(), other = added.defined() ? added.contiguous() : added;
   auto output = y.is_contiguous() ? y : at::empty_like(input);
-  float* scales = rstd.defined() ? rstd.data_ptr<float>() : nullptr;
+  auto total = added.defined() && !sum.is_contiguous() ? at::empty_like(input) : sum;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "rms_norm", [&] {
-    rms_norm_rows(input.const_data_ptr<scalar_t>(), weight.const_data_ptr<scalar_t>(), output.mutable_data_ptr<scalar_t>(),
-        scales, input.numel() / width, width, static_cast<float>(epsilon));
+    RmsNorm<scalar_t>{input.const_data_ptr<scalar_t>(), other.defined() ? other.const_data_ptr<scalar_t>() : nullptr,
+        weight.const_data_ptr<scalar_t>(), other.defined() ? total.mutable_data_ptr<scalar_t>() : nullptr,
+        output.mutable_data_ptr<scalar_t>(), rstd.defined() ? rstd.data_ptr<float>() : nullptr, width,
+        static_cast<float>(epsilon)}
+        .rows(input.numel() / width);
   });
   if (!output.is_same(y)) y.copy_(output);
+  if (total.defined() && !total.is_same(sum)) sum.copy_(total);
 }
 
 }  // namespace
@@ -77,10 +104,7 @@ CHECKED(aclnnAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tens
   same_dtype("gamma", gamma, "x1", a);
   same_dtype("x2", b, "x1", a);
   shape("x2", b, a.sizes());
-  COMPUTE {
-    at::add_out(sum, a, b);
-    rms_norm(sum, gamma, epsilon, y, rstd);
-  };
+  COMPUTE { rms_norm(a, gamma, epsilon, y, rstd, b, sum); };
 })
 CHECKED(aclnnAddRmsNormCast, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor fp32, Tensor y, Tensor rstd, Tensor sum), {
   check_add_norm(a, b, gamma, kHalves);

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "ops/quantization/quantized.h"
+#include "ops/vectorized.h"
 
 using namespace emu;
 
@@ -12,28 +13,31 @@ namespace {
 template <class T>
 void swiglu_rows(const T* x, T* out, int64_t rows, int64_t half) {
   at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / half), [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row) {
-      const T* gate = x + row * 2 * half;
-      const T* up = gate + half;
-      for (int64_t i = 0; i < half; ++i) {
-        const float g = gate[i];
-        out[row * half + i] = static_cast<T>(g / (1.0f + std::exp(-g)) * float(up[i]));
+    vectorized([&] {
+      for (int64_t row = first; row < last; ++row) {
+        const T* gate = x + row * 2 * half;
+        const T* up = gate + half;
+        T* to = out + row * half;
+        for (int64_t i = 0; i < half; ++i) {
+          const float g = widened(gate[i]);
+          to[i] = rounded<T>(g / (1.0f + exp_of(-g)) * widened(up[i]));
+        }
       }
-    }
+    });
   });
 }
 
 void swiglu(const Tensor& x, int64_t dim, Tensor& out) {
   const int64_t at_dim = at::maybe_wrap_dim(dim, x.dim());
   check(x.size(at_dim) % 2 == 0, kOpParam, "dimension ", dim, " has size ", x.size(at_dim), "; it must be even");
-  // The loop is faster for few values; ATen's exponential is vectorized.
-  if (at_dim != x.dim() - 1 || !x.is_contiguous() || !out.is_contiguous() || x.numel() > 16384) {
+  if (at_dim != x.dim() - 1 || !x.is_contiguous() || !out.is_contiguous()) {
     const auto halves = x.to(at::kFloat).chunk(2, at_dim);
     out.copy_(at::silu(halves[0]).mul_(halves[1]));
     return;
   }
+  check(out.size(-1) * 2 == x.size(-1), kOpParam, "out has ", out.size(-1), " columns; expected half of x's ", x.size(-1));
+  if (out.numel() == 0) return;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "swiglu", [&] {
-    check(out.size(-1) * 2 == x.size(-1), kOpParam, "out has ", out.size(-1), " columns; expected half of x's ", x.size(-1));
     swiglu_rows(x.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(), out.numel() / out.size(-1), out.size(-1));
   });
 }

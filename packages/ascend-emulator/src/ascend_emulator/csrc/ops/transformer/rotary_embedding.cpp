@@ -1,6 +1,7 @@
 // Rotary embeddings. Semantics and limits: torch_npu's documentation of npu_rotary_mul, npu_mrope and npu_apply_rotary_pos_emb
 // (torch_npu/_op_plugin_docs.py), and the golden functions of op-plugin's tests; argument order: op-plugin's call sites.
 #include "core/cost.h"
+#include "ops/vectorized.h"
 #include "rotary_embedding.h"
 
 #include <ATen/Parallel.h>
@@ -9,14 +10,14 @@ namespace emu {
 namespace {
 
 // Rotates the first `rotary` values of each head; cache rows are cos and sin of rotary / 2 angles.
-template <class T>
-void rope_heads(const T* in, T* out, const T* cos, const T* sin, int64_t heads, int64_t head_size, int64_t half, bool neox) {
+template <bool neox, class T>
+void rope_heads(const T* in, T* out, const T* cos, const T* sin, int64_t heads, int64_t head_size, int64_t half) {
   for (int64_t head = 0; head < heads; ++head, in += head_size, out += head_size) {
     for (int64_t i = 0; i < half; ++i) {
       const int64_t a = neox ? i : 2 * i, b = neox ? i + half : 2 * i + 1;
-      const float x = in[a], y = in[b], c = cos[i], s = sin[i];
-      out[a] = static_cast<T>(x * c - y * s);
-      out[b] = static_cast<T>(y * c + x * s);
+      const float x = widened(in[a]), y = widened(in[b]), c = widened(cos[i]), s = widened(sin[i]);
+      out[a] = rounded<T>(x * c - y * s);
+      out[b] = rounded<T>(y * c + x * s);
     }
     for (int64_t i = 2 * half; i < head_size; ++i) out[i] = in[i];
   }
@@ -29,14 +30,18 @@ void rope(const Tensor& positions, const Tensor& x, const Tensor& cache, int64_t
   const T* table = cache.const_data_ptr<T>();
   const T* in = x.const_data_ptr<T>();
   T* result = out.mutable_data_ptr<T>();
-  const int64_t stride = x.stride(0);
+  const int64_t stride = x.stride(0), out_stride = out.stride(0);
   at::parallel_for(0, tokens, 8, [&](int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; ++t) {
+    for (int64_t t = first; t < last; ++t)
       check(where[t] >= 0 && where[t] < limit, kOpParam, "position ", where[t], " is outside the cos/sin cache of ", limit,
           " rows");
-      const T* row = table + where[t] * 2 * half;
-      rope_heads(in + t * stride, result + t * out.stride(0), row, row + half, heads, head_size, half, neox);
-    }
+    vectorized([&] {
+      for (int64_t t = first; t < last; ++t) {
+        const T* row = table + where[t] * 2 * half;
+        const auto rotate = neox ? rope_heads<true, T> : rope_heads<false, T>;
+        rotate(in + t * stride, result + t * out_stride, row, row + half, heads, head_size, half);
+      }
+    });
   });
 }
 
