@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from typing import Any
 
 from ascend_platform.components import logger
 
@@ -22,9 +23,9 @@ VLLM_PROCESS_NAMES = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordina
 def exit_when_parent_exits() -> None:
     """End this process when its parent exits, if it is a multiprocessing child of vLLM. Called when the platform is activated.
 
-    The parent may have exited before this call, and it is not known yet if the platform is activated while the process's object is
-    unpickled, as in an engine core of ``vllm serve``. The last garbage collection of such a process, at exit, leaves out all
-    objects: it takes 1 to 2 s, for which the parent waits.
+    The parent may have exited before this call. It is not known yet where the platform is activated while multiprocessing
+    unpickles the process's object, as in an engine core of ``vllm serve``. The last garbage collection of such a process, at
+    exit, leaves out all objects: it takes 1 to 2 s, for which the parent waits.
     """
     if multiprocessing.current_process().name.startswith(VLLM_PROCESS_NAMES):
         threading.Thread(target=_watch_parent, name="ascend-parent", daemon=True).start()
