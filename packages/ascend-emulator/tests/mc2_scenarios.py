@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch_npu
+from cann_calls import Calls
 from hccl_ranks import SCENARIOS, data, failure, plain, play, scenario, timed
 
 FACTORS = (0.5, -1.0, 2.0, -0.5, 1.0, -2.0, 0.25, -4.0)  # what the experts do, exact in every type
@@ -188,6 +189,49 @@ def first(rank: int, ranks: int) -> Any:
         **layer.common,
     )
     return plain([y, given[2], given[4]])
+
+
+@scenario("versions", ranks=2, soc="Ascend910_93")
+def versions(rank: int, ranks: int) -> Any:
+    """Versions of an older CANN: which of their outputs equal the newest version's, and what they refuse."""
+    calls, layer = Calls(), Layer(rank, ranks, 4)
+    x, ids, scales = (each.npu() for each in (data(rank, (4, 1024), torch.bfloat16), routing(rank, 4, 3, 4), weights(rank, 4, 3)))
+    group, given = layer.common["group_ep"], layer.dispatch(x, ids)
+    total, rows = int(given[3].sum()), layer.apply(given[0], given[3])
+    place, experts = (group, ranks, rank, 4, "", 1, 0, 0, 1, 0), (0, 0, 0)
+    after = {"V2": ((), ()), "V3": ((None,), experts)}
+    equal, said = {}, []
+    for version, (elastic, numbers) in after.items():
+        outs = [torch.zeros_like(each) for each in given]
+        common = (x, ids, None, None, None, *elastic, *place)
+        calls.compute(f"MoeDistributeDispatch{version}", *common, 0, 4 * ranks, 1, "", *numbers, *outs)
+        pairs = [
+            (outs[0][:total], given[0][:total]),
+            (outs[2][: 3 * total], given[2][: 3 * total]),
+            *zip(outs[3:5], given[3:5], strict=True),
+        ]
+        equal[f"dispatch {version}"] = [torch.equal(*pair) for pair in pairs]
+        said.append(calls.refusal(f"MoeDistributeDispatch{version}", *common, 0, 4 * ranks + 1, 1, "", *numbers, *outs))
+    newest, out = layer.combine(rows, ids, given, scales), torch.zeros_like(x)
+    tensors = (rows, ids, given[2], given[4], scales)
+    for version, (elastic, numbers) in after.items():
+        common = (*tensors, None, None, None, None, None, None, None, *elastic, *[None] * (4 if elastic else 0), *place)
+        calls.compute(f"MoeDistributeCombine{version}", *common, 4 * ranks, 0, 0, 0, "", *numbers, out)
+        equal[f"combine {version}"] = [torch.equal(out, newest)]
+        said.append(calls.refusal(f"MoeDistributeCombine{version}", *common, 4 * ranks, 0, 1, 0, "", *numbers, out))
+    residual, gamma = data(rank, (4, 1, 1024), torch.bfloat16, salt=8).npu(), data(0, (1024,), torch.bfloat16, salt=9).npu()
+    added = torch_npu.npu_moe_distribute_combine_add_rms_norm(
+        expand_x=rows, expert_ids=ids, expand_idx=given[2], ep_send_counts=given[4], expert_scales=scales, residual_x=residual,
+        gamma=gamma, norm_eps=1e-5, **layer.common,
+    )  # fmt: skip
+    outs = [torch.zeros_like(each) for each in added]
+    given_norm = (*tensors, residual, gamma, *[None] * 7, *place, 4 * ranks, 0, 0, 0, "", 1e-5)
+    calls.compute("MoeDistributeCombineAddRmsNorm", *given_norm, *outs)
+    equal["combine and norm"] = [torch.equal(*pair) for pair in zip(outs, added, strict=True)]
+    said.append(calls.refusal("MoeDistributeCombineAddRmsNorm", *given_norm[:6], gamma[:9], *given_norm[7:], *outs))
+    calls.compute("DistributeBarrier", x, group, ranks)
+    said.append(calls.refusal("DistributeBarrier", x, group, ranks + 1))
+    return [equal, said]
 
 
 def matmuls(rank: int, ranks: int) -> Any:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch_npu
+from cann_calls import Calls
 from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -97,3 +98,41 @@ def test_npu_gelu(approximate):
 def test_hardsigmoid_of_whole_numbers():
     x = torch.tensor([-7, -3, 0, 3, 7], dtype=torch.int32)
     assert torch.equal(torch.nn.functional.hardsigmoid(x.npu()).cpu(), torch.nn.functional.hardsigmoid(x.float()).int())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_masked_softmax(agree, dtype):
+    x, mask = torch.randn(2, 3, 32, 64).to(dtype), torch.rand(2, 3, 32, 64) > 0.5
+    agree(lambda y, hidden: torch._masked_softmax(y, hidden, -1, 2), x, mask)
+    with pytest.raises(RuntimeError, match="H is 31; allowed: 32 to 4096"):
+        torch._masked_softmax(x[:, :, 1:].npu(), mask[:, :, 1:].npu(), -1, 2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_scaled_masked_softmax_and_gradient(dtype):
+    calls, scale = Calls(), 0.5
+    x, mask = torch.randn(2, 3, 32, 64).to(dtype), torch.rand(2, 1, 32, 64) > 0.5
+    exact = x.double().requires_grad_()
+    expected = (exact * scale).masked_fill(mask, -10000).softmax(-1)
+    out, slopes = x.npu(), torch.zeros_like(x).npu()
+    calls.compute("ScaledMaskedSoftmax", x.npu(), mask.npu(), scale, False, out)
+    bound = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.cpu().double(), expected.detach(), rtol=bound, atol=bound)
+    grad = torch.randn(x.shape).to(dtype)
+    expected.backward(grad.double())
+    calls.compute("ScaledMaskedSoftmaxBackward", grad.npu(), out, mask.npu(), scale, False, slopes)
+    torch.testing.assert_close(slopes.cpu().double(), exact.grad, rtol=bound, atol=bound)
+    said = "fixed_triu_mask is true; only false is supported"
+    assert calls.refusal("ScaledMaskedSoftmax", x.npu(), mask.npu(), scale, True, out) == said
+    assert calls.refusal("ScaledMaskedSoftmaxBackward", grad.npu(), out, mask.npu(), scale, True, slopes) == said
+
+
+def test_softmax_with_the_bias_of_relative_positions():
+    x, bias, mask = torch.randn(1, 2, 3, 4, 4), torch.randn(1, 1, 3, 4, 4), torch.randn(1, 2, 1, 4, 4)
+    softmax = torch_npu.npu_masked_softmax_with_rel_pos_bias
+    for hidden in (None, mask):
+        total = x.double() + bias.double() + (0 if hidden is None else hidden.double())
+        actual = softmax(x.npu(), None if hidden is None else hidden.npu(), bias.npu())
+        torch.testing.assert_close(actual.cpu().double(), total.softmax(-1), rtol=1e-6, atol=1e-6)
+    with pytest.raises(RuntimeError, match=r"scale_value is 0\.5; 1 is emulated"):
+        softmax(x.npu(), None, bias.npu(), 0.5)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch_npu
+from cann_calls import Calls
 from torch.nn import functional as F
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -255,3 +256,12 @@ def test_large_scores_do_not_overflow():
     assert sums.max() > math.log(torch.finfo(torch.float16).max)
     torch.testing.assert_close(lse[0, ..., 0].t().cpu().double(), sums, atol=1e-2, rtol=2e-3)
     close(out[0], expected, ulps=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_query_key_and_value_with_bias(agree, dtype):
+    qkv, bias = torch.randn(2, 5, 24).to(dtype), torch.randn(24).to(dtype)
+    agree(lambda x, b: torch._transform_bias_rescale_qkv(x, b, 4), qkv, bias)
+    out = torch.zeros(2, 5, 5, 1).to(dtype).npu()
+    said = Calls().refusal("TransformBiasRescaleQkv", qkv.npu(), bias.npu(), 5, out, out, out)
+    assert said == "the last dimension of qkv is 24; it must be a multiple of 15"

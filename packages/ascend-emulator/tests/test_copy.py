@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cann_calls import Calls
 from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -89,3 +90,46 @@ SPLITS = {
 @pytest.mark.parametrize("name", SPLITS)
 def test_split_and_repeat(agree, name, dtype):
     agree(SPLITS[name], ((torch.randperm(24).view(4, 6) - 12) / 4).to(dtype))
+
+
+def numbers(*shape):
+    return torch.arange(torch.Size(shape).numel()).view(shape).int()
+
+
+def test_split_into_given_tensors():
+    calls, x = Calls(), torch.randn(4, 6)
+    outs = [torch.zeros(4, width).npu() for width in (1, 3, 2)]
+    calls.compute("SplitWithSize", x.npu(), [1, 3, 2], -1, outs)
+    assert all(torch.equal(out.cpu(), part) for out, part in zip(outs, x.split([1, 3, 2], 1), strict=True))
+    assert calls.refusal("SplitWithSize", x.npu(), [1, 2, 3], 1, outs) == "out has shape [4, 3]; it must be [4, 2]"
+    assert "splitSize has the sum 4" in calls.refusal("SplitWithSize", x.npu(), [1, 3], 1, outs[:2])
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "strides", "masks", "expected"),
+    [
+        ([1, 0, 1], [3, 4, 3], [1, 2, 1], (0, 0, 0, 0, 0), lambda x: x[1:3, 0:4:2, 1:3]),
+        ([1, 2], [9, 0], [], (1, 2, 0, 0, 0), lambda x: x[:9, 2:]),
+        ([0, -2], [0, -1], [1, 1], (0, 0, 1, 0, 0), lambda x: x[..., -2:-1]),
+        ([0, 0, -1], [0, 2, 0], [1, 1, 1], (0, 0, 0, 1, 4), lambda x: x[None, 0:2, -1]),
+    ],
+)
+def test_strided_slice(begin, end, strides, masks, expected):
+    calls, x = Calls(), numbers(3, 4, 5)
+    out = torch.zeros_like(expected(x)).npu()
+    calls.compute("StridedSlice", x.npu(), begin, end, strides, *masks, out)
+    assert torch.equal(out.cpu(), expected(x))
+    small = torch.zeros(1, dtype=torch.int32).npu()
+    assert "out has shape [1]; it must be" in calls.refusal("StridedSlice", x.npu(), begin, end, strides, *masks, small)
+    assert "strides is [-1]; above 0 is emulated" in calls.refusal("StridedSlice", x.npu(), [0], [2], [-1], *[0] * 5, small)
+
+
+def test_transposition_and_shape_in_one():
+    calls, x = Calls(), numbers(2, 3, 4, 6)
+    first, second = (torch.zeros(shape, dtype=torch.int32).npu() for shape in ((2, 4, 18), (2, 6, 12)))
+    calls.compute("ConfusionTranspose", x.npu(), [0, 2, 1, 3], [2, 4, 18], True, first)
+    calls.compute("ConfusionTranspose", x.npu(), [0, 2, 1], [2, 12, 6], False, second)
+    assert torch.equal(first.cpu(), x.permute(0, 2, 1, 3).reshape(2, 4, 18))
+    assert torch.equal(second.cpu(), x.reshape(2, 12, 6).permute(0, 2, 1))
+    said = calls.refusal("ConfusionTranspose", x.npu(), [0, 2, 2], [2, 12, 6], False, second)
+    assert said == "perm is [0, 2, 2]; it must be a permutation of 3 dimensions"

@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 import torch_npu
+from cann_calls import Calls
 from memory_calls import acl, address_of, check
 
 NZ, ND = 29, 2
@@ -86,6 +87,19 @@ def test_products_with_nz_weights(dtype):
     close(actual, a.double() @ b.double() * scale.double())
     left, right = torch.randn(4, 6, 32).to(dtype), torch.randn(4, 32, 8).to(dtype)
     close(torch_npu.npu_transpose_batchmatmul(left.npu(), nz(right)), (left.double() @ right.double()).transpose(0, 1), ulps=8)
+
+
+def test_batches_of_nz_weights():
+    """By name: torch.bmm of this version calls an older operator."""
+    calls, out = Calls(), torch.zeros(3, 5, 24).half().npu()
+    a, b = torch.randn(3, 5, 40).half(), torch.randn(3, 40, 24).half()
+    weight = nz(b)
+    calls.compute("BatchMatMulWeightNz", a.npu(), weight, out, 0)
+    close(out, a.double() @ b.double())
+    assert calls.refusal("BatchMatMulWeightNz", a.float().npu(), weight, out, 0) == "self is Float; allowed: Half, BFloat16"
+    assert "out has shape [3, 5, 24]; it must be [3, 4, 24]" in calls.refusal(
+        "BatchMatMulWeightNz", a[:, :4].npu(), weight, out, 0
+    )
 
 
 def test_products_with_quantized_nz_weights():

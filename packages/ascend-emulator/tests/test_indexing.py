@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch_npu
+from cann_calls import Calls
 from torch.nn import functional as F
 
 ALL = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
@@ -222,3 +223,30 @@ def test_forms_of_the_npu(agree):
 
     agree(split, torch.randn(4, 6))
     agree(added, torch.randn(4, 6), torch.randn(3, 6))
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_rows_of_several_tensors(axis):
+    tensors, places = [torch.randn(2, 6, 4) for _ in range(3)], torch.tensor([0, 3, 1], dtype=torch.int32)
+    updates, mask = torch.randn(3, 2, *((1, 4) if axis == -2 else (6, 1))), torch.ones(3, dtype=torch.uint8)
+    ours = [each.npu() for each in tensors]
+    copies = torch_npu.npu_scatter_list(ours, places.npu(), updates.npu(), mask.npu(), "update", axis)
+    torch_npu.npu_scatter_list_(ours, places.npu(), updates.npu(), None, "update", axis)
+    for i, (first, second, expected) in enumerate(zip(copies, ours, tensors, strict=True)):
+        expected.narrow(axis, int(places[i]), 1).copy_(updates[i])
+        assert torch.equal(first.cpu(), expected)
+        assert torch.equal(second.cpu(), expected)
+    with pytest.raises(RuntimeError, match="reduce is add; allowed: update"):
+        torch_npu.npu_scatter_list_(ours, places.npu(), updates.npu(), None, "add", axis)
+
+
+def test_sparse_tensors_are_coalesced():
+    places = torch.tensor([[2, 0, 2, 2], [1, 3, 1, 0]])
+    for values in (torch.randn(4), torch.randn(4, 2).half()):
+        ours = torch.sparse_coo_tensor(places.npu(), values.npu(), (3, 4, *values.shape[1:])).coalesce()
+        expected = torch.sparse_coo_tensor(places, values.float(), (3, 4, *values.shape[1:])).coalesce()
+        assert torch.equal(ours.indices().cpu(), expected.indices())
+        torch.testing.assert_close(ours.values().cpu().float(), expected.values(), rtol=2e-3, atol=1e-3)
+    index, given = torch.zeros(3, dtype=torch.int32).npu(), torch.zeros(4, 2, dtype=torch.int32).npu()
+    said = Calls().refusal("CoalesceSparse", index, index, given, torch.ones(4).npu(), given, torch.ones(3).npu())
+    assert said == "unique_indices has shape [3]; it must be [4]"

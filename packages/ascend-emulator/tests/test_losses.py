@@ -1,7 +1,10 @@
 """Losses and their gradients, for each reduction."""
 
+import re
+
 import pytest
 import torch
+import torch_npu
 from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -73,3 +76,50 @@ def test_ctc(agree_backward, reduction):
     logits, targets = torch.randn(12, 3, 7), torch.randint(1, 7, (3, 4))
     lengths = [12, 10, 8], [4, 3, 2]
     agree_backward(lambda x, y: F.ctc_loss(x.log_softmax(-1), y, *lengths, reduction=reduction), logits, targets, ulps=256)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_fused_cross_entropy(reduction, dtype):
+    """And its gradient, with what the documentation allows beside one: weights and ignored labels, but for the mean."""
+    x, target, weight = torch.randn(SHAPE).to(dtype), torch.randint(0, 5, (6,)), torch.arange(1, 6) / 5
+    plain = {"reduction": reduction} if reduction == "mean" else {"reduction": reduction, "ignore_index": 2}
+    factors = weight if reduction != "mean" else None
+    ours, exact = x.npu().requires_grad_(), x.double().requires_grad_()
+    given = factors.npu() if factors is not None else None
+    loss, shares, *unused = torch_npu.npu_cross_entropy_loss(ours, target.npu(), given, **plain)
+    expected = F.cross_entropy(exact, target, factors.double() if factors is not None else None, **plain)
+    bound = 16 * torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.detach().cpu().double(), expected.detach().view(loss.shape), rtol=bound, atol=bound)
+    torch.testing.assert_close(shares.detach().cpu().double(), x.double().log_softmax(1), rtol=bound, atol=bound)
+    assert [each.numel() for each in unused] == [0, 0]
+    slope = torch.randn(loss.shape).to(dtype)
+    loss.backward(slope.npu())
+    expected.backward(slope.double().view(expected.shape))
+    torch.testing.assert_close(ours.grad.cpu().double(), exact.grad, rtol=bound, atol=bound)
+
+
+def test_fused_cross_entropy_with_smoothing():
+    x, target, weight = torch.randn(SHAPE), torch.randint(0, 5, (6,)), torch.arange(1, 6) / 5
+    more = {"label_smoothing": 0.1, "ignore_index": 1}
+    loss = torch_npu.npu_cross_entropy_loss(x.npu(), target.npu(), weight.npu(), **more)[0]
+    torch.testing.assert_close(loss.cpu().view(()), F.cross_entropy(x, target, weight, **more))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"lse_square_scale_for_zloss": 0.1}, "lse_square_scale_for_zloss is 0.1; only 0 is supported"),
+        ({"return_zloss": True}, "return_zloss is true; only false is supported"),
+        ({"ignore_index": 5}, "ignore_index is 5; it must be below 5, the classes"),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1; allowed: from 0, below 1"),
+    ],
+)
+def test_fused_cross_entropy_refuses(arguments, said):
+    x, target = torch.randn(SHAPE, requires_grad=True, device="npu"), torch.zeros(6, dtype=torch.long, device="npu")
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        torch_npu.npu_cross_entropy_loss(x, target, **arguments)
+    for more in ({"ignore_index": 2}, {"label_smoothing": 0.1}):
+        loss = torch_npu.npu_cross_entropy_loss(x, target, **more)[0]
+        with pytest.raises(RuntimeError, match=r"only (their defaults|0) (are|is) supported"):
+            loss.backward()

@@ -152,6 +152,16 @@ def test_first_interface(played):
         assert places == [0, 0, 0, *before.any(1).int().tolist()]
 
 
+def test_versions_of_an_older_cann(played):
+    for equal, said in played["versions"]:
+        assert len(equal) == 5
+        assert all(all(each) for each in equal.values()), equal
+        assert said[:2] == ["global_bs is 9; it must be a multiple of 2"] * 2
+        assert all(text.startswith("comm_quant_mode is 1; 0 is emulated") for text in said[2:4])
+        assert said[4] == "gamma has shape [9]; it must be [1024]"
+        assert said[5].startswith("world_size is 3; the communicator ")
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_products(played, ranks, dtype):

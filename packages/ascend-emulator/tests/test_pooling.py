@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cann_calls import Calls
 from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -61,3 +62,20 @@ def _places(x, dims):
     for step in steps:
         flat = flat.unsqueeze(-1) * (2 * len(step)) + step
     return (flat.expand(x.shape).contiguous().to(x.device),)
+
+
+def test_maxima_with_indices_by_name():
+    """Operators of Ascend950 and of use_compatible_impl."""
+    calls, x, grad = Calls(), torch.randn(2, 3, 7, 9), torch.randn(2, 3, 4, 5)
+    form = ([3, 3], [2, 2], [1, 1], [1, 1], False)
+    out, indices, slope = grad.npu(), torch.zeros(2, 3, 4, 5, dtype=torch.int32).npu(), x.npu()
+    calls.compute("MaxPool2dWithIndices", x.npu(), *form, out, indices)
+    expected, places = F.max_pool2d(x, 3, 2, 1, return_indices=True)
+    assert torch.equal(out.cpu(), expected)
+    assert torch.equal(indices.cpu().long(), places)
+    calls.compute("MaxPool2dWithIndicesBackward", grad.npu(), x.npu(), indices, *form, slope)
+    backward = torch.ops.aten.max_pool2d_with_indices_backward
+    torch.testing.assert_close(slope.cpu(), backward(grad, x, *form, places))
+    said = calls.refusal("MaxPool2dWithIndices", x.npu(), *form[:3], [2, 2], False, out, indices)
+    assert said == "dilation is [2, 2]; it must be 1"
+    assert calls.workspace("MaxPool2dWithIndicesBackward", out, x.npu(), indices, [3], *form[1:], x[:1].npu())[0] != 0

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch_npu
+from cann_calls import Calls
 
 HALVES = [torch.float16, torch.bfloat16]
 FLOATS = [torch.float32, *HALVES]
@@ -168,3 +169,27 @@ def test_kronecker_quant(clip, dtype):
 def test_limits_are_refused(call, message):
     with pytest.raises(RuntimeError, match=message):
         call(torch.randn(4, 16, dtype=torch.float16, device="npu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_fake_quantization(dtype):
+    """By name: torch_npu of this version computes it on the host."""
+    calls, range_ = Calls(), (-20, 19)
+    x, scale, zero = (3 * torch.randn(4, 6)).to(dtype), torch.rand(4) / 10 + 0.01, torch.randint(-5, 5, (4,), dtype=torch.int32)
+    given, one = (x.npu(), scale.npu(), zero.npu()), (x.npu(), scale[:1].npu(), zero[:1].npu())
+    outs = x.npu(), torch.zeros(4, 6, dtype=torch.bool).npu()
+    calls.compute("FakeQuantPerChannelAffineCachemask", *given, 0, *range_, *outs)
+    expected, kept = torch.ops.aten.fake_quantize_per_channel_affine_cachemask(x.float(), scale, zero, 0, *range_)
+    assert torch.equal(outs[0].cpu(), expected.to(dtype))
+    assert torch.equal(outs[1].cpu(), kept)
+    for enabled in (0, 1):
+        calls.compute("FakeQuantPerTensorAffineCachemask", *one, enabled, *range_, *outs)
+        expected, kept = torch.ops.aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
+            x.float(), scale[:1], zero[:1], torch.tensor([enabled]), *range_
+        )
+        assert torch.equal(outs[0].cpu(), expected.to(dtype))
+        assert torch.equal(outs[1].cpu(), kept)
+    said = calls.refusal("FakeQuantPerTensorAffineCachemask", *one, 1, 3, 3, *outs)
+    assert said == "quant_min is 3 and quant_max 3; it must be smaller"
+    said = calls.refusal("FakeQuantPerChannelAffineCachemask", *given, 1, *range_, *outs)
+    assert said == "scale has shape [4]; it must be [6]"

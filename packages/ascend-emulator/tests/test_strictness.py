@@ -1,11 +1,11 @@
 """Arguments of plain operators are refused at the call, with operator, argument, found and allowed, and all goes on after it."""
 
-import ctypes
 import re
 import sys
 
 import pytest
 import torch
+from cann_calls import Calls
 from torch.nn import functional
 
 
@@ -210,8 +210,7 @@ def test_arguments_that_no_caller_of_torch_npu_passes_are_refused():
     calls = Calls()
     x, channels, index = npu(4, 6), npu(6), npu(2, dtype=torch.int64)
     torch.npu.synchronize()
-    one, zero = ctypes.c_double(1), ctypes.c_double(0)
-    arguments = (x, channels, channels, None, None, False, zero, one, npu(4, 6), npu(6), npu(6))
+    arguments = (x, channels, channels, None, None, False, 0.0, 1.0, npu(4, 6), npu(6), npu(6))
     assert "without training both are needed" in calls.workspace("BatchNorm", *arguments)[2]
     assert "dim is -3; allowed: -2 to 1" in calls.workspace("GatherV3", x, -3, index, 0, 0, npu(2, 6))[2]
     assert calls.run("GatherV3", x, -2, index, 0, 0, npu(2, 6)) == (0, "")
@@ -264,54 +263,6 @@ def test_bfloat16_and_operators_are_refused_where_the_chip_has_none(run):
     assert len(lines) == len(wanted)
     for line, named in zip(lines, wanted, strict=True):
         assert f"{named} BFloat16; Ascend310P3 does not compute in bfloat16; use float16" in line
-
-
-class Calls:
-    """CANN's C interface: calls that torch_npu, which checks most shapes itself, would not make."""
-
-    def __init__(self):
-        self.library = ctypes.CDLL("libopapi.so")
-        self.library.aclGetRecentErrMsg.restype = ctypes.c_char_p
-        for create in ("Tensor", "Scalar", "IntArray", "TensorList"):
-            getattr(self.library, f"aclCreate{create}").restype = ctypes.c_void_p
-
-    def tensor(self, tensor, shape=None):
-        shape = list(tensor.shape) if shape is None else shape
-        dims, strides = ((ctypes.c_int64 * len(shape))(*numbers) for numbers in (shape, torch.empty(shape).stride()))
-        rank, offset, data = ctypes.c_uint64(len(shape)), ctypes.c_int64(0), ctypes.c_void_p(tensor.data_ptr())
-        code = {torch.float32: 0, torch.int32: 3, torch.int64: 9, torch.bool: 12}[tensor.dtype]
-        return ctypes.c_void_p(self.library.aclCreateTensor(dims, rank, code, strides, offset, 2, dims, rank, data))
-
-    def argument(self, value):
-        if isinstance(value, torch.Tensor):
-            return self.tensor(value)
-        if isinstance(value, list) and isinstance(value[0], torch.Tensor):
-            items = (ctypes.c_void_p * len(value))(*[self.tensor(each) for each in value])
-            return ctypes.c_void_p(self.library.aclCreateTensorList(items, ctypes.c_uint64(len(value))))
-        if isinstance(value, list):
-            numbers = (ctypes.c_int64 * len(value))(*value)
-            return ctypes.c_void_p(self.library.aclCreateIntArray(numbers, ctypes.c_uint64(len(value))))
-        if isinstance(value, float):  # an aclScalar
-            return ctypes.c_void_p(self.library.aclCreateScalar(ctypes.byref(ctypes.c_float(value)), 0))
-        if isinstance(value, bool):
-            return ctypes.c_bool(value)
-        return ctypes.c_int64(value) if isinstance(value, int) else value
-
-    def workspace(self, name, *arguments):
-        """The status of the first phase, the executor, and the message if it failed."""
-        size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-        call = getattr(self.library, f"aclnn{name}GetWorkspaceSize")
-        status = call(*[self.argument(value) for value in arguments], ctypes.byref(size), ctypes.byref(executor))
-        return status, executor, (self.library.aclGetRecentErrMsg() or b"").decode()
-
-    def run(self, name, *arguments):
-        """Both phases."""
-        status, executor, message = self.workspace(name, *arguments)
-        if status == 0:
-            stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
-            status = getattr(self.library, f"aclnn{name}")(None, ctypes.c_uint64(), executor, stream)
-            message = (self.library.aclGetRecentErrMsg() or b"").decode()
-        return status, message
 
 
 def made_of(value):

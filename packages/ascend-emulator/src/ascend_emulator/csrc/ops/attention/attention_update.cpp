@@ -128,3 +128,23 @@ CHECKED(aclnnRingAttentionUpdateV2,
       { return transpose_batch_matmul(x, weight, bias, scale, perm_x, perm_weight, perm_y, cube, split, out); })
 TRANSPOSE_BATCH_MATMUL(aclnnTransposeBatchMatMul, Tensor)
 TRANSPOSE_BATCH_MATMUL(aclnnTransposeBatchMatMulWeightNz, Weight)
+
+// torch._transform_bias_rescale_qkv, of nn.MultiheadAttention: [batch, tokens, 3 x heads x D] with its bias to query, key and
+// value [batch, heads, tokens, D]; the query is divided by sqrt(D).
+CHECKED(aclnnTransformBiasRescaleQkv, (Tensor qkv, Tensor bias, int64_t heads, Tensor query, Tensor key, Tensor value), {
+  one_of("qkv", qkv, kFloating);
+  rank("qkv", qkv, 3);
+  same_dtype("qkv_bias", bias, "qkv", qkv);
+  shape("qkv_bias", bias, {qkv.size(2)});
+  check(heads > 0, kOpParam, "num_heads is ", heads);
+  multiple("the last dimension of qkv", qkv.size(2), 3 * heads);
+  for (const auto& [name, x] : {std::pair{"q", &query}, std::pair{"k", &key}, std::pair{"v", &value}})
+    shape(name, *x, {qkv.size(0), heads, qkv.size(1), qkv.size(2) / 3 / heads});
+  COMPUTE {
+    const auto parts =
+        (qkv.to(at::kFloat) + bias.to(at::kFloat)).view({qkv.size(0), qkv.size(1), 3, heads, -1}).permute({2, 0, 3, 1, 4});
+    query.copy_(parts[0] / std::sqrt(static_cast<double>(query.size(3))));
+    key.copy_(parts[1]);
+    value.copy_(parts[2]);
+  };
+})

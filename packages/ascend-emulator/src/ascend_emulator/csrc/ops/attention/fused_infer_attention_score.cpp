@@ -78,6 +78,10 @@ Tensor wanted(bool want, const Opt<Tensor>& lse) { return want ? lse.value_or(Te
       .out = out,                                                                                             \
       .lse = wanted(want_lse, lse)})
 
+// Before CANN 8.1.RC1.
+CHECKED(aclnnFusedInferAttentionScoreV2, (COMMON, SHAPES, Tensor out, Opt<Tensor> lse), { FUSED_INFER({}, {}, {}, {}); })
+MAX_WORKSPACE(aclnnFusedInferAttentionScoreV2)
+
 CHECKED(aclnnFusedInferAttentionScoreV3,
     (COMMON, Opt<Tensor> query_rope, Opt<Tensor> key_rope, Opt<Tensor> rope_scale, SHAPES, Tensor out, Opt<Tensor> lse), {
       refuse_given("key_rope_antiquant_scale", rope_scale);

@@ -1,4 +1,4 @@
-// Operators on lists of tensors; of two versions the newer one (V2), which torch_npu calls.
+// Operators on lists of tensors. The older of two versions has its scalar in a tensor of one element (op-plugin).
 #include "ops/upcast.h"
 
 namespace {
@@ -7,6 +7,10 @@ using namespace emu;
 template <class Function>
 void each(const Tensors& out, Function&& function) {
   for (size_t i = 0; i < out.size(); ++i) out[i].copy_(function(i));
+}
+
+void one_number(const char* argument, const Tensor& scalar) {
+  check(scalar.numel() == 1, kOpParam, argument, " has shape ", scalar.sizes(), "; it must have one element");
 }
 }  // namespace
 
@@ -21,18 +25,31 @@ void each(const Tensors& out, Function&& function) {
   OP(aclnnForeach##NAME##FORM, (Tensors self, TYPE other, Tensors out), \
       { each(out, [&](size_t i) { return FUNCTION(upcast(self[i]), VALUE); }); })
 
-#define FOREACH_SCALAR(NAME, FUNCTION)                         \
-  FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarV2, Scalar, other) \
-  FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarList, Scalars, other[i])
+#define FOREACH_SCALAR(NAME, FUNCTION)                                                                         \
+  FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarV2, Scalar, other)                                                 \
+  FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarList, Scalars, other[i])                                           \
+  SHAPED(aclnnForeach##NAME##Scalar, (Tensors self, Tensor other, Tensors out), one_number("scalar", other), { \
+    const auto number = other.item();                                                                          \
+    each(out, [&](size_t i) { return FUNCTION(upcast(self[i]), number); });                                    \
+  })
 
-#define FOREACH_SCALED(NAME, FUNCTION)                                                     \
-  OP(aclnnForeach##NAME##ListV2, (Tensors self, Tensors other, Scalar alpha, Tensors out), \
-      { each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(other[i]), alpha); }); })
+#define FOREACH_SCALED(NAME, FUNCTION)                                                                                     \
+  OP(aclnnForeach##NAME##ListV2, (Tensors self, Tensors other, Scalar alpha, Tensors out),                                 \
+      { each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(other[i]), alpha); }); })                    \
+  SHAPED(aclnnForeach##NAME##List, (Tensors self, Tensors other, Tensor alpha, Tensors out), one_number("alpha", alpha), { \
+    const auto number = alpha.item();                                                                                      \
+    each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(other[i]), number); });                          \
+  })
 
 // self + value * a (op) b; the list version has its values in a tensor.
 #define FOREACH_THREE(NAME, FUNCTION)                                                                             \
   OP(aclnnForeach##NAME##ScalarV2, (Tensors self, Tensors a, Tensors b, Scalar value, Tensors out),               \
       { each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(a[i]), upcast(b[i]), value); }); }) \
+  SHAPED(aclnnForeach##NAME##Scalar, (Tensors self, Tensors a, Tensors b, Tensor value, Tensors out),             \
+      one_number("scalar", value), {                                                                              \
+        const auto number = value.item();                                                                         \
+        each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(a[i]), upcast(b[i]), number); });   \
+      })                                                                                                          \
   OP(aclnnForeach##NAME##ScalarList, (Tensors self, Tensors a, Tensors b, Tensor values, Tensors out), {          \
     each(out, [&](size_t i) {                                                                                     \
       return at::FUNCTION(upcast(self[i]), upcast(a[i]), upcast(b[i]), values[static_cast<int64_t>(i)].item());   \
@@ -107,6 +124,13 @@ OP(aclnnForeachPowScalarAndTensor, (Scalar self, Tensors exponent, Tensors out),
     { each(out, [&](size_t i) { return at::pow(self, upcast(exponent[i])); }); })
 OP(aclnnForeachRoundOffNumberV2, (Tensors self, Scalar mode, Tensors out),
     { each(out, [&](size_t i) { return rounded(upcast(self[i]), mode.toLong()); }); })
+CHECKED(aclnnForeachRoundOffNumber, (Tensors self, Tensor mode, Tensors out), {
+  one_number("roundMode", mode);
+  COMPUTE {
+    const auto number = mode.item<int64_t>();
+    each(out, [&](size_t i) { return rounded(upcast(self[i]), number); });
+  };
+})
 OP(aclnnForeachCopy, (Tensors self, Tensors out), { each(out, [&](size_t i) { return self[i]; }); })
 OP(aclnnForeachZeroInplace, (Tensors self), {
   for (auto& tensor : self) tensor.zero_();

@@ -169,24 +169,19 @@ Computation grouped_matmul(const Grouped& call, const Lists& offset) {
 
 }  // namespace
 
-CHECKED(aclnnGroupedMatmulV5,
-    (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
-        Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists, int64_t split, int64_t kind, int64_t list_kind, int64_t activation,
-        Opt<Ints>, Tensors out, Lists, Lists),
-    {
-      return grouped_matmul(
-          {x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind, list_kind, activation, out},
-          offset);
-    })
-CHECKED(aclnnGroupedMatmulWeightNz,
-    (Tensors x, Weights weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
-        Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists, int64_t split, int64_t kind, int64_t list_kind, int64_t activation,
-        Opt<Ints>, int64_t, Tensors out, Lists, Lists),
-    {
-      return grouped_matmul(
-          {x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind, list_kind, activation, out},
-          offset);
-    })
+#define GROUPED_MATMUL(NAME, WEIGHTS, ...)                                                                              \
+  CHECKED(NAME,                                                                                                         \
+      (Tensors x, WEIGHTS weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset, \
+          Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists, int64_t split, int64_t kind, int64_t list_kind,        \
+          int64_t activation, __VA_ARGS__ Tensors out, Lists, Lists),                                                   \
+      {                                                                                                                 \
+        return grouped_matmul({x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind,  \
+                                  list_kind, activation, out},                                                          \
+            offset);                                                                                                    \
+      })
+GROUPED_MATMUL(aclnnGroupedMatmulV4, Tensors)
+GROUPED_MATMUL(aclnnGroupedMatmulV5, Tensors, Opt<Ints>, )                 // tuning_config
+GROUPED_MATMUL(aclnnGroupedMatmulWeightNz, Weights, Opt<Ints>, int64_t, )  // tuning_config, quant_per_group_size
 // group_list is a list of cumulative integers.
 CHECKED(aclnnGroupedMatmul,
     (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
@@ -236,17 +231,61 @@ Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& s
 
 }  // namespace
 
-#define FINALIZE(NAME, WEIGHT)                                                                                               \
+// UNUSED: offset, antiquant_scale and antiquant_offset. TUNING: tuning_config.
+#define FINALIZE(NAME, WEIGHT, UNUSED, TUNING)                                                                               \
   CHECKED(NAME,                                                                                                              \
-      (Tensor x, WEIGHT weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>,                  \
-          Opt<Tensor> pertoken, Tensor list, Opt<Tensor> shared, Opt<Tensor> logit, Opt<Tensor> row_index, int64_t,          \
-          float shared_weight, int64_t shared_offset, bool, bool, int64_t list_kind, Opt<Ints>, Tensor out),                 \
+      (Tensor x, WEIGHT weight, Opt<Tensor> scale, Opt<Tensor> bias, UNUSED Opt<Tensor> pertoken, Tensor list,               \
+          Opt<Tensor> shared, Opt<Tensor> logit, Opt<Tensor> row_index, int64_t, float shared_weight, int64_t shared_offset, \
+          bool, bool, int64_t list_kind, TUNING Tensor out),                                                                 \
       {                                                                                                                      \
         return finalize(                                                                                                     \
             x, weight, scale, bias, pertoken, list, shared, logit, row_index, shared_weight, shared_offset, list_kind, out); \
       })
-FINALIZE(aclnnGroupedMatmulFinalizeRoutingV3, Tensor)
-FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNzV2, Weight)
+#define COMMA ,
+#define THREE Opt<Tensor> COMMA Opt<Tensor> COMMA Opt<Tensor> COMMA
+FINALIZE(aclnnGroupedMatmulFinalizeRoutingV2, Tensor, THREE, )
+FINALIZE(aclnnGroupedMatmulFinalizeRoutingV3, Tensor, THREE, Opt<Ints> COMMA)
+FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNz, Weight, , )
+FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNzV2, Weight, THREE, Opt<Ints> COMMA)
+#undef THREE
+#undef COMMA
+
+// npu_grouped_matmul_add: the gradients of the experts' weights, out[group] += x[rows]^T weight[rows]. As op-plugin's shape
+// function says, group_type 2 alone; its own default of the transpositions.
+namespace {
+Computation add_grouped(const Tensor& x, const Tensor& weight, const Tensor& list, const Tensor& out, bool transpose_x,
+    bool transpose_weight, int64_t kind, int64_t list_kind) {
+  one_of("x", x, kHalves);
+  same_dtype("weight", weight, "x", x);
+  one_of("self", out, {at::kFloat});
+  one_of("group_list", list, {at::kLong});
+  one_of("group_type", kind, {int64_t{2}});
+  within("group_list_type", list_kind, int64_t{0}, int64_t{1});
+  check(transpose_x && !transpose_weight, kOpParam, "transpose_x is ", transpose_x, " and transpose_weight ", transpose_weight,
+      "; only true and false are allowed");
+  rank("x", x, 2);
+  rank("weight", weight, 2);
+  rank("group_list", list, 1);
+  rank("self", out, 2, 3);
+  check(weight.size(0) == x.size(0), kOpParam, "x has ", x.size(0), " rows and weight ", weight.size(0));
+  check(out.size(-1) == weight.size(1) && out.numel() == list.numel() * x.size(1) * weight.size(1), kOpParam, "self has shape ",
+      out.sizes(), "; [", list.numel(), " * ", x.size(1), ", ", weight.size(1), "] is needed");
+  COMPUTE {
+    const auto sums = out.view({list.numel(), x.size(1), weight.size(1)});
+    for (const auto& [group, first, last] : rows_of(list, list_kind, x.size(0))) {
+      cost::add_flops(2.0 * static_cast<double>((last - first) * x.size(1) * weight.size(1)), static_cast<int>(x.element_size()));
+      sums[group].addmm_(
+          x.narrow(0, first, last - first).to(at::kFloat).t(), weight.narrow(0, first, last - first).to(at::kFloat));
+    }
+  };
+}
+}  // namespace
+CHECKED(aclnnGroupedMatmulAdd,
+    (Tensor x, Tensor weight, Tensor list, Tensor out, bool transpose_x, bool transpose_weight, int64_t kind),
+    { return add_grouped(x, weight, list, out, transpose_x, transpose_weight, kind, 0); })
+CHECKED(aclnnGroupedMatmulAddV2,
+    (Tensor x, Tensor weight, Tensor list, Tensor out, bool transpose_x, bool transpose_weight, int64_t kind, int64_t list_kind),
+    { return add_grouped(x, weight, list, out, transpose_x, transpose_weight, kind, list_kind); })
 
 namespace {
 

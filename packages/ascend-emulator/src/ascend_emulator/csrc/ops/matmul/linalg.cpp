@@ -1,6 +1,7 @@
 // Linear algebra and distances.
 #include <numeric>
 
+#include "operator/shapes.h"
 #include "ops/upcast.h"
 
 using namespace emu;
@@ -34,6 +35,12 @@ OP(aclnnTriangularSolve, (Tensor self, Tensor a, bool upper, bool transpose, boo
   copy.copy_(coefficients);
 })
 OP(aclnnCdist, (Tensor a, Tensor b, float p, int64_t mode, Tensor out), { out.copy_(at::cdist(upcast(a), upcast(b), p, mode)); })
+// p is -1 for infinity (op-plugin's CdistBackwardNpuOpApi.cpp).
+SHAPED(aclnnCdistBackward, (Tensor grad, Tensor a, Tensor b, Tensor distances, float p, Tensor out),
+    (SAME(out, a), SAME(grad, distances)), {
+      out.copy_(at::_cdist_backward(
+          upcast(grad), upcast(a), upcast(b), p < 0 ? std::numeric_limits<double>::infinity() : p, upcast(distances)));
+    })
 OP(aclnnPdist, (Tensor self, float p, Tensor out), { out.copy_(at::pdist(upcast(self), p)); })
 OP(aclnnInplaceAddr, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha),
     { self.copy_(at::addr(upcast(self), upcast(a), upcast(b), beta, alpha)); })

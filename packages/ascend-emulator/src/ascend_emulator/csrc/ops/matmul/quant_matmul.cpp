@@ -152,10 +152,13 @@ Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& sc
 
 }  // namespace
 
-CHECKED(aclnnWeightQuantBatchMatmulV2,
-    (Tensor x, Weight weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset,
-        Opt<Tensor> bias, int group, Tensor out),
-    { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
+#define WEIGHT_QUANT(NAME)                                                                                           \
+  CHECKED(NAME,                                                                                                      \
+      (Tensor x, Weight weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset, \
+          Opt<Tensor> bias, int group, Tensor out),                                                                  \
+      { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
+WEIGHT_QUANT(aclnnWeightQuantBatchMatmulV2)
+WEIGHT_QUANT(aclnnWeightQuantBatchMatmulNz)  // on Ascend950, where V2 takes no weight in FRACTAL_NZ
 CHECKED(aclnnWeightQuantBatchMatmulV3,
     (Tensor x, Weight weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset,
         Opt<Tensor> bias, int group, int64_t, Tensor out),

@@ -274,13 +274,20 @@ FUSED(aclnnMatmulReduceScatterV2,
 
 // Barrier of all ranks (op-plugin's DistributeBarrierOpApi.cpp and test_distribute_barrier.py). x_ref orders later operators
 // after it.
-FUSED(aclnnDistributeBarrierV2, (Tensor, Opt<Tensor> time_out, Opt<Tensor> elastic_info, Text group, int64_t world_size), {
-  check(absent(time_out), kOpParam, "time_out is given; what it means is not documented");
-  mc2::reserved("elastic_info", elastic_info);
+namespace {
+Computation barrier_of(const Text& group, int64_t world_size) {
   const auto on = hccl::group("group", group);
   hccl::check_ranks("world_size", world_size, *on);
   COMPUTE {
     const auto call = hccl::fused_header(hccl::kDistributeBarrier, at::kChar, 0);
     hccl::fused(*on, call, [&] { hccl::barrier(*on, call); });
   };
+}
+}  // namespace
+
+FUSED(aclnnDistributeBarrier, (Tensor, Text group, int64_t world_size), { return barrier_of(group, world_size); })
+FUSED(aclnnDistributeBarrierV2, (Tensor, Opt<Tensor> time_out, Opt<Tensor> elastic_info, Text group, int64_t world_size), {
+  check(absent(time_out), kOpParam, "time_out is given; what it means is not documented");
+  mc2::reserved("elastic_info", elastic_info);
+  return barrier_of(group, world_size);
 })

@@ -63,6 +63,19 @@ struct Combine {
 
 Tensor from_ints(const std::vector<int64_t>& values);
 
+inline void no_times(const Opt<Tensor>& performance_info) {
+  check(absent(performance_info), kOpParam, "performance_info is given; times of single ranks are not emulated");
+}
+
 }  // namespace emu::mc2
+
+// Parameters that later versions of an operator have.
+#define ELASTIC_INFO Opt<Tensor> elastic_info,
+#define PERFORMANCE_INFO Opt<Tensor> performance_info,
+#define SPECIAL_EXPERTS int64_t zero_num, int64_t copy_num, int64_t const_num,
+#define SPECIAL_INPUTS Opt<Tensor> ori_x, Opt<Tensor> alpha1, Opt<Tensor> alpha2, Opt<Tensor> const_v,
+// In the body of an earlier version.
+#define NO_SPECIAL_EXPERTS const int64_t zero_num = 0, copy_num = 0, const_num = 0
+#define NO_SPECIAL_INPUTS const Opt<Tensor> ori_x, alpha1, alpha2, const_v
 
 #endif  // ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H

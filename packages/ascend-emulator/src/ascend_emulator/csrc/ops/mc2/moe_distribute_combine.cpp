@@ -133,14 +133,41 @@ void check_expand_scales(const Combine& one, const Opt<Tensor>& scales) {
   shape("expand_scales", *scales, {one.expand_x.size(0)});
 }
 
+void no_quantized_values(int64_t quant_mode) {
+  check(quant_mode == 0, kOpParam, "comm_quant_mode is ", quant_mode,
+      "; 0 is emulated: how communicated values are quantized is not documented");
+}
+
 Computation combine(const Combine& one, const Opt<Tensor>& expand_scales, int64_t quant_mode, const Tensor& out) {
   one.check_arguments();
   check_expand_scales(one, expand_scales);
-  check(quant_mode == 0, kOpParam, "comm_quant_mode is ", quant_mode,
-      "; 0 is emulated: how communicated values are quantized is not documented");
+  no_quantized_values(quant_mode);
   shape("out", out, {one.ids.size(0), one.expand_x.size(1)});
   one.at.on->claim(hccl::kCombine);
   return [=] { one.run([&](const Tensor& sum) { out.copy_(sum); }); };
+}
+
+Computation combine_norm(const Combine& one, const Tensor& residual_x, const Tensor& gamma, int64_t quant_mode, float eps,
+    const Tensor& y, const Tensor& rstd, const Tensor& x) {
+  chips({"Ascend910_93"});
+  one_of("expand_x", one.expand_x, {at::kBFloat16});
+  same_dtype("residual_x", residual_x, "expand_x", one.expand_x);
+  same_dtype("gamma", gamma, "expand_x", one.expand_x);
+  const int64_t tokens = one.ids.size(0), hidden = one.expand_x.size(-1);
+  shape("residual_x", residual_x, {tokens, 1, hidden});
+  shape("gamma", gamma, {hidden});
+  no_quantized_values(quant_mode);
+  one.check_arguments();
+  one.at.on->claim(hccl::kCombine);
+  COMPUTE {
+    one.run([&](const Tensor& combined) {
+      const auto sum = combined.unsqueeze(1) + residual_x.to(at::kFloat);
+      const auto scale = (sum.square().mean(-1, true) + eps).rsqrt();
+      x.copy_(sum);
+      rstd.copy_(scale);
+      y.copy_(sum * scale * gamma.to(at::kFloat));
+    });
+  };
 }
 
 }  // namespace
@@ -161,62 +188,52 @@ FUSED(aclnnMoeDistributeCombine,
           expand_scales, quant_mode, out);
     })
 
-FUSED(aclnnMoeDistributeCombineV4,
-    (Tensor expand_x, Tensor expert_ids, Tensor info, Tensor counts, Tensor expert_scales, Opt<Tensor>, Opt<Tensor> x_active_mask,
-        Opt<Tensor> activation_scale, Opt<Tensor> weight_scale, Opt<Tensor> group_list, Opt<Tensor> expand_scales,
-        Opt<Tensor> shared_x, Opt<Tensor> elastic_info, Opt<Tensor> ori_x, Opt<Tensor> alpha1, Opt<Tensor> alpha2,
-        Opt<Tensor> const_v, Opt<Tensor> performance_info, Text group_ep, int64_t ep_world_size, int64_t ep_rank_id,
-        int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t, int64_t shard_type, int64_t shared_num,
-        int64_t shared_rank_num, int64_t global_bs, int64_t, int64_t quant_mode, int64_t, Text comm_alg, int64_t zero_num,
-        int64_t copy_num, int64_t const_num, Tensor out),
-    {
-      reserved("activation_scale", activation_scale);
-      reserved("weight_scale", weight_scale);
-      reserved("group_list", group_list);
-      reserved("elastic_info", elastic_info);
-      check(absent(performance_info), kOpParam, "performance_info is given; times of single ranks are not emulated");
-      return combine(
-          {{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,
-               shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},
-              expand_x, expert_ids, info, counts, expert_scales, x_active_mask, shared_x, ori_x, alpha1, alpha2, const_v},
-          expand_scales, quant_mode, out);
-    })
+// ELASTIC, INPUTS and SPECIAL: parameters from V3 on; TIMES: from V4 on.
+#define COMBINE(NAME, ELASTIC, INPUTS, TIMES, SPECIAL, FIRST)                                                                  \
+  FUSED(NAME,                                                                                                                  \
+      (Tensor expand_x, Tensor expert_ids, Tensor info, Tensor counts, Tensor expert_scales, Opt<Tensor>,                      \
+          Opt<Tensor> x_active_mask, Opt<Tensor> activation_scale, Opt<Tensor> weight_scale, Opt<Tensor> group_list,           \
+          Opt<Tensor> expand_scales, Opt<Tensor> shared_x, ELASTIC INPUTS TIMES Text group_ep, int64_t ep_world_size,          \
+          int64_t ep_rank_id, int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t, int64_t shard_type,                \
+          int64_t shared_num, int64_t shared_rank_num, int64_t global_bs, int64_t, int64_t quant_mode, int64_t, Text comm_alg, \
+          SPECIAL Tensor out),                                                                                                 \
+      {                                                                                                                        \
+        reserved("activation_scale", activation_scale);                                                                        \
+        reserved("weight_scale", weight_scale);                                                                                \
+        reserved("group_list", group_list);                                                                                    \
+        FIRST;                                                                                                                 \
+        return combine(                                                                                                        \
+            {{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,        \
+                 shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},                                         \
+                expand_x, expert_ids, info, counts, expert_scales, x_active_mask, shared_x, ori_x, alpha1, alpha2, const_v},   \
+            expand_scales, quant_mode, out);                                                                                   \
+      })
+COMBINE(aclnnMoeDistributeCombineV2, , , , , NO_SPECIAL_EXPERTS; NO_SPECIAL_INPUTS)
+COMBINE(aclnnMoeDistributeCombineV3, ELASTIC_INFO, SPECIAL_INPUTS, , SPECIAL_EXPERTS, reserved("elastic_info", elastic_info))
+COMBINE(aclnnMoeDistributeCombineV4, ELASTIC_INFO, SPECIAL_INPUTS, PERFORMANCE_INFO, SPECIAL_EXPERTS,
+    reserved("elastic_info", elastic_info);
+    no_times(performance_info))
 
 // y is the normalized sum of the combined tokens and residual_x, x the sum.
-FUSED(aclnnMoeDistributeCombineAddRmsNormV2,
-    (Tensor expand_x, Tensor expert_ids, Tensor info, Tensor counts, Tensor expert_scales, Tensor residual_x, Tensor gamma,
-        Opt<Tensor>, Opt<Tensor> x_active_mask, Opt<Tensor> activation_scale, Opt<Tensor> weight_scale, Opt<Tensor> group_list,
-        Opt<Tensor>, Opt<Tensor> shared_x, Opt<Tensor> elastic_info, Opt<Tensor> ori_x, Opt<Tensor> alpha1, Opt<Tensor> alpha2,
-        Opt<Tensor> const_v, Text group_ep, int64_t ep_world_size, int64_t ep_rank_id, int64_t moe_expert_num, Text,
-        int64_t tp_world_size, int64_t, int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t global_bs,
-        int64_t, int64_t quant_mode, int64_t, Text comm_alg, float eps, int64_t zero_num, int64_t copy_num, int64_t const_num,
-        Tensor y, Tensor rstd, Tensor x),
-    {
-      chips({"Ascend910_93"});
-      reserved("activation_scale", activation_scale);
-      reserved("weight_scale", weight_scale);
-      reserved("group_list", group_list);
-      reserved("elastic_info", elastic_info);
-      one_of("expand_x", expand_x, {at::kBFloat16});
-      same_dtype("residual_x", residual_x, "expand_x", expand_x);
-      same_dtype("gamma", gamma, "expand_x", expand_x);
-      const int64_t tokens = expert_ids.size(0), hidden = expand_x.size(-1);
-      shape("residual_x", residual_x, {tokens, 1, hidden});
-      shape("gamma", gamma, {hidden});
-      check(quant_mode == 0, kOpParam, "comm_quant_mode is ", quant_mode,
-          "; 0 is emulated: how communicated values are quantized is not documented");
-      const Combine one{{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,
-                            shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},
-          expand_x, expert_ids, info, counts, expert_scales, x_active_mask, shared_x, ori_x, alpha1, alpha2, const_v};
-      one.check_arguments();
-      one.at.on->claim(hccl::kCombine);
-      COMPUTE {
-        one.run([&](const Tensor& combined) {
-          const auto sum = combined.unsqueeze(1) + residual_x.to(at::kFloat);
-          const auto scale = (sum.square().mean(-1, true) + eps).rsqrt();
-          x.copy_(sum);
-          rstd.copy_(scale);
-          y.copy_(sum * scale * gamma.to(at::kFloat));
-        });
-      };
-    })
+#define COMBINE_NORM(NAME, ELASTIC, INPUTS, SPECIAL, FIRST)                                                                    \
+  FUSED(NAME,                                                                                                                  \
+      (Tensor expand_x, Tensor expert_ids, Tensor info, Tensor counts, Tensor expert_scales, Tensor residual_x, Tensor gamma,  \
+          Opt<Tensor>, Opt<Tensor> x_active_mask, Opt<Tensor> activation_scale, Opt<Tensor> weight_scale,                      \
+          Opt<Tensor> group_list, Opt<Tensor>, Opt<Tensor> shared_x, ELASTIC INPUTS Text group_ep, int64_t ep_world_size,      \
+          int64_t ep_rank_id, int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t, int64_t shard_type,                \
+          int64_t shared_num, int64_t shared_rank_num, int64_t global_bs, int64_t, int64_t quant_mode, int64_t, Text comm_alg, \
+          float eps, SPECIAL Tensor y, Tensor rstd, Tensor x),                                                                 \
+      {                                                                                                                        \
+        reserved("activation_scale", activation_scale);                                                                        \
+        reserved("weight_scale", weight_scale);                                                                                \
+        reserved("group_list", group_list);                                                                                    \
+        FIRST;                                                                                                                 \
+        return combine_norm(                                                                                                   \
+            {{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,        \
+                 shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},                                         \
+                expand_x, expert_ids, info, counts, expert_scales, x_active_mask, shared_x, ori_x, alpha1, alpha2, const_v},   \
+            residual_x, gamma, quant_mode, eps, y, rstd, x);                                                                   \
+      })
+COMBINE_NORM(aclnnMoeDistributeCombineAddRmsNorm, , , , NO_SPECIAL_EXPERTS; NO_SPECIAL_INPUTS)
+COMBINE_NORM(
+    aclnnMoeDistributeCombineAddRmsNormV2, ELASTIC_INFO, SPECIAL_INPUTS, SPECIAL_EXPERTS, reserved("elastic_info", elastic_info))

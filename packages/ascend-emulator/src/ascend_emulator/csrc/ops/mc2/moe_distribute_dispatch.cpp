@@ -197,18 +197,22 @@ FUSED(aclnnMoeDistributeDispatch,
           counts, tp_counts, expand_scales});
     })
 
-FUSED(aclnnMoeDistributeDispatchV4,
-    (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask, Opt<Tensor> expert_scales,
-        Opt<Tensor> elastic_info, Opt<Tensor> performance_info, Text group_ep, int64_t ep_world_size, int64_t ep_rank_id,
-        int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t, int64_t shard_type, int64_t shared_num,
-        int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs, int64_t nums_type, Text comm_alg, int64_t zero_num,
-        int64_t copy_num, int64_t const_num, Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums,
-        Tensor counts, Tensor tp_counts, Tensor expand_scales),
-    {
-      reserved("elastic_info", elastic_info);
-      check(absent(performance_info), kOpParam, "performance_info is given; times of single ranks are not emulated");
-      return dispatch({{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,
-                           shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},
-          x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, dynamic_scales, info, token_nums,
-          counts, tp_counts, expand_scales});
-    })
+// ELASTIC and SPECIAL: parameters from V3 on, with performance_info from V4 on.
+#define DISPATCH(NAME, ELASTIC, SPECIAL, FIRST)                                                                                  \
+  FUSED(NAME,                                                                                                                    \
+      (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask, Opt<Tensor> expert_scales,                    \
+          ELASTIC Text group_ep, int64_t ep_world_size, int64_t ep_rank_id, int64_t moe_expert_num, Text, int64_t tp_world_size, \
+          int64_t, int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs,       \
+          int64_t nums_type, Text comm_alg, SPECIAL Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums,      \
+          Tensor counts, Tensor tp_counts, Tensor expand_scales),                                                                \
+      {                                                                                                                          \
+        FIRST;                                                                                                                   \
+        return dispatch({{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type,          \
+                             shared_num, shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},                   \
+            x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, dynamic_scales, info,          \
+            token_nums, counts, tp_counts, expand_scales});                                                                      \
+      })
+DISPATCH(aclnnMoeDistributeDispatchV2, , , NO_SPECIAL_EXPERTS)
+DISPATCH(aclnnMoeDistributeDispatchV3, ELASTIC_INFO, SPECIAL_EXPERTS, reserved("elastic_info", elastic_info))
+DISPATCH(aclnnMoeDistributeDispatchV4, ELASTIC_INFO PERFORMANCE_INFO, SPECIAL_EXPERTS, reserved("elastic_info", elastic_info);
+    no_times(performance_info))

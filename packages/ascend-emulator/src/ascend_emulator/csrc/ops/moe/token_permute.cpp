@@ -99,53 +99,76 @@ CHECKED(aclnnMoeTokenUnpermuteGrad,
       };
     })
 
+namespace {
+// The first version takes skip1 alone.
+void both_or_second(const Opt<Tensor>& skip1, const Opt<Tensor>& skip2) {
+  check(skip2 || !skip1, kOpParam, "skip1 is given without skip2");
+}
+
 // out = skip1 + skip2 + sum over k of scales (rows[place] + bias[expert]). Rows are indexed by [k, tokens] in drop_pad_mode 0 and
 // 1, [tokens, k] in 2 and 3.
+Computation finalize_routing(const Tensor& rows, const Tensor& places, const Opt<Tensor>& skip1, const Opt<Tensor>& skip2,
+    const Opt<Tensor>& bias, const Opt<Tensor>& scales, const Opt<Tensor>& experts, int64_t mode, int64_t k_given,
+    const Tensor& out) {
+  one_of("expanded_permuted_rows", rows, kFloating);
+  one_of("expanded_src_to_dst_row", places, {at::kInt});
+  rank("expanded_src_to_dst_row", places, 1);
+  within("drop_pad_mode", mode, int64_t{0}, int64_t{3});
+  rank("expanded_permuted_rows", rows, mode % 2 ? 3 : 2);
+  const int64_t k = scales ? scales->size(1) : std::max<int64_t>(k_given, 1);
+  check(places.numel() == out.size(0) * k, kOpParam, "expanded_src_to_dst_row has ", places.numel(), " elements; ", out.size(0),
+      " rows by ", k, " are needed");
+  if (skip1) {
+    same_dtype("skip1", *skip1, "expanded_permuted_rows", rows);
+    shape("skip1", *skip1, out.sizes());
+  }
+  if (skip2) {
+    same_dtype("skip2", *skip2, "expanded_permuted_rows", rows);
+    shape("skip2", *skip2, out.sizes());
+  }
+  if (scales) one_of("scales", *scales, kFloating);
+  if (bias) {
+    check(experts.has_value(), kOpParam, "bias needs export_for_source_row");
+    same_dtype("bias", *bias, "expanded_permuted_rows", rows);
+    rank("bias", *bias, 2);
+    one_of("export_for_source_row", *experts, {at::kInt});
+    check(experts->numel() == places.numel(), kOpParam, "export_for_source_row has shape ", experts->sizes(), "; ",
+        places.numel(), " elements are needed");
+  }
+  COMPUTE {
+    const int64_t tokens = out.size(0), columns = out.size(1);
+    // Dropped rows are -1 "drop_pad_mode参数为1或3时" only.
+    check_rows("expanded_src_to_dst_row", places, mode % 2 ? -1 : 0, mode % 2 ? rows.size(0) * rows.size(1) : places.numel());
+    const auto index = mode < 2 ? places.view({k, tokens}).t() : places.view({tokens, k});
+    auto values = rows_or_zeros(rows.reshape({-1, columns}), index).view({tokens, k, columns});
+    if (bias) values = values + bias->to(at::kFloat).index_select(0, experts->reshape({-1}).to(at::kLong)).view(values.sizes());
+    if (scales) values = values * scales->to(at::kFloat).unsqueeze(-1);
+    auto total = values.sum(1);
+    if (skip1) total = total + skip1->to(at::kFloat);
+    if (skip2) total = total + skip2->to(at::kFloat);
+    out.copy_(total);
+  };
+}
+}  // namespace
+
+CHECKED(aclnnMoeFinalizeRouting,
+    (Tensor rows, Tensor skip1, Opt<Tensor> skip2, Opt<Tensor> bias, Opt<Tensor> scales, Tensor places, Opt<Tensor> experts,
+        Tensor out),
+    { return finalize_routing(rows, places, skip1, skip2, bias, scales, experts, 0, 1, out); })
+CHECKED(aclnnMoeFinalizeRoutingV2,
+    (Tensor rows, Tensor places, Opt<Tensor> skip1, Opt<Tensor> skip2, Opt<Tensor> bias, Opt<Tensor> scales, Opt<Tensor> experts,
+        int64_t mode, Tensor out),
+    {
+      both_or_second(skip1, skip2);
+      return finalize_routing(rows, places, skip1, skip2, bias, scales, experts, mode, 1, out);
+    })
 CHECKED(aclnnMoeFinalizeRoutingV4,
     (Tensor rows, Tensor places, Opt<Tensor> skip1, Opt<Tensor> skip2, Opt<Tensor> bias, Opt<Tensor> scales, Opt<Tensor> experts,
         Opt<Tensor>, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>, int64_t mode, Opt<Ints>, Opt<Ints>, Opt<Ints>, int64_t k_given,
         Tensor out),
     {
-      one_of("expanded_permuted_rows", rows, kFloating);
-      one_of("expanded_src_to_dst_row", places, {at::kInt});
-      rank("expanded_src_to_dst_row", places, 1);
-      within("drop_pad_mode", mode, int64_t{0}, int64_t{3});
-      rank("expanded_permuted_rows", rows, mode % 2 ? 3 : 2);
-      check(skip2 || !skip1, kOpParam, "skip1 is given without skip2");
-      const int64_t k = scales ? scales->size(1) : std::max<int64_t>(k_given, 1);
-      check(places.numel() == out.size(0) * k, kOpParam, "expanded_src_to_dst_row has ", places.numel(), " elements; ",
-          out.size(0), " rows by ", k, " are needed");
-      if (skip1) {
-        same_dtype("skip1", *skip1, "expanded_permuted_rows", rows);
-        shape("skip1", *skip1, out.sizes());
-      }
-      if (skip2) {
-        same_dtype("skip2", *skip2, "expanded_permuted_rows", rows);
-        shape("skip2", *skip2, out.sizes());
-      }
-      if (scales) one_of("scales", *scales, kFloating);
-      if (bias) {
-        check(experts.has_value(), kOpParam, "bias needs export_for_source_row");
-        same_dtype("bias", *bias, "expanded_permuted_rows", rows);
-        rank("bias", *bias, 2);
-        one_of("export_for_source_row", *experts, {at::kInt});
-        check(experts->numel() == places.numel(), kOpParam, "export_for_source_row has shape ", experts->sizes(), "; ",
-            places.numel(), " elements are needed");
-      }
-      COMPUTE {
-        const int64_t tokens = out.size(0), columns = out.size(1);
-        // Dropped rows are -1 "drop_pad_mode参数为1或3时" only.
-        check_rows("expanded_src_to_dst_row", places, mode % 2 ? -1 : 0, mode % 2 ? rows.size(0) * rows.size(1) : places.numel());
-        const auto index = mode < 2 ? places.view({k, tokens}).t() : places.view({tokens, k});
-        auto values = rows_or_zeros(rows.reshape({-1, columns}), index).view({tokens, k, columns});
-        if (bias)
-          values = values + bias->to(at::kFloat).index_select(0, experts->reshape({-1}).to(at::kLong)).view(values.sizes());
-        if (scales) values = values * scales->to(at::kFloat).unsqueeze(-1);
-        auto total = values.sum(1);
-        if (skip1) total = total + skip1->to(at::kFloat);
-        if (skip2) total = total + skip2->to(at::kFloat);
-        out.copy_(total);
-      };
+      both_or_second(skip1, skip2);
+      return finalize_routing(rows, places, skip1, skip2, bias, scales, experts, mode, k_given, out);
     })
 
 namespace {
@@ -197,5 +220,94 @@ CHECKED(aclnnMoeTokenPermuteWithRoutingMapGrad,
         else
           by_expert.masked_scatter_(map.to(at::kBool).t(), *probs_grad);
         probs_out->copy_(by_expert.t());
+      };
+    })
+
+namespace {
+
+// Slots of a routing map's tokens: the row of the permuted tokens, the token, and the flat index of its probability in
+// [tokens, experts]. Not padded: in the order of the tokens; padded: of the rows' tokens.
+struct MapSlots {
+  Tensor row, token, place;
+};
+MapSlots padded_slots(const Tensor& map, const Tensor& rows, const Tensor& tokens) {
+  const auto row = rows.to(at::kLong), token = tokens.to(at::kLong);
+  return {row, token, token * map.size(1) + row.floor_divide(row.numel() / map.size(1))};
+}
+MapSlots slots_of(const Tensor& map, const Tensor& sorted_indices, bool padded) {
+  const int64_t tokens = map.size(0), experts = map.size(1), rows = sorted_indices.numel();
+  const auto index = sorted_indices.to(at::kLong);
+  if (padded) {
+    check_rows("sorted_indices", sorted_indices, 0, tokens);
+    const auto [token, row] = at::sort(index, true, 0, false);
+    return padded_slots(map, row, token);
+  }
+  check_rows("sorted_indices", sorted_indices, 0, rows);
+  const auto place = at::nonzero(map.to(at::kBool).reshape({-1})).view(-1);
+  check(place.numel() == rows, kOpParam, "routing_map has ", place.numel(), " entries and sorted_indices ", rows);
+  return {index, place.floor_divide(experts), place};
+}
+
+void check_map(
+    const Opt<Tensor>& map, const Tensor& index, const Opt<Tensor>& probs, bool padded, const Ints& restore, int64_t hidden) {
+  check(map.has_value(), kOpParam, "routing_map is None; it is needed");
+  one_of("routing_map", *map, {at::kBool, at::kChar});
+  rank("routing_map", *map, 2);
+  one_of("sorted_indices", index, {at::kInt});
+  rank("sorted_indices", index, 1);
+  check(restore == Ints{map->size(0), hidden}, kOpParam, "restore_shape is ", at::IntArrayRef(restore), "; it must be [",
+      map->size(0), ", ", hidden, "]");
+  if (padded) multiple("the rows of permuted_tokens, with drop_and_pad,", index.numel(), map->size(1));
+  if (probs) {
+    one_of("probs", *probs, kFloating);
+    shape("probs", *probs, map->sizes());
+  }
+}
+
+}  // namespace
+
+// What op-plugin's test_npu_moe_token_unpermute_with_routing_map.py expects. out_index and permuted_token_id are for the
+// gradient.
+CHECKED(aclnnMoeTokenUnpermuteWithRoutingMap,
+    (Tensor permuted, Tensor sorted_indices, Opt<Tensor> map, Opt<Tensor> probs, bool padded, Ints restore, Tensor out,
+        Tensor out_index, Tensor token_id, Opt<Tensor> permuted_probs),
+    {
+      one_of("permuted_tokens", permuted, kFloating);
+      rank("permuted_tokens", permuted, 2);
+      check_map(map, sorted_indices, probs, padded, restore, permuted.size(1));
+      shape("permuted_tokens", permuted, {sorted_indices.numel(), permuted.size(1)});
+      shape("out", out, restore);
+      COMPUTE {
+        const auto [row, token, place] = slots_of(*map, sorted_indices, padded);
+        auto rows = permuted.to(at::kFloat).index_select(0, row);
+        if (probs) {
+          const auto weights = probs->reshape({-1}).index_select(0, place);
+          rows = rows * weights.to(at::kFloat).unsqueeze(1);
+          // With padding in the order of the rows.
+          if (permuted_probs) permuted_probs->copy_(padded ? at::empty_like(weights).index_copy_(0, row, weights) : weights);
+        }
+        out.copy_(at::zeros(out.sizes(), at::kFloat).index_add_(0, token, rows));
+        out_index.copy_(row);
+        token_id.copy_(token);
+      };
+    })
+CHECKED(aclnnMoeTokenUnpermuteWithRoutingMapGrad,
+    (Tensor grad, Tensor out_index, Tensor token_id, Opt<Tensor> map, Opt<Tensor> permuted, Opt<Tensor> probs, bool padded,
+        Ints restore, Tensor out, Opt<Tensor> probs_out),
+    {
+      one_of("unpermuted_tokens_grad", grad, kFloating);
+      shape("unpermuted_tokens_grad", grad, restore);
+      check_map(map, out_index, probs, padded, restore, grad.size(1));
+      shape("permuted_token_id", token_id, out_index.sizes());
+      check(!probs || permuted, kOpParam, "permuted_tokens is needed with probs");
+      shape("permuted_tokens_grad", out, {out_index.numel(), grad.size(1)});
+      COMPUTE {
+        const auto [row, token, place] = padded ? padded_slots(*map, out_index, token_id) : slots_of(*map, out_index, false);
+        const auto rows = grad.to(at::kFloat).index_select(0, token);
+        const auto weighted = probs ? rows * probs->reshape({-1}).index_select(0, place).to(at::kFloat).unsqueeze(1) : rows;
+        out.copy_(at::empty(out.sizes(), at::kFloat).index_copy_(0, row, weighted));
+        if (!probs || !probs_out) return;
+        const auto slopes = (permuted->to(at::kFloat).index_select(0, row) * rows).sum(1);
+        probs_out->copy_(at::zeros({map->numel()}, at::kFloat).index_add_(0, place, slopes).view(map->sizes()));
       };
     })

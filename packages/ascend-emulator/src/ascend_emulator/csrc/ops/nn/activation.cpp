@@ -68,3 +68,55 @@ OP(aclnnPrelu, (Tensor self, Tensor weight, Tensor out), {
   const auto x = upcast(self);
   out.copy_(at::where(x > 0, x, x * slope));
 })
+
+namespace {
+using namespace emu;
+// torch_npu's documentation of npu_scaled_masked_softmax; op-plugin's MaskedSoftMaxKernelNpuOpApi.cpp: four dimensions.
+void check_masked(const Tensor& x, const Tensor& mask, bool fixed_triangle) {
+  one_of("x", x, kFloating);
+  one_of("mask", mask, {at::kBool});
+  rank("x", x, 4);
+  for (const int64_t dim : {2, 3}) {
+    within(dim == 2 ? "H" : "W", x.size(dim), 32, 4096);
+    multiple(dim == 2 ? "H" : "W", x.size(dim), 32);
+  }
+  EXPANDS(x, mask);
+  check(!fixed_triangle, kOpParam, "fixed_triu_mask is true; only false is supported");
+}
+}  // namespace
+// Masked values count as -10000 (op-plugin's test_scaled_masked_softmax.py).
+CHECKED(aclnnScaledMaskedSoftmax, (Tensor x, Tensor mask, double scale, bool fixed_triangle, Tensor out), {
+  check_masked(x, mask, fixed_triangle);
+  SAME(out, x);
+  COMPUTE { out.copy_(at::softmax((upcast(x) * scale).masked_fill(mask, -10000), -1)); };
+})
+CHECKED(aclnnScaledMaskedSoftmaxBackward, (Tensor grad, Tensor y, Tensor mask, double scale, bool fixed_triangle, Tensor out), {
+  check_masked(y, mask, fixed_triangle);
+  same_dtype("y_grad", grad, "y", y);
+  SAME(grad, y);
+  SAME(out, y);
+  COMPUTE {
+    const auto slopes = at::_softmax_backward_data(upcast(grad), upcast(y), -1, upcast(y).scalar_type());
+    out.copy_((slopes * scale).masked_fill(mask, 0));
+  };
+})
+// x is [batch, windows, heads, tokens, tokens] (op-plugin's test_masked_softmax_with_rel_pos_bias.py).
+CHECKED(
+    aclnnMaskedSoftmaxWithRelPosBias, (Tensor x, Opt<Tensor> mask, Tensor bias, double scale, int64_t precision, Tensor out), {
+      one_of("x", x, kFloating);
+      rank("x", x, 4, 5);
+      same_dtype("relative_pos_bias", bias, "x", x);
+      EXPANDS(x, bias);
+      if (mask) {
+        same_dtype("atten_mask", *mask, "x", x);
+        expands("x, atten_mask", {x, *mask});
+      }
+      check(scale == 1, kOpParam, "scale_value is ", scale, "; 1 is emulated: where it is applied is not documented");
+      one_of("inner_precision_mode", precision, {int64_t{0}, int64_t{1}});
+      SAME(out, x);
+      COMPUTE {
+        auto scores = upcast(x) + upcast(bias);
+        if (mask) scores = scores + upcast(*mask);
+        out.copy_(at::softmax(scores, -1));
+      };
+    })

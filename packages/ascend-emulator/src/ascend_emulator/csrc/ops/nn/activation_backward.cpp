@@ -8,6 +8,7 @@ using namespace emu;
       { out.copy_(at::FUNCTION##_backward(upcast(grad), upcast(self))); })
 
 GRADIENT(Hardsigmoid, hardsigmoid)
+GRADIENT(Hardswish, hardswish)  // op-plugin writes the gradients at -3 and 3 itself
 OP(aclnnHardswishBackwardV2, (Tensor grad, Tensor self, Tensor out),
     { out.copy_(at::hardswish_backward(upcast(grad), upcast(self))); })
 GRADIENT(Mish, mish)

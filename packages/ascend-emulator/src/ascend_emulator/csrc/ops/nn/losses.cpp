@@ -111,3 +111,63 @@ SHAPED(aclnnCtcLossBackward,
       out.copy_(at::_ctc_loss_backward(upcast(grad), upcast(probabilities), to_int64(targets), inputs, lengths, upcast(loss),
           upcast(log_alpha).narrow(-1, 0, width), blank, zero_infinity));
     })
+
+// npu_cross_entropy_loss: limits of torch_npu's documentation.
+namespace {
+int64_t reduction_of(const Text& name) {
+  one_of<Text>("reduction", name, {"mean", "sum", "none"});
+  return name == "mean" ? at::Reduction::Mean : name == "sum" ? at::Reduction::Sum : at::Reduction::None;
+}
+void check_cross_entropy(const char* name, const Tensor& scores, const Tensor& target, const Opt<Tensor>& weight, int64_t ignored,
+    double smoothing, double zloss) {
+  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+  one_of(name, scores, kFloating);
+  rank(name, scores, 2);
+  within("N", scores.size(0), 1, 200000);
+  check(scores.size(1) > 0, kOpParam, name, " has shape ", scores.sizes(), "; it must have classes");
+  one_of("target", target, {at::kLong});
+  shape("target", target, {scores.size(0)});
+  if (weight) {
+    one_of("weight", *weight, {at::kFloat});
+    shape("weight", *weight, {scores.size(1)});
+  }
+  check(ignored < scores.size(1), kOpParam, "ignore_index is ", ignored, "; it must be below ", scores.size(1), ", the classes");
+  check(smoothing >= 0 && smoothing < 1, kOpParam, "label_smoothing is ", smoothing, "; allowed: from 0, below 1");
+  check(zloss == 0, kOpParam, "lse_square_scale_for_zloss is ", zloss, "; only 0 is supported");
+}
+}  // namespace
+CHECKED(aclnnCrossEntropyLoss,
+    (Tensor self, Tensor target, Opt<Tensor> weight, Text reduction, int64_t ignored, double smoothing, double zloss_scale,
+        bool wants_zloss, Tensor loss, Tensor log_probabilities, Opt<Tensor>, Opt<Tensor>),
+    {
+      check_cross_entropy("input", self, target, weight, ignored, smoothing, zloss_scale);
+      check(!wants_zloss, kOpParam, "return_zloss is true; only false is supported");
+      const auto kind = reduction_of(reduction);
+      shape("loss", loss, {kind == at::Reduction::None ? self.size(0) : 1});
+      shape("log_prob", log_probabilities, self.sizes());
+      COMPUTE {
+        const auto scores = upcast(self);
+        loss.copy_(at::cross_entropy_loss(scores, target, weight, kind, ignored, smoothing).view(loss.sizes()));
+        log_probabilities.copy_(at::log_softmax(scores, 1));
+      };
+    })
+CHECKED(aclnnCrossEntropyLossGrad,
+    (Tensor grad, Tensor log_probabilities, Tensor target, Opt<Tensor> weight, Opt<Tensor> zloss_grad, Opt<Tensor>,
+        Text reduction, int64_t ignored, double smoothing, double zloss_scale, Tensor out),
+    {
+      check_cross_entropy("log_prob", log_probabilities, target, weight, ignored, smoothing, zloss_scale);
+      const auto kind = reduction_of(reduction);
+      check(!zloss_grad || zloss_grad->numel() == 0, kOpParam, "grad_zloss is given; only None is supported");
+      check(smoothing == 0, kOpParam, "label_smoothing is ", smoothing, "; with a gradient only 0 is supported");
+      check(kind != at::Reduction::Mean || (!weight && ignored < 0), kOpParam,
+          "reduction is mean, and weight or ignore_index is given; with a gradient only their defaults are supported");
+      check(grad.numel() == (kind == at::Reduction::None ? target.numel() : 1), kOpParam, "grad_loss has shape ", grad.sizes());
+      shape("out", out, log_probabilities.sizes());
+      COMPUTE {
+        const auto scores = upcast(log_probabilities);
+        const auto slope = kind == at::Reduction::None ? upcast(grad).reshape({-1}) : upcast(grad).reshape({});
+        const auto to_scores = at::nll_loss_backward(slope.to(scores.scalar_type()), scores, target, weight, kind, ignored,
+            at::full({}, static_cast<double>(target.numel()), scores.options()));
+        out.copy_(at::_log_softmax_backward_data(to_scores, scores, 1, scores.scalar_type()));
+      };
+    })

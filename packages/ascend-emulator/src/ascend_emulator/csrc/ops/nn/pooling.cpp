@@ -59,15 +59,18 @@ OP(aclnnAvgPool3dBackward,
           at::avg_pool3d_backward(upcast(grad), upcast(self), kernel, stride, padding, ceil, count_padding, divisor(divide)));
     })
 
-SHAPED(aclnnMaxPool3dWithArgmax,
-    (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out, Tensor indices),
-    not_dilated(dilation),
-    { store(at::max_pool3d_with_indices(upcast(self), kernel, stride, padding, dilation, ceil), out, indices); })
-OP(aclnnMaxPool3dWithArgmaxBackward,
-    (Tensor grad, Tensor self, Tensor indices, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out), {
-      out.copy_(at::max_pool3d_with_indices_backward(
-          upcast(grad), upcast(self), kernel, stride, padding, dilation, ceil, to_int64(indices)));
-    })
+#define MAX_POOL(NAME, FUNCTION)                                                                                                \
+  SHAPED(aclnn##NAME,                                                                                                           \
+      (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out, Tensor indices),              \
+      not_dilated(dilation), { store(at::FUNCTION(upcast(self), kernel, stride, padding, dilation, ceil), out, indices); })     \
+  OP(aclnn##NAME##Backward,                                                                                                     \
+      (Tensor grad, Tensor self, Tensor indices, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out), \
+      {                                                                                                                         \
+        out.copy_(                                                                                                              \
+            at::FUNCTION##_backward(upcast(grad), upcast(self), kernel, stride, padding, dilation, ceil, to_int64(indices)));   \
+      })
+MAX_POOL(MaxPool3dWithArgmax, max_pool3d_with_indices)
+MAX_POOL(MaxPool2dWithIndices, max_pool2d_with_indices)  // on Ascend950, and with use_compatible_impl
 // The mask's layout is not public: the emulator leaves it empty, and the gradient computes the maxima again.
 SHAPED(aclnnMaxPool2dWithMask,
     (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Tensor out, Tensor mask),

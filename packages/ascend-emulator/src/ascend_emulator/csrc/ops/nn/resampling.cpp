@@ -31,6 +31,9 @@ Opt<double> scale(double value) { return value > 0 ? Opt<double>(value) : std::n
   OP(aclnnUpsample##NAME, (Tensor grad, Ints size, Ints input, bool align, double h, double w, Tensor out), \
       { out.copy_(at::FUNCTION##_backward(upcast(grad), size, input, align, scale(h), scale(w))); })
 
+// The older versions have no scales: op-plugin drops them.
+OP(aclnnUpsampleNearest1d, (Tensor self, Ints size, Tensor out), { out.copy_(at::upsample_nearest1d(upcast(self), size)); })
+OP(aclnnUpsampleNearest2d, (Tensor self, Ints size, Tensor out), { out.copy_(at::upsample_nearest2d(upcast(self), size)); })
 OP(aclnnUpsampleNearest1dV2, (Tensor self, Ints size, float w, Tensor out),
     { out.copy_(at::upsample_nearest1d(upcast(self), size, scale(w))); })
 UPSAMPLE_1D_GRADIENT(Nearest1d, upsample_nearest1d)
@@ -48,6 +51,7 @@ OP(aclnnUpsampleLinear1d, (Tensor self, Ints size, bool align, double w, Tensor 
 OP(aclnnUpsampleLinear1dBackward, (Tensor grad, Ints size, Ints input, bool align, double w, Tensor out),
     { out.copy_(at::upsample_linear1d_backward(upcast(grad), size, input, align, scale(w))); })
 ALIGNED_2D(Bilinear2d, upsample_bilinear2d)
+ALIGNED_2D_GRADIENT(Bilinear2dBackward, upsample_bilinear2d)
 ALIGNED_2D_GRADIENT(Bilinear2dBackwardV2, upsample_bilinear2d)
 ALIGNED_2D(Bilinear2dAA, _upsample_bilinear2d_aa)
 ALIGNED_2D_GRADIENT(Bilinear2dAABackward, _upsample_bilinear2d_aa)

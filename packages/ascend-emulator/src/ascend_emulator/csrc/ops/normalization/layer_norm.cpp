@@ -32,18 +32,23 @@ LayerGrads layer_grad(const Tensor& grad, const Tensor& fp32, const Tensor& gamm
 
 }  // namespace
 
-OP(aclnnLayerNorm,
-    (Tensor x, Ints shape, Opt<Tensor> weight, Opt<Tensor> bias, double epsilon, Tensor y, Opt<Tensor> mean, Opt<Tensor> rstd), {
-      if (!x.numel()) {  // ATen's mean has another shape then
-        for (const auto& each : {mean, rstd})
-          if (each) each->zero_();
-        return;
-      }
-      const auto [out, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);
-      y.copy_(out);
-      if (mean) mean->copy_(m);
-      if (rstd) rstd->copy_(r);
-    })
+#define LAYER_NORM(NAME)                                                                                       \
+  OP(NAME,                                                                                                     \
+      (Tensor x, Ints shape, Opt<Tensor> weight, Opt<Tensor> bias, double epsilon, Tensor y, Opt<Tensor> mean, \
+          Opt<Tensor> rstd),                                                                                   \
+      {                                                                                                        \
+        if (!x.numel()) { /* ATen's mean has another shape then */                                             \
+          for (const auto& each : {mean, rstd})                                                                \
+            if (each) each->zero_();                                                                           \
+          return;                                                                                              \
+        }                                                                                                      \
+        const auto [out, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);                       \
+        y.copy_(out);                                                                                          \
+        if (mean) mean->copy_(m);                                                                              \
+        if (rstd) rstd->copy_(r);                                                                              \
+      })
+LAYER_NORM(aclnnLayerNorm)
+LAYER_NORM(aclnnFastLayerNorm)  // with use_compatible_impl
 OP(aclnnLayerNormBackward,
     (Tensor grad, Tensor input, Ints shape, Tensor mean, Tensor rstd, Opt<Tensor> weight, Opt<Tensor> bias, Bools mask,
         Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias),

@@ -91,6 +91,15 @@ Computation rms_norm_quant(const Tensor& x, const Tensor& gamma, const Tensor& s
 
 }  // namespace
 
+// The second scale and zero points must be None and div_mode true (op-plugin's AddRmsNormQuantKernelOpApi.cpp).
+CHECKED(aclnnAddRmsNormQuant,
+    (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> scale1, Opt<Tensor> scale2, Opt<Tensor> zero1, Opt<Tensor> zero2, int64_t axis,
+        double epsilon, bool divides, Tensor y1, Tensor y2, Tensor sum),
+    {
+      check(!scale2 && !zero2, kOpParam, "scales2 or zero_points2 is given; only None is allowed");
+      check(divides, kOpParam, "div_mode is false; only true is allowed");
+      return add_rms_norm_quant(a, b, gamma, scale1, {}, zero1, {}, {}, axis, epsilon, true, y1, y2, sum, {});
+    })
 CHECKED(aclnnAddRmsNormQuantV2,
     (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> scale1, Opt<Tensor> scale2, Opt<Tensor> zero1, Opt<Tensor> zero2,
         Opt<Tensor> beta, int64_t axis, double epsilon, bool divides, Tensor y1, Tensor y2, Tensor sum, Opt<Tensor> normed),

@@ -52,69 +52,85 @@ CHECKED(aclnnQuantize, (Tensor x, Tensor scales, Opt<Tensor> zero_points, int32_
   };
 })
 
-CHECKED(
-    aclnnAscendQuantV3, (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, int64_t axis, Tensor out), {
-      one_of("input", x, kFloating);
-      one_of("scales", scale, kFloating);
-      one_of("axis", axis, {int64_t{-1}, int64_t{-2}});
-      one_of("round_mode", mode, {Text("round")});
-      one_of("dtype", out, {at::kChar, at::kInt});
-      const bool four_bits = out.scalar_type() == at::kInt;
-      if (four_bits || axis == -2) chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      check_axis("scales", scale, axis, x);
-      if (offset) {
-        same_dtype("zero_points", *offset, "scales", scale);
-        shape("zero_points", *offset, scale.sizes());
-      }
-      COMPUTE {
-        auto factor = broadcast_along(scale, axis, x, "scales");
-        if (square) factor = factor * factor;
-        auto values = x.to(at::kFloat) * factor;
-        if (offset) values = values + broadcast_along(*offset, axis, x, "zero_points");
-        store_rounded(values, out, four_bits);
-      };
-    })
+namespace {
+Computation quantize(const Tensor& x, const Tensor& scale, const Opt<Tensor>& offset, bool square, const Text& mode, int64_t axis,
+    const Tensor& out) {
+  one_of("input", x, kFloating);
+  one_of("scales", scale, kFloating);
+  one_of("axis", axis, {int64_t{-1}, int64_t{-2}});
+  one_of("round_mode", mode, {Text("round")});
+  one_of("dtype", out, {at::kChar, at::kInt});
+  const bool four_bits = out.scalar_type() == at::kInt;
+  if (four_bits || axis == -2) chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+  check_axis("scales", scale, axis, x);
+  if (offset) {
+    same_dtype("zero_points", *offset, "scales", scale);
+    shape("zero_points", *offset, scale.sizes());
+  }
+  COMPUTE {
+    auto factor = broadcast_along(scale, axis, x, "scales");
+    if (square) factor = factor * factor;
+    auto values = x.to(at::kFloat) * factor;
+    if (offset) values = values + broadcast_along(*offset, axis, x, "zero_points");
+    store_rounded(values, out, four_bits);
+  };
+}
+}  // namespace
 
+CHECKED(aclnnAscendQuant, (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, Tensor out),
+    { return quantize(x, scale, offset, square, mode, -1, out); })
+CHECKED(aclnnAscendQuantV3,
+    (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, int64_t axis, Tensor out),
+    { return quantize(x, scale, offset, square, mode, axis, out); })
+
+namespace {
 // Symmetric without offset_out, asymmetric with it.
+Computation dynamic_quantize(const Tensor& x, const Opt<Tensor>& smooth, const Opt<Tensor>& group_index, const Tensor& out,
+    const Tensor& scale, const Opt<Tensor>& offset_out) {
+  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+  one_of("x", x, kHalves);
+  one_of("dst_type", out, {at::kChar, at::kInt});
+  const bool four_bits = out.scalar_type() == at::kInt;
+  if (four_bits) multiple("the last dimension of x", x.size(-1), kFourBitsInWord);
+  check(!group_index || smooth, kOpParam, "group_index is given without smooth_scales");
+  if (smooth) {
+    same_dtype("smooth_scales", *smooth, "x", x);
+    rank("smooth_scales", *smooth, group_index ? 2 : 1);
+    check(smooth->size(-1) == x.size(-1), kOpParam, "smooth_scales has shape ", smooth->sizes(),
+        "; its last dimension must be that of x, ", x.size(-1));
+  }
+  if (group_index) {
+    one_of("group_index", *group_index, {at::kInt});
+    shape("group_index", *group_index, {smooth->size(0)});
+  }
+  COMPUTE {
+    auto values = x.to(at::kFloat).reshape({-1, x.size(-1)});
+    if (values.numel() == 0) return;
+    if (group_index) {
+      const auto groups = rows_of(*group_index, 0, values.size(0));
+      check(!groups.empty() && groups.back().last == values.size(0), kOpParam, "group_index ends at row ", groups.back().last,
+          "; it must be ", values.size(0));
+      values = scaled_by_group(values, *smooth, groups);
+    } else if (smooth) {
+      values = values * smooth->to(at::kFloat);
+    }
+    const auto rounded = out.view({values.size(0), -1});
+    if (!offset_out) return quantize_rows(values, rounded, scale, four_bits);
+    const auto most = values.amax(-1, true), least = values.amin(-1, true);
+    const double top = largest(four_bits);
+    const auto step = (most - least) / (2 * top + 1), offset = top - most / step;
+    scale.copy_(step.view(scale.sizes()));
+    offset_out->copy_(offset.view(scale.sizes()));
+    store_rounded(values / step + offset, rounded, four_bits);
+  };
+}
+}  // namespace
+
+CHECKED(aclnnDynamicQuant, (Tensor x, Opt<Tensor> smooth, Tensor out, Tensor scale),
+    { return dynamic_quantize(x, smooth, {}, out, scale, {}); })
 CHECKED(aclnnDynamicQuantV2,
-    (Tensor x, Opt<Tensor> smooth, Opt<Tensor> group_index, int32_t, Tensor out, Tensor scale, Opt<Tensor> offset_out), {
-      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      one_of("x", x, kHalves);
-      one_of("dst_type", out, {at::kChar, at::kInt});
-      const bool four_bits = out.scalar_type() == at::kInt;
-      if (four_bits) multiple("the last dimension of x", x.size(-1), kFourBitsInWord);
-      check(!group_index || smooth, kOpParam, "group_index is given without smooth_scales");
-      if (smooth) {
-        same_dtype("smooth_scales", *smooth, "x", x);
-        rank("smooth_scales", *smooth, group_index ? 2 : 1);
-        check(smooth->size(-1) == x.size(-1), kOpParam, "smooth_scales has shape ", smooth->sizes(),
-            "; its last dimension must be that of x, ", x.size(-1));
-      }
-      if (group_index) {
-        one_of("group_index", *group_index, {at::kInt});
-        shape("group_index", *group_index, {smooth->size(0)});
-      }
-      COMPUTE {
-        auto values = x.to(at::kFloat).reshape({-1, x.size(-1)});
-        if (values.numel() == 0) return;
-        if (group_index) {
-          const auto groups = rows_of(*group_index, 0, values.size(0));
-          check(!groups.empty() && groups.back().last == values.size(0), kOpParam, "group_index ends at row ", groups.back().last,
-              "; it must be ", values.size(0));
-          values = scaled_by_group(values, *smooth, groups);
-        } else if (smooth) {
-          values = values * smooth->to(at::kFloat);
-        }
-        const auto rounded = out.view({values.size(0), -1});
-        if (!offset_out) return quantize_rows(values, rounded, scale, four_bits);
-        const auto most = values.amax(-1, true), least = values.amin(-1, true);
-        const double top = largest(four_bits);
-        const auto step = (most - least) / (2 * top + 1), offset = top - most / step;
-        scale.copy_(step.view(scale.sizes()));
-        offset_out->copy_(offset.view(scale.sizes()));
-        store_rounded(values / step + offset, rounded, four_bits);
-      };
-    })
+    (Tensor x, Opt<Tensor> smooth, Opt<Tensor> group_index, int32_t, Tensor out, Tensor scale, Opt<Tensor> offset_out),
+    { return dynamic_quantize(x, smooth, group_index, out, scale, offset_out); })
 
 CHECKED(aclnnAscendAntiQuant, (Tensor x, Tensor scale, Opt<Tensor> offset, int32_t, bool square, Tensor out), {
   one_of("x", x, {at::kChar, at::kInt});
@@ -139,9 +155,10 @@ CHECKED(aclnnAscendAntiQuant, (Tensor x, Tensor scale, Opt<Tensor> offset, int32
   };
 })
 
+namespace {
 // 64-bit parameters of the cube unit's dequantization: the scale's upper 19 bits in the lower half, a flag at bit 46, the nine
 // bits of the offset at bit 37 (op-plugin's test_npu_trans_quant_param.py; aclnnTransQuantParamV2 in Huawei's API reference).
-CHECKED(aclnnTransQuantParamV3, (Tensor scale, Opt<Tensor> offset, int64_t round_mode, Tensor out), {
+Computation trans_quant_param(const Tensor& scale, const Opt<Tensor>& offset, int64_t round_mode, const Tensor& out) {
   one_of("scale", scale, {at::kFloat});
   rank("scale", scale, 1, 2);
   check(scale.dim() == 1 || scale.size(0) == 1, kOpParam, "scale has shape ", scale.sizes(), "; allowed: [t] and [1, n]");
@@ -166,7 +183,13 @@ CHECKED(aclnnTransQuantParamV3, (Tensor scale, Opt<Tensor> offset, int64_t round
           bits, at::bitwise_left_shift(at::bitwise_and(at::round(*offset).clamp(-256, 255).to(at::kLong), 0x1FF), 37));
     out.copy_(bits.expand(out.sizes()));
   };
-})
+}
+}  // namespace
+
+CHECKED(
+    aclnnTransQuantParamV2, (Tensor scale, Opt<Tensor> offset, Tensor out), { return trans_quant_param(scale, offset, 0, out); })
+CHECKED(aclnnTransQuantParamV3, (Tensor scale, Opt<Tensor> offset, int64_t round_mode, Tensor out),
+    { return trans_quant_param(scale, offset, round_mode, out); })
 
 CHECKED(aclnnInplaceQuantScatter,
     (Tensor self, Tensor indices, Tensor updates, Tensor scales, Opt<Tensor> zero_points, int64_t axis, int64_t quant_axis,
@@ -213,29 +236,36 @@ CHECKED(aclnnInplaceQuantScatter,
       };
     })
 
-CHECKED(
-    aclnnFlatQuantV2, (Tensor x, Tensor left, Tensor right, double clip_ratio, double dst_type_max, Tensor out, Tensor scale), {
-      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      one_of("x", x, kHalves);
-      same_dtype("kronecker_p1", left, "x", x);
-      same_dtype("kronecker_p2", right, "x", x);
-      rank("x", x, 3);
-      multiple("the last dimension of x", x.size(2), kFourBitsInWord);
-      within("dimension 0 of x", x.size(0), 1, 262144);
-      within("dimension 1 of x", x.size(1), 1, 256);
-      within("dimension 2 of x", x.size(2), 1, 256);
-      shape("kronecker_p1", left, {x.size(1), x.size(1)});
-      shape("kronecker_p2", right, {x.size(2), x.size(2)});
-      check(clip_ratio > 0 && clip_ratio <= 1, kOpParam, "clip_ratio is ", clip_ratio, "; allowed: above 0, up to 1");
-      check(dst_type_max == 0, kOpParam, "dst_type_max is ", dst_type_max, "; int4 takes 0");
-      one_of("dst_dtype", out, {at::kInt});
-      COMPUTE {
-        const auto values = at::matmul(left.to(at::kFloat), at::matmul(x.to(at::kFloat), right.to(at::kFloat)));
-        const auto step = values.abs().amax({1, 2}) / (7.0 / clip_ratio);
-        scale.copy_(step);
-        store_rounded(at::where(step.view({-1, 1, 1}) > 0, values / step.view({-1, 1, 1}), at::zeros_like(values)), out, true);
-      };
-    })
+namespace {
+Computation flat_quant(const Tensor& x, const Tensor& left, const Tensor& right, double clip_ratio, double dst_type_max,
+    const Tensor& out, const Tensor& scale) {
+  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+  one_of("x", x, kHalves);
+  same_dtype("kronecker_p1", left, "x", x);
+  same_dtype("kronecker_p2", right, "x", x);
+  rank("x", x, 3);
+  multiple("the last dimension of x", x.size(2), kFourBitsInWord);
+  within("dimension 0 of x", x.size(0), 1, 262144);
+  within("dimension 1 of x", x.size(1), 1, 256);
+  within("dimension 2 of x", x.size(2), 1, 256);
+  shape("kronecker_p1", left, {x.size(1), x.size(1)});
+  shape("kronecker_p2", right, {x.size(2), x.size(2)});
+  check(clip_ratio > 0 && clip_ratio <= 1, kOpParam, "clip_ratio is ", clip_ratio, "; allowed: above 0, up to 1");
+  check(dst_type_max == 0, kOpParam, "dst_type_max is ", dst_type_max, "; int4 takes 0");
+  one_of("dst_dtype", out, {at::kInt});
+  COMPUTE {
+    const auto values = at::matmul(left.to(at::kFloat), at::matmul(x.to(at::kFloat), right.to(at::kFloat)));
+    const auto step = values.abs().amax({1, 2}) / (7.0 / clip_ratio);
+    scale.copy_(step);
+    store_rounded(at::where(step.view({-1, 1, 1}) > 0, values / step.view({-1, 1, 1}), at::zeros_like(values)), out, true);
+  };
+}
+}  // namespace
+
+CHECKED(aclnnFlatQuant, (Tensor x, Tensor left, Tensor right, double clip_ratio, Tensor out, Tensor scale),
+    { return flat_quant(x, left, right, clip_ratio, 0, out, scale); })
+CHECKED(aclnnFlatQuantV2, (Tensor x, Tensor left, Tensor right, double clip_ratio, double dst_type_max, Tensor out, Tensor scale),
+    { return flat_quant(x, left, right, clip_ratio, dst_type_max, out, scale); })
 
 // Rows [group_index[i-1], group_index[i]) of x times scale[i], plus offset.
 CHECKED(aclnnGroupQuant, (Tensor x, Tensor scale, Tensor group_index, Opt<Tensor> offset, int32_t, Tensor out), {
@@ -256,3 +286,43 @@ CHECKED(aclnnGroupQuant, (Tensor x, Tensor scale, Tensor group_index, Opt<Tensor
     store_rounded(values, out, four_bits);
   };
 })
+
+// torch.fake_quantize_per_…_affine: values that were rounded, and a mask of those within the range.
+namespace {
+void check_range(int64_t least, int64_t most) {
+  check(least < most, kOpParam, "quant_min is ", least, " and quant_max ", most, "; it must be smaller");
+}
+void copy_pair(const std::tuple<Tensor, Tensor>& results, const Tensor& out, const Tensor& mask) {
+  out.copy_(std::get<0>(results));
+  mask.copy_(std::get<1>(results));
+}
+}  // namespace
+CHECKED(aclnnFakeQuantPerChannelAffineCachemask,
+    (Tensor x, Tensor scale, Tensor zero_point, int64_t axis, int64_t least, int64_t most, Tensor out, Tensor mask), {
+      one_of("self", x, kFloating);
+      check_range(least, most);
+      within("axis", axis, int64_t{0}, x.dim() - 1);
+      shape("scale", scale, {x.size(axis)});
+      shape("zero_point", zero_point, {x.size(axis)});
+      shape("out", out, x.sizes());
+      shape("mask", mask, x.sizes());
+      COMPUTE {
+        copy_pair(at::fake_quantize_per_channel_affine_cachemask(
+                      x.to(at::kFloat), scale.to(at::kFloat), zero_point.to(at::kInt), axis, least, most),
+            out, mask);
+      };
+    })
+CHECKED(aclnnFakeQuantPerTensorAffineCachemask,
+    (Tensor x, Tensor scale, Tensor zero_point, float enabled, int64_t least, int64_t most, Tensor out, Tensor mask), {
+      one_of("self", x, kFloating);
+      check_range(least, most);
+      check(scale.numel() == 1 && zero_point.numel() == 1, kOpParam, "scale has ", scale.numel(), " elements and zero_point ",
+          zero_point.numel(), "; they must have one");
+      shape("out", out, x.sizes());
+      shape("mask", mask, x.sizes());
+      COMPUTE {
+        copy_pair(at::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams(x.to(at::kFloat), scale.to(at::kFloat),
+                      zero_point.to(at::kInt), at::full({1}, enabled > 0 ? 1 : 0, at::kLong), least, most),
+            out, mask);
+      };
+    })

@@ -95,3 +95,90 @@ OP_OF_VALUES(aclnnRepeatInterleaveGrad, (Tensor grad, Tensor repeats, int64_t di
   const auto counts = repeats.numel() == 1 ? to_int64(repeats).expand({out.size(dim)}) : to_int64(repeats);
   out.copy_(at::zeros_like(upcast(out)).index_add(dim, at::repeat_interleave(counts), upcast(grad)));
 })
+
+namespace {
+using namespace emu;
+
+void check_split(const Tensor& self, const Ints& sizes, int64_t dim, const Tensors& out) {
+  dim = real_dim(dim, self.dim());
+  check(out.size() == sizes.size(), kOpParam, "splitSize has ", sizes.size(), " numbers and out ", out.size(), " tensors");
+  int64_t sum = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    Shape expected(self.sizes());
+    expected[dim] = sizes[i];
+    shape("out", out[i], expected);
+    sum += sizes[i];
+  }
+  check(sum == self.size(dim), kOpParam, "splitSize has the sum ", sum, "; it must be ", self.size(dim), ", dimension ", dim,
+      " of self");
+}
+
+// The view of npu_indexing; bit i of a mask is about the ith number (torch_npu's documentation).
+Tensor strided_slice(const Tensor& self, const Ints& begin, const Ints& end, const Ints& strides, int64_t begin_mask,
+    int64_t end_mask, int64_t ellipsis_mask, int64_t new_axis_mask, int64_t shrink_axis_mask) {
+  const auto set = [](int64_t mask, size_t i) { return (mask >> i & 1) != 0; };
+  check(begin.size() == end.size() && (strides.empty() || strides.size() == begin.size()) && begin.size() < 63, kOpParam,
+      "begin, end and strides have ", begin.size(), ", ", end.size(), " and ", strides.size(), " numbers");
+  int64_t indexed = 0, ellipses = 0;
+  for (size_t i = 0; i < begin.size(); ++i) {
+    ellipses += set(ellipsis_mask, i);
+    indexed += !set(ellipsis_mask, i) && !set(new_axis_mask, i);
+  }
+  check(ellipses <= 1 && indexed <= self.dim(), kOpParam, "begin indexes ", indexed, " dimensions with ", ellipses,
+      " ellipses; allowed: ", self.dim(), " and 1");
+  Tensor out = self;
+  int64_t dim = 0;
+  for (size_t i = 0; i < begin.size(); ++i) {
+    if (set(ellipsis_mask, i)) {
+      dim += self.dim() - indexed;
+    } else if (set(new_axis_mask, i)) {
+      out = out.unsqueeze(dim++);
+    } else if (set(shrink_axis_mask, i)) {
+      const int64_t size = out.size(dim), index = begin[i] < 0 ? begin[i] + size : begin[i];
+      check(index >= 0 && index < size, kOpParam, "begin is ", at::IntArrayRef(begin), "; ", begin[i],
+          " is outside a dimension of ", size);
+      out = out.select(dim, index);
+    } else {
+      const int64_t stride = strides.empty() ? 1 : strides[i];
+      check(stride > 0, kOpParam, "strides is ", at::IntArrayRef(strides), "; above 0 is emulated");
+      const auto limit = [](bool masked, int64_t value) { return masked ? std::nullopt : Opt<int64_t>(value); };
+      out = out.slice(dim++, limit(set(begin_mask, i), begin[i]), limit(set(end_mask, i), end[i]), stride);
+    }
+  }
+  return out;
+}
+
+void check_confusion(const Tensor& self, const Ints& permutation, const Ints& sizes, bool transpose_first, const Tensor& out) {
+  auto sorted = permutation;
+  std::sort(sorted.begin(), sorted.end());
+  const auto dims = transpose_first ? self.dim() : static_cast<int64_t>(sizes.size());
+  bool whole = static_cast<int64_t>(sorted.size()) == dims;
+  for (int64_t i = 0; whole && i < dims; ++i) whole = sorted[i] == i;
+  check(whole, kOpParam, "perm is ", at::IntArrayRef(permutation), "; it must be a permutation of ", dims, " dimensions");
+  check(
+      c10::multiply_integers(sizes) == self.numel(), kOpParam, "shape is ", at::IntArrayRef(sizes), " for self's ", self.sizes());
+  Shape expected(sizes);
+  if (!transpose_first)
+    for (int64_t i = 0; i < dims; ++i) expected[i] = sizes[permutation[i]];
+  shape("out", out, expected);
+}
+}  // namespace
+
+SHAPED(aclnnSplitWithSize, (Tensor self, Ints sizes, int64_t dim, Tensors out), check_split(self, sizes, dim, out), {
+  int64_t first = 0;
+  for (size_t i = 0; i < sizes.size(); first += sizes[i++]) out[i].copy_(self.narrow(dim, first, sizes[i]));
+})
+CHECKED(aclnnStridedSlice,
+    (Tensor self, Ints begin, Ints end, Ints strides, int64_t begin_mask, int64_t end_mask, int64_t ellipsis_mask,
+        int64_t new_axis_mask, int64_t shrink_axis_mask, Tensor out),
+    {
+      const auto view =
+          strided_slice(self, begin, end, strides, begin_mask, end_mask, ellipsis_mask, new_axis_mask, shrink_axis_mask);
+      SAME(out, view);
+      COMPUTE { out.copy_(view); };
+    })
+// A transposition and a new shape, in either order.
+CHECKED(aclnnConfusionTranspose, (Tensor self, Ints permutation, Ints sizes, bool transpose_first, Tensor out), {
+  check_confusion(self, permutation, sizes, transpose_first, out);
+  COMPUTE { out.copy_(transpose_first ? self.permute(permutation).reshape(sizes) : self.reshape(sizes).permute(permutation)); };
+})

@@ -98,6 +98,11 @@ SHAPED(aclnnIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value, Te
     { out.copy_(at::index_fill(self, dim, to_int64(index), value)); })
 SHAPED(aclnnInplaceIndexFill, (Tensor self, int64_t dim, Tensor index, Scalar value), real_dim(dim, self.dim()),
     { self.index_fill_(dim, to_int64(index), value); })
+// Indices on the host.
+SHAPED(aclnnIndexFillTensor, (Tensor self, int64_t dim, Ints index, Scalar value, Tensor out), ALONG(out, self, dim),
+    { out.copy_(at::index_fill(self, dim, at::tensor(index, at::kLong), value)); })
+SHAPED(aclnnInplaceIndexFillTensor, (Tensor self, int64_t dim, Ints index, Scalar value), real_dim(dim, self.dim()),
+    { self.index_fill_(dim, at::tensor(index, at::kLong), value); })
 // torch_npu's documentation of torch.gather: as many dimensions of the index as of self; op-plugin's own tests have a scalar for
 // a tensor of one dimension (test_gather backward.py). A3 refuses gather's samples in PyTorch's
 // tests, of which one has an empty uint8 index (Ascend/pytorch, ci-test, disabled_testcases.json: aclnnGather).
@@ -207,3 +212,47 @@ SHAPED(aclnnEmbeddingBag,
     })
 OP(aclnnEmbeddingDenseBackward, (Tensor grad, Tensor indices, int64_t rows, int64_t padding, bool scale, Tensor out),
     { out.copy_(at::embedding_dense_backward(upcast(grad), to_int64(indices), rows, padding, scale)); })
+
+// self[i][j, …, indices[i], :] = updates[i][j, …, 0, :] along axis -2 or -1 (op-plugin's test_scatter_list.py).
+CHECKED(aclnnScatterList, (Tensors self, Tensor indices, Tensor updates, Opt<Tensor> mask, Text reduce, int64_t axis), {
+  one_of<Text>("reduce", reduce, {"update"});
+  one_of("indices", indices, kIndices);
+  check(!self.empty(), kOpParam, "self is empty");
+  const int64_t dims = self[0].dim(), along = real_dim(axis, dims, "axis");
+  one_of("axis", along - dims, {int64_t{-2}, int64_t{-1}});
+  shape("indices", indices, {static_cast<int64_t>(self.size())});
+  Shape expected(self[0].sizes());
+  expected[along] = 1;
+  expected.insert(expected.begin(), static_cast<int64_t>(self.size()));
+  shape("updates", updates, expected);
+  for (const auto& each : self) {
+    shape("self", each, self[0].sizes());
+    same_dtype("updates", updates, "self", each);
+  }
+  if (mask) shape("mask", *mask, indices.sizes());
+  COMPUTE {
+    check(!mask || mask->ne(0).all().item<bool>(), kOpParam, "mask has 0; only 1 is emulated, because 0 is not documented");
+    for (size_t i = 0; i < self.size(); ++i) {
+      const auto at = indices[static_cast<int64_t>(i)].item<int64_t>();
+      check(
+          at >= 0 && at < self[i].size(along), kOpParam, "indices[", i, "] is ", at, "; allowed: 0 to ", self[i].size(along) - 1);
+      self[i].narrow(along, at, 1).copy_(updates[static_cast<int64_t>(i)]);
+    }
+  };
+})
+// The sums of a sparse tensor's values with the same index. unique_indices: the row of the result of each value.
+CHECKED(aclnnCoalesceSparse,
+    (Tensor unique, Tensor unique_indices, Tensor indices, Tensor values, Tensor new_indices, Tensor new_values), {
+      one_of("values", values, {at::kFloat, at::kInt, at::kHalf});
+      one_of("unique_indices", unique_indices, kIndices);
+      rank("indices", indices, 2);
+      shape("unique_indices", unique_indices, {indices.size(0)});
+      check(values.dim() > 0 && values.size(0) == indices.size(0), kOpParam, "values has shape ", values.sizes(), " for ",
+          indices.size(0), " indices");
+      shape("new_indices", new_indices, {unique.numel(), indices.size(1)});
+      COMPUTE {
+        const auto rows = to_int64(unique_indices);
+        new_indices.index_copy_(0, rows, indices);
+        new_values.copy_(at::zeros(new_values.sizes(), upcast(values).options()).index_add_(0, rows, upcast(values)));
+      };
+    })

@@ -43,6 +43,9 @@ OP(aclnnNormalTensorTensor, (Tensor mean, Tensor std, int64_t seed, int64_t offs
     { out.normal_(0, 1, generator(seed, offset)).mul_(std).add_(mean); })
 OP(aclnnInplaceRandom, (Tensor self, int64_t from, int64_t to, int64_t seed, int64_t offset),
     { self.random_(from, to, generator(seed, offset)); })
+// All values that the dtype represents exactly, from 0 (torch.Tensor.random_).
+OP(aclnnInplaceRandomWithoutFromTo, (Tensor self, int64_t seed, int64_t offset), { self.random_(generator(seed, offset)); })
+OP(aclnnInplaceRandomWithoutFromToTensor, (Tensor self, GRAPH_STATE), { self.random_(IN_GRAPH); })
 OP(aclnnInplaceBernoulli, (Tensor self, Scalar p, int64_t seed, int64_t offset),
     { self.bernoulli_(p.toDouble(), generator(seed, offset)); })
 OP(aclnnInplaceBernoulliTensor, (Tensor self, Tensor p, int64_t seed, int64_t offset),

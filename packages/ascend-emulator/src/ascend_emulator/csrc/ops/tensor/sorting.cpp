@@ -17,14 +17,18 @@ constexpr int64_t kNoDim = 1000;  // what op-plugin's UniqueConsecutiveKernelNpu
 
 SHAPED(aclnnSort, (Tensor self, bool stable, int64_t dim, bool descending, Tensor values, Tensor indices),
     (ALONG(values, self, dim), SAME(indices, self)), { copy_both(at::sort(self, stable, dim, descending), values, indices); })
-// The unnamed parameter is the sorting policy, which affects speed only.
-SHAPED(aclnnTopkV2, (Tensor self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor values, Tensor indices),
-    (SHAPE(values, largest_shape(self, k, dim)), SAME(indices, values)),
-    { copy_both(at::topk(self, k, dim, largest, sorted), values, indices); })
+#define TOPK(NAME, ...)                                                                                                     \
+  SHAPED(NAME, (Tensor self, int64_t k, int64_t dim, bool largest, bool sorted, __VA_ARGS__ Tensor values, Tensor indices), \
+      (SHAPE(values, largest_shape(self, k, dim)), SAME(indices, values)),                                                  \
+      { copy_both(at::topk(self, k, dim, largest, sorted), values, indices); })
+TOPK(aclnnTopk)
+TOPK(aclnnTopkV2, int64_t, )  // the sorting policy, which affects speed only
 OP(aclnnSearchSorted, (Tensor sequence, Tensor self, bool int32, bool right, Opt<Tensor> sorter, Tensor out),
     { at::searchsorted_out(out, sequence, self, int32, right, std::nullopt, sorter); })
 OP(aclnnSearchSorteds, (Tensor sequence, Scalar self, bool int32, bool right, Opt<Tensor> sorter, Tensor out),
     { out.copy_(at::searchsorted(sequence, self, int32, right, std::nullopt, sorter)); })
+SHAPED(aclnnBucketize, (Tensor self, Tensor boundaries, bool int32, bool right, Tensor out),
+    (rank("boundaries", boundaries, 1), SAME(out, self)), { at::bucketize_out(out, self, boundaries, int32, right); })
 OP_OF_VALUES(aclnnBincount, (Tensor self, Opt<Tensor> weights, int64_t minlength, Tensor out),
     { out.copy_(at::bincount(self, weights, minlength)); })
 OP(aclnnUnique2, (Tensor self, bool sorted, bool inverse, bool counts, Result values, Result inverses, Result numbers), {

@@ -113,81 +113,97 @@ CHECKED(aclnnSwiGluQuantV2,
       };
     })
 
+namespace {
+Computation dequant_swiglu_quant(const Tensor& x, const Opt<Tensor>& weight_scale, const Opt<Tensor>& activation_scale,
+    const Opt<Tensor>& bias, const Opt<Tensor>& quant_scale, const Opt<Tensor>& quant_offset, const Opt<Tensor>& group_index,
+    bool left, const Text& mode, int64_t swiglu_mode, double limit, double alpha, double glu_bias, const Tensor& out,
+    const Tensor& scale) {
+  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+  one_of("x", x, {at::kInt, at::kHalf, at::kBFloat16});
+  one_of("swiglu_mode", swiglu_mode, {int64_t{0}, int64_t{1}});
+  check_even(x, -1);
+  const bool dynamic = mode == "dynamic", integers = x.scalar_type() == at::kInt;
+  const int64_t columns = x.size(-1), groups = group_index ? group_index->numel() : 1;
+  check(integers == weight_scale.has_value(), kOpParam,
+      integers ? "an int32 x needs weight_scale" : "weight_scale is only for an int32 x");
+  check(integers || (!activation_scale && !bias), kOpParam, "activation_scale and bias are only for an int32 x");
+  if (weight_scale) {
+    one_of("weight_scale", *weight_scale, {at::kFloat});
+    check(weight_scale->numel() == groups * columns, kOpParam, "weight_scale has shape ", weight_scale->sizes(), "; it must be [",
+        groups, ", ", columns, "]");
+  }
+  if (activation_scale) {
+    one_of("activation_scale", *activation_scale, {at::kFloat});
+    check(activation_scale->numel() == x.numel() / columns, kOpParam, "activation_scale has shape ", activation_scale->sizes(),
+        "; one for each of ", x.numel() / columns, " tokens is needed");
+  }
+  if (quant_scale) one_of("quant_scale", *quant_scale, kFloating);
+  if (group_index) {
+    one_of("group_index", *group_index, {at::kLong});
+    check(dynamic && !bias && !quant_offset, kOpParam, "with group_index, quant_mode must be 1 and bias and quant_offset None");
+    check(columns / 2 <= 10496, kOpParam, "H is ", columns / 2, "; with group_index at most 10496 is allowed");
+    multiple("H (half of x's last dimension)", columns / 2, 64);
+  }
+  check(dynamic || quant_scale, kOpParam, "static quantization needs quant_scale");
+  COMPUTE {
+    const auto rows = x.reshape({-1, columns});
+    const auto rounded = out.view({rows.size(0), columns / 2});
+    const auto steps = scale.view({-1});
+    const auto parts = group_index ? rows_of(*group_index, 1, rows.size(0)) : std::vector<Rows>{{0, 0, rows.size(0)}};
+    for (const auto& [group, first, last] : parts) {
+      if (last == first) continue;
+      const auto mine = [&, first = first, count = last - first](const Tensor& t) { return t.narrow(0, first, count); };
+      auto values = mine(rows);
+      if (integers) {
+        if (bias && bias->scalar_type() == at::kInt) values = values + bias->reshape({1, columns});
+        values = values.to(at::kFloat) * weight_scale->view({groups, columns})[group];
+        if (activation_scale) values = values * mine(activation_scale->reshape({-1, 1}));
+        if (bias && bias->scalar_type() != at::kInt) values = values + bias->to(at::kFloat).reshape({1, columns});
+      } else {
+        values = values.to(at::kFloat);
+      }
+      if (swiglu_mode == 1) {
+        const auto pairs = values.unflatten(-1, {-1, 2});
+        values = clipped(pairs.select(-1, 0), pairs.select(-1, 1), alpha, limit, glu_bias);
+      } else {
+        values = swish_of_halves(values, left);
+      }
+      const auto factor = quant_scale ? (quant_scale->dim() == 2 ? (*quant_scale)[group]
+                                            : group_index        ? (*quant_scale)[group]
+                                                                 : *quant_scale)
+                                            .to(at::kFloat)
+                                      : Tensor();
+      if (dynamic) {
+        if (factor.defined()) values = values * factor;
+        quantize_rows(values, mine(rounded), mine(steps), false);
+      } else {
+        values = values / factor;
+        if (quant_offset) values = values + quant_offset->to(at::kFloat);
+        store_rounded(values, rounded, false);
+      }
+    }
+  };
+}
+}  // namespace
+
+CHECKED(aclnnDequantSwigluQuant,
+    (Tensor x, Opt<Tensor> weight_scale, Opt<Tensor> activation_scale, Opt<Tensor> bias, Opt<Tensor> quant_scale,
+        Opt<Tensor> quant_offset, Opt<Tensor> group_index, bool left, Text mode, Tensor out, Tensor scale),
+    {
+      return dequant_swiglu_quant(
+          x, weight_scale, activation_scale, bias, quant_scale, quant_offset, group_index, left, mode, 0, 0, 0, 0, out, scale);
+    })
 CHECKED(aclnnDequantSwigluQuantV2,
     (Tensor x, Opt<Tensor> weight_scale, Opt<Tensor> activation_scale, Opt<Tensor> bias, Opt<Tensor> quant_scale,
         Opt<Tensor> quant_offset, Opt<Tensor> group_index, bool left, Text mode, int64_t dst_type, Text round_mode, int64_t dim,
         int64_t swiglu_mode, double limit, double alpha, double glu_bias, Tensor out, Tensor scale),
     {
-      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      one_of("x", x, {at::kInt, at::kHalf, at::kBFloat16});
       one_of("dst_type", dst_type, {int64_t{2}});
       one_of("round_mode", round_mode, {Text("rint")});
       check(at::maybe_wrap_dim(dim, x.dim()) == x.dim() - 1, kOpParam, "activate_dim is ", dim,
           "; only the last dimension is emulated");
-      one_of("swiglu_mode", swiglu_mode, {int64_t{0}, int64_t{1}});
-      check_even(x, -1);
-      const bool dynamic = mode == "dynamic", integers = x.scalar_type() == at::kInt;
-      const int64_t columns = x.size(-1), groups = group_index ? group_index->numel() : 1;
-      check(integers == weight_scale.has_value(), kOpParam,
-          integers ? "an int32 x needs weight_scale" : "weight_scale is only for an int32 x");
-      check(integers || (!activation_scale && !bias), kOpParam, "activation_scale and bias are only for an int32 x");
-      if (weight_scale) {
-        one_of("weight_scale", *weight_scale, {at::kFloat});
-        check(weight_scale->numel() == groups * columns, kOpParam, "weight_scale has shape ", weight_scale->sizes(),
-            "; it must be [", groups, ", ", columns, "]");
-      }
-      if (activation_scale) {
-        one_of("activation_scale", *activation_scale, {at::kFloat});
-        check(activation_scale->numel() == x.numel() / columns, kOpParam, "activation_scale has shape ",
-            activation_scale->sizes(), "; one for each of ", x.numel() / columns, " tokens is needed");
-      }
-      if (quant_scale) one_of("quant_scale", *quant_scale, kFloating);
-      if (group_index) {
-        one_of("group_index", *group_index, {at::kLong});
-        check(
-            dynamic && !bias && !quant_offset, kOpParam, "with group_index, quant_mode must be 1 and bias and quant_offset None");
-        check(columns / 2 <= 10496, kOpParam, "H is ", columns / 2, "; with group_index at most 10496 is allowed");
-        multiple("H (half of x's last dimension)", columns / 2, 64);
-      }
-      check(dynamic || quant_scale, kOpParam, "static quantization needs quant_scale");
-      COMPUTE {
-        const auto rows = x.reshape({-1, columns});
-        const auto rounded = out.view({rows.size(0), columns / 2});
-        const auto steps = scale.view({-1});
-        const auto parts = group_index ? rows_of(*group_index, 1, rows.size(0)) : std::vector<Rows>{{0, 0, rows.size(0)}};
-        for (const auto& [group, first, last] : parts) {
-          if (last == first) continue;
-          const auto mine = [&, first = first, count = last - first](const Tensor& t) { return t.narrow(0, first, count); };
-          auto values = mine(rows);
-          if (integers) {
-            if (bias && bias->scalar_type() == at::kInt) values = values + bias->reshape({1, columns});
-            values = values.to(at::kFloat) * weight_scale->view({groups, columns})[group];
-            if (activation_scale) values = values * mine(activation_scale->reshape({-1, 1}));
-            if (bias && bias->scalar_type() != at::kInt) values = values + bias->to(at::kFloat).reshape({1, columns});
-          } else {
-            values = values.to(at::kFloat);
-          }
-          if (swiglu_mode == 1) {
-            const auto pairs = values.unflatten(-1, {-1, 2});
-            values = clipped(pairs.select(-1, 0), pairs.select(-1, 1), alpha, limit, glu_bias);
-          } else {
-            values = swish_of_halves(values, left);
-          }
-          const auto factor = quant_scale ? (quant_scale->dim() == 2 ? (*quant_scale)[group]
-                                                : group_index        ? (*quant_scale)[group]
-                                                                     : *quant_scale)
-                                                .to(at::kFloat)
-                                          : Tensor();
-          if (dynamic) {
-            if (factor.defined()) values = values * factor;
-            quantize_rows(values, mine(rounded), mine(steps), false);
-          } else {
-            values = values / factor;
-            if (quant_offset) values = values + quant_offset->to(at::kFloat);
-            store_rounded(values, rounded, false);
-          }
-        }
-      };
+      return dequant_swiglu_quant(x, weight_scale, activation_scale, bias, quant_scale, quant_offset, group_index, left, mode,
+          swiglu_mode, limit, alpha, glu_bias, out, scale);
     })
 
 // With a group index only the counted rows are written; the others keep their values.

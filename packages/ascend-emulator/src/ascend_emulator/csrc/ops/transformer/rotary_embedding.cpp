@@ -159,8 +159,11 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interl
 
 }  // namespace emu
 
+namespace {
+using namespace emu;
 // mode: 0 half, 1 interleave (op-plugin's RotaryMulKernelNpuOpApi.cpp).
-CHECKED(aclnnRotaryPositionEmbeddingV2, (Tensor x, Tensor cos, Tensor sin, int64_t mode, Opt<Tensor> rotation, Tensor out), {
+Computation rotary_mul(
+    const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode, const Opt<Tensor>& rotation, const Tensor& out) {
   one_of<int64_t>("rotary_mode", mode, {0, 1});
   check_angles(x, cos, sin, mode == 1);
   if (rotation) {
@@ -175,7 +178,13 @@ CHECKED(aclnnRotaryPositionEmbeddingV2, (Tensor x, Tensor cos, Tensor sin, int64
     const auto fp32 = x.to(at::kFloat);
     out.copy_(fp32 * cos.to(at::kFloat) + at::matmul(fp32, rotation->to(at::kFloat)) * sin.to(at::kFloat));
   };
-})
+}
+}  // namespace
+
+CHECKED(aclnnRotaryPositionEmbedding, (Tensor x, Tensor cos, Tensor sin, int64_t mode, Tensor out),
+    { return rotary_mul(x, cos, sin, mode, {}, out); })
+CHECKED(aclnnRotaryPositionEmbeddingV2, (Tensor x, Tensor cos, Tensor sin, int64_t mode, Opt<Tensor> rotation, Tensor out),
+    { return rotary_mul(x, cos, sin, mode, rotation, out); })
 CHECKED(aclnnRotaryPositionEmbeddingGrad,
     (Tensor grad, Tensor cos, Tensor sin, Opt<Tensor> x, int64_t mode, Tensor x_grad, Tensor cos_grad, Tensor sin_grad), {
       one_of<int64_t>("rotary_mode", mode, {0, 1});
@@ -184,7 +193,6 @@ CHECKED(aclnnRotaryPositionEmbeddingGrad,
     })
 
 namespace {
-using namespace emu;
 // On A2 and A3: layout BSND (1) or TND (4), head size 64 or 128, rotary mode half; in place.
 Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin, int64_t layout, const Text& mode) {
   one_of<int64_t>("layout (1 BSND, 4 TND)", layout, {1, 4});
@@ -209,6 +217,8 @@ Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tens
 }
 }  // namespace
 
+CHECKED(aclnnApplyRotaryPosEmb, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout),
+    { return apply_rotary(query, key, cos, sin, layout, "half"); })
 CHECKED(aclnnApplyRotaryPosEmbV2, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode),
     { return apply_rotary(query, key, cos, sin, layout, mode); })
 
@@ -227,6 +237,10 @@ CHECKED(aclnnInterleaveRope, (Tensor x, Tensor cos, Tensor sin, Tensor out), {
   COMPUTE { out.copy_(rotate(halves_of_pairs(x.to(at::kFloat)), cos, sin, false)); };
 })
 
+CHECKED(aclnnRopeWithSinCosCache,
+    (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections, int64_t head_size, bool neox, Tensor query_out,
+        Tensor key_out),
+    { return rope_with_cache(positions, query, key, cache, sections, head_size, neox, 0, query_out, key_out); })
 CHECKED(aclnnRopeWithSinCosCacheV2,
     (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections, int64_t head_size, bool neox,
         int64_t cache_mode, Tensor query_out, Tensor key_out),

@@ -128,6 +128,10 @@ CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor
   };
 })
 
+CHECKED(aclnnTopKTopPSample,
+    (Tensor logits, Tensor top_k, Tensor top_p, Opt<Tensor> q, double epsilon, bool wants_logits, int64_t, Tensor chosen,
+        Tensor selected),
+    { return sample({logits, top_k, top_p, q, {}, epsilon, wants_logits, true, false, kMostK, chosen, selected, {}, {}}); })
 CHECKED(aclnnTopKTopPSampleV2,
     (Tensor logits, Tensor top_k, Tensor top_p, Opt<Tensor> q, Opt<Tensor> min_p, double epsilon, bool wants_logits, int64_t,
         int64_t most_k, bool normalizes, bool leaves_sampling, Tensor chosen, Tensor selected, Opt<Tensor> indices,
