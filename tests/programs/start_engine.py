@@ -26,7 +26,7 @@ def main(model: str) -> None:
         file, log = Path(directory, "state"), Path(directory, "log")
         with log.open("w") as output:  # no pipe: an engine that outlives its parent would keep it open
             subprocess.run([sys.executable, __file__, model, str(file)], stdout=output, stderr=output, check=False)
-        found = json.loads(file.read_text()) if file.exists() else {"log": log.read_text()[-2000:]}
+        found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"log": log.read_text()[-2000:]}
     if "pid" in found:
         found["ended"] = _ends(found["pid"])
     print("RESULT", json.dumps(found), flush=True)
