@@ -61,7 +61,7 @@ def test_what_is_not_emulated_refuses_by_its_own_name(called):
     refusing = {name for name in refusing if "CalculateSizeAndFormat" not in name}
     for name in ("aclopCompileAndExecute", "aclopCompileAndExecuteV2"):  # by the graph operator's name
         assert "'(null)' (aclopCompileAndExecute) is not emulated" in " ".join(called[name])
-    assert len(refusing) > 900
+    assert len(refusing) > 800
     wrong = {
         function: called[function]
         for name in refusing

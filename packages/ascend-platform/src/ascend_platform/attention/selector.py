@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension, host
+from ascend_platform import host
 from ascend_platform.attention.base import AttentionFeature
+from ascend_platform.components import RefusedError, registry, requirements, slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,15 +35,15 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
         slot = "latent_sparse" if config.use_sparse else "latent"
     others = {"encoder": BUILT_IN_ENCODER, "latent": BUILT_IN_LATENT, "latent_sparse": BUILT_IN_SPARSE_LATENT}
     built_in = others.get(slot, BUILT_IN_ATTENTION)
-    reason = f"ascend-attention is {extension.state('ascend-attention')}"
-    if path := extension.offered(f"attention.{slot}"):
+    reason = f"ascend-attention is {registry.state('ascend-attention')}"
+    if path := slots.offered(f"attention.{slot}"):
         reasons = _unsupported_reasons(path, config, model)
         if not reasons:
-            return path, f"fused (ascend-attention {extension.version('ascend-attention')})"
+            return path, f"fused (ascend-attention {requirements.version('ascend-attention')})"
         reason = f"fused attention disabled: {', '.join(reasons)}"
     if reasons := _unsupported_reasons(built_in, config, model):
-        own = f"ascend-platform {extension.version('ascend-platform')}"
-        raise extension.RefusedError(f"no attention backend of {own} supports the model: {', '.join(reasons)}")
+        own = f"ascend-platform {requirements.version('ascend-platform')}"
+        raise RefusedError(f"no attention backend of {own} supports the model: {', '.join(reasons)}")
     return built_in, f"built-in PyTorch ({reason})"
 
 
@@ -81,7 +82,7 @@ def describe_backend(vllm_config: "VllmConfig") -> str:
         if model.attn_type == "encoder_only":
             config = config._replace(attn_type="encoder_only")
         return select_backend(config, model)[1]
-    except extension.RefusedError as error:
+    except RefusedError as error:
         return f"none ({error})"
 
 
