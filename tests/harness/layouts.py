@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import checkout, npus
-from harness.models import hybrid, latent
+from harness.models import hybrid, kinds, latent
 
 ADDER = checkout.ADDER
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
@@ -64,7 +64,14 @@ COMMON = ATTENTION | {
     "eos_token_id": 1,
 }
 OF_LATENTS = OF_EXPERTS | {name: layout for name, layout in OF_ONE_KEY_HEAD.items() if "DCP2" in name}
-LATENT = "deepseek-v3", "kimi-k2", "glm-4.7-flash"
+OF_KINDS = {
+    "deepseek-v2": "deepseek-v2, groups of experts",
+    "deepseek-v2-lite": "deepseek-v2-lite, no latent query",
+    "openpangu": "openpangu, sandwich norms",
+    "gpt-oss": "gpt-oss, experts with biases",
+}
+"""Models of `tools/check kinds`, by their names here."""
+LATENT = "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "kimi-k2", "openpangu", "glm-4.7-flash"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-key-head": ("Qwen3", {"intermediate_size": 256, "num_key_value_heads": 1}),
     "mixtral": ("Mixtral", {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -113,12 +120,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str, directory: Path) -> Path:
-    """Write one of MODELS to the directory, unless it exists."""
+    """Write one of MODELS or OF_KINDS to the directory, unless it exists."""
     import torch
     import transformers
 
     path = directory / name
-    if not path.exists():
+    if name in OF_KINDS:
+        if not path.exists():
+            kinds.decoder(path, OF_KINDS[name])
+    elif not path.exists():
         family, special = MODELS[name]
         torch.manual_seed(0)
         model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**(COMMON | special)))
@@ -141,7 +151,7 @@ def case(name: str, model: Path, engine: dict[str, Any], *, mp: bool = False, dt
     """Arguments of serve_layout.py: a layout under the external launcher, or under the multiprocessing executor."""
     asked, lengths = prompts(json.loads((model / "config.json").read_text())["vocab_size"])
     made: dict[str, Any] = {"name": name, "model": str(model), "prompts": asked, "lengths": lengths}
-    made["engine"] = SMALL | {"dtype": dtype} | engine
+    made["engine"] = SMALL | {"dtype": dtype, "trust_remote_code": model.name == "openpangu"} | engine
     return made if mp else made | {"ranks": ranks(engine)}
 
 
@@ -153,9 +163,8 @@ def ranks(engine: dict[str, Any]) -> int:
 def reference(model: Path, dtype: str) -> Any:
     """Hugging Face's model with the engine's weights (rounded to dtype), computing in float32."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval().float()
+    return kinds.causal(model, getattr(torch, dtype)).eval().float()
 
 
 def compare(model: Path, dtype: str, served: list[list[dict[str, Any]]]) -> tuple[int, int, float, float]:
@@ -200,7 +209,7 @@ def main() -> None:
     """See tools/check layouts."""
     parser = argparse.ArgumentParser(prog="tools/check layouts", description=__doc__)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help="default: all of the model")
-    parser.add_argument("--model", choices=["adder", *MODELS], action="append", help="default: adder, which is dense")
+    parser.add_argument("--model", choices=["adder", *MODELS, *OF_KINDS], action="append", help="default: adder, which is dense")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--launcher", choices=["mp", "external"], action="append", help="default: both")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")

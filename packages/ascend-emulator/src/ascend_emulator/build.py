@@ -55,16 +55,17 @@ FLAGS = (
     f'-DCANN_VERSION="{CANN_VERSION}"',
 )
 # Translation units: folders of csrc. They are few, because parsing ATen's headers takes most of the time. Operators that call
-# ATen need no more than -O1; `loops` are those with loops of their own.
+# ATen need no more than -O1; `loops` and `products` have loops of their own.
 UNITS = {
     "core": ("core",),
     "runtime": ("runtime",),
     "hccl": ("hccl",),
     "pointwise": ("operator", "ops/math", "ops/tensor"),
     "nn": ("ops/nn", "ops/moe", "ops/quantization"),
-    "attention": ("ops/attention",),
-    "composed": ("ops/mc2", "ops/atb", "ops/legacy"),
-    "loops": ("ops/matmul", "ops/normalization", "ops/transformer", "ops/attention/kernels"),
+    "attention": ("ops/attention", "ops/atb"),
+    "composed": ("ops/mc2", "ops/legacy"),
+    "loops": ("ops/normalization", "ops/transformer"),
+    "products": ("ops/matmul", "ops/attention/kernels"),
 }
 # Versions of torch_npu for whose ATB parameters csrc/ops/atb has the layout: op-plugin's declarations of them are the same, up to
 # new enumerators, in its releases 7.1.0 to 26.1.0.
@@ -217,7 +218,7 @@ def units(directory: Path = SOURCES) -> dict[str, list[Path]]:
 
 
 def _optimization(unit: str) -> list[str]:
-    return ["-O3"] if unit == "loops" else ["-O1"]
+    return ["-O3"] if unit in ("loops", "products") else ["-O1"]
 
 
 def _with_headers(sources: list[Path]) -> list[Path]:
