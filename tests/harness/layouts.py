@@ -125,10 +125,11 @@ def make(name: str, directory: Path) -> Path:
     import transformers
 
     path = directory / name
+    if path.exists():
+        return path
     if name in OF_KINDS:
-        if not path.exists():
-            kinds.decoder(path, OF_KINDS[name])
-    elif not path.exists():
+        kinds.decoder(path, OF_KINDS[name])
+    else:
         family, special = MODELS[name]
         torch.manual_seed(0)
         model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**(COMMON | special)))

@@ -23,8 +23,13 @@ from vllm import LLM, AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.distributed import parallel_state
 from vllm.v1.engine.async_llm import AsyncLLM
 
-COMMON: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 1024, "seed": 0, "disable_log_stats": True}
-COMMON["trust_remote_code"] = True  # of openPangu's configuration
+COMMON: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 1024,
+    "seed": 0,
+    "disable_log_stats": True,
+    "trust_remote_code": True,  # openPangu's configuration
+}
 
 
 def sampling(length: int) -> SamplingParams:

@@ -138,3 +138,13 @@ def agree_backward(agree: Callable[..., None]) -> Callable[..., None]:
         agree(call, *args, ulps=ulps)
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def calls():
+    """Operators by name, in this process."""
+    import torch
+    from cann_calls import Calls
+
+    torch.npu.current_device()
+    return Calls()

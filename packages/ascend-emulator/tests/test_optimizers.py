@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from cann_calls import Calls
 
 
 @pytest.mark.parametrize(
@@ -19,12 +18,6 @@ def test_fused_adamw(options):
         fused.step()
         plain.step()
     torch.testing.assert_close(ours.detach().cpu().double(), exact.detach(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.fixture(scope="module")
-def calls():
-    torch.npu.current_device()
-    return Calls()
 
 
 def states(count, shape=(5, 7)):

@@ -3,16 +3,9 @@
 import pytest
 import torch
 import torch_npu
-from cann_calls import Calls
 from torch.nn import functional
 
 FLOATS = [torch.float32, torch.float16]
-
-
-@pytest.fixture(scope="module")
-def calls():
-    torch.npu.current_device()
-    return Calls()
 
 
 def npu(*shape, dtype=torch.float32):

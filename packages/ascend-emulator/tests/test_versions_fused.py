@@ -5,13 +5,6 @@ import sys
 import pytest
 import torch
 import torch_npu
-from cann_calls import Calls
-
-
-@pytest.fixture(scope="module")
-def calls():
-    torch.npu.current_device()
-    return Calls()
 
 
 def npu(*shape, dtype=torch.float32):
