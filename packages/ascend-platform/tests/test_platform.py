@@ -12,10 +12,7 @@ import pytest
 import torch
 from ascend_platform import extension, host
 from ascend_platform.attention.selector import (
-    BUILT_IN_ATTENTION,
-    BUILT_IN_ENCODER,
-    BUILT_IN_LATENT,
-    BUILT_IN_SPARSE_LATENT,
+    BUILT_IN,
     select_backend,
 )
 from ascend_platform.components import VARIABLES, slots
@@ -247,8 +244,8 @@ def test_another_attention_backend_is_refused_by_name():
 def test_built_in_attention_serves_when_nothing_is_offered(monkeypatch):
     monkeypatch.setattr(slots, "_offers", {})
     path, why = select_backend(DENSE, None)
-    assert path == BUILT_IN_ATTENTION
-    assert select_backend(DENSE._replace(attn_type="encoder_only"), None)[0] == BUILT_IN_ENCODER
+    assert path == BUILT_IN["dense"]
+    assert select_backend(DENSE._replace(attn_type="encoder_only"), None)[0] == BUILT_IN["encoder"]
     assert why == f"built-in PyTorch (ascend-attention is {extension.state('ascend-attention')})"
 
 
@@ -272,24 +269,29 @@ SPARSE = LATENT | {"use_sparse": True}
         ({"has_sink": True}, {}, FUSED["attention.sinks"], "fused"),
         ({"attn_type": "encoder_only"}, {}, FUSED["attention.encoder"], "fused"),
         ({"attn_type": "encoder_only", "dtype": torch.float32}, {}, FUSED["attention.encoder"], "fused"),
-        ({"dtype": torch.float32}, {}, BUILT_IN_ATTENTION, "built-in PyTorch (fused attention disabled: dtype not"),
-        ({"has_sink": True, "dtype": torch.float16}, {}, BUILT_IN_ATTENTION, "built-in PyTorch"),
-        ({"has_sink": True, "head_size": 192}, {}, BUILT_IN_ATTENTION, "built-in PyTorch"),
+        ({"dtype": torch.float32}, {}, BUILT_IN["dense"], "built-in PyTorch (fused attention disabled: dtype not"),
+        ({"has_sink": True, "dtype": torch.float16}, {}, BUILT_IN["dense"], "built-in PyTorch"),
+        ({"has_sink": True, "head_size": 192}, {}, BUILT_IN["dense"], "built-in PyTorch"),
         (LATENT, {}, FUSED["attention.latent"], "fused (ascend-attention "),
-        (LATENT | {"head_size": 320}, {}, BUILT_IN_LATENT, "built-in PyTorch (fused attention disabled: head_size not"),
-        (LATENT | {"dtype": torch.float32}, {}, BUILT_IN_LATENT, "built-in PyTorch (fused attention disabled: dtype not"),
+        (LATENT | {"head_size": 320}, {}, BUILT_IN["latent"], "built-in PyTorch (fused attention disabled: head_size not"),
+        (LATENT | {"dtype": torch.float32}, {}, BUILT_IN["latent"], "built-in PyTorch (fused attention disabled: dtype not"),
         (SPARSE, {}, FUSED["attention.latent_sparse"], "fused (ascend-attention "),
-        (SPARSE | {"dtype": torch.float32}, {}, BUILT_IN_SPARSE_LATENT, "built-in PyTorch (fused attention disabled: dtype not"),
+        (
+            SPARSE | {"dtype": torch.float32},
+            {},
+            BUILT_IN["latent_sparse"],
+            "built-in PyTorch (fused attention disabled: dtype not",
+        ),
         (
             {},
             {"alibi": True},
-            BUILT_IN_ATTENTION,
+            BUILT_IN["dense"],
             "built-in PyTorch (fused attention disabled: ALiBi not supported",
         ),
         (
             {},
             {"cap": 30.0},
-            BUILT_IN_ATTENTION,
+            BUILT_IN["dense"],
             "built-in PyTorch (fused attention disabled: logits soft cap not",
         ),
     ],
@@ -341,7 +343,7 @@ def test_built_in_attention_serves_on_a_chip_without_the_kernels(monkeypatch, as
     monkeypatch.setattr(slots, "_offers", FUSED)
     change = {"dense": {}, "sinks": {"has_sink": True}, "encoder": {"attn_type": "encoder_only"}}[slot]
     path, why = select_backend(DENSE._replace(**change), None)
-    assert path == (BUILT_IN_ENCODER if slot == "encoder" else BUILT_IN_ATTENTION)
+    assert path == BUILT_IN[slot]
     assert "fused attention disabled: Ascend310P3 has no npu_fus" in why
     monkeypatch.setattr(host, "chip", lambda: "Ascend950PR_9599")
     assert ("built-in" in select_backend(DENSE._replace(**change), None)[1]) == (slot != "encoder")

@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-BUILT_IN_ATTENTION = "ascend_platform.attention.paged.PagedAttentionBackend"
-BUILT_IN_ENCODER = "ascend_platform.attention.encoder.EncoderAttentionBackend"
-BUILT_IN_LATENT = "ascend_platform.attention.latent.PagedLatentAttentionBackend"
-BUILT_IN_SPARSE_LATENT = "ascend_platform.attention.sparse_latent.PagedSparseLatentAttentionBackend"
+BUILT_IN = {
+    "dense": "ascend_platform.attention.paged.PagedAttentionBackend",
+    "sinks": "ascend_platform.attention.paged.PagedAttentionBackend",
+    "encoder": "ascend_platform.attention.encoder.EncoderAttentionBackend",
+    "latent": "ascend_platform.attention.latent.PagedLatentAttentionBackend",
+    "latent_sparse": "ascend_platform.attention.sparse_latent.PagedSparseLatentAttentionBackend",
+}
+"""The built-in backend of each slot."""
 
 
 def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, str]:
@@ -33,8 +37,7 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
     slot = "encoder" if config.attn_type == "encoder_only" else "sinks" if config.has_sink else "dense"
     if config.use_mla:
         slot = "latent_sparse" if config.use_sparse else "latent"
-    others = {"encoder": BUILT_IN_ENCODER, "latent": BUILT_IN_LATENT, "latent_sparse": BUILT_IN_SPARSE_LATENT}
-    built_in = others.get(slot, BUILT_IN_ATTENTION)
+    built_in = BUILT_IN[slot]
     reason = f"ascend-attention is {registry.state('ascend-attention')}"
     if path := slots.offered(f"attention.{slot}"):
         reasons = _unsupported_reasons(path, config, model)
@@ -69,23 +72,31 @@ def is_sparse(model: Any) -> bool:
     return model is not None and model.use_mla and hasattr(model.hf_text_config, "index_topk")
 
 
-def describe_backend(vllm_config: "VllmConfig") -> str:
-    """Describe the model's attention backend for the log: ``fused (...)``, ``built-in PyTorch (reason)`` or ``none (error)``."""
+def _select_for_model(vllm_config: "VllmConfig") -> tuple[str, str]:
+    """As `select_backend`, for the model's decoder layers, before they exist."""
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     block_size = cache.block_size if cache.user_specified_block_size else None
+    dtype = cast(torch.dtype, model.dtype)  # resolved by now
+    config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size, model.use_mla)
+    config = config._replace(use_sparse=is_sparse(model))
+    if model.attn_type == "encoder_only":
+        config = config._replace(attn_type="encoder_only")
+    return select_backend(config, model)
+
+
+def describe_backend(vllm_config: "VllmConfig") -> str:
+    """Describe the model's attention backend for the log: ``fused (...)``, ``built-in PyTorch (reason)`` or ``none (error)``."""
     try:
-        dtype = cast(torch.dtype, model.dtype)  # resolved by now
-        config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size, model.use_mla)
-        config = config._replace(use_sparse=is_sparse(model))
-        if model.attn_type == "encoder_only":
-            config = config._replace(attn_type="encoder_only")
-        return select_backend(config, model)[1]
+        return _select_for_model(vllm_config)[1]
     except RefusedError as error:
         return f"none ({error})"
 
 
 def is_fused(vllm_config: "VllmConfig") -> bool:
     """Whether the model's attention backend is one that a component offers."""
-    return describe_backend(vllm_config).startswith("fused")
+    try:
+        return _select_for_model(vllm_config)[0] not in BUILT_IN.values()
+    except RefusedError:
+        return False
