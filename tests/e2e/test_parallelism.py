@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from harness import checkout, layouts, npus, vllm_runner
 
-LAYOUTS = layouts.OF_EXPERTS | layouts.OF_ONE_KEY_HEAD | layouts.OF_OPTIONS
+LAYOUTS = layouts.OF_EXPERTS | layouts.OF_ONE_KEY_HEAD | layouts.OF_OPTIONS | layouts.OF_PREFILLS
 V2 = vllm_runner.IS_V2
 """Which vLLM has under its external launcher without pipelines alone."""
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
@@ -30,6 +30,11 @@ CASES = {
     "DP2 EP2 by mc2": ("mixtral", "bfloat16", "DP2 EP2", "mc2"),
 }
 
+if V2:
+    CASES |= {
+        "latents PCP2": ("deepseek-v3", "bfloat16", "PCP2", "FusedLatentAttentionImpl"),
+        "latents PCP2 EP2": ("deepseek-v3", "float32", "PCP2 EP2", "PagedLatentAttentionImpl"),
+    }
 
 OF_PROCESSES = {"a stage without attention, PP2"}
 """Served by an executor of processes: under vLLM's external launcher each rank has a scheduler, and stages whose caches differ
@@ -76,7 +81,7 @@ def test_pipeline_stage_waits_before_it_overwrites_inputs(served: dict[str, Any]
     assert served["dense PP2"]["waits"]
 
 
-@pytest.mark.parametrize("name", ["dense PP2", "dense TP2 DCP2"])
+@pytest.mark.parametrize("name", ["dense PP2", "dense TP2 DCP2", *(["latents PCP2"] if V2 else [])])
 def test_no_communicator_is_created_after_the_kv_cache(served: dict[str, Any], name: str) -> None:
     assert served[name]["grown"] == 0
 

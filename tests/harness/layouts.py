@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import random
 import subprocess
 import sys
@@ -46,6 +47,15 @@ OF_ONE_KEY_HEAD: dict[str, dict[str, Any]] = LAYOUTS | {
     "TP2 DCP2, 4 tokens in turn": {TP: 2, "cp_kv_cache_interleave_size": 4} | DCP,
     "TP2 DCP2 PP2": {TP: 2, PP: 2} | DCP,
 }
+PCP = "prefill_context_parallel_size"
+OF_PREFILLS: dict[str, dict[str, Any]] = {
+    "PCP2": {PCP: 2},
+    "TP2 PCP2": {TP: 2, PCP: 2},
+    "PP2 PCP2": {PP: 2, PCP: 2},
+    "PCP2 EP2": {PCP: 2} | EP,
+    "TP2 PCP2 EP4": {TP: 2, PCP: 2} | EP,
+}
+"""Of latent attention with vLLM's V2 model runner; run where they are named."""
 OF_OPTIONS: dict[str, dict[str, Any]] = {
     f"{layout} {name}": OF_EXPERTS[layout] | {"additional_config": {"ascend": {"platform": {name: True}}}} | more
     for layout, name, more in (
@@ -157,7 +167,7 @@ def case(name: str, model: Path, engine: dict[str, Any], *, mp: bool = False, dt
 
 
 def ranks(engine: dict[str, Any]) -> int:
-    return engine.get(TP, 1) * engine.get(PP, 1) * engine.get(DP, 1)
+    return math.prod(engine.get(size, 1) for size in (TP, PP, DP, PCP))
 
 
 @functools.cache
@@ -215,7 +225,7 @@ def main() -> None:
     parser.add_argument("--launcher", choices=["mp", "external"], action="append", help="default: both")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")
     options = parser.parse_args()
-    every = OF_EXPERTS | OF_ONE_KEY_HEAD | OF_OPTIONS
+    every = OF_EXPERTS | OF_ONE_KEY_HEAD | OF_OPTIONS | OF_PREFILLS
     if unknown := set(options.layouts) - set(every):
         parser.error(f"no layout {', '.join(sorted(unknown))}; there are {'; '.join(every)}")
     columns = [
@@ -236,9 +246,9 @@ def main() -> None:
         for name in options.model or ["adder"]:
             model = ADDER if name == "adder" else make(name, Path(directory))
             known = {"adder": LAYOUTS, "one-key-head": OF_ONE_KEY_HEAD}.get(name, OF_LATENTS if name in LATENT else OF_EXPERTS)
-            known = known | OF_OPTIONS
+            known = known | OF_OPTIONS | OF_PREFILLS
             half = options.dtype != "float32"  # all that mc2 takes
-            left_out = {"mc2": not half, "mla_prolog": "mla_prolog" not in name}
+            left_out = {"mc2": not half, "mla_prolog": "mla_prolog" not in name, "PCP": True}
             taken = [layout for layout in known if not any(left_out[option] for option in left_out if option in layout)]
             chosen = {layout: known[layout] for layout in options.layouts or taken}
             for launcher in options.launcher or ["mp", "external"]:

@@ -72,7 +72,7 @@ def by_prompt(ranks: list[dict[str, Any]], case: dict[str, Any]) -> list[list[An
 
 def engine_of_external_launcher(case: dict[str, Any]) -> LLM:
     torch.set_num_threads(1)
-    return LLM(case["model"], distributed_executor_backend="external_launcher", **COMMON, **case["engine"])
+    return LLM(case["model"], distributed_executor_backend="external_launcher", **(COMMON | case["engine"]))
 
 
 def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def external_launcher(case: dict[str, Any]) -> dict[str, Any]:
 
 async def executor(case: dict[str, Any]) -> dict[str, Any]:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for functions as arguments of collective_rpc()
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(case["model"], **COMMON, **case["engine"]))
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(case["model"], **(COMMON | case["engine"])))
 
     async def generate(number: int, prompt: list[int], length: int) -> list[dict[str, Any]]:
         async for output in engine.generate({"prompt_token_ids": prompt}, sampling(length), str(number)):

@@ -102,7 +102,7 @@ def test_small_groups_fall_back_to_vllm():
 
 def method(first, count):
     made = moe.NPUFusedMoEMethod.__new__(moe.NPUFusedMoEMethod)
-    parallel = SimpleNamespace(dp_size=1, is_sequence_parallel=False, use_ep=count < EXPERTS)
+    parallel = SimpleNamespace(dp_size=1, pcp_size=1, is_sequence_parallel=False, use_ep=count < EXPERTS)
     made.moe = SimpleNamespace(num_experts=EXPERTS, has_bias=False, moe_parallel_config=parallel)
     made.first_expert, made.num_local_experts = first, count
     return made

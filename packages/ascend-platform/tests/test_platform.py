@@ -125,6 +125,29 @@ def test_unsupported_models_with_states_are_refused_by_name():
     )
 
 
+def test_prefill_context_parallelism_is_refused_for_what_it_does_not_serve(monkeypatch):
+    """As vLLM's ``PCPManager.validate_config``, before workers start."""
+    parallel = {
+        "prefill_context_parallel_size": 2,
+        "decode_context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "enable_eplb": False,
+    }
+    model = SimpleNamespace(use_mla=True, hf_text_config=SimpleNamespace())
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model)
+    config.compilation_config = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
+    config.speculative_config = config.lora_config = config.kv_transfer_config = None
+    monkeypatch.setattr(envs, "VLLM_USE_V2_MODEL_RUNNER", True, raising=False)
+    assert not unsupported._splits_other_prefills(config)
+    model.hf_text_config.index_topk, config.parallel_config.data_parallel_size = 32, 2
+    assert unsupported._splits_other_prefills(config) == "attention other than dense latent attention (MLA), data parallelism"
+    monkeypatch.setattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False, raising=False)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    refused = unsupported._splits_other_prefills(config)
+    assert refused.startswith("vLLM's V1 model runner, ")
+    assert refused.endswith(", graph modes other than FULL_DECODE_ONLY")
+
+
 def test_values_of_another_head_size_are_refused_by_name():
     text = SimpleNamespace(head_dim=192, v_head_dim=128, swa_head_dim=192, swa_v_head_dim=192)
     config = SimpleNamespace(model_config=SimpleNamespace(architecture="MiMoV2FlashForCausalLM", hf_text_config=text))

@@ -70,6 +70,7 @@ def decoder(path: Path, name: str) -> None:
     import torch
     import transformers
 
+    torch.manual_seed(0)
     family, special = DECODERS[name]
     if family == "PanguUltraMoE":
         openpangu.write(path, transformers.DeepseekV3Config(**_settings(family, special)))

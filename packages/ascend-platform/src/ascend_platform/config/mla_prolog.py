@@ -74,6 +74,7 @@ def reason_against(vllm_config: "VllmConfig") -> str:
         f"{host.chip()} has no {OPERATOR}": bool(host.chip_family().lacks(OPERATOR)),
         "torch.compile": vllm_config.compilation_config.mode not in (None, CompilationMode.NONE),
         "decode context parallelism": vllm_config.parallel_config.decode_context_parallel_size > 1,
+        "prefill context parallelism": vllm_config.parallel_config.prefill_context_parallel_size > 1,
         "LoRA": vllm_config.lora_config is not None,
         "a prefill instance": transfer is not None and transfer.kv_role == "kv_producer",
         "built-in attention": not selector.is_fused(vllm_config),

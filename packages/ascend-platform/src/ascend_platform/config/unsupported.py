@@ -72,6 +72,29 @@ def _shards_sparse_context(config: VllmConfig) -> bool:
     return config.parallel_config.decode_context_parallel_size > 1 and selector.is_sparse(config.model_config)
 
 
+def _splits_other_prefills(config: VllmConfig) -> str:
+    """What prefill context parallelism is not supported with; vLLM has it in its V2 runner, for latent attention."""
+    from vllm.config import CUDAGraphMode
+
+    parallel, model = config.parallel_config, config.model_config
+    if parallel.prefill_context_parallel_size == 1 or model is None:
+        return ""
+    others = {
+        "vLLM's V1 model runner": not envs.VLLM_USE_V2_MODEL_RUNNER,
+        "attention other than dense latent attention (MLA)": not model.use_mla or selector.is_sparse(model),
+        "data parallelism": parallel.data_parallel_size > 1,
+        "expert load balancing": parallel.enable_eplb,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "speculative decoding": config.speculative_config,
+        "LoRA": config.lora_config,
+        "KV connectors": config.kv_transfer_config,
+        "graph modes other than FULL_DECODE_ONLY": (
+            config.compilation_config.cudagraph_mode not in (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
+        ),
+    }
+    return ", ".join(name for name, asked in others.items() if asked)
+
+
 def _other_value_heads(config: VllmConfig) -> str:
     """vLLM's MiMo-V2 takes kernels of FlashAttention or Triton by name where the sizes differ (``mimo_v2.py``)."""
     text = config.model_config.hf_text_config
@@ -88,7 +111,7 @@ def _other_placement(config: VllmConfig) -> str:
 FEATURES = (
     Feature("encoder-cache connectors", lambda config: config.ec_transfer_config),
     Feature("weight offloading", _offloads_weights),
-    Feature("prefill context parallelism", lambda config: config.parallel_config.prefill_context_parallel_size > 1),
+    Feature("prefill context parallelism other than for latent attention with vLLM's V2 model runner", _splits_other_prefills),
     Feature("elastic expert parallelism", lambda config: config.parallel_config.enable_elastic_ep),
     Feature("--enable-fault-tolerance", lambda config: config.parallel_config.enable_fault_tolerance),
     Feature("dual batch overlap", lambda config: config.parallel_config.use_ubatching),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch_npu
-from vllm.distributed import get_ep_group
+from vllm.distributed import get_ep_group, get_pcp_group
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router, grouped_topk_router
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -290,7 +290,12 @@ class NPUExperts:
         """
         parallel = self.moe.moe_parallel_config
         if parallel.dp_size == 1 and not parallel.is_sequence_parallel:
-            return self.apply_local(experts, x, topk_weights, topk_ids)
+            if parallel.pcp_size == 1 or not parallel.use_ep:
+                return self.apply_local(experts, x, topk_weights, topk_ids)
+            # vLLM's MoE runner exchanges the tokens of prefill context parallelism without expert parallelism alone
+            context = get_pcp_group()
+            every = (context.all_gather(each, dim=0) for each in (x, topk_weights, topk_ids))
+            return context.reduce_scatter(self.apply_local(experts, *every), dim=0)
         group = get_ep_group()
         manager = getattr(group.device_communicator, "all2all_manager", None)
         if parallel.use_ep and (apply_experts := getattr(manager, "apply_experts", None)):

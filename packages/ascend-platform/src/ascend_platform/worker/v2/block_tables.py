@@ -50,13 +50,14 @@ class NPUBlockTables(BlockTables):
     ) -> tuple[torch.Tensor, ...]:
         """Copy the rows of the step's requests to the tables of the forward pass, followed by zeros for padding requests.
 
-        Blocks that have left a sliding window become the null block, because vLLM may have given them to other requests.
+        Blocks that have left a sliding window become the null block, because vLLM may have given them to other requests. ``out``
+        are other tables than ``input_block_tables``, for prefill context parallelism; ``out_ptrs`` is not used.
         """
-        assert out is None, "tables of prefill context parallelism or dual batch overlap"
-        num_reqs = len(idx_mapping)
-        num_rows = max(num_reqs_padded, self._num_dirty_rows)  # a larger batch has left rows
-        self._num_dirty_rows = num_reqs
-        for group, (source, table) in enumerate(zip(self.block_tables, self.input_block_tables, strict=True)):
+        tables, num_reqs, num_rows = self.input_block_tables if out is None else out, len(idx_mapping), num_reqs_padded
+        if out is None:
+            num_rows = max(num_reqs_padded, self._num_dirty_rows)  # a larger batch has left rows
+            self._num_dirty_rows = num_reqs
+        for group, (source, table) in enumerate(zip(self.block_tables, tables, strict=True)):
             rows = table[:num_reqs]
             torch.index_select(source.gpu, 0, idx_mapping, out=rows)
             if num_computed_tokens is not None:
@@ -66,7 +67,7 @@ class NPUBlockTables(BlockTables):
                     rows.masked_fill_(columns < num_null[:, None], 0)
             if num_rows > num_reqs:
                 table[num_reqs:num_rows].zero_()
-        return tuple(table[:num_reqs_padded] for table in self.input_block_tables)
+        return tuple(table[:num_reqs_padded] for table in tables)
 
     def _num_null(
         self, group: int, idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor, host: HostInputs | None

@@ -19,6 +19,7 @@ from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, reques
 from ascend_platform.worker.v2.block_tables import NPUBlockTables
 from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.v2.host_inputs import HostInputs
+from ascend_platform.worker.v2.prefill_context import NPUPCPManager
 
 _init_kv_cache = attn_utils.init_kv_cache
 
@@ -53,6 +54,7 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     cudagraph_manager: Any
     model: Any
     model_state: Any
+    pcp_manager: Any
     sampler: Any
     block_tables: Any
     speculator: Any
@@ -107,6 +109,10 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
 
         prepare_model_inputs = self.model_state.prepare_inputs
         vars(self.model_state).update(prepare_attn=prepare_attn, prepare_inputs=prepare_inputs)
+
+    @property
+    def pcp_manager_cls(self) -> type[NPUPCPManager]:
+        return NPUPCPManager
 
     def initialize_kv_cache(self, *arguments: Any, **named: Any) -> None:
         """Allocate the KV cache; ``self.kv_caches``, in which blocks are copied, lists keys and values as two caches."""
@@ -165,6 +171,8 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         """As vLLM's, with the number of tokens, which its kernel reads on the device."""
         assert self._step is not None
         computed, host = self.req_states.num_computed_tokens.gpu, self._step.host
+        if self.pcp_manager is not None:
+            return self.pcp_manager.prepare_attn(batch, host)
         padded = batch.num_reqs_after_padding
         tables = self.block_tables.gather_block_tables(batch.idx_mapping, padded, num_computed_tokens=computed, host=host)
         slots = self.block_tables.compute_slot_mappings(
