@@ -26,10 +26,12 @@ def check(parallel: "ParallelConfig") -> None:
     given = parallel.assigned_physical_gpu_ids
     found = torch.npu.device_count() if given is None else len(given)  # creates no context
     if needed > found:
+        context = parallel.prefill_context_parallel_size
+        layout = f"tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
+        layout += (f" x prefill context {context}" if context > 1 else "") + f" x data {parallel.data_parallel_size_local}"
         raise extension.RefusedError(
-            f"the layout needs {needed} NPUs (tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
-            f" x data {parallel.data_parallel_size_local}) and {found} are visible; lower --tensor-parallel-size, "
-            f"--pipeline-parallel-size or --data-parallel-size-local, or add NPUs to {host.VISIBLE_NPUS}"
+            f"the layout needs {needed} NPUs ({layout}) and {found} are visible; lower "
+            f"--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size-local, or add NPUs to {host.VISIBLE_NPUS}"
         )
 
 

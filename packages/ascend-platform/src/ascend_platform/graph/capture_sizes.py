@@ -15,7 +15,7 @@ import torch
 from vllm import envs
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
-from vllm.distributed import get_dp_group, get_ep_group, get_pp_group, get_tp_group
+from vllm.distributed import get_dp_group, get_ep_group, get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -230,7 +230,7 @@ def failing_on_all_ranks() -> Iterator[None]:
 def num_streams_here(graphs: int, vllm_config: Any) -> int:
     """Count the streams that graphs take in this engine's layout."""
     is_moe = vllm_config.model_config.is_moe
-    every = (get_tp_group(), get_dp_group(), *([get_ep_group()] if is_moe else []))
+    every = (get_tp_group(), get_dp_group(), get_pcp_group(), *([get_ep_group()] if is_moe else []))
     groups = sum(group.world_size > 1 for group in every)
     own = 1 + (is_moe and performance.enabled(vllm_config, performance.SHARED_EXPERTS_STREAM))
     return num_streams(graphs, groups, os.environ.get("HCCL_OP_EXPANSION_MODE", ""), own)
