@@ -78,10 +78,11 @@ OF_KINDS = {
     "deepseek-v2": "deepseek-v2, groups of experts",
     "deepseek-v2-lite": "deepseek-v2-lite, no latent query",
     "openpangu": "openpangu, sandwich norms",
+    "longcat-flash": "longcat-flash, identities among experts",
     "gpt-oss": "gpt-oss, experts with biases",
 }
 """Models of `tools/check kinds`, by their names here."""
-LATENT = "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "kimi-k2", "openpangu", "glm-4.7-flash"
+LATENT = "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "kimi-k2", "openpangu", "longcat-flash", "glm-4.7-flash"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-key-head": ("Qwen3", {"intermediate_size": 256, "num_key_value_heads": 1}),
     "mixtral": ("Mixtral", {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),

@@ -87,16 +87,19 @@ def decoder(path: Path, name: str) -> None:
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.05)
-    model.save_pretrained(path)
+    if family == "LongcatFlash":
+        latent.write_longcat(model, path)
+    else:
+        model.save_pretrained(path)
 
 
 def causal(path: Path, dtype: Any) -> Any:
     """Hugging Face's model of a decoder."""
     import transformers
 
-    if (own := path / openpangu.REFERENCE).exists():
-        return openpangu.reference_class().from_pretrained(own, dtype=dtype, attn_implementation="eager").eval()
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    kind = openpangu.reference_class() if (path / openpangu.CODE).exists() else transformers.AutoModelForCausalLM
+    own = path / latent.REFERENCE
+    return kind.from_pretrained(own if own.exists() else path, dtype=dtype, attn_implementation="eager").eval()
 
 
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
 from typing import Any
+
+REFERENCE = "transformers"
+"""Directory of the reference's files where they are others than those that vLLM reads."""
 
 WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
@@ -74,6 +80,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "q_lora_rank": 96, "num_attention_heads": 6, "num_key_value_heads": 6}
         | {"qk_nope_head_dim": 192, "v_head_dim": 256, "index_topk_freq": 2, "indexer_rope_interleave": True},
     ),
+    "longcat-flash, identities among experts": (
+        "LongcatFlash",
+        ALL
+        | {"num_hidden_layers": 4, "q_lora_rank": 96, "moe_topk": 3, "zero_expert_num": 4, "zero_expert_type": "identity"}
+        | {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "routed_scaling_factor": 2.5},
+    ),
     "deepseek-v3, other widths": ("DeepseekV3", ALL | GROUPS | OTHER_WIDTHS | {"q_lora_rank": 64}),
 }
 """Families of Hugging Face's, and their configuration besides that of other small models."""
+
+
+def write_longcat(model: Any, path: Path) -> None:
+    """Write a LongCat-Flash as published, and with the weights that transformers has for experts without weights in REFERENCE."""
+    model.save_pretrained(path / REFERENCE)
+    shutil.copytree(path / REFERENCE, path, dirs_exist_ok=True)
+    remove_identities(path / "model.safetensors")
+
+
+def remove_identities(file: Path) -> None:
+    """Remove what transformers writes for LongCat's experts without weights, which have no ``down_proj``."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(file)
+    kept = {name: each for name, each in weights.items() if re.sub("gate_proj|up_proj", "down_proj", name) in weights}
+    save_file(kept, file, {"format": "pt"})

@@ -10,8 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-REFERENCE = "transformers"
-"""Directory of the reference's files, with transformers' names, below the files that vLLM reads."""
+from harness.models.latent import REFERENCE
 
 NAMES = {
     ".post_attention_layernorm.": ".pre_mlp_layernorm.",
@@ -28,6 +27,7 @@ PUBLISHED: dict[str, Any] = {
     "sandwich_norm": True,
     "router_enable_expert_bias": True,
 }
+CODE = "configuration_openpangu_moe.py"
 CONFIGURATION = """from transformers import PretrainedConfig
 
 
@@ -81,4 +81,4 @@ def write(path: Path, config: Any) -> None:
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     stored = json.loads((path / REFERENCE / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(stored | PUBLISHED))
-    (path / "configuration_openpangu_moe.py").write_text(CONFIGURATION)
+    (path / CODE).write_text(CONFIGURATION)

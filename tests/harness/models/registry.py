@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from harness.models import latent
+
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 128),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 256),
@@ -169,7 +171,5 @@ def publish(kind: str, path: Path) -> None:
     if kind == "axk1":  # also the dense layer has this norm, which nothing uses
         norm = {"model.layers.0.post_mlp_layernorm.weight": torch.ones(SIZES["hidden_size"])}
         save_file(load_file(file) | norm, file, {"format": "pt"})
-    if kind == "longcat_flash":  # identity experts have none
-        identity = tuple(f".experts.{SIZES['n_routed_experts'] + number}." for number in range(2))
-        kept = {name: weight for name, weight in load_file(file).items() if not any(part in name for part in identity)}
-        save_file(kept, file, {"format": "pt"})
+    if kind == "longcat_flash":
+        latent.remove_identities(file)
