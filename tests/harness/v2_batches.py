@@ -50,7 +50,8 @@ class Batch:
     def make_step(self, on_host: bool) -> inputs.Step:
         computed, prefill_len = (np.array(values)[self.rows] for values in (self.computed, self.prefill_len))
         rows, lengths = np.array(self.rows), np.array(self.lengths)
-        host = HostInputs(rows, lengths, computed, prefill_len, device(self.tokens)) if on_host else None
+        buffers = device(self.tokens), device([0] * 2 * ROWS, torch.int64)
+        host = HostInputs(rows, lengths, computed, prefill_len, *buffers) if on_host else None
         return inputs.Step(lengths, bool((computed < prefill_len).any()), host=host)
 
     def query_start_loc(self, padding: int = 2) -> torch.Tensor:

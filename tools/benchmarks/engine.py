@@ -5,10 +5,10 @@
 A question is a line of JSON, `{"batch": 8, "prompt": 64, "output": 33}`: that many requests with that many prompt
 tokens (random ones, new every time; with `"period": 4` the first four again and again) are completed greedily. The answer
 is one too: `{"prefill": prompt tokens per second until every request has its first token, "decode": generated tokens per
-second from then on}`. The first line of output, `{"ready": seconds}`, tells that the engine is there. Everything else goes
-to stderr. With the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) the answer also has `"runner": milliseconds`,
-the median of what the model runner takes for a step that decodes all requests; and if the question has `"kernels": true`,
-`"kernels": milliseconds`, what the CPU's operators take of such a step by PyTorch's profiler.
+second from then on}`. The first line of output, `{"ready": seconds, "versions": {"torch": …}}`, tells that the engine is
+there. Everything else goes to stderr. With the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) the answer also has
+`"runner": milliseconds`, the median of what the model runner takes for a step that decodes all requests; and if the question
+has `"kernels": true`, `"kernels": milliseconds`, what the CPU's operators take of such a step by PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def main() -> None:
     steps_taken = observe(llm) if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else []
     vocabulary = llm.model_config.get_vocab_size()
     chance = random.Random(0)
-    print(json.dumps({"ready": time.monotonic() - begin}), file=answers)
+    modules = {name: sys.modules.get(name.replace("-", "_")) for name in ("vllm", "torch", "torch-npu")}
+    versions = {name: str(module.__version__) for name, module in modules.items() if module}
+    print(json.dumps({"ready": time.monotonic() - begin, "versions": versions}), file=answers)
     for line in sys.stdin:
         question = json.loads(line)
         batch, length = question["batch"], question["prompt"]
@@ -102,8 +104,6 @@ def observe(llm: Any) -> list[list[float]]:
     from torch.profiler import record_function
 
     runner, steps = llm.llm_engine.model_executor.driver_worker.worker.model_runner, []
-    if llm.llm_engine.vllm_config.use_v2_model_runner and os.environ.get("ASCEND_EMULATOR_NULL"):
-        count_sampled()
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> Any:
@@ -119,20 +119,6 @@ def observe(llm: Any) -> list[list[float]]:
 
     runner.execute_model, runner.sample_tokens = timed(runner.execute_model), timed(runner.sample_tokens)
     return steps
-
-
-def count_sampled() -> None:
-    """Let each request sample a token in each step: V2 reads on the device how many, where nothing is written."""
-    from vllm.v1.worker.gpu.async_utils import AsyncOutput
-
-    get_output = AsyncOutput.get_output
-
-    def get(output: Any) -> Any:
-        output.copy_event.synchronize()
-        output.num_sampled_tokens_np.fill(1)
-        return get_output(output)
-
-    AsyncOutput.get_output = get  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

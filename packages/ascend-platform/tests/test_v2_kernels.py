@@ -1,6 +1,8 @@
 """The V2 runner's kernels in PyTorch, compared with a loop for each kernel of vLLM's, written from what it computes."""
 
 import random
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,6 +143,9 @@ def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, emp
         last, bins = device([[token] for token in batch.last], torch.int64), device([[0] * VOCABULARY] * ROWS)
         with inputs.preparing(step):
             sampled, rejected = inputs.get_num_sampled_and_rejected(sampled, *given)
+            copied = inputs.copy_to_np(sampled)
+            torch.npu.synchronize()
+            assert (copied.tolist(), copied.dtype) == (sampled.tolist(), np.int32)
             inputs.post_update(
                 mapping, computed, last, bins if counts else None, VOCABULARY, tokens, 1, sampled, rejected,
                 batch.query_start_loc(), table, WIDTH, total, None, None, 0, num_warps=1,
@@ -259,6 +264,36 @@ def test_what_has_not_changed_is_not_copied() -> None:
     assert tensor.gpu.tolist() == [6, 3, 0, 0, 8]
 
 
+def test_inputs_of_the_last_step_are_not_copied() -> None:
+    sent, starts = buffers.SentInputs(), device([0] * 3)
+    first = sent.copy(np.array([5, 2]), device="npu", dtype=torch.int64)
+    assert sent.copy(np.array([0, 1, 2], np.int32), out=starts) is starts
+    assert sent.copy(np.array([5, 2]), device="npu", dtype=torch.int64) is first
+    second = sent.copy(np.array([5, 3]), device="npu", dtype=torch.int64)
+    assert (first.tolist(), second.tolist(), second.dtype) == ([5, 2], [5, 3], torch.int64)
+    starts.fill_(7)  # by a dummy run
+    assert sent.copy(np.array([0, 1, 2], np.int32), out=starts).tolist() == [7, 7, 7]
+    sent.forget()
+    assert sent.copy(np.array([0, 1, 2], np.int32), out=starts).tolist() == [0, 1, 2]
+
+
+@SINCE_V2
+def test_captures_leave_frozen_what_is() -> None:
+    script = """
+import gc
+from ascend_platform.worker.v2 import runner
+from vllm.v1.worker.gpu.model_runner import freeze_gc_for_cudagraph_capture
+gc.freeze()
+frozen = gc.get_freeze_count()
+with freeze_gc_for_cudagraph_capture():
+    assert not gc.isenabled()
+assert gc.isenabled()
+assert gc.get_freeze_count() > 0.99 * frozen > 100_000
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_pool_makes_a_tensor_of_each_copy() -> None:
     pool = buffers.PinnedBufferPool(4, torch.int32)
     first, second = pool.copy_to_uva([1, 2]), pool.copy_to_uva(np.array([3]))
@@ -295,6 +330,23 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
         tables.input_block_tables[0][: len(batch.rows)].fill_(77)
         (got,) = tables.gather_block_tables(mapping, padded, num_computed_tokens=computed, host=batch.host)
         assert got.tolist() == on_device
+
+        def is_gathered() -> bool:
+            """Whether the next step of the same requests writes their tables."""
+            tables.input_block_tables[0][: len(batch.rows)].fill_(78)
+            (again,) = tables.gather_block_tables(mapping, padded, num_computed_tokens=computed, host=batch.host)
+            gathered = again[: len(batch.rows)].tolist() != [[78] * again.shape[1]] * len(batch.rows)
+            assert not gathered or again.tolist() == on_device
+            return gathered
+
+        has_nulls = bool(reach) and max(batch.computed[row] for row in batch.rows) - reach >= size
+        assert is_gathered() == has_nulls
+        tables.append_block_ids(batch.rows[0], (blocks[batch.rows[0]],), overwrite=True)
+        tables.apply_staged_writes()
+        assert is_gathered()
+        tables.get_dummy_block_tables(1)
+        assert is_gathered()
+        got = tables.input_block_tables[0]
     expected = []
     for row in batch.rows:
         gone = max(batch.computed[row] - reach, 0) // size if reach else 0

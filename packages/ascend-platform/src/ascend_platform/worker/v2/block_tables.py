@@ -20,6 +20,8 @@ class NPUBlockTables(BlockTables):
     """
 
     _num_dirty_rows: int
+    _gathered: tuple[bytes, int] | None = None
+    """States and number of rows of the last step's tables, while those of the requests are the same."""
 
     def __init__(self, *arguments: Any, dcp_sharded: list[bool] | None = None, **named: Any) -> None:
         super().__init__(*arguments, dcp_sharded=dcp_sharded, **named)  # type: ignore[misc]
@@ -37,6 +39,8 @@ class NPUBlockTables(BlockTables):
         return torch.empty(0, device=self.device)  # of addresses, which no operator takes
 
     def apply_staged_writes(self) -> None:
+        if any(table._staged_write_indices for table in self.block_tables):
+            self._gathered = None
         buffers.apply_writes(*self.block_tables)
 
     def gather_block_tables(
@@ -54,27 +58,32 @@ class NPUBlockTables(BlockTables):
         are other tables than ``input_block_tables``, for prefill context parallelism; ``out_ptrs`` is not used.
         """
         tables, num_reqs, num_rows = self.input_block_tables if out is None else out, len(idx_mapping), num_reqs_padded
+        nulls = [self._num_null(group, idx_mapping, num_computed_tokens, host) for group in range(self.num_kv_cache_groups)]
         if out is None:
+            gathered = None
+            if host is not None and all(num_null is None for num_null in nulls):
+                gathered = host.rows.tobytes(), num_reqs_padded
+                if gathered == self._gathered:
+                    return tuple(table[:num_reqs_padded] for table in tables)
+            self._gathered = gathered
             num_rows = max(num_reqs_padded, self._num_dirty_rows)  # a larger batch has left rows
             self._num_dirty_rows = num_reqs
-        for group, (source, table) in enumerate(zip(self.block_tables, tables, strict=True)):
+        for source, table, num_null in zip(self.block_tables, tables, nulls, strict=True):
             rows = table[:num_reqs]
             torch.index_select(source.gpu, 0, idx_mapping, out=rows)
-            if num_computed_tokens is not None:
-                num_null = self._num_null(group, idx_mapping, num_computed_tokens, host)
-                if num_null is not None:
-                    columns = torch.arange(rows.shape[1], dtype=torch.int32, device=self.device)
-                    rows.masked_fill_(columns < num_null[:, None], 0)
+            if num_null is not None:
+                columns = torch.arange(rows.shape[1], dtype=torch.int32, device=self.device)
+                rows.masked_fill_(columns < num_null[:, None], 0)
             if num_rows > num_reqs:
                 table[num_reqs:num_rows].zero_()
         return tuple(table[:num_reqs_padded] for table in tables)
 
     def _num_null(
-        self, group: int, idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor, host: HostInputs | None
+        self, group: int, idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor | None, host: HostInputs | None
     ) -> torch.Tensor | None:
         """How many blocks of each request have left the sliding window, ``[requests]``; None if none have, as the host knows."""
         reach, size = self._sliding_window_reach[group], self.block_sizes[group]
-        if not reach:
+        if not reach or num_computed_tokens is None:
             return None
         if host is None:
             return (num_computed_tokens.index_select(0, idx_mapping) - reach).clamp(min=0) // size
@@ -125,6 +134,11 @@ class NPUBlockTables(BlockTables):
             own = host.rows[host.requests], host.positions
             slots[: len(host.positions)] = slots_in(self.on_host[group], self.block_sizes[group], *ranks, *own)
         return slots
+
+    def get_dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
+        """As vLLM's; the tables of the last step are not there any more."""
+        self._gathered = None
+        return super().get_dummy_block_tables(num_reqs)
 
     def get_dummy_slot_mappings(self, num_tokens: int) -> torch.Tensor:
         """Slots of the null block for all tokens."""

@@ -26,7 +26,10 @@ class HostInputs:
         samples: whether a request samples a token, which one whose prompt has further chunks does not.
         in_prefill: whether a request's tokens in the step are of its prompt, or of its answer before a preemption.
         one_each: whether each request has one token in the step.
+        num_sampled: the tensor of how many tokens each request has sampled, once it has been written.
     """
+
+    num_sampled: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class HostInputs:
         computed: np.ndarray,
         prefill_len: np.ndarray,
         table: torch.Tensor,
+        indices: torch.Tensor | None = None,
     ) -> None:
         """Compute the inputs from what the host knows of each request.
 
@@ -42,8 +46,9 @@ class HostInputs:
             computed: number of tokens that earlier steps have computed.
             prefill_len: tokens of the prompt, and of the answer before a preemption.
             table: the states' tokens on the device, int32 ``[states, max_model_len]``.
+            indices: a buffer for the indices of a decode step, int64 ``[2 * states]``.
         """
-        self.table, self.computed, self.prefill_len = table, computed.astype(np.int64), prefill_len
+        self.table, self._indices, self.computed, self.prefill_len = table, indices, computed.astype(np.int64), prefill_len
         self.rows, self.lengths = rows.astype(np.int64), lengths.astype(np.int64)
         self.seq_lens = self.computed + self.lengths
         self.samples, self.in_prefill = self.seq_lens >= prefill_len, self.computed < prefill_len
@@ -60,11 +65,6 @@ class HostInputs:
     def _on_device(self) -> dict[str, torch.Tensor]:
         """Indices that the step's operators take, after one copy of them all."""
         width = self.table.shape[1]
-        if self.one_each and self._all_sample:
-            first = self.rows * width
-            both = np.stack((self.positions + first, np.minimum(self.seq_lens, width - 1) + first))
-            elements, places = async_tensor_h2d(both, device=self.table.device).unbind()
-            return {"elements": elements, "places": places}
         chosen = self.samples.nonzero()[0]
         arrays = {
             "elements": self.positions + self.rows[self.requests] * width,
@@ -77,10 +77,17 @@ class HostInputs:
         return dict(zip(arrays, copy_together([*arrays.values()], self.table.device), strict=True))
 
     def write_positions(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Write positions, and sequence lengths with 0 for padding requests."""
+        """Write positions, and sequence lengths with 0 for padding requests; of a decode step its operators' indices too."""
         padded = np.zeros(len(seq_lens), np.int32)
         padded[: len(self.rows)] = self.seq_lens
-        copy_each((self.positions, positions[: len(self.positions)]), (padded, seq_lens))
+        copies = [(self.positions, positions[: len(self.positions)]), (padded, seq_lens)]
+        if self.one_each and self._all_sample and self._indices is not None:
+            count, width = len(self.rows), self.table.shape[1]
+            both = np.stack((self.positions, np.minimum(self.seq_lens, width - 1))) + self.rows * width
+            indices = self._indices[: 2 * count]
+            self._on_device = dict(zip(("elements", "places"), indices.view(2, count).unbind(), strict=True))
+            copies.insert(0, (both.reshape(-1), indices))
+        copy_each(*copies)
 
     @functools.cached_property
     def device_positions(self) -> torch.Tensor:
@@ -118,6 +125,7 @@ class HostInputs:
         """Write how many tokens each request has sampled, in place of the ones that are there."""
         if not self._all_sample:
             async_tensor_h2d(self.samples.astype(np.int32), out=num_sampled)
+        self.num_sampled = num_sampled
 
     def write_lengths(self, idx_mapping: torch.Tensor, lengths: torch.Tensor) -> None:
         """Write the requests' numbers of computed and of known tokens before the step, ``lengths[:2]`` of ``[4, states]``.

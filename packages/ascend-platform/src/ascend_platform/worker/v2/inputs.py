@@ -15,6 +15,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from ascend_platform.vllm_overrides import override
+from ascend_platform.worker.v2.buffers import SentInputs
 from ascend_platform.worker.v2.host_inputs import HostInputs
 
 
@@ -31,6 +32,7 @@ class Step:
         is_greedy: bool = False,
         has_seeds: bool = True,
         host: HostInputs | None = None,
+        sent: SentInputs | None = None,
     ) -> None:
         """Describe a step.
 
@@ -41,8 +43,9 @@ class Step:
             is_greedy: whether all requests are.
             has_seeds: whether a request has a seed of its own.
             host: the inputs, where the host knows them.
+            sent: what the runner's last step has copied.
         """
-        self.host = host
+        self.host, self.sent = host, sent
         self.are_constants_shared = False
         """Whether tensors that vLLM makes anew for each step, and only reads, are constants: in ``prepare_inputs`` alone."""
         self.counts_output, self.looks_ahead = counts_output, looks_ahead
@@ -152,6 +155,20 @@ def zeros(*arguments: Any, **named: Any) -> torch.Tensor:
     if _step is not None and _step.are_constants_shared and len(arguments) == 1 and named.get("dtype") is torch.int32:
         return _constant("zeros", arguments[0], named["device"])
     return torch.zeros(*arguments, **named)
+
+
+def copy_input(data: Any, device: Any = None, dtype: torch.dtype | None = None, out: Any = None) -> torch.Tensor:
+    """async_tensor_h2d for vLLM's ``prepare_inputs``: states and starts of the requests are often those of the last step."""
+    if _step is not None and _step.are_constants_shared and _step.sent is not None:
+        return _step.sent.copy(data, device, dtype, out)
+    return async_tensor_h2d(data, device, dtype, out)
+
+
+def copy_to_np(x: torch.Tensor) -> np.ndarray:
+    """async_copy_to_np for vLLM's output of a step, whose number of sampled tokens the host may know."""
+    if _step is not None and _step.host is not None and x is _step.host.num_sampled:
+        return _step.host.samples.astype(np.int32)
+    return x.to("cpu", non_blocking=True, copy=True).numpy()
 
 
 def prepare_prefill_inputs(
@@ -446,6 +463,8 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
 def install() -> None:
     from ascend_platform import triton_overrides
 
+    override("vllm.utils.torch_utils:async_tensor_h2d", copy_input)
+    override("vllm.v1.worker.gpu.async_utils:async_copy_to_np", copy_to_np)
     override("vllm.v1.worker.gpu.input_batch:prepare_prefill_inputs", prepare_prefill_inputs)
     override("vllm.v1.worker.gpu.input_batch:prepare_pos_seq_lens", prepare_pos_seq_lens)
     override("vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens", combine_sampled_and_draft_tokens)

@@ -16,6 +16,7 @@ class NPURequestState(RequestState):
     Attributes:
         lengths: number of computed and of known tokens, of the prompt's tokens and of the prefill's, int32 ``[4, states]``. The
             first two are current in steps that read them alone, see ``HostInputs``.
+        indices: buffer of a decode step's indices, int64 ``[2 * states]``, see ``HostInputs``.
     """
 
     num_computed_tokens: Any
@@ -28,6 +29,7 @@ class NPURequestState(RequestState):
         self.lengths = torch.stack([tensor.gpu for tensor in tensors])
         for tensor, row in zip(tensors, self.lengths, strict=True):
             tensor.gpu = row
+        self.indices = torch.empty(2 * self.max_num_reqs, dtype=torch.int64, device=self.lengths.device)
 
     def apply_staged_writes(self) -> None:
         """Write new requests after one copy, by one operator for their lengths and one for their tokens."""

@@ -40,6 +40,7 @@ override("vllm.v1.worker.gpu.structured_outputs:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.spec_decode.utils:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.pp_utils:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.attn_utils:init_kv_cache", init_kv_cache)
+override("vllm.utils.gc_utils:freeze_gc_for_cudagraph_capture", capture_sizes.GraphSizeMixin._freeze_gc)
 override("vllm.v1.worker.gpu.block_table:BlockTables", NPUBlockTables)
 buffers.install()
 graphs.install()
@@ -67,6 +68,7 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             from ascend_platform.worker.v2 import drafting
 
             drafting.install()
+        self._sent = buffers.SentInputs()
         super().__init__(vllm_config, device)
         if self.pp_handler is not None:  # so that its communicator's buffers are taken off the KV cache's budget
             token = torch.zeros(1, device=device)
@@ -132,13 +134,14 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         if not self.num_speculative_steps:  # with draft tokens the scheduler's numbers are upper bounds
             computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
             known = batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np
-            host = HostInputs(*known, self.req_states.all_token_ids.gpu)
+            host = HostInputs(*known, self.req_states.all_token_ids.gpu, self.req_states.indices)
         self._step = inputs.Step(
             batch.num_scheduled_tokens,
             batch.has_prefill,
             num_draft_tokens=batch.num_draft_tokens_np,
             looks_ahead=self.speculator is not None,
             host=host,
+            sent=self._sent if host is not None else None,  # a step with draft tokens changes query_start_loc on the device
             **of_sampler,
         )
         self._step.are_constants_shared = not self._step.has_drafts
@@ -158,6 +161,7 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         """
         if named.get("dummy_run"):
             self._step = None
+            self._sent.forget()
         output = super().execute_model(scheduler_output, *arguments, **named)
         if self._has_lockstep and not (named.get("dummy_run") or scheduler_output.total_num_scheduled_tokens):
             self._dummy_run(1, uniform_decode=True)
@@ -189,6 +193,7 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         """Capture graphs as vLLM does, without its warning where there are none."""
         if not self.needs_cudagraph_capture():
             return 0
+        self._sent.forget()
         set_cudagraph_capturing_enabled(True)  # a V1 runner of this process has disabled it after its captures
         try:
             return super().capture_model(**named)
