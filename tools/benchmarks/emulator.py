@@ -8,7 +8,8 @@ npu_fused_infer_attention_score; "experts" are products of some rows with each e
 CPU they are PyTorch's scaled_dot_product_attention, and a matrix product for each expert.
 
 Per case the median time of a call on the emulated NPU, where it ends with a synchronization, over that of the same call on
-the CPU; the two sides take turns. At last what launching an operator costs the host, with and without the null mode.
+the CPU; the two sides take turns. At last what launching an operator costs the host, with and without the null mode, at each
+level of torch_npu's task queue.
 """
 
 from __future__ import annotations
@@ -133,9 +134,12 @@ def measure(arguments: argparse.Namespace) -> None:
 def launches() -> None:
     """Microseconds per small addition, for 2,000 of them: until submission, and until completion."""
     for label, options in {"computed": [], "null mode": ["--null"]}.items():
-        command = ["ascend-emulator", "run", *options, "--", sys.executable, "-c", LAUNCHES]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-        print(f"{label}: {float(output[0]):.1f} us a launch on the host, {float(output[1]):.1f} us up to its end")
+        for level in ("0", "1", "2"):
+            command = ["ascend-emulator", "run", *options, "--", sys.executable, "-c", LAUNCHES]
+            variables = {**os.environ, "TASK_QUEUE_ENABLE": level}
+            output = subprocess.run(command, check=True, capture_output=True, text=True, env=variables).stdout.split()
+            times = f"{float(output[0]):.1f} us a launch on the host, {float(output[1]):.1f} us up to its end"
+            print(f"{label}, TASK_QUEUE_ENABLE={level}: {times}")
 
 
 def main() -> None:

@@ -151,6 +151,28 @@ def test_grouped_matmul_by_rows(split, kind, stacked):
     close(actual[0][:rows], wanted[:rows])
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("split", [0, 3])
+def test_grouped_matmul_of_bfloat16(split, transposed):
+    counts = [1, 0, 7, 70, 2, 0, 9, 100]  # few rows are multiplied in place, groups together; many are packed
+    x, weight = torch.randn(sum(counts), 136).bfloat16(), torch.randn(len(counts), 200, 136).bfloat16()
+    own = weight.npu() if transposed else weight.transpose(1, 2).contiguous().npu().transpose(1, 2)
+    if split == 0:  # a list of inputs has an output each
+        parts = [(part, own[i].t()) for i, part in enumerate(x.npu().split(counts)) if len(part)]
+        actual = torch.cat(torch_npu.npu_grouped_matmul(*map(list, zip(*parts, strict=True)), split_item=0, group_type=-1))
+    else:
+        actual = torch_npu.npu_grouped_matmul(
+            [x.npu()],
+            [own.transpose(1, 2)],
+            group_list=ends_of(counts, 1).npu(),
+            split_item=split,
+            group_type=0,
+            group_list_type=1,
+        )[0]
+    expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    close(actual, torch.einsum("mk,mnk->mn", x.double(), weight.double()[expert]))
+
+
 def test_grouped_matmul_to_one_output_each_and_from_several_inputs():
     x, weight = torch.randn(7, 8), torch.randn(3, 8, 4)
     parts = torch_npu.npu_grouped_matmul(

@@ -65,6 +65,12 @@ def test_gating_in_groups(k_group, groups, mode, kind, dtype):
     close(y, 2.5 * (weights / weights.sum(-1, True) if kind else weights))
 
 
+def test_gating_chooses_the_first_of_equal_experts():
+    x = torch.tensor([[1.0, 2.0, 1.0, 2.0, 0.0, 1.0]]).repeat(3, 1)
+    _, experts, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(x.npu(), k=4, renorm=1)
+    assert experts.cpu().tolist() == [[1, 3, 0, 2]] * 3
+
+
 def test_gating_is_deepseek_v3_s_router():
     """transformers' DeepseekV3TopkRouter, for the published model's 256 experts."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3TopkRouter

@@ -61,10 +61,10 @@ UNITS = {
     "runtime": ("runtime",),
     "hccl": ("hccl",),
     "pointwise": ("operator", "ops/math", "ops/tensor"),
-    "nn": ("ops/nn", "ops/moe", "ops/quantization"),
+    "nn": ("ops/nn", "ops/quantization"),
     "attention": ("ops/attention", "ops/atb"),
     "composed": ("ops/mc2", "ops/legacy"),
-    "loops": ("ops/normalization", "ops/transformer"),
+    "loops": ("ops/moe", "ops/normalization", "ops/transformer"),
     "products": ("ops/matmul", "ops/attention/kernels"),
 }
 # Versions of torch_npu for whose ATB parameters csrc/ops/atb has the layout: op-plugin's declarations of them are the same, up to

@@ -61,21 +61,42 @@ bool has_bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::
 }
 
 void bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::Tensor& bias, const at::Tensor& out) {
-  const bool transposed = other.stride(0) == 1;
-  const auto added = bias.defined() ? bias.contiguous() : at::Tensor();
-  const Product whole{self.const_data_ptr<at::BFloat16>(), other.const_data_ptr<at::BFloat16>(),
-      added.defined() ? added.const_data_ptr<at::BFloat16>() : nullptr, out.mutable_data_ptr<at::BFloat16>(), self.stride(0),
-      other.stride(transposed ? 1 : 0), out.stride(0), self.size(1), transposed};
-  const int64_t rows = self.size(0), columns = other.size(1);
-  if (rows > kMostRows || (rows > kRowsOfOneTile && rows * whole.width * 2 > kMostBytes))
-    return bf16::packed_matmul(whole, rows, columns);
+  bf16_matmuls({{self, other, bias.defined() ? bias.contiguous() : bias, out}});
+}
+
+void bf16_matmuls(const std::vector<BF16Product>& products) {
+  struct InPlace {
+    Product product;
+    int64_t rows, columns, first;  // first: of its tasks
+  };
   constexpr int64_t kBlock = 96;  // columns per task
-  const int64_t workers = columns * whole.width < 1 << 16 ? 1 : at::get_num_threads();
+  std::vector<InPlace> parts;
+  int64_t tasks = 0, values = 0;
+  for (const auto& [self, other, bias, out] : products) {
+    const bool transposed = other.stride(0) == 1;
+    const Product whole{self.const_data_ptr<at::BFloat16>(), other.const_data_ptr<at::BFloat16>(),
+        bias.defined() ? bias.const_data_ptr<at::BFloat16>() : nullptr, out.mutable_data_ptr<at::BFloat16>(), self.stride(0),
+        other.stride(transposed ? 1 : 0), out.stride(0), self.size(1), transposed};
+    const int64_t rows = self.size(0), columns = other.size(1);
+    if (rows > kMostRows || (rows > kRowsOfOneTile && rows * whole.width * 2 > kMostBytes)) {
+      bf16::packed_matmul(whole, rows, columns);
+      continue;
+    }
+    parts.push_back({whole, rows, columns, tasks});
+    tasks += (columns + kBlock - 1) / kBlock;
+    values += columns * whole.width;
+  }
+  if (parts.empty()) return;
+  const int64_t workers = values < 1 << 16 ? 1 : at::get_num_threads();
   // Dynamic scheduling of blocks: the host's other threads may delay a worker.
   std::atomic<int64_t> next{0};
   at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
-    for (int64_t n = next.fetch_add(kBlock); n < columns; n = next.fetch_add(kBlock))
-      bands(whole.from_column(n), rows, std::min(kBlock, columns - n));
+    auto part = parts.begin();
+    for (int64_t task = next++; task < tasks; task = next++) {
+      while (part + 1 != parts.end() && task >= (part + 1)->first) ++part;
+      const int64_t n = (task - part->first) * kBlock;
+      bands(part->product.from_column(n), part->rows, std::min(kBlock, part->columns - n));
+    }
   });
 }
 
@@ -83,6 +104,7 @@ void bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::Tens
 
 bool has_bf16_matmul(const at::Tensor&, const at::Tensor&, const at::Tensor&) { return false; }
 void bf16_matmul(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {}
+void bf16_matmuls(const std::vector<BF16Product>&) {}
 
 #endif
 

@@ -13,6 +13,12 @@ bool has_bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::
 // out = self @ other + bias; bias [N] bfloat16 or undefined. Sums in float32.
 void bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::Tensor& bias, const at::Tensor& out);
 
+// The same of several products, whose outputs do not overlap, by all threads at once; a bias is contiguous.
+struct BF16Product {
+  at::Tensor self, other, bias, out;
+};
+void bf16_matmuls(const std::vector<BF16Product>& products);
+
 namespace bf16 {
 
 struct Product {

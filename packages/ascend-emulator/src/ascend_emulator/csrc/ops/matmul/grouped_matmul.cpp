@@ -71,12 +71,16 @@ struct Grouped {
     return matrix;
   }
 
-  // out = x @ weight [k, n] of a group, times per-row scales.
-  void product(const Tensor& rows, int64_t group, const Tensor& row_scale, const Tensor& into) const {
+  // out = x @ weight [k, n] of a group, times per-row scales; now, or with the groups in `together`.
+  void product(const Tensor& rows, int64_t group, const Tensor& row_scale, const Tensor& into,
+      std::vector<BF16Product>& together) const {
     const auto matrix = matrix_of_group(rows, group);
     const bool in_bfloat16 = rows.scalar_type() == at::kBFloat16 && matrix.scalar_type() == at::kBFloat16;
     if (in_bfloat16 && into.scalar_type() == at::kBFloat16 && empty(bias)) {  // with sums in float32, rounded once
-      if (has_bf16_matmul(rows, matrix, into)) return bf16_matmul(rows, matrix, {}, into);
+      if (has_bf16_matmul(rows, matrix, into)) {
+        together.push_back({rows, matrix, {}, into});
+        return;
+      }
       Tensor result = into;
       at::mm_out(result, rows, matrix);
       return;
@@ -116,6 +120,12 @@ struct Grouped {
 
   void run() const {
     if (kind == 2) return run_by_columns();
+    std::vector<BF16Product> together;  // few rows are bound by memory, which no thread waits to read
+    run_by_rows(together);
+    if (!together.empty()) bf16_matmuls(together);
+  }
+
+  void run_by_rows(std::vector<BF16Product>& together) const {
     // Per part: group, rows of x, their per-token scales, start row in a single output.
     const auto whole = empty(pertoken) ? Tensor() : pertoken->size() == 1 ? pertoken->front().reshape({-1, 1}) : Tensor();
     int64_t place = 0;
@@ -124,13 +134,13 @@ struct Grouped {
       const auto row_scale = whole.defined()   ? whole.narrow(0, first, rows.size(0))
                              : empty(pertoken) ? Tensor()
                                                : (*pertoken)[index].reshape({-1, 1});
-      product(rows, group, row_scale, out.size() > 1 ? out[index] : out[0].narrow(0, first, rows.size(0)));
+      product(rows, group, row_scale, out.size() > 1 ? out[index] : out[0].narrow(0, first, rows.size(0)), together);
     };
     if (x.size() > 1 || kind == -1) {
       for (size_t i = 0; i < x.size(); ++i) {
         if (out.size() == x.size())
           product(x[i].flatten(0, -2), i, empty(pertoken) ? Tensor() : group_slice(pertoken, i, groups()).reshape({-1, 1}),
-              out[i].flatten(0, -2));
+              out[i].flatten(0, -2), together);
         else
           part(x[i], i, i, place);
         place += x[i].size(0);

@@ -1,6 +1,10 @@
 // MoE gating, and ordering of tokens by expert. Semantics and limits: torch_npu's documentation of
 // npu_moe_gating_top_k(_softmax), npu_moe_init_routing(_v2) and npu_moe_compute_expert_tokens (torch_npu/_op_plugin_docs.py,
 // BSD), its shape functions, and op-plugin's tests.
+#include <ATen/Parallel.h>
+
+#include <numeric>
+
 #include "ops/quantization/quantized.h"
 
 using namespace emu;
@@ -9,7 +13,28 @@ namespace {
 
 // Indices of the k largest in each row, lower indices first among ties.
 Tensor top(const Tensor& scores, int64_t k) {
-  return std::get<1>(at::sort(scores, /*stable=*/true, /*dim=*/-1, /*descending=*/true)).narrow(-1, 0, k);
+  const auto contiguous = scores.contiguous();
+  const int64_t count = scores.size(-1), rows = count ? scores.numel() / count : 0;
+  auto sizes = scores.sizes().vec();
+  sizes.back() = k;
+  const auto indices = at::empty(sizes, at::kLong);
+  const auto* const values = contiguous.const_data_ptr<float>();
+  auto* const out = indices.mutable_data_ptr<int64_t>();
+  at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / count), [&](int64_t first, int64_t last) {
+    std::vector<int64_t> order(count);
+    for (int64_t row = first; row < last; ++row) {
+      const float* const of = values + row * count;
+      const auto before = [of](int64_t a, int64_t b) {  // NaN first, as at::sort has it
+        const bool a_nan = std::isnan(of[a]), b_nan = std::isnan(of[b]);
+        if (a_nan != b_nan) return a_nan;
+        return of[a] > of[b] || (!(of[a] < of[b]) && a < b);
+      };
+      std::iota(order.begin(), order.end(), 0);
+      std::partial_sort(order.begin(), order.begin() + k, order.end(), before);
+      std::copy_n(order.begin(), k, out + row * k);
+    }
+  });
+  return indices;
 }
 
 void check_softmax_arguments(const Tensor& x, const Opt<Tensor>& finished, int64_t k) {
@@ -172,44 +197,45 @@ struct Routing {
   // Sorts tokens by expert; rows of experts outside [first, last) are dropped.
   void run(const Tensor& x, const Tensor& expert_idx, const Opt<Tensor>& scale, const Opt<Tensor>& offset,
       const Tensor& expanded_x, const Tensor& row_idx, const Tensor& tokens, const Opt<Tensor>& scale_out) const {
-    const int64_t k = expert_idx.size(1);
-    auto keys = expert_idx.reshape({-1}).to(at::kLong);
-    keys = keys.masked_fill(keys < first, std::numeric_limits<int32_t>::max());  // experts from `last` on sort to the end
-    const auto [sorted, order] = at::sort(keys, true, 0, false);
-    const auto of_expert = at::bincount(sorted.masked_select(sorted < last) - first, {}, last - first);
-    const int64_t present = of_expert.sum().item<int64_t>();
+    const int64_t k = expert_idx.size(1), all = expert_idx.numel();
+    const auto keys = expert_idx.reshape({-1}).contiguous(), of_expert = at::zeros({last - first}, at::kLong);
+    const auto* const expert = keys.const_data_ptr<int32_t>();
+    auto* const counts = of_expert.mutable_data_ptr<int64_t>();
+    const auto is_mine = [&](int64_t i) { return expert[i] >= first && expert[i] < last; };
+    for (int64_t i = 0; i < all; ++i)
+      if (is_mine(i)) ++counts[expert[i] - first];
     if (count) store_counts(of_expert, tokens);
-    Tensor places, sources;  // rows of the output, and their indices in `order`
+    std::vector<int64_t> starts(last - first);
+    std::exclusive_scan(counts, counts + (last - first), starts.begin(), int64_t{0});
+    const int64_t present = std::accumulate(counts, counts + (last - first), int64_t{0});
+    // Others' rows are behind: those of experts from `last` on, then those of experts before `first`.
+    std::vector<int64_t> order(all), next = starts;
+    int64_t end = present;
+    for (int64_t i = 0; i < all; ++i) order[is_mine(i) ? next[expert[i] - first]++ : end++] = i;
+    std::stable_sort(order.begin() + present, order.end(),
+        [&](int64_t a, int64_t b) { return std::pair(expert[a] < first, expert[a]) < std::pair(expert[b] < first, expert[b]); });
+
+    std::vector<int64_t> to, from;  // rows of the output, and their indices in expert_idx
+    const auto row_of = at::full({all}, -1, at::kInt);
+    auto* const row = row_of.mutable_data_ptr<int32_t>();
+    for (int64_t i = 0; i < present; ++i) {
+      const int64_t place = padded ? expert[order[i]] * capacity + i - starts[expert[order[i]] - first] : i;
+      const bool has_row = padded ? place < (expert[order[i]] + 1) * capacity : place < expanded_x.size(0);
+      if (has_row) to.push_back(place), from.push_back(order[i]);
+      if (has_row || !padded) row[order[i]] = place;
+    }
+    row_idx.copy_(scatter && !padded ? at::tensor(order, at::kLong) : row_of);
     if (padded) {
-      const auto starts = of_expert.cumsum(0) - of_expert;
-      const auto mine = sorted.narrow(0, 0, present);
-      const auto within_expert = at::arange(present) - starts.index_select(0, mine - first);
-      const auto kept = at::nonzero(within_expert < capacity).view(-1);
-      places = (mine * capacity + within_expert).index_select(0, kept);
-      sources = order.index_select(0, kept);
       expanded_x.zero_();
       if (scale_out) scale_out->zero_();
-    } else {
-      const int64_t rows = std::min(present, expanded_x.size(0));
-      places = at::arange(rows);
-      sources = order.narrow(0, 0, rows);
     }
-    if (scatter && !padded) {
-      row_idx.copy_(order);
-    } else {
-      row_idx.fill_(-1);
-      if (padded)
-        row_idx.scatter_(0, sources, places.to(at::kInt));
-      else
-        row_idx.scatter_(0, order.narrow(0, 0, present), at::arange(present, at::kInt));
-    }
-    if (places.numel() == 0) return;
-    const auto from = sources.floor_divide(k);
-    const auto rows = x.index_select(0, from);
+    if (to.empty()) return;
+    const auto places = at::tensor(to, at::kLong), sources = at::tensor(from, at::kLong), of_token = sources.floor_divide(k);
+    const auto rows = x.index_select(0, of_token);
     const auto out = expanded_x.view({-1, expanded_x.size(-1)});
     if (quant_mode == -1) {
-      out.index_copy_(0, places, rows);
-      if (scale && scale_out) scale_out->view({-1}).index_copy_(0, places, scale->reshape({-1}).index_select(0, from));
+      padded ? out.index_copy_(0, places, rows) : out.narrow(0, 0, places.numel()).copy_(rows);
+      if (scale && scale_out) scale_out->view({-1}).index_copy_(0, places, scale->reshape({-1}).index_select(0, of_token));
       return;
     }
     auto values = rows.to(at::kFloat);

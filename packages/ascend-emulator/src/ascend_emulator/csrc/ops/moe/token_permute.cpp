@@ -1,7 +1,10 @@
 // Token permutation by expert and its inverse, with gradients. Semantics and limits: torch_npu's documentation of
 // npu_moe_token_permute, npu_moe_token_unpermute, npu_moe_token_permute_with_routing_map and npu_moe_finalize_routing
 // (torch_npu/_op_plugin_docs.py, BSD), and op-plugin's tests.
+#include <ATen/Parallel.h>
+
 #include "ops/quantization/quantized.h"
+#include "ops/vectorized.h"
 
 using namespace emu;
 
@@ -23,6 +26,24 @@ void check_rows(const char* name, const Tensor& index, int64_t least, int64_t en
   const auto [low, high] = at::aminmax(index);
   const int64_t from = low.item<int64_t>(), to = high.item<int64_t>();
   check(from >= least && to < end, kOpParam, name, " has values from ", from, " to ", to, "; allowed: ", least, " to ", end - 1);
+}
+
+// sums[token] += weights[token][i] * rows[places[token][i]] for each of k places; none for places behind the last row.
+template <class T>
+void add_rows(const T* rows, int64_t count, const int32_t* places, const float* weights, int64_t k, const Tensor& sums) {
+  const int64_t columns = sums.size(1);
+  float* const out = sums.mutable_data_ptr<float>();
+  at::parallel_for(0, sums.size(0), std::max<int64_t>(1, 65536 / std::max<int64_t>(1, k * columns)), [&](int64_t from, int64_t to) {
+    vectorized([&] {
+      for (int64_t i = from * k; i < to * k; ++i) {
+        if (places[i] >= count) continue;
+        const T* const row = rows + places[i] * columns;
+        float* const sum = out + i / k * columns;
+        const float weight = weights ? weights[i] : 1.0f;
+        for (int64_t column = 0; column < columns; ++column) sum[column] += weight * widened(row[column]);
+      }
+    });
+  });
 }
 
 void check_no_padding(bool padded) { check(!padded, kOpParam, "padded_mode is true; only false is allowed"); }
@@ -69,11 +90,19 @@ CHECKED(aclnnMoeTokenUnpermute, (Tensor permuted, Tensor sorted_indices, Opt<Ten
     const int64_t k = probs ? probs->size(1) : 1;
     // "取值范围是[0, tokens_num * topK_num - 1]，且没有重复索引"; indices behind the last row are dropped tokens'.
     check_rows("sorted_indices", sorted_indices, 0, sorted_indices.numel());
-    check(std::get<0>(at::sort(sorted_indices)).diff().ne(0).all().item<bool>(), kOpParam,
-        "sorted_indices has the same index twice; each must be there once");
-    auto rows = rows_or_zeros(permuted, sorted_indices).view({-1, k, permuted.size(1)});
-    if (probs) rows = rows * probs->to(at::kFloat).unsqueeze(-1);
-    out.copy_(rows.sum(1));
+    const auto places = sorted_indices.contiguous();
+    const auto* const place = places.const_data_ptr<int32_t>();
+    std::vector<bool> seen(places.numel());
+    for (int64_t i = 0; i < places.numel(); ++i) {
+      check(!seen[place[i]], kOpParam, "sorted_indices has the same index twice; each must be there once");
+      seen[place[i]] = true;
+    }
+    const auto rows = permuted.contiguous(), weights = probs ? probs->to(at::kFloat).contiguous() : Tensor();
+    const auto sums = at::zeros(out.sizes(), at::kFloat);
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "unpermute", [&] {
+      add_rows(rows.const_data_ptr<scalar_t>(), rows.size(0), place, probs ? weights.const_data_ptr<float>() : nullptr, k, sums);
+    });
+    out.copy_(sums);
   };
 })
 
