@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from harness import checkout, npus
 from harness.models.decoders import qwen3
+from harness.vllm_runner import IS_V2
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
 
@@ -24,6 +25,7 @@ def test_tokens_of_prefill_and_decode_instances_match_one_engine(
     program = [sys.executable, str(checkout.PROGRAMS / "serve_kv_transfer.py"), json.dumps(case)]
     done = npus.run(2, *program, memory="4GiB", VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"model runner: V{1 + IS_V2}" in done.stdout + done.stderr
     (result,) = npus.results(done.stdout)
     print(result)
     for phase in ("pull", "layerwise"):
@@ -51,6 +53,7 @@ def test_a_pool_outlives_its_engine(tmp_path: Path, record_property: Callable[[s
     program = [sys.executable, str(checkout.PROGRAMS / "serve_kv_store.py"), json.dumps(case)]
     done = npus.run(2, *program, memory="4GiB", VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"model runner: V{1 + IS_V2}" in done.stdout + done.stderr
     (result,) = npus.results(done.stdout)
     print(result)
     assert result["filled"]["ended"] == {"length": 24}
