@@ -142,6 +142,8 @@ def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, emp
         batch.host.table = table
         last, bins = device([[token] for token in batch.last], torch.int64), device([[0] * VOCABULARY] * ROWS)
         with inputs.preparing(step):
+            if step is batch.step_on_host:  # which sends the indices of a decode step too
+                batch.host.write_positions(device([0] * 200, torch.int64), device([0] * ROWS))
             sampled, rejected = inputs.get_num_sampled_and_rejected(sampled, *given)
             copied = inputs.copy_to_np(sampled)
             torch.npu.synchronize()
