@@ -72,8 +72,8 @@ struct Grouped {
   }
 
   // out = x @ weight [k, n] of a group, times per-row scales; now, or with the groups in `together`.
-  void product(const Tensor& rows, int64_t group, const Tensor& row_scale, const Tensor& into,
-      std::vector<BF16Product>& together) const {
+  void product(
+      const Tensor& rows, int64_t group, const Tensor& row_scale, const Tensor& into, std::vector<BF16Product>& together) const {
     const auto matrix = matrix_of_group(rows, group);
     const bool in_bfloat16 = rows.scalar_type() == at::kBFloat16 && matrix.scalar_type() == at::kBFloat16;
     if (in_bfloat16 && into.scalar_type() == at::kBFloat16 && empty(bias)) {  // with sums in float32, rounded once

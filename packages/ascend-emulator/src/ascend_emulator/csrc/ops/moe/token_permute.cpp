@@ -33,17 +33,18 @@ template <class T>
 void add_rows(const T* rows, int64_t count, const int32_t* places, const float* weights, int64_t k, const Tensor& sums) {
   const int64_t columns = sums.size(1);
   float* const out = sums.mutable_data_ptr<float>();
-  at::parallel_for(0, sums.size(0), std::max<int64_t>(1, 65536 / std::max<int64_t>(1, k * columns)), [&](int64_t from, int64_t to) {
-    vectorized([&] {
-      for (int64_t i = from * k; i < to * k; ++i) {
-        if (places[i] >= count) continue;
-        const T* const row = rows + places[i] * columns;
-        float* const sum = out + i / k * columns;
-        const float weight = weights ? weights[i] : 1.0f;
-        for (int64_t column = 0; column < columns; ++column) sum[column] += weight * widened(row[column]);
-      }
-    });
-  });
+  at::parallel_for(
+      0, sums.size(0), std::max<int64_t>(1, 65536 / std::max<int64_t>(1, k * columns)), [&](int64_t from, int64_t to) {
+        vectorized([&] {
+          for (int64_t i = from * k; i < to * k; ++i) {
+            if (places[i] >= count) continue;
+            const T* const row = rows + places[i] * columns;
+            float* const sum = out + i / k * columns;
+            const float weight = weights ? weights[i] : 1.0f;
+            for (int64_t column = 0; column < columns; ++column) sum[column] += weight * widened(row[column]);
+          }
+        });
+      });
 }
 
 void check_no_padding(bool padded) { check(!padded, kOpParam, "padded_mode is true; only false is allowed"); }
