@@ -69,6 +69,7 @@ def test_experts_without_weights_are_identities(dtype):
     expected[:, real:] = 0
     kept = torch.zeros_like(expected).scatter_add_(1, ids.cpu().long(), weights.cpu().double())
     torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-6)
+    assert all(len(set(each)) == 3 and max(each) < real for each in ids.tolist())
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.5])

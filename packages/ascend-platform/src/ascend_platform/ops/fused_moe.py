@@ -192,7 +192,8 @@ def route_with_identities(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select among experts and, with ids after theirs, identities (LongCat), whose share of the output the router keeps.
 
-    An identity becomes expert 0 with a weight of 0. Weights are float32, weights and ids ``[tokens, k]``.
+    An identity becomes an expert that the token has not chosen, with a weight of 0: npu_moe_distribute_dispatch takes none twice.
+    Weights are float32, weights and ids ``[tokens, k]``.
     """
     weights, ids = fused_topk_bias_router.fused_topk_bias(
         hidden_states=hidden_states,
@@ -206,7 +207,18 @@ def route_with_identities(
     weights, identities = weights * self.routed_scaling_factor, ids >= self.num_logical_experts
     kept = weights.masked_fill(identities, 0)
     self._zero_expert_output = (hidden_states * (weights - kept).sum(-1, keepdim=True)).to(hidden_states.dtype)
-    return kept, ids.masked_fill(identities, 0)
+    return kept, torch.where(identities, _unchosen(ids, identities), ids)
+
+
+def _unchosen(ids: torch.Tensor, is_free: torch.Tensor) -> torch.Tensor:
+    """Distinct experts that a token has not chosen, lowest first, for its places that are free, ``[tokens, k]``.
+
+    Among numbers from 0 on, the one after ``n`` others that are not chosen is ``n`` plus the chosen ones before it.
+    """
+    others = is_free.int().cumsum(-1) - 1
+    chosen = ids.masked_fill(is_free, torch.iinfo(torch.int32).max).sort(-1).values
+    before = chosen - torch.arange(ids.shape[-1], dtype=ids.dtype, device=ids.device)
+    return (others + (before[:, None, :] <= others[:, :, None]).sum(-1)).to(ids.dtype)
 
 
 override(
