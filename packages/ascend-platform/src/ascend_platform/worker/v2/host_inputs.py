@@ -80,7 +80,7 @@ class HostInputs:
         """Write positions, and sequence lengths with 0 for padding requests; of a decode step its operators' indices too."""
         padded = np.zeros(len(seq_lens), np.int32)
         padded[: len(self.rows)] = self.seq_lens
-        copies = [(self.positions, positions[: len(self.positions)]), (padded, seq_lens)]
+        copies: list[tuple[np.ndarray, torch.Tensor]] = [(self.positions, positions[: len(self.positions)]), (padded, seq_lens)]
         if self.one_each and self._all_sample and self._indices is not None:
             count, width = len(self.rows), self.table.shape[1]
             both = np.stack((self.positions, np.minimum(self.seq_lens, width - 1))) + self.rows * width
