@@ -23,6 +23,9 @@ def run(
     """
     environ = {name: value for name, value in (os.environ | variables).items() if value}
     environ["PYTHONPATH"] = path()
+    platform = sys.modules.get("ascend_platform")
+    if platform is not None and not platform.runner_is_given:  # an engine's configuration in this process has set it
+        environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     if "ASCEND_EMULATOR_NPUS" in environ:
         environ.setdefault("HCCL_BUFFSIZE", "16")  # of a communicator, twice; 200 MiB unless set
         options = ["--npus", str(npus), "--soc", environ["ASCEND_EMULATOR_SOC"], "--memory", memory]

@@ -75,7 +75,13 @@ OVERRIDES: tuple[Override, ...] = (
         "vLLM copies what has changed",
         {SINCE: "b7ec14317e52"},
         replaced_in=(f"{_GPU}.model_runner",),
-        kept_in=("vllm",),
+        kept_in=(
+            *(f"vllm.{package}" for package in ("distributed", "lora", "model_executor", "models", "third_party")),
+            *(
+                f"vllm.v1.{package}"
+                for package in ("attention", "hisparse", "sample", "spec_decode", "structured_output", "worker")
+            ),
+        ),
     ),
     Override(
         f"{_GPU}.async_utils:async_copy_to_np",
