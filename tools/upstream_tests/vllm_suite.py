@@ -285,7 +285,7 @@ Not in the list, of `v1/worker`: the files of thinking budgets, trace replay and
 of pooled slots (1), which expects -1 for padding; of Gumbel noise, most of whose cases need more memory than an emulated NPU has,
 and of 64-bit offsets, which was not run for the same reason; of warm-up blocks (27) and quantized draft heads (8), which are
 skipped without CUDA; of EAGLE-3 with pipelines, which imports a model that needs CUDA; and
-`test_gpu_model_runner_prefill_tail_classification.py` (2), whose process aborts for a reason that has not been found.
+`v1/worker/test_gpu_model_runner_prefill_tail_classification.py` (2), whose process aborts for a reason that has not been found.
 """
 
 
