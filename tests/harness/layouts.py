@@ -248,11 +248,11 @@ def main() -> None:
         for name in options.model or ["adder"]:
             model = ADDER if name == "adder" else make(name, Path(directory))
             known = {"adder": LAYOUTS, "one-key-head": OF_ONE_KEY_HEAD}.get(name, OF_LATENTS if name in LATENT else OF_EXPERTS)
-            known = known | OF_OPTIONS | OF_PREFILLS
+            known = known | OF_OPTIONS
             half = options.dtype != "float32"  # all that mc2 takes
-            left_out = {"mc2": not half, "mla_prolog": "mla_prolog" not in name, "PCP": True}
+            left_out = {"mc2": not half, "mla_prolog": "mla_prolog" not in name}
             taken = [layout for layout in known if not any(left_out[option] for option in left_out if option in layout)]
-            chosen = {layout: known[layout] for layout in options.layouts or taken}
+            chosen = {layout: (known | OF_PREFILLS)[layout] for layout in options.layouts or taken}
             for launcher in options.launcher or ["mp", "external"]:
                 mp = launcher == "mp"
                 # one program forks all ranks of the external launcher

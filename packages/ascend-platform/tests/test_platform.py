@@ -11,10 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_platform import extension, host
-from ascend_platform.attention.selector import (
-    BUILT_IN,
-    select_backend,
-)
+from ascend_platform.attention.selector import BUILT_IN, select_backend
 from ascend_platform.components import VARIABLES, slots
 from ascend_platform.config import state_layers, unsupported
 from ascend_platform.platform import NPUPlatform
@@ -138,12 +135,12 @@ def test_prefill_context_parallelism_is_refused_for_what_it_does_not_serve(monke
     config.compilation_config = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
     config.speculative_config = config.lora_config = config.kv_transfer_config = None
     monkeypatch.setattr(envs, "VLLM_USE_V2_MODEL_RUNNER", True, raising=False)
-    assert not unsupported._splits_other_prefills(config)
+    assert not unsupported._other_prefill_context(config)
     model.hf_text_config.index_topk, config.parallel_config.data_parallel_size = 32, 2
-    assert unsupported._splits_other_prefills(config) == "attention other than dense latent attention (MLA), data parallelism"
+    assert unsupported._other_prefill_context(config) == "attention other than dense latent attention (MLA), data parallelism"
     monkeypatch.setattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False, raising=False)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-    refused = unsupported._splits_other_prefills(config)
+    refused = unsupported._other_prefill_context(config)
     assert refused.startswith("vLLM's V1 model runner, ")
     assert refused.endswith(", graph modes other than FULL_DECODE_ONLY")
 

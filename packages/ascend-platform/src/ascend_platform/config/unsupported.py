@@ -72,7 +72,7 @@ def _shards_sparse_context(config: VllmConfig) -> bool:
     return config.parallel_config.decode_context_parallel_size > 1 and selector.is_sparse(config.model_config)
 
 
-def _splits_other_prefills(config: VllmConfig) -> str:
+def _other_prefill_context(config: VllmConfig) -> str:
     """What prefill context parallelism is not supported with; vLLM has it in its V2 runner, for latent attention."""
     from vllm.config import CUDAGraphMode
 
@@ -111,7 +111,7 @@ def _other_placement(config: VllmConfig) -> str:
 FEATURES = (
     Feature("encoder-cache connectors", lambda config: config.ec_transfer_config),
     Feature("weight offloading", _offloads_weights),
-    Feature("prefill context parallelism other than for latent attention with vLLM's V2 model runner", _splits_other_prefills),
+    Feature("prefill context parallelism other than for latent attention with vLLM's V2 model runner", _other_prefill_context),
     Feature("elastic expert parallelism", lambda config: config.parallel_config.enable_elastic_ep),
     Feature("--enable-fault-tolerance", lambda config: config.parallel_config.enable_fault_tolerance),
     Feature("dual batch overlap", lambda config: config.parallel_config.use_ubatching),

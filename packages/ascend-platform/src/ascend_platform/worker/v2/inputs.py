@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
 from ascend_platform.vllm_overrides import override
 from ascend_platform.worker.v2.buffers import SentInputs
@@ -168,7 +169,7 @@ def copy_to_np(x: torch.Tensor) -> np.ndarray:
     """async_copy_to_np for vLLM's output of a step, whose number of sampled tokens the host may know."""
     if _step is not None and _step.host is not None and x is _step.host.num_sampled:
         return _step.host.samples.astype(np.int32)
-    return x.to("cpu", non_blocking=True, copy=True).numpy()
+    return async_copy_to_np(x)
 
 
 def prepare_prefill_inputs(
