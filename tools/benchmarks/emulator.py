@@ -24,17 +24,18 @@ from collections.abc import Callable
 from functools import partial
 
 LAUNCHES = """
-import time, torch, torch_npu
-x = torch.ones(16, 16, device="npu")
-for count in (200, 2000):
+import statistics, time, torch, torch_npu
+x, count = torch.ones(16, 16, device="npu"), 2000
+rounds = []
+for _ in range(12):
     torch.npu.synchronize()
     start = time.perf_counter()
     for _ in range(count):
         y = x + x
     submitted = time.perf_counter() - start
     torch.npu.synchronize()
-    done = time.perf_counter() - start
-print(submitted / count * 1e6, done / count * 1e6)
+    rounds.append((submitted, time.perf_counter() - start))
+print(*(statistics.median(side) / count * 1e6 for side in zip(*rounds[2:])))
 """
 
 
@@ -132,7 +133,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def launches() -> None:
-    """Microseconds per small addition, for 2,000 of them: until submission, and until completion."""
+    """Microseconds per small addition, of 2,000 in a row: until submission, and until completion; medians of ten."""
     for label, options in {"computed": [], "null mode": ["--null"]}.items():
         for level in ("0", "1", "2"):
             command = ["ascend-emulator", "run", *options, "--", sys.executable, "-c", LAUNCHES]
