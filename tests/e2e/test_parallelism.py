@@ -28,6 +28,8 @@ CASES = {
     "latents by mla_prolog, DP2 EP2": ("deepseek-v3, mla_prolog", "bfloat16", "DP2 EP2 mla_prolog", "npu_mla_prolog_v3"),
     "DP2 EP2 by alltoall": ("qwen3-moe", "float32", "DP2 EP2 alltoall", "alltoall"),
     "DP2 EP2 by mc2": ("mixtral", "bfloat16", "DP2 EP2", "mc2"),
+    # a rank that decodes one token, which cannot be divided
+    "latents TP2 DP2 EP4": ("deepseek-v3", "float32", "TP2 DP2 EP4", "alltoall"),
 }
 
 if V2:
@@ -54,7 +56,7 @@ def served(models: dict[str, Path]) -> dict[str, Any]:
         layouts.case(name, models[model], LAYOUTS[layout], dtype=dtype, mp=name in OF_PROCESSES or (V2 and "PP" in layout))
         for name, (model, dtype, layout, _) in CASES.items()
     ]
-    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    done = npus.run(4, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
     return npus.by_name(done)
 
 

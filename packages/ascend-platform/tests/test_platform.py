@@ -107,6 +107,15 @@ def test_unsupported_features_of_the_environment_are_refused_in_one_line(model, 
         engine_config(model())
 
 
+@pytest.mark.parametrize(("dtype", "norm", "named"), [("float16", True, "2.5; fix"), ("bfloat16", True, ""), ("float16", False, "")])
+def test_sandwich_norms_are_refused_in_float16(dtype, norm, named):
+    text = SimpleNamespace(sandwich_norm=norm, routed_scaling_factor=2.5)
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text, dtype=f"torch.{dtype}"))
+    feature = next(each for each in unsupported.FEATURES if each.name.startswith("sandwich norms"))
+    assert named in feature.asked(config)
+    assert bool(feature.asked(config)) == bool(named)
+
+
 def test_unsupported_models_with_states_are_refused_by_name():
     model_config = SimpleNamespace(is_hybrid=True, is_attention_free=False, architecture="BailingMoeV2_5ForCausalLM")
     cache = SimpleNamespace(mamba_cache_mode="align", use_replayssm=False, kv_offloading_size=None)

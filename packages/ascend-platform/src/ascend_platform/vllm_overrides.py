@@ -268,11 +268,7 @@ def kernel(module: str, qualname: str, why: str, **sources: str) -> Override:
 
 
 OVERRIDES: tuple[Override, ...] = (
-    torch_view(
-        "vllm.v1.worker.gpu_model_runner",
-        "the V1 runner makes streams and events by torch.cuda",
-        "5a9f55bd7b2c",
-    ),
+    torch_view("vllm.v1.worker.gpu_model_runner", "the V1 runner makes streams and events by torch.cuda", "5a9f55bd7b2c"),
     torch_view("vllm.distributed.parallel_state", "graph_capture and the groups take torch.cuda's streams", "7420a0e96b51"),
     torch_view(
         "vllm.v1.spec_decode.ngram_proposer_gpu", "it copies the number of draft tokens on a torch.cuda stream", "0285abb6afad"
@@ -363,6 +359,13 @@ OVERRIDES: tuple[Override, ...] = (
         {"0.31": "ae6b09963e9e", "0.33": "9c08c18729cd"},
         replaced_in=("vllm.model_executor.layers.fused_moe.runner.moe_runner",),
         kept_in=("vllm.model_executor", "vllm.models", "vllm.lora"),  # in annotations
+    ),
+    Override(
+        "vllm.model_executor.models.deepseek_v2:DeepseekV2DecoderLayer.forward",
+        "replaced",
+        "with TP, DP and EP a step of one token continues with padding on all ranks but the first",
+        "vLLM has pull request 50691, which keeps whether hidden states are divided",
+        {"0.31": "67623f49e863"},
     ),
     Override(
         f"{_ROUTER}grouped_topk_router:grouped_topk",

@@ -103,6 +103,15 @@ def _other_value_heads(config: VllmConfig) -> str:
     return differ[0] if differ and config.model_config.architecture.startswith("MiMoV2") else ""
 
 
+def _scaled_residual(config: VllmConfig) -> str:
+    """openPangu's layers scale the residual, while their norms undo the scale of what is added to it (``openpangu.py``)."""
+    text = config.model_config.hf_text_config
+    scale = getattr(text, "routed_scaling_factor", None) or 1
+    if str(config.model_config.dtype) != "torch.float16" or scale == 1 or not getattr(text, "sandwich_norm", False):
+        return ""
+    return f"routed_scaling_factor {scale}; fix: --dtype bfloat16"
+
+
 def _other_placement(config: VllmConfig) -> str:
     strategy = config.parallel_config.expert_placement_strategy
     return "" if strategy == "linear" else strategy
@@ -131,6 +140,7 @@ FEATURES = (
         of_model=True,
     ),
     Feature("heads of keys and values of different sizes", _other_value_heads, of_model=True),
+    Feature("sandwich norms in float16, which vLLM computes wrongly", _scaled_residual, of_model=True),
     Feature("expert placement strategies other than linear", _other_placement, of_model=True),
     Feature("other architectures with state-space or linear attention layers", state_layers.other_architecture, of_model=True),
     Feature("options with state-space and linear attention layers", state_layers.other_options, of_model=True),

@@ -128,6 +128,8 @@ class NPUWorker(Worker):
         for load_config in filter(None, (self.load_config, _draft_load_config(self.vllm_config))):
             if loader := extension.offered(f"load_format.{load_config.load_format}"):
                 register_model_loader(load_config.load_format)(resolve_obj_by_qualname(loader))
+        if self.parallel_config.use_sequence_parallel_moe:
+            from ascend_platform.ops import sequence_parallel  # noqa: F401
         super().load_model(**options)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:

@@ -1,0 +1,30 @@
+"""DeepSeek's decoder layer with its tokens divided among tensor-parallel ranks, for steps of one token."""
+
+from typing import Any
+
+import torch
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer
+
+from ascend_platform.vllm_overrides import override
+
+_forward = DeepseekV2DecoderLayer.forward
+
+
+def forward(
+    self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As vLLM's; a step of one token ends with the whole hidden states and residual, each ``[1, hidden size]``, on all ranks.
+
+    vLLM recognizes divided states by their number of rows, which is 1 for one token and for a rank's part of it, so that the
+    ranks after the first would go on with padding (https://github.com/vllm-project/vllm/pull/50691).
+    """
+    states = _forward(self, positions, hidden_states, residual, *args, **kwargs)
+    if not self.use_sequence_parallel_moe or positions.shape[0] != 1:
+        return states
+    whole = tensor_model_parallel_all_gather(torch.cat(states, dim=-1), 0)[:1]
+    hidden_states, residual = whole.chunk(2, dim=-1)
+    return hidden_states.contiguous(), residual.contiguous()
+
+
+override("vllm.model_executor.models.deepseek_v2:DeepseekV2DecoderLayer.forward", forward)
