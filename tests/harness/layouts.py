@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -267,7 +268,9 @@ def _run(model: Path, dtype: str, engines: dict[str, dict[str, Any]], mp: bool, 
     command = [sys.executable, str(PROGRAM), json.dumps(cases)]
     try:
         done = npus.run(max(map(ranks, engines.values())), *command, timeout=timeout * len(cases), OMP_NUM_THREADS="1")
-        output, failure = done.stdout, f"failed: {(done.stdout + done.stderr)[-2000:]}"
+        printed = done.stdout + done.stderr
+        cause = re.search(r"\w+Error: .*", printed)  # the first: of a rank, before those of the processes that wait for it
+        output, failure = done.stdout, f"failed: {cause[0] if cause else printed[-2000:]}"
     except subprocess.TimeoutExpired as error:
         output, failure = (error.stdout or b"").decode(), "no answer in time"
     found, wrong = {each["name"]: each for each in npus.results(output)}, 0
