@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping, slots_of
+from ascend_platform import triton_overrides
+from ascend_platform.triton_overrides.slot_mapping import OVERRIDES, compute_slot_mapping, slots_of
+from vllm.triton_utils import dispatcher
 
 
 @pytest.mark.parametrize("decode", [True, False])
@@ -50,3 +52,17 @@ def test_slot_mapping(decode, block_size, ranks, rank, interleave, seed):
     of_host = SimpleNamespace(block_size=block_size, dcp_world_size=ranks, dcp_rank=rank, block_table=blocks)
     of_host.cp_kv_cache_interleave_size = interleave
     assert slots_of(of_host, np.array(owners), np.array(positions)).tolist() == expected
+
+
+def test_kernels_are_registered_beside_numba(monkeypatch):
+    """vLLM looks for copies of a kernel in every object of every module, and numba's library answers every name."""
+    import numba
+
+    assert numba.njit(lambda number: number + 1)(1) == 2
+    ((target, kernel),) = OVERRIDES.items()
+    name = target.replace(":", ".")
+    monkeypatch.delitem(dispatcher._registry, name, raising=False)
+    triton_overrides.register(OVERRIDES)
+    assert dispatcher._registry[name][1] is kernel
+    monkeypatch.setattr(dispatcher, "register_kernels", None)
+    triton_overrides.register(OVERRIDES)  # as for a second engine: nothing is left to do

@@ -1,5 +1,6 @@
 """PyTorch implementations of vLLM's Triton kernels, and their registration."""
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,11 @@ def register(overrides: Mapping[str, Callable[..., Any]]) -> None:
             vllm_overrides.report_foreign(target, registered)
         if registered is not kernel:
             new[name] = kernel
+    if not new:
+        return
+    if (ffi := sys.modules.get("llvmlite.binding.ffi")) is not None:
+        # numba's LLVM answers every name; vLLM asks every object of every module for its __dict__
+        getattr(ffi.lib, "_fntab", {})["__dict__"] = {}
     with warnings.catch_warnings():  # vLLM looks at every name of every module, deprecated ones too
         warnings.simplefilter("ignore")
         dispatcher.register_kernels(new)
