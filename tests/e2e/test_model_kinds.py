@@ -3,12 +3,12 @@
 Here are some that between them use each attention; `tools/check kinds` runs all, each with and without tensor parallelism.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import kinds, npus
+from harness.vllm_runner import V2_ALONE
 
 # name: (NPUs, how many tokens or numbers, the largest mean difference)
 CASES = {
@@ -25,7 +25,7 @@ CASES = {
     "whisper, a sound": (1, 36, 0.02),
 }
 
-if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":  # which has no layers with states on NPUs, and here no V1 takes its place
+if V2_ALONE:
     del CASES["qwen3-next, gated delta net"]
 
 FLOAT16 = {"glm-5, shared selections"}

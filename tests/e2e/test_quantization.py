@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from harness import checkout, layouts, npus, quantized
 from harness.models import fp8, gpt_oss, hybrid
+from harness.vllm_runner import V2_ALONE
 
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}  # with torch.compile's fusions
@@ -35,6 +36,8 @@ FP8_CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "gpt-oss, MXFP4, TP2": ("mxfp4", "float32", EAGER, "ExpandedExperts"),
     "gpt-oss, MXFP4, in full graphs": ("mxfp4", "bfloat16", TP1, "SinkAttentionImpl"),
 }
+if V2_ALONE:
+    del FP8_CASES["FP8 blocks of a gated delta net, TP2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
