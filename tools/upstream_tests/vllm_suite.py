@@ -285,10 +285,10 @@ Not in the list, of `v1/worker`: the files of thinking budgets, trace replay and
 of pooled slots (1), which expects -1 for padding; of Gumbel noise, most of whose cases need more memory than an emulated NPU has,
 and of 64-bit offsets, which was not run for the same reason; of warm-up blocks (27) and quantized draft heads (8), which are
 skipped without CUDA; and of EAGLE-3 with pipelines, which imports a model that needs CUDA.
-`v1/worker/test_gpu_model_runner_prefill_tail_classification.py` tests the V1 runner, and is in the first list. On vLLM 0.33 its process
-aborts: vLLM's fixture asks for NCCL on all devices but the CPU, and gets Gloo where PyTorch has no NCCL; the
-[PyTorch 2.14](compatibility.md) made here from the CUDA wheel says that it has. With HCCL in the fixture and `VLLM_USE_V2_MODEL_RUNNER=0`
-both cases pass there.
+`v1/worker/test_gpu_model_runner_prefill_tail_classification.py` tests the V1 runner, and is in the first list. On vLLM 0.33 its
+process aborts: vLLM's fixture asks for NCCL on all devices but the CPU, and gets Gloo where PyTorch has no NCCL; the
+[PyTorch 2.14](compatibility.md) made here from the CUDA wheel says that it has. With HCCL in the fixture and
+`VLLM_USE_V2_MODEL_RUNNER=0` both cases pass there.
 """
 
 
