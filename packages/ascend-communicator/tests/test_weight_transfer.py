@@ -4,12 +4,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ascend_communicator import weight_transfer
 from vllm.distributed.weight_transfer.base import ModuleSource
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+from vllm.model_executor.model_loader import mtp_validation
 
 
 class Client:
@@ -68,6 +71,25 @@ def test_deadline(forever: threading.Event, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(weight_transfer, "CONNECT_SECONDS", 1.0)
     with pytest.raises(TimeoutError, match=r"the 1 workers did not join the group at 127\.0\.0\.1 port .* in 1 s; fix: check"):
         connect(Client(lambda: _wait(forever)), free_port())
+
+
+def test_an_update_that_names_no_parameters_is_of_the_last_one_s() -> None:
+    """As vLLM's trainer sends it from 0.33 on; in buckets, each of which has some of a drafter's parameters."""
+    loaded: list[list[str]] = []
+
+    class Model(torch.nn.Module):
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+            assert not mtp_validation.is_mtp_completeness_check_enabled()
+            loaded.append([name for name, _ in weights])
+
+    engine = object.__new__(weight_transfer.HCCLWeightTransferEngine)
+    engine.model, engine.device, engine._last = Model(), torch.device("npu"), {}
+    engine.packed, engine.packed_buffer_size_bytes = True, 32
+    engine.model_update_group = SimpleNamespace(broadcast=lambda buffer, _: buffer.zero_())
+    named = NCCLWeightTransferUpdateInfo(names=["a", "b", "c"], dtype_names=["float32"] * 3, shapes=[[4]] * 3)
+    for update in (named, NCCLWeightTransferUpdateInfo(names=[], dtype_names=[], shapes=[])):
+        engine.receive_weights(update)
+    assert loaded == [["a", "b"], ["c"]] * 2
 
 
 def _wait(event: threading.Event) -> None:

@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferUpdateInfo,
 )
+from vllm.model_executor.model_loader import mtp_validation
 
 from ascend_communicator.pyhccl import PyHcclCommunicator
 
@@ -68,24 +69,29 @@ class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
         if init_info.master_address is None or init_info.master_port is None:
             raise ValueError("the weight-transfer backend hccl needs master_address and master_port, not nccl_unique_id_b64")
         self.packed, self.packed_buffer_size_bytes = init_info.packed, init_info.packed_buffer_size_bytes
+        self._last: dict[torch.nn.Module, NCCLWeightTransferUpdateInfo] = {}
         rank = init_info.rank_offset + rank_of_worker(self.parallel_config)
         self.model_update_group: Any = connect(init_info.master_address, init_info.master_port, rank, init_info.world_size)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive parameters from the trainer and load them.
+        """Receive parameters from the trainer and load them. From vLLM 0.33 on an update of the last one's parameters names none.
 
         Raises:
             RuntimeError: ``init_transfer_engine`` has not been called.
         """
         if self.model_update_group is None:
             raise RuntimeError("no weight transfer group; call init_weight_transfer_engine first")
-        named = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        if update_info.names:
+            self._last[self.model] = update_info
+        told = self._last.get(self.model, update_info)
+        named = zip(told.names, told.dtype_names, told.shapes, strict=True)
         meta = [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
-        for group in bucketize(meta, self.packed_buffer_size_bytes if self.packed else 0):
-            buffer = torch.empty(sum(map(aligned_nbytes, group)), dtype=torch.uint8, device=self.device)
-            self.model_update_group.broadcast(buffer, 0)
-            model: Any = self.model  # each of vLLM's models has load_weights, torch's Module does not
-            model.load_weights([(each.name, part) for each, part in zip(group, unpack(buffer, group), strict=True)])
+        model: Any = self.model  # each of vLLM's models has load_weights, torch's Module does not
+        with mtp_validation.disable_mtp_completeness_check():  # a bucket has some parameters of a drafter
+            for group in bucketize(meta, self.packed_buffer_size_bytes if self.packed else 0):
+                buffer = torch.empty(sum(map(aligned_nbytes, group)), dtype=torch.uint8, device=self.device)
+                self.model_update_group.broadcast(buffer, 0)
+                model.load_weights([(each.name, part) for each, part in zip(group, unpack(buffer, group), strict=True)])
 
 
 def rank_of_worker(parallel: ParallelConfig) -> int:
@@ -148,8 +154,7 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
 
     def _broadcast(self, source: WeightSource, meta: list[ParamMeta]) -> None:
         if not self.is_sender:
-            for _ in source:  # iterating may be a collective of the trainer's ranks
-                pass
+            super()._broadcast(source, meta)  # iterating may be a collective of the trainer's ranks
             return
         pairs = self._checked_iter(source, meta)
         for group in bucketize(meta, self.packed_buffer_size_bytes if self.packed else 0):
