@@ -8,6 +8,8 @@ import functools
 import torch
 import torch_npu
 
+from ascend_platform import extension
+
 DRAFT_SALT = 1 << 30
 """Added to the positions of a drafter, whose noise differs from that of the target model."""
 
@@ -17,9 +19,10 @@ ACCEPT_SALT = 1 << 29
 
 
 def unseeded(logits: torch.Tensor, use_fp64: bool) -> torch.Tensor:
-    """Exponential noise of the shape of `logits` from the device's generator, in one operator."""
+    """Exponential noise of the shape of `logits` from the device's generator, in one operator where the chip has it."""
     drawn = torch.empty_like(logits)
-    return drawn.exponential_() if use_fp64 else torch_npu.npu_sim_exponential_(drawn)
+    is_fused = extension.chip().family.top_k_top_p and not use_fp64
+    return torch_npu.npu_sim_exponential_(drawn) if is_fused else drawn.exponential_()
 
 
 def exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
