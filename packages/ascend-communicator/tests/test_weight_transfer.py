@@ -92,5 +92,25 @@ def test_an_update_that_names_no_parameters_is_of_the_last_one_s() -> None:
     assert loaded == [["a", "b"], ["c"]] * 2
 
 
+def test_ranks_of_a_trainer_that_do_not_send_materialize_each_parameter() -> None:
+    """As the sender does: that is a collective of the trainer's ranks."""
+    materialized: list[str] = []
+
+    class Parameter(torch.nn.Parameter):
+        def full_tensor(self) -> torch.Tensor:  # of a DTensor
+            materialized.append("x")
+            return self.data
+
+    model = torch.nn.Module()
+    model.weight = Parameter(torch.ones(2, device="npu"))
+    trainer = weight_transfer.HCCLTrainerWeightTransferEngine(
+        client=Client(lambda: None),  # type: ignore[arg-type]
+        source=ModuleSource(model),
+        is_sender=False,
+    )
+    trainer.send_weights()
+    assert materialized == ["x"]
+
+
 def _wait(event: threading.Event) -> None:
     event.wait(120)
