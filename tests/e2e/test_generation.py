@@ -218,6 +218,7 @@ def test_vllm_without_the_v1_runner_is_served(tmp_path: Path, monkeypatch: pytes
     """As a later vLLM may be: a copy from which the module of the V1 runner has been deleted, and no option."""
     tree = vllm_copy.make(tmp_path)
     (tree / "vllm" / "v1" / "worker" / "gpu_model_runner.py").unlink()
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     monkeypatch.setenv("PYTHONPATH", f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     results, said = serve([adder()], None)
     assert "model runner: V2 (vLLM has no V1 runner)" in said
