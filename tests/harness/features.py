@@ -56,8 +56,8 @@ def serve(cases: list[dict[str, Any]], timeout: float = 1500, **variables: str) 
 
 def methods(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     """By name: the model, and vLLM's speculative_config."""
-    families = "Llama", "Glm4Moe", "DeepseekV3", "GlmMoeDsa"
-    llama, glm, deepseek, sparse = (small_models.target(directory, family) for family in families)
+    families = "Llama", "Glm4Moe", "DeepseekV3", "Glm4MoeLite", "GlmMoeDsa"
+    llama, glm, deepseek, flash, sparse = (small_models.target(directory, family) for family in families)
     other = small_models.target(directory, seed=9)
     three = {"num_speculative_tokens": 3}
     return {
@@ -72,6 +72,7 @@ def methods(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
         "Medusa": (llama, {"method": "medusa", "model": str(small_models.medusa(directory))} | three),
         "MTP": (glm, {"method": "mtp", "num_speculative_tokens": 2}),
         "MTP, latent attention": (deepseek, {"method": "mtp", "num_speculative_tokens": 3}),
+        "MTP, latent attention of GLM-4.7-Flash": (flash, {"method": "mtp", "num_speculative_tokens": 3}),
         "MTP, sparse latent attention": (sparse, {"method": "mtp", "num_speculative_tokens": 3}),
     }
 

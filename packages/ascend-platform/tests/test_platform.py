@@ -107,7 +107,9 @@ def test_unsupported_features_of_the_environment_are_refused_in_one_line(model, 
         engine_config(model())
 
 
-@pytest.mark.parametrize(("dtype", "norm", "named"), [("float16", True, "2.5; fix"), ("bfloat16", True, ""), ("float16", False, "")])
+@pytest.mark.parametrize(
+    ("dtype", "norm", "named"), [("float16", True, "2.5; fix"), ("bfloat16", True, ""), ("float16", False, "")]
+)
 def test_sandwich_norms_are_refused_in_float16(dtype, norm, named):
     text = SimpleNamespace(sandwich_norm=norm, routed_scaling_factor=2.5)
     config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text, dtype=f"torch.{dtype}"))

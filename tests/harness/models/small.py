@@ -63,6 +63,8 @@ LATENT: dict[str, Any] = (
     latent.WIDTHS | latent.BIASED | {"q_lora_rank": 96, "num_key_value_heads": 4, "partial_rotary_factor": 1.0}
 )
 SPARSE = latent.INDEXER | {"index_topk": 16, "indexer_rope_interleave": True, "index_share_for_mtp_iteration": True}
+WITH_MTP = "Glm4Moe", "Glm4MoeLite", "DeepseekV3", "GlmMoeDsa"
+"""Families whose small models have a layer for MTP; all but the first have latent attention."""
 MARGIN = 0.06  # times HIDDEN: the logit of the next token
 
 
@@ -106,14 +108,13 @@ def _shrink(model: torch.nn.Module, size: float, seed: int) -> None:
 
 
 def target(directory: Path, family: str = "Llama", seed: int = 3, size: float = 0.12) -> Path:
-    """A model of a family of Hugging Face's; Glm4Moe, DeepseekV3 and GlmMoeDsa have a layer for MTP."""
+    """A model of a family of Hugging Face's; those of WITH_MTP have a layer for it."""
     path = directory / f"{family.lower()}-{seed}"
     if path.exists():
         return path
-    mtp = family in ("Glm4Moe", "DeepseekV3", "GlmMoeDsa")
+    mtp = family in WITH_MTP
     shape = SHAPE | (EXPERTS | {"num_hidden_layers": SHAPE["num_hidden_layers"] + 1} if mtp else {})
-    special: dict[str, dict[str, Any]] = {"Qwen2Moe": QWEN_EXPERTS, "DeepseekV3": LATENT, "GlmMoeDsa": LATENT | SPARSE}
-    shape |= special.get(family, {})
+    shape |= {"Qwen2Moe": QWEN_EXPERTS, "GlmMoeDsa": LATENT | SPARSE}.get(family, LATENT if family in WITH_MTP[1:] else {})
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
     _shrink(model, size, seed)
     model.model.embed_tokens.weight.data.copy_(embedding())

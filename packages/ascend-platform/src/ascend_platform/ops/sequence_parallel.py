@@ -13,7 +13,7 @@ _forward = DeepseekV2DecoderLayer.forward
 
 def forward(
     self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """As vLLM's; a step of one token ends with the whole hidden states and residual, each ``[1, hidden size]``, on all ranks.
 
     vLLM recognizes divided states by their number of rows, which is 1 for one token and for a rank's part of it, so that the
@@ -23,8 +23,7 @@ def forward(
     if not self.use_sequence_parallel_moe or positions.shape[0] != 1:
         return states
     whole = tensor_model_parallel_all_gather(torch.cat(states, dim=-1), 0)[:1]
-    hidden_states, residual = whole.chunk(2, dim=-1)
-    return hidden_states.contiguous(), residual.contiguous()
+    return tuple(part.contiguous() for part in whole.chunk(2, dim=-1))
 
 
 override("vllm.model_executor.models.deepseek_v2:DeepseekV2DecoderLayer.forward", forward)
