@@ -12,7 +12,8 @@ from ascend_platform.config import spec_decode
 def config(method, **uses):
     methods = ("dflash", "gemma4_mtp", "ngram_gpu")
     asked = {f"use_{name}": functools.partial(uses.get, name, False) for name in methods}
-    speculative = types.SimpleNamespace(method=method, **asked)
+    drafter = types.SimpleNamespace(architectures=["OpenPanguMTPModel" if uses.get("openPangu's MTP") else "DeepSeekMTPModel"])
+    speculative = types.SimpleNamespace(method=method, draft_model_config=drafter, **asked)
     return types.SimpleNamespace(speculative_config=speculative, scheduler_config=types.SimpleNamespace(async_scheduling=True))
 
 
