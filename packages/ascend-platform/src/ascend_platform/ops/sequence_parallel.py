@@ -8,7 +8,7 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer
 
 from ascend_platform.vllm_overrides import override
 
-_forward = DeepseekV2DecoderLayer.forward
+_forward: Any = DeepseekV2DecoderLayer.forward
 
 
 def forward(
