@@ -1,14 +1,15 @@
-"""Base class of W8A16 and W4A16: weights are dequantized to the inputs' dtype inside the matrix multiplication."""
+"""W8A16 and W4A16: int8 and four-bit weights, dequantized to the inputs' dtype inside the matrix multiplication."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch_npu
 
 from ascend_platform.ops.fused_moe import grouped_matmul
-from ascend_platform.quantization.base import Quantized, Scheme, Tensors, per_row
+from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors, pack_int4, per_row, unpack_words
 
 
 class WeightOnly(Scheme):
@@ -41,3 +42,34 @@ class WeightOnly(Scheme):
         return grouped_matmul(
             rows, own["weight"], counts, antiquant_scale=own["weight_scale"], antiquant_offset=own["weight_offset"]
         )
+
+
+class W8A16(WeightOnly):
+    """Scheme W8A16, with per-channel scales and offsets, in linear layers also per-group."""
+
+    name = "W8A16"
+
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.transpose(-1, -2).contiguous()
+
+
+class W4A16(WeightOnly):
+    """Scheme W4A16, with per-channel or per-group scales and offsets. ModelSlim checkpoints have values of -8 to 7 in bytes (``weight``), or eight in a word in the format of
+    compressed-tensors (``weight_packed``, as in the experts of Kimi-K2-Thinking)."""
+
+    name = "W4A16"
+    bits = 4
+    expert_groups = True
+
+    def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
+        if f"{layer}.weight_packed" in description:
+            return {"weight_packed": Stored(torch.int32, columns=8), "weight_scale": Stored(torch.float32, Layout.GROUPS)}
+        return super().stored(description, layer)
+
+    def read(self, given: Tensors) -> Quantized:
+        if "weight_packed" in given:
+            return Quantized(unpack_words(given["weight_packed"], self.bits), given["weight_scale"].float())
+        return super().read(given)
+
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return pack_int4(weight)
