@@ -18,7 +18,7 @@ from ascend_platform.quantization.formats import awq_gptq, modelslim
 from ascend_platform.quantization.formats.compressed_tensors import reader
 from ascend_platform.quantization.methods import kv_cache
 from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod
-from ascend_platform.quantization.registry import SCHEMES
+from ascend_platform.quantization.schemes import SCHEMES
 from harness.models import quantize
 from harness.models import small as small_models
 from harness.models.quantize import Spec

@@ -25,7 +25,7 @@ from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored,
 from ascend_platform.quantization.common import AWQ, GPTQ, check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts
 from ascend_platform.quantization.methods.linear import TransposedLinearMethod
-from ascend_platform.quantization.registry import SCHEMES
+from ascend_platform.quantization.schemes import SCHEMES
 
 AWQ_SLOTS = (0, 4, 1, 5, 2, 6, 3, 7)
 """Slot of a word's four bits that has each of its eight columns (AutoAWQ, ``WQLinear_GEMM``: ``order_map``, inverted)."""

@@ -33,7 +33,7 @@ from ascend_platform.quantization.formats.fp8 import method_of
 from ascend_platform.quantization.methods.experts import QuantizedExperts
 from ascend_platform.quantization.methods.fp8 import Fp8Format
 from ascend_platform.quantization.methods.linear import apply, replace
-from ascend_platform.quantization.registry import SCHEMES
+from ascend_platform.quantization.schemes import SCHEMES
 from ascend_platform.quantization.schemes.w8a8 import W8A8
 
 PACKED, BYTES = "pack-quantized", "int-quantized"

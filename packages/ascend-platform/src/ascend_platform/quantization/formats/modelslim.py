@@ -26,7 +26,7 @@ from ascend_platform.quantization.common import DESCRIPTION, NAME, check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts
 from ascend_platform.quantization.methods.kv_cache import CACHE_NAMES, Int8CacheMethod
 from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod
-from ascend_platform.quantization.registry import FLOAT, SCHEMES
+from ascend_platform.quantization.schemes import FLOAT, SCHEMES
 
 CACHE_KINDS = ("C8",)
 

@@ -28,7 +28,7 @@ from ascend_platform.ops.fused_moe import NPUFusedMoEMethod
 from ascend_platform.quantization.base import Quantized
 from ascend_platform.quantization.methods.experts import QuantizedExperts, register
 from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod, replace
-from ascend_platform.quantization.registry import SCHEMES
+from ascend_platform.quantization.schemes import SCHEMES
 
 INT8 = "W8A8_DYNAMIC"
 CHUNK = 2**18

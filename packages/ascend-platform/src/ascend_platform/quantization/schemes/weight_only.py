@@ -54,8 +54,11 @@ class W8A16(WeightOnly):
 
 
 class W4A16(WeightOnly):
-    """Scheme W4A16, with per-channel or per-group scales and offsets. ModelSlim checkpoints have values of -8 to 7 in bytes (``weight``), or eight in a word in the format of
-    compressed-tensors (``weight_packed``, as in the experts of Kimi-K2-Thinking)."""
+    """Scheme W4A16, with per-channel or per-group scales and offsets.
+
+    ModelSlim checkpoints have values of -8 to 7 in bytes (``weight``), or eight in a word in the format of compressed-tensors
+    (``weight_packed``, as in the experts of Kimi-K2-Thinking).
+    """
 
     name = "W4A16"
     bits = 4
