@@ -1,4 +1,4 @@
-"""W8A8 and W8A8_DYNAMIC: int8 weights with per-channel scales; int8 inputs with a static or per-token scales."""
+"""W8A8 and W8A8_DYNAMIC: int8 weights with scales per channel; int8 inputs with one static scale, or a scale per token."""
 
 from __future__ import annotations
 
