@@ -64,7 +64,7 @@ LATENT: dict[str, Any] = (
 )
 SPARSE = latent.INDEXER | {"index_topk": 16, "indexer_rope_interleave": True, "index_share_for_mtp_iteration": True}
 WITH_MTP = "Glm4Moe", "Glm4MoeLite", "DeepseekV3", "GlmMoeDsa"
-"""Families whose small models have a layer for MTP; all but the first have latent attention."""
+"""Families whose small models have a layer for MTP."""
 MARGIN = 0.06  # times HIDDEN: the logit of the next token
 
 
@@ -114,7 +114,13 @@ def target(directory: Path, family: str = "Llama", seed: int = 3, size: float = 
         return path
     mtp = family in WITH_MTP
     shape = SHAPE | (EXPERTS | {"num_hidden_layers": SHAPE["num_hidden_layers"] + 1} if mtp else {})
-    shape |= {"Qwen2Moe": QWEN_EXPERTS, "GlmMoeDsa": LATENT | SPARSE}.get(family, LATENT if family in WITH_MTP[1:] else {})
+    special: dict[str, dict[str, Any]] = {
+        "Qwen2Moe": QWEN_EXPERTS,
+        "DeepseekV3": LATENT,
+        "Glm4MoeLite": LATENT,
+        "GlmMoeDsa": LATENT | SPARSE,
+    }
+    shape |= special.get(family, {})
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
     _shrink(model, size, seed)
     model.model.embed_tokens.weight.data.copy_(embedding())

@@ -74,7 +74,9 @@ class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
         self.model_update_group: Any = connect(init_info.master_address, init_info.master_port, rank, init_info.world_size)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive parameters from the trainer and load them. From vLLM 0.33 on an update of the last one's parameters names none.
+        """Receive parameters from the trainer and load them.
+
+        From vLLM 0.33 on, an update without names has the same parameters as the last one.
 
         Raises:
             RuntimeError: ``init_transfer_engine`` has not been called.
@@ -83,8 +85,8 @@ class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
             raise RuntimeError("no weight transfer group; call init_weight_transfer_engine first")
         if update_info.names:
             self._last[self.model] = update_info
-        told = self._last.get(self.model, update_info)
-        named = zip(told.names, told.dtype_names, told.shapes, strict=True)
+        update_info = self._last.get(self.model, update_info)
+        named = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         meta = [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
         model: Any = self.model  # each of vLLM's models has load_weights, torch's Module does not
         with mtp_validation.disable_mtp_completeness_check():  # a bucket has some parameters of a drafter

@@ -363,8 +363,8 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.model_executor.models.deepseek_v2:DeepseekV2DecoderLayer.forward",
         "replaced",
-        "with TP, DP and EP a step of one token continues with padding on all ranks but the first",
-        "vLLM has pull request 50691, which keeps whether hidden states are divided",
+        "with TP, DP and EP all TP ranks but rank 0 compute padding in a step of one token",
+        "vLLM tracks whether hidden states are sharded, as in its pull request 50691",
         {"0.31": "67623f49e863"},
     ),
     Override(

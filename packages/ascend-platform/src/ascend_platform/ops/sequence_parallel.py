@@ -1,4 +1,4 @@
-"""DeepSeek's decoder layer with its tokens divided among tensor-parallel ranks, for steps of one token."""
+"""DeepSeek's decoder layer with sequence-parallel MoE, for steps of one token."""
 
 from typing import Any
 
@@ -14,16 +14,17 @@ _forward: Any = DeepseekV2DecoderLayer.forward
 def forward(
     self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """As vLLM's; a step of one token ends with the whole hidden states and residual, each ``[1, hidden size]``, on all ranks.
+    """Run vLLM's layer; after a step of one token, all-gather hidden states and residual, each ``[1, hidden size]``.
 
-    vLLM recognizes divided states by their number of rows, which is 1 for one token and for a rank's part of it, so that the
-    ranks after the first would go on with padding (https://github.com/vllm-project/vllm/pull/50691).
+    vLLM recognizes sharded hidden states by their number of rows, which is 1 both for one token and for a rank's shard of it:
+    the next layer would not gather them, and ranks other than 0 would continue with padding
+    (https://github.com/vllm-project/vllm/pull/50691).
     """
     states = _forward(self, positions, hidden_states, residual, *args, **kwargs)
     if not self.use_sequence_parallel_moe or positions.shape[0] != 1:
         return states
-    whole = tensor_model_parallel_all_gather(torch.cat(states, dim=-1), 0)[:1]
-    return tuple(part.contiguous() for part in whole.chunk(2, dim=-1))
+    gathered = tensor_model_parallel_all_gather(torch.cat(states, dim=-1), 0)[:1]
+    return tuple(part.contiguous() for part in gathered.chunk(2, dim=-1))
 
 
 override("vllm.model_executor.models.deepseek_v2:DeepseekV2DecoderLayer.forward", forward)

@@ -167,8 +167,14 @@ class Scheme:
         raise NotImplementedError
 
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
-        """Multiply each expert's rows by its matrix; see ``ascend_platform.ops.fused_moe.grouped_matmul``."""
-        raise NotImplementedError
+        """Multiply each expert's rows by its matrix; see ``ascend_platform.ops.fused_moe.grouped_matmul``.
+
+        With ``int8_rows`` the rows are quantized dynamically and given to :meth:`grouped_int8`.
+        """
+        if not self.int8_rows:
+            raise NotImplementedError
+        values, scale = torch_npu.npu_dynamic_quant(rows)
+        return self.grouped_int8(values, scale, own, counts, rows.dtype)
 
     def pack_down(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """As ``pack``, for the second matrix of experts."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch_npu
 
 from ascend_platform.ops.fused_moe import grouped_matmul
 from ascend_platform.quantization.base import (
@@ -68,10 +67,6 @@ class W4A8Dynamic(Scheme):
         counts = torch.full((1,), len(x), dtype=torch.int64, device=x.device)
         product = self.grouped(x, own, counts)
         return product if bias is None else product.add_(bias)
-
-    def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
-        values, scale = torch_npu.npu_dynamic_quant(rows)
-        return self.grouped_int8(values, scale, own, counts, rows.dtype)
 
     def grouped_int8(
         self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype

@@ -106,10 +106,6 @@ class W8A8Dynamic(Scheme):
         packed = self.pack(matrix, dtype)
         return packed | {"weight_scale": _output_scale(packed["weight_scale"], dtype)}
 
-    def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
-        values, scale = torch_npu.npu_dynamic_quant(rows)
-        return self.grouped_int8(values, scale, own, counts, rows.dtype)
-
     def grouped_int8(
         self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
